@@ -23,6 +23,7 @@ from r3channel.transport.select import TRANSPORTS
 ENV_PREFIX = "R3CHANNEL_"
 _MIB = 1 << 20
 _LAST_PORT = 65535
+_LEAVE_LIVE = ("on_missing", "on_lost", "on_changed")
 
 REFUSALS = {
     "speculative": "accepted tokens of a tree of drafts are moved without their ids, and not every algorithm hands on the ids of "
@@ -96,8 +97,16 @@ class ChannelConfig:
     """Rows that the engine could not record: `error` refuses the sample, `live` lets the live router choose for them, `mask`
     also takes those tokens out of the loss."""
     on_missing: str = "error"
-    """A reply without routing, or a frame that never came: `error` refuses it by name, `live` leaves its rows to the live router
-    and counts the sample."""
+    """A reply without routing: `error` refuses it by name, `live` leaves its rows to the live router and counts the sample. In
+    slime also one whose routing cannot be used."""
+    on_lost: str = "error"
+    """A directly delivered frame that never came, as when its engine was killed: `error` refuses the step by sample, `live`
+    leaves its rows to the live router."""
+    on_changed: str = "error"
+    """In slime, a sample with other tokens than its last reply had, as when a tool spoke last: `error` refuses the step by
+    sample, `live` leaves the rows behind that reply to the live router; all of a sample whose earlier tokens changed."""
+    max_live: float = 0.1
+    """Share of a step's rows that these three may leave to the live router; above it the step is refused."""
     max_staleness: int = -1
     """Committed weight updates that may lie between a row and the trainer; -1: any number. `on_stale` says what then."""
     on_stale: str = "accept"
@@ -120,7 +129,7 @@ class ChannelConfig:
             ("transport", tuple(TRANSPORTS)),
             ("fallback", ("", *(name for name, kind in TRANSPORTS.items() if kind.join is None))),
             ("invalid_rows", ("error", "live", "mask")),
-            ("on_missing", ("error", "live")),
+            *((name, ("error", "live")) for name in _LEAVE_LIVE),
             ("on_stale", ("accept", "mask", "reject")),
         ):
             if getattr(self, name) not in allowed:
@@ -129,6 +138,8 @@ class ChannelConfig:
             raise ConfigError(
                 "sampling_masks with journal: masks do not survive a relay that is killed; drop one of the two"
             )
+        if not 0 <= self.max_live <= 1:
+            raise ConfigError(f"max_live {self.max_live}, expected a share of rows, 0 to 1")
         if self.max_staleness < -1:
             raise ConfigError(f"max_staleness {self.max_staleness}, expected -1 (no bound) or more")
         if self.audit_microbatches < 0:
@@ -166,8 +177,9 @@ class ChannelConfig:
 
     @property
     def policy(self) -> str:
-        """What trainers do with rows without routing: as `invalid_rows` says, or live where `on_missing` says so."""
-        return "live" if self.invalid_rows == "error" and self.on_missing == "live" else self.invalid_rows
+        """What trainers do with rows without routing: as `invalid_rows` says, or live where `on_missing` or its like says so."""
+        left = "live" in (getattr(self, name) for name in _LEAVE_LIVE)
+        return "live" if self.invalid_rows == "error" and left else self.invalid_rows
 
     @classmethod
     def load(

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from r3channel.config import ChannelConfig
@@ -210,6 +211,11 @@ class Intake:
 
         return self._judged(take, sample_id, engine, new=not append)
 
+    def add_live(self, sample_id: str, tokens: Tokens, *, append: bool = False) -> None:
+        """Leave a sample's rows to the live router, whatever `on_missing` says; with `append` those of its further tokens."""
+        take = partial(self._add, sample_id, None, None, tokens, engine="?", append=append)
+        self._judged(take, sample_id, "?", new=not append)
+
     def restore(self, saved: SavedSample) -> int:
         """A sample as another relay left it -> its tokens. Raises as `add`; then nothing of it is kept."""
         number, where = 0, f"sample {saved.sample_id} from engine recovered"
@@ -242,29 +248,37 @@ class Intake:
         held = self.rows_held(sample_id)
         return {"return_routed_experts": True} | ({"routed_experts_start_len": held} if held else {})
 
-    def _routing_in(self, reply: Any, sample_id: str, engine: str) -> Source:
-        """Nothing where there is none and the live router may choose."""
+    def _routing_in(self, reply: Any, sample_id: str, engine: str) -> Source | None:
+        """None where there is none and the live router may choose."""
         try:
             return Base64Text(routing_text(reply, sample_id=sample_id, engine=engine))
         except RoutingMissing:
             if self.config.on_missing != "live":
                 raise
-            return InHand(b"")
+            return None
 
     def _add(
-        self, sample_id: str, source: Source, key: int | None, tokens: Tokens, *, engine: str, append: bool
+        self,
+        sample_id: str,
+        given: Source | None,
+        key: int | None,
+        tokens: Tokens,
+        *,
+        engine: str,
+        append: bool,
     ) -> VerifiedRows | None:
         tokens_T = as_tokens(tokens)
         held, config = self.rows_held(sample_id) if append else 0, self.config
         reply = Reply(sample_id, engine, key, len(tokens_T), *hashes_of(tokens_T))
         if append:
             reply.held_hash = hash_tokens(tokens_T[:held])
-        reply.live, nbytes, rows = not source.left, source.left, None
+        source = given or InHand(b"")
+        reply.live, nbytes, rows = given is None, source.left, None
         try:
             begun = source.take(min(nbytes, REFERENCE_BYTES))
             if begun[: len(REFERENCE_MAGIC)] == REFERENCE_MAGIC:
                 reply.reference = self._reference(begun, source)
-            elif nbytes:
+            elif not reply.live:
                 self.expire()
                 rows = self.verifier.keep(
                     source, where=reply.where, max_rows=len(tokens_T), room_s=config.backpressure_timeout_s,
@@ -337,7 +351,7 @@ class Intake:
     # -- waiting ---------------------------------------------------------------------------------------------------
 
     def await_frames(self, names: Sequence[str], *, step: int, timeout_s: float) -> None:
-        """Until no frame of these samples is outstanding. Raises FrameMissing, or leaves them to the live router."""
+        """Until no frame of these samples is outstanding. Raises FrameMissing, or leaves them to the live router and says so."""
         self.expire()
         deadline_s = time.monotonic() + timeout_s
         with self.clock.span("wait_generation", step=step), self._changed:
@@ -348,11 +362,14 @@ class Intake:
                 else:
                     late.pop()
             late = self.entries.still(late)
-            if late and self.config.on_missing == "live":
+            if lost := self.config.on_lost == "live":
                 self.entries.leave_live(late)
-                late = []
         if late:
-            raise self._missing(late, step=step, timeout_s=timeout_s)
+            missing = self._missing(late, step=step, timeout_s=timeout_s)
+            if not lost:
+                raise missing
+            log.warning("r3channel: left to the live router: %s", missing)
+            self.metrics.inc("r3channel_rejected_total", len(late), reason=missing.reason)
 
     def _missing(self, late: Sequence[tuple[Sample, Turn]], *, step: int, timeout_s: float) -> FrameMissing:
         told = [_describe(sample, turn, self.engines) for sample, turn in late[:5]]

@@ -42,6 +42,7 @@ from r3channel.relay.intake import Intake, masks_of
 from r3channel.relay.journal import Recovery, take_over
 from r3channel.relay.reply import frame_bytes_of
 from r3channel.relay.row_server import RowServer
+from r3channel.relay.sample_table import Sample
 from r3channel.relay.sealed_steps import Steps, ticket_samples
 from r3channel.transport.auth import obtain_token
 from r3channel.wire.header import FRAME_MAGIC
@@ -210,6 +211,7 @@ class Relay(Intake):
                     seal=seal,
                 )
                 ticket.check()
+                self._check_live(step, samples)
                 masked = samples if self.config.sampling_masks else ()
                 masks = {sample.name: masks_of(sample) for sample in masked}
                 self.steps.add(ticket, [sample.held for sample in samples], masks)
@@ -217,6 +219,26 @@ class Relay(Intake):
         self.metrics.inc("r3channel_steps_total")
         self._warn_of_ceiling(int(ticket.sample_columns.tokens.sum()) * self.spec.bytes_per_token)
         return ticket
+
+    def _check_live(self, step: int, samples: Sequence[Sample]) -> None:
+        """Raises StepError where more than `max_live` of a step's rows are left to the live router; says which are."""
+        live = [sample for sample in samples if not sample.packed and sample.is_live]
+        left = sum(
+            turn.end_row - turn.first_row
+            for sample in live
+            for turn in sample.turns
+            if turn.live and not turn.rows
+        )
+        rows, names = sum(sample.tokens - 1 for sample in samples), [sample.name for sample in live]
+        text = f"step {step}: {left} of {rows} rows are left to the live router, of samples {names}"
+        if left > self.config.max_live * rows:
+            raise StepError(
+                f"{text}; max_live allows a share of {self.config.max_live:g}. The log says why each was left: look there first",
+                samples=names,
+                step=step,
+            )
+        if live:
+            log.warning("r3channel: %s", text)
 
     def _warn_of_ceiling(self, nbytes: int) -> None:
         """Once: one step off, the rows of two steps are here at a time."""

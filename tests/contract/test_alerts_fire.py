@@ -177,7 +177,7 @@ def engine_hangs_while_others_are_updated(place: Place) -> None:
 Fault = Callable[[Place], None]
 FAULTS: dict[str, tuple[Fault, dict[str, Any]]] = {
     "R3ChannelRejected": (refused, {}),
-    "R3ChannelFallbackActive": (left_to_the_live_router, {"on_missing": "live"}),
+    "R3ChannelFallbackActive": (left_to_the_live_router, {"on_missing": "live", "max_live": 1.0}),
     "R3ChannelSamplesExpired": (never_asked_for, {}),
     "R3ChannelStalled": (no_trainer_comes, {}),
     "R3ChannelThreadDead": (thread_ends, {}),

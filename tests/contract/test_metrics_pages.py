@@ -44,7 +44,7 @@ ENDS = [outcome for outcome in LABELS["outcome"] if outcome != "received"]
 @pytest.fixture
 def make_relay() -> Iterator[MakeRelay]:
     """That leave what is missing to the live router."""
-    with relays(on_missing="live", frame_timeout_s=0.05) as make:
+    with relays(on_missing="live", on_lost="live", max_live=1.0, frame_timeout_s=0.05) as make:
         yield make
 
 

@@ -103,7 +103,7 @@ def test_a_reply_without_routing_and_a_frame_that_never_came_leave_exactly_their
     make_relay: MakeRelay,
 ) -> None:
     """Five samples: whole; no routing; an empty field; a lost frame; a second turn without routing."""
-    relay = make_relay(on_missing="live", frame_timeout_s=0.05)
+    relay = make_relay(on_missing="live", on_lost="live", max_live=1.0, frame_timeout_s=0.05)
     relay.add("whole", reply_for("whole", 30, seed=1), range(30))
     assert relay.add("none", {"meta_info": {"id": "none"}}, range(12)) is None
     relay.add_body("empty", b'{"meta_info": {"id": "e", "routed_experts": ""}}', range(7))
@@ -141,7 +141,7 @@ def test_a_reply_without_routing_and_a_frame_that_never_came_leave_exactly_their
 def test_a_frame_that_comes_once_its_rows_were_left_to_the_live_router_is_freed_with_its_sample(
     make_relay: MakeRelay,
 ) -> None:
-    relay = make_relay(on_missing="live", frame_timeout_s=0.05)
+    relay = make_relay(on_lost="live", max_live=1.0, frame_timeout_s=0.05)
     relay.greet(hello_of())
     relay.add("late", reference_reply("r", 9, serial=1), range(9))
     ticket = relay.seal(0, one_batch("late"))

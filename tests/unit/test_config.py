@@ -44,7 +44,8 @@ def test_rows_that_never_came_are_live_where_the_channel_says_so_and_nobody_aske
     def policy(**values: str) -> str:
         return ChannelConfig(**values).policy  # type: ignore[arg-type]
 
-    assert (policy(), policy(on_missing="live")) == ("error", "live")
+    for name in ("on_missing", "on_lost", "on_changed"):
+        assert (policy(), policy(**{name: "live"})) == ("error", "live")
     assert [policy(on_missing="live", invalid_rows=rows) for rows in ("live", "mask")] == ["live", "mask"]
 
 
@@ -111,7 +112,8 @@ def test_a_switch_is_set_by_1_and_true_and_left_by_0_false_and_nothing() -> None
     "values",
     [
         {"transport": "mpi"}, {"transport": "auto"}, {"fallback": "object_store"}, {"invalid_rows": "drop"},
-        {"on_missing": "drop"}, {"store_bytes": 1024}, {"max_group_failures": 0}, {"on_stale": "drop"}, {"bucket_bytes": 1},
+        {"on_missing": "drop"}, {"on_lost": "drop"}, {"max_live": 1.1}, {"max_live": float("nan")},
+        {"store_bytes": 1024}, {"max_group_failures": 0}, {"on_stale": "drop"}, {"bucket_bytes": 1},
         {"send_timeout_s": 0.0}, {"send_timeout_s": float("inf")}, {"send_timeout_s": float("nan")}, {"max_staleness": -2},
         {"metrics_port": 65536}, {"metrics_port": -2}, {"ingest_port": -1}, {"device": -1},
     ],

@@ -199,7 +199,7 @@ def test_masks_that_nobody_asked_for_are_refused(front: bytes) -> None:
 
 
 def test_a_reply_that_is_left_to_the_live_router_needs_no_masks(make_relay: MakeRelay) -> None:
-    relay = make_relay("", on_missing="live")
+    relay = make_relay("", on_missing="live", max_live=1.0)
     relay.add("s", {"meta_info": {"id": "s"}}, range(9))
     shard = shard_of(relay)
     assert not any(seen_at(shard).values())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
 import pickle
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +15,12 @@ import numpy as np
 import pytest
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import RoutingMissing, RowCountMismatch, StepError
+from r3channel.errors import RoutingMissing, RowCountMismatch, StepError, StoreFull
 from r3channel.integrations.slime.sample_rows import Rows, SampleRows, rows_of
 from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
+from tests.direct import deliver, draft_of, hello_of, reference_reply
 from tests.samples import SPEC, random_ids, reply_for
 
 
@@ -30,8 +34,9 @@ class Sample:
 
 
 @pytest.fixture
-def rows() -> Iterator[SampleRows]:
-    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(transport="tcp", step_timeout_s=0.5))
+def rows(request: pytest.FixtureRequest) -> Iterator[SampleRows]:
+    options: dict[str, Any] = {"step_timeout_s": 0.5, "frame_timeout_s": 0.05, "max_live": 1.0}
+    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(**{**options, **getattr(request, "param", {})}))
     try:
         yield SampleRows(relay)
     finally:
@@ -40,17 +45,25 @@ def rows() -> Iterator[SampleRows]:
         relay.close()
 
 
+LIVE = {"on_missing": "live", "on_lost": "live", "on_changed": "live"}
+
+
+def left_live(ticket: Ticket) -> dict[str, tuple[tuple[int, int], ...]]:
+    return {sample.sample_id: sample.invalid for sample in ticket.samples}
+
+
+def seal(rows: SampleRows, *samples: Sample) -> Ticket:
+    return rows.seal(0, samples, [[[*range(len(samples))]]], steps=[1])
+
+
 def meta(name: str, tokens: int, *, seed: int = 0, reason: str = "stop", **changes: Any) -> dict[str, Any]:
     reply = reply_for(name, tokens, seed=seed, **changes)
     return {**reply["meta_info"], "finish_reason": {"type": reason}, "weight_version": "3"}
 
 
-def held(rows: SampleRows) -> int:
-    rows.tidy()
-    return rows.relay.status()["store"]["frames"]
-
-
 def waiting(rows: SampleRows) -> set[str]:
+    """Samples that are here once what was handed over is kept."""
+    rows._keeper.submit(int).result(timeout=20)
     rows.tidy()
     return {name for name in (f"{i}.{n}" for i in range(5) for n in range(9)) if rows.relay.rows_held(name)}
 
@@ -118,18 +131,99 @@ def test_ids_that_the_framework_decoded_itself_are_sealed(rows: SampleRows) -> N
     assert ticket.samples[0].tokens == 9
 
 
-def test_an_aborted_reply_without_usable_rows_leaves_a_sample_without(rows: SampleRows) -> None:
-    sample = Sample(0, list(range(9)))
-    assert "routed_experts" not in rows.take(sample, meta("a", 5, reason="abort"))
-    rows.take(sample, {"finish_reason": {"type": "abort"}})
-    assert rows_of(sample) is None and waiting(rows) == set()
+def test_replies_that_were_aborted_or_whose_samples_are_filtered_fail_nothing(rows: SampleRows) -> None:
+    aborted, filtered, good = (Sample(index, list(range(9))) for index in range(3))
+    assert "routed_experts" not in rows.take(aborted, meta("a", 5, reason="abort"))
+    rows.take(aborted, {"finish_reason": {"type": "abort"}})
+    rows.take(filtered, meta("b", 5))
+    rows.take(good, meta("c", 9))
+    assert left_live(seal(rows, good)) == {"2.2": ()} and waiting(rows) == {"2.2"}
+    aborted.tokens += [1, 2, 3]
+    rows.take(aborted, meta("a", 12))  # it is continued
+    assert rows.seal(1, [aborted], [[[0]]], steps=[1]).samples[0].tokens == 12
+    rows.relay.abandon(1)
 
 
-def test_a_finished_reply_with_other_rows_or_none_is_refused_by_name(rows: SampleRows) -> None:
-    with pytest.raises(RowCountMismatch, match=r"sample 0\.0"):
-        rows.take(Sample(0, list(range(9))), meta("a", 5))
-    with pytest.raises(RoutingMissing, match=r"sample 1\.1"):
-        rows.take(Sample(1, list(range(9))), {"finish_reason": {"type": "stop"}})
+def bad_samples(rows: SampleRows) -> list[Sample]:
+    """Whole; other rows than tokens; no rows; a tool spoke last; earlier tokens changed; its frame is lost."""
+    samples = [Sample(index, list(range(9))) for index in range(6)]
+    replies = [meta("0", 9), meta("1", 5), {"finish_reason": {"type": "stop"}}, meta("3", 9), meta("4", 9)]
+    for sample, reply in zip(
+        samples, [*replies, reference_reply("5", 9, serial=1)["meta_info"]], strict=True
+    ):
+        rows.take(sample, reply)
+    samples[3].tokens += [7, 7]
+    samples[4].tokens[3:] = [7, 7, 7]
+    return samples
+
+
+def test_all_samples_that_cannot_be_replayed_are_named_at_once(rows: SampleRows) -> None:
+    with pytest.raises(RowCountMismatch, match=r"4 of 6 samples .*'1\.1', '2\.2', '3\.3', '4\.4'") as raised:
+        seal(rows, *bad_samples(rows))
+    assert raised.value.samples == ("1.1", "2.2", "3.3", "4.4") and raised.value.step == 0
+
+
+@pytest.mark.parametrize("rows", [LIVE], indirect=True)
+def test_a_run_goes_on_with_exactly_the_rows_that_nobody_has_left_to_the_live_router(
+    rows: SampleRows, caplog: pytest.LogCaptureFixture
+) -> None:
+    ticket = seal(rows, *bad_samples(rows))
+    whole = {"1.1": ((0, 8),), "2.2": ((0, 8),), "4.4": ((0, 5),), "5.5": ((0, 8),)}
+    assert left_live(ticket) == {"0.0": (), "3.3": ((8, 10),)} | whole
+    assert "31 of 47 rows are left to the live router, of samples ['1.1', '2.2', '3.3'" in caplog.text
+    assert rows.relay.config.policy == "live"
+
+
+@pytest.mark.parametrize("rows", [LIVE | {"max_live": 0.65}, LIVE | {"max_live": 0.66}], indirect=True)
+def test_a_step_with_more_rows_left_than_allowed_is_refused_by_sample(rows: SampleRows) -> None:
+    samples = bad_samples(rows)
+    if rows.relay.config.max_live == 0.66:
+        assert seal(rows, *samples).step == 0
+        return
+    with pytest.raises(StepError, match=r"31 of 47 rows .* max_live allows a share of 0.65") as raised:
+        seal(rows, *samples)
+    assert raised.value.samples == ("1.1", "2.2", "3.3", "4.4", "5.5")
+    assert seal(rows, samples[0]).step == 0  # and nothing was taken
+
+
+@pytest.mark.parametrize("rows", [LIVE, LIVE | {"on_missing": "error"}], indirect=True)
+def test_a_direct_frame_that_cannot_be_used_is_refused_rows(rows: SampleRows) -> None:
+    samples = [Sample(index, list(range(9))) for index in range(2)]
+    rows.relay.greet(hello_of())
+    for serial, sample in enumerate(samples):
+        rows.take(sample, reference_reply(str(serial), 9, serial=serial)["meta_info"])
+    frames = [draft_of("0", 8).encode().tobytes(), draft_of("1", 5).encode().tobytes()]
+    waiting(rows)
+    deliver(rows.relay, *enumerate(frames))
+    if rows.relay.config.on_missing == "live":
+        assert left_live(seal(rows, *samples)) == {"0.0": (), "1.1": ((0, 8),)}
+        return
+    with pytest.raises(RowCountMismatch, match=r"sample 1\.1"):
+        seal(rows, *samples)
+
+
+@pytest.mark.parametrize("rows", [{"store_bytes": 64 << 20, "backpressure_timeout_s": 0.1}], indirect=True)
+def test_a_full_store_makes_requests_wait_and_not_the_thread_that_takes(rows: SampleRows) -> None:
+    kept = Sample(0, list(range(9)))
+    rows.take(kept, meta("kept", 9))
+    assert waiting(rows) == {"0.0"}
+    room = rows.relay._store.allocate((64 << 20) - 4096)
+    samples = [Sample(index, list(range(2001))) for index in range(1, 41)]
+    for place in range(40):
+        rows.take(samples[place], meta(str(place), 2001))  # waits for no room, as the next line finds
+    assert rows._backlog() == 40
+    with pytest.raises(StoreFull, match=r"step 0: waited 0.5 s for the rows of 40 samples .*'1\.1'"):
+        seal(rows, *samples)
+    del samples[1:], kept  # filtered: what they were to hold is not waited for
+    gc.collect()
+    timer = threading.Timer(0.1, room.free)
+    timer.start()
+    asyncio.run(asyncio.wait_for(rows.room(), 20))
+    assert rows._backlog() <= 32 and not rows.relay.rows_held("0.0")  # discarded meanwhile
+    assert seal(rows, *samples).samples[0].tokens == 2001 and waiting(rows) == {"1.1"}
+    value = rows.relay.metrics.value
+    assert value("r3channel_samples_total", outcome="discarded") == 40
+    assert value("r3channel_rejected_total", reason="other") >= 1
 
 
 def test_an_evaluated_sample_holds_nothing_and_is_counted(rows: SampleRows) -> None:
@@ -155,7 +249,7 @@ def test_tokens_after_the_last_reply_are_refused_at_the_seal(rows: SampleRows) -
     rows.take(sample, meta("a", 9))
     sample.tokens += [7]
     with pytest.raises(StepError, match="10 tokens, and the routing of 9"):
-        rows.seal(0, [sample], [[[0]]], steps=[1])
+        seal(rows, sample)
 
 
 def test_the_assignment_is_the_callers_own(rows: SampleRows) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
@@ -23,8 +24,8 @@ from slime.ray.utils import ray_noset_visible_devices  # pyright: ignore[reportM
 from slime.utils.types import Sample  # pyright: ignore[reportMissingImports]
 
 from r3channel.config import ChannelConfig
-from r3channel.engine.probe import probe
-from r3channel.errors import ConfigError, RoutingMissing
+from r3channel.engine.probe import probe_all
+from r3channel.errors import ConfigError, EngineUnavailable, RoutingMissing
 from r3channel.integrations import preflight
 from r3channel.integrations.slime.arguments import layout_of, memory_fault, spec_of
 from r3channel.integrations.slime.engine_variables import engine_variables
@@ -49,7 +50,9 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
             here["device"] = int(ray.get_gpu_ids()[0])  # where Ray hides no GPU, all are counted
         config = ChannelConfig(**args.r3_channel | here)
         self.relay = Relay(spec_of(args), layout_of(args), config, recorder=recorder_of(args, prefix="r3_"))
-        self.rows, self._started = SampleRows(self.relay), False
+        self.rows = SampleRows(self.relay)
+        self._asked: set[Any] = set()
+        """Engines and the router, once they have answered."""
         tell_engines(self.relay, args)
         _watch_replies(self.rows)
         http_utils.run_router = run_router
@@ -70,18 +73,24 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
         return RelayHost.r3channel_control(self, call, arguments)
 
     def r3channel_start(self) -> None:
-        """Ask every engine, and the router, for one token with its routing, so that a fault shows at the start."""
-        if self._started or self.args.debug_train_only or self.args.load_debug_rollout_data:
+        """Ask every engine of the trained model, and the router, for one token with its routing, so that a fault shows at the
+        start: each once, all at the same time. One that answers late is busy, and asked again before the next update."""
+        if self.args.debug_train_only or self.args.load_debug_rollout_data:
             return
-        for url in filter(None, ray.get([engine.get_url.remote() for engine in self.rollout_engines])):
-            self.relay.check_engine(probe(url, timeout_s=_PROBE_S), engine=url, tokens=_PROBE_TOKENS)
+        server = self._get_updatable_server()
+        new = [each for each in (server.engines if server else ()) if each and each not in self._asked]
+        engines = dict(zip(ray.get([engine.get_url.remote() for engine in new]), new, strict=True))
         router = f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}"
-        if not (probe(router, timeout_s=_PROBE_S).get("meta_info") or {}).get("routed_experts"):
-            raise RoutingMissing(
-                f"the engines send routing, and the router at {router} does not pass it on: it drops return_routed_experts from "
-                "requests (sgl-project/sglang#20696). Use the router of slime's image"
-            )
-        self._started = True
+        targets = [*filter(None, engines), *({router} - self._asked)]
+        for url, reply in probe_all(targets, timeout_s=_PROBE_S).items():
+            if url in engines:
+                self.relay.check_engine(reply, engine=url, tokens=_PROBE_TOKENS)
+            elif not (reply.get("meta_info") or {}).get("routed_experts"):
+                raise RoutingMissing(
+                    f"the engines send routing, and the router at {router} does not pass it on: it drops return_routed_experts "
+                    "from requests (sgl-project/sglang#20696). Use the router of slime's image"
+                )
+            self._asked.add(engines.get(url, url))
 
     def offload(self) -> Any:
         self.r3channel_start()  # engines that sleep from the start on answer nothing later
@@ -90,8 +99,8 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
     def recover_updatable_engines(self) -> None:
         super().recover_updatable_engines()
         if self.args.use_fault_tolerance and not self.args.offload_rollout and self.rollout_id >= 0:
-            self._started = False
-            self.r3channel_start()  # a restarted engine says hello, or is refused, before it is asked for samples
+            with suppress(EngineUnavailable):  # slime's own checks find it, and start it again
+                self.r3channel_start()  # a restarted engine says hello, or is refused, before it is asked for samples
 
     def _convert_samples_to_train_data(self, samples: Sequence[Any]) -> Any:
         self._converted = list(samples)
@@ -158,7 +167,8 @@ def remote_manager(args: Namespace, pg: Any) -> Any:
 
 
 def _watch_replies(rows: SampleRows) -> None:
-    """Every reply passes `_apply_meta_info` with its sample, whatever generate function asked for it."""
+    """Every reply passes `_apply_meta_info` with its sample, whatever generate function asked for it; requests wait while there
+    is no room for what they bring."""
     inner = Sample._apply_meta_info
 
     @wraps(inner)
@@ -176,6 +186,15 @@ def _watch_replies(rows: SampleRows) -> None:
         return await generate(args, sample, sampling_params, evaluation=evaluation)
 
     sglang_rollout.generate_and_rm = generate_and_rm
+    send = http_utils.post
+
+    @wraps(send)
+    async def post(url: str, *args: Any, **options: Any) -> Any:
+        if url.endswith("/generate"):
+            await rows.room()
+        return await send(url, *args, **options)
+
+    http_utils.post = sglang_rollout.post = post
 
 
 _run_router = http_utils.run_router

@@ -1,38 +1,53 @@
 """Which rows of the relay belong to a framework's sample object. Knows neither slime nor Ray.
 
 A sample may be copied, fed back into a buffer, finished two rollouts later, filtered or simply forgotten; nobody tells. So a
-sample holds its rows as an object, and when the last sample that holds them is gone, the relay discards them.
+sample holds its rows as an object, and when the last sample that holds them is gone, the relay discards them. What was wrong with
+them matters only once a step names the sample.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
+import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from r3channel.errors import RoutingError, StepError
+from r3channel.errors import FrameMissing, R3Error, RoutingError, StepError, StoreFull
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
 from r3channel.wire.frame import encode_frame
+from r3channel.wire.parcel import REFERENCE_BYTES
 
 log = logging.getLogger(__name__)
 
 _FIELD = "routed_experts"
 _ATTRIBUTE = "r3_rows"
+_BACKLOG = 32
+"""Replies that may wait to be kept before requests wait for them: far more than wait while there is room."""
+_LOOK_S = 0.05
+_REFERENCE_CHARACTERS = 4 * -(-REFERENCE_BYTES // 3)
+
+
+_KEPT: Future[R3Error | None] = Future()
+_KEPT.set_result(None)
 
 
 class Rows:
     """The relay's rows of one sample, by name. Copies of the sample share it."""
 
-    def __init__(self, name: str, tokens: int) -> None:
-        self.name, self.tokens = name, tokens
-        """Tokens that the rows belong to; the last one has none."""
+    def __init__(self, name: str) -> None:
+        self.name, self.tokens, self.fault = name, 0, _KEPT
+        """`tokens` that the rows belong to; the last one has none. `fault` of the last reply, once it is kept: None, or why it
+        could not be."""
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Rows:
         return self
@@ -44,51 +59,40 @@ class Rows:
 class SampleRows:
     """Takes the rows out of replies, and seals those of the samples that are trained on.
 
-    `take` runs on the thread of the framework's event loop, `seal` on its main thread.
+    `take` and `room` run on the thread of the framework's event loop, `seal` on its main thread. A thread of this object verifies
+    and keeps what was taken, in that order; it alone waits for room in the store, until the relay is closed.
     """
 
     def __init__(self, relay: Relay) -> None:
         self.relay = relay
         self._serial = itertools.count()
         self._gone: deque[str] = deque()
+        self._keeper = ThreadPoolExecutor(1, thread_name_prefix="r3channel-keep")
+        self._handed: deque[Future[R3Error | None]] = deque()
 
     def take(self, sample: Any, meta_info: Mapping[str, Any], *, trained: bool = True) -> dict[str, Any]:
-        """Keep what a reply says of a sample's routing, and give the rest of `meta_info`.
+        """Keep what a reply says of a sample's routing, and give the rest of `meta_info`. Waits for nothing and refuses nothing:
+        `seal` says what could not be kept of the samples that it is given.
 
         `sample.tokens` is the whole sequence, this reply's tokens included. A reply replaces the rows of the one before, because
         it holds those of all tokens; with `routed_experts_start_len` it adds to them. Rows of a sample that is not `trained` on
         (an evaluation) are discarded at once, also those that are still on their way here.
-
-        Raises:
-            RoutingError: named by sample. What an aborted request brought may be unusable: the sample is then without rows
-                until it is continued.
         """
         self.tidy()
         rest = {name: value for name, value in meta_info.items() if name != _FIELD}
         aborted = (meta_info.get("finish_reason") or {}).get("type") == "abort"
-        if aborted and meta_info.get(_FIELD) is None:
-            return rest
-        held: Rows | None = rows_of(sample)
-        more = held is not None and bool(meta_info.get(f"{_FIELD}_start_len"))
-        name = held.name if held is not None and more else f"{sample.index}.{next(self._serial)}"
-        try:
-            self.relay.add(name, {"meta_info": meta_info}, sample.tokens, append=more)
-        except RoutingError as error:
-            if trained and not aborted:
-                raise
-            log.info(
-                "r3channel: rows of sample %s, which ended early or is not trained on: %s",
-                sample.index,
-                error,
-            )
-            return rest
-        if not trained:
-            self.relay.discard([name])
-        elif held is not None and more:
-            held.tokens = len(sample.tokens)
-        else:
-            self._give(sample, name)
+        if not aborted or meta_info.get(_FIELD) is not None:
+            more = rows_of(sample) is not None and bool(meta_info.get(f"{_FIELD}_start_len"))
+            self._hand(sample, self.relay.add, {"meta_info": meta_info}, more=more, trained=trained)
         return rest
+
+    async def room(self) -> None:
+        """Before a request is sent: while the store is full requests wait, so that replies do not pile up here. At most
+        `step_timeout_s`; discards go on meanwhile."""
+        deadline_s = time.monotonic() + self.relay.config.step_timeout_s
+        while self._backlog() > _BACKLOG and time.monotonic() < deadline_s:
+            self.tidy()
+            await asyncio.sleep(_LOOK_S)
 
     def seal(
         self,
@@ -100,14 +104,29 @@ class SampleRows:
     ) -> Ticket:
         """Seal a step. `ranks[dp][microbatch]` are places in `samples`, `steps` the micro-batches of each optimizer step.
 
-        Raises `RoutingMissing` for a sample that came without rows (unless `on_missing` is `live`), `StepError` for one whose
-        tokens are not those of its rows, and what `Relay.seal` raises.
+        Waits up to `step_timeout_s` for what was taken to be kept; raises `StoreFull` with the samples for which there was no
+        room, what `Relay.seal` raises, and one error, of the first one's kind, for all samples that cannot be used and that no
+        policy leaves to the live router: `on_missing` those that came without rows or whose rows were refused, `on_changed` those
+        whose tokens are not those of their rows.
         """
-        self.tidy()
-        names = {place: self._checked(samples[place]) for rank in ranks for batch in rank for place in batch}
+        places = [place for rank in ranks for batch in rank for place in batch]
+        named = {place: rows_of(samples[place]) or self._without_reply(samples[place]) for place in places}
+        self._settle(step, [rows for rows in named.values() if not rows.fault.done()])
+        found = [self._unusable(samples[place], rows) for place, rows in named.items()]
+        if bad := [error for error in found if error is not None]:
+            names = [name for error in bad for name in error.samples]
+            text = f"step {step}: {len(bad)} of {len(places)} samples cannot be replayed: {names}. The first: {bad[0]}"
+            raise type(bad[0])(text, samples=names, step=step)
         assignment = Assignment.given(
-            [[[names[place] for place in batch] for batch in rank] for rank in ranks], steps=steps
+            [[[named[place].name for place in batch] for batch in rank] for rank in ranks], steps=steps
         )
+        try:
+            return self.relay.seal(step, assignment)
+        except RoutingError as error:  # of frames that came directly and cannot be used
+            if isinstance(error, FrameMissing) or self.relay.config.on_missing != "live":
+                raise
+            for place in (place for place, rows in named.items() if rows.name in error.samples):
+                self._leave_live(samples[place], named[place], error)
         return self.relay.seal(step, assignment)
 
     def tidy(self) -> None:
@@ -116,34 +135,114 @@ class SampleRows:
         if gone:
             self.relay.discard(gone)
 
-    def _checked(self, sample: Any) -> str:
-        held = rows_of(sample) or self._without_reply(sample)
-        if held.tokens != len(sample.tokens):
-            raise StepError(
-                f"sample {sample.index} has {len(sample.tokens)} tokens, and the routing of {held.tokens} came with its last "
+    # -- what a step finds -----------------------------------------------------------------------------------------
+
+    def _settle(self, step: int, late: list[Rows]) -> None:
+        limit_s = self.relay.config.step_timeout_s
+        deadline_s = time.monotonic() + limit_s
+        while late and time.monotonic() < deadline_s:
+            self.tidy()  # the thread may wait for the room of what is gone
+            wait([late[-1].fault], _LOOK_S)
+            late = [rows for rows in late if not rows.fault.done()]
+        if late:
+            names, config = [rows.name for rows in late], self.relay.config
+            raise StoreFull(
+                f"step {step}: waited {limit_s:.1f} s for the rows of {len(late)} samples to be kept: {names}; store_bytes is "
+                f"{config.store_bytes}. Is the step before delivered? A store holds two steps (`r3channel plan`)",
+                samples=names,
+                step=step,
+            )
+
+    def _unusable(self, sample: Any, rows: Rows) -> R3Error | None:
+        """Why a sample cannot be replayed; None where it can, if by the live router."""
+        error, policy = rows.fault.result(), self.relay.config.on_missing
+        if changed := error is None and rows.tokens != len(sample.tokens):
+            policy = self.relay.config.on_changed
+            error = StepError(
+                f"sample {sample.index} has {len(sample.tokens)} tokens, and the routing of {rows.tokens} came with its last "
                 "reply. "
                 "Was it cut, or did tokens follow the last reply? Replay needs the engine's rows for every token but the last",
-                samples=[str(sample.index)],
+                samples=[rows.name],
             )
-        return held.name
+        if error is not None and policy == "live":
+            error = self._leave_live(sample, rows, error, behind=changed)
+        return error
+
+    def _leave_live(self, sample: Any, rows: Rows, why: R3Error, *, behind: bool = False) -> None:
+        """All rows of a sample, or those `behind` its last reply; all, too, where earlier tokens changed."""
+        log.warning("r3channel: sample %s is left to the live router: %s", rows.name, why)
+        try:
+            if not behind:
+                self.relay.discard([rows.name])
+            self.relay.add_live(rows.name, sample.tokens, append=behind)
+        except RoutingError:
+            self._leave_live(sample, rows, why)
+        rows.tokens, rows.fault = len(sample.tokens), _KEPT
 
     def _without_reply(self, sample: Any) -> Rows:
         """Rows that the framework decoded itself (a dump that it loaded), or none: then the relay says what that means."""
-        name = f"{sample.index}.{next(self._serial)}"
-        decoded = getattr(sample, "rollout_routed_experts", None)
+        decoded, spec = getattr(sample, "rollout_routed_experts", None), self.relay.spec
         if decoded is None:
-            self.relay.add(name, {}, sample.tokens)
-        else:
-            spec = self.relay.spec
-            ids_TLK = np.asarray(decoded)[:, list(spec.moe_layers)].astype(spec.id_dtype)
-            self.relay.add_frame(name, encode_frame(spec, expert_ids_TLK=ids_TLK), sample.tokens)
-        return self._give(sample, name)
+            return self._hand(sample, self.relay.add, {})
+        ids_TLK = np.asarray(decoded)[:, list(spec.moe_layers)].astype(spec.id_dtype)
+        return self._hand(sample, self.relay.add_frame, encode_frame(spec, expert_ids_TLK=ids_TLK))
 
-    def _give(self, sample: Any, name: str) -> Rows:
-        rows = Rows(name, len(sample.tokens))
-        weakref.finalize(rows, self._gone.append, name).atexit = False
-        setattr(sample, _ATTRIBUTE, rows)
+    # -- to the thread that keeps ----------------------------------------------------------------------------------
+
+    def _hand(
+        self, sample: Any, add: Callable[..., Any], what: Any, *, more: bool = False, trained: bool = True
+    ) -> Rows:
+        """To the thread, which asks whether somebody still holds the sample."""
+        rows = rows_of(sample) if more else None
+        if rows is None:
+            rows = Rows(f"{sample.index}.{next(self._serial)}")
+            weakref.finalize(rows, self._gone.append, rows.name).atexit = False
+        tokens = list(sample.tokens)  # as they are now
+        whose = weakref.ref(rows) if trained else _nobody
+        fault = self._keeper.submit(self._keep, whose, add, rows.name, what, tokens, more)
+        self._handed.append(fault)
+        if trained:
+            rows.tokens, rows.fault = len(tokens), fault
+            setattr(sample, _ATTRIBUTE, rows)
         return rows
+
+    def _keep(
+        self,
+        whose: Callable[[], Rows | None],
+        add: Callable[..., Any],
+        name: str,
+        what: Any,
+        tokens: list[int],
+        more: bool,
+    ) -> R3Error | None:
+        while (held := whose()) is not None:  # held meanwhile: it is discarded once it is here, not before
+            try:
+                add(name, what, tokens, append=more)
+                return None
+            except (RoutingError, StepError) as error:
+                error.__cause__ = error.__context__ = None
+                told = error.with_traceback(None)  # it is kept; what was refused is not
+            del held
+            if not isinstance(told, StoreFull):
+                return told
+            log.warning("r3channel: the store is full, and requests wait: %s", told)
+        text = what["meta_info"].get(_FIELD) or ""
+        with suppress(RoutingError, StepError):  # nobody holds it: it needs no room
+            if 0 < len(text) <= _REFERENCE_CHARACTERS:  # whose frame is to be refused
+                self.relay.add(name, what, tokens)
+            else:
+                self.relay.add_live(name, tokens)
+        self.relay.discard([name])
+        return None
+
+    def _backlog(self) -> int:
+        while self._handed and self._handed[0].done():
+            self._handed.popleft()
+        return len(self._handed)
+
+
+def _nobody() -> None:
+    """Who holds rows that are not trained on."""
 
 
 def rows_of(sample: Any) -> Rows | None:
