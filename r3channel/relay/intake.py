@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 _NAMED = 1000
 """Expired samples that `status` still names."""
+_NOTHING = InHand(b"")
+"""Routing of rows that are left to the live router."""
 Tokens = Sequence[int] | Ids
 _Taken = TypeVar("_Taken")
 
@@ -213,7 +215,7 @@ class Intake:
 
     def add_live(self, sample_id: str, tokens: Tokens, *, append: bool = False) -> None:
         """Leave a sample's rows to the live router, whatever `on_missing` says; with `append` those of its further tokens."""
-        take = partial(self._add, sample_id, None, None, tokens, engine="?", append=append)
+        take = partial(self._add, sample_id, _NOTHING, None, tokens, engine="?", append=append)
         self._judged(take, sample_id, "?", new=not append)
 
     def restore(self, saved: SavedSample) -> int:
@@ -248,32 +250,24 @@ class Intake:
         held = self.rows_held(sample_id)
         return {"return_routed_experts": True} | ({"routed_experts_start_len": held} if held else {})
 
-    def _routing_in(self, reply: Any, sample_id: str, engine: str) -> Source | None:
-        """None where there is none and the live router may choose."""
+    def _routing_in(self, reply: Any, sample_id: str, engine: str) -> Source:
+        """Nothing where there is none and the live router may choose."""
         try:
             return Base64Text(routing_text(reply, sample_id=sample_id, engine=engine))
         except RoutingMissing:
             if self.config.on_missing != "live":
                 raise
-            return None
+            return _NOTHING
 
     def _add(
-        self,
-        sample_id: str,
-        given: Source | None,
-        key: int | None,
-        tokens: Tokens,
-        *,
-        engine: str,
-        append: bool,
+        self, sample_id: str, source: Source, key: int | None, tokens: Tokens, *, engine: str, append: bool
     ) -> VerifiedRows | None:
         tokens_T = as_tokens(tokens)
         held, config = self.rows_held(sample_id) if append else 0, self.config
         reply = Reply(sample_id, engine, key, len(tokens_T), *hashes_of(tokens_T))
         if append:
             reply.held_hash = hash_tokens(tokens_T[:held])
-        source = given or InHand(b"")
-        reply.live, nbytes, rows = given is None, source.left, None
+        reply.live, nbytes, rows = source is _NOTHING, source.left, None
         try:
             begun = source.take(min(nbytes, REFERENCE_BYTES))
             if begun[: len(REFERENCE_MAGIC)] == REFERENCE_MAGIC:
@@ -362,14 +356,14 @@ class Intake:
                 else:
                     late.pop()
             late = self.entries.still(late)
-            if lost := self.config.on_lost == "live":
+            if self.config.on_lost == "live":
                 self.entries.leave_live(late)
         if late:
             missing = self._missing(late, step=step, timeout_s=timeout_s)
-            if not lost:
+            if self.config.on_lost != "live":
                 raise missing
+            self.reject(missing)
             log.warning("r3channel: left to the live router: %s", missing)
-            self.metrics.inc("r3channel_rejected_total", len(late), reason=missing.reason)
 
     def _missing(self, late: Sequence[tuple[Sample, Turn]], *, step: int, timeout_s: float) -> FrameMissing:
         told = [_describe(sample, turn, self.engines) for sample, turn in late[:5]]
@@ -406,7 +400,9 @@ class Intake:
             for sample in samples:
                 recorder.forget(sample.name)
         for sample in samples:
-            self._became("rejected" if sample.error else "live" if sample.is_live and delivered else outcome)
+            self._became(
+                "rejected" if sample.error else "live" if sample.live_rows and delivered else outcome
+            )
 
     def free(self, rows: Sequence[VerifiedRows]) -> None:
         """What survives goes first: nothing may be found after a kill whose memory was given away."""

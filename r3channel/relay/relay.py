@@ -222,21 +222,12 @@ class Relay(Intake):
 
     def _check_live(self, step: int, samples: Sequence[Sample]) -> None:
         """Raises StepError where more than `max_live` of a step's rows are left to the live router; says which are."""
-        live = [sample for sample in samples if not sample.packed and sample.is_live]
-        left = sum(
-            turn.end_row - turn.first_row
-            for sample in live
-            for turn in sample.turns
-            if turn.live and not turn.rows
-        )
-        rows, names = sum(sample.tokens - 1 for sample in samples), [sample.name for sample in live]
-        text = f"step {step}: {left} of {rows} rows are left to the live router, of samples {names}"
-        if left > self.config.max_live * rows:
-            raise StepError(
-                f"{text}; max_live allows a share of {self.config.max_live:g}. The log says why each was left: look there first",
-                samples=names,
-                step=step,
-            )
+        live = {each.name: each.live_rows for each in samples if not each.packed and each.live_rows}
+        left, rows = sum(live.values()), sum(sample.tokens - 1 for sample in samples)
+        text = f"step {step}: {left} of {rows} rows are left to the live router, of samples {[*live]}"
+        if left > (share := self.config.max_live) * rows:
+            text += f"; max_live allows a share of {share:g}. The log says why"
+            raise StepError(text, samples=live, step=step)
         if live:
             log.warning("r3channel: %s", text)
 

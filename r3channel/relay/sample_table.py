@@ -85,9 +85,9 @@ class Sample:
         return next((turn.error for turn in self.turns if turn.error), None)
 
     @property
-    def is_live(self) -> bool:
-        """Has it rows that are left to the live router?"""
-        return any(turn.live for turn in self.turns)
+    def live_rows(self) -> int:
+        """Rows that are left to the live router."""
+        return sum(turn.end_row - turn.first_row for turn in self.turns if turn.live and not turn.rows)
 
     @property
     def awaited(self) -> list[Turn]:

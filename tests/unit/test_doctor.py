@@ -24,6 +24,7 @@ from examples.embedded.sglang import environment
 from r3channel import cli
 from r3channel.config import ChannelConfig
 from r3channel.engine import probe
+from r3channel.errors import EngineUnavailable
 from r3channel.integrations import preflight
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.check import Check, CheckContext
@@ -146,6 +147,30 @@ def test_an_engine_is_asked_directly_whatever_proxy_is_named_and_one_that_is_not
     assert "answers without routing" in capsys.readouterr().out
     assert doctor.examine(context(engines=["http://127.0.0.1:9"], timeout_s=5)) == 1
     assert "engine http://127.0.0.1:9" in capsys.readouterr().out
+
+
+def test_engines_are_probed_at_the_same_time_and_a_busy_one_is_not_a_dead_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    meeting, reply = threading.Barrier(2), {"meta_info": {}}
+
+    class Both(dict[str, Any]):
+        def __getitem__(self, path: str) -> Any:
+            meeting.wait(10)  # until the other is asked too
+            return reply
+
+    nobody = "http://127.0.0.1:9"
+    with (
+        answering(Both()) as first,
+        answering(Both()) as second,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+    ):
+        busy = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert probe.probe_all([busy, first, second], timeout_s=1) == {first: reply, second: reply}
+        assert f"{busy} has not answered" in caplog.text
+    with pytest.raises(EngineUnavailable, match=nobody) as raised:
+        probe.probe_all([nobody], timeout_s=5)
+    assert raised.value.engines == (nobody,)
 
 
 @pytest.mark.parametrize(("allowed", "status"), [((), 1), (("pp", "unread"), 0)])

@@ -49,6 +49,7 @@ _EVALUATION = (
     "--eval-prompt-data held {work}/held.jsonl --eval-interval 1 --eval-input-key text --eval-label-key label"
 )
 _EVALUATION += " --n-samples-per-eval-prompt 1 --eval-max-response-len 8"
+_TOOLS = f"{_SAMPLES.replace('.turns', '.tool_speaks_last')} --r3-on-changed live --r3-max-live 0.2"
 _SAVE = "--save {work}/saved --save-interval 2"
 # distrib_optimizer.py:648: Megatron does not load the state of torch's own Adam
 _NO_OPTIMIZER = "--no-save-optim"
@@ -67,6 +68,7 @@ JOBS: dict[str, tuple[str, str]] = {
         "--steps 3 --cp 2",
         f"{_SAMPLES} {_EVALUATION} {_SAVE} {_NO_OPTIMIZER} --r3-weights colocated",
     ),
+    "tools": ("--delivery direct", _TOOLS),
     "dropped": ("--dropping-router", ""),
     "nccl": ("", "--r3-transport nccl"),
     "synchronous": ("--script train.py --corrupt --delivery direct", ""),
@@ -191,6 +193,13 @@ class TestJobs:
         assert result["processes"]["manager"]["discarded"] >= 8, (
             "groups were filtered, and evaluated samples belong to no step"
         )
+
+    def test_tool_tokens_behind_the_last_reply_are_left_to_the_live_router_and_no_other_row(
+        self, jobs: Any
+    ) -> None:
+        result = checked(jobs["tools"].result(), steps=2)
+        samples, layers, tool_tokens = 16, 3, 3
+        assert result["rows"]["live"] == samples * layers * tool_tokens
 
     def test_resumed(self, jobs: Any) -> None:
         checked(jobs["resumed"].result(), steps=1, rows_at_least=300)

@@ -12,10 +12,11 @@ import itertools
 import logging
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -112,8 +113,14 @@ class SampleRows:
         places = [place for rank in ranks for batch in rank for place in batch]
         named = {place: rows_of(samples[place]) or self._without_reply(samples[place]) for place in places}
         self._settle(step, [rows for rows in named.values() if not rows.fault.done()])
-        found = [self._unusable(samples[place], rows) for place, rows in named.items()]
-        if bad := [error for error in found if error is not None]:
+        bad, left = list[R3Error](), list[R3Error]()
+        for place, rows in named.items():
+            error, policy = self._fault(samples[place], rows)
+            if error is not None and policy == "live":
+                self._leave_live(samples[place], rows, behind=rows.fault.result() is None)
+            if error is not None:
+                (left if policy == "live" else bad).append(error)
+        if bad:
             names = [name for error in bad for name in error.samples]
             text = f"step {step}: {len(bad)} of {len(places)} samples cannot be replayed: {names}. The first: {bad[0]}"
             raise type(bad[0])(text, samples=names, step=step)
@@ -126,8 +133,15 @@ class SampleRows:
             if isinstance(error, FrameMissing) or self.relay.config.on_missing != "live":
                 raise
             for place in (place for place, rows in named.items() if rows.name in error.samples):
-                self._leave_live(samples[place], named[place], error)
-        return self.relay.seal(step, assignment)
+                self._leave_live(samples[place], named[place])
+            left.append(error)
+            return self.relay.seal(step, assignment)
+        finally:
+            if left:
+                counts = dict(Counter(type(error).__name__ for error in left))
+                log.warning(
+                    "r3channel: step %d: left to the live router: %s; the first: %s", step, counts, left[0]
+                )
 
     def tidy(self) -> None:
         """Discard the rows of samples that are gone. Not done at the moment they go, which may be inside any lock."""
@@ -138,52 +152,41 @@ class SampleRows:
     # -- what a step finds -----------------------------------------------------------------------------------------
 
     def _settle(self, step: int, late: list[Rows]) -> None:
-        limit_s = self.relay.config.step_timeout_s
-        deadline_s = time.monotonic() + limit_s
-        while late and time.monotonic() < deadline_s:
+        config, begun_s = self.relay.config, time.monotonic()
+        while late and time.monotonic() < begun_s + config.step_timeout_s:
             self.tidy()  # the thread may wait for the room of what is gone
             wait([late[-1].fault], _LOOK_S)
             late = [rows for rows in late if not rows.fault.done()]
         if late:
-            names, config = [rows.name for rows in late], self.relay.config
-            raise StoreFull(
-                f"step {step}: waited {limit_s:.1f} s for the rows of {len(late)} samples to be kept: {names}; store_bytes is "
-                f"{config.store_bytes}. Is the step before delivered? A store holds two steps (`r3channel plan`)",
-                samples=names,
-                step=step,
-            )
+            text = f"step {step}: waited {config.step_timeout_s:.1f} s for room for the rows of {len(late)} samples: "
+            names = [rows.name for rows in late]
+            text += f"{names}; store_bytes is {config.store_bytes}. Is the step before delivered? A store holds two steps"
+            raise StoreFull(text, samples=names, step=step)
 
-    def _unusable(self, sample: Any, rows: Rows) -> R3Error | None:
-        """Why a sample cannot be replayed; None where it can, if by the live router."""
-        error, policy = rows.fault.result(), self.relay.config.on_missing
-        if changed := error is None and rows.tokens != len(sample.tokens):
-            policy = self.relay.config.on_changed
-            error = StepError(
-                f"sample {sample.index} has {len(sample.tokens)} tokens, and the routing of {rows.tokens} came with its last "
-                "reply. "
-                "Was it cut, or did tokens follow the last reply? Replay needs the engine's rows for every token but the last",
-                samples=[rows.name],
-            )
-        if error is not None and policy == "live":
-            error = self._leave_live(sample, rows, error, behind=changed)
-        return error
+    def _fault(self, sample: Any, rows: Rows) -> tuple[R3Error | None, str]:
+        """Why a sample cannot be replayed, None where it can; and the policy for it."""
+        error, config = rows.fault.result(), self.relay.config
+        if error is not None or rows.tokens == len(sample.tokens):
+            return error, config.on_missing
+        text = f"sample {sample.index} has {len(sample.tokens)} tokens, and the routing of {rows.tokens} came with its last "
+        text += "reply. Was it cut, or did tokens follow the last reply? Replay needs the engine's rows for every token but the last"
+        return StepError(text, samples=[rows.name]), config.on_changed
 
-    def _leave_live(self, sample: Any, rows: Rows, why: R3Error, *, behind: bool = False) -> None:
+    def _leave_live(self, sample: Any, rows: Rows, *, behind: bool = False) -> None:
         """All rows of a sample, or those `behind` its last reply; all, too, where earlier tokens changed."""
-        log.warning("r3channel: sample %s is left to the live router: %s", rows.name, why)
         try:
             if not behind:
                 self.relay.discard([rows.name])
             self.relay.add_live(rows.name, sample.tokens, append=behind)
         except RoutingError:
-            self._leave_live(sample, rows, why)
+            self._leave_live(sample, rows)
         rows.tokens, rows.fault = len(sample.tokens), _KEPT
 
     def _without_reply(self, sample: Any) -> Rows:
         """Rows that the framework decoded itself (a dump that it loaded), or none: then the relay says what that means."""
         decoded, spec = getattr(sample, "rollout_routed_experts", None), self.relay.spec
         if decoded is None:
-            return self._hand(sample, self.relay.add, {})
+            return self._hand(sample, self.relay.add, {"meta_info": {}})
         ids_TLK = np.asarray(decoded)[:, list(spec.moe_layers)].astype(spec.id_dtype)
         return self._hand(sample, self.relay.add_frame, encode_frame(spec, expert_ids_TLK=ids_TLK))
 
@@ -198,26 +201,18 @@ class SampleRows:
             rows = Rows(f"{sample.index}.{next(self._serial)}")
             weakref.finalize(rows, self._gone.append, rows.name).atexit = False
         tokens = list(sample.tokens)  # as they are now
-        whose = weakref.ref(rows) if trained else _nobody
-        fault = self._keeper.submit(self._keep, whose, add, rows.name, what, tokens, more)
+        whose: Callable[[], Rows | None] = weakref.ref(rows) if trained else lambda: None
+        fault = self._keeper.submit(self._keep, whose, partial(add, rows.name, what, tokens, append=more))
         self._handed.append(fault)
         if trained:
             rows.tokens, rows.fault = len(tokens), fault
             setattr(sample, _ATTRIBUTE, rows)
         return rows
 
-    def _keep(
-        self,
-        whose: Callable[[], Rows | None],
-        add: Callable[..., Any],
-        name: str,
-        what: Any,
-        tokens: list[int],
-        more: bool,
-    ) -> R3Error | None:
+    def _keep(self, whose: Callable[[], Rows | None], add: partial[Any]) -> R3Error | None:
         while (held := whose()) is not None:  # held meanwhile: it is discarded once it is here, not before
             try:
-                add(name, what, tokens, append=more)
+                add()
                 return None
             except (RoutingError, StepError) as error:
                 error.__cause__ = error.__context__ = None
@@ -226,9 +221,10 @@ class SampleRows:
             if not isinstance(told, StoreFull):
                 return told
             log.warning("r3channel: the store is full, and requests wait: %s", told)
+        name, what, tokens = add.args
         text = what["meta_info"].get(_FIELD) or ""
-        with suppress(RoutingError, StepError):  # nobody holds it: it needs no room
-            if 0 < len(text) <= _REFERENCE_CHARACTERS:  # whose frame is to be refused
+        with suppress(RoutingError, StepError):  # nobody holds it, so it needs no room
+            if 0 < len(text) <= _REFERENCE_CHARACTERS:  # its frame is to be refused
                 self.relay.add(name, what, tokens)
             else:
                 self.relay.add_live(name, tokens)
@@ -239,10 +235,6 @@ class SampleRows:
         while self._handed and self._handed[0].done():
             self._handed.popleft()
         return len(self._handed)
-
-
-def _nobody() -> None:
-    """Who holds rows that are not trained on."""
 
 
 def rows_of(sample: Any) -> Rows | None:

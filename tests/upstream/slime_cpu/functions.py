@@ -52,3 +52,11 @@ async def turns(args: Namespace, sample: Any, sampling_params: dict[str, Any]) -
             sample.append_response_tokens(args, tokens=[7, 8, 9], trainable=False, text=" t7 t8 t9")
         await asyncio.sleep(0)
     return sample
+
+
+async def tool_speaks_last(args: Namespace, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """--custom-generate-function-path: as `turns`, and a tool answers what was said last, as at the end of an agent's budget."""
+    sample = await turns(args, sample, sampling_params)
+    if sample.status != type(sample).Status.ABORTED:
+        sample.append_response_tokens(args, tokens=[9, 8, 7], trainable=False, text=" t9 t8 t7")
+    return sample

@@ -316,9 +316,9 @@ def _write(step: int) -> None:
 def compare(
     routers: Path, said: Mapping[int, Mapping[int, np.ndarray]], moe_layers: tuple[int, ...]
 ) -> dict[str, int]:
-    """`said[step][sample]` is [rows, MoE layers, K]. Uses of rows in all passes and ranks; those with other ids than the engine
-    said; (sample, position, layer) that no rank used."""
-    total = {"steps": 0, "rows": 0, "differ": 0, "missing": 0}
+    """`said[step][sample]` is [rows, MoE layers, K], -1 where nobody said anything. Uses of rows in all passes and ranks; those
+    with other ids than the engine said; those left to the live router; (sample, position, layer) that no rank used."""
+    total = {"steps": 0, "rows": 0, "differ": 0, "live": 0, "missing": 0}
     place = {layer: index for index, layer in enumerate(moe_layers)}
     for step, samples in said.items():
         used: set[tuple[int, int, int]] = set()
@@ -330,7 +330,9 @@ def compare(
                 continue
             want = np.stack([samples[s][p, place[layer]] for s, p, layer in places])
             total["rows"] += len(want)
-            total["differ"] += int((want != data["ids"]).any(1).sum())
+            live = (want < 0).any(1)
+            total["differ"] += int((want != data["ids"])[~live].any(1).sum())
+            total["live"] += int(live.sum())
             used |= set(places)
         rows = ((sample, row) for sample, ids_TLK in samples.items() for row in range(len(ids_TLK)))
         total["missing"] += len({(*at, layer) for at in rows for layer in moe_layers} - used)
@@ -340,11 +342,16 @@ def compare(
 
 def said_by_recording(folder: Path) -> dict[int, dict[int, np.ndarray]]:
     """What engines said, from frames as `--r3-record` kept them."""
-    found = {}
+    found: dict[int, dict[int, np.ndarray]] = {}
     recording = Recording.open(folder)
     for step in map(recording.step, recording.steps):
-        names = [sample.sample_id for sample in step.samples]
-        found[step.number] = {int(name.partition(".")[0]): step.rows(name) for name in names}
+        of_step = found[step.number] = {}
+        for sample in step.samples:
+            of_step[int(sample.sample_id.partition(".")[0])] = rows = step.rows(sample.sample_id).astype(
+                np.int64
+            )
+            for start, end in sample.invalid:
+                rows[start:end] = -1
     return found
 
 
