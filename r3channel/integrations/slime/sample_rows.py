@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from r3channel.errors import FrameMissing, R3Error, RoutingError, StepError, StoreFull
+from r3channel.errors import FrameMissing, R3Error, RoutingError, SampleUnknown, StepError, StoreFull
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
@@ -113,17 +113,7 @@ class SampleRows:
         places = [place for rank in ranks for batch in rank for place in batch]
         named = {place: rows_of(samples[place]) or self._without_reply(samples[place]) for place in places}
         self._settle(step, [rows for rows in named.values() if not rows.fault.done()])
-        bad, left = list[R3Error](), list[R3Error]()
-        for place, rows in named.items():
-            error, policy = self._fault(samples[place], rows)
-            if error is not None and policy == "live":
-                self._leave_live(samples[place], rows, behind=rows.fault.result() is None)
-            if error is not None:
-                (left if policy == "live" else bad).append(error)
-        if bad:
-            names = [name for error in bad for name in error.samples]
-            text = f"step {step}: {len(bad)} of {len(places)} samples cannot be replayed: {names}. The first: {bad[0]}"
-            raise type(bad[0])(text, samples=names, step=step)
+        left = self._judge(step, samples, named)
         assignment = Assignment.given(
             [[[named[place].name for place in batch] for batch in rank] for rank in ranks], steps=steps
         )
@@ -163,13 +153,28 @@ class SampleRows:
             text += f"{names}; store_bytes is {config.store_bytes}. Is the step before delivered? A store holds two steps"
             raise StoreFull(text, samples=names, step=step)
 
+    def _judge(self, step: int, samples: Sequence[Any], named: Mapping[int, Rows]) -> list[R3Error]:
+        """Leave to the live router what a policy leaves to it -> why; raises for all others."""
+        bad, left = list[R3Error](), list[R3Error]()
+        for place, rows in named.items():
+            error, policy = self._fault(samples[place], rows)
+            if error is not None and policy == "live":
+                self._leave_live(samples[place], rows, behind=rows.fault.result() is None)
+            if error is not None:
+                (left if policy == "live" else bad).append(error)
+        if bad:
+            names = [name for error in bad for name in error.samples]
+            text = f"step {step}: {len(bad)} of {len(named)} samples cannot be replayed: {names}. The first: {bad[0]}"
+            raise type(bad[0])(text, samples=names, step=step)
+        return left
+
     def _fault(self, sample: Any, rows: Rows) -> tuple[R3Error | None, str]:
         """Why a sample cannot be replayed, None where it can; and the policy for it."""
         error, config = rows.fault.result(), self.relay.config
         if error is not None or rows.tokens == len(sample.tokens):
             return error, config.on_missing
         text = f"sample {sample.index} has {len(sample.tokens)} tokens, and the routing of {rows.tokens} came with its last "
-        text += "reply. Was it cut, or did tokens follow the last reply? Replay needs the engine's rows for every token but the last"
+        text += "reply. Was it cut, or did tokens follow it? Replay needs the engine's rows for every token but the last"
         return StepError(text, samples=[rows.name]), config.on_changed
 
     def _leave_live(self, sample: Any, rows: Rows, *, behind: bool = False) -> None:
@@ -178,7 +183,7 @@ class SampleRows:
             if not behind:
                 self.relay.discard([rows.name])
             self.relay.add_live(rows.name, sample.tokens, append=behind)
-        except RoutingError:
+        except (RoutingError, SampleUnknown):
             self._leave_live(sample, rows)
         rows.tokens, rows.fault = len(sample.tokens), _KEPT
 
