@@ -160,6 +160,11 @@ def test_all_samples_that_cannot_be_replayed_are_named_at_once(rows: SampleRows)
     with pytest.raises(RowCountMismatch, match=r"4 of 6 samples .*'1\.1', '2\.2', '3\.3', '4\.4'") as raised:
         seal(rows, *bad_samples(rows))
     assert raised.value.samples == ("1.1", "2.2", "3.3", "4.4") and raised.value.step == 0
+    tool = Sample(7, list(range(9)))
+    rows.take(tool, meta("7", 9))
+    tool.tokens += [7]
+    with pytest.raises(StepError, match="10 tokens, and the routing of 9"):
+        seal(rows, tool)
 
 
 @pytest.mark.parametrize("rows", [LIVE], indirect=True)
@@ -243,14 +248,6 @@ def test_a_step_is_sealed_while_the_one_before_waits_for_its_trainers(rows: Samp
     assert set(rows.relay.undelivered(wait_s=0)) == {0, 1, 2}
     for step in range(3):
         rows.relay.abandon(step)
-
-
-def test_tokens_after_the_last_reply_are_refused_at_the_seal(rows: SampleRows) -> None:
-    sample = Sample(0, list(range(9)))
-    rows.take(sample, meta("a", 9))
-    sample.tokens += [7]
-    with pytest.raises(StepError, match="10 tokens, and the routing of 9"):
-        seal(rows, sample)
 
 
 def test_the_assignment_is_the_callers_own(rows: SampleRows) -> None:

@@ -54,6 +54,7 @@ def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--own-engines", action="store_true", help="slime starts the servers itself")
     parser.add_argument("--no-engine", action="store_true", help="for -- --load-debug-rollout-data")
     parser.add_argument("--dropping-router", action="store_true", help="requests lose return_routed_experts")
+    parser.add_argument("--loses", type=int, default=0, help="of so many direct frames one never comes")
     parser.add_argument("--timeout-s", type=float, default=420)
     parser.add_argument("more", nargs="*", help="after --: further arguments of slime")
     options = parser.parse_args(argv)
@@ -79,7 +80,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     _write_prompts(options.work / "held.jsonl", count=4)
     started = time.monotonic()
     with ExitStack() as stack:
-        router = stack.enter_context(Router(drops="return_routed_experts" if options.dropping_router else ""))
+        drops = "return_routed_experts" if options.dropping_router else ""
+        router = stack.enter_context(Router(drops=drops, loses=options.loses))
         # short: sockets lie below it
         ray_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="r3-"))
         options.port, options.token = free_port(), Path(ray_dir, "token")
