@@ -504,8 +504,11 @@ def masks_of(sample: Sample) -> list[HeldMasks]:
 def _describe(sample: Sample, turn: Turn, engines: EngineRegistry) -> str:
     """A frame that has not come, and what is known about its engine."""
     boot_id, serial = turn.name or (0, 0)
-    where = f"sample {sample.name} from engine {turn.engine}, frame {serial}, rows {turn.first_row}..{turn.end_row}"
+    engine = turn.engine if turn.engine != "?" else engines.name_of(boot_id)
+    where = (
+        f"sample {sample.name} from engine {engine}, frame {serial}, rows {turn.first_row}..{turn.end_row}"
+    )
     if engines.knows(boot_id):
-        return f"{where}: not delivered; the engine's log says why it gave up"
+        return f"{where}: not delivered; is it alive? Its log says why it gave up"
     refused = engines.reports().get(engines.name_of(boot_id), "it never said hello to this relay")
     return f"{where}: {refused}; are R3CHANNEL_RELAY_URL and R3CHANNEL_TOKEN_FILE this relay's?"

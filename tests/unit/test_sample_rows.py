@@ -145,6 +145,7 @@ def test_replies_that_were_aborted_or_whose_samples_are_filtered_fail_nothing(ro
 
 def bad_samples(rows: SampleRows) -> list[Sample]:
     """Whole; other rows than tokens; no rows; a tool spoke last; earlier tokens changed; its frame is lost."""
+    rows.relay.greet(hello_of())
     samples = [Sample(index, list(range(9))) for index in range(6)]
     replies = [meta("0", 9), meta("1", 5), {"finish_reason": {"type": "stop"}}, meta("3", 9), meta("4", 9)]
     for sample, reply in zip(
@@ -175,6 +176,7 @@ def test_a_run_goes_on_with_exactly_the_rows_that_nobody_has_left_to_the_live_ro
     whole = {"1.1": ((0, 8),), "2.2": ((0, 8),), "4.4": ((0, 5),), "5.5": ((0, 8),)}
     assert left_live(ticket) == {"0.0": (), "3.3": ((8, 10),)} | whole
     assert "31 of 47 rows are left to the live router, of samples ['1.1', '2.2', '3.3'" in caplog.text
+    assert "sample 5.5 from engine http://e:1, frame 1, rows 0..8: not delivered" in caplog.text
     assert "{'RowCountMismatch': 1, 'StepError': 2}; the first: sample 1.1" in caplog.text
 
 
