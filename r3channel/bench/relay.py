@@ -506,7 +506,8 @@ class _Replies:
         from r3channel.engine.capture import UnfinishedFrame
 
         rows, key = len(self.ids_TLK), sample_key(request_id)
-        unfinished = UnfinishedFrame(self._spec, rows=rows, runs=[(0, rows, 3, 0)], sample_key=key)
+        unfinished = UnfinishedFrame(self._spec, rows=rows, first_row=0, sample_key=key)
+        unfinished.runs = [(0, rows, 3, 0)]
         unfinished.ids_TLK[:] = self.ids_TLK
         return self._outlets[way].reply(unfinished, request_id=request_id)
 
