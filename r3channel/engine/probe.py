@@ -6,22 +6,18 @@ import base64
 import binascii
 import importlib.metadata
 import json
-import logging
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Any
 
 from r3channel.engine.sglang_settings import Verdict, flag, judgements, refused
-from r3channel.errors import EngineUnavailable, R3Error
+from r3channel.errors import R3Error
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.check import Check, CheckContext
 from r3channel.transport.http import urlopen
 from r3channel.wire.frame import FRAME_MAGIC, parse_frame
 from r3channel.wire.hello import Hello, probe_body
-
-log = logging.getLogger(__name__)
 
 _PLUGIN_GROUP = "sglang.srt.plugins"
 _HOOKS = "from r3channel.engine.sglang_hooks import check_hooks as check"
@@ -144,28 +140,6 @@ def probe(url: str, *, timeout_s: float) -> dict[str, Any]:
     body = json.dumps(probe_body()).encode()
     request = urllib.request.Request(url + "/generate", body, {"Content-Type": "application/json"})
     return _fetched(request, timeout_s=timeout_s)
-
-
-def probe_all(urls: Sequence[str], *, timeout_s: float) -> dict[str, dict[str, Any]]:
-    """What each answers to `probe`, all asked at once. One that takes longer than `timeout_s` is busy: left out, said in the log.
-
-    Raises EngineUnavailable for those that cannot be asked.
-    """
-    found, dead = dict[str, dict[str, Any]](), dict[str, str]()
-    with ThreadPoolExecutor(len(urls) or 1) as pool:
-        asked = {url: pool.submit(probe, url, timeout_s=timeout_s) for url in urls}
-    for url, answer in asked.items():
-        if (error := answer.exception()) is None:
-            found[url] = answer.result()
-        elif isinstance(getattr(error, "reason", error), TimeoutError):
-            log.warning("r3channel: %s has not answered for %.0f s; is it busy?", url, timeout_s)
-        else:
-            dead[url] = f"{url}: {error}"
-    if dead:
-        raise EngineUnavailable(
-            f"no answer to a request of two tokens from {'; '.join(dead.values())}", engines=dead
-        )
-    return found
 
 
 def _fetched(request: urllib.request.Request, *, timeout_s: float) -> dict[str, Any]:

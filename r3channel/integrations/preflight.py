@@ -7,19 +7,23 @@ is started, and nothing is left behind.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from r3channel.config import ENV_PREFIX, ChannelConfig
-from r3channel.errors import ConfigError
+from r3channel.engine.probe import probe
+from r3channel.errors import ConfigError, EngineUnavailable
 from r3channel.observe.check import Check, CheckContext
 from r3channel.plan.layout import TrainerLayout
 
+log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 _LAST_PORT = 65535
 MEMINFO = Path("/proc/meminfo")
@@ -138,3 +142,25 @@ def check_store(context: CheckContext) -> Iterator[Check]:
     takes = f"{path} takes up to {size / 1e9:.1f} GB of rows (store_bytes), and so much is free"
     well = takes if path else "not set: what a killed relay holds is lost"
     yield Check(name="journal", ok=not fault, found=fault or well, remedy="or lower store_bytes")
+
+
+def probe_all(urls: Sequence[str], *, timeout_s: float) -> dict[str, dict[str, Any]]:
+    """What each answers to `probe`, all asked at once. One that takes longer than `timeout_s` is busy: left out, said in the log.
+
+    Raises EngineUnavailable for those that cannot be asked.
+    """
+    found, dead = dict[str, dict[str, Any]](), dict[str, str]()
+    with ThreadPoolExecutor(len(urls) or 1) as pool:
+        asked = {url: pool.submit(probe, url, timeout_s=timeout_s) for url in urls}
+    for url, answer in asked.items():
+        if (error := answer.exception()) is None:
+            found[url] = answer.result()
+        elif isinstance(getattr(error, "reason", error), TimeoutError):
+            log.warning("r3channel: %s has not answered for %.0f s; is it busy?", url, timeout_s)
+        else:
+            dead[url] = f"{url}: {error}"
+    if dead:
+        raise EngineUnavailable(
+            f"no answer to a request of two tokens from {'; '.join(dead.values())}", engines=dead
+        )
+    return found

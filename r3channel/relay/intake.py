@@ -143,14 +143,8 @@ class Intake:
     # -- replies ---------------------------------------------------------------------------------------------------
 
     def add(
-        self,
-        sample_id: str,
-        reply: Mapping[str, Any],
-        tokens: Tokens,
-        *,
-        engine: str = "?",
-        append: bool = False,
-    ) -> VerifiedRows | None:
+        self, sample_id: str, reply: Mapping[str, Any], tokens: Tokens, *, engine: str = "?", append: bool = False
+    ) -> VerifiedRows | None:  # fmt: skip
         """Verify and keep the routing of one sample.
 
         `reply` is the engine's decoded JSON, `tokens` the whole sequence (prompt and response). Raises a typed
@@ -323,13 +317,9 @@ class Intake:
             return
         try:
             self._journal.note(
-                turn.rows.ref,
-                sample_id=sample.name,
-                turn=sample.turns.index(turn),
-                tokens_hash=sample.tokens_hash,
-                prefix_hash=sample.prefix_hash,
-                key=turn.key,
-            )
+                turn.rows.ref, sample_id=sample.name, turn=sample.turns.index(turn), key=turn.key,
+                tokens_hash=sample.tokens_hash, prefix_hash=sample.prefix_hash,
+            )  # fmt: skip
         except StoreFull as error:
             log.warning("r3channel: sample %s would not survive a kill: %s", sample.name, error)
 
@@ -400,9 +390,8 @@ class Intake:
             for sample in samples:
                 recorder.forget(sample.name)
         for sample in samples:
-            self._became(
-                "rejected" if sample.error else "live" if sample.live_rows and delivered else outcome
-            )
+            fate = "live" if sample.live_rows and delivered else outcome
+            self._became("rejected" if sample.error else fate)
 
     def free(self, rows: Sequence[VerifiedRows]) -> None:
         """What survives goes first: nothing may be found after a kill whose memory was given away."""
@@ -505,9 +494,8 @@ def _describe(sample: Sample, turn: Turn, engines: EngineRegistry) -> str:
     """A frame that has not come, and what is known about its engine."""
     boot_id, serial = turn.name or (0, 0)
     engine = turn.engine if turn.engine != "?" else engines.name_of(boot_id)
-    where = (
-        f"sample {sample.name} from engine {engine}, frame {serial}, rows {turn.first_row}..{turn.end_row}"
-    )
+    rows = f"{turn.first_row}..{turn.end_row}"
+    where = f"sample {sample.name} from engine {engine}, frame {serial}, rows {rows}"
     if engines.knows(boot_id):
         return f"{where}: not delivered; is it alive? Its log says why it gave up"
     refused = engines.reports().get(engines.name_of(boot_id), "it never said hello to this relay")

@@ -88,9 +88,8 @@ class Relay(Intake):
             undo.callback(self._close_storage)
             self.steps = Steps(self, run=self.run, idle=partial(self._store.trim, idle_s=60.0))
             undo.callback(self.steps.close)
-            self._delivery = RowServer(
-                layout, config, run=self.run, steps=self.steps, clock=self.clock, metrics=self.metrics
-            )
+            watched = {"clock": self.clock, "metrics": self.metrics}
+            self._delivery = RowServer(layout, config, run=self.run, steps=self.steps, **watched)
             undo.pop_all()
         self._watch()
 
@@ -135,18 +134,13 @@ class Relay(Intake):
             raise UsageError(f"the ingest is open already, at {self._door.url}")
         path = Path(token_file or self.config.token_file or "")
         if not path.name:
-            raise UsageError(
-                "direct delivery needs a token: give serve a token_file, or set R3CHANNEL_TOKEN_FILE"
-            )
+            raise UsageError("direct delivery needs a token_file, or R3CHANNEL_TOKEN_FILE")
         from r3channel.relay.ingest_server import IngestServer  # needs the extra `direct`
 
         self._door = IngestServer(
-            self,
-            token=obtain_token(path),
-            host=self.config.interface,
-            port=self.config.ingest_port,
+            self, token=obtain_token(path), host=self.config.interface, port=self.config.ingest_port,
             max_body_bytes=min(self.config.store_bytes, _MOST_BODY_BYTES),
-        )
+        )  # fmt: skip
         return self._door.url
 
     def expect_engines(self, engines: Iterable[str], *, timeout_s: float) -> None:

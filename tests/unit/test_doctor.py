@@ -166,10 +166,10 @@ def test_engines_are_probed_at_the_same_time_and_a_busy_one_is_not_a_dead_one(
         socket.create_server(("127.0.0.1", 0)) as silent,
     ):
         busy = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        assert probe.probe_all([busy, first, second], timeout_s=1) == {first: reply, second: reply}
+        assert preflight.probe_all([busy, first, second], timeout_s=1) == {first: reply, second: reply}
         assert f"{busy} has not answered" in caplog.text
     with pytest.raises(EngineUnavailable, match=nobody) as raised:
-        probe.probe_all([nobody], timeout_s=5)
+        preflight.probe_all([nobody], timeout_s=5)
     assert raised.value.engines == (nobody,)
 
 

@@ -24,7 +24,6 @@ from slime.ray.utils import ray_noset_visible_devices  # pyright: ignore[reportM
 from slime.utils.types import Sample  # pyright: ignore[reportMissingImports]
 
 from r3channel.config import ChannelConfig
-from r3channel.engine.probe import probe_all
 from r3channel.errors import ConfigError, EngineUnavailable, RoutingMissing
 from r3channel.integrations import preflight
 from r3channel.integrations.slime.arguments import layout_of, memory_fault, spec_of
@@ -82,7 +81,7 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
         engines = dict(zip(ray.get([engine.get_url.remote() for engine in new]), new, strict=True))
         router = f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}"
         targets = [*filter(None, engines), *({router} - self._asked)]
-        for url, reply in probe_all(targets, timeout_s=_PROBE_S).items():
+        for url, reply in preflight.probe_all(targets, timeout_s=_PROBE_S).items():
             if url in engines:
                 self.relay.check_engine(reply, engine=url, tokens=_PROBE_TOKENS)
             elif not (reply.get("meta_info") or {}).get("routed_experts"):
