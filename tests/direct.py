@@ -50,10 +50,8 @@ def hello_of(
 def draft_of(
     request_id: str, rows: int, *, first_row: int = 0, seed: int = 0, version: int = 0
 ) -> UnfinishedFrame:
-    runs = [(first_row, first_row + rows, version, int(RowKind.DECODED))] if rows else []
-    unfinished = UnfinishedFrame(
-        SPEC, rows=rows, runs=runs, first_row=first_row, sample_key=sample_key(request_id)
-    )
+    unfinished = UnfinishedFrame(SPEC, rows=rows, first_row=first_row, sample_key=sample_key(request_id))
+    unfinished.runs = [(first_row, first_row + rows, version, int(RowKind.DECODED))] if rows else []
     unfinished.ids_TLK[:] = random_ids(first_row + rows, seed=seed)[first_row:]
     return unfinished
 
