@@ -218,8 +218,8 @@ class FrameMissing(RoutingMissing):
 
     reason = "frame_missing"
     remedy = (
-        "Discard the samples that the error carries, or raise `frame_timeout_s`. Look at the engine's log: it gives "
-        "frames up after `deliver_timeout_s`."
+        "Discard the samples that the error carries, raise `frame_timeout_s`, or set `on_lost` to `live`. Look at the engine's "
+        "log: it gives frames up after `deliver_timeout_s`."
     )
 
 
