@@ -132,7 +132,7 @@ class Chaos:
         return False
 
 
-def test_what_was_received_is_delivered_rejected_duplicate_live_dropped_or_in_flight(
+def test_what_came_is_delivered_rejected_duplicate_live_dropped_or_in_flight(
     make_relay: MakeRelay,
 ) -> None:
     relay = make_relay()

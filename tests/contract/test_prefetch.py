@@ -112,9 +112,7 @@ def test_only_the_prefetched_step_may_be_received_next(relay: Relay) -> None:
     check_rows(receiver.receive(second), prefix="1-")
 
 
-def test_a_receiver_that_is_closed_ends_its_transfer(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_receiver_ends_its_transfer(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
     relay, slowly = make_relay("dp=1", step_timeout_s=10 * LIMIT_S), Slowly(monkeypatch)
     (receiver,) = receivers_of(relay)
     receiver.prefetch(sealed(relay, 0))

@@ -164,9 +164,7 @@ def slowly(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
     slowly.go_on.set()
 
 
-def test_a_receiver_waits_on_one_connection_for_a_relay_that_is_busy(
-    make_relay: MakeRelay, slowly: Slowly
-) -> None:
+def test_a_receiver_waits_on_one_connection_for_a_busy_relay(make_relay: MakeRelay, slowly: Slowly) -> None:
     """Longer than a peer may be silent: until its rows are prepared, and until there is a buffer to send them from."""
     relay = make_relay("pp=2", send_timeout_s=SHORT_S)
     receivers, buffers = receivers_of(relay), ExitStack()

@@ -249,9 +249,7 @@ def test_what_cannot_be_cut_is_refused_before_a_sample_is_taken(
     assert relay.discard("abcd") == 4 and relay.status()["store"]["bytes"] == 0
 
 
-def test_of_two_seals_of_one_step_at_once_one_wins(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_seals_at_once_one_wins(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
     relay = make_relay()
     add(relay, "a", "b")
     first, go_on = threading.Event(), threading.Event()
@@ -358,9 +356,7 @@ def test_rows_of_the_first_dp_rank_leave_before_those_of_the_last_are_prepared(
 # -- closed ------------------------------------------------------------------------------------------------------------
 
 
-def test_closing_ends_every_wait_and_lets_memory_go(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_ends_waits_and_frees_memory(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
     relay, slowly = make_relay("dp=2"), Slowly(monkeypatch)
     ticket = sealed(relay)
     assert slowly.entered.wait(LIMIT_S)

@@ -349,9 +349,7 @@ def test_what_was_left_of_a_join_is_no_limit_of_an_nccl_groups_operations(nccl: 
         transport.broadcast(0, torch.zeros(8, dtype=torch.uint8), timeout_s=0.2)
 
 
-def test_an_nccl_group_that_does_not_shut_down_is_aborted(
-    nccl: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hanging_nccl_group_is_aborted(nccl: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NcclGroup, "shuts_down", False)
     monkeypatch.setattr("r3channel.transport.process_group._CLOSE_S", 0.2)
     transport = nccl()

@@ -334,9 +334,7 @@ def test_an_interrupt_during_the_update_of_one_leaves_it_as_any_failure_does(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_number_that_is_none_is_named_by_bucket_and_tensor(
-    sync: WeightSync, pair: Pair, value: float
-) -> None:
+def test_what_is_no_number_is_named_by_bucket_and_tensor(sync: WeightSync, pair: Pair, value: float) -> None:
     bad = weights(2)
     bad[NAMES[5]].view(-1)[17] = value
     refused(sync, 2, rf"bucket 2: tensor {NAMES[5]} .*NaN or Inf", bad.items(), cause=errors.NonFiniteWeights)

@@ -80,7 +80,7 @@ def test_bytes_arrive_and_a_close_frees_a_waiting_peer(pair: tuple[WeightGroup, 
     assert peer.answer() == "closed" and time.monotonic() - begun_s < 2
 
 
-def test_a_peer_that_does_not_receive_ends_at_the_deadline_and_can_be_left(
+def test_a_peer_that_is_deaf_ends_at_the_deadline_and_can_be_left(
     pair: tuple[WeightGroup, Peer],
 ) -> None:
     group, peer = pair

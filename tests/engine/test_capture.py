@@ -140,9 +140,7 @@ def test_a_frame_holds_exactly_the_rows_it_was_built_from(spec: RoutingSpec, cod
 @pytest.mark.parametrize("hashed", [True, False], ids=["hashed", "plain"])
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "numpy"])
 @pytest.mark.parametrize("spec", [SPEC, LINES, WIDE, ODD], ids=["uint8", "whole lines", "int16", "odd"])
-def test_a_frame_built_in_place_is_the_one_that_encode_frame_makes(
-    spec: RoutingSpec, compiled: bool, hashed: bool
-) -> None:
+def test_a_frame_built_in_place_is_encode_frames_own(spec: RoutingSpec, compiled: bool, hashed: bool) -> None:
     """Written to slots and gathered from them; with few spans, and with more than there is room for."""
     ids, slots_T = (
         narrowed(spec, device_buffer(spec, 9000)),

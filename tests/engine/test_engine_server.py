@@ -141,9 +141,7 @@ def test_a_stock_server_is_known_and_has_the_same_ids(stock_server: EngineServer
     assert len(stock.raw) > 4.5 * frame_of(batch[3]).nbytes
 
 
-def test_the_doctor_finds_fault_with_a_stock_server(
-    stock_server: EngineServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stock_server_has_faults(stock_server: EngineServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--engine", stock_server.url]) == 1
     assert "answers with stock int32 routing; install r3channel" in capsys.readouterr().out
 

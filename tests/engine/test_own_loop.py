@@ -16,9 +16,7 @@ pytestmark = pytest.mark.engine
 EXAMPLE = Path(__file__).parents[2] / "examples" / "05_own_loop.py"
 
 
-def test_an_own_loop_of_two_engines_two_turns_and_a_discarded_sample_runs(
-    model_dir: Path, engine_url: str
-) -> None:
+def test_an_own_loop_of_two_engines_two_turns_and_a_discard_runs(model_dir: Path, engine_url: str) -> None:
     with serving(model_dir) as second:
         command = [sys.executable, str(EXAMPLE), str(model_dir), engine_url, second.url]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}

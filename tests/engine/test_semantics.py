@@ -104,9 +104,7 @@ def test_an_aborted_request_resumed_under_new_weights_keeps_and_stamps_its_old_r
     assert len(rest.raw) < len(first.raw)
 
 
-def test_a_conversation_sends_each_row_once(
-    engine_url: str, relay: Relay, model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_chat_sends_each_row_once(engine_url: str, relay: Relay, model_dir: Path, tmp_path: Path) -> None:
     tokens, rows_sent = [], 0
     for turn in range(4):
         asked = [*tokens, *random_prompt(15, seed=1000 + 20 + turn)]  # the user's next words

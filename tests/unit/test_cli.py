@@ -66,17 +66,13 @@ def test_what_cannot_run_says_why(capsys: pytest.CaptureFixture[str], argv: list
 
 
 @pytest.mark.parametrize("text", ["", "[1,", '["x"]', "[1.5]", "[true]", '{"a": 1}'])
-def test_a_file_of_lengths_holds_whole_numbers(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
-) -> None:
+def test_lengths_are_whole_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
     file = tmp_path / "lengths.json"
     file.write_text(text)
     assert str(file) in said_by(capsys, *PLAN, "--layout", "dp=1", "--lengths", str(file))
 
 
-def test_a_package_that_is_not_there_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_package_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def without(module: str) -> None:
         def run(argv: list[str]) -> int:
             raise ModuleNotFoundError(f"No module named {module!r}", name=module)

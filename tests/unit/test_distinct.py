@@ -47,9 +47,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 @pytest.mark.parametrize("slots", [2, 3, 7, 8, 9, 10, 22])
-def test_repeats_at_block_edges_are_found(
-    slots: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeats_at_block_ends_are_found(slots: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distinct, "_BLOCK_ROWS", 256)
     for rows in (255, 256, 257, 513):
         ids = np.random.default_rng(rows).permuted(np.tile(np.arange(32, dtype=np.uint8), (rows, 1)), axis=1)[

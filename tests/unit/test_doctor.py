@@ -93,9 +93,7 @@ def test_the_exit_status_is_1_when_something_is_missing(
 
 
 @pytest.mark.engine
-def test_the_embedded_environment_is_well(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_embedding_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     assert cli.main(["doctor"]) == 0, capsys.readouterr().out
@@ -149,7 +147,7 @@ def test_an_engine_is_asked_directly_whatever_proxy_is_named_and_one_that_is_not
     assert "engine http://127.0.0.1:9" in capsys.readouterr().out
 
 
-def test_engines_are_probed_at_the_same_time_and_a_busy_one_is_not_a_dead_one(
+def test_engines_are_probed_at_once_and_a_busy_one_is_not_dead(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     meeting, reply = threading.Barrier(2), {"meta_info": {}}
@@ -253,7 +251,7 @@ def test_interfaces_are_listed_with_state_speed_and_addresses(monkeypatch: pytes
     ]  # fmt: skip
 
 
-def test_interfaces_are_not_listed_without_psutil_and_the_rest_is_told(
+def test_interfaces_are_unlisted_without_psutil_and_the_rest_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)

@@ -170,9 +170,7 @@ def test_a_request_may_lie_right_behind_another(door: IngestServer, intake: Kept
     assert [len(frames) for frames in intake.taken] == [1, 3, 1, 1]
 
 
-def test_a_request_behind_one_that_failed_is_read_from_its_own_beginning(
-    door: IngestServer, intake: Kept
-) -> None:
+def test_a_request_behind_one_that_failed_is_read_from_its_start(door: IngestServer, intake: Kept) -> None:
     intake.failures = [errors.StoreFull("no room"), ZeroDivisionError()]
     unknown = request(b"".join(pack_parcel(8, FRAMES)))
     assert statuses(talk(door, request() * 2 + unknown + request())) == [503, 500, 409, 200]
@@ -244,9 +242,7 @@ def test_every_status_is_given_where_the_table_says(open_door: Open, intake: Kep
         (errors.StoreFull("of \ud800"), Status.COME_AGAIN),  # no text, and told all the same
     ],
 )
-def test_what_an_intake_raises_is_told(
-    door: IngestServer, intake: Kept, error: Exception, status: Status
-) -> None:
+def test_intake_errors_are_told(door: IngestServer, intake: Kept, error: Exception, status: Status) -> None:
     assert statuses(failing(error)(door, intake)) == [status]
     assert statuses(talk(door, request())) == [200]
 
@@ -277,9 +273,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_heads_are_refused_and_the_connection_ends(
-    door: IngestServer, intake: Kept, name: str
-) -> None:
+def test_hostile_heads_are_refused_and_connections_end(door: IngestServer, intake: Kept, name: str) -> None:
     answer = talk(door, HOSTILE[name])
     assert TOKEN[:8].encode() not in answer, "engines log what they are told"
     answers = statuses(answer)

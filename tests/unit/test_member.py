@@ -399,9 +399,7 @@ def loses_it(relay: Played) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_an_acknowledgement_is_repeated_until_the_deadline(
-    play: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_acknowledgements_repeat_until_the_deadline(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = play(loses_it, closes, closes, closes, closes, Played.thank)
     (sink,) = receive(stage)  # its rows come once
     assert sink.data == ROWS_TLK.tobytes() and stage.played == stage.hellos == 6

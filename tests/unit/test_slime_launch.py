@@ -126,7 +126,7 @@ def test_a_store_below_one_step_is_refused_with_the_number_to_give(
         sized(checkpoint)
 
 
-def test_rows_that_this_machine_has_no_memory_for_are_missed_unless_the_store_is_bounded(
+def test_rows_that_there_is_no_memory_for_are_missed_unless_the_store_is_bounded(
     checkpoint: str,
 ) -> None:
     huge = sized(checkpoint, rollout_max_response_len=1 << 40, rollout_max_prompt_len=0)
@@ -138,9 +138,7 @@ def test_rows_that_this_machine_has_no_memory_for_are_missed_unless_the_store_is
     )
 
 
-def test_the_model_is_named_as_slime_takes_it_a_folder_or_an_id_of_the_hub(
-    checkpoint: str, tmp_path: Path
-) -> None:
+def test_the_model_is_named_as_slime_takes_it_a_folder_or_a_hub_id(checkpoint: str, tmp_path: Path) -> None:
     cached = tmp_path / "models--our--model"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs/main").write_text("now")

@@ -36,9 +36,7 @@ def test_ids_survive_the_wire_in_order(spec: RoutingSpec, codec: str, rows: int)
     rows=st.integers(1, 40), layers=st.integers(1, 5), experts=st.sampled_from([8, 256, 300]), first_row=st.integers(0, 9),
     seed=st.integers(0, 2**31),
 )  # fmt: skip
-def test_validity_and_provenance_survive_the_wire(
-    rows: int, layers: int, experts: int, first_row: int, seed: int
-) -> None:
+def test_validity_and_spans_survive(rows: int, layers: int, experts: int, first_row: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     spec = RoutingSpec(num_layers=layers, moe_layers=tuple(range(layers)), num_experts=experts, top_k=4)
     ids, valid = random_ids(rows, spec=spec, seed=seed), rng.random(rows) < 0.8

@@ -132,9 +132,7 @@ def test_a_dump_that_lacks_what_is_needed_is_refused_in_one_line(
     assert not (tmp_path / "rec").exists()
 
 
-def test_a_dump_without_its_model_and_other_files_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dumps_of_no_model_and_others_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"rollout_id": 3, "samples": samples(arrays=False)}, tmp_path / "3.pt")
     assert imported(tmp_path / "3.pt", "slime-debug", tmp_path, model=False) == 2
     assert "give --model" in capsys.readouterr().err
