@@ -129,10 +129,8 @@ class Model:
 
     def seal(self, number: int, names: Collection[str]) -> tuple[Error | None, list[str]]:
         """The error, and the samples that it names."""
-        free, kinds = (
-            self.free(),
-            {WAITING: errors.FrameMissing, "": errors.SampleUnknown, FAILED: errors.FrameCorrupt},
-        )
+        free = self.free()
+        kinds = {WAITING: errors.FrameMissing, "": errors.SampleUnknown, FAILED: errors.FrameCorrupt}
         for state, error in kinds.items():
             if named := [name for name in names if state in free.get(name, {""})]:
                 return error, named

@@ -88,9 +88,7 @@ def test_weights_that_somebody_changed_are_not_passed_on_and_their_engine_is_not
         assert failure.value.__cause__.engines == (one.url,)
         assert again.version == "0" and not again.tensors[NAMES[0]].any() and not again.paused
         assert again.url not in sync.routable()
-        assert one.url not in sync.routable() and one.url not in sync.renew(timeout_s=5), (
-            "it serves what nobody gave it"
-        )
+        assert one.url not in sync.routable() and one.url not in sync.renew(timeout_s=5), "it serves nothing"
         sync.update_one(again.url, timeout_s=20)  # from the other one
         assert holds(again, 1)
         assert main(["weights", "verify", "--engine", one.url, "--engine", again.url]) == 1

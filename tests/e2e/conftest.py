@@ -59,9 +59,7 @@ def run(folder: Path, *options: str, channel: bool = True) -> Run:
         kill_family(child)
     scraper.join(10)
     lines = stdout.strip().splitlines()
-    assert lines and lines[-1].startswith("{"), (
-        f"no JSON in the last line; exit {child.returncode}:\n{stderr[-4000:]}"
-    )
+    assert lines and lines[-1].startswith("{"), f"no JSON at the end; {child.returncode}:\n{stderr[-4000:]}"
     return Run(child.returncode, json.loads(lines[-1]), stderr, folder, pages)
 
 

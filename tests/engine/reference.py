@@ -116,10 +116,8 @@ def _scores(router: Any, hidden: Any, config: Any) -> Any:
         scores_TE = scores_TE + router.bias
     if hasattr(router, "e_score_correction_bias"):
         scores_TE = scores_TE.sigmoid() + router.e_score_correction_bias
-    groups, best = (
-        getattr(config, "n_group", None) or 1,
-        2 if hasattr(router, "e_score_correction_bias") else 1,
-    )
+    groups = getattr(config, "n_group", None) or 1
+    best = 2 if hasattr(router, "e_score_correction_bias") else 1
     if groups == 1:
         return scores_TE
     scores_TGE = scores_TE.unflatten(1, (groups, -1))

@@ -142,10 +142,8 @@ def test_a_frame_holds_exactly_the_rows_it_was_built_from(spec: RoutingSpec, cod
 @pytest.mark.parametrize("spec", [SPEC, LINES, WIDE, ODD], ids=["uint8", "whole lines", "int16", "odd"])
 def test_a_frame_built_in_place_is_encode_frames_own(spec: RoutingSpec, compiled: bool, hashed: bool) -> None:
     """Written to slots and gathered from them; with few spans, and with more than there is room for."""
-    ids, slots_T = (
-        narrowed(spec, device_buffer(spec, 9000)),
-        np.random.default_rng(1).permutation(20_000)[:9000],
-    )
+    ids = narrowed(spec, device_buffer(spec, 9000))
+    slots_T = np.random.default_rng(1).permutation(20_000)[:9000]
     for rows, width in ((0, 1), (1, 1), (300, 40), (300, 1), (9000, 5000)):
         versions_T = np.arange(rows) // width
         with numba(compiled):

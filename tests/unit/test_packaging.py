@@ -116,14 +116,11 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
     assert len(ours) > 20 and wheel.name == f"r3channel-{r3channel.__version__}-py3-none-any.whl"
     assert ours - packed == {"r3channel/r3channel.pth"} and "r3channel.pth" in packed
     assert {name for name in packed if not name.startswith("r3channel")} == set()
-    assert [name for name in packed if re.search(r"embedded|demo|test", name)] == [
-        "r3channel/pytest_plugin.py"
-    ]
+    assert [n for n in packed if re.search("embedded|demo|test", n)] == ["r3channel/pytest_plugin.py"]
     with zipfile.ZipFile(wheel) as archive:
         entries = archive.read(f"r3channel-{r3channel.__version__}.dist-info/entry_points.txt").decode()
-    assert (
-        entries.split("[sglang.srt.plugins]\n")[1] == "r3channel = r3channel.engine.sglang_plugin:register\n"
-    )
+    _, plugins = entries.split("[sglang.srt.plugins]\n")
+    assert plugins == "r3channel = r3channel.engine.sglang_plugin:register\n"
     patches = {f"r3channel/patches/{path.name}" for path in (ROOT / "patches").iterdir()}
     assert patches and patches <= packed, "`r3channel patch` looks for them there"
 

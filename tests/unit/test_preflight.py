@@ -38,16 +38,14 @@ def test_the_demo_says_all_that_is_wrong_at_once_and_starts_nothing(tmp_path: Pa
     assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr
     said = done.stderr
     assert "--layout dp=3,tp=5: tp=5 does not divide the model's 4 attention heads" in said
-    assert (
-        f"--r3-metrics-port (R3CHANNEL_METRICS_PORT), of trainer rank 1: port {taken} cannot be bound" in said
-    )
+    metrics_port = "--r3-metrics-port (R3CHANNEL_METRICS_PORT), of trainer rank 1"
+    assert f"{metrics_port}: port {taken} cannot be bound" in said
     assert f"--r3-journal (R3CHANNEL_JOURNAL): {file} cannot be written (Not a directory)" in said
     for option in ("--report", "--record", "--trace"):
         assert f"{option}: {file} cannot be written (Not a directory); give a folder that can" in said
     assert list(tmp_path.iterdir()) == [file]
-    imported = {
-        line.rpartition("|")[2].strip() for line in said.splitlines() if line.startswith("import time:")
-    }
+    lines = (line for line in said.splitlines() if line.startswith("import time:"))
+    imported = {line.rpartition("|")[2].strip() for line in lines}
     assert "r3channel.integrations.preflight" in imported
     assert not imported & {"ray", "torch", "sglang"}  # they take several seconds
 
@@ -56,10 +54,8 @@ def test_a_port_is_bound_in_earnest(taken: int) -> None:
     assert preflight.port("--port", 0, host="127.0.0.1") == ""
     for number in (taken, 65_536):
         said = preflight.port("--port", number, host="127.0.0.1")
-        assert (
-            said.startswith(f"--port: port {number} cannot be bound on 127.0.0.1")
-            and "0 takes a free one" in said
-        )
+        assert said.startswith(f"--port: port {number} cannot be bound on 127.0.0.1")
+        assert "0 takes a free one" in said
     assert "nowhere.invalid" in preflight.port("--port", 0, host="nowhere.invalid")
 
 

@@ -135,9 +135,8 @@ def test_the_examples_test_fails_for_each_sabotaged_model_and_says_why(python: P
 
 def test_the_example_passes_in_real_processes_and_without_a_recording_says_so(python: Path) -> None:
     test = str(EXAMPLE / "test_my_model.py::test_the_same_in_real_processes")
-    assert "1 passed" in (
-        said := pytested(python, "--rootdir", str(EXAMPLE), "--r3-recording", str(GOLDEN), test)
-    ), said
+    said = pytested(python, "--rootdir", str(EXAMPLE), "--r3-recording", str(GOLDEN), test)
+    assert "1 passed" in said, said
     without = pytested(python, "--rootdir", str(EXAMPLE), test)
     assert "1 skipped" in without and "give --r3-recording PATH" in without
 
@@ -146,9 +145,8 @@ def test_the_examples_own_command_finds_its_tests() -> None:
     """From the checkout, whose own settings would not find the module beside the test."""
     words = (EXAMPLE / "test_my_model.py").read_text().splitlines()[0].strip('"').split()
     done = children.run("-m", *words, "--collect-only", "-q")
-    assert done.returncode == 0 and "test_my_model_consumes_what_the_engine_chose[dp=1" in done.stdout, (
-        done.stdout
-    )
+    assert done.returncode == 0, done.stdout
+    assert "test_my_model_consumes_what_the_engine_chose[dp=1" in done.stdout
 
 
 def test_loading_the_plugin_imports_nothing_of_it() -> None:

@@ -103,10 +103,8 @@ def test_the_golden_recording_is_read_and_every_digest_holds() -> None:
 
 def test_a_frame_of_another_model_in_a_torn_step_costs_its_sample_alone(tmp_path: Path) -> None:
     record(Recorder(tmp_path), 0)
-    step, other = (
-        Recording.open(tmp_path).step(0),
-        encode_frame(WIDE, expert_ids_TLK=random_ids(8, spec=WIDE)),
-    )
+    step = Recording.open(tmp_path).step(0)
+    other = encode_frame(WIDE, expert_ids_TLK=random_ids(8, spec=WIDE))
     path = write_step(tmp_path / "mixed", replace(step, frames={**step.frames, "a": (memoryview(other),)}))
     path.write_bytes(path.read_bytes()[:-HEAD_BYTES])  # without its end
     assert Recording.open(tmp_path / "mixed").step(0).cut == ("a",)

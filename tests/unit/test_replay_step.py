@@ -135,9 +135,7 @@ def test_a_logprob_pass_before_a_backward_leaves_the_waiting_ids_alone() -> None
                 model(rows(1 - index))
             forward = model.router.used[-2]
             output.sum().backward()
-            assert model.router.used[-1] == forward, (
-                f"the recompute of {index} took other ids than its forward"
-            )
+            assert model.router.used[-1] == forward, f"recompute of {index} took other ids than its forward"
 
 
 @pytest.mark.parametrize(

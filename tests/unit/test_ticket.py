@@ -278,11 +278,8 @@ def samples(draw: st.DrawFn) -> TicketSample:
     rows, name = draw(st.integers(1, 39)), draw(st.text(st.characters(codec=None), max_size=8))
     edges = sorted(draw(st.sets(st.integers(0, rows), max_size=6)))
     ranges = list(zip(edges[::2], edges[1::2], strict=False))
-    version, kind, digest = (
-        st.integers(-(2**63), 2**63 - 1),
-        st.sampled_from(RowKind),
-        st.integers(0, 2**64 - 1),
-    )
+    version, kind = st.integers(-(2**63), 2**63 - 1), st.sampled_from(RowKind)
+    digest = st.integers(0, 2**64 - 1)
     spans = tuple(span(a, b, draw(version), draw(kind)) for a, b in ranges)
     lost = ((0, rows),) if draw(st.booleans()) else tuple(ranges[::-1][:1])
     return TicketSample(name, rows + 1, draw(digest), draw(digest), spans, lost)

@@ -250,11 +250,8 @@ COUNTED["spans"] = ROWS_BYTES + ROWS * SPAN + ROWS // 2 * RANGE
 
 def adding_replies(kind: str, replies: int) -> Iterator[None]:
     """Each body is the caller's own, as a reply's is, and goes with the call."""
-    relay, ids_TLK, tokens = (
-        opened(invalid_rows="live"),
-        random_ids(ROWS),
-        np.arange(ROWS + 1, dtype=np.int32),
-    )
+    relay, ids_TLK = opened(invalid_rows="live"), random_ids(ROWS)
+    tokens = np.arange(ROWS + 1, dtype=np.int32)
     each = [span(row, row + 1, 300 + row % 2) for row in range(ROWS)]
     many: dict[str, Any] = {"provenance": each, "valid_T": np.arange(ROWS) % 2 == 1}
     frame = encode_frame(

@@ -163,9 +163,7 @@ class TestJobs:
         result = checked(jobs["experts"].result(), steps=2, rows_at_least=3000)
         assert len(result["steps"]) == 4
         manager = result["processes"]["manager"]
-        assert manager["fetched"] == 0, (
-            "the schedule is known, so no rank's batch is read back from Ray's store"
-        )
+        assert manager["fetched"] == 0, "the schedule is known, so no rank's batch is read from Ray's store"
         slimes_router = manager["router_answers"], manager["router_sockets"]
         assert slimes_router == (200, 0), "slime's own router runs, and holds none of the relay's ports"
 
@@ -200,9 +198,7 @@ class TestJobs:
     ) -> None:
         rows = checked(jobs["tools"].result(), steps=2)["rows"]
         samples, layers, tool_tokens = 16, 3, 3
-        assert rows["live"] > samples * layers * tool_tokens, (
-            "no frame was lost of a sample that was trained on"
-        )
+        assert rows["live"] > samples * layers * tool_tokens, "no frame was lost of a trained sample"
 
     def test_resumed(self, jobs: Any) -> None:
         checked(jobs["resumed"].result(), steps=1, rows_at_least=300)
@@ -220,9 +216,8 @@ class TestJobs:
 
     def test_nccl_without_a_gpu_that_slime_leaves_ends_the_run_before_the_manager(self, jobs: Any) -> None:
         result = jobs["nccl"].result()
-        assert (
-            result["exit"] == 2 and "manager needs a GPU of its own, and slime takes 1 of 1" in result["tail"]
-        )
+        assert result["exit"] == 2
+        assert "manager needs a GPU of its own, and slime takes 1 of 1" in result["tail"]
 
     def test_a_router_that_drops_the_field_ends_the_run_in_one_line_before_trainers(self, jobs: Any) -> None:
         result = jobs["dropped"].result()

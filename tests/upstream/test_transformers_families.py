@@ -98,11 +98,8 @@ def families() -> dict[str, Any]:
             huggingface_hub.constants, "HF_HUB_OFFLINE", True
         )  # a class without experts asks the hub
         found = {name: _config(name) for name in list(CONFIG_MAPPING_NAMES)}
-    return {
-        name: config
-        for name, config in found.items()
-        if config is not None and _speaks_of_experts(config.to_dict())
-    }
+    configs = {name: config for name, config in found.items() if config is not None}
+    return {name: config for name, config in configs.items() if _speaks_of_experts(config.to_dict())}
 
 
 def _config(name: str) -> Any:

@@ -30,11 +30,8 @@ def test_every_name_of_its_table_is_in_the_wheel(version: str) -> None:
 def test_another_release_does_not_pass_for_it(version: str) -> None:
     (other,) = set(TABLES) - {version}
     found = "\n".join(problems(version, Tree(unpacked(f"sglang=={other}"))))
-    names = {
-        "0.5.15.post1": ("ServerArgs.weight_version", "enable, "),
-        "0.5.23": ("BaseHostCache.destroy", "model"),
-    }
-    gone, parameter = names[version]
+    older, newer = ("ServerArgs.weight_version", "enable, "), ("BaseHostCache.destroy", "model")
+    gone, parameter = {"0.5.15.post1": older, "0.5.23": newer}[version]
     assert f"{gone} is gone" in found and f"RoutedExpertsCapturer.create no longer takes {parameter}" in found
 
 

@@ -347,9 +347,8 @@ def said_by_recording(folder: Path) -> dict[int, dict[int, np.ndarray]]:
     for step in map(recording.step, recording.steps):
         of_step = found[step.number] = {}
         for sample in step.samples:
-            of_step[int(sample.sample_id.partition(".")[0])] = rows = step.rows(sample.sample_id).astype(
-                np.int64
-            )
+            rows = step.rows(sample.sample_id).astype(np.int64)
+            of_step[int(sample.sample_id.partition(".")[0])] = rows
             for start, end in sample.invalid:
                 rows[start:end] = -1
     return found
