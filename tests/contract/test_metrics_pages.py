@@ -132,9 +132,7 @@ class Chaos:
         return False
 
 
-def test_what_came_is_delivered_rejected_duplicate_live_dropped_or_in_flight(
-    make_relay: MakeRelay,
-) -> None:
+def test_what_came_is_delivered_rejected_duplicate_live_dropped_or_in_flight(make_relay: MakeRelay) -> None:
     relay = make_relay()
     callers = [Chaos(relay, seed) for seed in range(1, 5)]
     for caller in callers:

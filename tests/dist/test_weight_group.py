@@ -80,9 +80,7 @@ def test_bytes_arrive_and_a_close_frees_a_waiting_peer(pair: tuple[WeightGroup, 
     assert peer.answer() == "closed" and time.monotonic() - begun_s < 2
 
 
-def test_a_peer_that_is_deaf_ends_at_the_deadline_and_can_be_left(
-    pair: tuple[WeightGroup, Peer],
-) -> None:
+def test_a_peer_that_is_deaf_ends_at_the_deadline_and_can_be_left(pair: tuple[WeightGroup, Peer]) -> None:
     group, peer = pair
     payload = torch.zeros(10, dtype=torch.uint8)
     try:

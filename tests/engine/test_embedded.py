@@ -47,9 +47,7 @@ def test_shims_act_in_embedded_children_only() -> None:
     assert python(HOOKED, {**environment(), "R3CHANNEL_EMBEDDED": "0"}).strip() == "0"
 
 
-def test_another_sitecustomize_still_runs_and_a_copy_of_the_shims_declares_once(
-    tmp_path: Path,
-) -> None:
+def test_another_sitecustomize_still_runs_and_a_copy_of_the_shims_declares_once(tmp_path: Path) -> None:
     copy = (SHIMS / "sitecustomize.py").read_text()
     (tmp_path / "sitecustomize.py").write_text(copy + "print('the other one')\n")
     env = environment({**os.environ, "PYTHONPATH": str(tmp_path)})

@@ -147,9 +147,7 @@ def test_an_engine_is_asked_directly_whatever_proxy_is_named_and_one_that_is_not
     assert "engine http://127.0.0.1:9" in capsys.readouterr().out
 
 
-def test_engines_are_probed_at_once_and_a_busy_one_is_not_dead(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_engines_are_probed_at_once_and_a_busy_one_is_not_dead(caplog: pytest.LogCaptureFixture) -> None:
     meeting, reply = threading.Barrier(2), {"meta_info": {}}
 
     class Both(dict[str, Any]):
@@ -251,9 +249,7 @@ def test_interfaces_are_listed_with_state_speed_and_addresses(monkeypatch: pytes
     ]  # fmt: skip
 
 
-def test_interfaces_are_unlisted_without_psutil_and_the_rest_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_interfaces_are_unlisted_without_psutil_and_the_rest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)
     first, interface, _ = network.check_network(context())
     assert first.ok and "psutil is not installed" in first.found and interface.found == "127.0.0.1"

@@ -126,9 +126,7 @@ def test_a_store_below_one_step_is_refused_with_the_number_to_give(
         sized(checkpoint)
 
 
-def test_rows_that_there_is_no_memory_for_are_missed_unless_the_store_is_bounded(
-    checkpoint: str,
-) -> None:
+def test_rows_that_there_is_no_memory_for_are_missed_unless_the_store_is_bounded(checkpoint: str) -> None:
     huge = sized(checkpoint, rollout_max_response_len=1 << 40, rollout_max_prompt_len=0)
     (fault,) = filter(None, slime_arguments.faults(huge))
     step = 32 * 800 * (1 << 40) * ROW_BYTES

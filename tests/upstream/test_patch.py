@@ -122,9 +122,7 @@ def marks(patched: tuple[str, str], **variables: str) -> dict[str, Any]:
 
 @pytest.mark.engine
 @pytest.mark.full
-def test_the_sources_have_each_hook_of_the_plug_in_and_none_while_it_is_off(
-    patched: tuple[str, str],
-) -> None:
+def test_the_sources_have_each_hook_of_the_plug_in_and_none_while_it_is_off(patched: tuple[str, str]) -> None:
     masks = str(int(patched[0] != VERSION))
     on = marks(patched, R3CHANNEL_ENGINE="1", R3CHANNEL_SAMPLING_MASKS=masks)
     assert on["loaded"] == ["r3channel_embedded"]

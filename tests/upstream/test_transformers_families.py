@@ -217,9 +217,7 @@ def test_the_old_words_of_a_config_json_are_read_as_they_are_built(families: dic
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_config_without_placement_keys_means_the_defaults_of_its_family(
-    families: dict[str, Any],
-) -> None:
+def test_a_config_without_placement_keys_means_the_defaults_of_its_family(families: dict[str, Any]) -> None:
     for name, config in families.items():
         raw = {key: value for key, value in config.to_dict().items() if key not in PLACEMENT_KEYS}
         if name in FAMILIES:
