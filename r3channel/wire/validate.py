@@ -124,11 +124,13 @@ def summed_pieces(items_TLI: Ids, coefficients_T: Words, edges_P: Ids) -> Words:
     """[P, L]: the same of the rows between each edge and the next; edges are int64."""
     compiled, (_, layers, items) = kernels(), items_TLI.shape
     factors_I, digests_PL = multipliers(items), np.empty((len(edges_P) - 1, layers), np.uint64)
+    if not layers:  # a stage whose layers are all dense
+        return digests_PL
     if compiled is not None:
         sums, sums_C = compiled.piece_sums(items_TLI.itemsize), np.empty(layers * items, np.uint64)
         sums(items_TLI.reshape(-1), coefficients_T, factors_I, edges_P, sums_C, digests_PL)
         return digests_PL
-    step = max(1, _SUMMED_BYTES // (8 * max(1, layers) * items))
+    step = max(1, _SUMMED_BYTES // (8 * layers * items))
     for digests_L, (begin, end) in zip(digests_PL, pairwise(edges_P.tolist()), strict=True):
         digests_L[:] = OFFSET * factors_I.sum(keepdims=True) * coefficients_T[begin:end].sum(keepdims=True)
         for at in range(begin, end, step):

@@ -315,7 +315,7 @@ def test_a_frame_of_an_engine_that_never_said_hello_is_named_with_the_reason(ope
 
 
 def test_a_full_queue_sends_the_frame_in_the_reply(place: Place) -> None:
-    with Engine("http://127.0.0.1:9", place.token_file, queue_bytes=5200) as engine:
+    with Engine("http://127.0.0.1:9", place.token_file, queue_bytes=12_500) as engine:
         fields = [engine.finish(f"r{i}", 99)["meta_info"]["routed_experts"] for i in range(4)]
         magics = [base64.b64decode(field)[:4] for field in fields]
         assert magics == [REFERENCE_MAGIC, REFERENCE_MAGIC, FRAME_MAGIC, FRAME_MAGIC]
