@@ -132,10 +132,7 @@ def test_a_reply_without_routing_and_a_frame_that_never_came_leave_exactly_their
     assert np.array_equal(kept[:10], random_ids(10, seed=2))
     assert np.array_equal(kept[15:], random_ids(20, seed=3)[15:])
     relay.join_previous(timeout_s=LIMIT_S)
-    until(
-        lambda: relay.metrics.value("r3channel_samples_total", outcome="live") == 4,
-        "the count of what was delivered",
-    )
+    until(lambda: relay.metrics.value("r3channel_samples_total", outcome="live") == 4)
 
 
 def test_a_frame_that_comes_once_its_rows_were_left_to_the_live_router_is_freed_with_its_sample(

@@ -39,10 +39,8 @@ def test_awex_handshake_refuses_an_engine_of_other_versions_before_a_group_is_fo
     good, bad = FakeEngine(), FakeEngine()
     other = EngineClient(bad.url, **{what: theirs})  # pyright: ignore[reportArgumentType]
     unlike = rf"{bad.url} runs {what} {theirs}, the trainer {ours.split('+')[0]}"
-    with (
-        WeightSync([good.url, other], registry=registry()) as sync,
-        pytest.raises(errors.RegistryRefused, match=unlike),
-    ):
+    refused = pytest.raises(errors.RegistryRefused, match=unlike)
+    with WeightSync([good.url, other], registry=registry()) as sync, refused:
         sync.connect(timeout_s=20)
     assert "/init_weights_update_group" not in good.calls + bad.calls
 

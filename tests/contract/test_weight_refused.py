@@ -59,9 +59,8 @@ def test_a_setting_with_which_no_update_is_right_is_refused_before_the_engine_ge
 ) -> None:
     good, bad = serving(), serving()
     good.settings, bad.settings = ORDINARY, ORDINARY | {name: value}
-    with pytest.raises(
-        ConfigError, match=rf"engine {bad.url} was started with {name}={value}: .*{why}.*\(.+\)"
-    ):
+    said = rf"engine {bad.url} was started with {name}={value}: .*{why}.*\(.+\)"
+    with pytest.raises(ConfigError, match=said):
         session(good, bad, staged=staged)
     assert bad.calls == ["/server_info"] and holds(bad, 0) and holds(good, 0)
 

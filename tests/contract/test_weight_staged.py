@@ -192,10 +192,8 @@ class _Damaging:
 
 def test_without_our_half_staging_is_refused_or_falls_back_by_name() -> None:
     plain = FakeEngine()
-    with (
-        session(plain) as sync,
-        pytest.raises(errors.WeightUpdateFailed, match="R3CHANNEL_WEIGHTS=1") as failure,
-    ):
+    refused = pytest.raises(errors.WeightUpdateFailed, match="R3CHANNEL_WEIGHTS=1")
+    with session(plain) as sync, refused as failure:
         give(sync, 1)
     assert isinstance(failure.value.__cause__, errors.CannotStage) and not plain.paused and not plain.open
     with session(plain, staged="auto") as sync:

@@ -125,21 +125,15 @@ def test_rows_of_the_wrong_shape_or_dtype_are_refused(bench: Bench) -> None:
 
 
 def test_a_second_model_call_in_one_block_is_refused(bench: Bench) -> None:
-    with (
-        refused(ReplayError, "layer 1", "second time", "forward pass"),
-        bench.step() as step,
-        step.microbatch(0),
-    ):
+    twice = refused(ReplayError, "layer 1", "second time", "forward pass")
+    with twice, bench.step() as step, step.microbatch(0):
         bench.forward()
         bench.forward()
 
 
 def test_a_block_without_a_model_call_is_refused(bench: Bench) -> None:
-    with (
-        refused(ReplayError, "layer 1", "consumed 0 times, expected 1"),
-        bench.step() as step,
-        step.microbatch(0),
-    ):
+    never = refused(ReplayError, "layer 1", "consumed 0 times, expected 1")
+    with never, bench.step() as step, step.microbatch(0):
         pass
 
 
@@ -185,12 +179,8 @@ def test_reentrant_and_contradictory_use_is_refused(bench: Bench) -> None:
     driver = bench.driver
     with refused(UsageError, "step 2", "step 1 is open"), bench.step(), bench.step(2):
         pass
-    with (
-        refused(UsageError, "inside micro-batch 0"),
-        bench.step() as step,
-        step.microbatch(0),
-        step.microbatch(1),
-    ):
+    nested = refused(UsageError, "inside micro-batch 0")
+    with nested, bench.step() as step, step.microbatch(0), step.microbatch(1):
         pass
     with refused(UsageError, "micro-batch 3"), bench.step() as step, step.microbatch(3):
         pass

@@ -81,11 +81,7 @@ def megatron_world(job: Job, *, layout: str = "", meeting: str = "") -> Iterator
     from examples.embedded import megatron
 
     own = TrainerLayout.parse(layout or job["layout"])
-    place = {
-        "rank": job["rank"],
-        "world_size": job["world_size"],
-        "init_method": job["init_method"] + meeting,
-    }
+    place = {key: job[key] for key in ("rank", "world_size")} | {"init_method": job["init_method"] + meeting}
     megatron.init_distributed(**place, layout=own, timeout_s=60)
     yield own
     megatron.close_distributed()

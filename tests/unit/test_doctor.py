@@ -156,11 +156,8 @@ def test_engines_are_probed_at_once_and_a_busy_one_is_not_dead(caplog: pytest.Lo
             return reply
 
     nobody = "http://127.0.0.1:9"
-    with (
-        answering(Both()) as first,
-        answering(Both()) as second,
-        socket.create_server(("127.0.0.1", 0)) as silent,
-    ):
+    here = ("127.0.0.1", 0)
+    with answering(Both()) as first, answering(Both()) as second, socket.create_server(here) as silent:
         busy = f"http://127.0.0.1:{silent.getsockname()[1]}"
         assert preflight.probe_all([busy, first, second], timeout_s=1) == {first: reply, second: reply}
         assert f"{busy} has not answered" in caplog.text

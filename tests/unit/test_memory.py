@@ -233,9 +233,7 @@ def test_what_was_idle_longest_makes_way_for_what_is_needed() -> None:
 # -- waiting -----------------------------------------------------------------------------------------------------------
 
 
-def started(
-    store: Store, sizes: list[int], *, timeout_s: float
-) -> tuple[list[threading.Thread], list[object]]:
+def begun(store: Store, sizes: list[int], *, timeout_s: float) -> tuple[list[threading.Thread], list[object]]:
     """One thread for each size, which waits in this order; what each got or raised."""
     found: list[object] = [None] * len(sizes)
 
@@ -256,7 +254,7 @@ def started(
 def test_a_herd_that_waits_gets_all_the_room_there_is_and_nobody_is_refused_early(store: Store) -> None:
     size = store.ceiling_bytes // 8
     old = [store.allocate(size) for _ in range(8)]
-    threads, found = started(store, [size] * 12, timeout_s=WAIT_S)
+    threads, found = begun(store, [size] * 12, timeout_s=WAIT_S)
     free(*old)
     ended(*threads[:8])
     assert all(isinstance(block, Block) for block in found[:8]), found
@@ -269,7 +267,7 @@ def test_a_herd_that_waits_gets_all_the_room_there_is_and_nobody_is_refused_earl
 
 def test_small_ones_that_came_later_do_not_starve_a_large_one(store: Store) -> None:
     old = [store.allocate(store.ceiling_bytes // 4) for _ in range(4)]
-    threads, found = started(store, [store.ceiling_bytes // 2, 10], timeout_s=WAIT_S)
+    threads, found = begun(store, [store.ceiling_bytes // 2, 10], timeout_s=WAIT_S)
     old[0].free()  # room for the small one, which is not its turn
     with pytest.raises(StoreFull):
         store.allocate(10)
@@ -284,8 +282,8 @@ def test_small_ones_that_came_later_do_not_starve_a_large_one(store: Store) -> N
 
 def test_those_behind_one_that_gives_up_are_served_at_once(store: Store) -> None:
     store.allocate(store.ceiling_bytes - 100)
-    (large,), refused = started(store, [200], timeout_s=0.2)
-    (small,), given = started(store, [50], timeout_s=WAIT_S)
+    (large,), refused = begun(store, [200], timeout_s=0.2)
+    (small,), given = begun(store, [50], timeout_s=WAIT_S)
     ended(large, small)
     assert isinstance(refused[0], StoreFull) and isinstance(given[0], Block)
 
@@ -335,7 +333,7 @@ def test_memory_that_is_not_to_be_had_leaves_nothing(store: Store, monkeypatch: 
 
 def test_close_ends_every_wait_and_may_be_repeated(store: Store) -> None:
     store.allocate(store.ceiling_bytes)
-    threads, found = started(store, [10, 10], timeout_s=WAIT_S)
+    threads, found = begun(store, [10, 10], timeout_s=WAIT_S)
     store.close()
     store.close()
     ended(*threads)

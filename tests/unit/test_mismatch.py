@@ -24,9 +24,8 @@ def report(step: int = 0, *, layers: tuple[int, ...] = (3, 5)) -> MismatchReport
 
 def test_choices_that_have_nothing_to_do_with_each_other_are_at_chance() -> None:
     def audited(rows: int, replayed_RK: torch.Tensor) -> MismatchReport:
-        audit = RoutingAudit(
-            step=0, microbatches=1, count=1, counted_rows=lambda _: torch.ones(rows, dtype=torch.bool)
-        )
+        counted = torch.ones(rows, dtype=torch.bool)
+        audit = RoutingAudit(step=0, microbatches=1, count=1, counted_rows=lambda _: counted)
         observer = audit.observer(3, 0)
         assert observer is not None
         observer(choices[:rows], replayed_RK[:rows])

@@ -64,11 +64,8 @@ def test_the_pages_install_a_wheel_that_there_is_with_extras_that_there_are() ->
     asked = [found for page in pages for found in re.findall(r"([\w./-]*)\[(\w+(?:,\w+)*)\]", page)]
     assert {extra for _, extras in asked for extra in extras.split(",")} <= set(known)
     # An empty one is a list of extras alone.
-    assert {what for what, _ in asked} == {
-        "",
-        ".",
-        f"dist/r3channel-{r3channel.__version__}-py3-none-any.whl",
-    }
+    built = f"dist/r3channel-{r3channel.__version__}-py3-none-any.whl"
+    assert {what for what, _ in asked} == {"", ".", built}
 
 
 def test_type_checkers_are_told_that_the_package_is_typed() -> None:

@@ -140,10 +140,8 @@ def test_a_sample_is_an_arrow_from_engine_over_relay_to_router() -> None:
     engine = in_slots([(0.0, 1.9), (0.5, 1.0), (1.1, 1.5)], stage="generation", step=0)
     assert [one.thread for one in engine] == ["slot 0", "slot 1", "slot 1"]
     rest = [Point("relay", "MainThread", 2.04), Point("trainer1", "MainThread", 99.0)]
-    ways = {
-        name: [Point("engine0", one.thread, one.end_s), *rest]
-        for name, one in zip("abc", engine, strict=True)
-    }
+    starts = [Point("engine0", one.thread, one.end_s) for one in engine]
+    ways = {name: [start, *rest] for name, start in zip("abc", starts, strict=True)}
     events = trace_of({"engine0": engine} | spans(), ways)["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     arrows = [event for event in events if event["ph"] in "stf"]

@@ -131,9 +131,8 @@ def test_rows_that_there_is_no_memory_for_are_missed_unless_the_store_is_bounded
     (fault,) = filter(None, slime_arguments.faults(huge))
     step = 32 * 800 * (1 << 40) * ROW_BYTES
     assert "GiB of memory are free" in fault and f"give --r3-store-bytes, at least {step}" in fault
-    assert not any(
-        slime_arguments.faults(sized(checkpoint, rollout_max_response_len=10, n_samples_per_prompt=1))
-    )
+    small = sized(checkpoint, rollout_max_response_len=10, n_samples_per_prompt=1)
+    assert not any(slime_arguments.faults(small))
 
 
 def test_the_model_is_named_as_slime_takes_it_a_folder_or_a_hub_id(checkpoint: str, tmp_path: Path) -> None:
@@ -146,9 +145,8 @@ def test_the_model_is_named_as_slime_takes_it_a_folder_or_a_hub_id(checkpoint: s
         "import argparse, sys\nfrom r3channel.integrations.slime.arguments import spec_of\n"
         "for name in sys.argv[1:]: print(spec_of(argparse.Namespace(hf_checkpoint=name)).bytes_per_token, flush=True)"
     )
-    child = run(
-        "-c", program, checkpoint, "our/model", "our/other", HF_HUB_CACHE=str(tmp_path), HF_HUB_OFFLINE="1"
-    )
+    hub = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    child = run("-c", program, checkpoint, "our/model", "our/other", **hub)
     assert child.stdout.split() == [str(ROW_BYTES)] * 2
     assert "ConfigError: --hf-checkpoint our/other: no folder" in child.stderr
 
@@ -175,22 +173,18 @@ def a_slime(folder: Path) -> Path:
         for name, parameters in names.items():
             owner, _, method = name.rpartition(".")
             function = f"def {method}({', '.join(parameters)}): ..."
-            lines.append(
-                f"class {owner}:\n {function}" if owner else function if parameters else f"class {name}: ..."
-            )
+            plain = function if parameters else f"class {name}: ..."
+            lines.append(f"class {owner}:\n {function}" if owner else plain)
         path.write_text("\n".join(lines))
     return folder
 
 
-def test_a_slime_with_all_names_is_known(tmp_path: Path) -> None:
-    assert api_check.moved(a_slime(tmp_path)) == []
-
-
-def test_what_moved_is_said_exactly(tmp_path: Path) -> None:
-    root = a_slime(tmp_path)
+def test_a_slime_with_all_names_is_known_and_what_moved_is_said_exactly(tmp_path: Path) -> None:
+    assert api_check.moved(a_slime(tmp_path / "whole")) == []
+    root = a_slime(tmp_path / "moved")
     file = root / "slime/ray/placement_group.py"
     file.write_text(
-        file.read_text().replace("def create_rollout_manager(args, pg)", "def create_rollout_manager(args)")
+        file.read_text().replace("create_rollout_manager(args, pg)", "create_rollout_manager(args)")
     )
     (root / "slime/utils/misc.py").write_text("")
     (root / "slime/utils/types.py").unlink()

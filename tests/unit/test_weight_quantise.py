@@ -33,10 +33,8 @@ def checkpoint(tmp_path: Path) -> Path:
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(BLOCK)}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     values, scales = quantise(random(*SHAPE), BLOCK)
-    save_file(
-        {WEIGHT: values, f"{WEIGHT}_scale_inv": scales, ROUTER: torch.zeros(4, 4)},
-        tmp_path / "model.safetensors",
-    )
+    tensors = {WEIGHT: values, f"{WEIGHT}_scale_inv": scales, ROUTER: torch.zeros(4, 4)}
+    save_file(tensors, tmp_path / "model.safetensors")
     return tmp_path
 
 
@@ -58,9 +56,8 @@ def test_shards_that_end_with_blocks_give_what_the_whole_tensor_gives(checkpoint
     meta = TensorMeta.of(WEIGHT, weight)
     (_, whole), (_, scales) = float8_blocks([(WEIGHT, weight)], like=checkpoint)
     cuts = [Box((0, 0), (256, 200)), Box((256, 0), (320, 200))]
-    found = list(
-        float8_blocks((Shard(meta, box, weight[box.start[0] : box.stop[0]]) for box in cuts), like=checkpoint)
-    )
+    shards = (Shard(meta, box, weight[box.start[0] : box.stop[0]]) for box in cuts)
+    found = list(float8_blocks(shards, like=checkpoint))
     for name, wanted in ((WEIGHT, whole), (f"{WEIGHT}_scale_inv", scales)):
         parts = [shard for shard in found if shard.meta.name == name]
         assert all(shard.meta == TensorMeta.of(name, wanted) for shard in parts)
