@@ -145,7 +145,7 @@ def test_the_model_is_named_as_slime_takes_it_a_folder_or_a_hub_id(checkpoint: s
         "import argparse, sys\nfrom r3channel.integrations.slime.arguments import spec_of\n"
         "for name in sys.argv[1:]: print(spec_of(argparse.Namespace(hf_checkpoint=name)).bytes_per_token, flush=True)"
     )
-    hub = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    hub: dict[str, Any] = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     child = run("-c", program, checkpoint, "our/model", "our/other", **hub)
     assert child.stdout.split() == [str(ROW_BYTES)] * 2
     assert "ConfigError: --hf-checkpoint our/other: no folder" in child.stderr
