@@ -63,6 +63,8 @@ class Outlet:
         clock = StageClock("engine", max_spans=0)
         self.metrics = Metrics.of("engine", config, clock=clock, offset=replica)
         self.metrics.measure("r3channel_engine_frames_total", way="inband")
+        self.metrics.measure("r3channel_engine_kept_rows_total")
+        self.metrics.measure("r3channel_engine_capture_waits_total")
         self._sender = None
         if config.delivery == "direct":
             self._sender = Sender.start(config, hello, metrics=self.metrics)
@@ -147,8 +149,7 @@ class Sender:
         self._session, self._refusal = "", ""
         self._connection: http.client.HTTPConnection | None = None
         self._metrics = metrics
-        for way in ("overflowed", "direct", "given_up"):
-            metrics.measure("r3channel_engine_frames_total", way=way)
+        metrics.measure("r3channel_engine_frames_total")
         metrics.set("r3channel_engine_queue_limit_bytes", config.queue_bytes)
         metrics.watch("r3channel_engine_queue_bytes", lambda: self._bytes)
         metrics.watch("r3channel_engine_greeted", lambda: bool(self._session))

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from r3channel.config import ENV_PREFIX, ChannelConfig
-from r3channel.engine.probe import probe
 from r3channel.errors import ConfigError, EngineUnavailable
 from r3channel.observe.check import Check, CheckContext
 from r3channel.plan.layout import TrainerLayout
@@ -149,6 +148,8 @@ def probe_all(urls: Sequence[str], *, timeout_s: float) -> dict[str, dict[str, A
 
     Raises EngineUnavailable for those that cannot be asked.
     """
+    from r3channel.engine.probe import probe  # a run without the flag enters no room of the channel
+
     found, dead = dict[str, dict[str, Any]](), dict[str, str]()
     with ThreadPoolExecutor(len(urls) or 1) as pool:
         asked = {url: pool.submit(probe, url, timeout_s=timeout_s) for url in urls}
