@@ -31,6 +31,12 @@ HIDDEN, READ = 2048, 80 * 3 * 768
 IN_FLIGHT = 2
 
 
+class Runner(SimpleNamespace):
+    """As much of SGLang's model runner."""
+
+    def forward(self) -> None: ...
+
+
 class Engine:
     """As much of one as capture sees: settings, routers, the model runner that refuses or serves, the capturer, passes."""
 
@@ -60,7 +66,7 @@ class Engine:
         text = Qwen3MoeConfig(num_hidden_layers=spec.num_layers, mlp_only_layers=[], **experts)
         config = SimpleNamespace(hf_text_config=text, context_len=4096)
         model = routers("triton", spec)
-        self.runner = SimpleNamespace(is_draft_worker=False, model_config=config, model=model)
+        self.runner = Runner(is_draft_worker=False, model_config=config, model=model)
         self.runner.prefill_cuda_graph_runner = SimpleNamespace(capture_num_tokens=PREFILL_SIZES)
         room.refuse_engine(self.runner)
         rows: dict[str, Any] = {"num_tokens": IN_FLIGHT * MOST, "max_running_requests": DECODED}
@@ -80,9 +86,7 @@ class Engine:
     def refusal(self, backend: str) -> str:
         """Why an engine whose experts run on this backend is refused; empty where it is not."""
         try:
-            self.room.refuse_engine(
-                SimpleNamespace(**{**vars(self.runner), "model": routers(backend, self.spec)})
-            )
+            self.room.refuse_engine(Runner(**vars(self.runner) | {"model": routers(backend, self.spec)}))
         except ConfigError as error:
             return str(error)
         return ""
