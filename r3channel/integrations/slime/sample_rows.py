@@ -96,13 +96,8 @@ class SampleRows:
             await asyncio.sleep(_LOOK_S)
 
     def seal(
-        self,
-        step: int,
-        samples: Sequence[Any],
-        ranks: Sequence[Sequence[Sequence[int]]],
-        *,
-        steps: Sequence[int],
-    ) -> Ticket:
+        self, step: int, samples: Sequence[Any], ranks: Sequence[Sequence[Sequence[int]]], *, steps: Sequence[int]
+    ) -> Ticket:  # fmt: skip
         """Seal a step. `ranks[dp][microbatch]` are places in `samples`, `steps` the micro-batches of each optimizer step.
 
         Waits up to `step_timeout_s` for what was taken to be kept; raises `StoreFull` with the samples for which there was no
@@ -114,9 +109,8 @@ class SampleRows:
         named = {place: rows_of(samples[place]) or self._without_reply(samples[place]) for place in places}
         self._settle(step, [rows for rows in named.values() if not rows.fault.done()])
         left = self._judge(step, samples, named)
-        assignment = Assignment.given(
-            [[[named[place].name for place in batch] for batch in rank] for rank in ranks], steps=steps
-        )
+        cut = [[[named[place].name for place in batch] for batch in rank] for rank in ranks]
+        assignment = Assignment.given(cut, steps=steps)
         try:
             return self.relay.seal(step, assignment)
         except RoutingError as error:  # of frames that came directly and cannot be used
@@ -184,6 +178,8 @@ class SampleRows:
                 self.relay.discard([rows.name])
             self.relay.add_live(rows.name, sample.tokens, append=behind)
         except (RoutingError, SampleUnknown):
+            if not behind:
+                raise
             self._leave_live(sample, rows)
         rows.tokens, rows.fault = len(sample.tokens), _KEPT
 
@@ -227,7 +223,7 @@ class SampleRows:
                 return told
             log.warning("r3channel: the store is full, and requests wait: %s", told)
         name, what, tokens = add.args
-        text = what["meta_info"].get(_FIELD) or ""
+        text = what["meta_info"].get(_FIELD) or "" if isinstance(what, dict) else ""  # else a frame
         with suppress(RoutingError, StepError):  # nobody holds it, so it needs no room
             if 0 < len(text) <= _REFERENCE_CHARACTERS:  # its frame is to be refused
                 self.relay.add(name, what, tokens)
