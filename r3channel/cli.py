@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
 from r3channel import __version__
-from r3channel.errors import R3Error
+from r3channel.errors import R3Error, nearest
 from r3channel.tools import commands, extras
 
 _BY_NAME = "r3channel.tools.recordings"
@@ -18,7 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0 well, 1 the command found fault, 2 it could not run."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        status = _dispatch(arguments)
+        sys.stdout.flush()
+        return status
     except R3Error as error:
         print(f"r3channel: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -31,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    except BrokenPipeError:  # `r3channel inspect rec | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return 141  # as a shell names SIGPIPE
     except KeyboardInterrupt:
         return 130
 
@@ -45,7 +51,7 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if name not in commands.COMMANDS:
         said = (
-            f"command {name!r}, expected one of: {', '.join(commands.COMMANDS)}"
+            f"command {name!r}, expected one of: {', '.join(commands.COMMANDS)}{nearest(name, commands.COMMANDS)}"
             if name
             else commands.overview()
         )

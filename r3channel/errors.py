@@ -7,7 +7,7 @@ of an engine, then those of another process, the network or the machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Self
 
 
@@ -416,3 +416,31 @@ class DigestMismatch(ReplayError):
         "Receive the step again. If it happens again, look at that machine's memory; rows changed after they were "
         "checked."
     )
+
+
+def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
+    """Close what a `with` block used. An error of the block goes its own way, and what closing finds is a note on it."""
+    try:
+        close()
+    except R3Error as found:
+        if error is None:
+            raise
+        error.add_note(f"r3channel, while closing: {type(found).__name__}: {found}")
+
+
+def expect_types(**given: tuple[object, type]) -> None:
+    """Raises ConfigError for an argument, (value, type), of another type: said at the call, not by what breaks later."""
+    for name, (value, kind) in given.items():
+        if not isinstance(value, kind):
+            made = f" Make one of text with {kind.__name__}.parse(text)." if hasattr(kind, "parse") else ""
+            raise ConfigError(
+                f"{name} is {value!r}, a {type(value).__name__}; expected a {kind.__name__}.{made}"
+            )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The words `; did you mean ...?` for a name that is mistyped; empty where none of the known is near."""
+    from difflib import get_close_matches
+
+    found = get_close_matches(name, list(known), n=1, cutoff=0.7)
+    return f"; did you mean {found[0]}?" if found else ""

@@ -136,14 +136,22 @@ class TrainerLayout:
                 f"at pp={self.pp}: Megatron-core 0.16.1 divides by zero there. Give one of the two; it determines the other"
             )
         if rest < middle or (rest % middle if middle else rest):
+            hint = "" if fixed else self._shorter_end(num_layers)
             raise ConfigError(
                 f"{num_layers} layers do not divide into pp={self.pp} stages with first_layers={self.first_layers}, "
-                f"last_layers={self.last_layers}: {rest} layers remain for {middle} equal stages"
+                f"last_layers={self.last_layers}: {rest} layers remain for {middle} equal stages{hint}"
             )
         sizes = tuple(fixed.get(stage, rest // max(middle, 1)) for stage in range(self.pp))
         if any(size % self.vpp for size in sizes):
             raise ConfigError(f"stages of {sizes} layers do not divide into vpp={self.vpp} chunks each")
         return sizes
+
+    def _shorter_end(self, num_layers: int) -> str:
+        """The words that name a last stage with which the layers divide, where one does."""
+        each = -(-num_layers // self.pp)
+        last = num_layers - each * (self.pp - 1)
+        fits = last > 0 and not (each % self.vpp or last % self.vpp)
+        return f". Give last_layers={last}: the other stages have {each}" if fits else ""
 
     def chunk_layers(self, spec: RoutingSpec, *, pp: int, chunk: int) -> tuple[int, ...]:
         """Global layers with a replayed router in one model chunk, ascending; may be empty.

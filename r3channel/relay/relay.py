@@ -29,6 +29,8 @@ from r3channel.errors import (
     RoutingError,
     StepError,
     UsageError,
+    close_after,
+    expect_types,
 )
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.metrics import Metrics
@@ -73,6 +75,7 @@ class Relay(Intake):
         recorder: Recorder | None = None,
     ) -> None:
         self.layout, config = layout, config or ChannelConfig()
+        expect_types(spec=(spec, RoutingSpec), layout=(layout, TrainerLayout), config=(config, ChannelConfig))
         # In no thread: a fork would inherit numba's lock, and a process that ends while LLVM works is aborted.
         warm(spec)
         if recorder is not None:
@@ -184,6 +187,7 @@ class Relay(Intake):
         all the samples that it is about; then nothing is taken.
         """
         self._check_open()
+        expect_types(assignment=(assignment, Assignment))
         check_cut(assignment, self.spec, self.layout)  # before anything waits or is taken
         names, entries = assignment.sample_ids, self.entries
         with self.steps.sealing(step) as seal:
@@ -296,8 +300,8 @@ class Relay(Intake):
     def __enter__(self) -> Relay:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        close_after(error, self.close)
 
     def close(self, *, timeout_s: float = 10.0) -> None:
         """Stop the background and delete the store. Raises `StepError` naming undelivered steps; idempotent."""

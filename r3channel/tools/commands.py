@@ -32,6 +32,9 @@ COMMANDS = {
             "plan --model ~/checkpoint --layout dp=2,tp=2 --lengths lengths.json --json",
         ),
     ),
+    "errors": Command(
+        _TOOLS + "errors", "what an error means, and what to do", ("errors StoreFull", "errors frame_missing")
+    ),
     "bench": Command(
         "r3channel.bench",
         "measurements beside their peers",

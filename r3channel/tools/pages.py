@@ -13,12 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from r3channel import errors
 from r3channel.bench import figures
 from r3channel.config import ENV_PREFIX, ChannelConfig, EngineConfig, field_texts
 from r3channel.engine import sglang_settings
-from r3channel.errors import R3Error
 from r3channel.integrations.slime import arguments
+from r3channel.tools.errors import every_error, happened
 from r3channel.trainer.adapters import megatron_refusals
 
 PACKAGE = Path(__file__).parents[1]
@@ -150,16 +149,6 @@ def error_lines() -> list[str]:
         f"| `{e.__name__}` | {_code(e.__mro__[1].__name__)} | `{e.reason}` | {happened(e)} | {e.remedy} |"
         for e in every_error()
     ]
-
-
-def every_error() -> list[type[R3Error]]:
-    """The root error and all below it, in the order of their file."""
-    return [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, R3Error)]
-
-
-def happened(error: type[R3Error]) -> str:
-    """The first paragraph of its docstring, on one line."""
-    return " ".join((error.__doc__ or "").split("\n\n")[0].split())
 
 
 TABLES = {

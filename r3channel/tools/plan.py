@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from r3channel.plan.capacity import Machines, add_up, lognormal_lengths, plan_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.tools import commands
 
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
 SIMULATED = {
     "model": "deepseek-r1",
     "layout": "dp=16,tp=4,cp=2,pp=4,first_layers=14,last_layers=15,packing=thd",
@@ -35,19 +37,32 @@ def _parser() -> argparse.ArgumentParser:
     parser = commands.parser("plan", description=__doc__)
     parser.add_argument("--model", help="a name of the table, a checkpoint folder, or its config.json")
     parser.add_argument("--layout", help="as in the demo, for example dp=4,tp=4,cp=2,pp=4")
-    parser.add_argument("--tokens", type=int, help="of one step, over all samples")
-    parser.add_argument("--sequence", type=int, default=16384, help="tokens of a sample, about (%(default)s)")
+    parser.add_argument("--tokens", type=count, help="of one step, over all samples: 16000000, 16e6 or 16M")
+    parser.add_argument("--sequence", type=count, default=16384, help="tokens of a sample, about (16384)")
     parser.add_argument(
         "--lengths", metavar="FILE", help="JSON list of samples' tokens, instead of these two"
     )
     parser.add_argument("--microbatch-size", type=int, default=1)
-    parser.add_argument("--max-tokens", type=int, help="token budget of a micro-batch, instead of its size")
+    parser.add_argument("--max-tokens", type=count, help="token budget of a micro-batch, instead of its size")
     for field in fields(Machines):
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, type=type(field.default), help=f"default {field.default}")
     parser.add_argument("--simulate", action="store_true", help="run the planner at 128M tokens on 512 ranks")
     parser.add_argument("--json", action="store_true")
     return parser
+
+
+def count(text: str) -> int:
+    """A whole number of tokens as people write it.
+
+    >>> count("16M"), count("16.8e6"), count("64k"), count("1024")
+    (16000000, 16800000, 64000, 1024)
+    """
+    unit = _UNITS.get(text[-1:].lower(), 1)
+    number = Fraction(text if unit == 1 else text[:-1]) * unit
+    if number.denominator != 1:
+        raise ValueError
+    return number.numerator
 
 
 def spec_of(model: str) -> RoutingSpec:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from examples.async_grpo.options import parse as parse_demo
-from r3channel import cli
+from r3channel import cli, errors
 from r3channel.bench import BENCHES
 from r3channel.tools.commands import COMMANDS
 from r3channel.tools.pages import options
+from r3channel.tools.plan import count
 from tests import children
 from tests.unit.test_documents import PAGES, ROOT
 
@@ -41,11 +45,14 @@ def said_by(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["plan", "--model", "nobody", "--layout", "dp=1", "--tokens", "16384"], "built-in table"),
         (
             ["plan", "--model", "deepseek-r1", "--layout", "pp=4", "--tokens", "16384"],
-            "61 layers do not divide",
+            "4 equal stages. Give last_layers=13: the other stages have 16",
         ),
         (["plan", "--model", "/no/such", "--layout", "dp=1", "--tokens", "16384"], "not a checkpoint folder"),
         (["plan", "--model", "missing.json", "--layout", "dp=1", "--tokens", "16384"], "config.json"),
         ([*PLAN, "--layout", "dp=1", "--tokens", "-5"], "expected at least 1"),
+        ([*PLAN, "--layout", "dp=1", "--tokens", "1.5"], "invalid count value: '1.5'"),
+        (["plam"], "did you mean plan?"),
+        (["errors", "storeful"], "did you mean StoreFull?"),
         ([*PLAN, "--layout", "dp=2,dp=3", "--tokens", "32768"], "'dp' stands twice"),
         ([*PLAN, "--layout", "dp=1"], "plan needs --tokens (all tokens of one step), or --lengths"),
         ([*PLAN, "--layout", "dp=1", "--tokens", "100", "--sequence", "0"], "--sequence 0"),
@@ -137,7 +144,7 @@ def test_the_overview_has_every_command_and_examples_first(capsys: pytest.Captur
 
 @pytest.mark.parametrize(
     ("tokens", "dp", "size", "samples", "longest"),
-    [("16000000", 4, 1, 976, 0), ("16000000", 4, 244, 976, 16394), ("100", 1, 1, 1, 100), ("64", 2, 1, 2, 32),
+    [("16000000", 4, 1, 976, 0), ("16M", 4, 244, 976, 16394), ("100", 1, 1, 1, 100), ("64", 2, 1, 2, 32),
      ("64", 2, 4, 8, 8)],
 )  # fmt: skip
 def test_a_round_number_of_tokens_is_planned(
@@ -147,8 +154,24 @@ def test_a_round_number_of_tokens_is_planned(
     options = ["--layout", f"dp={dp}", "--tokens", tokens, "--microbatch-size", str(size)]
     assert cli.main([*PLAN, *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["tokens"], found["samples"]) == (int(tokens), samples)
-    assert found["padded_tokens"] == (samples * longest or int(tokens))
+    assert (found["tokens"], found["samples"]) == (count(tokens), samples)
+    assert found["padded_tokens"] == (samples * longest or count(tokens))
+
+
+def test_an_error_is_told_by_its_name_and_by_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["errors", "FrameMissing"]) == 0 and cli.main(["errors", "frame_missing"]) == 0
+    first, what, second, remedy = capsys.readouterr().out.splitlines()
+    assert first == second and "(RoutingMissing, reason frame_missing)" in first
+    assert what == remedy == errors.FrameMissing.remedy
+
+
+def test_a_pipe_that_closes_ends_a_command_quietly() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes) as closed:
+        command = [sys.executable, "-m", "r3channel.cli", "errors"]
+        child = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (child.returncode, child.stderr) == (141, "")
 
 
 def test_a_relay_needs_no_package_of_direct_delivery() -> None:

@@ -17,7 +17,8 @@ import pytest
 
 from r3channel.config import ChannelConfig, EngineConfig
 from r3channel.errors import RouterUnsupported
-from r3channel.tools.pages import TABLES, every_error, happened, options, put_into
+from r3channel.tools.errors import every_error, happened
+from r3channel.tools.pages import TABLES, options, put_into
 from r3channel.trainer.adapters import megatron_refusals as refusals
 from tests.unit.test_imports import LEVELS
 

@@ -1,0 +1,37 @@
+"""`r3channel errors NAME`: what an error means and what to do, as `r3channel/errors.md` has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from r3channel import errors
+from r3channel.errors import R3Error, UsageError, nearest
+from r3channel.tools import commands
+
+
+def run(argv: Sequence[str]) -> int:
+    parser = commands.parser("errors")
+    parser.add_argument("name", nargs="?", help="an error's class, or its reason; without it all are listed")
+    name = parser.parse_args(argv).name
+    known = every_error()
+    if name is None:
+        print("\n".join(f"{kind.__name__:22} {happened(kind)}" for kind in known))
+        return 0
+    found = [kind for kind in known if name.lower() in (kind.__name__.lower(), kind.reason)]
+    if not found:
+        raise UsageError(f"no error is named {name!r}{nearest(name, [kind.__name__ for kind in known])}")
+    for kind in found:
+        print(
+            f"{kind.__name__} ({kind.__mro__[1].__name__}, reason {kind.reason}): {happened(kind)}\n{kind.remedy}"
+        )
+    return 0
+
+
+def every_error() -> list[type[R3Error]]:
+    """The root error and all below it, in the order of their file."""
+    return [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, R3Error)]
+
+
+def happened(error: type[R3Error]) -> str:
+    """The first paragraph of its docstring, on one line."""
+    return " ".join((error.__doc__ or "").split("\n\n")[0].split())
