@@ -65,7 +65,8 @@ class TrainerChannel:
     ) -> TrainerChannel:
         """Bind to the routers of this rank's model chunks and connect to the relay (TP0).
 
-        `control` is the relay's; `adapter` knows the framework. Refuses a model whose configuration ignores replay, and a layout that is not the framework's.
+        `control` is the relay's; `adapter` knows the framework. Refuses a model whose configuration ignores replay, and a layout
+        that is not the framework's.
         Whatever is raised, nothing stays attached.
         """
         config = config or ChannelConfig()
