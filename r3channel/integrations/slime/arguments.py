@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,9 @@ usage: r3channel slime SCRIPT [ARGUMENTS of slime ...] {guard.FLAG} [--r3-... ]
 
 SCRIPT is slime's own train_async.py or train.py, or yours that imports what they import. Under `ray job submit` this
 command stands where `python train_async.py` stood. Without {guard.FLAG} the script runs as it is.
+
+slime 0.3.1 is run on CPUs in the tests. Of slime 0.4.0 (train.py) only its files were read: the hooks ran against a stand-in of
+them. There --r3-delivery direct asks for --r3-ingest-port and --r3-token-file, and --r3-weights stays off.
 """
 
 
@@ -61,7 +64,7 @@ def add_arguments(parser: Any) -> Any:
     return parser
 
 
-def refusal_of(arguments: Sequence[str]) -> str:
+def refusal_of(arguments: Sequence[str], *, detached: bool = False) -> str:
     """What `prepared` refuses of a job's arguments, empty where it would start. Knows of slime's own those that matter here."""
     parser = add_arguments(ArgumentParser(add_help=False, allow_abbrev=False))
     for name in (*_SWITCHES.split(), "debug-train-only", "debug-rollout-only"):
@@ -73,15 +76,17 @@ def refusal_of(arguments: Sequence[str]) -> str:
         parser.add_argument(f"--{name}")
     parser.add_argument("--update-weight-mode", default="full")
     parser.add_argument("--update-weight-transport", default="nccl")
+    parser.add_argument("--rollout-data-transport", default="object-store")
     try:
-        prepared(parser.parse_known_args(list(arguments))[0])
+        prepared(parser.parse_known_args(list(arguments))[0], detached=detached)
     except ConfigError as error:
         return str(error)
     return ""
 
 
-def prepared(args: Namespace) -> Namespace:
+def prepared(args: Namespace, *, detached: bool = False) -> Namespace:
     """slime's parsed arguments, checked and with what the channel needs set. Raises `ConfigError` with the argument to change.
+    `detached`: engines start before the manager and outlive it (slime 0.4.0).
 
     Engines and requests are to give routing, so `use_rollout_routing_replay` is on; slime's own replay, which
     `use_routing_replay` turns on, is off: Megatron's routers replay.
@@ -91,7 +96,16 @@ def prepared(args: Namespace) -> Namespace:
     updates = args.r3_weights != "off"
     problem = "" if updates else _weights_problem(args)
     own_gpus = not args.colocate and not args.release_train and args.update_weight_mode == "full"
+    direct, transport = args.r3_delivery == "direct", getattr(args, "rollout_data_transport", "object-store")
     refusals = (
+        (transport != "object-store", f"--rollout-data-transport {transport}: the step's ticket travels beside each rank's data "
+         "in Ray's object store; expected object-store"),
+        (detached and direct and not (channel.ingest_port and channel.token_file), "--r3-delivery direct in slime 0.4.0: its "
+         "engines start before the relay and outlive it; expected --r3-ingest-port, one that the node of this script has free, and "
+         "--r3-token-file, a path that every node can read"),
+        (detached and updates, f"--r3-weights {args.r3_weights}: slime 0.4.0's updaters were not read; expected --r3-weights off"),
+        (detached and channel.transport == "nccl", "--r3-transport nccl in slime 0.4.0: its manager takes no GPU; expected tcp "
+         "or gloo"),
         (not args.num_experts, "--num-experts is not set: a model without experts has no routing to replay"),
         (args.use_routing_replay and not args.use_rollout_routing_replay, "--use-routing-replay replays what the trainer itself "
          f"chose, {guard.FLAG} what the engines chose. Give one of them"),
@@ -104,7 +118,7 @@ def prepared(args: Namespace) -> Namespace:
          "expected neither --colocate nor --release-train, and --update-weight-mode full"),
         (args.r3_weights in ("exact", "colocated") and getattr(args, "offload_train", False), f"--r3-weights {args.r3_weights} "
          "sends parameters from where they lie, and --offload-train puts them to sleep; expected --r3-weights broadcast"),
-        (updates and args.r3_delivery == "direct" and not channel.token_file, f"--r3-weights {args.r3_weights} and --r3-delivery "
+        (updates and direct and not channel.token_file, f"--r3-weights {args.r3_weights} and --r3-delivery "
          "direct: engines ask who sends weights for the run's token; expected --r3-token-file, a path that every node can read"),
         (problem, problem),
     )  # fmt: skip
@@ -119,12 +133,14 @@ def prepared(args: Namespace) -> Namespace:
     return args
 
 
-def faults(args: Namespace) -> Iterator[str]:
+def faults(args: Namespace, *, detached: bool = False) -> Iterator[str]:
     """What in `prepared` arguments would end the run later. Raises ConfigError for a layout that its ranks do not fill.
 
-    Ports and folders are this machine's only where all that speak to the relay are on it, as loopback says.
+    Ports and folders are this machine's only where all that speak to the relay are on it, as loopback says. A `detached` manager
+    that outlived its script holds its ports, and is used again.
     """
     layout, channel = layout_of(args), config.ChannelConfig(**args.r3_channel)
+    channel = replace(channel, ingest_port=0, metrics_port=0) if detached else channel
     if channel.interface in ("127.0.0.1", "::1", "localhost"):
         yield memory_fault(args)
         yield from preflight.of_channel(channel, ranks=layout.world_size)

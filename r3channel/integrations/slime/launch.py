@@ -52,30 +52,35 @@ def _run_hooked(script: Path) -> None:
 
 def hook() -> None:
     """Put the channel's classes where slime's script will look for its own. Refuses a slime whose seams have moved."""
-    api_check.check_importable()
+    detached = api_check.check_importable() == api_check.NEWER
     guard.allow()
     import ray
     import slime.ray.placement_group as placement  # pyright: ignore[reportMissingImports]
     import slime.ray.rollout  # pyright: ignore[reportMissingImports]
     import slime.utils.arguments as arguments  # pyright: ignore[reportMissingImports]
 
-    from r3channel.integrations.slime.rollout import remote_manager
-
     parse, make_manager = arguments.parse_args, placement.create_rollout_manager
     make_models = placement.create_training_models
 
     @wraps(parse)
-    def parse_args(add_custom_arguments: Callable[[Any], Any] | None = None) -> Namespace:
+    def parse_args(add_custom_arguments: Callable[[Any], Any] | None = None, **options: Any) -> Any:
         custom = add_custom_arguments or (lambda parser: parser)
-        args = prepared(parse(add_custom_arguments=lambda parser: add_arguments(custom(parser))))
-        preflight.refuse(faults(args))
-        return args
+        given = parse(add_custom_arguments=lambda parser: add_arguments(custom(parser)), **options)
+        args, *plan = given if isinstance(given, tuple) else (given,)
+        args = prepared(args, detached=detached)
+        preflight.refuse(faults(args, detached=detached))
+        return (args, *plan) if plan else args
 
     @wraps(make_manager)
-    def create_rollout_manager(args: Namespace, pg: Any) -> Any:
-        slime.ray.rollout.RolloutManager = remote_manager(args, pg)
-        made = make_manager(args, pg)
-        ray.get(made[0].r3channel_start.remote())
+    def create_rollout_manager(args: Namespace, *pg: Any, **options: Any) -> Any:
+        if detached:
+            from r3channel.integrations.slime.detached import remote_manager
+        else:
+            from r3channel.integrations.slime.rollout import remote_manager
+        slime.ray.rollout.RolloutManager = remote_manager(args, *pg)
+        made = make_manager(args, *pg, **options)
+        manager = made.manager if detached else made[0]
+        ray.get(manager.r3channel_start.remote())
         return made
 
     @wraps(make_models)

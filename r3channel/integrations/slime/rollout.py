@@ -1,7 +1,7 @@
 """slime's rollout side: its manager with a relay in it, its engines with the plug-in on. Imported where slime is.
 
 slime gives every seam: `RolloutManager` is subclassed, `Sample._apply_meta_info` sees each reply before slime decodes it as
-int32, `_split_train_data_by_dp` has slime's own split. `launch` puts these classes in their places.
+int32, `_split_train_data_by_dp` has slime's own split. `launch` puts these classes in their places; slime 0.4.0's: `detached`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from contextlib import suppress
 from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import ray
 import slime.ray.rollout  # pyright: ignore[reportMissingImports]
 import slime.rollout.sglang_rollout as sglang_rollout  # pyright: ignore[reportMissingImports]
 import slime.utils.http_utils as http_utils  # pyright: ignore[reportMissingImports]
+from slime.backends.sglang_utils.sglang_engine import SGLangEngine  # pyright: ignore[reportMissingImports]
 from slime.ray.utils import ray_noset_visible_devices  # pyright: ignore[reportMissingImports]
 from slime.utils.types import Sample  # pyright: ignore[reportMissingImports]
 
@@ -29,11 +30,13 @@ from r3channel.integrations import preflight
 from r3channel.integrations.slime.arguments import layout_of, memory_fault, spec_of
 from r3channel.integrations.slime.engine_variables import engine_variables
 from r3channel.integrations.slime.sample_rows import SampleRows
+from r3channel.integrations.slime.sealed_split import SealedSplit
 from r3channel.recordings.recorder import recorder_of
 from r3channel.relay.ray_host import RelayHost
 from r3channel.relay.relay import Relay
 from r3channel.transport.select import TRANSPORTS
 
+GROUPS = {"r3channel": 8}
 _PROBE_TOKENS = 3
 _PROBE_S = 120.0
 """An engine's first request may compile."""
@@ -42,7 +45,10 @@ _PROBE_S = 120.0
 class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_class, RelayHost):
     """The rollout manager. The relay is here before the engines start, so that they know where to deliver."""
 
-    def __init__(self, args: Namespace, pg: Any) -> None:
+    splits: ModuleType = slime.ray.rollout
+    """Where slime's split is."""
+
+    def __init__(self, args: Namespace, pg: Any, **startup: Any) -> None:
         preflight.refuse([memory_fault(args)])
         here: dict[str, Any] = {"interface": interface_of(args)}
         if ray.get_gpu_ids() and ray_noset_visible_devices():
@@ -52,20 +58,14 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
         self.rows = SampleRows(self.relay)
         self._asked: set[Any] = set()
         """Engines and the router, once they have answered."""
-        tell_engines(self.relay, args)
+        self.tell_engines(args)
         _watch_replies(self.rows)
         http_utils.run_router = run_router
-        # slime's split keeps its schedule to itself, and the boxes that it returns are in Ray's store: to read it there would
-        # fetch the whole batch
-        schedule_of = slime.ray.rollout.build_dp_schedule
+        self.split = SealedSplit(self.rows, self.splits)
+        super().__init__(args, pg, **startup)
 
-        @wraps(schedule_of)
-        def build_dp_schedule(*given: Any, **options: Any) -> Any:
-            self._schedule = schedule_of(*given, **options)
-            return self._schedule
-
-        slime.ray.rollout.build_dp_schedule = build_dp_schedule
-        super().__init__(args, pg)
+    def tell_engines(self, args: Namespace) -> None:
+        tell_engines(self.relay, args)
 
     @ray.method(concurrency_group="r3channel")  # answered while generate() runs
     def r3channel_control(self, call: str, arguments: dict[str, Any]) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -97,51 +97,37 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
 
     def recover_updatable_engines(self) -> None:
         super().recover_updatable_engines()
-        if self.args.use_fault_tolerance and not self.args.offload_rollout and self.rollout_id >= 0:
+        recovers = self.args.use_fault_tolerance or getattr(self, "serving", None)
+        if recovers and not self.args.offload_rollout and self.rollout_id >= 0:
             with suppress(EngineUnavailable):  # slime's own checks find it, and start it again
                 self.r3channel_start()  # a restarted engine says hello, or is refused, before it is asked for samples
 
+    def critic_only(self) -> bool:
+        return self.args.use_critic and self.rollout_id < self.args.num_critic_only_steps
+
     def _convert_samples_to_train_data(self, samples: Sequence[Any]) -> Any:
-        self._converted = list(samples)
-        data = super()._convert_samples_to_train_data(samples)
-        # of rollouts that slime loaded: they go the channel's way too
-        data.pop("rollout_routed_experts", None)
-        return data
+        return self.split.converted(samples, super()._convert_samples_to_train_data(samples))
 
     def _split_train_data_by_dp(self, data: Any) -> list[Any]:
-        """Seal slime's own split, and nothing else; the ticket travels beside each rank's data."""
-        samples, self._converted = self._converted, []
-        if len(samples) != (made := len(data["tokens"])):
-            raise ConfigError(f"{made} samples were made of {len(samples)}; expected one for each, in order")
-        boxes = super()._split_train_data_by_dp(data)
-        if self.args.use_critic and self.rollout_id < self.args.num_critic_only_steps:
-            return boxes  # only the critic trains, on what its own router chooses
-        partitions, microbatches, steps, _ = self.__dict__.pop("_schedule")  # an old one would fit no longer
-        ranks = [
-            [[partition[at] for at in batch] for batch in rank]
-            for partition, rank in zip(partitions, microbatches, strict=True)
-        ]
-        sealed = ray.put(self.rows.seal(self.rollout_id, samples, ranks, steps=steps).to_bytes())
-        for box in boxes:
-            box.r3_ticket = sealed
-        return boxes
+        split = super()._split_train_data_by_dp
+        return self.split.sealed(split, data, step=self.rollout_id, critic_only=self.critic_only())
 
-    def dispose(self) -> None:
-        super().dispose()
+    def dispose(self, *limit: Any) -> None:
+        super().dispose(*limit)
         self.relay.close()
 
 
 def tell_engines(relay: Any, args: Namespace) -> None:
     """Open the relay's ingest, and say to engines that slime starts what they need beside the job's environment; external ones
     were told by who started them."""
-    args.r3_engine = engine_variables(relay, args, nodes=_nodes())
+    args.r3_engine = engine_variables(relay, args, nodes=node_count())
     slime.ray.rollout.SGLangEngine = ChannelEngine
 
 
 _EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
 
 
-class ChannelEngine(slime.ray.rollout.SGLangEngine):
+class ChannelEngine(SGLangEngine):
     """slime hands its engines a fixed list of variables; ours reach the server's process through this actor's environment."""
 
     def init(self, *args: Any, **options: Any) -> Any:
@@ -153,7 +139,7 @@ def remote_manager(args: Namespace, pg: Any) -> Any:
     """The class in place of `slime.ray.rollout.RolloutManager`; over NCCL with a GPU that slime's placement group `pg` leaves,
     although slime asks for none. Raises ConfigError where it leaves none: Ray would wait for one without end."""
     remote: Any = ray.remote
-    kind = remote(concurrency_groups={"r3channel": 8})(ChannelManager)
+    kind = remote(concurrency_groups=GROUPS)(ChannelManager)
     if not TRANSPORTS[args.r3_channel["transport"]].needs_gpu:
         return kind
     there, taken = int(ray.cluster_resources().get("GPU", 0)), pg[0].bundle_count
@@ -216,8 +202,8 @@ def run_router(args: Any) -> Any:
 def interface_of(args: Namespace) -> str:
     """The interface to bind: with several nodes Ray's own address of this one, since loopback reaches no other node."""
     given = args.r3_channel["interface"]
-    return given if given != preflight.LOOPBACK or _nodes() == 1 else ray.util.get_node_ip_address()
+    return given if given != preflight.LOOPBACK or node_count() == 1 else ray.util.get_node_ip_address()
 
 
-def _nodes() -> int:
+def node_count() -> int:
     return sum(node["Alive"] for node in ray.nodes())

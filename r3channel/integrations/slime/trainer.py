@@ -8,6 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import ray
@@ -18,7 +19,6 @@ from slime.backends.megatron_utils.actor import MegatronTrainRayActor  # pyright
 from r3channel.config import ChannelConfig
 from r3channel.errors import StepError
 from r3channel.integrations.slime.arguments import layout_of
-from r3channel.integrations.slime.weights import ChannelUpdater
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.ray_host import RayRelay
 from r3channel.trainer.adapters.megatron_schedule import replayed
@@ -39,6 +39,10 @@ class ChannelActor(MegatronTrainRayActor):
         slime_model.get_forward_backward_func = lambda: replayed(schedule_of(), lambda: self._step)
         start = super().init(args, role, *rest, **options)
         if args.r3_weights != "off" and not args.debug_rollout_only:
+            from r3channel.integrations.slime.weights import (
+                ChannelUpdater,
+            )  # names that slime 0.4.0 may have moved
+
             self.weight_updater = ChannelUpdater(
                 self.weight_updater,
                 self.weights_backuper,
@@ -90,13 +94,14 @@ class ChannelActor(MegatronTrainRayActor):
     def fill_routing_replay(self, *_args: Any, **_options: Any) -> None:
         """slime would copy the ids into its own replay here; the step has them."""
 
-    def compute_log_prob(self, data_iterator: Any, num_microbatches: Any, store_prefix: str = "") -> Any:
+    def compute_log_prob(self, *given: Any, store_prefix: str = "", **options: Any) -> Any:
+        compute = partial(super().compute_log_prob, *given, store_prefix=store_prefix, **options)
         if store_prefix not in _LIVE:
-            return super().compute_log_prob(data_iterator, num_microbatches, store_prefix=store_prefix)
+            return compute()
         step, self._step = self._step, None
         try:
             with torch.no_grad(), self._attach().driver.off():
-                return super().compute_log_prob(data_iterator, num_microbatches, store_prefix=store_prefix)
+                return compute()
         finally:
             self._step = step
 

@@ -1,0 +1,104 @@
+"""slime 0.4.0, where engines are started by a detached actor, before the manager, and outlive it and the script.
+
+Read in slime's files; run against a stand-in of them (`tests/dist/slime_040`), not with slime. Imported where slime 0.4.0 is.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+import slime.backends.sglang_utils.engine_group as engine_group  # pyright: ignore[reportMissingImports]
+import slime.data.batch_builder  # pyright: ignore[reportMissingImports]
+import slime.ray.serving  # pyright: ignore[reportMissingImports]
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from slime.utils.types import Sample  # pyright: ignore[reportMissingImports]
+
+from r3channel.integrations.slime.engine_variables import engine_variables
+from r3channel.integrations.slime.rollout import (
+    GROUPS,
+    ChannelEngine,
+    ChannelManager,
+    interface_of,
+    node_count,
+)
+from r3channel.integrations.slime.sample_rows import rows_of
+from r3channel.transport.auth import obtain_token
+
+
+class DetachedServing(slime.ray.serving.ServingCluster.__ray_metadata__.modified_class):
+    """Starts the engines, and starts them again."""
+
+    def __init__(self, args: Namespace, restore_plan: Any) -> None:
+        engine_group.SGLangEngine = ChannelEngine
+        super().__init__(args, restore_plan)
+
+
+class DetachedManager(ChannelManager):
+    splits = slime.data.batch_builder
+
+    def __init__(self, args: Namespace, pg: Any, **startup: Any) -> None:
+        super().__init__(args, pg, **startup)
+        self.batch_builder = SealingBuilder(self)
+        counted = Sample.get_rollout_routed_experts_length
+
+        def get_rollout_routed_experts_length(sample: Any) -> int:
+            """A request for the rest of a sample names the rows that the engine need not send again: the relay has them."""
+            rows = rows_of(sample)
+            return rows.tokens - 1 if rows else counted(sample)
+
+        Sample.get_rollout_routed_experts_length = get_rollout_routed_experts_length
+
+    def tell_engines(self, args: Namespace) -> None:
+        """They run, and were told where this opens."""
+        if token_file := args.r3_engine.get("R3CHANNEL_TOKEN_FILE"):
+            self.relay.serve(token_file=token_file)
+
+
+class SealingBuilder(slime.data.batch_builder.BatchBuilder):
+    def __init__(self, manager: DetachedManager) -> None:
+        super().__init__(manager.args, controller=manager.controller)
+        self._manager = manager
+
+    def convert(self, samples: Sequence[Any]) -> Any:
+        # the relay has the rows; slime would miss them in each sample
+        asked, self.args = self.args, Namespace(**vars(self.args) | {"use_rollout_routing_replay": False})
+        try:
+            return self._manager.split.converted(samples, super().convert(samples))
+        finally:
+            self.args = asked
+
+    def split_by_dp(self, data: Any) -> list[Any]:
+        critic_only = self._manager.critic_only()
+        return self._manager.split.sealed(
+            super().split_by_dp, data, step=self.rollout_id, critic_only=critic_only
+        )
+
+    def replay_converted(self, data: Any, batch_id: Any) -> list[Any]:
+        """What slime kept of a rollout when its manager or its trainers died. The rows went with the samples, so they are missing
+        ones: `on_missing` says what becomes of them."""
+        kept = zip(data["sample_indices"], data["tokens"], strict=True)
+        lost = [SimpleNamespace(index=index, tokens=[*map(int, tokens)]) for index, tokens in kept]
+        return super().replay_converted(self._manager.split.converted(lost, data), batch_id)
+
+
+def remote_manager(args: Namespace) -> Any:
+    """The class in place of `slime.ray.rollout.RolloutManager`, on this script's node, with another in place of `ServingCluster`
+    and what engines are told in `args.r3_engine`: the address that the manager's relay is going to have."""
+
+    def serve(token_file: str) -> str:
+        obtain_token(token_file)
+        host = interface_of(args)
+        return f"http://{f'[{host}]' if ':' in host else host}:{args.r3_channel['ingest_port']}"
+
+    if not ray.is_initialized():
+        ray.init()  # as slime's first call of Ray would
+    remote: Any = ray.remote
+    slime.ray.serving.ServingCluster = remote(DetachedServing)
+    args.r3_engine = engine_variables(SimpleNamespace(serve=serve), args, nodes=node_count())
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    kind = remote(concurrency_groups=GROUPS)(DetachedManager)
+    return SimpleNamespace(options=lambda **options: kind.options(**options | {"scheduling_strategy": here}))
