@@ -17,6 +17,8 @@ from r3channel.integrations import guard as bare
 from r3channel.integrations.slime import api_check
 from r3channel.integrations.slime import arguments as slime_arguments
 from r3channel.integrations.slime import launch as slime_launch
+from r3channel.observe.check import CheckContext
+from tests import slime_checkout
 from tests.children import run
 
 ROOT = Path(__file__).parents[2]
@@ -26,13 +28,7 @@ PTH = ROOT / "r3channel/r3channel.pth"
 def parsed(*given: str, **slime: Any) -> argparse.Namespace:
     """What slime's parser would leave, with our arguments among them."""
     args = slime_arguments.add_arguments(argparse.ArgumentParser()).parse_args(["--use-r3-channel", *given])
-    off = "use_routing_replay use_rollout_routing_replay colocate release_train debug_train_only debug_rollout_only"
-    unset = "hf_checkpoint rollout_max_prompt_len rollout_max_context_len dynamic_sampling_filter_path"
-    known = {
-        "num_experts": 8, "update_weight_transport": "disk", "update_weight_mode": "full", "rollout_batch_size": 32,
-        "n_samples_per_prompt": 8, "rollout_max_response_len": 1000, "over_sampling_batch_size": 32,
-    } | dict.fromkeys(off.split(), False) | dict.fromkeys(unset.split())  # fmt: skip
-    return argparse.Namespace(**vars(args) | known | slime)
+    return argparse.Namespace(**vars(args) | slime_checkout.PARSED | slime)
 
 
 def test_engines_and_requests_give_routing_and_slimes_own_replay_is_off() -> None:
@@ -61,20 +57,12 @@ def test_what_does_not_fit_is_named(given: tuple[str, ...], slime: dict[str, Any
         slime_arguments.prepared(parsed(*given, **slime))
 
 
-MEGATRON = {
-    "actor_num_nodes": 1, "actor_num_gpus_per_node": 8, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1, "virtual_pipeline_model_parallel_size": None, "expert_model_parallel_size": 4,
-    "sequence_parallel": True, "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
-    "allgather_cp": False, "data_pad_size_multiplier": 128,
-}  # fmt: skip
-
-
 def test_this_machine_and_the_layout_are_looked_at_before_slime_starts_a_part(tmp_path: Path) -> None:
     (file := tmp_path / "file").touch()
     given = ("--r3-journal", f"{file}/store", "--r3-record", f"{file}/record")
 
     def faults(*more: str, **slime: Any) -> list[str]:
-        args = slime_arguments.prepared(parsed(*given, *more, **MEGATRON | slime))
+        args = slime_arguments.prepared(parsed(*given, *more, **slime_checkout.MEGATRON | slime))
         return [fault.split()[0] for fault in slime_arguments.faults(args) if fault]
 
     assert faults() == ["--r3-journal", "--r3-record:"]
@@ -95,7 +83,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def sized(checkpoint: str, *given: str, **slime: Any) -> argparse.Namespace:
     large = {"hf_checkpoint": checkpoint, "n_samples_per_prompt": 800, "rollout_max_prompt_len": 200}
-    return slime_arguments.prepared(parsed(*given, **MEGATRON | large | slime))
+    return slime_arguments.prepared(parsed(*given, **slime_checkout.MEGATRON | large | slime))
 
 
 @pytest.mark.parametrize(
@@ -163,41 +151,68 @@ def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
 # -- seams ---------------------------------------------------------------------------------------------------------------
 
 
-def a_slime(folder: Path) -> Path:
-    """Files with all names that we rely on and nothing else, made from the list."""
-    listed = json.loads((ROOT / "r3channel/integrations/slime/seams.json").read_text())
-    for file, names in listed.items():
-        path = folder / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines: list[str] = []
-        for name, parameters in names.items():
-            owner, _, method = name.rpartition(".")
-            function = f"def {method}({', '.join(parameters)}): ..."
-            plain = function if parameters else f"class {name}: ..."
-            lines.append(f"class {owner}:\n {function}" if owner else plain)
-        path.write_text("\n".join(lines))
-    return folder
-
-
-def test_a_slime_with_all_names_is_known_and_what_moved_is_said_exactly(tmp_path: Path) -> None:
-    assert api_check.moved(a_slime(tmp_path / "whole")) == []
-    root = a_slime(tmp_path / "moved")
+@pytest.mark.parametrize("version", ["0.3.1", "0.4.0"])
+def test_a_slime_with_all_names_is_known_and_what_moved_is_said_exactly(tmp_path: Path, version: str) -> None:
+    assert api_check.nearest(slime_checkout.write(tmp_path / "whole", version)) == (version, [])
+    root = slime_checkout.write(tmp_path / "moved", version)
     file = root / "slime/ray/placement_group.py"
-    file.write_text(
-        file.read_text().replace("create_rollout_manager(args, pg)", "create_rollout_manager(args)")
-    )
+    file.write_text(file.read_text().replace("create_training_models(args=None, ", "create_training_models("))
     (root / "slime/utils/misc.py").write_text("")
     (root / "slime/utils/types.py").unlink()
-    found = api_check.moved(root)
-    assert "slime/ray/placement_group.py: create_rollout_manager(args), expected (args, pg)" in found
-    assert "slime/utils/misc.py has no Box" in found and "slime/utils/types.py is not there" in found
+    found = api_check.nearest(root)
+    pgs = "pgs, rollout_manager, actor_cls"
+    line = f"slime/ray/placement_group.py: create_training_models({pgs}), expected (args, {pgs})"
+    assert found.version == version and line in found.moved
+    assert (
+        "slime/utils/misc.py has no Box" in found.moved and "slime/utils/types.py is not there" in found.moved
+    )
 
 
-def test_the_newer_slime_is_refused_with_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "slime/data").mkdir(parents=True)
-    (tmp_path / "slime/data/batch_builder.py").write_text("")
-    (line,) = api_check.moved(tmp_path)
-    assert "0.4.0" in line and "not supported" in line
+def test_a_newer_slime_whose_builder_moved_on_is_refused_by_that_name_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    root = slime_checkout.write(tmp_path, "0.4.0")
+    file = root / "slime/data/batch_builder.py"
+    file.write_text(
+        file.read_text().replace("split_by_dp(self=None, data=None", "split_by_dp(self, data, publish_batch")
+    )
+    (root / "train.py").write_text("print('started')")
+    child = run(
+        "-m",
+        "r3channel.cli",
+        "slime",
+        str(root / "train.py"),
+        "--use-r3-channel",
+        PYTHONPATH=f"{root}:{ROOT}",
+    )
+    assert (child.returncode, child.stdout) == (2, "")
+    said = "slime/data/batch_builder.py: BatchBuilder.split_by_dp(self, data, publish_batch), expected (self, data)"
+    assert f"nearest to slime 0.4.0 (0b0c277d), but: {said}" in child.stderr
+
+
+def test_the_doctor_says_that_a_slime_was_only_read_and_what_its_job_asks_for_in_vain(tmp_path: Path) -> None:
+    root = slime_checkout.write(tmp_path, "0.4.0")
+    job = ("--num-experts", "8", "--r3-delivery", "direct")
+    context = CheckContext(config=None, slime=str(root), arguments=job)
+    found = {check.name: check for check in api_check.check_checkout(context)}
+    assert "no job of it was run" in found["only read"].found and found["only read"].ok
+    assert "expected --r3-ingest-port" in found["arguments"].found and not found["arguments"].ok
+
+
+@pytest.mark.parametrize(
+    "given, slime, words",
+    [
+        ((), {"rollout_data_transport": "straw"}, "transport straw"), ((), {"rollout_data_transport": "nixl"}, "transport nixl"),
+        (("--r3-delivery", "direct", "--r3-ingest-port", "9000"), {}, "--r3-token-file"),
+        (("--r3-weights", "broadcast"), {}, "--r3-weights broadcast: slime 0.4.0"),
+        (("--r3-transport", "nccl"), {}, "transport nccl"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_engines_that_outlive_their_manager_is_named(
+    given: tuple[str, ...], slime: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        slime_arguments.prepared(parsed(*given, **slime), detached=True)
 
 
 # -- a bare flag ---------------------------------------------------------------------------------------------------------

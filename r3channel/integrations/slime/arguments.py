@@ -101,9 +101,9 @@ def prepared(args: Namespace, *, detached: bool = False) -> Namespace:
         (transport != "object-store", f"--rollout-data-transport {transport}: the step's ticket travels beside each rank's data "
          "in Ray's object store; expected object-store"),
         (detached and direct and not (channel.ingest_port and channel.token_file), "--r3-delivery direct in slime 0.4.0: its "
-         "engines start before the relay and outlive it; expected --r3-ingest-port, one that the node of this script has free, and "
+         "engines start before the relay and outlive it; expected --r3-ingest-port, free on this script's node, and "
          "--r3-token-file, a path that every node can read"),
-        (detached and updates, f"--r3-weights {args.r3_weights}: slime 0.4.0's updaters were not read; expected --r3-weights off"),
+        (detached and updates, f"--r3-weights {args.r3_weights}: slime 0.4.0's updaters were not read; expected off"),
         (detached and channel.transport == "nccl", "--r3-transport nccl in slime 0.4.0: its manager takes no GPU; expected tcp "
          "or gloo"),
         (not args.num_experts, "--num-experts is not set: a model without experts has no routing to replay"),

@@ -17,6 +17,7 @@ import slime.ray.serving  # pyright: ignore[reportMissingImports]
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from slime.utils.types import Sample  # pyright: ignore[reportMissingImports]
 
+from r3channel.errors import StepError
 from r3channel.integrations.slime.engine_variables import engine_variables
 from r3channel.integrations.slime.rollout import (
     GROUPS,
@@ -78,16 +79,20 @@ class SealingBuilder(slime.data.batch_builder.BatchBuilder):
         )
 
     def replay_converted(self, data: Any, batch_id: Any) -> list[Any]:
-        """What slime kept of a rollout when its manager or its trainers died. The rows went with the samples, so they are missing
-        ones: `on_missing` says what becomes of them."""
+        """What slime kept of a rollout when its manager or its trainers died. The rows went with the samples."""
+        if self._manager.relay.config.on_missing != "live":
+            raise StepError(
+                f"rollout {self.rollout_id} comes back from what slime converted, and its rows went with the process that died; "
+                "expected --r3-on-missing live and --r3-max-live 1, or a start from a checkpoint before it"
+            )
         kept = zip(data["sample_indices"], data["tokens"], strict=True)
         lost = [SimpleNamespace(index=index, tokens=[*map(int, tokens)]) for index, tokens in kept]
         return super().replay_converted(self._manager.split.converted(lost, data), batch_id)
 
 
 def remote_manager(args: Namespace) -> Any:
-    """The class in place of `slime.ray.rollout.RolloutManager`, on this script's node, with another in place of `ServingCluster`
-    and what engines are told in `args.r3_engine`: the address that the manager's relay is going to have."""
+    """The class in place of `slime.ray.rollout.RolloutManager`, with another in place of `ServingCluster`, and what engines are
+    told in `args.r3_engine`: with direct delivery an address on this script's node, where the manager is then bound to be."""
 
     def serve(token_file: str) -> str:
         obtain_token(token_file)
@@ -99,6 +104,8 @@ def remote_manager(args: Namespace) -> Any:
     remote: Any = ray.remote
     slime.ray.serving.ServingCluster = remote(DetachedServing)
     args.r3_engine = engine_variables(SimpleNamespace(serve=serve), args, nodes=node_count())
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     kind = remote(concurrency_groups=GROUPS)(DetachedManager)
+    if args.r3_delivery != "direct":
+        return kind
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return SimpleNamespace(options=lambda **options: kind.options(**options | {"scheduling_strategy": here}))

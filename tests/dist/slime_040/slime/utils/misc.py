@@ -1,3 +1,0 @@
-class Box:
-    def __init__(self, inner):
-        self.inner = inner
