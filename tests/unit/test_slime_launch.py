@@ -50,11 +50,14 @@ def test_engines_and_requests_give_routing_and_slimes_own_replay_is_off() -> Non
         ((), {"update_weight_transport": "nccl"}, "--update-weight-transport disk"),
         (("--r3-weights", "broadcast"), {"colocate": True}, "--colocate"),
         (("--r3-weights", "broadcast"), {"update_weight_mode": "delta"}, "--update-weight-mode full"),
+        ((), {"rollout_data_transport": "straw"}, "transport straw"), ((), {"rollout_data_transport": "nixl"}, "transport nixl"),
+        (("--r3-delivery", "direct", "--r3-ingest-port", "9000"), {"detached": True}, "--r3-token-file"),
+        (("--r3-weights", "broadcast"), {"detached": True}, "0.4.0"), (("--r3-transport", "nccl"), {"detached": True}, "0.4.0"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(given: tuple[str, ...], slime: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        slime_arguments.prepared(parsed(*given, **slime))
+        slime_arguments.prepared(parsed(*given, **slime), detached="detached" in slime)
 
 
 def test_this_machine_and_the_layout_are_looked_at_before_slime_starts_a_part(tmp_path: Path) -> None:
@@ -197,22 +200,6 @@ def test_the_doctor_says_that_a_slime_was_only_read_and_what_its_job_asks_for_in
     found = {check.name: check for check in api_check.check_checkout(context)}
     assert "no job of it was run" in found["only read"].found and found["only read"].ok
     assert "expected --r3-ingest-port" in found["arguments"].found and not found["arguments"].ok
-
-
-@pytest.mark.parametrize(
-    "given, slime, words",
-    [
-        ((), {"rollout_data_transport": "straw"}, "transport straw"), ((), {"rollout_data_transport": "nixl"}, "transport nixl"),
-        (("--r3-delivery", "direct", "--r3-ingest-port", "9000"), {}, "--r3-token-file"),
-        (("--r3-weights", "broadcast"), {}, "--r3-weights broadcast: slime 0.4.0"),
-        (("--r3-transport", "nccl"), {}, "transport nccl"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_engines_that_outlive_their_manager_is_named(
-    given: tuple[str, ...], slime: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ConfigError, match=words):
-        slime_arguments.prepared(parsed(*given, **slime), detached=True)
 
 
 # -- a bare flag ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from types import ModuleType
 from typing import Any
 
 import ray
@@ -16,10 +15,11 @@ from r3channel.integrations.slime.sample_rows import SampleRows
 class SealedSplit:
     """Seals what slime's own split makes, and nothing else; the ticket travels beside each rank's data."""
 
-    def __init__(self, rows: SampleRows, module: ModuleType) -> None:
+    def __init__(self, rows: SampleRows, module: Any) -> None:
         """`module` is the one whose split calls `build_dp_schedule`: slime keeps the schedule to itself, and the boxes that it
         returns are in Ray's store, so that to read it there would fetch the whole batch."""
         self._rows, self._samples = rows, list[Any]()
+        self._schedule: Any = None
         schedule_of = module.build_dp_schedule
 
         @wraps(schedule_of)
@@ -42,8 +42,9 @@ class SealedSplit:
         samples, self._samples = self._samples, []
         if len(samples) != (made := len(data["tokens"])):
             raise ConfigError(f"{made} samples were made of {len(samples)}; expected one for each, in order")
+        self._schedule = None  # an old one would fit no longer
         boxes = split(data)
-        partitions, microbatches, steps, _ = self.__dict__.pop("_schedule")  # an old one would fit no longer
+        partitions, microbatches, steps, _ = self._schedule
         if critic_only:
             return boxes
         ranks = [
