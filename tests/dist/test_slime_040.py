@@ -14,10 +14,8 @@ from tests.children import ROOT, run
 
 pytestmark = [pytest.mark.dist, pytest.mark.full, pytest.mark.timeout(180)]
 
-# debug_train_only: nobody is asked for a token
-_SLIME = slime_checkout.PARSED | slime_checkout.MEGATRON | {"debug_train_only": True} | dict.fromkeys(
-    ("tensor_model_parallel_size", "expert_model_parallel_size", "data_pad_size_multiplier"), 1
-) | {"actor_num_gpus_per_node": 2, "sequence_parallel": False, "use_critic": False}  # fmt: skip
+_SLIME = slime_checkout.PARSED | slime_checkout.MEGATRON | {"actor_num_gpus_per_node": 4, "use_critic": False}
+_SLIME["debug_train_only"] = True  # nobody is asked for a token
 
 BODIES = {
     "slime/utils/arguments.py": "import argparse, sys",
@@ -61,22 +59,17 @@ BODIES = {
  def replay(self): return self.batch_builder.replay_converted(self.data, None)""",
     "Sample._apply_meta_info": 'assert "routed_experts" not in meta_info, "it would be decoded as int32"\n tokens = []',
     "Sample.get_rollout_routed_experts_length": "return 0",
-    "slime/data/batch_builder.py": "from slime.utils import dp_schedule, misc\nbuild_dp_schedule = dp_schedule.build_dp_schedule",
+    "slime/data/batch_builder.py": "from types import SimpleNamespace\nfrom slime.utils.dp_schedule import build_dp_schedule",
     "BatchBuilder.__init__": "self.args, self.controller = args, controller",
-    "BatchBuilder.convert": """
-  if self.args.use_rollout_routing_replay: raise ValueError("routed experts are missing of live samples")
-  return {"tokens": [sample.tokens for sample in samples], "sample_indices": [0, 1]}""",
+    "BatchBuilder.convert": "assert not self.args.use_rollout_routing_replay, 'live samples without'; return "
+    "{'tokens': [sample.tokens for sample in samples], 'sample_indices': [0, 1]}",
     "BatchBuilder.replay_converted": "return self.split_by_dp(data)",
-    "BatchBuilder.split_by_dp": """
-  partitions, *_ = build_dp_schedule(self.args, {}, [6, 6])
-  return [misc.Box(inner=[data["tokens"][at] for at in places]) for places in partitions]""",
+    "BatchBuilder.split_by_dp": "return [SimpleNamespace(inner=one) for one in build_dp_schedule(self.args, {}, [6, 6])[0]]",
     "build_dp_schedule": "return [[1], [0]], [[[0]], [[0]]], [1], [2]",
-    "slime/utils/misc.py": "import types",
-    "Box": "class Box(types.SimpleNamespace):",
 }  # fmt: skip
 
 SCRIPT = """
-import collections, numpy, ray, types
+import numpy, ray, types
 from slime.ray.placement_group import create_rollout_manager
 from slime.utils.arguments import parse_args
 from r3channel.config import ChannelConfig
@@ -90,7 +83,7 @@ startup = create_rollout_manager(args, restore_plan=restore_plan)
 boxes = ray.get(startup.manager.generate.remote())
 ticket = Ticket.from_bytes(ray.get(*{box.r3_ticket for box in boxes}))
 relay = types.SimpleNamespace(spec=ticket.spec, layout=ticket.layout, config=ChannelConfig(**args.r3_channel))
-ids = collections.defaultdict(lambda: numpy.concatenate([random_ids(3), random_ids(5)[3:]]))
+ids = dict.fromkeys(ticket.assignment.sample_ids, numpy.concatenate([random_ids(3), random_ids(5)[3:]]))
 shards = receive(receivers_of(relay, control=RayRelay(startup.manager)), ticket)
 ray.get(startup.deployment.delivered.remote())
 ray.get(startup.manager.dispose.remote(5))
@@ -99,16 +92,13 @@ ray.get(startup.manager.replay.remote())
 """
 
 
-def test_engines_that_start_first_deliver_slimes_split_is_sealed_and_a_conversion_without_rows_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_engines_that_start_first_deliver_and_slimes_split_is_sealed(tmp_path: Path) -> None:
     slime = slime_checkout.write(tmp_path / "slime", "0.4.0", BODIES)
     (slime / "train.py").write_text(SCRIPT)
     (slime / "config.json").write_text(json.dumps(config_of(ModelShape())))
     given = f"--use-r3-channel --r3-delivery direct --r3-ingest-port {free_port()} --r3-token-file {tmp_path / 'token'}"
     paths = {"PYTHONPATH": f"{slime}:{ROOT}", "RAY_AUTH_MODE": "disabled"}
     child = run("-m", "r3channel.cli", "slime", f"{slime}/train.py", *given.split(), **paths)  # pyright: ignore
-    rows = 5 * 3  # of a rank's sample, in each layer
-    assert child.stdout.splitlines()[-1:] == [f"7 [(0, {rows}), (0, {rows})]"], child.stderr[-4000:]
-    last = child.stderr.splitlines()[-1]
-    assert last.startswith("r3channel: StepError: rollout 7 comes back from what slime converted")
+    each_dp = f"(0, {5 * 3}), (0, 0)"  # rows of a sample in each layer, all of TP0
+    assert child.stdout.splitlines()[-1:] == [f"7 [{each_dp}, {each_dp}]"], child.stderr[-4000:]
+    assert "StepError: rollout 7 comes back from what slime converted" in child.stderr.splitlines()[-1]
