@@ -131,7 +131,7 @@ def test_the_wheel_imports_elsewhere(wheel: Path, tmp_path: Path) -> None:
         for path in (tmp_path / "r3channel").rglob("*.py")
     )
     # Upstreams that refuse to be imported without a GPU or a shim are the doctor's business.
-    in_slime = (".slime.rollout", ".slime.trainer", ".slime.weights")
+    in_slime = (".slime.detached", ".slime.rollout", ".slime.trainer", ".slime.weights")
     heavy = (".sglang", ".megatron", *in_slime)
     light = [name for name in modules if not name.endswith(heavy)]
     program = (
