@@ -52,6 +52,7 @@ BODIES = {
    sample.index = samples.index(sample)
    for turn in ([1, 2, 3, 4], [5, 6]):
     sample.tokens, first = sample.tokens + turn, sample.get_rollout_routed_experts_length()
+    assert first == max(0, len(sample.tokens) - len(turn) - 1), "slime goes on only with the rows of all tokens before"
     reply = ray.get(self.engine.finish.remote(f"{sample.index}.{first}", len(sample.tokens), first))["meta_info"]
     sample._apply_meta_info(self.args, reply | {"routed_experts_start_len": first, "finish_reason": {"type": "stop"}})
   self.data = self.batch_builder.convert(samples)
@@ -97,7 +98,7 @@ def test_engines_that_start_first_deliver_and_slimes_split_is_sealed(tmp_path: P
     (slime / "train.py").write_text(SCRIPT)
     (slime / "config.json").write_text(json.dumps(config_of(ModelShape())))
     given = f"--use-r3-channel --r3-delivery direct --r3-ingest-port {free_port()} --r3-token-file {tmp_path / 'token'}"
-    paths = {"PYTHONPATH": f"{slime}:{ROOT}", "RAY_AUTH_MODE": "disabled"}
+    paths = {"PYTHONPATH": f"{slime}:{ROOT}", "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": "local"}
     child = run("-m", "r3channel.cli", "slime", f"{slime}/train.py", *given.split(), **paths)  # pyright: ignore
     each_dp = f"(0, {5 * 3}), (0, 0)"  # rows of a sample in each layer, all of TP0
     assert child.stdout.splitlines()[-1:] == [f"7 [{each_dp}, {each_dp}]"], child.stderr[-4000:]
