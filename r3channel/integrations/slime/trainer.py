@@ -39,9 +39,8 @@ class ChannelActor(MegatronTrainRayActor):
         slime_model.get_forward_backward_func = lambda: replayed(schedule_of(), lambda: self._step)
         start = super().init(args, role, *rest, **options)
         if args.r3_weights != "off" and not args.debug_rollout_only:
-            from r3channel.integrations.slime.weights import (
-                ChannelUpdater,
-            )  # names that slime 0.4.0 may have moved
+            # its names are not looked for in slime 0.4.0
+            from r3channel.integrations.slime.weights import ChannelUpdater
 
             self.weight_updater = ChannelUpdater(
                 self.weight_updater,
@@ -94,7 +93,10 @@ class ChannelActor(MegatronTrainRayActor):
     def fill_routing_replay(self, *_args: Any, **_options: Any) -> None:
         """slime would copy the ids into its own replay here; the step has them."""
 
-    def compute_log_prob(self, *given: Any, store_prefix: str = "", **options: Any) -> Any:
+    def compute_log_prob(
+        self, data_iterator: Any, num_microbatches: Any, store_prefix: str = "", **options: Any
+    ) -> Any:
+        given = data_iterator, num_microbatches
         compute = partial(super().compute_log_prob, *given, store_prefix=store_prefix, **options)
         if store_prefix not in _LIVE:
             return compute()
