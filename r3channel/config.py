@@ -68,7 +68,8 @@ class ChannelConfig:
     """CUDA device of the relay, with `nccl`, counted within CUDA_VISIBLE_DEVICES (a Ray actor's own GPUs: `num_gpus`). Never one
     that an engine uses in the same process."""
     interface: str = "127.0.0.1"
-    """Address of this host that the relay's ports and /metrics bind. Anything but loopback is plaintext: keep it on a private
+    """What the relay's ports and every process's /metrics bind on their machine: an address, a network device's name, a network
+    (10.0.0.0/8), or `auto`, the address on the route to the relay. Anything but loopback is plaintext: keep it on a private
     network."""
     journal: str = ""
     """Folder in which a copy of all rows survives a relay that is killed (`Relay.recover`); empty: none is written."""
@@ -87,8 +88,8 @@ class ChannelConfig:
     unclaimed_timeout_s: float = 600.0
     """A directly delivered frame waits this long for its reply, as a tool may run before `Relay.add`; then it is dropped."""
     metrics_port: int = -1
-    """-1: no /metrics; 0: a free port, which the log names; else this port for the relay, this + 1 + r for trainer rank r, and
-    this + its replica for an engine, whose environment is its own."""
+    """-1: no /metrics; 0: a free port, which log and the relay's /targets name; else this port for the relay, this + 1 + r for
+    trainer rank r, and this + its replica for an engine, whose environment is its own; those that slime starts take free ones."""
     metrics_dir: str = ""
     """Folder in which each process that serves /metrics leaves a file for Prometheus's file_sd_configs."""
     run_name: str = ""
@@ -238,7 +239,7 @@ class EngineConfig:
     run_name: str = ""
     """As the channel's: label `run` of every metric."""
     interface: str = "127.0.0.1"
-    """Address that the page binds."""
+    """As the channel's, for the page; `auto` is on the route to `relay_url`."""
     sampling_masks: bool = False
     """As the relay's; both ends must have it."""
     allow: str = ""

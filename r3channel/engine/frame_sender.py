@@ -18,7 +18,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -29,6 +30,7 @@ from r3channel.errors import ConfigError
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.transport.auth import read_token
+from r3channel.transport.network import local_address
 from r3channel.wire.codec import AUTO, codec_named
 from r3channel.wire.frame import encode_error, sample_key
 from r3channel.wire.hello import PROBE_PREFIX, Hello
@@ -57,11 +59,13 @@ class Outlet:
 
     def __init__(self, config: EngineConfig, hello: Hello, *, replica: int = 0) -> None:
         """`replica`: which of an engine's processes that reply this is; each has a page of its own."""
-        self._hello = hello
         # In-band the scheduler's thread pays, so a costly codec is for the sender only.
         self._inband_codec = AUTO if is_costly(config) else config.codec
         clock = StageClock("engine", max_spans=0)
-        self.metrics = Metrics.of("engine", config, clock=clock, offset=replica)
+        relay = urlsplit(config.relay_url).hostname or ""
+        address = partial(local_address, towards=relay)
+        self.metrics = Metrics.of("engine", config, clock=clock, offset=replica, address=address)
+        self._hello = hello = replace(hello, page=self.metrics.target, replica=replica)
         self.metrics.measure("r3channel_engine_frames_total", way="inband")
         self.metrics.measure("r3channel_engine_kept_rows_total")
         self.metrics.measure("r3channel_engine_capture_waits_total")

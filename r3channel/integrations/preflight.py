@@ -21,6 +21,7 @@ from r3channel.config import ENV_PREFIX, ChannelConfig
 from r3channel.errors import ConfigError, EngineUnavailable
 from r3channel.observe.check import Check, CheckContext
 from r3channel.plan.layout import TrainerLayout
+from r3channel.transport.network import local_address
 
 log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
@@ -37,12 +38,13 @@ def refuse(faults: Iterable[str]) -> None:
 
 def of_channel(config: ChannelConfig, *, ranks: int) -> Iterator[str]:
     """What a relay and the trainers beside it would find wrong on this machine."""
+    host = local_address(config.interface)
     pages = {"the relay": 0} | {f"trainer rank {rank}": 1 + rank for rank in range(ranks)}
     for whose, offset in pages.items() if config.metrics_port > 0 else ():
         at = config.metrics_port + offset
-        yield port(f"{_named('metrics_port')}, of {whose}", at, host=config.interface)
+        yield port(f"{_named('metrics_port')}, of {whose}", at, host=host)
     if config.ingest_port:
-        yield port(_named("ingest_port"), config.ingest_port, host=config.interface)
+        yield port(_named("ingest_port"), config.ingest_port, host=host)
     for name in ("journal", "metrics_dir"):
         yield folder(_named(name), getattr(config, name))
     if config.token_file and not Path(config.token_file).is_file():

@@ -24,12 +24,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
+import r3channel
 from r3channel.errors import ConfigError, UsageError
 from r3channel.observe.metric_table import LABELS, METRICS, Metric
 from r3channel.observe.stage_clock import StageClock
 
-STAGE_BUCKETS_S = (0.0005, 0.002, 0.005, 0.02, 0.05, 0.2, 0.5, 2.0, 5.0, 20.0, 60.0)
-"""From a frame's hash (about 1 ms) to the longest wait that is still healthy."""
+STAGE_BUCKETS_S = (0.0005, 0.002, 0.005, 0.02, 0.05, 0.2, 0.5, 2.0, 5.0, 20.0, 60.0, 300.0, 1800.0)
+"""From a frame's hash (about 1 ms) to the longest generation that a trainer waits for."""
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +83,10 @@ class Metrics:
         if role not in LABELS["role"]:
             raise UsageError(f"unknown role {role!r}; the roles are {', '.join(LABELS['role'])}")
         self.role, self.run = role, run
-        self.url = ""
-        """The page's address; empty while it is not served."""
+        self.target = ""
+        """host:port of the page; empty while it is not served."""
+        self.others: dict[str, str] = {}
+        """Other processes of the run -> host:port of their pages, or empty. Listed beside this one at /targets."""
         self._lock = threading.Lock()
         self._values: dict[str, dict[_Key, float]] = {name: {} for name in METRICS}
         self._watched: dict[str, dict[_Key, Callable[[], float]]] = {name: {} for name in METRICS}
@@ -91,18 +94,33 @@ class Metrics:
         self._known: dict[tuple[Any, ...], _Key] = {}
         self._server: Any = None
         self._thread: threading.Thread | None = None
-        self._target: Path | None = None
+        self._file: Path | None = None
         self.clock = clock or StageClock(role)
         self.clock.subscribe(self._observe_stage)
+        self.set("r3channel_build_info", 1, version=r3channel.__version__)
 
     @classmethod
-    def of(cls, role: str, page: Page, *, clock: StageClock | None = None, offset: int = 0) -> Metrics:
-        """Metrics for a configuration, served if it names a port; `offset` is added to a fixed port, one for each process."""
+    def of(
+        cls,
+        role: str,
+        page: Page,
+        *,
+        clock: StageClock | None = None,
+        offset: int = 0,
+        address: Callable[[str], str] = str,
+    ) -> Metrics:
+        """Metrics for a configuration, served if it names a port: at the `address` of its interface on this machine; `offset` is
+        added to a fixed port, one for each process."""
         metrics = cls(role, clock=clock, run=page.run_name)
         if page.metrics_port >= 0:
             port = page.metrics_port and page.metrics_port + offset
-            metrics.serve(page.interface, port, folder=page.metrics_dir)
+            metrics.serve(address(page.interface), port, folder=page.metrics_dir)
         return metrics
+
+    @property
+    def url(self) -> str:
+        """The page's address; empty while it is not served."""
+        return f"http://{self.target}/metrics" if self.target else ""
 
     def measure(self, name: str, **labels: str) -> None:
         """Create a counter at 0: a series born at 1 never raises an `increase() > 0` alert. Labels that are not given take all
@@ -154,7 +172,8 @@ class Metrics:
 
     def serve(self, host: str = "127.0.0.1", port: int = 0, *, folder: str = "") -> int:
         """Serve /metrics from a daemon thread, log where, and return the port; 0 means that nothing is served, as
-        prometheus_client is not installed. With a `folder`, a file in it tells Prometheus where (file_sd).
+        prometheus_client is not installed. /targets lists this page and `others` (http_sd); with a `folder`, a file in it tells
+        Prometheus where this one is (file_sd).
 
         Raises ConfigError when the port is taken or the folder cannot be written.
         """
@@ -169,10 +188,11 @@ class Metrics:
         registry.register(self)
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+            self._server.set_app(self._with_targets(self._server.get_app()))
             port = int(self._server.server_port)
-            self.url = f"http://{host}:{port}/metrics"
+            self.target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             if folder:
-                self._target = self._announce(Path(folder), f"{host}:{port}")
+                self._file = self._announce(Path(folder), port)
         except (OSError, OverflowError) as error:
             self.close()
             raise ConfigError(
@@ -182,12 +202,23 @@ class Metrics:
         log.info("r3channel: metrics of this %s: %s", self.role, self.url)
         return port
 
-    def _announce(self, folder: Path, target: str) -> Path:
+    def _with_targets(self, page: Any) -> Any:
+        """The page's WSGI application, with one more address."""
+
+        def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+            if environ["PATH_INFO"] != "/targets":
+                return page(environ, start)
+            start("200 OK", [("Content-Type", "application/json")])
+            return [json.dumps(_groups({self.target, *self.others.copy().values()})).encode()]
+
+        return answer
+
+    def _announce(self, folder: Path, port: int) -> Path:
         """A file for Prometheus's file_sd_configs; renamed into place, so that it is never read half written."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.role}-{socket.gethostname()}-{target.rpartition(':')[2]}.json"
+        path = folder / f"{self.role}-{socket.gethostname()}-{port}.json"
         half = path.with_suffix(f".{os.getpid()}")
-        half.write_text(json.dumps([{"targets": [target], "labels": {"job": "r3channel"}}]))
+        half.write_text(json.dumps(_groups({self.target})))
         half.rename(path)
         return path
 
@@ -212,9 +243,9 @@ class Metrics:
     def close(self) -> None:
         """Stop serving; the port is free when this returns."""
         server, thread = self._server, self._thread
-        self._server, self._thread, self.url = None, None, ""
-        if self._target is not None:
-            self._target.unlink(missing_ok=True)
+        self._server, self._thread, self.target = None, None, ""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
         if server is not None and thread is not None:
             server.shutdown()
             server.server_close()
@@ -237,6 +268,9 @@ class Metrics:
     def _read(self, metric: Metric) -> dict[_Key, float]:
         with self._lock:
             values = dict(self._values[metric.name])
+        if metric.name == "r3channel_stage_open_seconds":
+            for stage, seconds in self.clock.open().items():
+                values[self.role, stage] = seconds
         for key, read in list(self._watched[metric.name].items()):
             try:
                 values[key] = float(read())
@@ -252,6 +286,11 @@ class Metrics:
         if labels.keys() != set(metric.labels):
             raise UsageError(f"{metric.name}: labels {sorted(labels)} given; it has {sorted(metric.labels)}")
         return tuple([_label_value(metric, label, labels[label]) for label in metric.labels])
+
+
+def _groups(targets: set[str]) -> list[dict[str, Any]]:
+    """As Prometheus's file_sd and http_sd want them."""
+    return [{"targets": sorted(targets - {""}), "labels": {"job": "r3channel"}}]
 
 
 def _metric(name: str, *kinds: str) -> Metric:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def merge_intervals(intervals: Iterable[tuple[float, float]]) -> list[tuple[floa
 class _OpenSpan:
     """A span under way. While an inner span of the same thread runs, this one stands still."""
 
-    __slots__ = ("_clock", "_marked", "_own_s", "_resumed_s", "_stage", "_step")
+    __slots__ = ("_begun_s", "_clock", "_marked", "_own_s", "_resumed_s", "_stage", "_step")
 
     def __init__(self, clock: StageClock, stage: str, step: int | None) -> None:
         self._clock, self._stage, self._step = clock, stage, step
@@ -77,7 +78,7 @@ class _OpenSpan:
 
     def __enter__(self) -> None:
         stack = self._clock._stack()
-        now = time.monotonic()
+        now = self._begun_s = time.monotonic()
         if stack:
             stack[-1]._pause(now)
             self._step = stack[-1]._step if self._step is None else self._step
@@ -121,6 +122,7 @@ class StageClock:
         self._marks: tuple[Callable[[str], object], Callable[[], object]] | None = None
         self._lock = threading.Lock()
         self._local = threading.local()
+        self._stacks = weakref.WeakKeyDictionary[threading.Thread, list[_OpenSpan]]()
 
     def span(self, stage: str, *, step: int | None = None) -> _OpenSpan:
         """A context manager; the time inside belongs to `stage`. Without a step, the outer span's is taken."""
@@ -160,6 +162,15 @@ class StageClock:
                     seconds[span.stage] += span.seconds
         return {stage: seconds[stage] for stage in STAGES if stage in seconds}
 
+    def open(self) -> dict[str, float]:
+        """Stage -> seconds since its oldest span that has not ended began, those of inner spans too."""
+        with self._lock:
+            spans = [span for stack in self._stacks.values() for span in tuple(stack)]
+        now, longest = time.monotonic(), dict[str, float]()
+        for span in spans:
+            longest[span._stage] = max(longest.get(span._stage, 0.0), now - span._begun_s)
+        return longest
+
     def coverage(self, start_s: float, end_s: float, *, thread: str = "MainThread") -> float:
         """Share of the wall time from `start_s` to `end_s` that the finished spans of `thread` explain."""
         if end_s <= start_s:
@@ -180,8 +191,10 @@ class StageClock:
         try:
             return self._local.stack
         except AttributeError:
-            self._local.stack = []
-            return self._local.stack
+            stack = self._local.stack = []
+            with self._lock:
+                self._stacks[threading.current_thread()] = stack
+            return stack
 
     def _keep(self, stage: str, step: int | None, start_s: float, end_s: float) -> None:
         if end_s == start_s:

@@ -25,6 +25,8 @@ class EngineRegistry:
     """
 
     spec: RoutingSpec
+    pages: dict[str, str] = field(default_factory=dict)
+    """Process of an engine -> host:port of its /metrics, also where its hello was refused; one started anew replaces it."""
     _deadlines_s: dict[str, float] = field(default_factory=dict)
     _greeted: dict[str, Hello | None] = field(default_factory=dict)
     _refused: dict[str, str] = field(default_factory=dict)
@@ -43,8 +45,10 @@ class EngineRegistry:
         reason = self._reason(hello)
         with self._changed:
             self._names[hello.boot_id] = name
-            for known in (self._names, self._greeted, self._refused):
+            for known in (self._names, self._greeted, self._refused, self.pages):
                 _forget_oldest(known)
+            if hello.page:
+                self.pages[f"engine {name}, replica {hello.replica}"] = hello.page
             if reason:
                 self._refused[name] = reason
                 self._greeted.pop(name, None)

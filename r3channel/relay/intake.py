@@ -66,7 +66,7 @@ class Intake:
         self._closed = False
         self._changed = threading.Condition()
         """Guards the table and the steps, and is notified of every event."""
-        self.entries, self.engines = SampleTable(), EngineRegistry(spec)
+        self.entries, self.engines = SampleTable(), EngineRegistry(spec, pages=metrics.others)
         self._store = Store(config.store_bytes)
         self._journal = Journal(config.journal) if config.journal else None
         self.verifier = FrameVerifier(

@@ -16,7 +16,7 @@ from r3channel.relay.relay import Relay
 
 NAME = "r3channel-relay"
 """The actor that holds the demo's relay: `r3channel record` asks for it."""
-_CONTROL_CALLS = frozenset({"hello", "status"})
+_CONTROL_CALLS = frozenset({"hello", "list_page", "status"})
 
 
 class RelayHost:
@@ -42,6 +42,10 @@ class RayRelay:
 
     def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
         return self._ask("hello", dp=dp, pp=pp, cp=cp)
+
+    def list_page(self, process: str, target: str) -> None:
+        """See `Relay.list_page`."""
+        self._ask("list_page", process=process, target=target)
 
     def status(self) -> dict[str, Any]:
         """See `Relay.status`."""

@@ -17,6 +17,7 @@ import logging
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ from r3channel.relay.row_server import RowServer
 from r3channel.relay.sample_table import Sample
 from r3channel.relay.sealed_steps import Steps, ticket_samples
 from r3channel.transport.auth import obtain_token
+from r3channel.transport.network import local_address
 from r3channel.wire.header import FRAME_MAGIC
 from r3channel.wire.hello import Hello
 from r3channel.wire.source import InHand
@@ -74,8 +76,9 @@ class Relay(Intake):
         metrics: Metrics | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        self.layout, config = layout, config or ChannelConfig()
+        config = config or ChannelConfig()
         expect_types(spec=(spec, RoutingSpec), layout=(layout, TrainerLayout), config=(config, ChannelConfig))
+        self.layout, config = layout, replace(config, interface=local_address(config.interface))
         # In no thread: a fork would inherit numba's lock, and a process that ends while LLVM works is aborted.
         warm(spec)
         if recorder is not None:
@@ -215,6 +218,7 @@ class Relay(Intake):
                 self.steps.add(ticket, [sample.held for sample in samples], masks)
                 undo.pop_all()
         self.metrics.inc("r3channel_steps_total")
+        self.metrics.set("r3channel_step", step)
         self._warn_of_ceiling(int(ticket.sample_columns.tokens.sum()) * self.spec.bytes_per_token)
         return ticket
 
@@ -277,9 +281,13 @@ class Relay(Intake):
     # -- the rest --------------------------------------------------------------------------------------------------
 
     def hello(self, *, dp: int, pp: int, cp: int = 0) -> dict[str, Any]:
-        """Where a receiver connects, {host, port, token, run}; the only call of the control channel."""
+        """Where a receiver connects, {host, port, token, run}."""
         self._check_open()
         return self._delivery.hello((dp, pp, cp))
+
+    def list_page(self, process: str, target: str) -> None:
+        """List a process's /metrics, host:port, at the /targets of this relay's page; an empty one takes it off."""
+        self.metrics.others[process] = target
 
     def status(self) -> dict[str, Any]:
         """Where every sample of every step is."""

@@ -2,109 +2,88 @@
 
     python -m r3channel.tools.dashboard > dashboards/r3channel.json        (or: make dashboard)
 
-The first row answers "is it well?"; below it each group of the table has a row with a panel per metric. Every panel
-has a unit, a description, and the datasource that the reader picks at the top.
+The first row answers "is it well?"; below it is what an engineer on call looks at. Every panel has a unit, a
+description, and the datasource and the run that the reader picks at the top.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from r3channel.observe.metric_table import METRICS, Metric
 
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_VARIABLES = [
+    {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "refresh": 1},
+    {
+        "name": "run", "label": "Run", "type": "query", "datasource": _DATASOURCE, "refresh": 2, "includeAll": True,
+        "query": "label_values(r3channel_build_info, run)", "allValue": ".*", "current": {"text": "All", "value": "$__all"},
+    },
+]  # fmt: skip
+"""`.*` also matches processes that were given no name of their run."""
 _WINDOW = "[$__rate_interval]"
 _WIDTH, _COLUMNS_PER_ROW, _HEIGHT = 24, 3, 7
-
-_GROUP_TITLES = {
-    "stages": "Stages: where the time goes",
-    "samples": "Samples",
-    "bytes": "Bytes on each leg",
-    "store": "Relay store",
-    "health": "Health of the transport",
-    "weights": "Weights: the reverse path",
-    "audit": "Audit: engine against router",
-    "engine": "Engines",
-}
-_GAUGE_UNITS = {"seconds": "s", "bytes": "bytes", "bool": "bool_yes_no"}
-_RATE_UNITS = {"bytes": "Bps"}
+_GAUGE_UNITS, _RATE_UNITS = {"seconds": "s"}, {"bytes": "Bps", "seconds": "percentunit"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
+class Panel(NamedTuple):
     """One graph: what it asks Prometheus for, and what its reader must know."""
 
     title: str
-    expr: str
-    legend: str
     unit: str
     """A Grafana unit id."""
+    legend: str
+    expr: str
+    """Asks of all runs; the file asks for the chosen one."""
     description: str
     kind: str = "timeseries"
 
 
-_FIRST_ROW = (
-    Panel(
-        title="Delivered / s",
-        expr=f'sum(rate(r3channel_samples_total{{outcome="delivered"}}{_WINDOW}))',
-        legend="samples",
-        unit="cps",
-        description="Samples whose routing every rank that needs it has acknowledged. 0 while training: it stalled.",
-        kind="stat",
+_FIRST_ROW = tuple(Panel(*line, kind="stat") for line in (
+    ("Firing", "short", "{{alertname}}", 'sum by (alertname) (ALERTS{alertname=~"R3Channel.*",alertstate="firing"})',
+        "Alerts of all runs; RUNBOOK.md says what to do. Needs alerts.yml among this Prometheus's rule files."),
+    ("Delivered / s", "cps", "samples", f'sum(rate(r3channel_samples_total{{outcome="delivered"}}{_WINDOW}))',
+        "Samples whose routing every rank that needs it has acknowledged. 0 while training: it stalled."),
+    ("Rejected, last hour", "short", "samples", "sum(increase(r3channel_rejected_total[1h]))",
+        "Samples whose routing could not be used. The panel 'rejected' below says why."),
+    ("Oldest in flight", "s", "age", "max(r3channel_oldest_in_flight_seconds)",
+        "Age of the oldest sealed step without acknowledgement. Rises steadily when a trainer is gone."),
+    ("Trainer wait", "percentunit", "slowest rank",
+        f'max(sum by (instance) (rate(r3channel_stage_seconds_sum{{role="trainer",stage=~"wait_.*"}}{_WINDOW})))',
+        "Share of wall time that the slowest trainer rank stood still, for whatever reason."),
+))  # fmt: skip
+_ROWS: dict[str, tuple[str | Panel, ...]] = {
+    "Stages: where the time goes": (
+        "r3channel_stage_seconds", "r3channel_stage_open_seconds",
+        Panel("Waits by cause", "percentunit", "{{role}} {{stage}}",
+            f'max by (role, stage) (rate(r3channel_stage_seconds_sum{{stage=~"wait_.*"}}{_WINDOW}))',
+            "Share of wall time spent waiting, by what for; the slowest process of each role."),
     ),
-    Panel(
-        title="Rejected, last hour",
-        expr="sum(increase(r3channel_rejected_total[1h]))",
-        legend="samples",
-        unit="short",
-        description="Samples whose routing could not be used. The panel 'rejected' below says why.",
-        kind="stat",
+    "Samples and steps": ("r3channel_samples_total", "r3channel_rejected_total", "r3channel_step"),
+    "Relay": (
+        "r3channel_bytes_total", "r3channel_group_resets_total",
+        Panel("Store", "percentunit", "{{instance}}", "r3channel_store_bytes / r3channel_store_limit_bytes",
+            "How full a relay's store is; at 1 replies wait."),
     ),
-    Panel(
-        title="Oldest in flight",
-        expr="max(r3channel_oldest_in_flight_seconds)",
-        legend="age",
-        unit="s",
-        description="Age of the oldest sealed step without acknowledgement. Rises steadily when a trainer is gone.",
-        kind="stat",
+    "Weights": ("r3channel_weight_version", "r3channel_weight_updates_total", "r3channel_weight_pause_seconds_total"),
+    "Engine against router": (
+        "r3channel_digests_different_total", "r3channel_live_rows_total", "r3channel_audit_logprob_k3",
+        Panel("Live router against replay", "percentunit", "different",
+            f"sum(rate(r3channel_audit_pairs_different_total{_WINDOW})) / sum(rate(r3channel_audit_pairs_total{_WINDOW}))",
+            "Share of (token, layer) pairs for which the live router would choose other experts than were replayed."),
     ),
-    Panel(
-        title="Trainer wait",
-        expr=f'max(sum by (instance) (rate(r3channel_stage_seconds_sum{{role="trainer",stage=~"wait_.*"}}{_WINDOW})))',
-        legend="slowest rank",
-        unit="percentunit",
-        description="Share of wall time that the slowest trainer rank stood still, for whatever reason.",
-        kind="stat",
+    "Engines": (
+        "r3channel_engine_frames_total",
+        Panel("Frames that wait to be sent", "percentunit", "{{instance}}",
+            "r3channel_engine_queue_bytes / r3channel_engine_queue_limit_bytes",
+            "How full an engine's queue is; at 1 frames go in the replies."),
     ),
-)
-
-_DERIVED = {
-    "stages": (
-        Panel(
-            title="Waits by cause",
-            expr=f'max by (role, stage) (rate(r3channel_stage_seconds_sum{{stage=~"wait_.*"}}{_WINDOW}))',
-            legend="{{role}} {{stage}}",
-            unit="percentunit",
-            description="Share of wall time spent waiting, by what for; the slowest process of each role.",
-        ),
-    ),
-    "bytes": (
-        Panel(
-            title="Frame bytes per token",
-            expr=(
-                f'sum(rate(r3channel_bytes_total{{leg="engine_frame"}}{_WINDOW}))'
-                f" / sum(rate(r3channel_rows_total{_WINDOW}))"
-            ),
-            legend="B/token",
-            unit="bytes",
-            description="What one row costs between engine and relay; stock int32 over all layers is 4 x layers x top-k.",
-        ),
-    ),
-}
+}  # fmt: skip
+"""Title -> panels, or the names of metrics that give them. Other metrics are on the pages; alerts on them are in `Firing`."""
 
 
 def panels_of(metric: Metric) -> list[Panel]:
@@ -121,36 +100,26 @@ def panels_of(metric: Metric) -> list[Panel]:
         by = f" by ({', '.join(('instance', *metric.labels))})"
         expr, unit = f"max{by} ({metric.name})", _GAUGE_UNITS.get(metric.unit, "short")
         legend = f"{legend} {{{{instance}}}}"
-    return [Panel(title=title, expr=expr, legend=legend, unit=unit, description=metric.help)]
+    return [Panel(title, unit, legend, expr, metric.help)]
 
 
 def _histogram_panels(metric: Metric, *, title: str, legend: str) -> list[Panel]:
     by = ", ".join(metric.labels)
     tail = f"histogram_quantile(0.95, sum by (le, {by}) (rate({metric.name}_bucket{_WINDOW})))"
+    share, said = f"avg by ({by}) (rate({metric.name}_sum{_WINDOW}))", metric.help
+    mean = f"{said} Mean over the processes of a role; 1 is one whole thread."
     return [
-        Panel(
-            title=f"{title}: share of wall time",
-            expr=f"avg by ({by}) (rate({metric.name}_sum{_WINDOW}))",
-            legend=legend,
-            unit="percentunit",
-            description=f"{metric.help} Mean over the processes of a role; 1 is one whole thread.",
-        ),
-        Panel(
-            title=f"{title}: 95th percentile",
-            expr=tail,
-            legend=legend,
-            unit="s",
-            description=f"{metric.help} The slowest one in twenty.",
-        ),
+        Panel(f"{title}: share of wall time", "percentunit", legend, share, mean),
+        Panel(f"{title}: 95th percentile", "s", legend, tail, f"{said} The slowest one in twenty."),
     ]
 
 
 def dashboard() -> dict[str, Any]:
     """The whole dashboard as Grafana's JSON model; the same table always gives the same model."""
     rows: list[tuple[str, list[Panel]]] = [("Is it well?", list(_FIRST_ROW))]
-    for group, title in _GROUP_TITLES.items():
-        own = [panel for metric in METRICS.values() if metric.group == group for panel in panels_of(metric)]
-        rows.append((title, own + list(_DERIVED.get(group, ()))))
+    for title, shown in _ROWS.items():
+        panels = ([one] if isinstance(one, Panel) else panels_of(METRICS[one]) for one in shown)
+        rows.append((title, [panel for some in panels for panel in some]))
     return {
         "uid": "r3channel",
         "title": "r3channel",
@@ -161,23 +130,13 @@ def dashboard() -> dict[str, Any]:
         "editable": True,
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": [_datasource_variable()]},
+        "templating": {"list": _VARIABLES},
         "panels": list(_laid_out(rows)),
     }
 
 
-def _datasource_variable() -> dict[str, Any]:
-    return {
-        "name": "datasource",
-        "label": "Data source",
-        "type": "datasource",
-        "query": "prometheus",
-        "refresh": 1,
-    }
-
-
 def _laid_out(rows: Iterable[tuple[str, list[Panel]]]) -> Iterable[dict[str, Any]]:
-    """Rows from top to bottom, panels from left to right; the first row is four stats wide."""
+    """Rows from top to bottom, panels from left to right; the first row is as many stats wide as it has."""
     y = number = 0
     for title, panels in rows:
         number += 1
@@ -215,9 +174,23 @@ def _panel_json(panel: Panel, *, number: int, grid: dict[str, int]) -> dict[str,
         "gridPos": grid,
         "fieldConfig": {"defaults": {"unit": panel.unit}, "overrides": []},
         "targets": [
-            {"refId": "A", "datasource": _DATASOURCE, "expr": panel.expr, "legendFormat": panel.legend}
+            {
+                "refId": "A",
+                "datasource": _DATASOURCE,
+                "expr": _of_run(panel.expr),
+                "legendFormat": panel.legend,
+            }
         ],
     }
+
+
+def _of_run(expr: str) -> str:
+    """
+    >>> _of_run('r3channel_step / r3channel_bytes_total{leg="landed"}')
+    'r3channel_step{run=~"$run"} / r3channel_bytes_total{run=~"$run",leg="landed"}'
+    """
+    named = re.sub(r"(r3channel_\w+)(?:{(.*?)})?", r'\1{run=~"$run",\2}', expr)
+    return named.replace(",}", "}")
 
 
 def text() -> str:

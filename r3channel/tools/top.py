@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from r3channel.errors import ConfigError
-from r3channel.observe.metric_table import LABELS, METRICS
+from r3channel.observe.metric_table import LABELS
 from r3channel.observe.stage_clock import STAGES
 from r3channel.tools import commands
 from r3channel.tools.report_page import ROUTING_WAITS
@@ -39,7 +39,7 @@ _FAULTS: tuple[tuple[str, dict[str, str], str], ...] = (
     ("r3channel_rejected_total", {}, "replies, frames or steps refused"),
     (_SAMPLES, {"outcome": "live"}, "samples left to the live router"),
     (_SAMPLES, {"outcome": "expired"}, "samples that no step took in time"),
-    ("r3channel_ids_different_total", {}, "ids at routers that are not the engines'"),
+    ("r3channel_digests_different_total", {}, "digests of rows at routers that are not the engines'"),
     ("r3channel_group_resets_total", {}, "connections given up"),
     ("r3channel_fallback_shards_total", {}, "shards over the fallback transport"),
     ("r3channel_weight_updates_total", {"result": "failed"}, "weight updates failed"),
@@ -80,7 +80,7 @@ def _parser() -> commands.Parser:
         "targets",
         nargs="+",
         metavar="TARGET",
-        help="URL of a page, folder of targets (--r3-metrics-dir), or REPORT of a demo",
+        help="URL of a page or of the relay's /targets, folder of targets (--r3-metrics-dir), or REPORT of a demo",
     )
     parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between two looks")
     parser.add_argument(
@@ -92,14 +92,26 @@ def _parser() -> commands.Parser:
 def urls_of(target: str) -> list[str]:
     """The pages that a target names now. Raises ConfigError where it names none that could ever be."""
     if "://" in target:
-        return [target]
+        return _listed(target) if target.endswith("/targets") else [target]
     folder = Path(target, "targets") if Path(target, "targets").is_dir() else Path(target)
     if not folder.is_dir():
         raise ConfigError(
             f"{target}: neither a URL nor a folder. Processes that serve /metrics leave a file each in their --r3-metrics-dir"
         )
-    groups = [group for file in sorted(folder.glob("*.json")) for group in _groups(file)]
+    return _pages(group for file in sorted(folder.glob("*.json")) for group in _groups(file))
+
+
+def _pages(groups: Iterable[dict[str, list[str]]]) -> list[str]:
     return [f"http://{one}/metrics" for group in groups for one in group["targets"]]
+
+
+def _listed(url: str) -> list[str]:
+    """The pages that a relay lists; where nobody answers the list itself, which is then said to be down."""
+    try:
+        with urlopen(url, timeout_s=_TIMEOUT_S) as page:
+            return _pages(json.loads(page.read()))
+    except OSError:
+        return [url]
 
 
 def _groups(file: Path) -> list[dict[str, list[str]]]:
@@ -185,12 +197,8 @@ class Look:
 
     @property
     def role(self) -> str:
-        """The process's role, as its own series tell it."""
-        for one in self.page:
-            roles = METRICS[one.name].roles if one.name in METRICS else ()
-            if "role" in one.labels or len(roles) == 1:
-                return one.labels.get("role", *roles)
-        return ""
+        """The process's role, which `r3channel_build_info` says."""
+        return self.labels_of("role")
 
     def labels_of(self, label: str) -> str:
         return next((one.labels[label] for one in self.page if label in one.labels), "")

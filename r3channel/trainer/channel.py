@@ -34,6 +34,7 @@ from r3channel.trainer.router import Adapter
 from r3channel.transport.tp_fanout import TensorParallelFanout
 
 log = logging.getLogger(__name__)
+_DIGESTS = ("r3channel_digests_checked_total", "r3channel_digests_different_total")
 
 
 class TrainerChannel:
@@ -41,7 +42,8 @@ class TrainerChannel:
 
     def __init__(self, driver: ReplayDriver, receiver: Receiver, config: ChannelConfig) -> None:
         self.driver, self.receiver, self.config = driver, receiver, config
-        receiver.metrics.measure("r3channel_live_rows_total")
+        for name in (*_DIGESTS, "r3channel_live_rows_total"):
+            receiver.metrics.measure(name)
         if config.audit_microbatches:
             measure(receiver.metrics)
         self.report: MismatchReport | None = None
@@ -141,6 +143,8 @@ class TrainerChannel:
             self._publish(shard, audit)
             self._record(step.logprobs)
         finally:
+            for name, count in zip(_DIGESTS, (shard.digests.checked, shard.digests.different), strict=True):
+                self.metrics.inc(name, count)
             self.shard = None
 
     def _hold_against(self, shard: RankShard, version: int) -> None:

@@ -46,8 +46,8 @@ class RankShard:
                 f"step {ticket.step}: {len(data_N)} bytes for a shard part of {shard.slot_bytes}"
             )
         self.ticket, self.shard, self.data_N, self.tp = ticket, shard, data_N, tp
-        self._handed = RouterDigestCheck(ticket, shard, tp=tp, digests_SL=digests_SL)
-        self.check_digest, self.verified = self._handed.check, self._handed.verified
+        self.digests = RouterDigestCheck(ticket, shard, tp=tp, digests_SL=digests_SL)
+        self.check_digest, self.verified = self.digests.check, self.digests.verified
         """As `trainer.router.StepRouting` has them. They check nothing where the shard came without digests."""
         self._check_policy(invalid_rows)
         self.staleness: Staleness | None = None

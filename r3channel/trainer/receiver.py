@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ from r3channel.trainer.rank_shard import RankShard, slot_parts
 from r3channel.trainer.relay_connection import Control, RelayConnection
 from r3channel.trainer.shard_buffer import ShardBuffer
 from r3channel.transport.collective_lock import PROCESS_SLOT
+from r3channel.transport.network import local_address
 from r3channel.transport.process_group import in_background
 from r3channel.transport.tp_fanout import TensorParallelFanout
 from r3channel.wire.routing import as_tokens, hash_tokens
@@ -64,9 +66,13 @@ class Receiver:
         if on_gpu:
             self.clock.mark(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
         self._own_page = metrics is None
-        self.metrics = metrics or Metrics.of(
-            "trainer", self._config, clock=self.clock, offset=1 + layout.rank(coords)
-        )
+
+        def here(interface: str) -> str:
+            relay = control.hello(dp=coords.dp, pp=coords.pp, cp=coords.cp)
+            return local_address(interface, towards=relay["host"])
+
+        page: dict[str, Any] = {"offset": 1 + layout.rank(coords), "address": here}
+        self.metrics = metrics or Metrics.of("trainer", self._config, clock=self.clock, **page)
         self.metrics.measure("r3channel_steps_total")
         self.metrics.measure("r3channel_bytes_total", leg="landed")
         self._member = RelayConnection(
@@ -82,12 +88,14 @@ class Receiver:
         self._turn = 0
 
     def join(self, *, timeout_s: float | None = None) -> None:
-        """TP0 makes its memory and connects to the relay; the other ranks only make ready."""
+        """TP0 makes its memory and connects to the relay; the other ranks make ready, and say where their /metrics is."""
         with _WARMING:
             warm(self._spec)
         if self._coords.tp == 0:
             self._reserve()
             self._member.join(timeout_s=self._config.join_timeout_s if timeout_s is None else timeout_s)
+        else:
+            self._member.list_page()
 
     def _reserve(self) -> None:
         """A gigabyte takes a third of a second to pin: now, and not in a step's slot."""
@@ -149,6 +157,7 @@ class Receiver:
         self._turn = (self._turn + 1) % (1 + self._stays)
         self.metrics.inc("r3channel_bytes_total", len(part_N), leg="landed")
         self.metrics.inc("r3channel_steps_total")
+        self.metrics.set("r3channel_step", ticket.step)
         self.metrics.set("r3channel_shard_bytes", len(part_N))
         return RankShard(
             ticket,

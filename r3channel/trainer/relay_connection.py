@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -41,6 +42,10 @@ class Control(Protocol):
 
     def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
         """Where this receiver connects, and how its rows can travel: {host, port, token, run, transport, gpu}."""
+        ...
+
+    def list_page(self, process: str, target: str) -> None:
+        """See `relay.Relay.list_page`; called where this process serves /metrics."""
         ...
 
 
@@ -114,8 +119,14 @@ class RelayConnection:
         self._link = connect(where["host"], where["port"], token, timeout_s=timeout_s, hello=hello)
         self._lives += 1
         self._metrics.set("r3channel_connection", self._lives)
+        self.list_page()
         if self._closed.is_set():
             self._leave()
+
+    def list_page(self, *, ended: bool = False) -> None:
+        """Let the relay list this process's /metrics; one that was started anew does not know it."""
+        if self._metrics.target:
+            self._control.list_page(f"trainer {self._coords}", "" if ended else self._metrics.target)
 
     def receive(self, ticket: Ticket, stream: Stream, sink: Callable[[], Sink]) -> None:
         """Receive this receiver's rows of a step, verified and acknowledged, into the sink of the last attempt.
@@ -152,6 +163,8 @@ class RelayConnection:
             self._group.close()
             self._group = None
         self._leave()
+        with suppress(R3Error):  # the relay has ended before
+            self.list_page(ended=True)
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,8 @@ class RouterDigestCheck:
         """Micro-batch -> whose its rows are, and the digests of each layer."""
         self._on_device: dict[int, TorchRuns] = {}
         self._differs: dict[tuple[int, int], torch.Tensor] = {}
+        self.checked = self.different = 0
+        """Digests so far, each of a sample's rows in one layer and pass; those that differ are known where they are raised."""
         self._first = np.cumsum([0, *(len(batch.sample_ids) for batch in shard.microbatches)])
         self._host_SL = (
             digests_SL.numpy().view(np.uint64)
@@ -52,12 +54,14 @@ class RouterDigestCheck:
         if self._expected_SL is None:
             return
         index = self._shard.layers.index(layer)
+        self.checked += len(self._shard.microbatches[microbatch].sample_ids)
         if self._host_SL is not None:
             runs, expected_L = self._on_host.get(microbatch) or self._host_runs_of(microbatch)
             found_S = column_digests(ids_RK.numpy(), runs, None if wide_RK is None else wide_RK.numpy())
             if found_S.tobytes() != expected_L[index]:
-                wrong_S = found_S != np.frombuffer(expected_L[index], np.uint64)
-                raise self._mismatch(microbatch, layer, np.flatnonzero(wrong_S).tolist())
+                wrong = np.flatnonzero(found_S != np.frombuffer(expected_L[index], np.uint64)).tolist()
+                self.different += len(wrong)
+                raise self._mismatch(microbatch, layer, wrong)
             return
         found = column_digests_torch(ids_RK, self._torch_runs_of(microbatch, ids_RK))
         differs = found != self._expected_SL[self._own(microbatch), index]
@@ -72,6 +76,7 @@ class RouterDigestCheck:
         noted, self._differs = self._differs, {}
         if not bool(torch.stack([differs.any() for differs in noted.values()]).any()):
             return
+        self.different += sum(int(differs.sum()) for differs in noted.values())
         for (microbatch, layer), differs in noted.items():
             wrong = differs.nonzero().flatten().tolist()
             if wrong:

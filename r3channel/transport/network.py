@@ -1,7 +1,6 @@
-"""The network of this machine: its interfaces, the one that a relay binds, and what NCCL is told.
+"""The network of this machine: its interfaces, the address that the option `interface` means here, and what NCCL is told.
 
-gloo takes the interface on the route to the option `interface`
-(`transport.process_group`), which on the relay's machine is the one that it binds.
+gloo takes the interface on the route to the relay (`transport.process_group`), which on its machine is the one that it binds.
 """
 
 from __future__ import annotations
@@ -9,13 +8,20 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from r3channel.errors import ConfigError
 from r3channel.observe.check import Check, CheckContext
 
+AUTO = "auto"
 _ANY_PORT = 9
+_OUTSIDE = "192.0.2.1"
+"""An address for documents, which no machine has: the way to it is the default route."""
 _NCCL = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_CONF_FILE")
 """The variables by which NCCL is told what to use, or where that is written."""
+
+_REMEDY = "set R3CHANNEL_INTERFACE to this machine's address on the network of the trainers, its network device, or auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,47 @@ def route_to(address: str) -> str | None:
         return None
 
 
+def local_address(interface: str, *, towards: str = "") -> str:
+    """This machine's address that the option `interface` means: that of a network device by its name, or in a network
+    (`10.0.0.0/8`); with `auto` the one on the route to `towards`, or on the default route. An address or host name means itself,
+    and on another machine the address on the route to it.
+
+    Raises ConfigError where there is none, and for every interface: nobody can be told to connect to that.
+    """
+    if interface == AUTO:
+        return route_to(towards or _OUTSIDE) or "127.0.0.1"
+    own = next(_addresses(interface), None)
+    address = own or (interface if _is_here(interface) else route_to(interface))
+    if address is None:
+        raise ConfigError(
+            f"no route to interface {interface}, and no address of this machine in it; expected an address, the name of a "
+            "network device or a network such as 10.0.0.0/8 (both need psutil, extra metrics), or auto"
+        )
+    return address
+
+
+def _addresses(interface: str) -> Iterator[str]:
+    """This machine's addresses on a device or in a network; none without psutil."""
+    with suppress(ModuleNotFoundError, ValueError):
+        network = ipaddress.ip_network(interface, strict=False) if "/" in interface else ()
+        for device in interfaces():
+            own = map(ipaddress.ip_address, device.addresses)
+            yield from (str(one) for one in own if device.name == interface or one in network)
+
+
+def _is_here(host: str) -> bool:
+    """Whether a port of this address or host name can be bound here."""
+    if host in ("", "0.0.0.0", "::"):
+        raise ConfigError(
+            f"interface {host!r} means every interface and cannot be advertised: name one, or auto"
+        )
+    try:
+        socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError:
+        return False
+    return True
+
+
 # -- findings ------------------------------------------------------------------------------------------------------------
 
 
@@ -84,19 +131,19 @@ def check_network(context: CheckContext) -> Iterator[Check]:
 
 def check_interface(address: str, found: Sequence[Interface], *, nodes: int) -> Check:
     """Which interface a relay binds and gloo uses, and whether other machines can reach it. `nodes`: machines of the run."""
-    local = route_to(address)
+    try:
+        local = local_address(address)
+    except ConfigError as error:
+        return Check(name="interface", ok=False, found=str(error), remedy=_REMEDY)
     over = next((interface for interface in found if local in interface.addresses), None)
     where = f"{over.name} ({local})" if over is not None else str(local)
-    remedy = "set R3CHANNEL_INTERFACE to this machine's address on the network of the trainers"
-    if local is None:
-        ok, said = False, f"no route to interface {address}"
-    elif nodes > 1 and ipaddress.ip_address(local).is_loopback:
+    if nodes > 1 and ipaddress.ip_address(local).is_loopback:
         ok, said = False, f"{where}, which only this machine reaches; {nodes} nodes are configured"
     elif local != address:
-        ok, said = True, f"{where}, the route to {address}; a relay cannot bind that address here"
+        ok, said = True, f"{where}, the route to {address}"
     else:
         ok, said = True, where
-    return Check(name="interface", ok=ok, found=said, remedy=remedy)
+    return Check(name="interface", ok=ok, found=said, remedy=_REMEDY)
 
 
 def check_nccl(environment: Mapping[str, str]) -> Check:

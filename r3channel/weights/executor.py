@@ -6,6 +6,7 @@ Knows members' states and the registry; not where weights come from, or which ve
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -125,6 +126,7 @@ class Work(Crew, ABC):
         """After a failure: every engine that holds whole weights serves again."""
 
     def pause(self) -> None:
+        self._paused_s = time.monotonic()
         with self._run.stage("pause"):
             self._fleet.open(self.members, for_s=self._run.deadline.left_s())
             self.each(lambda member, left_s: member.pause(self._rules.pause, left_s), within_s=CONTROL_S)
@@ -146,6 +148,7 @@ class Work(Crew, ABC):
             wait(calls, timeout=CONTROL_S + GRACE_S)
             for future, member in calls.items():
                 failure = _failure(future, member, CONTROL_S) or failure
+        self._run.report.paused_s = time.monotonic() - self._paused_s
         self._fleet.ended(self._all, self._version)
         left = [member for member in self.members if member.state is not EngineState.SERVING]
         if not left:

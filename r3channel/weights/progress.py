@@ -108,6 +108,8 @@ class UpdateReport:
     expired: tuple[str, ...] = ()
     """Engines whose lease ran out before this update: the update left them out, and they left the session."""
     wall_s: float = 0.0
+    paused_s: float = 0.0
+    """From the call that pauses engines to the last answer of those that serve again; 0 where another rank pauses them."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Adding up to the wall: join pause convert plan pack digest wait_send verify commit resume; begin and end of a broadcast.
     `convert` is the caller's iterator. Beside it, of a broadcast's sender: wire (slowest), apply (from there to the slowest

@@ -64,6 +64,10 @@ from r3channel.weights.wires import Wire
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 RESTORE_S = 30.0
+_COUNTED = (
+    *("r3channel_weight_updates_total", "r3channel_weight_pause_seconds_total"),
+    *("r3channel_weight_bytes_total", "r3channel_engine_evictions_total"),
+)
 Plan = Literal["broadcast", "exact"]
 Staging = Literal["auto"] | bool
 
@@ -178,7 +182,8 @@ class WeightSync:
         self.metrics = metrics or Metrics("trainer")
         if metrics is None and metrics_port >= 0:
             self.metrics.serve(host, metrics_port)
-        self.metrics.measure("r3channel_weight_updates_total")
+        for name in _COUNTED:
+            self.metrics.measure(name)
         # Not by `self`, which the page would keep, and with it the group and gloo's threads, to the process's end.
         registry, now_s = self._fleet.registry, time.monotonic
         self.metrics.watch("r3channel_engines_routable", lambda: len(registry.routable(now_s=now_s())))
@@ -268,7 +273,7 @@ class WeightSync:
         try:
             with (
                 self._alone("update", f"the update to weight version {version}", timeout_s),
-                self._counted(version),
+                self._counted(version, run.report),
             ):
                 self._check_version(version)
                 if reader is None:
@@ -379,7 +384,7 @@ class WeightSync:
                 self._busy.release()
 
     @contextlib.contextmanager
-    def _counted(self, version: int) -> Iterator[None]:
+    def _counted(self, version: int, report: UpdateReport) -> Iterator[None]:
         """Count one update of all engines in the metrics."""
         result = "committed"
         try:
@@ -395,6 +400,9 @@ class WeightSync:
             raise
         finally:
             self.metrics.inc("r3channel_weight_updates_total", result=result)
+            moved = report.sent_bytes or report.payload_bytes
+            for name, value in zip(_COUNTED[1:], (report.paused_s, moved, len(report.evicted)), strict=True):
+                self.metrics.inc(name, value)
             if result == "committed":
                 self.metrics.set("r3channel_weight_version", version)
 

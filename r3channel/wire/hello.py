@@ -20,7 +20,8 @@ HELLO_MAGIC = b"R3H\x01"
 PROBE_PREFIX = "r3channel-probe-"
 MAX_HELLO_BYTES = 16384
 _HEAD = struct.Struct("<4sI")
-_LATER: dict[str, Any] = {"torch": "", "nccl": "", "context": 0, "unread": (), "kept_bytes": 0}
+_LATER: dict[str, Any] = dict.fromkeys(("torch", "nccl", "page"), "") | {"unread": ()}
+_LATER |= dict.fromkeys(("context", "kept_bytes", "replica"), 0)
 """Fields that an older engine does not send."""
 _KINDS = (
     ("engine", str),
@@ -29,6 +30,8 @@ _KINDS = (
     ("spec", dict),
     ("context", int),
     ("kept_bytes", int),
+    ("page", str),
+    ("replica", int),
 )
 
 
@@ -65,6 +68,10 @@ class Hello:
     """The most tokens that a sequence of this engine can have, prompt and response; 0: not known."""
     kept_bytes: int = 0
     """Ceiling of rows that its retracted requests keep; 0 where the engine's r3channel is older and keeps none."""
+    page: str = ""
+    """host:port of its /metrics; empty where it serves none."""
+    replica: int = 0
+    """Which of the engine's processes that reply this is."""
 
     def to_bytes(self) -> bytes:
         text = json.dumps(asdict(self), sort_keys=True).encode()

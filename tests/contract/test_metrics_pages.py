@@ -192,7 +192,9 @@ def test_relay_trainer_and_engine_serve_what_they_measure(
     assert 'r3channel_samples_in_flight{run="seven"} 0.0' in found["relay"]
     assert 'r3channel_engines_greeted{run="seven"} 1.0' in found["relay"]
     assert 'r3channel_steps_total{run="seven"} 1.0' in found["trainer"]
-    assert "audit" not in found["trainer"] and "ids_compared" not in "".join(found.values())
+    for role in ("relay", "trainer"):
+        assert 'r3channel_step{run="seven"} 0.0' in found[role]
+    assert "audit" not in found["trainer"] and "digests_checked" not in "".join(found.values())
     assert 'r3channel_engine_frames_total{run="seven",way="direct"} 2.0' in found["engine"]
     assert 'role="engine",run="seven",stage="http"' in found["engine"]
     assert not list((tmp_path / "targets").glob("trainer*"))

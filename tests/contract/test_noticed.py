@@ -67,7 +67,9 @@ def is_noticed(want: RecordedStep, rows: Rows) -> bool:
             for layer in shard.layers:
                 own.check_digest(microbatch, layer, own.layer_ids(microbatch, layer))
     except DigestMismatch:
+        assert own.digests.checked >= own.digests.different > 0
         return True
+    assert (own.digests.checked, own.digests.different) == (digests_SL.size, 0)
     return False
 
 

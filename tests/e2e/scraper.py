@@ -76,7 +76,12 @@ def _await(url: str) -> None:
 
 def _series(url: str, expr: str, begin_s: float) -> int:
     query = urllib.parse.urlencode(
-        {"query": expr.replace("$__rate_interval", "20s"), "start": begin_s, "end": time.time(), "step": 1}
+        {
+            "query": expr.replace("$__rate_interval", "20s").replace("$run", ".*"),
+            "start": begin_s,
+            "end": time.time(),
+            "step": 1,
+        }
     )
     with urlopen(f"{url}/api/v1/query_range?{query}", timeout_s=LIMIT_S) as reply:
         found: list[Any] = json.loads(reply.read())["data"]["result"]

@@ -223,21 +223,20 @@ def test_metrics_were_served_while_it_ran(demo: Run) -> None:
         assert relay[f'r3channel_stage_seconds_count{{role="relay",stage="{stage}"}}'] > 0
     for stage in ("wait_wire", "forward", "backward", "optimizer", "rebroadcast"):
         assert trainer[f'r3channel_stage_seconds_sum{{role="trainer",stage="{stage}"}}'] > 0
-    assert trainer["r3channel_ids_different_total"] == 0
+    assert (
+        trainer["r3channel_digests_checked_total"] > 0 and trainer["r3channel_digests_different_total"] == 0
+    )
 
 
-NOT_MEASURED = {"fallback_shards", "rows_masked_stale", "engine_queue", "engine_greeted"}
-"""By this run: rows go over TCP in the first place, stale ones are accepted, and frames go in the replies."""
-MOMENTARY = "r3channel_expiry_in_seconds"
-"""There only while a sample waits for its step, which may end between two looks."""
+EMPTY = {"ALERTS", "r3channel_engine_queue_bytes"}
+"""In this run: it is well, and frames go in the replies."""
 
 
 @pytest.mark.skipif(PROMETHEUS is None, reason="prometheus (Debian package) is not there")
 def test_every_panel_of_the_dashboard_shows_something_in_a_real_prometheus(demo: Run) -> None:
-    empty = {expr for expr, series in demo.panels.items() if not series and MOMENTARY not in expr}
-    assert len(demo.panels) > 40
-    assert not {expr for expr in empty if not any(name in expr for name in NOT_MEASURED)}
-    assert len(empty) == 5
+    empty = [expr for expr, series in demo.panels.items() if not series]
+    assert len(demo.panels) > 20 and len(empty) == len(EMPTY), empty
+    assert all(any(name in expr for name in EMPTY) for expr in empty), empty
 
 
 @pytest.mark.timeout(300)
@@ -254,15 +253,9 @@ def test_one_id_that_was_changed_in_a_trainers_memory_is_refused_by_its_router(t
 
 @pytest.mark.timeout(300)
 def test_routing_that_is_not_replayed_is_seen(run_small: RunDemo) -> None:
-    # the counters of the first of two steps stand on the page for the whole second one; after a single one trainers may end
-    # between two looks at it
-    several = ("--layout", "dp=2,tp=1,pp=1,cp=1", "--engines", "2", "--steps", "2")
-    run = run_small("--no-replay", *several, "--report", "report")
+    run = run_small("--no-replay", "--layout", "dp=2,tp=1,pp=1,cp=1", "--engines", "2")
     assert run.code == 1 and run.result["ids_different"] > 100 and run.result["digests_different"] > 10
     assert run.result["engines"] == 2
-    # fires R3ChannelMismatch: tests/contract/test_alerts_fire.py
-    page = samples_of(run.pages["trainer0"][-1])
-    assert page["r3channel_ids_different_total"] > 100
 
 
 @pytest.mark.timeout(300)

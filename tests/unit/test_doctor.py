@@ -24,7 +24,7 @@ from examples.embedded.sglang import environment
 from r3channel import cli
 from r3channel.config import ChannelConfig
 from r3channel.engine import probe
-from r3channel.errors import EngineUnavailable
+from r3channel.errors import ConfigError, EngineUnavailable
 from r3channel.integrations import preflight
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.check import Check, CheckContext
@@ -273,6 +273,13 @@ def test_loopback_is_a_fault_with_several_machines_and_no_route_with_one() -> No
     check = network.check_interface("127.0.0.1", found, nodes=2)
     assert not check.ok and "2 nodes" in check.line() and "R3CHANNEL_INTERFACE" in check.line()
     assert not network.check_interface("no.such.host.invalid", found, nodes=1).ok
+
+
+@pytest.mark.parametrize("wrong", ["0.0.0.0", "::", "", "none.such.invalid", "10.0.0.0/99", "198.18.0.0/15"])
+def test_what_no_peer_can_be_told_is_no_interface(wrong: str) -> None:
+    with pytest.raises(ConfigError, match=f"interface '?{wrong}"):
+        network.local_address(wrong)
+    assert network.local_address("127.0.0.2") == "127.0.0.2"
 
 
 def test_another_machines_address_is_named_with_the_route_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,22 @@ def test_coverage_is_the_share_of_wall_that_a_threads_spans_explain() -> None:
     assert clock.coverage(10.0, 20.0, thread="another") == 0.0
 
 
+def test_a_span_that_has_not_ended_is_on_the_page_as_long_as_it_lasts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(r3channel.observe.stage_clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with Metrics("trainer") as metrics, ThreadPoolExecutor(1) as pool:
+        seen = 'r3channel_stage_open_seconds{role="trainer",stage='
+        with metrics.clock.span("forward"):
+            now[0] += 30
+            pool.submit(metrics.clock.span("wait_wire").__enter__).result()  # of a thread that hangs
+            now[0] += 700
+            text = page(port := metrics.serve())
+        assert f'{seen}"forward"}} 730.0' in text and f'{seen}"wait_wire"}} 700.0' in text
+        assert f'{seen}"forward"}}' not in (text := page(port)) and f'{seen}"wait_wire"}} 700.0' in text
+
+
 def test_totals_outlive_forgotten_spans_in_the_order_of_the_stages() -> None:
     clock = StageClock("trainer", max_spans=2)
     clock.record("optimizer", 0.0, 1.0)
@@ -201,11 +217,11 @@ def test_what_is_measured_is_born_at_zero_and_what_nobody_measures_is_absent() -
 
 def test_measuring_again_keeps_the_count_and_another_role_does_not_measure() -> None:
     metrics = Metrics("trainer")
-    metrics.inc("r3channel_ids_compared_total", 5)
-    metrics.measure("r3channel_ids_compared_total")
-    assert metrics.value("r3channel_ids_compared_total") == 5
-    with pytest.raises(UsageError, match="ids_compared_total is measured by trainer, not by relay"):
-        Metrics("relay").measure("r3channel_ids_compared_total")
+    metrics.inc("r3channel_digests_checked_total", 5)
+    metrics.measure("r3channel_digests_checked_total")
+    assert metrics.value("r3channel_digests_checked_total") == 5
+    with pytest.raises(UsageError, match="digests_checked_total is measured by trainer, not by relay"):
+        Metrics("relay").measure("r3channel_digests_checked_total")
 
 
 def test_the_run_is_a_label_of_every_series() -> None:
@@ -249,7 +265,7 @@ def test_a_process_has_at_most_800_series_whatever_happens(role: str) -> None:
     served = {family.name for family in text_string_to_metric_families(text)}
     assert served <= {name.removesuffix("_total") for name in METRICS}
     series = [line for line in text.splitlines() if not line.startswith("#")]
-    assert len(STAGES) * 14 < len(series) <= 800
+    assert len(STAGES) * 16 < len(series) <= 800
     assert sum("audit_layer_" in line for line in series) == (16 if role == "trainer" else 0)
     assert not re.search(r'(step|sample)="', "".join(series))
 

@@ -101,7 +101,7 @@ def test_a_dead_thread_and_a_fault_are_said_with_what_is_new_of_it() -> None:
     [
         ("relay", "samples_total", {"outcome": "live"}, "samples left to the live router"),
         ("relay", "samples_total", {"outcome": "expired"}, "samples that no step took in time"),
-        ("trainer", "ids_different_total", {}, "ids at routers that are not the engines'"),
+        ("trainer", "digests_different_total", {}, "digests of rows at routers that are not the engines'"),
         ("trainer", "group_resets_total", {}, "connections given up"),
         ("trainer", "fallback_shards_total", {}, "shards over the fallback transport"),
         ("trainer", "weight_updates_total", {"result": "failed"}, "weight updates failed"),

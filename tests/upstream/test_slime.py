@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.transport.auth import read_token
 from tests.samples import SPEC
+from tests.unit.test_alerts import RULES
 from tests.upstream.slime_cpu import run as slime_cpu
 from tests.upstream.slime_cpu.sources import SLIME, Sources, ready, unpack, upstream
 from tests.upstream.wheels import sources as unpacked_sources
@@ -142,7 +144,7 @@ def test_what_slime_sends_to_wandb_of_arguments_that_engines_were_told_by_holds_
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    args = argparse.Namespace(r3_delivery="direct", r3_channel={"token_file": ""})
+    args = argparse.Namespace(r3_delivery="direct", r3_channel={"token_file": "", "interface": "auto"})
     with closing(Relay(SPEC, TrainerLayout(), ChannelConfig())) as relay:
         args.r3_engine = engine_variables(relay, args, nodes=1)
         token = read_token(args.r3_engine["R3CHANNEL_TOKEN_FILE"])
@@ -166,6 +168,15 @@ class TestJobs:
         assert manager["fetched"] == 0, "the schedule is known, so no rank's batch is read from Ray's store"
         slimes_router = manager["router_answers"], manager["router_sockets"]
         assert slimes_router == (200, 0), "slime's own router runs, and holds none of the relay's ports"
+
+    def test_every_alert_has_its_series_on_the_pages_of_a_run_and_each_is_of_that_run(
+        self, jobs: Any
+    ) -> None:
+        asked = {name for rule in RULES.values() for name in re.findall(r"r3channel_\w+", rule["expr"])}
+        asked -= {"r3channel_fallback_shards_total"}  # of a run over a process group
+        lines = re.findall(r"(r3channel_\w+)({[^}]*})", jobs["experts"].result()["pages"])
+        assert asked <= {name for name, _ in lines}
+        assert all('run="20' in labels for _, labels in lines), "the time at which it began"
 
     def test_no_token_in_what_slime_logs_nor_in_ray_nor_in_files(self, jobs: Any) -> None:
         for name in ("experts", "pipeline", "synchronous"):

@@ -31,26 +31,12 @@ class AuditedManager(RolloutManager):
 class AuditedTrainer(Trainer):
     routing: AuditedReplay
 
-    def init(self, init_method: str, manager: Any) -> dict[str, Any]:
-        report = super().init(init_method, manager)
-        if self.first:  # the only one that is told of the comparison
-            for name in _COMPARED:
-                self.routing.metrics.measure(name)
-        return report
-
     def _make_routing(self, manager: Any) -> AuditedReplay:
         return AuditedReplay(self.args, self.model.chunks, manager, self.layout, self.clock)
 
     def consumed(self, step: int) -> dict[str, Any]:
         """What this rank's routers used in a step: flat arrays over real rows, and the digests of each sample and layer."""
         return self.routing.consumed.pop(step)
-
-    def audited(self, compared: int, different: int) -> None:
-        for name, count in zip(_COMPARED, (compared, different), strict=True):
-            self.routing.metrics.inc(name, count)
-
-
-_COMPARED = ("r3channel_ids_compared_total", "r3channel_ids_different_total")
 
 
 class AuditedRouting(ChannelRouting):

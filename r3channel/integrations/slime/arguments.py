@@ -6,6 +6,7 @@ The launcher asks with what slime has parsed, the doctor with a text.
 from __future__ import annotations
 
 import importlib.util
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -92,7 +93,8 @@ def prepared(args: Namespace, *, detached: bool = False) -> Namespace:
     `use_routing_replay` turns on, is off: Megatron's routers replay.
     """
     size = step_size(args)
-    channel = config.ChannelConfig.from_args(args, **({"store_bytes": size.store} if size else {}))
+    defaults = {"run_name": time.strftime("%Y%m%d-%H%M%S")} | ({"store_bytes": size.store} if size else {})
+    channel = config.ChannelConfig.from_args(args, **defaults)
     updates = args.r3_weights != "off"
     problem = "" if updates else _weights_problem(args)
     own_gpus = not args.colocate and not args.release_train and args.update_weight_mode == "full"

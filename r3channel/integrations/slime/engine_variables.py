@@ -6,26 +6,38 @@ from argparse import Namespace
 from typing import Any
 
 from r3channel.errors import ConfigError
+from r3channel.integrations.preflight import LOOPBACK
 from r3channel.transport.auth import token_in_memory
+from r3channel.transport.network import AUTO
 
 
 def engine_variables(relay: Any, args: Namespace, *, nodes: int) -> dict[str, str]:
-    """The plug-in's variables for engines on `nodes` machines. With direct delivery it opens the relay's ingest.
+    """The plug-in's variables for engines on `nodes` machines. With direct delivery it opens the relay's ingest. Where the relay
+    serves /metrics they do too, each at a port that is free on its machine.
 
     The token's path is among them, and every process reads the file itself. Without `--r3-token-file` that file is in this
     process's memory, where no other machine can read it: ConfigError with more than one.
     """
+    channel, page = args.r3_channel, relay.config
+    found = {
+        "R3CHANNEL_ENGINE": "1",
+        "R3CHANNEL_INTERFACE": page.interface
+        if channel["interface"] in (LOOPBACK, AUTO)
+        else channel["interface"],
+        "R3CHANNEL_METRICS_PORT": str(min(page.metrics_port, 0)),
+        "R3CHANNEL_METRICS_DIR": page.metrics_dir,
+        "R3CHANNEL_RUN_NAME": page.run_name,
+    }
     if args.r3_delivery != "direct":
-        return {"R3CHANNEL_ENGINE": "1"}
-    path = args.r3_channel["token_file"]
+        return found
+    path = channel["token_file"]
     if not path and nodes > 1:
         raise ConfigError(
             f"--r3-delivery direct on {nodes} nodes without --r3-token-file: engines on the other nodes could not read the "
             "token; expected the path of a file, mode 0600, that every node can read (it is made if it is missing)"
         )
     path = path or token_in_memory()
-    return {
-        "R3CHANNEL_ENGINE": "1",
+    return found | {
         "R3CHANNEL_DELIVERY": "direct",
         "R3CHANNEL_RELAY_URL": relay.serve(token_file=path),
         "R3CHANNEL_TOKEN_FILE": path,

@@ -34,6 +34,7 @@ from r3channel.integrations.slime.sealed_split import SealedSplit
 from r3channel.recordings.recorder import recorder_of
 from r3channel.relay.ray_host import RelayHost
 from r3channel.relay.relay import Relay
+from r3channel.transport.network import AUTO
 from r3channel.transport.select import TRANSPORTS
 
 GROUPS = {"r3channel": 8}
@@ -200,9 +201,11 @@ def run_router(args: Any) -> Any:
 
 
 def interface_of(args: Namespace) -> str:
-    """The interface to bind: with several nodes Ray's own address of this one, since loopback reaches no other node."""
+    """What this process binds: `--r3-interface`; Ray's own address of the node for `auto`, and in the place of loopback, which
+    reaches no other node, where there are several."""
     given = args.r3_channel["interface"]
-    return given if given != preflight.LOOPBACK or node_count() == 1 else ray.util.get_node_ip_address()
+    several = given == preflight.LOOPBACK and node_count() > 1
+    return ray.util.get_node_ip_address() if several or given == AUTO else given
 
 
 def node_count() -> int:

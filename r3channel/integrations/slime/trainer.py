@@ -12,13 +12,16 @@ from functools import partial
 from typing import Any
 
 import ray
+import slime.backends.megatron_utils.loss as slime_loss  # pyright: ignore[reportMissingImports]
 import slime.backends.megatron_utils.model as slime_model  # pyright: ignore[reportMissingImports]
 import torch
 from slime.backends.megatron_utils.actor import MegatronTrainRayActor  # pyright: ignore[reportMissingImports]
+from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp  # pyright: ignore[reportMissingImports]
 
 from r3channel.config import ChannelConfig
 from r3channel.errors import StepError
 from r3channel.integrations.slime.arguments import layout_of
+from r3channel.integrations.slime.rollout import interface_of
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.ray_host import RayRelay
 from r3channel.trainer.adapters.megatron_schedule import replayed
@@ -37,6 +40,8 @@ class ChannelActor(MegatronTrainRayActor):
     def init(self, args: Namespace, role: str, *rest: Any, **options: Any) -> Any:
         schedule_of = slime_model.get_forward_backward_func
         slime_model.get_forward_backward_func = lambda: replayed(schedule_of(), lambda: self._step)
+        seen = slime_loss._maybe_capture_log_probs
+        slime_loss._maybe_capture_log_probs = lambda *given: (self._compare(*given), seen(*given))
         start = super().init(args, role, *rest, **options)
         if args.r3_weights != "off" and not args.debug_rollout_only:
             # its names are not looked for in slime 0.4.0
@@ -59,8 +64,9 @@ class ChannelActor(MegatronTrainRayActor):
         """Attach at the start, or in the first step if the model sleeps until then."""
         if self.channel is None:
             relay, layout = RayRelay(self.rollout_manager), layout_of(self.args)
-            config = ChannelConfig(**self.args.r3_channel)
+            config = ChannelConfig(**self.args.r3_channel | {"interface": interface_of(self.args)})
             self.channel = TrainerChannel.attach(self.model, relay, layout=layout, config=config)
+            self.channel.metrics.measure("r3channel_weight_updates_total")
         return self.channel
 
     def train(self, rollout_id: int, rollout_data_ref: Sequence[Any], external_data: Any = None) -> Any:
@@ -89,6 +95,24 @@ class ChannelActor(MegatronTrainRayActor):
                 yield
             finally:
                 self._step = None
+
+    def update_weights(self) -> None:
+        """slime's own updater is counted, too: `WeightSync` counts its updates itself."""
+        result = "failed"
+        try:
+            super().update_weights()
+            result = "committed"
+        finally:
+            if self.args.r3_weights == "off" and self.channel is not None:
+                self.channel.metrics.inc("r3channel_weight_updates_total", result=result)
+
+    def _compare(self, batch: dict[str, Any], ours: list[torch.Tensor]) -> None:
+        """Beside the engines' log-probs, for the audit: only slime's loss has those of the training pass of a micro-batch."""
+        audit, engine = self._step and self._step.audit, batch.get("rollout_log_probs")
+        if audit and audit.chosen and engine:
+            sizes = zip(batch["loss_masks"], batch["total_lengths"], batch["response_lengths"], strict=True)
+            masks = [slice_log_prob_with_cp(*each) for each in sizes]
+            audit.add_logprobs(torch.cat(ours), torch.cat(engine), torch.cat(masks))
 
     def fill_routing_replay(self, *_args: Any, **_options: Any) -> None:
         """slime would copy the ids into its own replay here; the step has them."""

@@ -20,6 +20,7 @@ from slime.utils.distributed_utils import get_gloo_group  # pyright: ignore[repo
 from r3channel.errors import ConfigError
 from r3channel.integrations.slime.rollout import interface_of
 from r3channel.observe.metrics import Metrics
+from r3channel.transport.network import local_address
 from r3channel.weights.convert import Shard, merged_tp, parts_of, shards_of
 from r3channel.weights.session import WeightSync
 
@@ -58,7 +59,7 @@ class ChannelUpdater:
         exact = {"plan": "exact", "group": get_gloo_group()} if self._exact else {}
         self._sync = WeightSync(
             urls,
-            host=interface_of(self.args),
+            host=local_address(interface_of(self.args)),
             backend="nccl" if torch.cuda.is_available() else "gloo",
             wire="shared_memory" if self.args.r3_weights == "colocated" else "tcp",
             token_file=self.args.r3_channel["token_file"],

@@ -114,6 +114,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "exit": code,
         "token_in": sorted(map(str, token_in)),
         "told": sorted(path.name for path in options.work.glob("told/*.txt")),
+        "pages": " ".join(path.read_text() for path in options.work.glob("told/page-*.txt")),
         "seconds": round(time.monotonic() - started, 1),
         "rows": _compared(options, model) if told.is_dir() else {},
         "processes": {path.stem: json.loads(path.read_text()) for path in sorted(told.glob("*.json"))},
