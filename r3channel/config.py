@@ -123,7 +123,8 @@ class ChannelConfig:
     token_file: str = ""
     """File, mode 0600, that holds the bearer token of direct delivery; both ends read it."""
     frame_timeout_s: float = 30.0
-    """How long `seal` waits for frames whose frame references came; what is missing then is named."""
+    """How long `seal` waits for frames whose frame references came; what is missing then is named. Three seconds for those of an
+    engine whose connection has ended."""
 
     def __post_init__(self) -> None:
         for name, allowed in (

@@ -35,6 +35,7 @@ from r3channel.wire.codec import AUTO, codec_named
 from r3channel.wire.frame import encode_error, sample_key
 from r3channel.wire.hello import PROBE_PREFIX, Hello
 from r3channel.wire.parcel import (
+    ADDRESS_HEADER,
     FRAMES_PATH,
     HELLO_PATH,
     PARCEL_BYTES,
@@ -69,18 +70,15 @@ class Outlet:
         self.metrics.measure("r3channel_engine_frames_total", way="inband")
         self.metrics.measure("r3channel_engine_kept_rows_total")
         self.metrics.measure("r3channel_engine_capture_waits_total")
-        self._sender = None
-        if config.delivery == "direct":
-            self._sender = Sender.start(config, hello, metrics=self.metrics)
+        direct = config.delivery == "direct"
+        self._sender = Sender.start(config, hello, metrics=self.metrics) if direct else None
 
     def reply(self, unfinished: UnfinishedFrame, *, request_id: str) -> np.ndarray | bytes:
         """A frame, a frame reference, or (for a probe) a hello with its frame. What cannot be framed says so itself."""
         if request_id.startswith(PROBE_PREFIX):
             return self._hello.to_bytes() + encode_or_report(unfinished, codec=self._inband_codec)
-        if self._sender is not None:
-            reference = self._sender.offer(unfinished)
-            if reference is not None:
-                return reference.to_bytes()
+        if self._sender is not None and (reference := self._sender.offer(unfinished)) is not None:
+            return reference.to_bytes()
         self.metrics.inc("r3channel_engine_frames_total", way="overflowed" if self._sender else "inband")
         return unfinished.encode(codec=self._inband_codec)
 
@@ -147,8 +145,7 @@ class Sender:
         self._target, self._config, self._hello, self._token = parts, config, hello, token
         self._waiting: deque[_Waiting] = deque()
         self._changed = threading.Condition()
-        self._bytes = 0
-        self._serial = 0
+        self._bytes = self._serial = 0
         self._closed = threading.Event()
         self._session, self._refusal = "", ""
         self._connection: http.client.HTTPConnection | None = None
@@ -210,8 +207,9 @@ class Sender:
 
     def _encode(self, batch: Sequence[_Waiting]) -> list[bytes]:
         """The parcel of these frames."""
-        codec = self._config.codec
-        frames = [(item.serial, encode_or_report(item.unfinished, codec=codec)) for item in batch]
+        frames = [
+            (item.serial, encode_or_report(item.unfinished, codec=self._config.codec)) for item in batch
+        ]
         return pack_parcel(self._hello.boot_id, frames)
 
     def _take(self) -> list[_Waiting] | None:
@@ -269,9 +267,13 @@ class Sender:
         """(HTTP status, reason); status 0 when nobody answered. The connection is kept for the next call."""
         try:
             connection = self._connection = self._connection or self._connect()
+            if connection.sock is None:
+                connection.connect()
+            assert connection.sock is not None
             size = sum(map(len, parts))
             headers = {"Authorization": f"Bearer {self._token}", SESSION_HEADER: self._session}
             headers |= {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
+            headers[ADDRESS_HEADER] = str(connection.sock.getsockname()[:2])
             body = b"".join(parts) if size < _ONE_SEND_BYTES else parts
             connection.request("POST", self._target.path.rstrip("/") + path, body=body, headers=headers)
             reply = connection.getresponse()

@@ -23,7 +23,7 @@ from r3channel import errors
 from r3channel.observe.stage_clock import StageClock
 from r3channel.transport.auth import is_authorized
 from r3channel.wire.hello import MAX_HELLO_BYTES, Hello
-from r3channel.wire.parcel import FRAMES_PATH, HELLO_PATH, SESSION_HEADER, Status, open_parcel
+from r3channel.wire.parcel import ADDRESS_HEADER, FRAMES_PATH, HELLO_PATH, SESSION_HEADER, Status, open_parcel
 from r3channel.wire.source import Source
 
 try:
@@ -84,7 +84,7 @@ class Body(Source):
 
     def __init__(self, sock: socket.socket, nbytes: int, *, ahead: memoryview, clock: StageClock) -> None:
         self.nbytes = self.left = nbytes
-        self._sock, self._ahead, self._clock = sock, ahead, clock
+        self.sock, self._ahead, self._clock = sock, ahead, clock
         self._deadline_s = time.monotonic() + BODY_S
 
     def fill(self, out_N: memoryview) -> None:
@@ -104,9 +104,9 @@ class Body(Source):
 
     def _receive(self, out_N: memoryview) -> int:
         try:
-            self._sock.settimeout(min(STALL_S, _until(self._deadline_s)))
+            self.sock.settimeout(min(STALL_S, _until(self._deadline_s)))
             with self._clock.span("http"):
-                received = self._sock.recv_into(out_N)
+                received = self.sock.recv_into(out_N)
         except OSError as error:
             text = f"a body of {self.nbytes} bytes stood still for {STALL_S:g} s, took {BODY_S:g} s, or broke off"
             raise BodyLost(f"{text}: {error!r}") from error
@@ -126,6 +126,8 @@ class Request:
     keep_alive: bool
     length: int | None
     """The body's bytes; None when they are missing, or not known before."""
+    direct: bool = False
+    """The peer's end of the connection is the engine's own: there is no proxy between, and it ends with the engine."""
 
 
 class HttpConnection:
@@ -133,6 +135,7 @@ class HttpConnection:
 
     def __init__(self, sock: socket.socket, clock: StageClock) -> None:
         self._sock, self._clock = sock, clock
+        self._peer = str(sock.getpeername()[:2]).encode()
         self._ahead = b""
         """Received behind what was read."""
 
@@ -156,6 +159,7 @@ class HttpConnection:
             event.target.decode("latin-1"),
             headers.get(b"authorization", b"").decode("latin-1"),
             headers.get(SESSION_HEADER.lower().encode(), b"").decode("latin-1"),
+            direct=headers.get(ADDRESS_HEADER.lower().encode()) == self._peer,
             keep_alive=event.http_version >= b"1.1" and not ends,
             length=None if length is None else int(length),
         )
@@ -197,8 +201,9 @@ class IngestServer:
         self._open: dict[socket.socket, threading.Thread] = {}
         self._strangers: dict[socket.socket, None] = {}
         """Those that have not shown the token, the oldest first."""
-        self._sessions: dict[int, str] = {}
-        """Boot id of an engine -> what its hello was answered with."""
+        self._sessions: dict[int, tuple[str, socket.socket | None]] = {}
+        """Boot id of an engine -> what its hello was answered with, and the connection on which it spoke last; None where that
+        may be a proxy's."""
         self._closed = False
         self._listener = _listen(host, port)
         address, bound = self._listener.getsockname()[:2]
@@ -219,6 +224,11 @@ class IngestServer:
         self._listener.close()
         for thread in threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def hears(self, boot_id: int) -> bool:
+        """False where an engine's process had a connection of its own and has none now: the system ends a dead one's."""
+        _, connection = self._sessions.get(boot_id, ("", None))
+        return connection is None or connection in self._open
 
     # -- connections -----------------------------------------------------------------------------------------------
 
@@ -314,7 +324,7 @@ class IngestServer:
 
     def _judge(self, request: Request, body: Body) -> tuple[Status, str]:
         try:
-            return self._hello(body) if request.path == HELLO_PATH else self._frames(request, body)
+            return self._hello(request, body) if request.path == HELLO_PATH else self._frames(request, body)
         except errors.R3Error as error:
             known = (_STATUS_OF[kind] for kind in type(error).__mro__ if kind in _STATUS_OF)
             return next(known, Status.NO_PARCEL), str(error)
@@ -324,7 +334,7 @@ class IngestServer:
             log.exception("r3channel: the ingest failed on a request")
             return Status.FAILED, "the relay failed; its log says why"
 
-    def _hello(self, body: Body) -> tuple[Status, str]:
+    def _hello(self, request: Request, body: Body) -> tuple[Status, str]:
         try:
             hello, rest = Hello.split(body.take(body.left))
         except errors.FrameError as error:
@@ -334,23 +344,21 @@ class IngestServer:
         self._intake.greet(hello)
         session = secrets.token_hex(16)
         with self._lock:
-            while (
-                len(self._sessions) >= _MOST_CONNECTIONS
-            ):  # of engines that have ended, or of names that somebody invents
+            # of engines that have ended, or of names that somebody invents
+            while len(self._sessions) >= _MOST_CONNECTIONS:
                 del self._sessions[next(iter(self._sessions))]
-            self._sessions[hello.boot_id] = session
+            self._sessions[hello.boot_id] = session, body.sock if request.direct else None
         return Status.TAKEN, session
 
     def _frames(self, request: Request, body: Body) -> tuple[Status, str]:
         """Only of the engine whose hello made the session: nobody's frames are kept under another one's name."""
         boot_id, count = open_parcel(body)
-        session = self._sessions.get(boot_id, "")
-        if not (
-            session
-            and compare_digest(session.encode(), request.session.encode())
-            and self._intake.knows(boot_id)
-        ):
+        session, _ = self._sessions.get(boot_id, ("", None))
+        same = session and compare_digest(session.encode(), request.session.encode())
+        if not (same and self._intake.knows(boot_id)):
             return Status.HELLO_FIRST, "no hello of this engine has that session, or it was refused"
+        with self._lock:
+            self._sessions[boot_id] = session, body.sock if request.direct else None
         self._intake.deliver(boot_id, count, body)
         return Status.TAKEN, "taken"
 

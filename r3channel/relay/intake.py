@@ -42,6 +42,8 @@ from r3channel.wire.source import InHand, Source
 
 log = logging.getLogger(__name__)
 
+_GONE_S, _LOOK_S = 3.0, 0.2
+"""An engine whose connection has ended comes again within two seconds, if it lives; how often that is looked at."""
 _NAMED = 1000
 """Expired samples that `status` still names."""
 _NOTHING = InHand(b"")
@@ -79,6 +81,8 @@ class Intake:
         for leg in ("engine_frame", "engine_direct"):
             metrics.measure("r3channel_bytes_total", leg=leg)
         self._expired: list[str] = []
+        self._hears: Callable[[int], bool] = lambda _boot_id: True
+        """Whether an engine's process lives, as far as is known: its frames may still come."""
 
     # -- engines' frames, from the door's threads ------------------------------------------------------------------
 
@@ -335,35 +339,53 @@ class Intake:
     # -- waiting ---------------------------------------------------------------------------------------------------
 
     def await_frames(self, names: Sequence[str], *, step: int, timeout_s: float) -> None:
-        """Until no frame of these samples is outstanding. Raises FrameMissing, or leaves them to the live router and says so."""
+        """Until no frame of these samples is outstanding. Raises FrameMissing, or leaves them to the live router and says so.
+
+        An engine that has gone is waited for `_GONE_S`, within which one that lives would have come again.
+        """
         self.expire()
-        deadline_s = time.monotonic() + timeout_s
         with self.clock.span("wait_generation", step=step), self._changed:
             late = self.entries.outstanding(names)
-            while late and (left_s := deadline_s - time.monotonic()) > 0:
-                if self.entries.still(late[-1:]):
-                    self._changed.wait(left_s)  # an event looks at the last one alone, not at thousands
-                else:
+            heard_s = dict.fromkeys(map(_boot_id, late), begun_s := time.monotonic())
+            while late and (now_s := time.monotonic()) < begun_s + timeout_s:
+                heard_s |= {boot_id: now_s for boot_id in heard_s if self._hears(boot_id)}
+                # an event looks at the last one alone, not at thousands
+                if not self.entries.still(late[-1:]) or now_s >= heard_s[_boot_id(late[-1])] + _GONE_S:
                     late.pop()
-            late = self.entries.still(late)
+                else:
+                    self._changed.wait(min(begun_s + timeout_s - now_s, _LOOK_S))
+            late = self.entries.outstanding(names)
             if self.config.on_lost == "live":
                 self.entries.leave_live(late)
         if late:
-            missing = self._missing(late, step=step, timeout_s=timeout_s)
+            missing = self._missing(late, step=step, waited_s=min(timeout_s, time.monotonic() - begun_s))
             if self.config.on_lost != "live":
                 raise missing
             self.reject(missing)
             log.warning("r3channel: left to the live router: %s", missing)
 
-    def _missing(self, late: Sequence[tuple[Sample, Turn]], *, step: int, timeout_s: float) -> FrameMissing:
-        told = [_describe(sample, turn, self.engines) for sample, turn in late[:5]]
-        more = f"; and {len(late) - 5} more" if len(late) > 5 else ""
+    def _missing(self, late: Sequence[tuple[Sample, Turn]], *, step: int, waited_s: float) -> FrameMissing:
+        told = [self._describe(*each) for each in late[:5]]
+        text = "; ".join(told) + (f"; and {len(late) - 5} more" if len(late) > 5 else "")
+        text += f". The store holds {self._store.live_bytes} of {self._store.ceiling_bytes} bytes"
         return FrameMissing(
-            f"step {step}: waited {timeout_s:.1f} s for {len(late)} frames whose frame references came: {'; '.join(told)}{more}",
+            f"step {step}: waited {waited_s:.1f} s for {len(late)} frames whose frame references came: {text}",
             samples=dict.fromkeys(sample.name for sample, _ in late),
             engines=dict.fromkeys(turn.engine for _, turn in late),
             step=step,
         )
+
+    def _describe(self, sample: Sample, turn: Turn) -> str:
+        """A frame that has not come, and what is known about its engine."""
+        engines, (boot_id, serial) = self.engines, turn.name or (0, 0)
+        engine = turn.engine if turn.engine != "?" else engines.name_of(boot_id)
+        where = f"sample {sample.name} from engine {engine}, frame {serial}, rows {turn.first_row}..{turn.end_row}"
+        if not self._hears(boot_id):
+            return f"{where}: the engine died, or was started anew, before its frame came"
+        if engines.knows(boot_id):
+            return f"{where}: not delivered; is it alive? Its log says why it gave up"
+        refused = engines.reports().get(engines.name_of(boot_id), "it never said hello to this relay")
+        return f"{where}: {refused}; are R3CHANNEL_RELAY_URL and R3CHANNEL_TOKEN_FILE this relay's?"
 
     # -- away ------------------------------------------------------------------------------------------------------
 
@@ -490,13 +512,5 @@ def masks_of(sample: Sample) -> list[HeldMasks]:
     return [turn.masks for turn in sample.turns if turn.masks is not None]
 
 
-def _describe(sample: Sample, turn: Turn, engines: EngineRegistry) -> str:
-    """A frame that has not come, and what is known about its engine."""
-    boot_id, serial = turn.name or (0, 0)
-    engine = turn.engine if turn.engine != "?" else engines.name_of(boot_id)
-    rows = f"{turn.first_row}..{turn.end_row}"
-    where = f"sample {sample.name} from engine {engine}, frame {serial}, rows {rows}"
-    if engines.knows(boot_id):
-        return f"{where}: not delivered; is it alive? Its log says why it gave up"
-    refused = engines.reports().get(engines.name_of(boot_id), "it never said hello to this relay")
-    return f"{where}: {refused}; are R3CHANNEL_RELAY_URL and R3CHANNEL_TOKEN_FILE this relay's?"
+def _boot_id(late: tuple[Sample, Turn]) -> int:
+    return late[1].name[0] if late[1].name else 0

@@ -57,15 +57,11 @@ def merged_frame(
     Every row is held against its own engine's digest first. Both frames must be in the replies: direct delivery sends them to
     the relay, and neither is whole. Raises what `parse_frame`, `Frame.verify` and `merge` raise, and RoutingMissing.
     """
-    halves = [
-        parse_frame(
-            frame_bytes_of(reply, sample_id=sample_id, engine=engine),
-            spec=spec,
-            sample_id=sample_id,
-            engine=engine,
-        ).routing(sample_id=sample_id)
-        for reply, engine in ((prefill, "prefill"), (decode, "decode"))
-    ]
+    halves = list[SampleRouting]()
+    for reply, engine in ((prefill, "prefill"), (decode, "decode")):
+        data = frame_bytes_of(reply, sample_id=sample_id, engine=engine)
+        frame = parse_frame(data, spec=spec, sample_id=sample_id, engine=engine)
+        halves.append(frame.routing(sample_id=sample_id))
     whole = merge(*halves)
     return encode_frame(
         spec,

@@ -147,6 +147,7 @@ class Relay(Intake):
             self, token=obtain_token(path), host=self.config.interface, port=self.config.ingest_port,
             max_body_bytes=min(self.config.store_bytes, _MOST_BODY_BYTES),
         )  # fmt: skip
+        self._hears = self._door.hears
         return self._door.url
 
     def expect_engines(self, engines: Iterable[str], *, timeout_s: float) -> None:
@@ -334,13 +335,11 @@ class Relay(Intake):
 
     def _check_open(self) -> None:
         super()._check_open()
-        error = self.steps.error
-        if error is not None:
+        if (error := self.steps.error) is not None:
             raise BackgroundFailed(f"a background thread of the relay died: {error!r}") from error
 
     def _watch(self) -> None:
-        watch = self.metrics.watch
-        registry = self.engines
+        watch, registry = self.metrics.watch, self.engines
         self.metrics.measure("r3channel_steps_total")
         self.metrics.set("r3channel_store_limit_bytes", self.config.store_bytes)
         watch("r3channel_samples_in_flight", lambda: len(self.entries.samples))

@@ -188,9 +188,7 @@ class _Served:
             if kind == wire.READY:
                 values = wire.unpack(kind, body, expected=wire.READY, names=(*wire.SEAL, "group"))
                 if values["group"] and self._group is None:
-                    raise TicketMismatch(
-                        f"receiver {self.key} wants rows over a process group and never asked for one"
-                    )
+                    raise TicketMismatch(f"receiver {self.key} uses a process group and never asked for one")
                 out = self._outgoing(wire.seal_in(values))
                 self._send(out, int(values["step"]), group=bool(values["group"]))
             elif kind == wire.GROUP:

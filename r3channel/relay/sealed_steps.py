@@ -150,9 +150,8 @@ class Steps:
             self._journal.sealed(step, ticket.to_bytes())
         with self._changed:
             kept = [number for number, older in self._steps.items() if not (older.awaited or older.in_use)]
-            gone = {
-                number: self._take_out(number) for number in kept
-            }  # who might have come again has gone on
+            # who might have come again has gone on
+            gone = {number: self._take_out(number) for number in kept}
             self._steps[step] = sealed
             self._seals.pop(step, None)
             self.acked_before.pop(step, None)
@@ -218,10 +217,8 @@ class Steps:
         if key in sealed.outgoing:
             return sealed.outgoing[key]
         if self.error is not None:
-            text = (
-                f"the rows of {whose} are not prepared; the thread that prepares them ended: {self.error!r}"
-            )
-            raise StepError(f"step {step}: {text}", step=step, ranks=[key])
+            text = f"step {step}: the rows of {whose} are not prepared; the thread that prepares them ended: "
+            raise StepError(f"{text}{self.error!r}", step=step, ranks=[key])
         return sealed.event(key[0])
 
     def _named(self, seal: Seal) -> SealedStep | None:
@@ -297,9 +294,8 @@ class Steps:
                     if self._steps.get(step) is not sealed:  # abandoned, or the relay is closed
                         return
             if (recorder := self._intake.recorder) is not None:
-                recorder.write(
-                    sealed.ticket, sealed.turns
-                )  # behind the last publication: no receiver waits for a disk
+                # behind the last publication: no receiver waits for a disk
+                recorder.write(sealed.ticket, sealed.turns)
         except Exception as error:
             log.exception("r3channel: step %d", step)
             text = f"step {step}: cannot be sent or recorded: {error!r}"
@@ -365,7 +361,10 @@ def _packed(sample: Sample) -> PackedSample:
     held, invalid = sample.held, list[tuple[int, int]]()
     for turn in sample.turns:
         rows: Any = turn.rows
-        for start, end in ((turn.first_row, turn.end_row),) if rows is None else rows.invalid:
+        missing = (
+            [(turn.first_row, turn.end_row)] if turn.first_row < turn.end_row else []
+        )  # the last token has no row
+        for start, end in missing if rows is None else rows.invalid:
             if invalid and invalid[-1][1] == start:  # ranges that touch are one
                 start = invalid.pop()[0]
             invalid.append((start, end))

@@ -11,7 +11,9 @@ it has not got. Frames carry their own hashes; `check` covers the name, so that 
 
     POST /v1/hello     a hello (`wire.hello`); the answer's text names a session
     POST /v1/frames    a parcel of frames, with `R3-Session` of the hello of their engine
-    both               with `Authorization: Bearer TOKEN` and a Content-Length; chunked bodies are not read
+    both               with `Authorization: Bearer TOKEN` and a Content-Length; chunked bodies are not read. `R3-Address` is the
+                       engine's end of the connection: where the relay sees the same one, no proxy is between, and the
+                       connection ends no later than the engine
 
 A connection is kept for further requests unless the answer says `Connection: close`.
 """
@@ -132,7 +134,7 @@ def _check(boot_id: int, serial: int, nbytes: int) -> int:
 
 
 HELLO_PATH, FRAMES_PATH = "/v1/hello", "/v1/frames"
-SESSION_HEADER = "R3-Session"
+SESSION_HEADER, ADDRESS_HEADER = "R3-Session", "R3-Address"
 """Binds parcels to the hello of their engine, also where a proxy ends connections between the two."""
 PARCEL_BYTES = 8 << 20
 """An engine closes a parcel at this size: large enough that a request costs little per frame, small enough to be sent at once.

@@ -24,6 +24,7 @@ from r3channel.config import ChannelConfig, EngineConfig
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
+from r3channel.relay import intake
 from r3channel.relay.relay import Relay
 from r3channel.transport.auth import obtain_token, read_token
 from r3channel.wire.frame import FRAME_MAGIC
@@ -312,6 +313,26 @@ def test_a_frame_of_an_engine_that_never_said_hello_is_named_with_the_reason(ope
         said = "never said hello to this relay; are R3CHANNEL_RELAY_URL"
         with pytest.raises(errors.FrameMissing, match=said):
             place.seal("s1")
+
+
+def test_a_frame_of_an_engine_that_lives_is_waited_for_and_of_one_that_died_no_longer(
+    open_place: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "_GONE_S", 0.1)
+    place = open_place(frame_timeout_s=LIMIT_S)
+    with place.engine() as engine, ThreadPoolExecutor(1) as pool:
+        until(lambda: place.relay.knows(engine.hello.boot_id))
+        place.add("s1", reference_reply("s1", 9, serial=99), 9)
+        sealed = pool.submit(place.seal, "s1")
+        with pytest.raises(TimeoutError):
+            sealed.result(1.0)
+        assert engine.sender._connection is not None
+        engine.sender._connection.close()
+        said = (
+            r"sample s1 from engine http://e:1, frame 99, .* died, or was started anew, before its frame came"
+        )
+        with pytest.raises(errors.FrameMissing, match=said):
+            sealed.result(LIMIT_S / 2)
 
 
 def test_a_full_queue_sends_the_frame_in_the_reply(place: Place) -> None:

@@ -100,7 +100,7 @@ def open_door(intake: Kept) -> Iterator[Open]:
                 patch.setattr(door_module, name, value)
             door = IngestServer(intake, token=token, host="127.0.0.1", port=0, max_body_bytes=1 << 20)
             stack.callback(door.close)
-            door._sessions.update(dict.fromkeys(BOOT_IDS, SESSION))
+            door._sessions.update(dict.fromkeys(BOOT_IDS, (SESSION, socket.socket())))
             return door
 
         yield make

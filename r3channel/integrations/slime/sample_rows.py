@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
+from operator import eq
 from typing import Any
 
 import numpy as np
@@ -46,8 +47,9 @@ class Rows:
     """The relay's rows of one sample, by name. Copies of the sample share it."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.tokens, self.fault = name, 0, _KEPT
-        """`tokens` that the rows belong to; the last one has none. `fault` of the last reply, once it is kept: None, or why it
+        self.name, self.fault = name, _KEPT
+        self.tokens: list[int] = []
+        """Those that the rows belong to; the last one has none. `fault` of the last reply, once it is kept: None, or why it
         could not be."""
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Rows:
@@ -109,6 +111,7 @@ class SampleRows:
         named = {place: rows_of(samples[place]) or self._without_reply(samples[place]) for place in places}
         self._settle(step, [rows for rows in named.values() if not rows.fault.done()])
         left = self._judge(step, samples, named)
+        self.tidy()  # frames of this step may wait for the room of what is gone
         cut = [[[named[place].name for place in batch] for batch in rank] for rank in ranks]
         assignment = Assignment.given(cut, steps=steps)
         try:
@@ -165,10 +168,12 @@ class SampleRows:
     def _fault(self, sample: Any, rows: Rows) -> tuple[R3Error | None, str]:
         """Why a sample cannot be replayed, None where it can; and the policy for it."""
         error, config = rows.fault.result(), self.relay.config
-        if error is not None or rows.tokens == len(sample.tokens):
+        if error is not None or rows.tokens == (tokens := list(sample.tokens)):
             return error, config.on_missing
-        text = f"sample {sample.index} has {len(sample.tokens)} tokens, and the routing of {rows.tokens} came with its last "
-        text += "reply. Was it cut, or did tokens follow it? Replay needs the engine's rows for every token but the last"
+        same = [*map(eq, rows.tokens, tokens), False].index(False)
+        text = f"sample {sample.index} has {len(tokens)} tokens, and the routing of {len(rows.tokens)} came with its last reply, "
+        text += f"of which the first {same} are the same. Was it cut, or edited, or did tokens follow it? Replay needs the "
+        text += "engine's rows for every token but the last"
         return StepError(text, samples=[rows.name]), config.on_changed
 
     def _leave_live(self, sample: Any, rows: Rows, *, behind: bool = False) -> None:
@@ -181,7 +186,7 @@ class SampleRows:
             if not behind:
                 raise
             self._leave_live(sample, rows)
-        rows.tokens, rows.fault = len(sample.tokens), _KEPT
+        rows.tokens, rows.fault = list(sample.tokens), _KEPT
 
     def _without_reply(self, sample: Any) -> Rows:
         """Rows that the framework decoded itself (a dump that it loaded), or none: then the relay says what that means."""
@@ -206,7 +211,7 @@ class SampleRows:
         fault = self._keeper.submit(self._keep, whose, partial(add, rows.name, what, tokens, append=more))
         self._handed.append(fault)
         if trained:
-            rows.tokens, rows.fault = len(tokens), fault
+            rows.tokens, rows.fault = tokens, fault
             setattr(sample, _ATTRIBUTE, rows)
         return rows
 

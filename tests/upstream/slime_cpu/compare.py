@@ -38,13 +38,18 @@ def _figures(result: dict[str, Any], *, steps: int) -> dict[str, float]:
     manager = result["processes"]["manager"]
     trainers = [each for name, each in result["processes"].items() if name.startswith("trainer")]
     tokens = manager["tokens"]
-    waits = [max(each["seconds"]["routing"][step] for each in trainers) for step in range(1, steps)]
+    seconds = [{"waits": each["seconds"]["routing"]} | each["seconds"] for each in trainers]
+
+    def slowest(what: str) -> float:
+        return 1e3 * median(max(each[what][step] for each in seconds) for step in range(1, steps))
+
     return {
         "reply: routing, bytes a token": manager["reply_bytes"] / tokens,
         "object store: what all parts hold, bytes a token": manager["store_bytes"] / tokens,
         "manager: taking routing out of replies, ms a step": 1e3 * sum(manager["seconds"]["reply"]) / steps,
         "manager: convert, split, (seal), put: ms a step": 1e3 * sum(manager["seconds"]["split"]) / steps,
-        "trainers: wait for routing, the slowest, ms a step": 1e3 * median(waits),
+        "trainers: routing taken, the slowest, ms a step": slowest("routing"),
+        "trainers: of it wait_relay + wait_wire": slowest("waits"),
         "manager: peak memory, MiB": manager["peak_rss"] / 2**20,
         "trainer: peak memory, the largest, MiB": max(each["peak_rss"] for each in trainers) / 2**20,
     }

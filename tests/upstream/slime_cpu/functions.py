@@ -30,8 +30,13 @@ def every_third_group_goes(_args: Namespace, group: list[Any], **_options: Any) 
     """--dynamic-sampling-filter-path: slime discards whole groups and asks for others."""
     from slime.rollout.filter_hub.base_types import DynamicFilterOutput  # pyright: ignore[reportMissingImports]
 
-    drop = group[0].group_index % 3 == 2
+    drop = drops(group[0].index)
     return DynamicFilterOutput(keep=not drop, reason="third" if drop else None)
+
+
+def drops(sample: int) -> bool:
+    """Whether the filter drops this sample's group, of the four that run.py asks for."""
+    return sample // 4 % 3 == 2
 
 
 async def turns(args: Namespace, sample: Any, sampling_params: dict[str, Any]) -> Any:

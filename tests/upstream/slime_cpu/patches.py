@@ -173,7 +173,11 @@ def _timed_manager(module: Any) -> None:
         witness.TOLD["tokens"] = witness.TOLD.get("tokens", 0) + tokens
         return boxes
 
-    dispose = manager.dispose
+    generate, dispose = manager.generate, manager.dispose
+
+    def generated(self: Any, rollout_id: int) -> Any:
+        witness.TOLD["rollout"] = rollout_id
+        return generate(self, rollout_id)
 
     def disposed(self: Any) -> None:
         witness.tell_args("manager", self.args)
@@ -181,11 +185,14 @@ def _timed_manager(module: Any) -> None:
         if hasattr(self, "relay"):
             self.rows.tidy()
             value = self.relay.metrics.value
-            witness.TOLD["discarded"] = value("r3channel_samples_total", outcome="discarded")
+            for outcome in ("discarded", "live"):
+                witness.TOLD[outcome] = value("r3channel_samples_total", outcome=outcome)
+            witness.TOLD["lost"] = value("r3channel_rejected_total", reason="frame_missing")
         witness.tell("manager", **witness.TOLD)
         dispose(self)
 
     manager._split_train_data_by_dp, manager.dispose = split_train_data_by_dp, disposed
+    manager.generate = generated
     _told_router(module)
 
 
@@ -274,3 +281,8 @@ def setup() -> None:
         after_import("slime.utils.types", _timed_replies)
         after_import("r3channel.integrations.slime.sample_rows", _timed_rows)
         after_import("slime.ray.rollout", _timed_manager)
+    if os.environ.get("SLIME_CPU_FAULTS"):
+        from tests.upstream.slime_cpu import faults
+
+        after_import("r3channel.config", faults.tiny_store)
+        after_import("r3channel.relay.ingest_server", faults.watch_frames)

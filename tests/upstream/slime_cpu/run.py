@@ -25,6 +25,7 @@ from examples.embedded.model import VOCAB_SIZE, write_model
 from examples.embedded.sglang import EngineOptions, EngineServer, environment, free_port, kill_family
 from r3channel.model.spec import RoutingSpec
 from r3channel.transport.auth import create_token, read_token
+from tests.upstream.slime_cpu.prometheus import watched
 from tests.upstream.slime_cpu.router import Router
 from tests.upstream.slime_cpu.sources import Sources, ready
 from tests.upstream.slime_cpu.witness import compare, said_by_dump, said_by_recording
@@ -54,7 +55,7 @@ def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--own-engines", action="store_true", help="slime starts the servers itself")
     parser.add_argument("--no-engine", action="store_true", help="for -- --load-debug-rollout-data")
     parser.add_argument("--dropping-router", action="store_true", help="requests lose return_routed_experts")
-    parser.add_argument("--loses", type=int, default=0, help="of so many direct frames one never comes")
+    parser.add_argument("--faults", default="", help="stop=ROLLOUT,kill=ROLLOUT; the store may be tiny")
     parser.add_argument("--timeout-s", type=float, default=420)
     parser.add_argument("more", nargs="*", help="after --: further arguments of slime")
     options = parser.parse_args(argv)
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """One job from nothing; `exit` is that of the process that ran slime's script."""
     sources = ready(options.sources or options.work / "sources")
-    for name in ("routers", "rollouts", "recording", "weights", "told"):
+    for name in ("routers", "rollouts", "recording", "weights", "told", "prometheus"):
         shutil.rmtree(options.work / name, ignore_errors=True)
     options.work.mkdir(parents=True, exist_ok=True)
     shape = {"layers": options.layers, "experts": options.experts, "top_k": options.top_k}
@@ -81,9 +82,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     started = time.monotonic()
     with ExitStack() as stack:
         drops = "return_routed_experts" if options.dropping_router else ""
-        router = stack.enter_context(Router(drops=drops, loses=options.loses))
+        router = stack.enter_context(Router(drops=drops))
         # short: sockets lie below it
         ray_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="r3-"))
+        alerts = stack.enter_context(watched(options.work)) if options.faults else {}
         options.port, options.token = free_port(), Path(ray_dir, "token")
         create_token(options.token)
         Path(ray_dir, "tmp").mkdir()
@@ -97,9 +99,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             server.wait_ready()
         arguments = _slime_arguments(options, model, prompts, [server.url for server in servers], router.port)
         command = [sys.executable, "-m", f"{_HERE}.driver", str(sources.slime / options.script), *arguments]
-        with open(options.work / "driver.log", "w") as log:
+        with open(log := options.work / "driver.log", "w") as out:
             child = subprocess.Popen(
-                command, env=_environment(options, sources, ray_dir, router.port), cwd=options.work, stdout=log,
+                command, env=_environment(options, sources, ray_dir, router.port), cwd=options.work, stdout=out,
                 stderr=subprocess.STDOUT,
             )  # fmt: skip
             try:
@@ -113,13 +115,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "exit": code,
         "token_in": sorted(map(str, token_in)),
-        "told": sorted(path.name for path in options.work.glob("told/*.txt")),
+        "told": sorted(
+            path.name for kind in ("told/*.txt", "wandb/**/*.wandb") for path in options.work.glob(kind)
+        ),
+        "said": re.findall("r3channel: (.*)", log.read_text(errors="replace")),
         "pages": " ".join(path.read_text() for path in options.work.glob("told/page-*.txt")),
         "seconds": round(time.monotonic() - started, 1),
         "rows": _compared(options, model) if told.is_dir() else {},
+        "alerts": alerts,
         "processes": {path.stem: json.loads(path.read_text()) for path in sorted(told.glob("*.json"))},
-        "steps": _steps(options.work / "driver.log"),
-        "tail": "" if code == 0 else (options.work / "driver.log").read_text(errors="replace")[-_LOG_TAIL:],
+        "steps": _steps(log),
+        "tail": "" if code == 0 else log.read_text(errors="replace")[-_LOG_TAIL:],
     }
 
 
@@ -161,7 +167,8 @@ def _slime_arguments(
     --tensor-model-parallel-size {options.tp} --pipeline-model-parallel-size {options.pp}
     --context-parallel-size {options.cp} --expert-model-parallel-size {options.ep} --expert-tensor-parallel-size 1
     --optimizer adam --lr 1e-4 --lr-decay-style constant --weight-decay 0 --clip-grad 1.0
-    --actor-num-nodes 1 --actor-num-gpus-per-node {options.world} --num-gpus-per-node {options.world}
+    --actor-num-nodes 1 --actor-num-gpus-per-node {options.world}
+    --num-gpus-per-node {max(options.world, options.engines)}
     --train-env-vars {json.dumps(trainer, separators=(",", ":"))}
     --save-debug-rollout-data {options.work}/rollouts/{{rollout_id}}.pt
     --update-weight-mode full --update-weight-transport disk --update-weight-disk-dir {options.work / "weights"}
@@ -225,7 +232,7 @@ def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str, ro
         "PYTHONPATH": os.pathsep.join([str(_ROOT), megatron, slime, env["PYTHONPATH"], extra]),
         "SLIME_CPU_WITNESS": str(options.work / "routers"), "SLIME_CPU_TOLD": str(options.work / "told"),
         "R3CHANNEL_METRICS_PORT": "0", "R3CHANNEL_METRICS_DIR": str(options.work / "told"),
-        "TMPDIR": f"{ray_dir}/tmp", "SLIME_CPU_CORRUPT": str(int(options.corrupt)),
+        "TMPDIR": f"{ray_dir}/tmp", "SLIME_CPU_FAULTS": options.faults, "SLIME_CPU_CORRUPT": str(int(options.corrupt)),
         "OMP_NUM_THREADS": env["OMP_NUM_THREADS"], "SLIME_CPU_ROUTER": str(router),
         **{name: value for name, value in env.items() if name.startswith("SGLANG_") or name in names},
     }  # fmt: skip

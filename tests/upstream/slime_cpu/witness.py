@@ -12,9 +12,10 @@ import resource
 import time
 import types
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import numpy as np
 
@@ -59,11 +60,12 @@ def tell_args(who: str, args: Any) -> None:
 
 
 def tell_pages() -> None:
-    """Every /metrics page of the run."""
+    """Every /metrics page of the run, but for those of processes that were killed."""
     for path in _folder("SLIME_CPU_TOLD").glob("*.json"):
         (found,) = json.loads(path.read_text())
-        with urlopen(f"http://{found['targets'][0]}/metrics", timeout_s=10) as page:
-            _keep(f"page-{path.stem}", page.read())
+        page = f"http://{found['targets'][0]}/metrics"
+        with suppress(URLError), urlopen(page, timeout_s=10) as reply:
+            _keep(f"page-{path.stem}", reply.read())
 
 
 def tell_ray() -> None:
@@ -128,6 +130,10 @@ def watch_channel(module: Any) -> None:
                 inner(self, rollout_id, rollout_data, external_data=external_data)
         finally:
             channel.receiver.receive = receive
+        stages = channel.metrics.clock.totals(step=rollout_id)
+        _SPENT.setdefault("waits", []).append(
+            sum(stages.get(wait, 0) for wait in ("wait_relay", "wait_wire"))
+        )
         for call in calls:
             if call.microbatch < 0:
                 continue
