@@ -378,10 +378,10 @@ class StoreFull(StepError):
 
 
 class BackgroundFailed(StepError):
-    """A background thread died; its first exception is the cause."""
+    """A background thread or the relay's whole process died; its first exception is the cause."""
 
     reason = "background"
-    remedy = "Read the cause below it; restart the relay. If the cause is ours, please report it."
+    remedy = "Read the cause below it; restart the relay, with `journal` as it was. If the cause is ours, please report it."
 
 
 class DeadlineExceeded(TransportError):

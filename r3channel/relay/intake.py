@@ -238,10 +238,20 @@ class Intake:
             raise
         return self.rows_held(saved.sample_id) + 1
 
-    def rows_held(self, sample_id: str) -> int:
-        """Rows of a sample that are here or on their way: `routed_experts_start_len` of its next turn."""
+    def rows_held(self, sample_id: str, tokens: Tokens | None = None) -> int:
+        """Rows of a sample that are here or on their way: `routed_experts_start_len` of its next turn.
+
+        `tokens`, which that turn begins with: 0 where a turn of them could not add to these rows, or better brings all: they are
+        of other tokens, in a step, refused, or partly the live router's.
+        """
         with self._changed:
-            return self.entries.rows_announced(sample_id)
+            held, sample = self.entries.rows_announced(sample_id), self.entries.samples.get(sample_id)
+            if tokens is None or sample is None:
+                return held
+            unsound = sample.step is not None or sample.error or sample.live_rows
+            wanted = sample.prefix_hash
+        same = held <= len(tokens) and hash_tokens(as_tokens(tokens[:held])) == wanted
+        return held if same and not unsound else 0
 
     def asks(self, sample_id: str) -> dict[str, Any]:
         """Fields of a sample's next request: SGLang is to return routing, of a later turn only the rows that are not here."""

@@ -35,7 +35,6 @@ from r3channel.errors import (
     TicketMismatch,
     UsageError,
 )
-from r3channel.plan.assignment import Assignment
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.wire.header import HEADER_BYTES, announced_bytes, read_header
@@ -44,7 +43,7 @@ from r3channel.wire.source import InHand
 log = logging.getLogger(__name__)
 
 _TAIL = struct.Struct("<IQ")
-_PREFIX, _LOCK = "relay-", "lock"
+_PREFIX, LOCK = "relay-", "lock"
 
 
 class Journal:
@@ -57,7 +56,7 @@ class Journal:
             self.folder.mkdir(parents=True)
         except OSError as error:
             raise ConfigError(f"journal {root} cannot be written: {error}; give a folder that can") from error
-        self._lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        self._lock = os.open(self.folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def frame(self, ref: int, parts: Sequence[bytes | memoryview]) -> None:
@@ -245,10 +244,10 @@ def dead_relays(root: Path, *, but: Path) -> Iterator[list[Remains]]:
 
 def _lock(folder: Path) -> int | None:
     """None where somebody has it. Raises FileNotFoundError where it is gone."""
-    file = os.open(folder / _LOCK, os.O_RDWR)
+    file = os.open(folder / LOCK, os.O_RDWR)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.stat(folder / _LOCK)
+        os.stat(folder / LOCK)
     except BlockingIOError:
         os.close(file)
         return None
@@ -264,7 +263,7 @@ class Recovery:
 
     pending: list[str] = field(default_factory=list)
     """Samples that wait for a step, those of `steps` included."""
-    steps: dict[int, Assignment] = field(default_factory=dict)
+    steps: dict[int, Ticket] = field(default_factory=dict)
     """Sealed and not delivered, with every sample here: to be sealed again, in this order."""
     damaged: list[str] = field(default_factory=list)
     """What was lost, by name."""
@@ -280,7 +279,7 @@ def take_over(
 
     Returns the recovery, and for each step the receivers that had acknowledged it.
     """
-    recovery, acked, tickets = Recovery(), dict[int, set[ShardKey]](), dict[int, Ticket]()
+    recovery, acked = Recovery(), dict[int, set[ShardKey]]()
     with dead_relays(root, but=but) as found:
         for remains in found:
             recovery.damaged += remains.damaged
@@ -291,11 +290,10 @@ def take_over(
         recovery.pending = list(here)
         for remains in found:
             for step, saved in remains.steps.items():
-                if (ticket := _sort_in(step, saved, here, recovery)) is not None:
-                    tickets[step] = ticket
-        for step in recovery.steps:
+                _sort_in(step, saved, here, recovery)
+        for step, ticket in recovery.steps.items():
             acked[step] = {key for one in found if step in one.steps for key in one.steps[step].acked}
-            keep_step(step, SavedStep(tickets[step].to_bytes(), acked[step]))
+            keep_step(step, SavedStep(ticket.to_bytes(), acked[step]))
         for remains in found:
             shutil.rmtree(remains.folder)
     return recovery, acked
@@ -318,20 +316,19 @@ def _joined(found: list[Remains], recovery: Recovery) -> Iterator[SavedSample]:
             yield SavedSample(name, whole)
 
 
-def _sort_in(step: int, saved: SavedStep, here: dict[str, int], recovery: Recovery) -> Ticket | None:
+def _sort_in(step: int, saved: SavedStep, here: dict[str, int], recovery: Recovery) -> None:
     """`here`: tokens of the samples that were handed over; a sample that has lost turns is lost to its step."""
     try:
         ticket = Ticket.from_bytes(saved.ticket)
     except TicketMismatch as error:
         recovery.damaged.append(f"step {step}: {error}")
-        return None
+        return
     lost = [s for s in ticket.samples if here.get(s.sample_id) != s.tokens and not _nobody_has(s)]
     if lost:
         names = [sample.sample_id for sample in lost]
         recovery.damaged.append(f"step {step}: its samples {names[:5]} are lost, {len(names)} in all")
     else:
-        recovery.steps[step] = ticket.assignment
-    return ticket
+        recovery.steps[step] = ticket
 
 
 def _nobody_has(sample: TicketSample) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from r3channel.errors import DeadlineExceeded, TransportError, UsageError
+from r3channel.errors import BackgroundFailed, DeadlineExceeded, TransportError, UsageError
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.relay import Relay
 
@@ -77,23 +77,23 @@ class RayRelay:
         self._ask("record", **values)
 
     def _ask(self, call: str, **arguments: Any) -> Any:
-        return ask(self._actor.r3channel_control, call, arguments, timeout_s=self._timeout_s)
+        """Raises the relay's own typed error, `DeadlineExceeded` when there is no answer in time, `TransportError` while Ray
+        starts the actor again, `BackgroundFailed` once it is gone for good."""
+        import ray
+        from ray import exceptions
 
-
-def ask(method: Any, call: str, arguments: dict[str, Any], *, timeout_s: float) -> Any:
-    """Call an actor's method with (call, arguments). Raises the relay's own typed error, `DeadlineExceeded` when there is no
-    answer within `timeout_s`, `TransportError` when the actor is gone."""
-    import ray
-    from ray import exceptions
-
-    try:
-        return ray.get(method.remote(call, arguments), timeout=timeout_s)
-    except exceptions.GetTimeoutError as error:
-        raise DeadlineExceeded(
-            f"the relay's actor did not answer {call} within {timeout_s:.1f} s. Is one of its methods running? An actor that is "
-            "a RelayHost needs max_concurrency above 1"
-        ) from error
-    except exceptions.RayTaskError as error:
-        raise error.cause from error  # the relay's own typed error
-    except exceptions.RayActorError as error:
-        raise TransportError(f"the relay's actor is gone during {call}: {error}") from error
+        try:
+            return ray.get(self._actor.r3channel_control.remote(call, arguments), timeout=self._timeout_s)
+        except exceptions.GetTimeoutError as error:
+            raise DeadlineExceeded(
+                f"the relay's actor did not answer {call} within {self._timeout_s:.1f} s. Is one of its methods running? An "
+                "actor that is a RelayHost needs max_concurrency above 1"
+            ) from error
+        except exceptions.RayTaskError as error:
+            raise error.cause from error  # the relay's own typed error
+        except exceptions.ActorUnavailableError as error:
+            raise TransportError(f"the relay's actor does not answer {call}: {error}") from error
+        except exceptions.RayActorError as error:
+            said = f"the relay's actor (slime's rollout manager) is gone during {call}, and nobody else has the rows"
+            said += f". Was it killed, for memory? Ray says: {str(error).splitlines()[0]}"
+            raise BackgroundFailed(said) from error

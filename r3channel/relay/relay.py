@@ -14,6 +14,7 @@ of a request.
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -45,7 +46,7 @@ from r3channel.relay.intake import Intake, masks_of
 from r3channel.relay.journal import Recovery, take_over
 from r3channel.relay.reply import frame_bytes_of
 from r3channel.relay.row_server import RowServer
-from r3channel.relay.sample_table import Sample
+from r3channel.relay.sample_table import Reply, Sample
 from r3channel.relay.sealed_steps import Steps, ticket_samples
 from r3channel.transport.auth import obtain_token
 from r3channel.transport.network import local_address
@@ -107,7 +108,7 @@ class Relay(Intake):
         killed.
 
         Every row is verified as if it came from an engine. Sealed steps are to be sealed again, by the same number and with
-        the assignment that the recovery names: their tickets of before belong to a run that has ended. Receivers that had
+        the assignment that the recovery names, or all at once by `resume`, with their tickets of before. Receivers that had
         acknowledged are not waited for again; one that never learned of it may come again until the next step is sealed. What
         was read is deleted. Raises `UsageError` where the only stores there belong to relays that live.
         """
@@ -190,6 +191,23 @@ class Relay(Intake):
         that was abandoned may be sealed again), `ConfigError` for an assignment that the layout cannot cut. The error carries
         all the samples that it is about; then nothing is taken.
         """
+        return self._seal(step, assignment)
+
+    def resume(self, found: Recovery) -> None:
+        """Seal the steps of a recovery by the very tickets that their receivers have: who waits for rows connects again and gets
+        them. Raises as `seal`. Rows that are not those of a ticket are refused as any: before they are sent, and by receivers."""
+        for step, ticket in found.steps.items():
+            with self._changed:
+                for name in self.entries.unknown(
+                    ticket.assignment.sample_ids
+                ):  # the live router's: it had no frame
+                    whole = ticket.sample(name)
+                    live = Reply(name, "recovered", None, whole.tokens, whole.tokens_hash, 0, live=True)
+                    self.entries.reply(live, None, append=False, now_s=time.monotonic())
+            self._seal(step, ticket.assignment, before=ticket)
+
+    def _seal(self, step: int, assignment: Assignment, before: Ticket | None = None) -> Ticket:
+        """`before`: the ticket of the relay that sealed it first."""
         self._check_open()
         expect_types(assignment=(assignment, Assignment))
         check_cut(assignment, self.spec, self.layout)  # before anything waits or is taken
@@ -201,7 +219,7 @@ class Relay(Intake):
                     self._check_open()
                     samples = entries.take(names, step=step)
                     undo.callback(entries.give_back, samples)
-                ticket = Ticket(
+                ticket = before or Ticket(
                     self.run,
                     step,
                     self.spec,

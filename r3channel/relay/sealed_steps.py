@@ -205,7 +205,7 @@ class Steps:
     def _ready(self, seal: Seal, key: ShardKey) -> RowStream | threading.Event:
         """With the condition held: a receiver's rows, or what is set once there is something to say."""
         (run, step, _), sealed, whose = seal, self._named(seal), f"(dp, pp, cp) {key}"
-        if run != self._run:
+        if sealed is None and run != self._run:
             text = f"ticket of run {run}, this relay is run {self._run}; did the relay restart?"
             raise TicketMismatch(text, step=step, ranks=[key])
         if sealed is None or key not in sealed.keys:

@@ -17,7 +17,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import BucketCorrupt, DeadlineExceeded, R3Error, TransportError
+from r3channel.errors import BackgroundFailed, BucketCorrupt, DeadlineExceeded, R3Error, TransportError
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.layout import RankCoords
@@ -275,6 +275,8 @@ class RelayConnection:
                 self._connect(timeout_s=min(self._config.join_timeout_s, _left(deadline_s)))
                 self._say(wire.DONE, **wire.seal_of(ticket.identity))
                 self._hear(wire.THANKS, deadline_s)
+                return
+            except BackgroundFailed:  # a relay that is gone for good waits for nothing, and the rows are here
                 return
             except TransportError as error:
                 self._pause(error, ticket, pause_s, deadline_s=deadline_s)

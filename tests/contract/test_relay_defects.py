@@ -64,8 +64,8 @@ def second(make_relay: MakeRelay, tmp_path: Path) -> Iterator[Relay]:
     (folder,) = (tmp_path / "first").iterdir()
     shutil.copytree(folder, tmp_path / "second" / folder.name)  # as a kill leaves it, unlocked
     relay, recovery = Relay.recover(SPEC, first.layout, config)
-    assert recovery.steps == {7: assignment()} and recovery.damaged == []
-    relay.seal(7, recovery.steps[7])
+    assert recovery.steps[7].assignment == assignment() and recovery.damaged == []
+    relay.seal(7, recovery.steps[7].assignment)
     yield relay
     relay.close()
 

@@ -171,7 +171,8 @@ def be_relay(pipe: Connection, folder: Path, point: str) -> None:
     fill(relay, but=tuple(recovery.pending))
     with ControlServer(relay) as server, suppress(EOFError):
         for step in STEPS:
-            ticket = relay.seal(step, recovery.steps.get(step, STEPS[step]))
+            before = recovery.steps.get(step)
+            ticket = relay.seal(step, before.assignment if before else STEPS[step])
             pipe.send((server.port, ticket.to_bytes(), recovery.damaged))
             relay.join_previous(timeout_s=LIMIT_S)
             pipe.send(relay.status())

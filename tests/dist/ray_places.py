@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ class Manager(RelayHost):
 
     def seal(self, step: int, ranks: list[list[list[str]]]) -> bytes:
         return self.relay.seal(step, Assignment.given(ranks)).to_bytes()
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def join_previous(self, timeout_s: float) -> None:
         self.relay.join_previous(timeout_s=timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -160,14 +161,12 @@ def test_a_recording_begins_and_ends_while_the_channel_runs(places: Places, tmp_
     )
 
 
-def test_a_relay_whose_process_died_is_a_transport_error(places: Places) -> None:
-    import ray
-
-    from r3channel.relay.ray_host import RayRelay
-
-    ray.kill(places.manager)
-    with pytest.raises(errors.TransportError, match="the relay's actor is gone during hello"):
-        RayRelay(places.manager).hello(dp=0, pp=0, cp=0)
+def test_a_relay_whose_process_was_killed_is_named_at_once_to_trainers_that_wait(places: Places) -> None:
+    roll_out(places)
+    ticket = Ticket.from_bytes(places.call("seal", 7, ranks_of(list(TOKENS))))
+    os.kill(places.call("pid"), signal.SIGKILL)
+    with pytest.raises(errors.BackgroundFailed, match=r"relay's actor .* is gone during hello"):
+        receive(places, ticket)
 
 
 def recorded(*arguments: str) -> str:

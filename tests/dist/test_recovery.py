@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from r3channel import errors
+from r3channel.config import ChannelConfig
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.journal import Recovery, read_remains
 from r3channel.relay.relay import Relay
+from r3channel.trainer.receiver import Receiver
 from r3channel.wire.header import announced_bytes
 from tests.direct import draft_of
 from tests.dist.killed_relay import LAYOUT, STEP, STEPS, TOKENS, Child, config, fill, leave
@@ -40,9 +42,9 @@ def test_a_killed_relay_loses_nothing(point: str, tmp_path: Path) -> None:
     kill_at(point, tmp_path)
     relay, recovery = Relay.recover(SPEC, LAYOUT, config(tmp_path))
     assert sorted(recovery.pending) == sorted(relay.status()["pending"]) == list(TOKENS)
-    assert recovery == Recovery(
-        pending=recovery.pending, steps={STEP: STEPS[STEP]} if point == "after the seal" else {}
-    )
+    cut = {step: ticket.assignment for step, ticket in recovery.steps.items()}
+    assert cut == ({STEP: STEPS[STEP]} if point == "after the seal" else {})
+    assert recovery == Recovery(pending=recovery.pending, steps=recovery.steps)
     assert len(list(tmp_path.iterdir())) == 1  # what was read is deleted
     relay.close()
     assert list(tmp_path.iterdir()) == []
@@ -108,6 +110,23 @@ def test_two_samples_of_one_name_are_not_mixed(tmp_path: Path) -> None:
     assert new.rows_held("s") in (20, 30)
     for relay in (*relays, new):
         relay.close()
+
+
+def test_a_recovered_step_goes_on_by_its_ticket_also_with_samples_that_nobody_has(tmp_path: Path) -> None:
+    old = relay_at(tmp_path / "live")
+    old.add("a", reply_for("a", 20), range(20))
+    old.add_live("b", range(3))
+    ticket = old.seal(3, Assignment.given([[["a"], ["b"]]]))
+    left_by(old, tmp_path / "left")
+    new, found = Relay.recover(SPEC, TrainerLayout(), config(tmp_path / "left"))
+    new.resume(found)
+    live = ChannelConfig(on_missing="live", max_live=1.0)
+    receiver = Receiver(new, spec=SPEC, layout=(one := TrainerLayout()), coords=one.coords(0), config=live)
+    assert receiver.receive(ticket).live_counts()["invalid"] >= 2
+    new.join_previous()
+    for relay in (new, old):
+        with contextlib.suppress(errors.StepError):
+            relay.close()
 
 
 def relay_at(folder: Path) -> Relay:

@@ -344,10 +344,10 @@ def test_samples_and_sealed_steps_come_back_exactly(make_relay: MakeRelay, recov
     fill(old, prefix="n-")
     old.discard(["n-s1"])
     new, recovery = recover(old)
-    assert recovery.steps == {3: assignment()} and not recovery.damaged and not recovery.unclaimed
+    assert recovery.steps[3].assignment == assignment() and not recovery.damaged and not recovery.unclaimed
     assert sorted(recovery.pending) == sorted([*TOKENS, "n-s0", "n-s2", "n-s3"])
     assert new.status()["pending"] == sorted(recovery.pending)
-    for shard in receive(receivers_of(new), new.seal(3, recovery.steps[3])):
+    for shard in receive(receivers_of(new), new.seal(3, recovery.steps[3].assignment)):
         check_rows(shard)
     new.join_previous(timeout_s=LIMIT_S)
     assert new.status()["pending"] == ["n-s0", "n-s2", "n-s3"]
@@ -425,7 +425,7 @@ def test_a_damaged_frame_is_named_with_its_step(make_relay: MakeRelay, recover: 
     assert any("step 0" in line and "['s1']" in line for line in recovery.damaged)
     assert len(recovery.damaged) == 2 and recovery.unclaimed == 0
     assert new.status()["store"]["frames"] == 3
-    for shard in receive(receivers_of(new), new.seal(1, recovery.steps[1])):
+    for shard in receive(receivers_of(new), new.seal(1, recovery.steps[1].assignment)):
         assert shard.sample_ids == ("s2", "s3")
 
 

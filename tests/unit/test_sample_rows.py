@@ -6,6 +6,7 @@ import asyncio
 import copy
 import gc
 import pickle
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +16,13 @@ import pytest
 
 from r3channel.config import ChannelConfig
 from r3channel.errors import FrameMissing, RoutingMissing, RowCountMismatch, StepError, StoreFull
-from r3channel.integrations.slime.sample_rows import Rows, SampleRows, rows_of
+from r3channel.integrations.slime.sample_rows import START, Rows, SampleRows, rows_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
 from r3channel.wire.routing import as_tokens, hash_tokens
-from tests.direct import deliver, draft_of, hello_of, reference_reply, until
-from tests.samples import SPEC, random_ids, reply_for
+from tests.direct import deliver, draft_of, hello_of, reference_reply, rows_here, until
+from tests.samples import SPEC, random_ids, reply_for, reply_of
 
 
 @dataclass
@@ -80,14 +81,91 @@ def test_the_rest_of_a_reply_goes_on_and_a_later_one_replaces_the_rows(rows: Sam
     assert ticket.sample("0.1").tokens == 12
 
 
-def test_a_reply_from_a_start_adds_to_the_rows(rows: SampleRows) -> None:
-    sample = Sample(0, list(range(9)))
-    rows.take(sample, meta("a", 9))
-    sample.tokens += [1, 2, 3]
-    more = reply_for("a", 12, expert_ids_TLK=random_ids(11)[8:], first_row=8, provenance=None)["meta_info"]
-    rows.take(sample, {**more, "routed_experts_start_len": 8, "finish_reason": {"type": "stop"}})
-    assert waiting(rows) == {"0.0"} and rows.relay.rows_held("0.0") == 11
-    assert rows.seal(0, [sample], [[[0]]], steps=[1]).sample("0.0").tokens == 12
+class Passes:
+    """An engine. Each of its passes chooses other experts for every row, so that a row tells which pass has made it."""
+
+    def __init__(self, rows: SampleRows, *, direct: bool = False) -> None:
+        self.rows, self.direct, self.made, self.nbytes = rows, direct, 0, 0
+        rows.relay.greet(hello_of())
+
+    def speak(self, sample: Sample, new: int, *, reason: str = "stop", **payload: object) -> int:
+        """A turn, as slime's generate function makes it; the first row that the engine was asked for."""
+        asked = {"input_ids": list(sample.tokens), "return_routed_experts": True} | payload
+        start = asyncio.run(self.rows.request(sample, asked)).get(START, 0)
+        sample.tokens += range(self.made, self.made + new)
+        draft = draft_of(str(self.made), len(sample.tokens) - 1 - start, first_row=start, seed=self.made)
+        frame = draft.encode().tobytes()
+        reply = reply_of(frame, request_id=str(self.made))
+        if self.direct:
+            deliver(self.rows.relay, (self.made, frame))
+            reply = reference_reply(str(self.made), len(sample.tokens), serial=self.made, first_row=start)
+        self.rows.take(sample, {**reply["meta_info"], START: start, "finish_reason": {"type": reason}})
+        self.made, self.nbytes = self.made + 1, self.nbytes + len(frame)
+        return start
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["inband", "direct"])
+def test_ten_turns_send_each_row_once_and_it_stays_the_one_of_the_pass_that_made_it(
+    rows: SampleRows, direct: bool
+) -> None:
+    engine, long, sample = Passes(rows, direct=direct), Sample(0), Sample(1)
+    engine.speak(long, 10_000)
+    once, engine.nbytes = engine.nbytes, 0
+    ends = [1000 * turn for turn in range(1, 11)]
+    starts = [engine.speak(sample, 1000) for _ in ends]
+    assert starts == [0, *(end - 1 for end in ends[:-1])]
+    assert engine.nbytes <= 1.1 * once
+    (told,) = seal(rows, sample).samples
+    ids_TLK = rows_here(rows.relay, told.sample_id)
+    assert len(ids_TLK) == 9999
+    for turn, (start, end) in enumerate(zip(starts, ends, strict=True), start=1):
+        made_TLK = random_ids(end - 1, seed=turn)
+        assert np.array_equal(ids_TLK[start : end - 1], made_TLK[start:])
+
+
+def test_a_request_asks_for_all_rows_where_those_that_are_here_are_not_of_its_tokens_or_not_sound(
+    rows: SampleRows,
+) -> None:
+    engine = Passes(rows)
+    changed, refused, dropped, copied = samples = [Sample(index) for index in range(4)]
+    for sample in samples:
+        assert engine.speak(sample, 9) == 0
+    rows.take(refused, meta("x", 5))
+    twin = copy.deepcopy(copied)
+    changed.tokens[3] = 99
+    waiting(rows)
+    rows.relay.discard(["2.2"])  # or it has expired
+    assert [engine.speak(sample, 9) for sample in samples] == [0, 0, 0, 0]
+    assert engine.speak(changed, 9, text="t", input_ids=None) == 0
+    assert engine.speak(dropped, 9, return_routed_experts=False) == 0
+    assert engine.speak(refused, 9, routed_experts_start_len=3) == 3, "the generate function's own"
+    ticket = seal(rows, changed, copied, twin)
+    assert [told.tokens for told in ticket.samples] == [27, 18, 9]
+
+
+def test_what_an_aborted_sample_has_said_stays_and_its_next_rollout_adds_to_it(rows: SampleRows) -> None:
+    engine, sample = Passes(rows), Sample(0)
+    assert engine.speak(sample, 9, reason="abort") == 0
+    rows.take(sample, {"finish_reason": {"type": "abort"}, START: 8})  # in the engine's queue
+    assert engine.speak(sample, 0, reason="abort") == 8  # before its first token: no row is new
+    rows.take(sample, {**meta("x", 5), START: 8})  # a refused turn takes nothing with it
+    assert engine.speak(sample, 5) == 8
+    assert seal(rows, sample).samples[0].tokens == 14
+
+
+@pytest.mark.parametrize("rows", [{"backpressure_timeout_s": 0.01}], indirect=True)
+def test_a_next_turn_waits_until_what_came_is_kept_and_not_without_end(rows: SampleRows) -> None:
+    engine, sample, free = Passes(rows), Sample(0), threading.Event()
+    engine.speak(sample, 9)
+    waiting(rows)
+    rows._keeper.submit(free.wait, 20)
+    assert engine.speak(sample, 9) == 8
+    assert engine.speak(sample, 9) == 0, "all rows, after step_timeout_s"
+    timer = threading.Timer(0.1, free.set)
+    timer.start()
+    assert engine.speak(sample, 9) == 26
+    timer.join()
+    assert seal(rows, sample).samples[0].tokens == 36
 
 
 def test_what_nobody_holds_is_discarded_and_counted_and_a_copy_holds_too(rows: SampleRows) -> None:

@@ -67,6 +67,10 @@ JOBS: dict[str, tuple[str, str]] = {
         "--faults stop=1,kill=2",
         f"{_FAULTS} --wandb-dir {{work}}/wandb",
     ),
+    "killed": (
+        "--dp 2 --kill --slimes-router",
+        "--r3-journal {work}/journal --r3-bucket-bytes 1024",
+    ),
     "dropped": ("--dropping-router", ""),
     "nccl": ("", "--r3-transport nccl"),
     "synchronous": ("--script train.py --corrupt --delivery direct", ""),
@@ -123,6 +127,12 @@ def same_weights(result: dict[str, Any], *, ranks: int) -> None:
         assert seen["differ"] == 0 and seen["compared"] >= 50, seen
 
 
+def each_row_once(result: dict[str, Any], *, turns: int) -> None:
+    """Later turns brought new rows only: those before are still of the pass that made them."""
+    manager = result["processes"]["manager"]
+    assert manager["again"] == 0 and manager["turns"] >= turns, manager
+
+
 def test_the_names_that_we_rely_on_are_those_of_this_slime() -> None:
     assert api_check.nearest(unpacked_sources(SLIME)) == ("0.3.1", [])
 
@@ -175,12 +185,14 @@ class TestJobs:
         assert result["processes"]["manager"]["discarded"] >= 8, (
             "groups were filtered, and evaluated samples belong to no step"
         )
+        each_row_once(result, turns=24)
 
     def test_no_fault_and_no_odd_sample_ends_a_run_or_changes_a_row_that_is_not_named(
         self, jobs: Any
     ) -> None:
         result = checked(jobs["faults"].result(), steps=4)
         manager, live, said = result["processes"]["manager"], result["rows"]["live"], " ".join(result["said"])
+        each_row_once(result, turns=16)
         assert manager["refused"] > 0, "the store had room for all"
         assert min(manager["stopped"], manager["killed"]) >= 3, "a server has as many processes"
         samples, layers, tool_tokens = 4 * 8, 7, 3
@@ -212,6 +224,14 @@ class TestJobs:
         result = jobs["synchronous"].result()
         assert result["exit"] == 2 and result["steps"] == []
         assert result["tail"].splitlines()[-1].startswith("r3channel: DigestMismatch: step 0")
+
+    def test_a_step_whose_manager_is_killed_while_rows_travel_is_trained_from_the_journal(
+        self, jobs: Any
+    ) -> None:
+        result = jobs["killed"].result()
+        checked({**result, "exit": 0}, steps=1, rows_at_least=400)
+        assert result["exit"] == 2
+        assert "r3channel: BackgroundFailed: the rollout manager was killed, and with it" in result["tail"]
 
     def test_nccl_without_a_gpu_that_slime_leaves_ends_the_run_before_the_manager(self, jobs: Any) -> None:
         result = jobs["nccl"].result()

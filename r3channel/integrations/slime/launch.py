@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import runpy
 import sys
+import uuid
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from r3channel.errors import ConfigError, R3Error, UsageError
+from r3channel.errors import BackgroundFailed, ConfigError, DeadlineExceeded, R3Error, UsageError
 from r3channel.integrations import guard, preflight
 from r3channel.integrations.slime import api_check
 from r3channel.integrations.slime.arguments import add_arguments, faults, help_text, prepared
+
+_RELAYS: list[tuple[Any, str]] = []
+"""The rollout manager's, and its run."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -39,15 +43,37 @@ def run(argv: Sequence[str]) -> int:
 
 def _run_hooked(script: Path) -> None:
     import ray
-    from ray.exceptions import RayTaskError
+    from ray.exceptions import RayError, RayTaskError
 
     try:
         runpy.run_path(str(script), run_name="__main__")
-    except RayTaskError as error:
-        if isinstance(error.cause, R3Error):
-            ray.shutdown()  # it goes on printing what workers said: the reason is to be the last line
-            raise error.cause from error  # of a relay or a trainer: its own words, not Ray's
-        raise
+    except RayError as error:
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        # of a relay or a trainer: its own words, not Ray's
+        reason = cause if isinstance(cause, R3Error) else _lost_manager()
+        if reason is None:
+            raise
+        ray.shutdown()  # it goes on printing what workers said: the reason is to be the last line
+        raise reason from error
+
+
+def _lost_manager() -> R3Error | None:
+    """What to say where the rollout manager was killed: slime's own error may come from any call. None where it was not."""
+    for relay, run in _RELAYS:
+        try:
+            if relay.status()["run"] == run:
+                return None
+        except BackgroundFailed as error:
+            return error
+        except DeadlineExceeded:
+            return None
+        except R3Error:
+            pass  # Ray is starting it again
+        return BackgroundFailed(
+            "the rollout manager was killed, and with it went slime's engines, its router and its place in the data. What was "
+            "sealed was trained, from --r3-journal. Start the job again from its last checkpoint"
+        )
+    return None
 
 
 def hook() -> None:
@@ -59,6 +85,8 @@ def hook() -> None:
     import slime.ray.rollout  # pyright: ignore[reportMissingImports]
     import slime.utils.arguments as arguments  # pyright: ignore[reportMissingImports]
 
+    from r3channel.relay.ray_host import RayRelay
+
     parse, make_manager = arguments.parse_args, placement.create_rollout_manager
     make_models = placement.create_training_models
 
@@ -69,6 +97,8 @@ def hook() -> None:
         args, *plan = given if isinstance(given, tuple) else (given,)
         args = prepared(args, detached=detached)
         preflight.refuse(faults(args, detached=detached))
+        if journal := args.r3_channel["journal"]:  # what another job left there is not this one's
+            args.r3_channel["journal"] = str(Path(journal, uuid.uuid4().hex[:12]))
         return (args, *plan) if plan else args
 
     @wraps(make_manager)
@@ -81,6 +111,8 @@ def hook() -> None:
         made = make_manager(args, *pg, **options)
         manager = made.manager if detached else made[0]
         ray.get(manager.r3channel_start.remote())
+        relay = RayRelay(manager, timeout_s=5.0)
+        _RELAYS[:] = [(relay, relay.status()["run"])]
         return made
 
     @wraps(make_models)

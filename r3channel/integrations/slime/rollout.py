@@ -6,6 +6,7 @@ int32, `_split_train_data_by_dp` has slime's own split. `launch` puts these clas
 
 from __future__ import annotations
 
+import logging
 import os
 from argparse import Namespace
 from collections.abc import Sequence
@@ -29,14 +30,16 @@ from r3channel.errors import ConfigError, EngineUnavailable, RoutingMissing
 from r3channel.integrations import preflight
 from r3channel.integrations.slime.arguments import layout_of, memory_fault, spec_of
 from r3channel.integrations.slime.engine_variables import engine_variables
-from r3channel.integrations.slime.sample_rows import SampleRows
+from r3channel.integrations.slime.sample_rows import START, SampleRows
 from r3channel.integrations.slime.sealed_split import SealedSplit
 from r3channel.recordings.recorder import recorder_of
+from r3channel.relay.journal import LOCK
 from r3channel.relay.ray_host import RelayHost
 from r3channel.relay.relay import Relay
 from r3channel.transport.network import AUTO
 from r3channel.transport.select import TRANSPORTS
 
+log = logging.getLogger(__name__)
 GROUPS = {"r3channel": 8}
 _PROBE_TOKENS = 3
 _PROBE_S = 120.0
@@ -44,7 +47,11 @@ _PROBE_S = 120.0
 
 
 class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_class, RelayHost):
-    """The rollout manager. The relay is here before the engines start, so that they know where to deliver."""
+    """The rollout manager. The relay is here before the engines start, so that they know where to deliver.
+
+    With a journal Ray starts it again where it was killed, and then it is a relay alone: trainers get the rows of the steps that
+    were sealed. slime's part ended with its engines, its router, and how far it was in the data.
+    """
 
     splits: ModuleType = slime.ray.rollout
     """Where slime's split is."""
@@ -55,6 +62,12 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
         if ray.get_gpu_ids() and ray_noset_visible_devices():
             here["device"] = int(ray.get_gpu_ids()[0])  # where Ray hides no GPU, all are counted
         config = ChannelConfig(**args.r3_channel | here)
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self.relay, found = Relay.recover(spec_of(args), layout_of(args), config)
+            self.relay.resume(found)
+            self.relay.discard(found.pending)  # those of no step, whose objects were the killed process's
+            log.error("r3channel: the rollout manager was killed; its journal has steps %s", [*found.steps])
+            return
         self.relay = Relay(spec_of(args), layout_of(args), config, recorder=recorder_of(args, prefix="r3_"))
         self.rows = SampleRows(self.relay)
         self._asked: set[Any] = set()
@@ -126,6 +139,8 @@ def tell_engines(relay: Any, args: Namespace) -> None:
 
 
 _EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
+_SAMPLE: ContextVar[Any] = ContextVar("sample", default=None)
+"""What slime generates in this task and in those that it starts."""
 
 
 class ChannelEngine(SGLangEngine):
@@ -140,7 +155,8 @@ def remote_manager(args: Namespace, pg: Any) -> Any:
     """The class in place of `slime.ray.rollout.RolloutManager`; over NCCL with a GPU that slime's placement group `pg` leaves,
     although slime asks for none. Raises ConfigError where it leaves none: Ray would wait for one without end."""
     remote: Any = ray.remote
-    kind = remote(concurrency_groups=GROUPS)(ChannelManager)
+    restarts = int(bool(args.r3_channel["journal"]))
+    kind = remote(concurrency_groups=GROUPS, max_restarts=restarts)(ChannelManager)
     if not TRANSPORTS[args.r3_channel["transport"]].needs_gpu:
         return kind
     there, taken = int(ray.cluster_resources().get("GPU", 0)), pg[0].bundle_count
@@ -168,17 +184,23 @@ def _watch_replies(rows: SampleRows) -> None:
 
     @wraps(generate)
     async def generate_and_rm(args: Any, sample: Any, sampling_params: Any, evaluation: bool = False) -> Any:
-        _EVALUATION.set(evaluation)  # of this task and those that it starts
+        _EVALUATION.set(evaluation)
+        _SAMPLE.set(sample)
         return await generate(args, sample, sampling_params, evaluation=evaluation)
 
     sglang_rollout.generate_and_rm = generate_and_rm
     send = http_utils.post
 
     @wraps(send)
-    async def post(url: str, *args: Any, **options: Any) -> Any:
-        if url.endswith("/generate"):
-            await rows.room()
-        return await send(url, *args, **options)
+    async def post(url: str, payload: Any, *args: Any, **options: Any) -> Any:
+        if not url.endswith("/generate"):
+            return await send(url, payload, *args, **options)
+        await rows.room()
+        payload = await rows.request(_SAMPLE.get(), payload)
+        reply = await send(url, payload, *args, **options)
+        if START in payload:
+            reply["meta_info"][START] = payload[START]
+        return reply
 
     http_utils.post = sglang_rollout.post = post
 
@@ -190,12 +212,13 @@ def run_router(args: Any) -> Any:
     """slime's router, in the process that slime forks for it: without this process's sockets. It may outlive a manager that is
     killed, and would then hold the relay's ports, where trainers would wait and the next relay could not listen.
 
-    Nothing else of the relay's matters there: no other thread comes along, and the router takes none of their locks. Numbers
-    stay taken, so that no object that still has one can close another's file.
+    Nor with its journal's lock, by which the next relay sees that this one has ended. Nothing else of the relay's matters there:
+    no other thread comes along, and the router takes none of their locks. Numbers stay taken, so that no object that still has
+    one can close another's file.
     """
     with open(os.devnull) as nothing:
         for path in Path("/proc/self/fd").iterdir():
-            if path.is_socket():
+            if path.is_socket() or path.resolve().name == LOCK:
                 os.dup2(nothing.fileno(), int(path.name))
     return _run_router(args)
 

@@ -32,6 +32,8 @@ from r3channel.wire.parcel import REFERENCE_BYTES
 log = logging.getLogger(__name__)
 
 _FIELD = "routed_experts"
+START = f"{_FIELD}_start_len"
+"""A field of requests, and of a reply's `meta_info`, into which SGLang does not put it."""
 _ATTRIBUTE = "r3_rows"
 _BACKLOG = 32
 """Replies that may wait to be kept before requests wait for them: far more than wait while there is room."""
@@ -52,7 +54,11 @@ class Rows:
         """Those that the rows belong to; the last one has none. `fault` of the last reply, once it is kept: None, or why it
         could not be."""
 
+        self.copied = False
+        """Another turn that is added would be the copies', too."""
+
     def __deepcopy__(self, _memo: dict[int, Any]) -> Rows:
+        self.copied = True
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -85,7 +91,7 @@ class SampleRows:
         rest = {name: value for name, value in meta_info.items() if name != _FIELD}
         aborted = (meta_info.get("finish_reason") or {}).get("type") == "abort"
         if not aborted or meta_info.get(_FIELD) is not None:
-            more = rows_of(sample) is not None and bool(meta_info.get(f"{_FIELD}_start_len"))
+            more = rows_of(sample) is not None and bool(meta_info.get(START))
             self._hand(sample, self.relay.add, {"meta_info": meta_info}, more=more, trained=trained)
         return rest
 
@@ -96,6 +102,26 @@ class SampleRows:
         while self._backlog() > _BACKLOG and time.monotonic() < deadline_s:
             self.tidy()
             await asyncio.sleep(_LOOK_S)
+
+    async def request(self, sample: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """A request for a sample's next tokens, as it is to be sent: for routing from the first row on that is not here, so that
+        the rows that are here stay those of the pass that made them.
+
+        For all rows where none are here of the first of its `input_ids`, where copies of the sample hold them too, and where it
+        asks for a `routed_experts_start_len` of its own. Waits up to `step_timeout_s` for what was taken of it to be kept.
+        """
+        rows, ids = rows_of(sample), payload.get("input_ids")
+        if not payload.get(f"return_{_FIELD}") or not ids or START in payload or rows is None or rows.copied:
+            return dict(payload)
+        deadline_s, kept = (
+            time.monotonic() + self.relay.config.step_timeout_s,
+            asyncio.wrap_future(rows.fault),
+        )
+        while not kept.done() and time.monotonic() < deadline_s:
+            self.tidy()
+            await asyncio.wait([kept], timeout=_LOOK_S)
+        held = self.relay.rows_held(rows.name, ids) if kept.done() else 0
+        return {**payload, START: held} if held else dict(payload)
 
     def seal(
         self, step: int, samples: Sequence[Any], ranks: Sequence[Sequence[Sequence[int]]], *, steps: Sequence[int]

@@ -10,7 +10,9 @@ import dataclasses
 import importlib.abc
 import importlib.util
 import os
+import signal
 import sys
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -227,6 +229,7 @@ def _timed_rows(module: Any) -> None:
     from tests.upstream.slime_cpu import witness
 
     _count_bytes(module.SampleRows, "take")
+    witness.watch_turns(module.SampleRows)
     witness.timed(module.SampleRows, "take", "reply")
     witness.timed(module.SampleRows, "seal", "split")
 
@@ -250,6 +253,29 @@ def _count_bytes(owner: Any, name: str) -> None:
         return inner(self, first, meta_info, *args, **options)
 
     setattr(owner, name, counted)
+
+
+def _killed(module: Any) -> None:
+    """The manager is killed once: between two buckets of a step that is recorded."""
+    from pathlib import Path
+
+    from r3channel.recordings.recorder import Recorder
+    from tests.upstream.slime_cpu import witness
+
+    send, when = module.RowStream.batches, Path(os.environ["SLIME_CPU_TOLD"], "killed")
+    witness.timed(Recorder, "write", "recorded")
+
+    def batches(self: Any, nbytes: int) -> Any:
+        from tests.direct import until
+
+        for number, batch in enumerate(send(self, nbytes)):
+            if number and not when.exists():
+                until(lambda: "recorded" in witness.SPENT)
+                when.write_text(str(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield batch
+
+    module.RowStream.batches = batches
 
 
 def setup() -> None:
@@ -281,6 +307,8 @@ def setup() -> None:
         after_import("slime.utils.types", _timed_replies)
         after_import("r3channel.integrations.slime.sample_rows", _timed_rows)
         after_import("slime.ray.rollout", _timed_manager)
+        if os.environ["SLIME_CPU_KILL"] == "1":
+            after_import("r3channel.relay.row_stream", _killed)
     if os.environ.get("SLIME_CPU_FAULTS"):
         from tests.upstream.slime_cpu import faults
 

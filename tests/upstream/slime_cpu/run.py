@@ -56,6 +56,7 @@ def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-engine", action="store_true", help="for -- --load-debug-rollout-data")
     parser.add_argument("--dropping-router", action="store_true", help="requests lose return_routed_experts")
     parser.add_argument("--faults", default="", help="stop=ROLLOUT,kill=ROLLOUT; the store may be tiny")
+    parser.add_argument("--kill", action="store_true", help="the rollout manager, while rows travel")
     parser.add_argument("--timeout-s", type=float, default=420)
     parser.add_argument("more", nargs="*", help="after --: further arguments of slime")
     options = parser.parse_args(argv)
@@ -109,6 +110,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             except subprocess.TimeoutExpired:
                 code = 124
             finally:
+                ended_s = time.time()
                 kill_family(child)
         token_in = _holding(read_token(options.token), Path(ray_dir), options.work) - {options.token}
     told = options.work / "routers"
@@ -121,6 +123,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "said": re.findall("r3channel: (.*)", log.read_text(errors="replace")),
         "pages": " ".join(path.read_text() for path in options.work.glob("told/page-*.txt")),
         "seconds": round(time.monotonic() - started, 1),
+        "killed_s": ended_s - float((options.work / "told/killed").read_text()) if options.kill else None,
         "rows": _compared(options, model) if told.is_dir() else {},
         "alerts": alerts,
         "processes": {path.stem: json.loads(path.read_text()) for path in sorted(told.glob("*.json"))},
@@ -233,6 +236,7 @@ def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str, ro
         "SLIME_CPU_WITNESS": str(options.work / "routers"), "SLIME_CPU_TOLD": str(options.work / "told"),
         "R3CHANNEL_METRICS_PORT": "0", "R3CHANNEL_METRICS_DIR": str(options.work / "told"),
         "TMPDIR": f"{ray_dir}/tmp", "SLIME_CPU_FAULTS": options.faults, "SLIME_CPU_CORRUPT": str(int(options.corrupt)),
+        "SLIME_CPU_KILL": str(int(options.kill)),
         "OMP_NUM_THREADS": env["OMP_NUM_THREADS"], "SLIME_CPU_ROUTER": str(router),
         **{name: value for name, value in env.items() if name.startswith("SGLANG_") or name in names},
     }  # fmt: skip

@@ -26,7 +26,7 @@ _EXPECTED: list[tuple[Any, Any]] = []
 """(samples, positions) of each micro-batch, as this rank's routers see the rows."""
 _SEEN: list[tuple[Any, Any, Any, Any]] = []
 _STEP = [0]
-_SPENT: dict[str, list[float]] = {}
+SPENT: dict[str, list[float]] = {}
 TOLD: dict[str, float] = {}
 """What the rollout manager told. Read through the module: what Ray pickles with a patched class would be a copy."""
 
@@ -37,7 +37,7 @@ def spent(what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _SPENT.setdefault(what, []).append(round(time.perf_counter() - begin, 6))
+        SPENT.setdefault(what, []).append(round(time.perf_counter() - begin, 6))
 
 
 def timed(owner: Any, name: str, what: str) -> None:
@@ -87,7 +87,7 @@ def _keep(name: str, value: Any) -> None:
 
 def tell(who: str, **more: Any) -> None:
     """This process's figures so far."""
-    found = {"peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "seconds": _SPENT, **more}
+    found = {"peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "seconds": SPENT, **more}
     (_folder() / f"{who}.json").write_text(json.dumps(found))
 
 
@@ -131,7 +131,7 @@ def watch_channel(module: Any) -> None:
         finally:
             channel.receiver.receive = receive
         stages = channel.metrics.clock.totals(step=rollout_id)
-        _SPENT.setdefault("waits", []).append(
+        SPENT.setdefault("waits", []).append(
             sum(stages.get(wait, 0) for wait in ("wait_relay", "wait_wire"))
         )
         for call in calls:
@@ -176,6 +176,22 @@ def watch_fetches(module: Any) -> None:
         return found
 
     module.ray = types.SimpleNamespace(**vars(ray) | {"get": get})
+
+
+def watch_turns(rows: Any) -> None:
+    """SampleRows: replies that add to a trained sample's rows, and rows that came again and could so be another pass's."""
+    take = rows.take
+    TOLD.update(turns=0, again=0)
+
+    def taken(self: Any, sample: Any, meta_info: Any, *, trained: bool = True) -> Any:
+        if trained and meta_info.get("routed_experts"):
+            start = meta_info.get("routed_experts_start_len", 0)
+            TOLD["turns"] += start > 0
+            TOLD["again"] += max(0, getattr(sample, "rows_seen", 0) - start)
+            sample.rows_seen = len(sample.tokens) - 1
+        return take(self, sample, meta_info, trained=trained)
+
+    rows.take = taken
 
 
 def sockets(process: Any) -> set[str]:
