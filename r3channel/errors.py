@@ -354,12 +354,12 @@ class GiverChanged(WeightsCorrupt):
 
 
 class RegistryRefused(WeightsError):
-    """The registry does not accept an engine or a call: other versions of torch or NCCL than the trainer's, or another life."""
+    """An engine is not taken: it runs other versions of torch or NCCL than the trainer. Or no engine is left to update."""
 
     reason = "registry"
     remedy = (
-        "Where the message names versions, install the same torch and NCCL on both sides, or leave the group to gloo. Else read "
-        "the members again; an engine may have joined, left or let its lease end."
+        "Where the message names versions, install the same torch and NCCL on both sides, or leave the group to gloo. Else bring "
+        "an engine back: `update_one`, `add_engine`."
     )
 
 

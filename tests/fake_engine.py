@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from r3channel.weights.checksums import EngineChecksums
+from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.manifest import Bucket, TensorMeta
 from r3channel.weights.receiver import Receiver, opened, update
 from r3channel.weights.sglang import COMMIT_FORMAT, LOAD_FORMAT, OPEN_FORMAT
@@ -126,10 +126,7 @@ class FakeEngine:
         return FakeEngine(port=self.port, receives=receives)
 
     def checksums(self) -> dict[str, str]:
-        sums = EngineChecksums()
-        for name, tensor in self.tensors.items():
-            sums.add(name, tensor)
-        return sums.result()
+        return {name: tensor_checksum(tensor) for name, tensor in self.tensors.items()}
 
     # -- routes --------------------------------------------------------------------------------------------------------
 

@@ -37,8 +37,8 @@ def session(*engines: Any, **options: Any) -> WeightSync:
 
 
 def broadcasting(*engines: Any, **options: Any) -> WeightSync:
-    """A connected one that keeps a copy, compares, and broadcasts."""
-    return session(*engines, **{"staged": False, "verify": True, "keep_copy": True, **options})
+    """A connected one that broadcasts."""
+    return session(*engines, **{"staged": False, **options})
 
 
 def give(sync: WeightSync, version: int, named: Iterable[Any] | None = None, *, timeout_s: float = 20) -> Any:
@@ -46,6 +46,11 @@ def give(sync: WeightSync, version: int, named: Iterable[Any] | None = None, *, 
     return sync.update(
         weights(version).items() if named is None else named, version=version, timeout_s=timeout_s
     )
+
+
+def again_to(sync: WeightSync, *engines: FakeEngine, version: int) -> Any:
+    """The report of giving these the committed weights again."""
+    return sync.republish(weights(version).items(), engines=[one.url for one in engines], timeout_s=20)
 
 
 def refused(
@@ -63,3 +68,35 @@ def holds(engine: FakeEngine, version: int) -> bool:
     """Whole weights of this version, under this version, and serving."""
     equal = all(torch.equal(engine.tensors[name], tensor) for name, tensor in weights(version).items())
     return equal and engine.version == str(version) and not engine.paused and not engine.open
+
+
+def as_engine_keeps(weights: Weights) -> Weights:
+    """Hugging Face tensors under SGLang's names: q, k, v and gate, up fused, experts stacked."""
+    kept: Weights = {}
+    experts: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(weights, key=_numbers):
+        head, _, module = name.removesuffix(".weight").rpartition(".")
+        part = {
+            other: weights.get(f"{head}.{other}.weight")
+            for other in ("q_proj", "k_proj", "v_proj", "up_proj")
+        }
+        if ".experts." in name:
+            stack = f"{head.rpartition('.')[0]}.{'w2' if module == 'down_proj' else 'w13'}_weight"
+            if module != "up_proj":
+                up = part["up_proj"]
+                assert up is not None
+                both = weights[name] if module == "down_proj" else torch.cat([weights[name], up])
+                experts.setdefault(stack, []).append(both)
+        elif module == "q_proj":
+            fused = [part[member] for member in ("q_proj", "k_proj", "v_proj")]
+            kept[f"{head}.qkv_proj.weight"] = torch.cat([w for w in fused if w is not None])
+        elif module == "gate_proj":
+            assert part["up_proj"] is not None
+            kept[f"{head}.gate_up_proj.weight"] = torch.cat([weights[name], part["up_proj"]])
+        elif module not in ("k_proj", "v_proj", "up_proj"):
+            kept[name] = weights[name]
+    return kept | {name: torch.stack(parts) for name, parts in experts.items()}
+
+
+def _numbers(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

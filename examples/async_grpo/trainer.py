@@ -109,7 +109,7 @@ class Trainer:
             args = self.args
             self.publisher = Publisher(
                 urls, model=args.model, bucket_bytes=args.weight_bucket_bytes, manifest=args.weights_manifest,
-                weights=args.weights, engine_tp=args.engine_tp, metrics=self.routing.metrics,
+                weights=args.weights, metrics=self.routing.metrics,
             )  # fmt: skip
 
     def begin(self) -> None:

@@ -46,12 +46,11 @@ class Publisher:
         bucket_bytes: int,
         manifest: str | None,
         weights: str,
-        engine_tp: int,
         metrics: Metrics | None,
     ) -> None:
         """`model`: the checkpoint that the engines were started from. `manifest`: file that tells what was committed.
 
-        `weights`: `broadcast` (verified where an engine has one rank), `exact` or `colocated`.
+        `weights`: `broadcast` (which tells no manifest), `exact` or `colocated`.
         """
         self._manifest = manifest
         engines = [EngineClient(url) for url in urls]
@@ -65,8 +64,7 @@ class Publisher:
             group=dist.group.WORLD if exact else None,
             wire="shared_memory" if weights == "colocated" else "tcp",
             bucket_bytes=bucket_bytes,
-            verify=weights != "broadcast" or engine_tp == 1,
-            keep_copy=True,
+            verify=weights != "broadcast" or manifest is not None,
             metrics=metrics,
         )
         self._sync.connect(timeout_s=WEIGHT_TIMEOUT_S)

@@ -2,14 +2,14 @@
 
     convert    Megatron's shards -> checkpoint tensors: gathered (`hf_weights`) or each rank's own (`hf_shards`)
     manifest   names, dtypes, shapes; units; flat buckets          reader     the caller's tensors, bucket by bucket
-    pack       a bucket's bytes: NaN, digests                      store      host copy, checkpoint, the file of what is held
+    pack       a bucket's bytes: NaN, digests                      store      checkpoints, the file of what is held
     geometry   boxes, layouts, who holds what                      plan       the exact plan, byte-balanced
     wires      a link to an engine's rank; shared memory           stages     all links: who connects, what is sent to whom
     dryrun, hold, receiver   the half inside the engine            sglang     the HTTP contract of one engine
-    member     one engine's states and calls                       fleet      a session's engines, and the registry's view of them
+    member     one engine's states and calls                       fleet      a session's engines; who may serve
     executor   what an update asks of engines                      joint      one staged update by all trainer ranks together
     broadcast, group, checksums   without our half                 session    `WeightSync`
-    registry   engines, leases, versions; who may serve            progress   deadlines, stages, reports
+    progress   deadlines, stages, reports
 
 Nothing is imported here, so that each place loads only what it uses.
 """

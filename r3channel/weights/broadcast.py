@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
 import torch
 
-from r3channel.errors import ConfigError, ManifestMismatch, WeightsCorrupt
+from r3channel.errors import ManifestMismatch
 from r3channel.transport.process_group import in_background
-from r3channel.weights.checksums import EngineChecksums, engine_names
+from r3channel.weights.checksums import engine_names
 from r3channel.weights.executor import Feed, Work
 from r3channel.weights.group import WeightGroup
-from r3channel.weights.manifest import Bucket
+from r3channel.weights.manifest import Bucket, is_scale
 from r3channel.weights.member import EngineState, Member
 from r3channel.weights.pack import Packer
 from r3channel.weights.progress import CONTROL_S, REPAIR_S, background, wait_all
@@ -31,22 +31,23 @@ class Broadcast(Work):
         """`packer` makes buckets flat; for the rest see `Work`."""
         super().__init__(*args, **options)
         self._packer = packer
-        self._sums = EngineChecksums()
         self._buckets: Sequence[Bucket] = ()
         self._number = 0
         self._sending: Future[None] | None = None
 
     def open(self, given: Given) -> None:
-        """Make the groups, shake hands and pause; from here on nothing is routed to these engines."""
+        """Make the groups, shake hands and pause; from here on nothing is routed to these engines. ManifestMismatch unless what
+        is given has a place there, and is all that there is."""
         assert given.manifest is not None
         self._buckets = given.manifest.buckets
+        scale = next((meta.name for meta, _ in given.held if is_scale(meta.name)), None)
+        if scale is not None and not self._rules.check_names:  # SGLang skips a name that it does not have
+            raise ManifestMismatch(
+                f"tensor {scale} is the scale of a float8 weight, and an engine of plain weights would serve float8 ones without "
+                "it; expected=None does not look"
+            )
         with self._run.stage("join"):
             self.meet()
-            shared = [member.url for member in self.members if member.client.ranks != 1]
-            if self._rules.verify and shared:
-                raise ConfigError(
-                    f"engines {shared} share tensors over ranks: a broadcast cannot foresee their checksums; stage instead"
-                )
             self.each(self._link)
         self.pause()
         self._hold()
@@ -71,9 +72,11 @@ class Broadcast(Work):
     def deliver(self, feed: Feed) -> None:
         """Send, load and name the version; the update counts once the first engine has taken it."""
         feed(self._push)
-        self._close()
+        with self._run.stage("wait_send"):
+            self._finish()
+        with self._run.stage("end"):
+            self.each(Member.end, within_s=self._rules.engine_timeout_s)
         with self._run.stage("commit"):
-            self._fleet.check_lives(self.members)
             self._set_version()
         self.outcome = self.resume()
 
@@ -81,27 +84,10 @@ class Broadcast(Work):
         """Pack the next bucket, wait for the one before, then send it; raises the error of the one before."""
         number, bucket = self._number, self._buckets[self._number]
         payload = self._packer.pack(number, bucket, tensors, self._run)
-        if self._rules.verify:
-            with self._run.stage("digest"):
-                for name, tensor in zip(bucket.names, tensors, strict=True):
-                    self._sums.add(name, tensor)
         self._number += 1
         with self._run.stage("wait_send"):  # a new thread may have to wait for the interpreter
             self._finish()
             self._sending = background(partial(self._send, number, bucket, payload))
-
-    def _close(self) -> None:
-        """Wait for the last bucket, and compare what the engines report with what it must be."""
-        with self._run.stage("wait_send"):
-            self._finish()
-        with self._run.stage("end"):
-            self.each(Member.end, within_s=self._rules.engine_timeout_s)
-        with self._run.stage("verify"):
-            if self._rules.verify:
-                sums = self._sums.result()
-                found = self.each(lambda member, left_s: _verify(member, sums, left_s))
-                self._run.report.verified = min(found.values())
-                self._run.checksums = {"1": [sums]}
 
     def abort(self) -> None:
         """Free everything that waits, then let the engines that still hold whole weights serve."""
@@ -196,17 +182,3 @@ def _check_names(member: Member, names: frozenset[str], timeout_s: float) -> Non
             "given in part? expected=None does not look"
         )
     member.names = names
-
-
-def _verify(member: Member, checksums: Mapping[str, str], timeout_s: float) -> int:
-    """Compare what was sent, under the engine's names, with the engine's own checksums; return how many are equal."""
-    (held, *_) = member.client.weight_checksums(timeout_s=timeout_s)
-    wrong = [name for name in checksums if held.get(name) != checksums[name]]
-    if wrong or not checksums:
-        missing = [name for name in wrong if name not in held]
-        raise WeightsCorrupt(
-            f"engine {member.url}: {len(wrong)} of {len(checksums)} tensors compared hold other bytes than were sent, first "
-            f"{wrong[:_SHOWN]}; {len(missing)} of them it does not have at all. Does it keep another dtype, name or a "
-            "packed form?"
-        )
-    return len(checksums)

@@ -1,12 +1,10 @@
-"""SGLang's own checksums, computed from tensors as they are sent: what an engine of one rank must report."""
+"""Digests of tensors: ours, and SGLang's own checksum; the names under which an engine keeps what it fuses."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import xxhash
@@ -70,48 +68,3 @@ def engine_names(names: Iterable[str]) -> frozenset[str]:
         alone = len(parts) == 1 and not parameter.endswith(("w13_weight", "w2_weight"))
         whole.add(parts[0] if alone else parameter)
     return frozenset(whole)
-
-
-@dataclass(slots=True)
-class _Fused:
-    """One parameter that comes in parts; parts that come before their turn are held."""
-
-    digest: Any = field(default_factory=hashlib.sha256)
-    next: int = 0
-    first: str = ""
-    waiting: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)
-
-    def add(self, position: int, name: str, tensor: torch.Tensor) -> None:
-        self.first = name if position == 0 else self.first
-        self.waiting[position] = (name, tensor)
-        while self.next in self.waiting:
-            self.digest.update(host_bytes(self.waiting.pop(self.next)[1]))
-            self.next += 1
-
-
-class EngineChecksums:
-    """What an engine of one rank must report once it holds all tensors that were added. One thread.
-
-    Parts that come out of order are held by reference until earlier parts have come: at most the experts of a layer.
-    """
-
-    def __init__(self) -> None:
-        self._whole: dict[str, str] = {}
-        self._fused: dict[str, _Fused] = {}
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        place = fused_place(name)
-        if place is None:
-            self._whole[name] = tensor_checksum(tensor)
-        else:
-            self._fused.setdefault(place[0], _Fused()).add(place[1], name, tensor)
-
-    def result(self) -> dict[str, str]:
-        """Engine's name -> checksum. A part without its fellows keeps its own name, as in models that do not fuse it."""
-        found = dict(self._whole)
-        for name, fused in self._fused.items():
-            if fused.next:
-                alone = fused.next == 1 and not name.endswith(("w13_weight", "w2_weight"))
-                found[fused.first if alone else name] = fused.digest.hexdigest()[:_CHARS]
-            found |= {part: tensor_checksum(tensor) for part, tensor in fused.waiting.values()}
-        return found

@@ -1,13 +1,12 @@
 """The calls that an update makes to engines, staged (`joint`) or by `broadcast`, and what a failure at each call leaves.
 
-Knows members' states and the registry; not where weights come from, or which version comes next.
+Knows members' states; not where weights come from, or which version comes next.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from r3channel.weights.fleet import Fleet
 from r3channel.weights.member import EngineState, Member, told
 from r3channel.weights.progress import CONTROL_S, GRACE_S, REPAIR_S, Run, background
 from r3channel.weights.sglang import PauseMode
-from r3channel.weights.stages import Given, Push, Stages
+from r3channel.weights.stages import Push, Stages
 
 T = TypeVar("T")
 Feed = Callable[[Push], None]
@@ -93,17 +92,17 @@ class Crew:
         """Go on without this engine, until `update_one`."""
         self.members.remove(member)
         member.evicted = self._run.report.evicted[member.url] = why
-        self._fleet.quarantine([member])
+        member.holds = None
         background(member.unlink)
 
     def meet(self) -> None:
         """Let engines that have not joined in this life do so. Raises RegistryRefused."""
         fresh = [member for member in self.members if not member.boot_id]
         met = self.each(Member.meet, within_s=CONTROL_S, among=fresh)
-        self._fleet.admit(met)
+        self._fleet.check_versions(met)
 
 
-class Work(Crew, ABC):
+class Work(Crew):
     """One update of some engines. NEW -> `open` -> `deliver` (committed), or `abort` at any time. One thread."""
 
     def __init__(self, *crew: Any, stages: Stages, version: int, alone: bool = False) -> None:
@@ -113,22 +112,9 @@ class Work(Crew, ABC):
         self.outcome: R3Error | None = None
         """The error to raise although the update counts: EngineLeftBehind or TrainerRankLost."""
 
-    @abstractmethod
-    def open(self, given: Given) -> None:
-        """Tell the engines what will come."""
-
-    @abstractmethod
-    def deliver(self, feed: Feed) -> None:
-        """Send, verify and commit everything; then the update counts."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """After a failure: every engine that holds whole weights serves again."""
-
     def pause(self) -> None:
         self._paused_s = time.monotonic()
         with self._run.stage("pause"):
-            self._fleet.open(self.members, for_s=self._run.deadline.left_s())
             self.each(lambda member, left_s: member.pause(self._rules.pause, left_s), within_s=CONTROL_S)
 
     @property
@@ -137,7 +123,7 @@ class Work(Crew, ABC):
         return self._rules.pause != "in_place"
 
     def resume(self) -> EngineLeftBehind | None:
-        """Let those that have the version serve, and record them. Returns what names the others.
+        """Let those that have the version serve. Returns what names the others.
 
         They get time for it even if an engine that did not answer has used up the update's time.
         """
@@ -149,7 +135,7 @@ class Work(Crew, ABC):
             for future, member in calls.items():
                 failure = _failure(future, member, CONTROL_S) or failure
         self._run.report.paused_s = time.monotonic() - self._paused_s
-        self._fleet.ended(self._all, self._version)
+        self._fleet.version = self._version
         left = [member for member in self.members if member.state is not EngineState.SERVING]
         if not left:
             return None

@@ -105,6 +105,7 @@ class Hold:
         """
         self.name: str = order["session"]
         self._learned = learned or Learned((), {}, Needs((), ()), "")
+        self._needs, self._whole = self._learned.needs, bool(self._learned.refused)
         self._lock = threading.Lock()
         self._stage = _Stage()
         self._path = ""
@@ -147,14 +148,6 @@ class Hold:
             if self._path:
                 os.unlink(self._path)
                 self._path = ""
-
-    @property
-    def _needs(self) -> Needs:
-        return self._learned.needs
-
-    @property
-    def _whole(self) -> bool:
-        return bool(self._learned.refused)
 
     def _allocate(self, model: torch.nn.Module, wanted: str, wire: str) -> dict[str, Any]:
         """Make the staged copy, and return what the trainer is told about it."""
@@ -282,7 +275,7 @@ class Hold:
         stage = self._stage
         if stage.version != version or not stage.digests or stage.committed:
             raise WeightsError(
-                f"version {version} is not staged and verified here; staged is {stage.version}"
+                f"version {version} is not staged and verified here; {stage.version} is staged"
             )
         self._ready = [] if self._whole else self._targets(model)
 

@@ -34,23 +34,22 @@ from r3channel.errors import (
 from r3channel.weights.executor import Feed, Work
 from r3channel.weights.member import EngineState, Member, told
 from r3channel.weights.progress import CONTROL_S, GRACE_S, REPAIR_S, background
-from r3channel.weights.stages import Given, check_complete
+from r3channel.weights.stages import Given, Sums, check_complete
 from r3channel.weights.wires import RankLink
 
 _TOLD = {kind.__name__: kind for kind in (NonFiniteWeights, CannotStage, GiverChanged)}
 """Failures of another rank that are raised under their own class."""
-_Sums = list[tuple[dict[str, str], dict[str, str]]]
-"""By rank: digests and checksums by parameter."""
 
 
 class Staged(Work):
-    """A staged update on one rank. Every rank makes the same calls; each failure is raised on all. One thread, but `_push`."""
+    """A staged update on one rank. Every rank makes the same calls; each failure is raised on all. One thread."""
 
     def __init__(self, *crew: Any, **options: Any) -> None:
         super().__init__(*crew, **options)
         self._ranks = self._stages.ranks
         self._deciding = False
         """Whether engines may hold the new version by now."""
+        self._coming: dict[int, tuple[str, Sums]] = {}
         self._bucket = 0
         self._sending: dict[Future[int], Member] = {}
         self._over = False
@@ -150,7 +149,7 @@ class Staged(Work):
         if lost is not None:
             raise ManifestMismatch(
                 f"the engine that is read keeps {lost} rounded ({given.rounded[lost]}), the one to be filled does not; "
-                "give whole weights (`update`, or keep_copy=True)"
+                "give it the trainer's weights (`republish`)"
             )
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
@@ -257,7 +256,7 @@ class Staged(Work):
         if self._ranks.leads:
             states = f"[engines now: {told(members)}]"
             return (
-                f"weight version {version} is committed, but not every trainer rank was told: {gone} {states}"
+                f"weight version {version} is committed, but not told to every trainer rank: {gone} {states}"
             )
         asked = ", ".join(f"{member.url}: {member.version_now()}" for member in members)
         return f"rank 0 was committing weight version {version}, and did not say how it went: {gone} [engines say: {asked}]"
@@ -269,10 +268,10 @@ class Staged(Work):
         self._verify()
         self.pause()
         with self._run.stage("commit"):
-            self._fleet.check_lives(self.members)
             order, version = self._order("commit"), self._version
             self._before = {member: member.state for member in self.members}
             self.each(lambda m, left_s: m.change_over(order, version, self.flush, left_s), within_s=CONTROL_S)
+        self._stages.committed = self._coming
         for member in self.members:
             member.take(version)
             member.gives = version
@@ -283,20 +282,22 @@ class Staged(Work):
         """Every trainer has sent everything, and every rank has placed it. Engines of equal ranks must agree."""
         with self._run.stage("verify"):
             found = self.each(self._verified)
-        first: dict[int, tuple[Member, _Sums]] = {}
+        first = dict(self._stages.committed) if self._alone else {}
         for member, sums in found.items():
-            other, wanted = first.setdefault(len(sums), (member, sums))
+            other, wanted = first.setdefault(len(sums), (f"engine {member.url}", sums))
             if sums != wanted:
                 raise WeightsCorrupt(
-                    f"engines {other.url} and {member.url} staged other bytes than each other: trainer ranks that hold the same "
-                    "parameter hold other values. Their replicas drift apart where gradients are not reduced between them, as "
-                    "those of experts under TP > 1 with expert parallel sizes of 1 (Megatron's `allreduce` mark)"
+                    f"engine {member.url} staged other bytes of version {self._version} than {other}: weights changed since, or "
+                    "trainer ranks that hold the same parameter hold other values. Their replicas drift apart where gradients "
+                    "are not reduced between them, as those of experts under TP > 1 with expert parallel sizes of 1 (Megatron's "
+                    "`allreduce` mark)"
                 )
+        self._coming = {ranks: ("was committed", sums) for ranks, (_, sums) in first.items()}
         self._run.report.verified = sum(rank.compared for rank in next(iter(found)).ranks)
         if self._rules.verify and not self._run.report.loaded:
             self._run.checksums = {str(n): [own for _, own in sums] for n, (_, sums) in first.items()}
 
-    def _verified(self, member: Member, left_s: float) -> _Sums:
+    def _verified(self, member: Member, left_s: float) -> Sums:
         wanted = self._rules.verify
         return [rank.verify(self._version, checksums=wanted, timeout_s=left_s) for rank in member.ranks]
 

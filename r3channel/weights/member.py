@@ -53,8 +53,10 @@ class Member:
     """The version that was committed over these links, and can be read back; rank 0 knows."""
     serves: str = ""
     """The version that it names in replies, known once it was linked."""
+    holds: int | None = None
+    """The version that it committed, as long as nothing says that it holds other weights."""
     boot_id: str = ""
-    """The engine's life that joined; empty before, and once it has left."""
+    """The engine's life that was met; empty before, and where another one is known to have begun."""
     evicted: str = ""
     """Why updates go on without it, until `update_one` brings it back."""
     names: frozenset[str] = frozenset()
@@ -78,8 +80,9 @@ class Member:
             self.state = state
 
     def meet(self, timeout_s: float) -> None:
-        """Ask the engine whether it is there, for its ranks and for its boot id."""
-        self.boot_id = self.client.meet(timeout_s=timeout_s)
+        """Ask the engine whether it is there, for its ranks and for its boot id. What was known of another life is forgotten."""
+        self.unlink()
+        self.boot_id, self.holds = self.client.meet(timeout_s=timeout_s), None
 
     def unlink(self) -> None:
         """Forget the links and the group, without a call to the engine."""
@@ -103,12 +106,6 @@ class Member:
             self.group.wait_quiet(1.0)
         self.unlink()
         wait(leaving, timeout=REPAIR_S)
-
-    def afresh(self) -> Member:
-        """The same engine with nothing known about it, so that it is asked again."""
-        self.unlink()
-        self.boot_id = ""
-        return self
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         self.enter(EngineState.PAUSED)
@@ -219,7 +216,7 @@ class Member:
 
     def take(self, version: int) -> None:
         """Note that the engine holds this version and its name; close a bracket that was found open."""
-        self.serves, self.foreign = str(version), False
+        self.holds, self.serves, self.foreign = version, str(version), False
         self.enter(EngineState.COMMITTED)
 
     def resume(self, timeout_s: float) -> None:

@@ -16,14 +16,6 @@ from r3channel.weights.progress import Run
 OnNonfinite = Literal["error", "allow"]
 """What to do with a tensor that holds NaN or Inf."""
 
-_WIDENED = {
-    torch.float8_e4m3fn: torch.float16,
-    torch.float8_e5m2: torch.float32,
-    torch.float8_e4m3fnuz: torch.float32,
-    torch.float8_e5m2fnuz: torch.float32,
-}
-"""Types without `aminmax`, and one that holds all their values."""
-
 _FIRST_NOT_FINITE: Mapping[torch.dtype, int] = {
     torch.float64: 0x7FF0_0000_0000_0000,
     torch.float32: 0x7F80_0000,
@@ -64,7 +56,7 @@ def finite(values: torch.Tensor) -> bool:
 
 def _finite_on_device(values: torch.Tensor) -> torch.Tensor:
     """Compares minimum and maximum, which both keep NaN. Not run on a GPU; on a CPU it is slow and right."""
-    low, high = torch.aminmax(values.to(_WIDENED.get(values.dtype, values.dtype)))
+    low, high = torch.aminmax(values.float() if values.itemsize == 1 else values)  # float8 has none
     return torch.isfinite(low) & torch.isfinite(high)
 
 

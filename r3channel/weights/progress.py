@@ -14,11 +14,9 @@ from r3channel.transport.process_group import in_background
 from r3channel.weights.manifest import Manifest
 
 # Waits within waits: each has the same deadline, and the innermost must speak first, because it knows who is late.
-_ANSWER_S = (
-    0.15  # of several calls: for one that ends by its own deadline, and for the one at fault to answer too
-)
+# Of several calls: for one that ends by its own deadline, and for the one at fault to answer too.
+_ANSWER_S = 0.15
 GRACE_S = 2 * _ANSWER_S  # of one call in a thread, which may make several
-LAST_WORD_S = GRACE_S + _ANSWER_S  # of the thread that waits for those
 
 CONTROL_S = 10.0
 """The limit of a pause, begin, change-over, version or resume: a slower engine does not keep the others paused."""
@@ -46,11 +44,6 @@ class Deadline:
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._begun_s
-
-    @property
-    def remaining_s(self) -> float:
-        """Seconds left; 0 when there are none."""
-        return max(0.0, self._timeout_s - self.elapsed_s)
 
     def left_s(self) -> float:
         """Seconds left, more than 0; DeadlineExceeded when there are none."""
@@ -105,8 +98,6 @@ class UpdateReport:
     """Tensors that engines keep in another dtype: name -> `float32 -> bfloat16`. Known of staged updates only."""
     skipped: tuple[str, ...] = ()
     """Tensors that no rank of any engine has a place for. Known of staged updates only."""
-    expired: tuple[str, ...] = ()
-    """Engines whose lease ran out before this update: the update left them out, and they left the session."""
     wall_s: float = 0.0
     paused_s: float = 0.0
     """From the call that pauses engines to the last answer of those that serve again; 0 where another rank pauses them."""
@@ -138,7 +129,7 @@ class Run:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measure the block's time, less that of stages inside it, also in a thread for which the block waits."""
+        """Measure the block's time, less that of stages inside it."""
         begun_s, outer_s, self._inner_s = time.monotonic(), self._inner_s, 0.0
         try:
             yield

@@ -86,9 +86,7 @@ class Receiver:
     def _free_for(self, session: str, model: torch.nn.Module) -> None:
         held = self.holder()
         if held and held != session:
-            raise WeightsError(
-                f"the engine is held by session {held}, whose trainer lives; close that one first"
-            )
+            raise WeightsError(f"the engine is held by session {held}, whose trainer lives; close it first")
         if why := "; ".join(refused_model(model)):
             raise WeightsError(f"an update would leave something old: {why}")
 

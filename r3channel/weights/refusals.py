@@ -30,32 +30,17 @@ def _none_of(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value not in values
 
 
-_MOVED = (
-    "experts change their places while it serves, and the map that was learned when it was linked does not"
-)
-_QUANTISES = (
-    "it quantises a plain checkpoint at its start: plain weights would land under scales of the old ones"
-)
+_MOVED = "experts change their places while it serves; the map that was learned at its linking does not"
+_QUANTISES = "it quantises a plain checkpoint at its start: plain weights would get its old scales"
 _FLOAT8 = "start it without, or from a checkpoint of float8 blocks, and give float8 blocks (examples/float8_blocks.py)"
 _DRAFT = "start it without or with NGRAM, or let SGLang load both: `staged=False, expected=None`, with the draft's tensors"
 
 ANY_WAY: tuple[Setting, ...] = (
     Setting("dp_size", _above(1), "SGLang hands weights to one replica alone", "start one engine for each"),
-    Setting(
-        "pp_size", _above(1), "only its first stage answers: others keep old layers unseen", "--pp-size 1"
-    ),
-    Setting(
-        "weight_cache_mode", _none_of(None, "off"), "its weights are shared with a daemon and other engines"
-    ),
-    Setting(
-        "offload_group_size",
-        _above(0),
-        "a pass begins with layers that were fetched before",
-        "--cpu-offload-gb",
-    ),
-    Setting(
-        "enable_elastic_expert_backup", bool, "experts come back as in the checkpoint it was started from"
-    ),
+    Setting("pp_size", _above(1), "only its first stage answers: others stay old unseen", "--pp-size 1"),
+    Setting("weight_cache_mode", _none_of(None, "off"), "its weights are shared with a daemon and others"),
+    Setting("offload_group_size", _above(0), "a pass begins with layers fetched before", "--cpu-offload-gb"),
+    Setting("enable_elastic_expert_backup", bool, "experts return as in the checkpoint it was started from"),
     Setting("modelopt_quant", bool, _QUANTISES, _FLOAT8),
     Setting("quantize_and_serve", bool, _QUANTISES, _FLOAT8),
     Setting("torchao_config", bool, _QUANTISES, _FLOAT8),  # of 0.5.15.post1
@@ -63,12 +48,7 @@ ANY_WAY: tuple[Setting, ...] = (
 """Settings that are refused for staged bytes and for broadcasts."""
 
 _OURSELVES = "start it without, or let SGLang load by itself: `staged=False`"
-OLD = Setting(
-    "version",
-    lambda value: _before(value, (0, 5, 23)),
-    "it has no begin and end around an update",
-    _OURSELVES,
-)
+OLD = Setting("version", lambda v: _before(v, (0, 5, 23)), "it has no begin and end of updates", _OURSELVES)
 """An old release. It gets no order at all, because an exception in an order would end the engine."""
 
 STAGED: tuple[Setting, ...] = (
@@ -76,12 +56,8 @@ STAGED: tuple[Setting, ...] = (
     Setting("enable_eplb", bool, _MOVED, _OURSELVES),
     Setting("elastic_ep_backend", _none_of(None, "none"), _MOVED, _OURSELVES),
     Setting("speculative_algorithm", _none_of(None, "NONE", "NGRAM"), "the draft would stay old", _DRAFT),
-    Setting(
-        "moe_runner_backend", lambda value: "_trtllm" in str(value), "experts are kept repacked", _OURSELVES
-    ),
-    Setting(
-        "load_format", lambda value: value == "flash_rl", "its loader quantises what it is given", _OURSELVES
-    ),
+    Setting("moe_runner_backend", lambda v: "_trtllm" in str(v), "experts are kept repacked", _OURSELVES),
+    Setting("load_format", lambda v: v == "flash_rl", "its loader quantises what it is given", _OURSELVES),
 )
 """Refused where bytes are staged beside the parameters; SGLang's own loading is right with these."""
 

@@ -5,8 +5,8 @@
 
 With our half in the engine (`staged`) nothing touches a parameter before every rank of every engine holds verified bytes, and
 a change-over that one engine refuses is undone at the others. Without it SGLang loads in place, and an engine that holds parts
-of an update stays paused (quarantined) until it has whole weights: the committed version where a host copy is kept, else the
-next update.
+of an update stays paused (quarantined) until it has whole weights: those of the next update, or the committed ones again
+(`republish`).
 
 The update counts once all engines have changed over, or with the first that took a broadcast's version. Before, a failure
 aborts: the old version stays. After it, an engine that does not serve the version is left behind in quarantine.
@@ -15,15 +15,12 @@ aborts: the old version stays. After it, an engine that does not serve the versi
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
 import secrets
 import threading
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -33,37 +30,35 @@ from r3channel.errors import (
     ConfigError,
     EngineLeftBehind,
     GiverChanged,
-    ManifestMismatch,
     R3Error,
     RegistryRefused,
     TrainerRankLost,
     UsageError,
     WeightUpdateFailed,
+    close_after,
 )
 from r3channel.observe.metrics import Metrics
 from r3channel.transport.auth import read_token
 from r3channel.transport.collective_lock import PROCESS_SLOT
 from r3channel.weights.broadcast import Broadcast
 from r3channel.weights.convert import Shard
-from r3channel.weights.executor import Crew, Feed, OnEngineLoss, Rules, Work
+from r3channel.weights.executor import Crew, Feed, OnEngineLoss, Rules
 from r3channel.weights.fleet import Fleet
 from r3channel.weights.geometry import Box
 from r3channel.weights.group import group_device
 from r3channel.weights.joint import Staged
-from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, is_scale
+from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
 from r3channel.weights.member import EngineState, Member, told
 from r3channel.weights.pack import OnNonfinite, Packer
 from r3channel.weights.peer import from_peer
-from r3channel.weights.progress import GRACE_S, REPAIR_S, Deadline, Run, UpdateReport, background
-from r3channel.weights.reader import Reader
-from r3channel.weights.registry import WeightRegistry, own_registry
+from r3channel.weights.progress import REPAIR_S, Deadline, Run, UpdateReport, background
+from r3channel.weights.reader import read_again, read_first
 from r3channel.weights.sglang import EngineClient, PauseMode
 from r3channel.weights.stages import Given, Push, Stages, TrainerRanks
-from r3channel.weights.store import HeldWeights, HostCopy, by_bucket, checkpoint_tensors
+from r3channel.weights.store import HeldWeights
 from r3channel.weights.wires import Wire
 
 DEFAULT_BUCKET_BYTES = 256 << 20
-RESTORE_S = 30.0
 _COUNTED = (
     *("r3channel_weight_updates_total", "r3channel_weight_pause_seconds_total"),
     *("r3channel_weight_bytes_total", "r3channel_engine_evictions_total"),
@@ -72,15 +67,15 @@ Plan = Literal["broadcast", "exact"]
 Staging = Literal["auto"] | bool
 
 
-class WeightSync:
+class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
     """Publishes weights to engines. NEW -> READY (`connect`) -> CLOSED (`close`, any number of times).
 
     An `update` that fails keeps the session READY: the next one joins what groups are missing and sends everything again.
 
-        with WeightSync([url], bucket_bytes=64 << 20, keep_copy=True) as sync:
+        with WeightSync([url], bucket_bytes=64 << 20) as sync:
             sync.connect(timeout_s=60)
             report = sync.update(hf_weights(bridge, chunks), version=7, timeout_s=300)
-            sync.update_one(url, timeout_s=60)      # that engine restarted; the others notice nothing
+            sync.republish(hf_weights(bridge, chunks), engines=[url], timeout_s=300)  # it restarted; the others notice nothing
 
     With whole tensors exactly one trainer rank owns a session; if the tensors come from a collective iterator, the other ranks
     exhaust theirs at the same time. One thread at a time calls.
@@ -96,13 +91,11 @@ class WeightSync:
         backend: str = "gloo",
         pause: PauseMode = "retract",
         verify: bool = False,
-        keep_copy: bool = False,
         on_nonfinite: OnNonfinite = "error",
         on_engine_loss: OnEngineLoss = "evict",
         expected: Literal["engine"] | None = "engine",
         engine_timeout_s: float = 30.0,
         token_file: str = "",
-        registry: WeightRegistry | None = None,
         plan: Plan = "broadcast",
         wire: Wire = "tcp",
         group: Any = None,
@@ -119,11 +112,8 @@ class WeightSync:
             host: this machine's address that the engines reach; we listen there and nowhere else.
             backend: of broadcasts.
             pause: what happens to running requests. `in_place` keeps the KV cache of the old weights and never flushes it.
-            verify: also compute what the engine's own checksum of each parameter must be (`held`), and compare it before the
-                commit of a broadcast (one rank, on the CPU). Staged bytes are always verified, on every rank.
-            keep_copy: keep what this rank gave in host memory (its bytes, twice during an update and after it), for
-                `update_one` where no other engine holds the version staged, and for giving a failed broadcast's engines the old
-                version back.
+            verify: also have each rank tell what the engine's own checksum of each parameter will be (`held`). No broadcast can.
+                Staged bytes are verified in any case.
             on_nonfinite: `error` refuses NaN and Inf by tensor before their bucket or record leaves; `allow` does not look.
             on_engine_loss: an engine that dies or falls silent during an update is left out by name (`evict`) until `update_one`
                 brings it back, or fails the update (`abort`).
@@ -131,7 +121,6 @@ class WeightSync:
             engine_timeout_s: how long one engine may take for one bucket of a broadcast, or one record (1 MiB) of staged bytes,
                 before it counts as lost.
             token_file: the run's token, where the engines were started with R3CHANNEL_TOKEN_FILE.
-            registry: where the engines join and what they hold is recorded; None makes one without leases.
             plan: `broadcast`: one trainer rank has whole tensors. `exact`: all ranks of `group` make the same session and the
                 same calls, each `update` is given `hf_shards`, and every rank sends its own part, staged.
             wire: how staged bytes reach an engine's ranks: over `tcp`, or put into `shared_memory` by trainers on its machine
@@ -144,8 +133,12 @@ class WeightSync:
             raise ConfigError(
                 "plan='exact' goes with group=... and staged engines; plan='broadcast' with neither group"
             )
+        if verify and staged is False:
+            raise ConfigError("verify=True tells what staged parameters will hold; staged=False stages none")
+        if isinstance(engines, str):  # whose letters would be taken for engines
+            raise ConfigError(f"engines is {engines!r}, one address; expected a list of them")
         clients = [EngineClient(engine) if isinstance(engine, str) else engine for engine in engines]
-        self._fleet = Fleet(clients, registry or own_registry(backend))
+        self._fleet = Fleet(clients, backend)
         self._rules = Rules(
             pause=pause,
             verify=verify,
@@ -156,7 +149,7 @@ class WeightSync:
             backend=backend,
             check_names=expected is not None,
         )
-        self._staging: Staging = staged
+        self._must_stage = staged is True or verify or group is not None
         self._way = "" if staged else "broadcast: not wanted"
         if on_nonfinite not in ("error", "allow"):
             raise ConfigError(f"on_nonfinite {on_nonfinite!r}: expected error or allow")
@@ -171,13 +164,10 @@ class WeightSync:
             wire=wire,
         )
         self._bucket_bytes = bucket_bytes
-        self._copy = HostCopy() if keep_copy else None
-        self._device = group_device(backend)
-        self._packer = Packer(self._device, look=self._rules.look)
+        self._packer = Packer(group_device(backend), look=self._rules.look)
         """Packs the buckets of broadcasts."""
         self._given: Given | None = None
-        """What every later update must give, once one update of whole tensors counts."""
-        self._reader: Reader | None = None
+        """What the last committed update gave."""
         self._own_page = metrics is None
         self.metrics = metrics or Metrics("trainer")
         if metrics is None and metrics_port >= 0:
@@ -185,8 +175,8 @@ class WeightSync:
         for name in _COUNTED:
             self.metrics.measure(name)
         # Not by `self`, which the page would keep, and with it the group and gloo's threads, to the process's end.
-        registry, now_s = self._fleet.registry, time.monotonic
-        self.metrics.watch("r3channel_engines_routable", lambda: len(registry.routable(now_s=now_s())))
+        fleet = self._fleet
+        self.metrics.watch("r3channel_engines_routable", lambda: len(fleet.routable(0)))
         self._version: int | None = None
         self._held: HeldWeights | None = None
         self._phase, self._busy = "new", threading.Lock()
@@ -211,26 +201,14 @@ class WeightSync:
         """What the engines hold since the last commit, to be written to a file and held against any engine (store.py)."""
         return self._held
 
-    @property
-    def registry(self) -> WeightRegistry:
-        """The engines that belong, and their versions."""
-        return self._fleet.registry
+    def routable(self, *, timeout_s: float = 0.0) -> tuple[str, ...]:
+        """The gate: engines that may get requests, as they hold the newest committed version. Any thread.
 
-    def routable(self) -> tuple[str, ...]:
-        """The gate: engines that may get requests, as they hold the newest committed version. Any thread, no call.
-
-        While a broadcast is under way its engines are not among them; engines that serve beside a staged copy are.
+        While a broadcast is under way its engines are not among them; engines that serve beside a staged copy are. With
+        `timeout_s` each is asked, and one that does not answer is not among them, nor is one that was restarted, until
+        `update_one` or the next `update`; without, no call is made.
         """
-        return self.registry.routable(now_s=time.monotonic())
-
-    def renew(self, *, timeout_s: float) -> tuple[str, ...]:
-        """Ask each engine whether it lives, and return `routable()`. Any thread; to be called more often than leases run.
-
-        One that does not answer keeps its lease until it runs out. One that was restarted holds unknown weights: it is
-        not routable until `update_one` or the next `update`.
-        """
-        self._fleet.renew(timeout_s)
-        return self.routable()
+        return self._fleet.routable(timeout_s)
 
     def connect(self, *, timeout_s: float) -> None:
         """Let all engines join.
@@ -254,74 +232,64 @@ class WeightSync:
     ) -> UpdateReport:
         """Bring all engines to these weights under `version`, or raise with the old version still in place.
 
-        The tensors are read once, in a thread, and sent while they come; none may change before this returns. Whatever
-        happens, the iterator is exhausted (unless it raises itself), because other ranks may be in step with it. The first
-        update fixes the manifest: later ones must give the same names, dtypes and shapes in the same order. It is packed whole
-        before any engine is asked.
+        The tensors are read once, and sent while they come; none may change before this returns. After a failure, too, the
+        iterator is exhausted (unless it raises itself), because other ranks may be in step with it. The first update fixes the
+        manifest: later ones must give the same names, dtypes and shapes in the same order. It is packed whole before any
+        engine is asked.
 
-        Engines whose lease ran out, and those lost on the way, are left out and named in the report.
+        Engines that are lost on the way are left out and named in the report.
 
         Waits while a step's routing is being received in this process, and keeps it waiting (`transport/collective_lock.py`).
 
         Raises WeightUpdateFailed (naming bucket, tensor and engine, and the state of each engine), EngineLeftBehind
         (committed, but not by the engines named), TrainerRankLost (`exact`: says what engines hold),
         RegistryRefused (no engine is left), DeadlineExceeded, UsageError (an older version, too).
-        Ends within `timeout_s`, after a failure within some 10 s more for cleaning up.
+        Ends within `timeout_s`, after a failure within some 10 s more for cleaning up, and what the iterator itself takes.
         """
         run = Run(Deadline(timeout_s, f"update to version {version}"))
-        reader = None if self._exact else Reader((_pair(one) for one in named_tensors), run)
-        try:
-            with (
-                self._alone("update", f"the update to weight version {version}", timeout_s),
-                self._counted(version, run.report),
-            ):
-                self._check_version(version)
-                if reader is None:
-                    return self._update(tuple(map(_shard, named_tensors)), version, run)
-                if self._reader is not None and not self._reader.wait(run.deadline.left_s()):
-                    raise UsageError(
-                        "the iterator of the update before is still being read: its other ranks have not come along"
-                    )
-                self._reader = reader
-                return self._update(reader, version, run)
-        except BaseException:
-            if reader is not None:
-                reader.drain()
-            raise
-        finally:
-            if reader is not None:
-                reader.wait(run.deadline.remaining_s)
+        with (
+            self._exhausted(named_tensors) as given,
+            self._alone("update", f"the update to weight version {version}", timeout_s),
+            self._counted(version, run.report),
+        ):
+            self._check_version(version)
+            return self._update(given, version, run)
 
-    def load_checkpoint(self, folder: str | os.PathLike[str], *, version: int, timeout_s: float) -> None:
-        """Read a Hugging Face folder into the host copy as `version`, so that `update_one` and `add_engine` fill from it.
+    def republish(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]] | Iterable[Shard],
+        *,
+        engines: Sequence[str],
+        timeout_s: float,
+    ) -> UpdateReport:
+        """Give the committed version again, to these engines alone: restarted, evicted or quarantined ones, where no other holds
+        it for `update_one`. Every rank calls, as for `update`, with the weights that it gave then.
 
-        No engine is asked, so it goes on beside engines that start (with dummy weights), also before `connect`. Memory:
-        the copy, and two buckets. The first `update` still fixes order and dtypes of its own. UsageError without
-        `keep_copy` or after an update; ConfigError, ManifestMismatch and NonFiniteWeights for a folder that does not fit.
+        No other engine gets a call or pauses. Staged bytes other than those of the commit are refused. Raises
+        WeightUpdateFailed with those engines in quarantine, or UsageError before the first committed update.
         """
-        if self._exact or self._copy is None or self._phase == "closed" or self._version is not None:
-            raise UsageError(
-                "load_checkpoint() needs keep_copy=True without plan='exact', and comes before the first update()"
-            )
-        self._check_version(version)
-        run = Run(Deadline(timeout_s, f"reading of {os.fspath(folder)}"))
-        self._copy.commit(version, self._read_first(Reader(checkpoint_tensors(folder), run), self._copy))
-        self._version = version
+        members = [self._fleet.member(url) for url in engines]
+        run = Run(Deadline(timeout_s, f"republishing to {engines}"))
+        with self._exhausted(named_tensors) as given, self._alone("republish", "a weight update", timeout_s):
+            if self._version is None or not members:
+                raise UsageError(f"republish() of version {self._version} to {engines}: nothing to do")
+            report = self._bring_up(members, run, lambda: self._what(given, run))
+            assert report is not None
+            return report
 
     def update_one(self, engine: str, *, timeout_s: float) -> UpdateReport:
         """Bring one engine, restarted, evicted or quarantined, to the committed version.
 
-        From the host copy (`keep_copy`), or without one from another engine's memory (`staged`), which is read while it serves.
-        No other engine gets a call or pauses. Raises WeightUpdateFailed with that engine in quarantine, or UsageError where
-        neither holds the version.
+        It comes from another engine's memory (`staged`), which is read while it serves. No other engine gets a call or pauses.
+        Raises WeightUpdateFailed with that engine in quarantine, or UsageError where no other engine holds the version.
         """
         deadline = Deadline(timeout_s, f"update of {engine}")
         with self._alone("update_one", f"the weight update of {engine}", timeout_s):
-            report = self._bring_up(self._fleet.member(engine), deadline)
+            report = self._from_peer(self._fleet.member(engine), deadline)
             if report is None:
                 raise UsageError(
-                    f"nothing holds version {self._version} for engine {engine}: there is no host copy (keep_copy=True, and a "
-                    "first update() or load_checkpoint()), and no other engine took it staged and serves it"
+                    f"nothing holds version {self._version} for engine {engine}: no other engine took it staged and serves it. "
+                    "Give it again: republish()"
                 )
             return report
 
@@ -353,29 +321,32 @@ class WeightSync:
         """Leave all engines. Those that are not SERVING stay paused: they hold no weights worth serving."""
         if self._phase != "closed":
             self._phase = "closed"
-            self._copy = None
             del self._packer  # frees the buffers
             wait([background(member.leave) for member in self._fleet.members], timeout=2 * REPAIR_S)
             self._stages.close()
             if self._own_page:
                 self.metrics.close()
 
-    def __enter__(self) -> WeightSync:
-        return self
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        close_after(error, self.close)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    @contextlib.contextmanager
+    def _exhausted(self, named_tensors: Iterable[Any]) -> Iterator[Iterator[Any]]:
+        """What the caller gives, read to its end also after a failure: other ranks may be in step with it."""
+        given = map(_shard if self._exact else _pair, named_tensors)
+        try:
+            yield given
+        except Exception:
+            with contextlib.suppress(Exception):  # one is under way
+                deque(given, maxlen=0)
+            raise
 
     @contextlib.contextmanager
     def _alone(self, method: str, what: str, timeout_s: float) -> Iterator[None]:
         """Keep other threads out of this object, and this process from receiving a step's routing, inside the block."""
         with PROCESS_SLOT.use("weights", what, timeout_s=timeout_s):
             if self._phase != "ready":
-                raise UsageError(
-                    f"WeightSync.{method}() on a session that is {self._phase}; call connect() first"
-                )
+                raise UsageError(f"WeightSync.{method}() on a session that is {self._phase}; connect() first")
             if not self._busy.acquire(blocking=False):
                 raise UsageError(f"WeightSync.{method}() while another thread is inside this WeightSync")
             try:
@@ -386,17 +357,14 @@ class WeightSync:
     @contextlib.contextmanager
     def _counted(self, version: int, report: UpdateReport) -> Iterator[None]:
         """Count one update of all engines in the metrics."""
-        result = "committed"
+        result = "failed"
         try:
             with self.metrics.clock.span("weights"):
                 yield
-        except EngineLeftBehind:  # committed, but not by all
-            raise
-        except TrainerRankLost:
-            result = "committed" if self._ranks.leads else "unknown"
-            raise
-        except BaseException:
-            result = "failed"
+            result = "committed"
+        except (EngineLeftBehind, TrainerRankLost) as error:  # committed, but not by all
+            known = isinstance(error, EngineLeftBehind) or self._ranks.leads
+            result = "committed" if known else "unknown"
             raise
         finally:
             self.metrics.inc("r3channel_weight_updates_total", result=result)
@@ -407,96 +375,63 @@ class WeightSync:
                 self.metrics.set("r3channel_weight_version", version)
 
     def _check_version(self, version: int) -> None:
-        last = max(self.registry.current_version, -1 if self._version is None else self._version)
+        last = max(-1 if known is None else known for known in (self._fleet.version, self._version))
         if version < max(last, 0):
             raise UsageError(f"version {version} after {last}; versions only grow")
 
     # -- what is given -------------------------------------------------------------------------------------------------
 
-    def _read_first(self, reader: Reader, copy: HostCopy) -> Given:
-        """Copy whole tensors before any engine is asked: their names are not known sooner."""
-        manifest = reader.first(copy, cap_bytes=self._bucket_bytes, look=self._rules.look)
-        scale = next((meta.name for meta, _, _ in manifest.arrivals if is_scale(meta.name)), None)
-        if scale is not None and not self._rules.check_names and not self._rules.verify:
-            # SGLang skips a name that it does not have, so an engine of plain weights would serve float8 ones without scales
-            raise ManifestMismatch(
-                f"tensor {scale} is the scale of a float8 weight; expected `expected` or `verify`, which notice an engine that "
-                "has no such parameter"
-            )
-        return Given.whole(manifest)
-
-    def _what(self, what: Reader | Sequence[Shard], run: Run) -> tuple[Given, Feed]:
-        """What an update gives, and how its values come."""
-        if not isinstance(what, Reader):
-            tensors = [shard.tensor for shard in what]
-            held = tuple((shard.meta, shard.box) for shard in what)
+    def _what(self, what: Iterator[Any], run: Run) -> tuple[Given, Feed]:
+        """What an update gives, and how its values come. Whole tensors are copied where their names are not known sooner."""
+        if self._exact:
+            shards = list[Shard](what)
+            tensors = [shard.tensor for shard in shards]
+            held = tuple((shard.meta, shard.box) for shard in shards)
             return Given(held, (len(held),), None), lambda push: push(tensors)
-        given, copy = self._given, self._copy
-        if given is None:
-            first = copy or HostCopy()
-            given = self._read_first(what, first)
-            return given, lambda push: _each(by_bucket(first.coming, given.ends), push)
-        assert given.manifest is not None
-        manifest = given.manifest
-        if copy is None:
-            return given, lambda push: what.again(manifest, push)
-        numbers = itertools.count()
+        given = self._given
+        if given is not None and given.manifest is not None:
+            manifest = given.manifest
+            return given, lambda push: read_again(what, manifest, push, run)
+        with run.stage("plan"):
+            limits = {"cap_bytes": self._bucket_bytes, "look": self._rules.look}
+            manifest, buckets = read_first(what, run, **limits)
 
-        def kept(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            with run.stage("pack"):
-                return [copy.put(next(numbers), tensor) for tensor in tensors]
+        def feed(push: Push) -> None:
+            deque(map(push, buckets), maxlen=0)
 
-        return given, lambda push: what.again(manifest, lambda tensors: push(kept(tensors)))
+        return Given.whole(manifest), feed
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _undone(
-        self, what: str, members: Sequence[Member], reader: Reader | None = None
-    ) -> Iterator[list[Work]]:
+    def _undone(self, what: str, members: Sequence[Member]) -> Iterator[list[Staged | Broadcast]]:
         """On a failure inside, abort the work that was put into the list, and tell the engines' states in the error."""
-        begun: list[Work] = []
+        begun: list[Staged | Broadcast] = []
         try:
             yield begun
         except TrainerRankLost:  # after the commit
             raise
         except BaseException as error:
-            if reader is not None:
-                reader.drain()
             for work in begun:
                 work.abort()
-            self._fleet.ended(members)
-            if reader is not None and begun:
-                self._restore(members)
             if not isinstance(error, Exception):
                 raise
             raise WeightUpdateFailed(f"{what}: {error} [engines now: {told(members)}]") from error
 
-    def _taking_part(self, run: Run) -> list[Member]:
-        if not self._exact:  # whose other ranks know no leases
-            run.report.expired = self._fleet.part_with_the_lost()
+    def _taking_part(self) -> list[Member]:
         members = [member for member in self._fleet.members if not member.evicted]
         if not members:
             raise RegistryRefused(f"no engine is left to update: {self.evicted}; update_one brings one back")
-        self._fleet.cover(members, for_s=run.deadline.left_s())
         return members
 
-    def _update(self, what: Reader | Sequence[Shard], version: int, run: Run) -> UpdateReport:
+    def _update(self, what: Iterator[Any], version: int, run: Run) -> UpdateReport:
         """Update all engines with what the caller gives."""
-        members = self._taking_part(run)
-        reader = what if isinstance(what, Reader) else None
+        members = self._taking_part()
         stays = f"weight version {version} was not committed, version {self._version} stays"
-        with self._undone(stays, members, reader) as begun:
+        with self._undone(stays, members) as begun:
             given, feed = self._what(what, run)
             outcome = self._deliver(begun, members, given, feed, version, run)
-        self._version = version
-        if isinstance(what, Reader):
-            self._given = given
-        elif self._copy is not None:
-            for index, shard in enumerate(what):
-                self._copy.put(index, shard.tensor.to(shard.meta.dtype))
-        if self._copy is not None:
-            self._copy.commit(version, given)
+        self._version, self._given = version, given
         self._held = HeldWeights(version, run.checksums) if run.checksums else None
         if outcome is not None:
             raise outcome
@@ -505,43 +440,47 @@ class WeightSync:
     def _joined(self, member: Member, deadline: Deadline) -> UpdateReport | None:
         """Bring up an engine that joins; None also if it cannot stage, because the next update may then fall back for all."""
         try:
-            return self._bring_up(member, deadline)
+            return self._from_peer(member, deadline)
         except WeightUpdateFailed as error:
-            if self._exact or self._staging is True or not isinstance(error.__cause__, CannotStage):
+            if self._must_stage or not isinstance(error.__cause__, CannotStage):
                 raise
             return None
 
-    def _bring_up(self, member: Member, deadline: Deadline) -> UpdateReport | None:
-        """Bring one engine to the committed version; None where nothing holds that version."""
-        run, version = Run(deadline), self._version
-        with self._undone(f"engine {member.url} was not brought to version {version}", [member]) as begun:
-            found = self._held_for(member, run)
+    def _bring_up(
+        self, members: Sequence[Member], run: Run, source: Callable[[], tuple[Given, Feed] | None]
+    ) -> UpdateReport | None:
+        """Bring engines to the committed version; None where the source does not hold it."""
+        version, names = self._version, ", ".join(member.url for member in members)
+        with self._undone(f"engine {names} was not brought to version {version}", members) as begun:
+            found = source()
             if version is None or found is None:
                 return None
             given, feed = found
             try:
-                outcome = self._deliver(begun, [member.afresh()], given, feed, version, run, alone=True)
+                for member in members:
+                    member.boot_id = ""  # nothing that was known of it is
+                outcome = self._deliver(begun, members, given, feed, version, run, alone=True)
             except GiverChanged:  # what it serves is not the version
-                self._fleet.quarantine([self._fleet.member(given.giver)])
+                self._fleet.member(given.giver).holds = None
                 raise
             if outcome is not None:
                 raise outcome
-        member.evicted = ""
+        for member in members:
+            member.evicted = ""
         return run.ended(version, self._sent(given))
 
-    def _held_for(self, member: Member, run: Run) -> tuple[Given, Feed] | None:
-        """The committed version from the host copy, or out of another engine's memory."""
-        copy, version = self._copy, self._version
+    def _from_peer(self, member: Member, deadline: Deadline) -> UpdateReport | None:
+        """Bring one engine to the committed version out of another one's memory; None where none holds it."""
+        run, version = Run(deadline), self._version
         if version is None:
             return None
-        if copy is not None and copy.version == version:
-            return copy.given, lambda push: _each(copy.read(), push)
         others = [other for other in self._fleet.members if other is not member]
-        return from_peer(others, self._stages, version, cap_bytes=self._bucket_bytes, run=run)
+        read = partial(from_peer, others, self._stages, version, cap_bytes=self._bucket_bytes, run=run)
+        return self._bring_up([member], run, read)
 
     def _deliver(
         self,
-        begun: list[Work],
+        begun: list[Staged | Broadcast],
         members: Sequence[Member],
         given: Given,
         feed: Feed,
@@ -552,7 +491,7 @@ class WeightSync:
     ) -> R3Error | None:
         """Send staged if that is wanted and possible, else broadcast. Returns the error to raise although the update counts."""
         parts = members, self._fleet, self._rules, run
-        work: Work
+        work: Staged | Broadcast
         if not self._way or given.manifest is None:
             work = Staged(*parts, stages=self._stages, version=version, alone=alone)
             begun += [work] if self._ranks.leads else []
@@ -560,7 +499,7 @@ class WeightSync:
             try:
                 work.open(given)
             except CannotStage as error:
-                if given.manifest is None or self._staging is True:
+                if given.manifest is None or self._must_stage:
                     raise
                 self._way = f"broadcast: {error}"
                 begun.clear()
@@ -568,9 +507,7 @@ class WeightSync:
                 work.deliver(feed)
                 return work.outcome
         run.report.way = self._way
-        # engines that are restored are so side by side, each from memory of its own
-        packer = Packer(self._device, look=False) if alone else self._packer
-        work = Broadcast(*parts, stages=self._stages, version=version, alone=alone, packer=packer)
+        work = Broadcast(*parts, stages=self._stages, version=version, alone=alone, packer=self._packer)
         try:
             work.open(given)
         except BaseException:  # nothing has been loaded: there is nothing to restore
@@ -580,18 +517,6 @@ class WeightSync:
         work.deliver(feed)
         return work.outcome
 
-    def _restore(self, members: Sequence[Member]) -> None:
-        """Give the old version back to engines that hold parts of a new one, each by itself. One that fails stays paused."""
-        if self._copy is None or self._copy.version is None:
-            return
-
-        def one(member: Member) -> None:
-            with contextlib.suppress(R3Error):  # the caller is told the states
-                self._bring_up(member, Deadline(RESTORE_S, f"restoring {member.url}"))
-
-        dirty = [member for member in members if member.state is EngineState.DIRTY and not member.evicted]
-        wait([background(partial(one, member)) for member in dirty], timeout=RESTORE_S + GRACE_S)
-
     def _sent(self, given: Given) -> Manifest:
         """With `exact`: all tensors that trainers hold together."""
         return given.manifest or Manifest.of([Bucket.of(self._stages.metas)])
@@ -599,9 +524,7 @@ class WeightSync:
 
 def _pair(one: tuple[str, torch.Tensor] | Shard) -> tuple[str, torch.Tensor]:
     if isinstance(one, Shard):
-        raise UsageError(
-            "shards were given to a session with plan='broadcast'; give hf_weights, or plan='exact'"
-        )
+        raise UsageError("shards were given to plan='broadcast'; give hf_weights, or plan='exact'")
     return one
 
 
@@ -611,8 +534,3 @@ def _shard(one: tuple[str, torch.Tensor] | Shard) -> Shard:
         return one
     name, tensor = one
     return Shard(TensorMeta.of(name, tensor), Box.whole(tensor.shape), tensor)
-
-
-def _each(buckets: Iterable[Sequence[torch.Tensor]], push: Push) -> None:
-    for tensors in buckets:
-        push(tensors)

@@ -55,16 +55,8 @@ class EngineClient:
         self,
         url: str,
         *,
-        ranks: int | None = None,
         api_key: str | None = None,
-        torch: str = "",
-        nccl: str = "",
     ) -> None:
-        """`ranks` is the engine's tensor-parallel size: so many members of it join. None: asked of the engine (`meet`).
-
-        `torch`, `nccl`: the versions that the engine runs, as whoever started it knows them; empty is unknown and not
-        compared. SGLang 0.5.23 tells neither over HTTP, our plug-in both (`learn_versions`).
-        """
         try:
             parts = urlsplit(url)
             self._host, self._port = parts.hostname or "", parts.port
@@ -72,18 +64,17 @@ class EngineClient:
             raise ConfigError(f"engine address {url!r}: expected http://host:port ({error})") from error
         if parts.scheme not in ("http", "https") or not self._host:
             raise ConfigError(f"engine address {url!r}: expected http://host:port")
-        if ranks is not None and ranks < 1:
-            raise ConfigError(f"engine {url}: {ranks} ranks; expected at least 1")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise ConfigError(  # http.client would show it
                 f"engine {url}: api_key has a character that no HTTP header takes; has it a line break at its end?"
             )
         self.url = url.rstrip("/")
-        self.ranks, self._known = ranks or 1, ranks
-        """1 until the engine was asked, or a trainer rank that does not ask itself was told."""
+        self.ranks = 1
+        """Its tensor-parallel size, once the engine was asked (`meet`), or a trainer rank that does not ask itself was told."""
         self.unstaged, self.takes_orders = "", False
         """Why it takes no staged bytes, and whether it may be given orders, as far as its settings tell (`meet`)."""
-        self.torch, self.nccl = torch, nccl
+        self.torch = self.nccl = ""
+        """The versions that it runs; empty is unknown. SGLang 0.5.23 tells neither over HTTP, our plug-in both."""
         # Plain http.client: unlike requests it takes no proxy from the environment.
         https = parts.scheme == "https"
         self._connect = http.client.HTTPSConnection if https else http.client.HTTPConnection
@@ -92,7 +83,7 @@ class EngineClient:
         self._headers |= {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     def __repr__(self) -> str:
-        return f"EngineClient({self.url!r}, ranks={self._known})"
+        return f"EngineClient({self.url!r}, ranks={self.ranks})"
 
     def learn_versions(self, *, timeout_s: float) -> None:
         """Ask the engine's plug-in which torch and NCCL it runs, by a request of two tokens; without a plug-in both stay unknown.
@@ -176,24 +167,17 @@ class EngineClient:
         """The version that the engine puts into replies, as its own text."""
         version = self._call("GET", "/model_info", None, timeout_s=timeout_s).get("weight_version")
         if not isinstance(version, str):
-            raise EngineRefused(
-                f"engine {self.url} /model_info holds no weight_version; is it SGLang 0.5.23?"
-            )
+            raise EngineRefused(f"engine {self.url} /model_info has no weight_version; is it SGLang 0.5.23?")
         return version
 
     def meet(self, *, timeout_s: float) -> str:
-        """Learn the engine's ranks and its `boot_id`. ConfigError where it has others than was said, or was started with what an
-        update would leave old (`refusals`)."""
+        """Learn the engine's ranks and its `boot_id`. ConfigError where it was started with what an update would leave old
+        (`refusals`)."""
         told = self._call("GET", "/server_info", None, timeout_s=timeout_s)
         if why := refused(told, ANY_WAY):
             raise ConfigError(f"engine {self.url} was started with {why}")
         self.unstaged, self.takes_orders = refused(told, STAGED), not refused(told, (OLD,))
-        ranks = int(told.get("tp_size") or 1)
-        if self._known not in (None, ranks):
-            raise ConfigError(
-                f"engine {self.url} has {ranks} tensor-parallel ranks; {self._known} were named"
-            )
-        self.ranks = self._known = ranks
+        self.ranks = int(told.get("tp_size") or 1)
         return _boot_id(told)
 
     def order(

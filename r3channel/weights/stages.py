@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -27,7 +25,7 @@ from r3channel.transport.listener import Listener
 from r3channel.weights.convert import gathered_bytes
 from r3channel.weights.dryrun import Needs, Part
 from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
-from r3channel.weights.manifest import Manifest, TensorMeta
+from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
 from r3channel.weights.plan import plan_reshard
 from r3channel.weights.progress import Deadline
 from r3channel.weights.wires import (
@@ -43,9 +41,9 @@ from r3channel.weights.wires import (
 )
 
 _SHOWN = 3
-_TURN_S = 0.1
-"""How long one of several threads waits for links before the next one does."""
 Held = tuple[tuple[TensorMeta, Box], ...]
+Sums = list[tuple[dict[str, str], dict[str, str]]]
+"""What an engine would hold, by rank: digests and checksums by parameter."""
 Push = Callable[[Sequence[torch.Tensor]], None]
 """Takes the next bucket's tensors, in order. They may be overwritten once the next call but one has returned."""
 
@@ -107,7 +105,7 @@ class TrainerRanks:
 
 
 class Stages:
-    """OPEN -> CLOSED. One thread, but threads may call `accept` for different engines at once."""
+    """OPEN -> CLOSED. One thread."""
 
     def __init__(
         self,
@@ -126,14 +124,14 @@ class Stages:
         self._listener: Listener | None = None
         self.attempts: dict[str, int] = {}
         """The last order to connect, by engine. Links of an order that was given up may still come."""
-        self._accepting = threading.Lock()
-        self._arrived: list[tuple[dict[str, Any], Connection]] = []
         self.metas: tuple[TensorMeta, ...] = ()
         """The tensors that engines are told of."""
         self._trainers: list[tuple[str, int]] = []
         self._held: Held = ()
         self._source: ShardMap | None = None
         self._planned: tuple[set[RankLink], Sequence[int]] = (set(), ())
+        self.committed: dict[int, tuple[str, Sums]] = {}
+        """By an engine's number of ranks, what the committed version is there, and who says so."""
 
     # -- links ---------------------------------------------------------------------------------------------------------
 
@@ -177,22 +175,14 @@ class Stages:
         return {url: sorted(ranks, key=lambda rank: rank.rank) for url, ranks in found.items()}
 
     def _next(self, wanted: Mapping[str, int], deadline: Deadline) -> tuple[dict[str, Any], Connection]:
-        """The next link of one of these engines. Another waiting thread may have taken it from the listener."""
+        """The next link of one of these engines, of its last order."""
         assert self._listener is not None
         while True:
-            left_s = deadline.left_s()
-            with self._accepting:
-                for at, (hello, link) in enumerate(self._arrived):
-                    if hello["engine"] in wanted:
-                        del self._arrived[at]
-                        if hello["attempt"] == self.attempts[hello["engine"]]:
-                            return hello, link
-                        link.close()  # of an attempt that was given up
-                        break
-                else:
-                    with suppress(DeadlineExceeded):
-                        link = self._listener.accept(min(left_s, _TURN_S))
-                        self._arrived.append((json.loads(link.hello), link))
+            link = self._listener.accept(deadline.left_s())
+            hello = json.loads(link.hello)
+            if hello["engine"] in wanted and hello["attempt"] == self.attempts[hello["engine"]]:
+                return hello, link
+            link.close()
 
     def close(self) -> None:
         if self._listener is not None:
@@ -293,6 +283,12 @@ def check_complete(
     missing = sorted({name for rank in ranks for name in rank.needs.missing})
     used = {part.tensor for rank in ranks for part in rank.needs.parts}
     unknown = [meta.name for index, meta in enumerate(metas) if index not in used]
+    placed = {unit_of(metas[index].name) for index in used}
+    scale = next((name for name in unknown if is_scale(name) and unit_of(name) in placed), None)
+    if scale is not None:
+        raise ManifestMismatch(
+            f"the engine has no place for {scale}, the scale of a float8 weight: it keeps plain weights. Give it those"
+        )
     if missing and names:
         raise ManifestMismatch(
             f"{len(missing)} parameters of the engine would keep their old values, first {missing[:_SHOWN]}; of the tensors "

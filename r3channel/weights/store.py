@@ -1,7 +1,4 @@
-"""The last committed weights in the trainer's host memory, to repair one engine from; checkpoints; the file of what is held.
-
-A copy is twice the bytes that this rank gave: what was committed, and room for the next version. Nothing here knows an engine.
-"""
+"""Weights in files: checkpoints, and what engines hold. Nothing here knows an engine."""
 
 from __future__ import annotations
 
@@ -10,62 +7,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from r3channel.errors import ConfigError, ManifestMismatch, WeightsCorrupt
-from r3channel.weights.checksums import tensor_digest
+from r3channel.errors import ConfigError, ManifestMismatch
 from r3channel.weights.manifest import unit_of
-from r3channel.weights.stages import Given
-
-
-class HostCopy:
-    """What a trainer rank gave: the committed version, and the memory into which the next one is copied. One thread."""
-
-    def __init__(self) -> None:
-        self.version: int | None = None
-        self.given = Given((), (), None)
-        """What was given for the committed version."""
-        self.coming: list[torch.Tensor] = []
-        self._committed: list[torch.Tensor] = []
-        self._digests: list[str] = []
-
-    def put(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy tensor number `index` of the coming version into the other half of the memory; numbers rise."""
-        if index < len(self.coming):
-            held = self.coming[index]
-            if (held.dtype, held.shape) == (tensor.dtype, tensor.shape):
-                return held.copy_(tensor.detach())
-        del self.coming[index:]
-        copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        self.coming.append(copy)
-        return copy
-
-    def commit(self, version: int, given: Given) -> None:
-        """Make what was put since the last commit the committed version."""
-        del self.coming[len(given.held) :]
-        self._committed, self.coming = self.coming, self._committed
-        self._digests = [tensor_digest(tensor) for tensor in self._committed]
-        self.version, self.given = version, given
-
-    def read(self) -> Iterator[list[torch.Tensor]]:
-        """The committed tensors by bucket. WeightsCorrupt, naming one, if its bytes changed since they were committed."""
-        for index, (meta, _) in enumerate(self.given.held):
-            if tensor_digest(self._committed[index]) != self._digests[index]:
-                raise WeightsCorrupt(
-                    f"tensor {meta} of the host copy of version {self.version} changed since it was committed; send a whole "
-                    "update instead"
-                )
-        yield from by_bucket(self._committed, self.given.ends)
-
-
-def by_bucket(tensors: Sequence[torch.Tensor], ends: Sequence[int]) -> Iterator[list[torch.Tensor]]:
-    """The tensors, cut into buckets at each end."""
-    for start, end in pairwise((0, *ends)):
-        yield list(tensors[start:end])
 
 
 def checkpoint_tensors(folder: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -122,9 +70,7 @@ class HeldWeights:
     def of_ranks(self, ranks: int) -> Sequence[Mapping[str, str]]:
         """By rank, of an engine with so many; ManifestMismatch where no such one took part."""
         if str(ranks) not in self.engine:
-            raise ManifestMismatch(
-                f"the file tells of engines with {', '.join(self.engine)} ranks, this one has {ranks}"
-            )
+            raise ManifestMismatch(f"the file tells of {', '.join(self.engine)} ranks, not of {ranks}")
         return self.engine[str(ranks)]
 
     def write(self, path: str | os.PathLike[str]) -> None:

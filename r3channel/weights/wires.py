@@ -349,9 +349,7 @@ class RankLink:
         return flats
 
     def _nonfinite(self, record: Record, shards: Sequence[torch.Tensor], bucket: int) -> NonFiniteWeights:
-        bad = next(
-            p for p in record.pieces if not finite(p.of(shards, record.dtype).detach().cpu().flatten())
-        )
+        bad = next(p for p in record.pieces if not finite(p.of(shards, record.dtype).cpu().flatten()))
         return nonfinite(f"bucket {bucket}", bad.meta)
 
 

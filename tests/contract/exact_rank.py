@@ -78,9 +78,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 def plain_weights(job: dict[str, Any]) -> dict[str, Any]:
     """Updates that succeed, that fail, and one in which a rank dies."""
     rank, result = job["rank"], dict[str, Any]()
-    with WeightSync(
-        job["engines"], plan="exact", group=dist.group.WORLD, verify=True, keep_copy=True
-    ) as sync:
+    with WeightSync(job["engines"], plan="exact", group=dist.group.WORLD, verify=True) as sync:
         sync.connect(timeout_s=60)
         report = sync.update(shards(rank, 1), version=1, timeout_s=60)
         result["sent"] = report.sent_bytes
@@ -91,7 +89,10 @@ def plain_weights(job: dict[str, Any]) -> dict[str, Any]:
         short = shards(rank, 2)[rank:]  # nobody has the lower half of the first tensor
         result["short"] = [failure(lambda: sync.update(short, version=2, timeout_s=60)) for _ in range(2)]
         result["version"] = sync.version
-        sync.update_one(job["engines"][0], timeout_s=60)
+        result["other"] = failure(
+            lambda: sync.republish(shards(rank, 3), engines=job["engines"], timeout_s=60)
+        )
+        sync.republish(shards(rank, 1), engines=job["engines"][:1], timeout_s=60)
         if rank == job["dies"]:
             die_after_the_commit(job, 2)
         result["lost"] = failure(lambda: sync.update(shards(rank, 2), version=2, timeout_s=60))
@@ -103,7 +104,7 @@ def float8(job: dict[str, Any]) -> dict[str, Any]:
     """An update of an engine of float8 weights, from this rank's rows; then the joining of a second one."""
     half = Box((256 * job["rank"], 0), (256 * job["rank"] + 256, 200))
     given = Shard(TensorMeta.of(FLOAT8, plain()), half, plain()[half.within(Box.whole((512, 200)))])
-    with WeightSync(job["engines"], plan="exact", group=dist.group.WORLD) as sync:  # none keeps a copy
+    with WeightSync(job["engines"], plan="exact", group=dist.group.WORLD) as sync:
         sync.connect(timeout_s=60)
         report = sync.update(float8_blocks([given], like=job["like"]), version=1, timeout_s=60)
         joined = sync.add_engine(job["joins"], timeout_s=60)

@@ -38,6 +38,7 @@ def test_an_error_of_either_trainer_rank_says_what_version_engines_hold(tmp_path
     assert kind == "WeightUpdateFailed" and "holds NaN" in spoiled and left["version"] == 1
     # The second time all hold what they held the time before, and no plan was made for that.
     assert all("(64 elements), of which the sources hold 32" in said for _, said in left["short"])
+    assert "staged other bytes of version 1 than was committed" in left["other"][1]
     kind, lost = left["lost"]
     assert kind == "TrainerRankLost"
     if dies:

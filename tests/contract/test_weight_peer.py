@@ -1,4 +1,4 @@
-"""An engine that lost its weights gets them out of another one's memory, where no trainer keeps a copy."""
+"""An engine that lost its weights gets them out of another one's memory, or from the trainer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 from r3channel.cli import main
 from r3channel.errors import EngineLeftBehind, GiverChanged, UsageError, WeightsError, WeightUpdateFailed
 from r3channel.weights.session import WeightSync
-from r3channel.weights.store import HostCopy
 from r3channel.weights.wires import RankLink
 from tests.contract.test_weight_staged import loading
 from tests.fake_engine import UPDATE, FakeEngine
-from tests.weights import COMMIT, NAMES, give, holds, refused, serving, session, weights
+from tests.weights import COMMIT, NAMES, again_to, give, holds, refused, serving, session, weights
 
 __all__ = ["loading"]
 Trio = tuple[WeightSync, FakeEngine, FakeEngine, FakeEngine]
@@ -50,15 +49,6 @@ def test_a_restarted_engine_is_filled_while_the_others_get_no_call(trio: Trio) -
         assert all(holds(engine, 2) for engine in (one, other, again))
 
 
-def test_an_engine_that_joins_holds_the_version_at_once(trio: Trio) -> None:
-    sync, one, *_ = trio
-    late = serving()
-    with sync:
-        report = sync.add_engine(late.url, timeout_s=20)
-        assert report is not None and report.version == 1 and holds(late, 1) and one.calls == []
-        assert late.url in sync.routable()
-
-
 @pytest.mark.parametrize("fails", ["staging", "commit"])
 def test_an_update_that_failed_leaves_the_version_before_it_to_be_given(trio: Trio, fails: str) -> None:
     sync, one, other, lost = trio
@@ -88,7 +78,9 @@ def test_weights_that_somebody_changed_are_not_passed_on_and_their_engine_is_not
         assert failure.value.__cause__.engines == (one.url,)
         assert again.version == "0" and not again.tensors[NAMES[0]].any() and not again.paused
         assert again.url not in sync.routable()
-        assert one.url not in sync.routable() and one.url not in sync.renew(timeout_s=5), "it serves nothing"
+        assert one.url not in sync.routable() and one.url not in sync.routable(timeout_s=5), (
+            "it serves nothing"
+        )
         sync.update_one(again.url, timeout_s=20)  # from the other one
         assert holds(again, 1)
         assert main(["weights", "verify", "--engine", one.url, "--engine", again.url]) == 1
@@ -243,19 +235,35 @@ def test_parameters_that_a_loader_derives_are_not_read_back(loading: dict[str, s
             sync.update_one(pair[0].url, timeout_s=20)
 
 
-def test_a_host_copy_left_behind_is_not_given_under_the_new_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = serving(), serving()
-    with session(*pair, keep_copy=True) as sync:
-        give(sync, 1)
-        commit = HostCopy.commit
-        monkeypatch.setattr(HostCopy, "commit", _no_memory)
-        with pytest.raises(MemoryError):
-            give(sync, 2)
-        monkeypatch.setattr(HostCopy, "commit", commit)
-        again = pair[1].restarted()
-        sync.update_one(again.url, timeout_s=20)  # out of the other one's memory
-        assert holds(again, 2)
+# -- where no engine is left to read: the trainer gives the version again ---------------------------------------------------
 
 
-def _no_memory(*_: object) -> None:
-    raise MemoryError
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize("count", [1, 2], ids=["the only engine", "all engines"])
+def test_engines_that_were_all_killed_get_the_committed_version_again(staged: bool, count: int) -> None:
+    engines = [serving() for _ in range(count)]
+    with session(*engines, staged=staged) as sync:
+        with pytest.raises(UsageError, match="of version None"):
+            again_to(sync, engines[0], version=1)
+        give(sync, 1, backwards(1))
+        engines = [engine.restarted() for engine in engines]
+        with pytest.raises(UsageError, match=r"nothing holds version 1.*republish\(\)"):
+            sync.update_one(engines[0].url, timeout_s=20)
+        report = sync.republish(backwards(1), engines=[engine.url for engine in engines], timeout_s=20)
+        assert report.version == 1 and all(holds(engine, 1) for engine in engines)
+        assert len(sync.routable(timeout_s=5)) == count
+        give(sync, 2, backwards(2))
+        assert all(holds(engine, 2) for engine in engines)
+
+
+def test_other_weights_than_those_of_the_commit_are_not_given_under_its_version(trio: Trio) -> None:
+    sync, one, _, lost = trio
+    again = lost.restarted()
+    with sync:
+        with pytest.raises(
+            WeightUpdateFailed, match=f"{again.url} staged other bytes of version 1 than was committed"
+        ):
+            sync.republish(backwards(2), engines=[again.url], timeout_s=20)
+        assert not again.tensors[NAMES[0]].any() and not again.paused and again.url not in sync.routable()
+        sync.republish(backwards(1), engines=[again.url], timeout_s=20)
+        assert holds(again, 1) and one.calls == [] and len(sync.routable()) == 3

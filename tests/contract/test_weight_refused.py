@@ -24,7 +24,7 @@ EITHER_WAY: list[tuple[str, Any, str]] = [
     ("torchao_config", "int8wo", "quantises a plain checkpoint"),
 ]
 STAGED_ONLY: list[tuple[str, Any, str]] = [
-    ("version", "0.5.15.post1", "no begin and end around"),
+    ("version", "0.5.15.post1", "no begin and end of"),
     ("enable_eplb", True, "change their places"),
     ("elastic_ep_backend", "mooncake", "change their places"),
     ("speculative_algorithm", "EAGLE", "the draft would stay old"),
@@ -96,7 +96,7 @@ class _Config:
 
 
 KEEPS_SOMETHING_OLD: list[tuple[str, Any, str]] = [
-    ("quant_method", _Config(False), r"online quantisation \(_Config\).*old scales|under scales of the old"),
+    ("quant_method", _Config(False), r"online quantisation \(_Config\).*old scales|its old scales"),
     ("use_intel_amx_backend", True, "packed for AMX"),
     ("_derived_weight_cache_error", "copies of k_norm are kept", "copies of k_norm are kept"),
 ]

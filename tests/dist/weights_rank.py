@@ -38,7 +38,7 @@ def exact(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
     """Publishes to engines, also what is spoilt."""
     model = megatron.build(job["model"], layout, dtype=job["dtype"])
     result: dict[str, Any] = {"reports": []}
-    how: dict[str, Any] = {"plan": "exact", "verify": True, "keep_copy": True, "staged": True}
+    how: dict[str, Any] = {"plan": "exact", "verify": True, "staged": True}
     with WeightSync(job["engines"], group=dist.group.WORLD, **how) as sync:
         sync.connect(timeout_s=60)
         for version in (1, 2):

@@ -21,11 +21,12 @@ from examples.embedded.sglang import environment, kill_family
 from r3channel.observe.metric_table import METRICS
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.summary import summarize
-from r3channel.weights.checksums import EngineChecksums
+from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.store import HeldWeights
 from tests.e2e.conftest import Run, RunDemo
 from tests.e2e.scraper import PROMETHEUS
 from tests.foreground import foreground
+from tests.weights import as_engine_keeps
 
 pytestmark = pytest.mark.e2e
 TOP_K, LAYERS = 8, (1, 2, 3)
@@ -119,10 +120,9 @@ def test_the_engine_answers_as_the_trainers_weights_do(demo: Run) -> None:
     """Greedy tokens equal those of transformers on the exported weights; every byte is the trainer's, routers included."""
     folder = demo.folder / "export"
     (engine,) = json.loads((folder / "engines.json").read_text()).values()
-    exported = EngineChecksums()
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        exported.add(name, tensor)
-    assert engine["version"] == "3" and engine["checksums"] == [exported.result()]
+    exported = as_engine_keeps(load_file(folder / "model.safetensors")).items()
+    assert engine["version"] == "3"
+    assert engine["checksums"] == [{name: tensor_checksum(tensor) for name, tensor in exported}]
     assert sum(name.endswith("mlp.gate.weight") for name in engine["checksums"][0]) == len(LAYERS)
 
     held = HeldWeights.read(demo.folder / "committed.json")

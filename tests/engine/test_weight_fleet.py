@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ import torch
 
 from examples.embedded.sglang import EngineOptions, EngineServer, kill_family
 from r3channel.cli import main
-from r3channel.transport.process_group import in_background
 from r3channel.weights.member import EngineState
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient
+from r3channel.weights.store import checkpoint_tensors
 from tests.engine.client import greedy, serving
 from tests.engine.conftest import Weights
 
@@ -30,6 +29,7 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
 NORM = "model.layers.3.post_attention_layernorm.weight"
 BUCKET_BYTES = 1 << 20
+PLUGIN = {"R3CHANNEL_WEIGHTS": "1"}
 
 
 class Watched(EngineClient):
@@ -47,13 +47,13 @@ class Watched(EngineClient):
 @pytest.fixture(scope="module")
 def dummy(model_dir: Path) -> Iterator[EngineServer]:
     """A second engine that was started without the checkpoint's weights."""
-    with serving(model_dir, r3channel=False, extra_args=("--load-format", "dummy")) as server:
+    with serving(model_dir, r3channel=False, env=PLUGIN, extra_args=("--load-format", "dummy")) as server:
         yield server
 
 
 def two(url: str, **options: Any) -> tuple[WeightSync, Watched]:
     watched = Watched(url)
-    session = WeightSync([watched], bucket_bytes=BUCKET_BYTES, verify=True, keep_copy=True, **options)
+    session = WeightSync([watched], bucket_bytes=BUCKET_BYTES, **options)
     session.connect(timeout_s=30)
     return session, watched
 
@@ -70,11 +70,13 @@ def test_an_engine_with_dummy_weights_is_filled_alone_while_the_other_serves(
         with _Serving(engine_url) as serving:
             report = sync.add_engine(dummy.url, timeout_s=60)
         assert watched.routes == [] and serving.answers and set(serving.answers) == {(tuple(tokens), "1")}
-        assert report is not None and report.verified == 38 and report.way.startswith("broadcast")
+        assert report is not None and report.verified == 38 and report.way == "staged"
         assert greedy(dummy.url) == (tokens, "1")
 
         sync.update(changed.items(), version=2, timeout_s=60)
         assert greedy(dummy.url) == greedy(engine_url) and greedy(dummy.url)[1] == "2"
+        report = sync.republish(changed.items(), engines=[dummy.url], timeout_s=60)
+        assert report.verified == 38 and greedy(dummy.url) == greedy(engine_url)
 
 
 def test_checkpoint_engine_a_dummy_engine_is_filled_from_a_checkpoint_alone(
@@ -82,36 +84,13 @@ def test_checkpoint_engine_a_dummy_engine_is_filled_from_a_checkpoint_alone(
 ) -> None:
     """No trainer and no other engine takes part; the outputs equal those of an engine that loaded the checkpoint itself."""
     tokens, _ = greedy(engine_url)
-    with WeightSync([dummy.url], bucket_bytes=BUCKET_BYTES, verify=True, keep_copy=True) as alone:
-        read = partial(alone.load_checkpoint, model_dir, version=3, timeout_s=60)
-        reading = in_background(read, name="test-checkpoint")
-        alone.connect(timeout_s=60)  # while the checkpoint is read
-        reading.result(60)
-        assert alone.routable() == ()
-        report = alone.update_one(dummy.url, timeout_s=60)
+    with WeightSync([dummy.url], bucket_bytes=BUCKET_BYTES) as alone:
+        alone.connect(timeout_s=60)
+        report = alone.update(checkpoint_tensors(model_dir), version=3, timeout_s=60)
         assert report.verified == 38 and alone.routable() == (dummy.url,)
     assert greedy(dummy.url) == (tokens, "3")
     checksums = [EngineClient(url).weight_checksums(timeout_s=30) for url in (engine_url, dummy.url)]
     assert checksums[0] == checksums[1]
-
-
-@pytest.mark.full
-def test_checkpoint_engine_a_checkpoint_is_read_while_an_engine_starts_without_weights(
-    engine_url: str, model_dir: Path, original: Weights, changed: Weights
-) -> None:
-    tokens, _ = greedy(engine_url)
-    options = EngineOptions(model=model_dir, r3channel=False, extra_args=("--load-format", "dummy"))
-    with EngineServer(options) as starting:
-        sync = WeightSync([starting.url], bucket_bytes=BUCKET_BYTES, verify=True, keep_copy=True)
-        sync.load_checkpoint(model_dir, version=0, timeout_s=60)
-        assert not EngineClient(starting.url).healthy(timeout_s=1)  # it is not up yet
-        starting.wait_ready(150)
-        with sync:
-            sync.connect(timeout_s=60)
-            sync.update_one(starting.url, timeout_s=60)
-            assert greedy(starting.url) == (tokens, "0")
-            sync.update(changed.items(), version=1, timeout_s=60)  # in the trainer's own order
-            assert greedy(starting.url)[1] == "1"
 
 
 class _Serving:
@@ -168,7 +147,7 @@ def test_one_engine_that_dies_is_left_out_and_a_new_one_takes_its_place(
     restored: None, engine_url: str, model_dir: Path, original: Weights, changed: Weights
 ) -> None:
     sync, watched = two(engine_url)
-    options = EngineOptions(model=model_dir, r3channel=False)
+    options = EngineOptions(model=model_dir, r3channel=False, env=PLUGIN)
     with sync, EngineServer(options) as doomed, EngineServer(options) as spare:
         doomed.wait_ready(150)
         sync.add_engine(doomed.url, timeout_s=60)
@@ -255,7 +234,7 @@ def test_a_trainer_that_dies_while_it_broadcasts_leaves_an_engine_that_serves_no
     asked.join(1.0)
     assert not waiting
 
-    with WeightSync([engine_url], verify=True) as sync:
+    with WeightSync([engine_url]) as sync:
         sync.connect(timeout_s=30)
         sync.update(changed.items(), version=8, timeout_s=60)
         asked.join(60)

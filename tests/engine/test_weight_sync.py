@@ -16,7 +16,6 @@ from r3channel import errors
 from r3channel.model.spec import RoutingSpec
 from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.member import EngineState
-from r3channel.weights.registry import WeightRegistry
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient, PauseMode
 from r3channel.weights.wires import Wire
@@ -24,6 +23,7 @@ from r3channel.wire.frame import parse_frame
 from r3channel.wire.routing import RowKind
 from tests.engine.client import PROMPT, generate, greedy
 from tests.engine.conftest import Weights
+from tests.weights import as_engine_keeps
 
 pytestmark = pytest.mark.engine
 
@@ -56,46 +56,16 @@ def session(engine_url: str, way: str) -> WeightSync:
     return opened
 
 
-def test_an_engine_tells_its_versions_and_others_than_the_trainers_are_refused(engine_url: str) -> None:
+def test_an_engine_tells_its_versions_and_others_than_the_trainers_are_refused(
+    engine_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = EngineClient(engine_url)
     client.learn_versions(timeout_s=30)
     assert client.torch == torch.__version__
-    older = WeightRegistry(torch="1.13.1", nccl="", lease_s=60)
-    with WeightSync([client], registry=older) as sync, pytest.raises(errors.RegistryRefused) as raised:
+    monkeypatch.setattr("r3channel.weights.fleet.torch_version", lambda: "1.13.1")
+    with WeightSync([client]) as sync, pytest.raises(errors.RegistryRefused) as raised:
         sync.connect(timeout_s=30)
     assert "1.13.1" in str(raised.value) and torch.__version__.split("+")[0] in str(raised.value)
-
-
-def as_engine_keeps(weights: Weights) -> Weights:
-    """Hugging Face tensors under SGLang's names: q, k, v and gate, up fused, experts stacked."""
-    kept: Weights = {}
-    experts: dict[str, list[torch.Tensor]] = {}
-    for name in sorted(weights, key=_numbers):
-        head, _, module = name.removesuffix(".weight").rpartition(".")
-        part = {
-            other: weights.get(f"{head}.{other}.weight")
-            for other in ("q_proj", "k_proj", "v_proj", "up_proj")
-        }
-        if ".experts." in name:
-            stack = f"{head.rpartition('.')[0]}.{'w2' if module == 'down_proj' else 'w13'}_weight"
-            if module != "up_proj":
-                up = part["up_proj"]
-                assert up is not None
-                both = weights[name] if module == "down_proj" else torch.cat([weights[name], up])
-                experts.setdefault(stack, []).append(both)
-        elif module == "q_proj":
-            fused = [part[member] for member in ("q_proj", "k_proj", "v_proj")]
-            kept[f"{head}.qkv_proj.weight"] = torch.cat([w for w in fused if w is not None])
-        elif module == "gate_proj":
-            assert part["up_proj"] is not None
-            kept[f"{head}.gate_up_proj.weight"] = torch.cat([weights[name], part["up_proj"]])
-        elif module not in ("k_proj", "v_proj", "up_proj"):
-            kept[name] = weights[name]
-    return kept | {name: torch.stack(parts) for name, parts in experts.items()}
-
-
-def _numbers(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def test_every_parameter_of_the_engine_equals_the_trainers_bit_for_bit(
@@ -201,7 +171,7 @@ def test_a_conversion_that_fails_half_way_is_repaired_by_the_next_update(
     before = client.weight_checksums(timeout_s=30)
     with pytest.raises(errors.WeightUpdateFailed, match="not committed, version 1 stays: gather failed"):
         sync.update(_failing(changed, after=1000), version=2, timeout_s=60)
-    if sync._staging:  # bit for bit what it was, and serving
+    if sync._must_stage:  # bit for bit what it was, and serving
         assert client.weight_checksums(timeout_s=30) == before
         assert sync.engine_states == {engine_url: EngineState.SERVING}
     else:
@@ -227,19 +197,12 @@ def test_a_changed_manifest_is_refused_by_tensor(sync: WeightSync, changed: Weig
     assert isinstance(failure.value.__cause__, errors.ManifestMismatch)
 
 
-def test_a_router_that_an_engine_keeps_in_another_dtype_is_reported_or_found(
-    broadcasting: WeightSync, engine_url: str, changed: Weights
+def test_a_router_that_an_engine_keeps_in_another_dtype_is_reported(
+    restored: None, engine_url: str, changed: Weights
 ) -> None:
     lossy = {name: w.bfloat16() if name == GATE else w for name, w in changed.items()}
-    with WeightSync([engine_url], staged=True) as staged:
-        staged.connect(timeout_s=30)
-        assert staged.update(lossy.items(), version=1, timeout_s=60).rounded == {GATE: "bfloat16 -> float32"}
-    with WeightSync([engine_url], verify=True, staged=False) as verifying:
-        verifying.connect(timeout_s=30)
-        # The engine loads into float32 whatever comes, so the bytes that it holds are not those sent.
-        with pytest.raises(errors.WeightUpdateFailed, match=rf"1 of 38 .*{GATE}") as failure:
-            verifying.update(lossy.items(), version=1, timeout_s=60)
-        assert isinstance(failure.value.__cause__, errors.WeightsCorrupt)
+    with session(engine_url, "staged") as sync:
+        assert sync.update(lossy.items(), version=1, timeout_s=60).rounded == {GATE: "bfloat16 -> float32"}
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
@@ -247,7 +210,10 @@ def test_a_running_request_survives_an_update_with_all_its_rows(
     sync: WeightSync, engine_url: str, model_dir: Path, changed: Weights, mode: PauseMode
 ) -> None:
     new_tokens = 300
-    with WeightSync([engine_url], pause=mode, staged=sync._staging) as session, ThreadPoolExecutor(1) as pool:
+    with (
+        WeightSync([engine_url], pause=mode, staged=sync._must_stage) as session,
+        ThreadPoolExecutor(1) as pool,
+    ):
         session.connect(timeout_s=30)
         running = pool.submit(generate, engine_url, PROMPT, new_tokens=new_tokens)
         time.sleep(0.5)

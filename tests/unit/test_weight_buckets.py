@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -147,12 +146,6 @@ def test_members_of_a_unit_may_be_far_apart() -> None:
     assert last.names == ("a.q_proj.weight", "a.k_proj.weight")
 
 
-def test_a_model_with_half_a_family_is_no_error() -> None:
-    names = [f"layers.{i}.q_proj.weight" for i in range(9)]
-    buckets = plan_buckets([meta(name, 10) for name in names], cap_bytes=80)
-    assert [name for bucket in buckets for name in bucket.names] == names
-
-
 @pytest.mark.parametrize(
     ("names", "cap_bytes", "error", "said"),
     [
@@ -182,13 +175,6 @@ def test_a_float8_weight_leaves_with_its_scale() -> None:
         {"b.norm.weight", "a.gate_proj.weight", "a.up_proj.weight", "a.gate_proj.weight_scale_inv", "a.up_proj.weight_scale_inv"},
         {"b.down_proj.weight", "b.down_proj.weight_scale"},
     ]  # fmt: skip
-
-
-def test_float8_weights_without_scales_wait_for_none_for_ever() -> None:
-    stream = [meta(f"{i}.weight", 40, dtype=torch.float8_e4m3fn) for i in range(9)]
-    buckets = plan_buckets(stream, cap_bytes=80)
-    assert [name for bucket in buckets for name in bucket.names] == [m.name for m in stream]
-    assert max(bucket.payload_bytes for bucket in buckets) <= 80
 
 
 def test_packing_takes_parameters_and_any_strides() -> None:
@@ -250,22 +236,15 @@ def test_a_stage_counts_its_own_time_and_not_that_of_inner_ones(monkeypatch: pyt
     def spend(seconds: float) -> None:
         now_s[0] += seconds
 
-    def other_thread() -> None:
-        spend(1)  # as long as it takes to start
-        with run.stage("plan"):
-            spend(2)
-            for _ in range(2):
-                with run.stage("convert"):
-                    spend(4)
-                with run.stage("pack"):
-                    spend(8)
-
     with run.stage("join"):
         spend(16)
-    with run.stage("wait_send"):
-        thread = threading.Thread(target=other_thread)
-        thread.start()
-        thread.join()
+    with run.stage("plan"):
+        spend(2)
+        for _ in range(2):
+            with run.stage("convert"):
+                spend(4)
+            with run.stage("pack"):
+                spend(8)
         spend(32)
-    assert run.report.seconds == {"join": 16, "convert": 8, "pack": 16, "plan": 2, "wait_send": 33}
+    assert run.report.seconds == {"join": 16, "convert": 8, "pack": 16, "plan": 34}
     assert sum(run.report.seconds.values()) == now_s[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -12,15 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3channel.cli import main
-from r3channel.errors import ManifestMismatch, WeightsCorrupt
+from r3channel.errors import ManifestMismatch
 from r3channel.tools.weights import compare
-from r3channel.weights.checksums import EngineChecksums, tensor_checksum
+from r3channel.weights.checksums import engine_names
 from r3channel.weights.convert import te_name
-from r3channel.weights.manifest import Bucket, TensorMeta, fill_buckets
+from r3channel.weights.manifest import Bucket, TensorMeta
 from r3channel.weights.pack import Packer, _finite_on_device, finite, first_nonfinite
 from r3channel.weights.progress import Deadline, Run
-from r3channel.weights.stages import Given
-from r3channel.weights.store import HeldWeights, HostCopy
+from r3channel.weights.store import HeldWeights
 from tests.fake_engine import FakeEngine
 
 Named = dict[str, torch.Tensor]
@@ -38,42 +36,19 @@ def nonfinite(named: Named) -> TensorMeta | None:
     return first_nonfinite(bucket.placed, payload)
 
 
-def sha(*tensors: torch.Tensor) -> str:
-    whole = b"".join(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors)
-    return hashlib.sha256(whole).hexdigest()[:16]
-
-
-def test_fused_parameters_are_hashed_in_the_engines_order_whatever_order_the_parts_come_in() -> None:
-    head = "model.layers.0"
-    parts = {
-        name: torch.randn(3, 4) for name in ("q", "k", "v", "gate", "up", "g0", "u0", "d0", "g1", "u1", "d1")
-    }
-    sums = EngineChecksums()
-    given = {
-        f"{head}.self_attn.v_proj.weight": "v", f"{head}.self_attn.q_proj.weight": "q",
-        f"{head}.self_attn.k_proj.weight": "k", f"{head}.mlp.up_proj.weight": "up", f"{head}.mlp.gate_proj.weight": "gate",
-        f"{head}.mlp.experts.1.up_proj.weight": "u1", f"{head}.mlp.experts.1.down_proj.weight": "d1",
-        f"{head}.mlp.experts.1.gate_proj.weight": "g1", f"{head}.mlp.experts.0.up_proj.weight": "u0",
-        f"{head}.mlp.experts.0.gate_proj.weight": "g0", f"{head}.mlp.experts.0.down_proj.weight": "d0",
-    }  # fmt: skip
-    for name, part in given.items():
-        sums.add(name, parts[part])
-    p = parts
-    assert sums.result() == {
-        f"{head}.self_attn.qkv_proj.weight": sha(p["q"], p["k"], p["v"]),
-        f"{head}.mlp.gate_up_proj.weight": sha(p["gate"], p["up"]),
-        f"{head}.mlp.experts.w13_weight": sha(p["g0"], p["u0"], p["g1"], p["u1"]),
-        f"{head}.mlp.experts.w2_weight": sha(p["d0"], p["d1"]),
-    }
-
-
-def test_a_part_without_its_fellows_keeps_its_own_name() -> None:
-    """DeepSeek-V2-Lite has q_proj without k_proj, and kv_a_proj_with_mqa without q_a_proj."""
-    sums = EngineChecksums()
-    named = {f"a.{part}.weight": torch.randn(2) for part in ("q_proj", "kv_a_proj_with_mqa")}
-    for name, tensor in named.items():
-        sums.add(name, tensor)
-    assert sums.result() == {name: tensor_checksum(tensor) for name, tensor in named.items()}
+def test_names_are_those_under_which_an_engine_keeps_what_it_fuses() -> None:
+    """A part without its fellows keeps its own: DeepSeek-V2-Lite has kv_a_proj_with_mqa without q_a_proj."""
+    parts = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"]
+    parts += [f"mlp.experts.{n}.{part}_proj" for n in (0, 1) for part in ("gate", "up", "down")]
+    fused = [
+        "self_attn.qkv_proj.weight",
+        "mlp.gate_up_proj.weight",
+        "mlp.experts.w13_weight",
+        "mlp.experts.w2_weight",
+    ]
+    assert engine_names(f"layers.0.{part}.weight" for part in parts) == {f"layers.0.{name}" for name in fused}
+    alone = {"a.q_proj.weight", "a.kv_a_proj_with_mqa.weight"}
+    assert engine_names(alone) == alone
 
 
 @pytest.mark.parametrize(
@@ -91,26 +66,6 @@ def test_the_tensor_with_a_number_that_is_none_is_named(dtype: torch.dtype, bad:
     named["b"] = torch.tensor([1.0] * 8 + [bad]).to(dtype)
     found = nonfinite(named)
     assert found is not None and found.name == "b"
-
-
-def test_large_finite_numbers_are_no_infinity() -> None:
-    assert nonfinite({"a": torch.full((1000,), torch.finfo(torch.bfloat16).max).bfloat16()}) is None
-
-
-def test_the_host_copy_gives_the_committed_bytes_while_the_next_version_is_copied() -> None:
-    copy, given = HostCopy(), Given.whole(fill_buckets([TensorMeta.of("a", torch.zeros(4))], cap_bytes=64))
-    assert copy.version is None and list(copy.read()) == []
-    for version in (1, 2):
-        put = copy.put(0, torch.full((4,), float(version)))
-        if version == 1:
-            copy.commit(1, given)
-    ((held,),) = copy.read()
-    assert held.tolist() == [1.0] * 4 and put.tolist() == [2.0] * 4
-    assert copy.put(0, torch.zeros(4)) is put  # the memory is used again
-    assert copy.put(0, torch.zeros(5)) is not put
-    held[3] += 1
-    with pytest.raises(WeightsCorrupt, match=r"tensor a float32\[4\] of the host copy of version 1 changed"):
-        next(copy.read())
 
 
 def test_the_file_of_committed_weights_comes_back_and_nothing_else_is_taken_for_one(tmp_path: Path) -> None:

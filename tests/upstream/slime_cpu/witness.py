@@ -131,9 +131,7 @@ def watch_channel(module: Any) -> None:
         finally:
             channel.receiver.receive = receive
         stages = channel.metrics.clock.totals(step=rollout_id)
-        SPENT.setdefault("waits", []).append(
-            sum(stages.get(wait, 0) for wait in ("wait_relay", "wait_wire"))
-        )
+        SPENT.setdefault("waits", []).append(sum(stages.get(wait, 0) for wait in ("wait_relay", "wait_wire")))
         for call in calls:
             if call.microbatch < 0:
                 continue
