@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,10 +28,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from r3channel.bench.harness import Effort, Parts, cpu_seconds_of, family_of, interleaved, posted, ratio
+from r3channel.bench.harness import (
+    Effort,
+    Parts,
+    cpu_seconds_of,
+    family_of,
+    interleaved,
+    posted,
+    ratio,
+    said_by_child,
+)
 from r3channel.bench.wire import generate
 from r3channel.config import ChannelConfig, EngineConfig
-from r3channel.errors import EngineUnavailable
 from r3channel.model.presets import model_named
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
@@ -156,13 +163,8 @@ def scheduler(effort: Effort) -> dict[str, Any]:
     """In a child: SGLang's classes need the embedded environment from the first import on."""
     from examples.embedded.sglang import environment
 
-    command = [sys.executable, "-m", _NAME, str(effort.rounds_of(40, 10)), str(effort.of(120_000, 20_000))]
-    child = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-    )
-    if child.returncode:
-        raise EngineUnavailable(f"SGLang's own functions could not be measured:\n{child.stderr[-2000:]}")
-    return json.loads(child.stdout.splitlines()[-1])
+    arguments = ["-m", _NAME, str(effort.rounds_of(40, 10)), str(effort.of(120_000, 20_000))]
+    return said_by_child(arguments, timeout_s=_TIMEOUT_S, env=environment())
 
 
 def scheduler_us(*, rounds: int, slots: int) -> dict[str, Any]:

@@ -5,18 +5,16 @@ trainer are two processes, Ray actors on two raylets; rows go over TCP, hellos o
 step is small (1,024 tokens, four layers), so what the channel costs per step weighs more than it would in a real one.
 Its part `loop` is the whole loop of examples/async_grpo with real engines: with the channel, the default way and without replay.
 `bench replay`: two equal models, one without replay and one that replays the very ids that the first one chooses, so that the
-experts' work is the same; their steps are interleaved. A step is forward, full recompute, backward and optimizer over four
-micro-batches.
+experts' work is the same; their steps are interleaved, and nothing travels or is checked. A step is forward, full recompute,
+backward and optimizer over four micro-batches.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,20 +23,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from r3channel.bench.harness import Effort, Parts, interleaved, ratio, timed
-from r3channel.bench.relay import MANAGER_NODE, RANK_NODE, call, start_actor, two_nodes
-from r3channel.bench.relay_paths import spent
+from r3channel.bench.harness import Effort, Parts, interleaved, ratio, said_by_child, timed
+from r3channel.bench.relay import MANAGER_NODE, RANK_NODE, call, receive, start_actor, two_nodes
 from r3channel.config import ChannelConfig
-from r3channel.errors import EngineUnavailable
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.ticket import Ticket
 from r3channel.relay.ray_host import RayRelay, RelayHost
 from r3channel.relay.relay import Relay
 from r3channel.trainer.adapters import megatron
 from r3channel.trainer.audit import RouterTap
 from r3channel.trainer.channel import TrainerChannel
-from r3channel.trainer.mismatch import RoutingAudit
+from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.replay import ReplayDriver, ReplayStep
 from r3channel.wire.frame import encode_frame
 
@@ -49,8 +46,6 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "async_grpo" / "variants" / "m
 MODES = ("channel", "default", "off")
 MICROBATCHES, SAMPLES, LENGTH = 4, 4, 64
 SHAPE: dict[str, Any] = {"layers": 4, "experts": 16, "top_k": 4, "hidden": 64}
-WAITS = ("wait_relay", "wait_wire", "rebroadcast")
-"""Stages in which a step stands still for its routing."""
 _STORE_BYTES, _RUN_S = 128 << 20, 600.0
 
 
@@ -72,25 +67,26 @@ class StepRelay(RelayHost):
 
 
 class StepTrainer:
-    """A trainer's process, a Ray actor: the same Megatron step without routing and through the real channel.
-
-    BUILT -> attach -> run* -> close.
-    """
+    """A trainer, in a process of its own for the pairs: the same Megatron step without routing, through the real channel, and
+    replaying rows at hand. BUILT -> attach -> step* -> close."""
 
     def __init__(self) -> None:
-        self._stack = contextlib.ExitStack()
+        self._stack = ExitStack()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="r3channel-bench-")))
-        self._plain, self._model, self._layout = self._stack.enter_context(two_models(folder))
+        self._plain, self._model, self._layout = self._stack.enter_context(_two_models(folder))
         self._spec = megatron.spec_from_config(self._model.chunks)
+
+    def driver(self) -> ReplayDriver:
+        """Bound to the model that replays; to be closed."""
+        return ReplayDriver.attach(self._model.chunks, spec=self._spec, layout=self._layout)
 
     def routing(self) -> tuple[dict[str, Any], dict[str, bytes], list[list[str]]]:
         """(Spec, a frame by sample, samples by micro-batch). The ids are those that the model chooses by itself, so that the
         experts' work is equal."""
-        driver = ReplayDriver.attach(self._model.chunks, spec=self._spec, layout=self._layout)
-        with contextlib.closing(driver):
-            ids = natural_ids(self._model, driver)
+        with closing(self.driver()) as driver:
+            ids = _natural_ids(self._model, driver)
         frames, names = {}, []
-        for number in range(1 + max(microbatch for microbatch, _ in ids)):
+        for number in range(MICROBATCHES):
             names.append([f"{number}-{sample}" for sample in range(SAMPLES)])
             frames |= zip(names[-1], _frames(self._spec, ids, number), strict=True)
         return self._spec.to_dict(), frames, names
@@ -100,23 +96,22 @@ class StepTrainer:
         channel = TrainerChannel.attach(
             self._model.chunks, RayRelay(relay), layout=self._layout, config=config
         )
-        self._channel = self._stack.enter_context(contextlib.closing(channel))
+        self._channel = self._stack.enter_context(closing(channel))
 
-    def run(self, ticket: bytes | None) -> tuple[float, float, float]:
-        """One step, through the channel if there is a ticket: wall and CPU of this process, and the wait for routing. Seconds."""
-        if ticket is None:
-            return *spent(lambda: train_step(self._plain)), 0.0
-        before_s = self._waited_s()
+    def plain(self) -> None:
+        _train_step(self._plain)
 
-        def replayed() -> None:
-            with self._channel.step(ticket) as step:
-                train_step(self._model, step)
+    def through_channel(self, ticket: bytes) -> None:
+        with self._channel.step(ticket) as step:
+            _train_step(self._model, step)
 
-        return *spent(replayed), self._waited_s() - before_s
+    def replayed(self, driver: ReplayDriver, shard: RankShard) -> None:
+        with driver.step(shard, step=0) as step:
+            _train_step(self._model, step)
 
-    def _waited_s(self) -> float:
-        totals = self._channel.receiver.clock.totals()
-        return sum(totals.get(stage, 0.0) for stage in WAITS)
+    def cpu_s(self, ticket: bytes | None = None) -> float:
+        """CPU seconds of this process for one step: through the channel if there is a ticket."""
+        return timed(self.plain if ticket is None else partial(self.through_channel, ticket))()
 
     def close(self) -> None:
         self._stack.close()
@@ -132,31 +127,31 @@ def _frames(spec: RoutingSpec, ids: dict[tuple[int, int], torch.Tensor], microba
 
 
 def pairs(effort: Effort) -> dict[str, Any]:
-    """Ratios of CPU and wall, on over off: median of the pairs and the 95 % interval of that median."""
+    """Ratios of CPU, on over off: median of the pairs and the 95 % interval of that median."""
     with two_nodes(store_bytes=_STORE_BYTES):
         trainer = start_actor(StepTrainer, node=RANK_NODE)
         relay = start_actor(StepRelay, *call(trainer.routing.remote()), node=MANAGER_NODE, threads=8)
         call(trainer.attach.remote(relay))
         tickets = (call(relay.seal.remote(step)) for step in range(1 << 20))
         steps = {
-            "on": lambda: call(trainer.run.remote(next(tickets))),
-            "off": lambda: call(trainer.run.remote(None)),
-            "off_again": lambda: call(trainer.run.remote(None)),
+            "on": lambda: call(trainer.cpu_s.remote(next(tickets))),
+            "off": lambda: call(trainer.cpu_s.remote()),
+            "off_again": lambda: call(trainer.cpu_s.remote()),
         }
         seen = interleaved(steps, rounds=effort.rounds_of(60, 8), warm_up=2)
         call([trainer.close.remote(), relay.close.remote()])
-    wall_cpu_wait = {name: np.array(rows).T for name, rows in seen.items()}
-    on, off, off_again = wall_cpu_wait.values()
-    without = (off + off_again) / 2
+    without = [sum(pair) / 2 for pair in zip(seen["off"], seen["off_again"], strict=True)]
     found = {
-        "pairs": len(on[1]),
-        "trainer_cpu_ratio": ratio(on[1], without[1]),
-        "trainer_wall_ratio": ratio(on[0], without[0]),
-        "noise_ratio": ratio(off_again[1], off[1]),
-        "step_cpu_ms": {"off": float(np.median(off[1])) * 1e3, "on": float(np.median(on[1])) * 1e3},
-        "exposed_wait_ms": float(np.median(on[2])) * 1e3,
+        "pairs": len(without),
+        "trainer_cpu_ratio": ratio(seen["on"], without),
+        "noise_ratio": ratio(seen["off_again"], seen["off"]),
+        "step_cpu_ms": _medians_ms(seen),
     }
     return {"pairs": found}
+
+
+def _medians_ms(seen: dict[str, list[float]]) -> dict[str, float]:
+    return {name: median(seconds) * 1e3 for name, seconds in seen.items()}
 
 
 def loop(effort: Effort) -> dict[str, Any]:
@@ -167,22 +162,8 @@ def loop(effort: Effort) -> dict[str, Any]:
 
 
 def _run(mode: str, *, steps: int) -> dict[str, Any]:
-    from examples.embedded.sglang import kill_family
-
     print(f"bench e2e: {mode}, {steps} steps", file=sys.stderr, flush=True)
-    command = [sys.executable, str(SCRIPT), "--mode", mode, "--steps", str(steps)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        stdout, stderr = child.communicate(timeout=_RUN_S)
-    except subprocess.TimeoutExpired as error:
-        raise EngineUnavailable(f"the loop in mode {mode} did not end within {_RUN_S:.0f} s") from error
-    finally:
-        kill_family(child)
-    if child.returncode:
-        raise EngineUnavailable(
-            f"the loop in mode {mode} ended with status {child.returncode}:\n{stderr[-4000:]}"
-        )
-    return json.loads(stdout.strip().splitlines()[-1])
+    return said_by_child([str(SCRIPT), "--mode", mode, "--steps", str(steps)], timeout_s=_RUN_S)
 
 
 def _medians(runs: list[dict[str, Any]]) -> dict[str, float]:
@@ -193,8 +174,8 @@ def _medians(runs: list[dict[str, Any]]) -> dict[str, float]:
 # -- replay alone ----------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def two_models(folder: Path) -> Iterator[tuple[TrainerModel, TrainerModel, TrainerLayout]]:
+@contextmanager
+def _two_models(folder: Path) -> Iterator[tuple[TrainerModel, TrainerModel, TrainerLayout]]:
     """(without replay, with it, their layout): equal weights that never learn, so both keep choosing alike."""
     from examples.embedded import megatron as embedded
     from examples.embedded.model import write_model
@@ -214,77 +195,25 @@ def two_models(folder: Path) -> Iterator[tuple[TrainerModel, TrainerModel, Train
         embedded.close_distributed()
 
 
-@contextlib.contextmanager
-def _steps(folder: Path) -> Iterator[dict[str, Callable[[], None]]]:
-    """What is timed, by name."""
-    with two_models(folder) as (plain, model, layout):
-        spec = megatron.spec_from_config(model.chunks)
-        driver = ReplayDriver.attach(model.chunks, spec=spec, layout=layout)
-        routing = _Recorded(model, driver)
-        try:
-            yield {
-                "plain": lambda: train_step(plain),
-                "plain_again": lambda: train_step(plain),
-                "replay": lambda: routing.step(audited=0),
-                "replay_and_audit": lambda: routing.step(audited=1),
-            }
-        finally:
-            driver.close()
-
-
-def natural_ids(model: TrainerModel, driver: ReplayDriver) -> dict[tuple[int, int], torch.Tensor]:
+def _natural_ids(model: TrainerModel, driver: ReplayDriver) -> dict[tuple[int, int], torch.Tensor]:
     """(micro-batch, layer) -> [rows, K] that the model chooses by itself, sequence-major."""
     with torch.no_grad(), RouterTap(driver) as tap:
         for index in range(MICROBATCHES):
             with driver.off(microbatch=index):
-                forward(model, index)
+                _forward(model, index)
     return {(r.microbatch, r.layer): torch.from_numpy(r.ids_RK) for r in tap.records}
 
 
-class _Recorded:
-    """The ids that the model chooses by itself, as `trainer.router.StepRouting`."""
-
-    num_microbatches = MICROBATCHES
-
-    def __init__(self, model: TrainerModel, driver: ReplayDriver) -> None:
-        self._model, self._driver = model, driver
-        self._ids = natural_ids(model, driver)
-        self._counted = torch.arange(SAMPLES * LENGTH) < SAMPLES * (LENGTH - 1)
-
-    def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
-        return self._ids[microbatch, layer]
-
-    def live_rows(self, microbatch: int) -> None:
-        return None
-
-    def padding_rows(self, microbatch: int) -> torch.Tensor:
-        return ~self._counted
-
-    def check_digest(self, microbatch: int, layer: int, ids_RK: torch.Tensor, wide_RK: torch.Tensor) -> None:
-        """Nothing to hold the ids against: they never travelled."""
-        wide_RK.copy_(ids_RK)
-
-    def verified(self) -> None:
-        """As `check_digest`."""
-
-    def step(self, *, audited: int) -> None:
-        audit = RoutingAudit(
-            step=0, microbatches=MICROBATCHES, count=audited, counted_rows=lambda _: self._counted
-        )
-        with self._driver.step(self, step=0, audit=audit) as step:
-            train_step(self._model, step)
-
-
-def train_step(model: TrainerModel, step: ReplayStep | None = None) -> None:
+def _train_step(model: TrainerModel, step: ReplayStep | None = None) -> None:
     """Forward, full recompute, backward, optimizer; replaying where a step is given."""
 
     def forward_step(numbers: Iterator[int], chunk: torch.nn.Module) -> Any:
         index = next(numbers)
         if step is None:
-            output = forward(model, index)
+            output = _forward(model, index)
         else:
             with step.microbatch(index, chunk=chunk):
-                output = forward(model, index)
+                output = _forward(model, index)
         return output, lambda output: (output.mean(), {"loss": output.mean().item()})
 
     model.zero_grad()
@@ -294,7 +223,7 @@ def train_step(model: TrainerModel, step: ReplayStep | None = None) -> None:
     model.optimizer.step()
 
 
-def forward(model: TrainerModel, index: int) -> torch.Tensor:
+def _forward(model: TrainerModel, index: int) -> torch.Tensor:
     tokens = torch.randint(0, 512, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(index))
     positions = torch.arange(LENGTH).expand_as(tokens)
     return model.chunks[0](tokens, positions, None, labels=torch.roll(tokens, -1, 1))
@@ -302,20 +231,31 @@ def forward(model: TrainerModel, index: int) -> torch.Tensor:
 
 def replay(effort: Effort) -> dict[str, Any]:
     """Overheads in percent of the step without replay: median of the pairs, with a 95 % interval of that median."""
-    with tempfile.TemporaryDirectory(prefix="r3channel-bench-") as folder, _steps(Path(folder)) as steps:
-        calls = {name: timed(step) for name, step in steps.items()}
-        seen = interleaved(calls, rounds=effort.rounds_of(40, 4), warm_up=2)
+    with closing(StepTrainer()) as trainer:
+        shard = _placed(trainer)
+        with closing(trainer.driver()) as driver:
+            replayed = partial(trainer.replayed, driver, shard)
+            steps = {"plain": trainer.plain, "plain_again": trainer.plain, "replay": replayed}
+            calls = {name: timed(step) for name, step in steps.items()}
+            seen = interleaved(calls, rounds=effort.rounds_of(40, 4), warm_up=2)
 
     def percent(name: str) -> dict[str, float]:
         return {what: 100 * (value - 1) for what, value in ratio(seen[name], seen["plain"]).items()}
 
     return {
         "rounds": len(seen["plain"]),
-        "step_cpu_ms": {name: median(times) * 1e3 for name, times in seen.items()},
+        "step_cpu_ms": _medians_ms(seen),
         "replay_percent": percent("replay"),
-        "replay_and_audit_percent": percent("replay_and_audit"),
         "noise_percent": percent("plain_again"),
     }
+
+
+def _placed(trainer: StepTrainer) -> RankShard:
+    """A step's rows, placed without a connection; without digests there is nothing to hold them against."""
+    with closing(StepRelay(*trainer.routing())) as relay:
+        ticket = Ticket.from_bytes(relay.seal(0))
+        rows_N = torch.from_numpy(receive(relay.relay, ticket))
+    return RankShard.from_whole(ticket, ticket.plan.shard(dp=0, pp=0), rows_N, tp=0)
 
 
 PARTS: Parts = {"pairs": pairs, "loop": loop}
