@@ -12,7 +12,7 @@ from r3channel.errors import ConfigError
 BENCHES = {
     "capture": "what capture costs a real engine: off, stock, in-band, direct",
     "wire": "codecs: bytes per token, encode and decode speed, beside entropy and memcpy",
-    "plan": "assignment, cutting and placement: CPU time at realistic sizes",
+    "plan": "assignment and cutting: CPU time at realistic sizes",
     "e2e": "a train step through the channel and without routing, in pairs: CPU",
     "relay": "a step from the manager to every rank: ours, Ray's object store and Direct Transport, raw gloo",
     "weights": "the reverse path: SGLang per tensor, flattened, ours staged and in shared memory, raw gloo",

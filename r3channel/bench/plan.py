@@ -1,4 +1,4 @@
-"""CPU time of assigning and cutting steps of realistic size, and of placing rows. Nothing is moved."""
+"""CPU time of assigning and cutting steps of realistic size. Nothing is moved."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from r3channel.bench.harness import Effort, Parts, medians_s
 from r3channel.model.presets import model_named
 from r3channel.plan.assignment import Assignment, names_of
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.placement import Placement
 from r3channel.plan.shards import plan_shards
-from r3channel.plan.stream import Stream
-from r3channel.plan.ticket import TicketSample
 
 CASES = {
     "1024x16k on 64 ranks": (1024, "dp=4,tp=4,cp=2,pp=2,packing=thd"),
@@ -26,16 +23,14 @@ _TOKENS = 16384
 
 def measure(effort: Effort) -> dict[str, Any]:
     """`cut_ms_by_case`: plan, row tables of all DP ranks and all shards' bytes. `assign_ms`: balanced, 8,192 samples to
-    64 ranks. `place_us_per_token`: into memory that is reused."""
+    64 ranks."""
     lengths = names_of(np.random.default_rng(0).integers(2, 2 * _TOKENS, 8192).tolist())
     calls: dict[str, Callable[[], object]] = {name: _cut(*case) for name, case in CASES.items()}
     calls["assign"] = lambda: Assignment.balanced(lengths, dp=64, microbatch_size=4)
-    calls["place"] = _place()
     seconds = medians_s(calls, rounds=effort.rounds_of(9, 2))
     return {
         "cut_ms_by_case": {name: seconds[name] * 1e3 for name in CASES},
         "assign_ms": seconds["assign"] * 1e3,
-        "place_us_per_token": seconds["place"] / _TOKENS * 1e6,
         "targets_ms": TARGETS_MS,
     }
 
@@ -53,25 +48,3 @@ def _cut(samples: int, text: str) -> Callable[[], None]:
         assert all(shard.nbytes >= shard.slot_bytes for shard in plan.shards)
 
     return cut
-
-
-def _place() -> Callable[[], None]:
-    """One sample of 16k tokens of 48 x top-8, as rows come, into the shards of TP4 SP, CP2, PP4."""
-    spec, layout = model_named("qwen3-30b-a3b").spec, TrainerLayout(tp=4, cp=2, pp=4)
-    ids = np.random.default_rng(0).integers(0, 128, (_TOKENS - 1, 48, 8), dtype=np.uint8)
-    plan = plan_shards(Assignment.given([[["a"]]]), tokens={"a": _TOKENS}, spec=spec, layout=layout)
-    sample = TicketSample("a", _TOKENS, 0, 0, ())
-    streams = [Stream(shard, [sample]) for shard in plan.shards]
-    sources = [
-        np.concatenate([ids[at : at + rows, list(stream.columns)] for _, at, rows in stream.sends()])
-        for stream in streams
-    ]
-    kept = [np.empty(stream.shard.nbytes, np.uint8) for stream in streams]
-
-    def place() -> None:
-        for stream, source_TLK, buffer_N in zip(streams, sources, kept, strict=True):
-            placement = Placement(stream, buffer_N)
-            placement.pads()
-            placement.rows(source_TLK, placement.new_digests(), begin=0)
-
-    return place

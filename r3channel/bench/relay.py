@@ -11,7 +11,6 @@ are larger than a cache:
                ids, the frame's checks, ids checked and digested, seal, ticket there and back, each row written where its router
                will look, digests compared. Not the sending: rows are placed from where the relay keeps them
     seal       of the calling thread: `seal`, the ticket's bytes, and a receiver's own plan out of them; nobody receives
-    digests    what engine, relay, placing and routers pay for the digest, each kernel alone (in a shared pass it is less)
     socket     from the socket to a placed shard: frames in the reply's JSON or past it, and SGLang's int32 read with numpy. The
                engine's end is another process (this file run as a program): canned replies, and the real sender
 """
@@ -31,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import asdict
 from functools import partial
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -46,20 +46,19 @@ import r3channel
 from r3channel.bench import relay_paths as paths
 from r3channel.bench.harness import Effort, Parts, cpu_seconds_of, family_of, interleaved, medians_s, timed
 from r3channel.bench.relay_paths import ALL, DIRECT, LIMIT, NUMPY, OWN, PEERS, SLIME, Case, Seconds, spent
-from r3channel.bench.wire import generate, hello_of
+from r3channel.bench.wire import generate
 from r3channel.config import EngineConfig
 from r3channel.errors import R3Error
 from r3channel.model.presets import model_named
 from r3channel.plan.assignment import Assignment
-from r3channel.plan.layout import RankCoords, TrainerLayout
+from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.ray_host import RayRelay, RelayHost
 from r3channel.relay.relay import Relay
-from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.shard_buffer import ShardBuffer
 from r3channel.transport.base import Rendezvous
-from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame import encode_frame, sample_key
+from r3channel.wire.hello import Hello
 
 CASE = Case("qwen3-30b-a3b", tokens=262_144, dp=4)
 MANAGER_NODE, RANK_NODE = "bench_manager", "bench_rank"
@@ -89,9 +88,8 @@ class Round(NamedTuple):
     """One path's round. Seconds."""
 
     wall: float
-    """Timed section: sealed (ours) or arrays in memory (peers) -> every rank's routers have taken their rows."""
-    held: float
-    """The same up to rows held, in the dtype they came in; raw gloo ends there."""
+    """Timed section: sealed (ours) or arrays in memory (peers) -> every rank's routers have taken their rows; raw gloo ends with
+    bytes held."""
     cpu: float
     """Every process of the tree, Ray's own included, in the timed section."""
     manager_cpu: float
@@ -161,8 +159,8 @@ class Manager(RelayHost):
     def prepare(self, path: str, *, whole: bool) -> Seconds:
         return self._sending[path].prepare(whole=whole)
 
-    def deliver(self, path: str) -> tuple[float, list[dict[str, float]]]:
-        """(time.monotonic at which the timed section began, what each rank says of its end)."""
+    def deliver(self, path: str) -> tuple[float, list[tuple[float, float]]]:
+        """(time.monotonic at which the timed section began, what `Rank.take` returned)."""
         answers: list[Any] = []
         start_s = self._sending[path].deliver(partial(self._start, path, answers))
         return start_s, call(answers)
@@ -177,7 +175,7 @@ class Manager(RelayHost):
         _, sealed_s = spent(lambda: tickets.append(self._own.seal()))
         answers: list[Any] = []
         start_s = self._own.deliver(partial(self._start, OWN, answers), ticket=tickets[0])
-        held_s = max(rank["held_s"] for rank in call(answers))
+        held_s = max(held_s for held_s, _ in call(answers))
         self.settle(OWN)
         return prepared_s + sealed_s, held_s - start_s
 
@@ -193,9 +191,9 @@ class Manager(RelayHost):
         """A DP rank's samples, kept here; Ray Direct Transport sends them."""
         return [torch.from_numpy(self._work.narrow[name]) for name in self._work.of_rank(dp)]
 
-    def figures(self) -> tuple[dict[str, int], int]:
-        """(Bytes sent per step, by path; our staging)."""
-        return {path: half.bytes_sent for path, half in self._sending.items()}, self.relay.peak_staging_bytes
+    def bytes_sent(self) -> dict[str, int]:
+        """Per step, by path."""
+        return {path: half.bytes_sent for path, half in self._sending.items()}
 
     def close(self) -> None:
         self.relay.close()
@@ -213,10 +211,9 @@ class Rank:
         self._taking[OWN] = self._own = paths.ChannelTaking(case, rank, RayRelay(manager))
         gc.freeze()
 
-    def take(self, path: str, payload: Any) -> dict[str, float]:
-        """Until the routers have taken all rows. Times are time.monotonic, comparable on one machine."""
-        held_s = self._taking[path].take(payload)
-        return {"held_s": held_s, "end_s": time.monotonic()}
+    def take(self, path: str, payload: Any) -> tuple[float, float]:
+        """When rows were held, and when the routers had taken all: time.monotonic, comparable on one machine."""
+        return self._taking[path].take(payload), time.monotonic()
 
     def blank(self, path: str) -> None:
         self._taking[path].blank()
@@ -274,8 +271,7 @@ class Tree:
         start_s, ends = self._direct() if path == DIRECT else call(self.manager.deliver.remote(path))
         cpu_s, manager_s = cpu_seconds_of(pids) - cpu_s, cpu_seconds_of([self._manager_pid]) - manager_s
         call([self.manager.settle.remote(path), *(rank.settle.remote() for rank in self.ranks)])
-        end_s, held_s = (max(rank[name] for rank in ends) - start_s for name in ("end_s", "held_s"))
-        return Round(end_s, held_s, cpu_s, manager_s, before)
+        return Round(max(end_s for _, end_s in ends) - start_s, cpu_s, manager_s, before)
 
     def _direct(self) -> tuple[float, Any]:
         """Ray moves the tensors between two actor calls; this process submits both."""
@@ -288,38 +284,29 @@ class Tree:
 
 
 def steps(effort: Effort) -> dict[str, Any]:
-    """Medians of interleaved rounds, ratios of the same round, per-token figures."""
+    """Medians of interleaved rounds, their ratios, per-token figures."""
     rounds = effort.rounds_of(20, 3)
     with two_nodes(store_bytes=_STORE_BYTES):
         tree = Tree(CASE, whole=effort.of(5, 1))
         tree.check_ends()
         seen = interleaved({path: partial(tree.round, path) for path in ALL}, rounds=rounds, warm_up=0)
         ready = [call(tree.manager.ready.remote()) for _ in range(max(2, rounds // 2))]
-        sent, staging_bytes = call(tree.manager.figures.remote())
+        sent = call(tree.manager.bytes_sent.remote())
         tree.close()
     found = {path: path_of(path, seen, bytes_sent=sent[path]) for path in ALL}
     prepared_s, exposed_s = (median(values) for values in zip(*ready, strict=True))
     found[OWN] |= {"exposed_wall_s": exposed_s, "manager_cpu_us_per_token": prepared_s / CASE.tokens * 1e6}
-    return {
-        "model": CASE.model,
-        "tokens": CASE.tokens,
-        "layout": f"dp={CASE.dp}",
-        "rounds": rounds,
-        "paths": found,
-        "ratio": ratios_of(seen, found),
-        "peak_staging_bytes": staging_bytes,
-    }
+    return {"case": asdict(CASE), "rounds": rounds, "paths": found, "ratio": ratios_of(found)}
 
 
 def path_of(path: str, seen: Mapping[str, Sequence[Round]], *, bytes_sent: int) -> dict[str, Any]:
     """The whole way and the manager's CPU are None for the limit, which begins with placed rows. Ray Direct Transport starts from
     the arrays that Ray's numpy path decodes."""
-    wall_s, held_s, cpu_s, manager_s = (median(column) for column in list(zip(*seen[path], strict=True))[:4])
+    wall_s, cpu_s, manager_s = (median(column) for column in list(zip(*seen[path], strict=True))[:3])
     before = [row.before for row in seen[NUMPY if path == DIRECT else path] if row.before[0]]
     before_s = [median(column) for column in zip(*before, strict=True)]
     return {
         "wall_s": wall_s,
-        "held_wall_s": held_s,
         "cpu_s": cpu_s,
         "whole_wall_s": before_s[0] + wall_s if before_s else None,
         "whole_cpu_s": before_s[1] + cpu_s if before_s else None,
@@ -328,22 +315,12 @@ def path_of(path: str, seen: Mapping[str, Sequence[Round]], *, bytes_sent: int) 
     }
 
 
-def ratios_of(seen: Mapping[str, Sequence[Round]], medians: Mapping[str, Any]) -> dict[str, Any]:
-    """Above 1 where ours is faster. Of the timed section: medians of per-round ratios, where a round's best peer is the fastest
-    one of that round, and raw gloo ends where ours holds the bytes. Of the whole way: ratios of medians."""
-    rounds = list(zip(*(seen[path] for path in ALL), strict=True))
-    walls = [dict(zip(ALL, rows, strict=True)) for rows in rounds]
-    found: dict[str, Any] = {
-        "vs_slime": median(rows[SLIME].wall / rows[OWN].wall for rows in walls),
-        "vs_best_peer": median(min(rows[path].wall for path in PEERS) / rows[OWN].wall for rows in walls),
-        "best_peer": min(PEERS, key=lambda path: medians[path]["wall_s"]),
-        "of_raw_gloo": median(rows[LIMIT].wall / rows[OWN].held for rows in walls),
+def ratios_of(medians: Mapping[str, Any]) -> dict[str, float]:
+    """The best peer over ours, of the timed section and of the whole way: above 1 where ours is faster."""
+    return {
+        f"{what}_vs_best_peer": min(medians[path][f"{what}_s"] for path in PEERS) / medians[OWN][f"{what}_s"]
+        for what in ("wall", "whole_wall", "whole_cpu")
     }
-    for what in ("whole_wall", "whole_cpu"):
-        values = {path: medians[path][f"{what}_s"] for path in (*PEERS, OWN)}
-        found[f"{what}_vs_slime"] = values[SLIME] / values[OWN]
-        found[f"{what}_vs_best_peer"] = min(values[path] for path in PEERS) / values[OWN]
-    return found
 
 
 # -- our path, part by part -------------------------------------------------------------------------------------------------
@@ -422,24 +399,6 @@ def _seal_ms(samples: int, layout: str, rounds: int) -> float:
     return median(seen[2:]) * 1e3
 
 
-def digests(effort: Effort) -> dict[str, Any]:
-    work = _work(MODELS[0], effort)
-    layout = work.case.trainer
-    with closing(Relay(work.spec, layout)) as relay:
-        paths.add_bodies(relay, work.bodies)
-        receiver = Receiver(relay, spec=work.spec, layout=layout, coords=RankCoords(dp=0, pp=0, cp=0, tp=0))
-        with closing(receiver):
-            shard = receiver.receive(relay.seal(0, work.assignment))
-    ids, layers = list(work.narrow.values()), shard.shard.layers
-    each = [(n, layer, shard.layer_ids(n, layer)) for n in range(shard.num_microbatches) for layer in layers]
-    calls = {
-        "rows": lambda: [layer_digests(ids_TLK, first_row=0) for ids_TLK in ids],
-        "handed": lambda: [shard.check_digest(*one) for one in each],
-    }
-    seen = medians_s(calls, rounds=effort.rounds_of(9, 3))
-    return {"digest_cpu_us_per_token": _us(3 * seen["rows"] + seen["handed"], work)}  # engine, relay, placing
-
-
 # -- from the socket -------------------------------------------------------------------------------------------------------
 
 
@@ -492,15 +451,16 @@ class _Replies:
 
         model = model_named(MODELS[0])
         self.ids_TLK, self._spec = generate(model, regime="Zmid", rows=_ROWS), model.spec
-        hello = hello_of(self._spec, delivery="direct")
+        hello = Hello(
+            engine="bench", boot_id=1, spec_digest=self._spec.digest, spec=self._spec.to_dict(), sglang="", r3channel="",
+            hooks=(), delivery="direct", codec="auto",
+        )  # fmt: skip
         direct = EngineConfig(delivery="direct", relay_url=relay_url, token_file=token_file)
         self._outlets = {"in_band": Outlet(EngineConfig(), hello), "direct": Outlet(direct, hello)}
 
     def answer(self, way: str, request_id: str) -> bytes:
         routing = self.ids_TLK.astype(np.int32) if way == "stock" else self._frame(way, request_id)
-        meta = {"id": request_id, "finish_reason": {"type": "length"}}
-        meta["routed_experts"] = base64.b64encode(bytes(routing)).decode()
-        return json.dumps({"output_ids": list(range(len(self.ids_TLK))), "meta_info": meta}).encode()
+        return paths.reply(request_id, routing, tokens=len(self.ids_TLK))
 
     def _frame(self, way: str, request_id: str) -> Any:
         from r3channel.engine.capture import UnfinishedFrame
@@ -527,7 +487,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing."""
 
 
-PARTS: Parts = {part.__name__: part for part in (steps, socket, bodies, seal, digests)}
+PARTS: Parts = {part.__name__: part for part in (steps, socket, bodies, seal)}
 
 if __name__ == "__main__":
     _Handler.replies = _Replies(*sys.argv[1:])

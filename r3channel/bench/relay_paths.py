@@ -20,7 +20,6 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
@@ -128,7 +127,7 @@ class Workload:
         def frame(name: str) -> bytes:
             return encode_frame(self.spec, expert_ids_TLK=self.ids(name), sample_key=sample_key(name))
 
-        return {name: self.reply(name, frame(name)) for name in self.lengths}
+        return {name: reply(name, frame(name), tokens=tokens) for name, tokens in self.lengths.items()}
 
     @cached_property
     def narrow(self) -> dict[str, Ids]:
@@ -140,17 +139,17 @@ class Workload:
         """Decoded ids as int32, as SGLang sends them."""
         return {name: self.ids(name).astype(np.int32) for name in self.lengths}
 
-    def reply(self, sample_id: str, raw: Any) -> bytes:
-        """An engine's JSON reply whose `routed_experts` is `raw` (bytes or a contiguous array) in base64. Its token ids are those
-        of the whole sequence, so that no prompt is needed beside it."""
-        meta = {"id": sample_id, "finish_reason": {"type": "stop"}}
-        meta["routed_experts"] = pybase64.b64encode(raw).decode()
-        tokens = list(range(self.lengths[sample_id]))
-        return json.dumps({"text": "", "output_ids": tokens, "meta_info": meta}).encode()
-
     def of_rank(self, dp: int) -> list[str]:
         """The samples of a DP rank, micro-batch by micro-batch."""
         return [name for microbatch in self.assignment.ranks[dp] for name in microbatch]
+
+
+def reply(sample_id: str, raw: Any, *, tokens: int) -> bytes:
+    """An engine's JSON reply whose `routed_experts` is `raw` (bytes or a contiguous array) in base64. Its token ids are those of
+    the whole sequence, so that no prompt is needed beside it."""
+    meta = {"id": sample_id, "finish_reason": {"type": "stop"}}
+    meta["routed_experts"] = pybase64.b64encode(raw).decode()
+    return json.dumps({"text": "", "output_ids": list(range(tokens)), "meta_info": meta}).encode()
 
 
 @cache
@@ -325,13 +324,15 @@ class StoreSending:
         """Every fourth sample is decoded and the times are scaled by tokens: the work is per sample, the text half a gigabyte."""
         work = self._work
         names = list(work.lengths)[::_DECODED_EACH] if whole else []
-        replies = [(work.reply(name, work.wide[name]), work.lengths[name] - 1) for name in names]
-        seconds = [spent(partial(self._decode, *reply)) for reply in replies]
+        stock = [
+            (reply(name, work.wide[name], tokens=work.lengths[name]), len(work.wide[name])) for name in names
+        ]
+        seconds = [spent(partial(self._decode, *one)) for one in stock]
         scale = sum(work.lengths.values()) / max(1, sum(work.lengths[name] for name in names))
         return sum(wall_s for wall_s, _ in seconds) * scale, sum(cpu_s for _, cpu_s in seconds) * scale
 
-    def _decode(self, reply: bytes, rows: int) -> None:
-        text, spec = json.loads(reply)["meta_info"]["routed_experts"], self._work.spec
+    def _decode(self, body: bytes, rows: int) -> None:
+        text, spec = json.loads(body)["meta_info"]["routed_experts"], self._work.spec
         flat = np.frombuffer(bytearray(pybase64.b64decode(text.encode("ascii"))), np.int32)
         ids_TLK = flat.reshape(rows, spec.num_layers, spec.top_k)
         if self._path != SLIME:
@@ -391,7 +392,7 @@ class ArraysTaking:
 
 
 class RawSending:
-    """The limit: the bytes of our shards, already cut, sent by plain gloo, a group, a thread and a message per rank."""
+    """The limit: the bytes of our shards, already cut, sent by plain gloo, a group and a message per rank."""
 
     def __init__(self, work: Workload) -> None:
         self._parts = []
@@ -400,7 +401,7 @@ class RawSending:
             views = [view[0].reshape(-1).view(np.uint8) for view in shard.views(placed[shard.key])]
             self._parts.append(torch.from_numpy(np.concatenate(views)))
         self.bytes_sent = sum(len(part) for part in self._parts)
-        self._store, self._pool = open_store("127.0.0.1"), ThreadPoolExecutor(len(self._parts))
+        self._store = open_store("127.0.0.1")
 
     def rendezvous(self, rank: int, member: int) -> Rendezvous:
         where = {"host": self._store.host, "port": self._store.port}
@@ -408,7 +409,7 @@ class RawSending:
 
     def join(self) -> None:
         meets = [self.rendezvous(rank, 0) for rank in range(len(self._parts))]
-        self._groups = list(self._pool.map(partial(join, timeout_s=_WAIT_S), meets))
+        self._groups = [join(meet, timeout_s=_WAIT_S) for meet in meets]
 
     def prepare(self, *, whole: bool) -> Seconds:
         return 0.0, 0.0
@@ -420,8 +421,9 @@ class RawSending:
             start(rank, None)
             group.recv(1, word, timeout_s=_WAIT_S)
         begin_s = time.monotonic()
-        sends = [partial(group.send, 1, timeout_s=_WAIT_S) for group in self._groups]
-        list(self._pool.map(lambda send, part: send(part), sends, self._parts))
+        sends = [group.start_send(1, part) for group, part in zip(self._groups, self._parts, strict=True)]
+        for send in sends:
+            send.wait(timeout_s=_WAIT_S)
         return begin_s
 
     def settle(self) -> None:

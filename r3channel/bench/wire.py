@@ -3,13 +3,11 @@
 GB are raw int16 GB of the ids (768 B per token of 48 layers x top-8) whatever travels, so that all rows compare; times are
 CPU times of one core. The ids are drawn here (`generate`), so that figures can be quoted with the data they were measured on:
 
-    U      uniform random k-subsets in random order: the worst case for any codec
-    Zlow   weak skew and weak time correlation (a bracket chosen by assumption)
-    Zmid   fitted to published statistics of real models: per-layer concentration, experts that cover 90 %, next-token overlap
-    Zhigh  strong time correlation (a bracket chosen by assumption)
+    U     uniform random k-subsets in random order: the worst case for any codec
+    Zmid  fitted to published statistics of real models: per-layer concentration, experts that cover 90 %, next-token overlap
 
-None is a recorded trace. The Z regimes draw logits as popularity(layer, expert) + sequence bias + AR(1) over time + token
-identity + white noise and keep the k largest in descending order, as a router kernel emits them.
+Neither is a recorded trace. Zmid draws logits as popularity(layer, expert) + sequence bias + AR(1) over time + token identity +
+white noise and keeps the k largest in descending order, as a router kernel emits them.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import count
 from math import lgamma, log
@@ -30,7 +27,6 @@ from r3channel.model.presets import Model, model_named
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.codec import AUTO, CODECS
 from r3channel.wire.frame import encode_frame, parse_frame
-from r3channel.wire.hello import Hello
 from r3channel.wire.routing import Ids
 
 MODELS = ("qwen3-30b-a3b", "deepseek-v3", "kimi-k2", "qwen3-next")
@@ -38,6 +34,11 @@ _MIN_S = 0.02
 _VOCABULARY = 512
 _SEQUENCE_ROWS = 512
 """Rows after which another sequence, with its own bias, begins."""
+
+_POPULARITY, _SEQUENCE, _TIME, _TOKEN, _NOISE = 0.63, 0.45, 0.72, 0.50, 0.38
+"""Standard deviations of the parts of a logit."""
+_RHO = 0.82
+"""The AR(1) coefficient."""
 
 _Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -105,44 +106,15 @@ def _ours(spec: RoutingSpec, ids_TLK: Ids, codec: str) -> Way:
 # -- drawn routing -------------------------------------------------------------------------------------------------------
 
 
-def hello_of(spec: RoutingSpec, *, delivery: str) -> Hello:
-    """What an engine would say of itself that sends such rows."""
-    return Hello(
-        engine="bench", boot_id=1, spec_digest=spec.digest, spec=spec.to_dict(), sglang="", r3channel="", hooks=(),
-        delivery=delivery, codec="auto",
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Regime:
-    """Standard deviations of the parts of a logit, and the AR(1) coefficient."""
-
-    popularity: float
-    sequence: float
-    time: float
-    rho: float
-    token: float
-    noise: float
-
-
-REGIMES: dict[str, Regime | None] = {
-    "U": None,
-    "Zlow": Regime(0.35, 0.15, 0.50, 0.60, 0.40, 0.80),
-    "Zmid": Regime(0.63, 0.45, 0.72, 0.82, 0.50, 0.38),
-    "Zhigh": Regime(0.65, 0.70, 0.85, 0.93, 0.40, 0.20),
-}
-
-
 def generate(model: Model, *, regime: str, rows: int, seed: int = 0) -> Ids:
     """[rows, L, K] of some sequences, end to end, in the model's id dtype; equal arguments give equal ids."""
     rng = np.random.default_rng(seed)
-    kind, spec = REGIMES[regime], model.spec
-    shape = (spec.num_moe_layers, spec.num_experts)
-    logits_of = _uniform_logits(rng, shape) if kind is None else _latent_logits(rng, shape, kind)
+    spec = model.spec
+    logits_of = REGIMES[regime](rng, (spec.num_moe_layers, spec.num_experts))
     ids_TLK = np.empty((rows, spec.num_moe_layers, spec.top_k), spec.id_dtype)
     for row in range(rows):
         logits_LE = next(logits_of)
-        if model.groups is not None and kind is not None:
+        if model.groups is not None and regime != "U":
             logits_LE = _limit_groups(logits_LE, groups=model.groups[0], keep=model.groups[1])
         ids_TLK[row] = _top_k_descending(logits_LE, spec.top_k)
     return ids_TLK
@@ -153,21 +125,24 @@ def _uniform_logits(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
         yield rng.random(shape, dtype=np.float32)
 
 
-def _latent_logits(rng: np.random.Generator, shape: tuple[int, int], regime: Regime) -> Any:
+def _latent_logits(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
     def normal(weight: float, *extra: int) -> _Floats:
         return np.float32(weight) * rng.standard_normal((*extra, *shape), dtype=np.float32)
 
-    popularity = normal(regime.popularity)
+    popularity = normal(_POPULARITY)
     fixed, state = popularity, popularity
-    identity = normal(regime.token, _VOCABULARY)
+    identity = normal(_TOKEN, _VOCABULARY)
     zipf = 1 / np.arange(1, _VOCABULARY + 1)
-    innovation = float(np.sqrt(1 - regime.rho**2))
+    innovation = float(np.sqrt(1 - _RHO**2))
     for row in count():
         if row % _SEQUENCE_ROWS == 0:
-            fixed, state = popularity + normal(regime.sequence), normal(1.0)
+            fixed, state = popularity + normal(_SEQUENCE), normal(1.0)
         token = rng.choice(_VOCABULARY, p=zipf / zipf.sum())
-        state = np.float32(regime.rho) * state + normal(innovation)
-        yield fixed + np.float32(regime.time) * state + identity[token] + normal(regime.noise)
+        state = np.float32(_RHO) * state + normal(innovation)
+        yield fixed + np.float32(_TIME) * state + identity[token] + normal(_NOISE)
+
+
+REGIMES = {"U": _uniform_logits, "Zmid": _latent_logits}
 
 
 def _limit_groups(logits_LE: _Floats, *, groups: int, keep: int) -> _Floats:
