@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -28,21 +31,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from r3channel.bench.harness import (
-    Effort,
-    Parts,
-    cpu_seconds_of,
-    family_of,
-    interleaved,
-    posted,
-    ratio,
-    said_by_child,
-)
+from r3channel.bench.harness import Effort, Parts, cpu_seconds_of, family_of, interleaved, ratio
 from r3channel.bench.wire import generate
 from r3channel.config import ChannelConfig, EngineConfig
+from r3channel.errors import EngineUnavailable
 from r3channel.model.presets import model_named
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
+from r3channel.transport.http import urlopen
 from r3channel.wire.routing import RowKind
 
 WAYS = ("off", "stock", "r3channel", "direct", "off_again")
@@ -64,7 +60,7 @@ _PROMPT_TOKENS, _NEW_TOKENS = 480, 4
 
 
 def engine(effort: Effort) -> dict[str, Any]:
-    """{"variants": {way: {"engine_cpu_us_per_token", "http_bytes_per_token", "engine_cpu_ratio_to_off"}}}."""
+    """{"variants": {way: {"engine_cpu_ratio_to_off", "http_bytes_per_token"}}}."""
     from examples.embedded.sglang import EngineOptions, EngineServer
 
     with ExitStack() as stack:
@@ -73,13 +69,12 @@ def engine(effort: Effort) -> dict[str, Any]:
         options = EngineOptions(**_options(folder, relay.serve(token_file=folder / "token")))
         server = stack.enter_context(EngineServer(options))
         server.wait_ready(_TIMEOUT_S)
-        asked = partial(_round, server.url, family_of(server.pid), relay, itertools.count())
+        asked = partial(_round, server.url + "/generate", family_of(server.pid), relay, itertools.count())
         seen = interleaved({way: partial(asked, way) for way in WAYS}, rounds=effort.rounds_of(160, 40))
     cpu_us, nbytes = ({way: [pair[of] for pair in seen[way]] for way in WAYS} for of in (0, 1))
     base = [sum(pair) / 2 for pair in zip(cpu_us["off"], cpu_us["off_again"], strict=True)]
     variants = {
         way: {
-            "engine_cpu_us_per_token": round(median(cpu_us[way]), 1),
             "engine_cpu_ratio_to_off": ratio(cpu_us[way], cpu_us["off"] if way == "off_again" else base),
             "http_bytes_per_token": round(median(nbytes[way]), 1),
         }
@@ -115,8 +110,10 @@ def _round(url: str, pids: list[int], relay: Relay, numbers: Iterator[int], way:
         "sampling_params": {"max_new_tokens": _NEW_TOKENS, "temperature": 0, "ignore_eos": True},
         "return_routed_experts": not way.startswith("off"),
     }
+    question = urllib.request.Request(url, json.dumps(request).encode(), {"Content-Type": "application/json"})
     before, deadline_s, cpu_s = sent(), time.monotonic() + _TIMEOUT_S, cpu_seconds_of(pids)
-    body = posted(url, request)
+    with urlopen(question, timeout_s=_TIMEOUT_S) as reply:
+        body = reply.read()
     while way == "direct" and sent() == before and time.monotonic() < deadline_s:
         time.sleep(0.002)
     time.sleep(_TRAIL_S)
@@ -164,7 +161,28 @@ def scheduler(effort: Effort) -> dict[str, Any]:
     from examples.embedded.sglang import environment
 
     arguments = ["-m", _NAME, str(effort.rounds_of(40, 10)), str(effort.of(120_000, 20_000))]
-    return said_by_child(arguments, timeout_s=_TIMEOUT_S, env=environment())
+    return child_said(arguments, timeout_s=_TIMEOUT_S, env=environment())
+
+
+def child_said(
+    arguments: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The JSON object in the last line of a Python process, which ends with all that it has started."""
+    from examples.embedded.sglang import kill_family
+
+    command = [sys.executable, *arguments]
+    child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        stdout, stderr = child.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        raise EngineUnavailable(f"{shlex.join(command)} did not end within {timeout_s:.0f} s") from error
+    finally:
+        kill_family(child)
+    if child.returncode:
+        raise EngineUnavailable(
+            f"{shlex.join(command)} ended with status {child.returncode}:\n{stderr[-4000:]}"
+        )
+    return json.loads(stdout.splitlines()[-1])
 
 
 def scheduler_us(*, rounds: int, slots: int) -> dict[str, Any]:

@@ -11,10 +11,9 @@ backward and optimizer over four micro-batches.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -23,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from r3channel.bench.harness import Effort, Parts, interleaved, ratio, said_by_child, timed
+from r3channel.bench.capture import child_said
+from r3channel.bench.harness import Effort, Parts, interleaved, ratio, timed
 from r3channel.bench.relay import MANAGER_NODE, RANK_NODE, call, receive, start_actor, two_nodes
 from r3channel.config import ChannelConfig
 from r3channel.model.spec import RoutingSpec
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 SCRIPT = Path(__file__).parents[2] / "examples" / "async_grpo" / "variants" / "measure.py"
 MODES = ("channel", "default", "off")
 MICROBATCHES, SAMPLES, LENGTH = 4, 4, 64
-SHAPE: dict[str, Any] = {"layers": 4, "experts": 16, "top_k": 4, "hidden": 64}
 _STORE_BYTES, _RUN_S = 128 << 20, 600.0
 
 
@@ -71,9 +70,19 @@ class StepTrainer:
     replaying rows at hand. BUILT -> attach -> step* -> close."""
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
+        from examples.embedded import megatron as embedded
+        from examples.embedded.model import write_model
+
+        torch.set_num_threads(1)
+        self._stack, self._layout = ExitStack(), TrainerLayout()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="r3channel-bench-")))
-        self._plain, self._model, self._layout = self._stack.enter_context(_two_models(folder))
+        meet = f"file://{folder}/rendezvous"
+        embedded.init_distributed(rank=0, world_size=1, init_method=meet, layout=self._layout, timeout_s=60)
+        self._stack.callback(embedded.close_distributed)
+        model = write_model(folder / "model", layers=4, experts=16, top_k=4, hidden=64)
+        build = partial(embedded.build, model, self._layout, dtype="float32", lr=0.0)
+        # Equal weights that never learn, so both keep choosing alike.
+        self._plain, self._model = build(config_changes={"moe_enable_routing_replay": False}), build()
         self._spec = megatron.spec_from_config(self._model.chunks)
 
     def driver(self) -> ReplayDriver:
@@ -141,29 +150,26 @@ def pairs(effort: Effort) -> dict[str, Any]:
         seen = interleaved(steps, rounds=effort.rounds_of(60, 8), warm_up=2)
         call([trainer.close.remote(), relay.close.remote()])
     without = [sum(pair) / 2 for pair in zip(seen["off"], seen["off_again"], strict=True)]
-    found = {
-        "pairs": len(without),
-        "trainer_cpu_ratio": ratio(seen["on"], without),
-        "noise_ratio": ratio(seen["off_again"], seen["off"]),
-        "step_cpu_ms": _medians_ms(seen),
+    return {
+        "pairs": {
+            "pairs": len(without),
+            "trainer_cpu_ratio": ratio(seen["on"], without),
+            "noise_ratio": ratio(seen["off_again"], seen["off"]),
+            "step_cpu_ms": {name: median(seconds) * 1e3 for name, seconds in seen.items()},
+        }
     }
-    return {"pairs": found}
-
-
-def _medians_ms(seen: dict[str, list[float]]) -> dict[str, float]:
-    return {name: median(seconds) * 1e3 for name, seconds in seen.items()}
 
 
 def loop(effort: Effort) -> dict[str, Any]:
     """Per mode the medians over its runs of step, train wait, trainer CPU and rollout speed."""
-    calls = {mode: partial(_run, mode, steps=effort.of(6, 2)) for mode in MODES}
+    steps = str(effort.of(6, 2))
+
+    def run(mode: str) -> dict[str, Any]:
+        return child_said([str(SCRIPT), "--mode", mode, "--steps", steps], timeout_s=_RUN_S)
+
+    calls = {mode: partial(run, mode) for mode in MODES}
     seen = interleaved(calls, rounds=effort.rounds_of(2, 1), warm_up=0)
     return {"loop": {mode: _medians(runs) for mode, runs in seen.items()}}
-
-
-def _run(mode: str, *, steps: int) -> dict[str, Any]:
-    print(f"bench e2e: {mode}, {steps} steps", file=sys.stderr, flush=True)
-    return said_by_child([str(SCRIPT), "--mode", mode, "--steps", str(steps)], timeout_s=_RUN_S)
 
 
 def _medians(runs: list[dict[str, Any]]) -> dict[str, float]:
@@ -172,27 +178,6 @@ def _medians(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 # -- replay alone ----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _two_models(folder: Path) -> Iterator[tuple[TrainerModel, TrainerModel, TrainerLayout]]:
-    """(without replay, with it, their layout): equal weights that never learn, so both keep choosing alike."""
-    from examples.embedded import megatron as embedded
-    from examples.embedded.model import write_model
-
-    torch.set_num_threads(1)
-    layout = TrainerLayout()
-    embedded.init_distributed(
-        rank=0, world_size=1, init_method=f"file://{folder}/rendezvous", layout=layout, timeout_s=60
-    )
-    model_dir = write_model(folder / "model", **SHAPE)
-    plain = embedded.build(
-        model_dir, layout, dtype="float32", lr=0.0, config_changes={"moe_enable_routing_replay": False}
-    )
-    try:
-        yield plain, embedded.build(model_dir, layout, dtype="float32", lr=0.0), layout
-    finally:
-        embedded.close_distributed()
 
 
 def _natural_ids(model: TrainerModel, driver: ReplayDriver) -> dict[tuple[int, int], torch.Tensor]:
@@ -209,11 +194,8 @@ def _train_step(model: TrainerModel, step: ReplayStep | None = None) -> None:
 
     def forward_step(numbers: Iterator[int], chunk: torch.nn.Module) -> Any:
         index = next(numbers)
-        if step is None:
+        with nullcontext() if step is None else step.microbatch(index, chunk=chunk):
             output = _forward(model, index)
-        else:
-            with step.microbatch(index, chunk=chunk):
-                output = _forward(model, index)
         return output, lambda output: (output.mean(), {"loss": output.mean().item()})
 
     model.zero_grad()
@@ -244,7 +226,7 @@ def replay(effort: Effort) -> dict[str, Any]:
 
     return {
         "rounds": len(seen["plain"]),
-        "step_cpu_ms": _medians_ms(seen),
+        "step_cpu_ms": {name: median(seconds) * 1e3 for name, seconds in seen.items()},
         "replay_percent": percent("replay"),
         "noise_percent": percent("plain_again"),
     }

@@ -8,10 +8,7 @@ import os
 import platform
 import re
 import shlex
-import subprocess
-import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import distributions
@@ -21,9 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from r3channel.errors import EngineUnavailable
 from r3channel.tools import commands
-from r3channel.transport.http import urlopen
 
 _T = TypeVar("_T")
 _COPY_BYTES = 256 << 20
@@ -142,35 +137,6 @@ def cpu_seconds_of(pids: Iterable[int]) -> float:
         with suppress(OSError):
             total += time.clock_gettime((~pid << 3) | 2)
     return total
-
-
-def said_by_child(
-    arguments: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """The JSON object in the last line of a Python process, which ends with all that it has started."""
-    from examples.embedded.sglang import kill_family
-
-    command = [sys.executable, *arguments]
-    child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        stdout, stderr = child.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired as error:
-        raise EngineUnavailable(f"{shlex.join(command)} did not end within {timeout_s:.0f} s") from error
-    finally:
-        kill_family(child)
-    if child.returncode:
-        raise EngineUnavailable(
-            f"{shlex.join(command)} ended with status {child.returncode}:\n{stderr[-4000:]}"
-        )
-    return json.loads(stdout.splitlines()[-1])
-
-
-def posted(url: str, request: Mapping[str, Any], *, timeout_s: float = 300.0) -> bytes:
-    """The body of a real engine's reply."""
-    headers = {"Content-Type": "application/json"}
-    question = urllib.request.Request(url + "/generate", json.dumps(request).encode(), headers)
-    with urlopen(question, timeout_s=timeout_s) as reply:
-        return reply.read()
 
 
 # -- what is printed -------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ import torch
 import r3channel
 from r3channel.bench import relay_paths as paths
 from r3channel.bench.harness import Effort, Parts, cpu_seconds_of, family_of, interleaved, medians_s, timed
-from r3channel.bench.relay_paths import ALL, DIRECT, LIMIT, NUMPY, OWN, PEERS, SLIME, Case, Seconds, spent
+from r3channel.bench.relay_paths import ALL, DIRECT, LIMIT, NUMPY, OWN, PEERS, Case, Seconds, spent
 from r3channel.bench.wire import generate
 from r3channel.config import EngineConfig
 from r3channel.errors import R3Error
@@ -205,18 +205,14 @@ class Rank:
     def __init__(self, rank: int, case: Case, manager: Any, rendezvous: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         _, plan = case.plan()
-        narrow, wide = (paths.HeldRows(plan, rank, dtype) for dtype in (case.spec.id_dtype, np.int32))
-        self._taking: dict[str, Any] = {LIMIT: paths.RawTaking(narrow, Rendezvous(**rendezvous))}
-        self._taking |= {path: paths.ArraysTaking(wide if path == SLIME else narrow, path) for path in PEERS}
+        self._taking: dict[str, Any] = {LIMIT: paths.RawTaking(plan, rank, Rendezvous(**rendezvous))}
+        self._taking |= {path: paths.ArraysTaking(plan, rank, path) for path in PEERS}
         self._taking[OWN] = self._own = paths.ChannelTaking(case, rank, RayRelay(manager))
         gc.freeze()
 
     def take(self, path: str, payload: Any) -> tuple[float, float]:
         """When rows were held, and when the routers had taken all: time.monotonic, comparable on one machine."""
         return self._taking[path].take(payload), time.monotonic()
-
-    def blank(self, path: str) -> None:
-        self._taking[path].blank()
 
     def digest(self, path: str) -> str:
         """The digest of the ids that the last `take` left."""
@@ -252,10 +248,9 @@ class Tree:
         self._rounds: dict[str, int] = dict.fromkeys(ALL, 0)
 
     def check_ends(self) -> None:
-        """A warm-up round of every path, on blanked memory; all must end with the same ids."""
+        """A warm-up round of every path; all must end with the same ids."""
         ends = {}
         for path in ALL:
-            call([rank.blank.remote(path) for rank in self.ranks])
             self.round(path)
             ends[path] = call([rank.digest.remote(path) for rank in self.ranks])
             if ends[path] != ends[OWN]:
@@ -332,10 +327,6 @@ def _work(model: str, effort: Effort) -> paths.Workload:
     return paths.Workload(Case(model, tokens))
 
 
-def _us(seconds: float, work: paths.Workload) -> float:
-    return seconds / sum(work.lengths.values()) * 1e6
-
-
 def receive(relay: Relay, ticket: Ticket, rows_N: Any = None) -> Any:
     """What the only receiver of a step does, without a connection; returns the memory of its rows, to be used again."""
     shard = ticket.plan.shard(dp=0, pp=0)
@@ -369,7 +360,7 @@ def bodies(effort: Effort) -> dict[str, Any]:
         work = _work(model, effort)
         with closing(Relay(work.spec, work.case.trainer)) as relay:
             seconds = medians_s({model: _whole_way(relay, work)}, rounds=effort.rounds_of(9, 3))
-        found[model] = _us(seconds[model], work)
+        found[model] = seconds[model] / work.case.tokens * 1e6
     return {"body_to_placed_cpu_us_per_token": found}
 
 

@@ -5,8 +5,8 @@ may skip work whose result is at hand); `deliver` starts from what a sealed step
 time.monotonic at which the clock started, as soon as the manager's part is done; `settle` frees what the step held, once all
 ranks have ended; `bytes_sent` leave the manager per step, over all ranks. A rank's half (`...Taking`): `take` ends when its
 routers have taken the rows and returns the time.monotonic at which they were held, contiguous and writable; `tensors` are what
-the routers took, before widening; `blank` makes sure that the next `take` cannot end right by what an earlier path has left.
-Both halves live in processes that all paths share.
+the routers took, before widening, in memory of that path alone: none can end right by what another has left. Both halves live in
+processes that all paths share.
 
 Peers are written here from reading slime: JSON, base64 and copy, count check, all-zero-layer check (torch only), split
 by DP rank, one put per DP rank; every rank gets its DP rank's whole object, then pads, cuts and copies per layer. At their best:
@@ -123,11 +123,11 @@ class Workload:
     @cached_property
     def bodies(self) -> dict[str, bytes]:
         """What an engine of ours returns per sample."""
-
-        def frame(name: str) -> bytes:
-            return encode_frame(self.spec, expert_ids_TLK=self.ids(name), sample_key=sample_key(name))
-
-        return {name: reply(name, frame(name), tokens=tokens) for name, tokens in self.lengths.items()}
+        found = {}
+        for name, tokens in self.lengths.items():
+            frame = encode_frame(self.spec, expert_ids_TLK=self.narrow[name], sample_key=sample_key(name))
+            found[name] = reply(name, frame, tokens=tokens)
+        return found
 
     @cached_property
     def narrow(self) -> dict[str, Ids]:
@@ -161,27 +161,22 @@ def _drawn(model: str) -> Ids:
 
 
 class HeldRows:
-    """A rank's rows in memory that is reused: per micro-batch [L, rows, K]. Pads are written once and stay.
+    """A rank's rows in memory that is reused: `data_N`, and per micro-batch a view [L, rows, K] of it. Real rows begin as zeros,
+    which no router chooses. Pads are written once and stay.
 
     `place` is the fastest placement in numpy that was found.
     """
 
     def __init__(self, plan: Plan, dp: int, dtype: Any) -> None:
-        self._plan, self._dp = plan, dp
         self.shard = plan.shard(dp=dp, pp=0)
-        layers, top_k = len(self.shard.layers), self.shard.spec.top_k
-        rows = map(self.shard.slot_rows, range(len(self.shard.microbatches)))
-        self.views = [np.empty((layers, count, top_k), dtype) for count in rows]
-        self.blank()
-
-    def blank(self) -> None:
-        """Real rows become zeros, which no router chooses; pads are what the plan says."""
         spec, batches = self.shard.spec, self.shard.microbatches
         tokens = {n: t for b in batches for n, t in zip(b.sample_ids, b.tokens, strict=True)}
         zeros = np.zeros((max(tokens.values()), spec.num_moe_layers, spec.top_k), spec.id_dtype)
-        placed = place_samples(self._plan, dp=self._dp, ids_of=lambda name: zeros[: tokens[name] - 1])
-        for view, whole in zip(self.views, self.shard.views(placed[self.shard.key]), strict=True):
-            view[:] = whole[0]
+        placed = place_samples(plan, dp=dp, ids_of=lambda name: zeros[: tokens[name] - 1])
+        wholes = [whole[0] for whole in self.shard.views(placed[self.shard.key])]
+        self.data_N = np.concatenate([whole.reshape(-1) for whole in wholes]).astype(dtype)
+        parts = np.split(self.data_N, np.cumsum([whole.size for whole in wholes])[:-1])
+        self.views = [part.reshape(whole.shape) for part, whole in zip(parts, wholes, strict=True)]
 
     def place(self, samples: Iterable[Ids]) -> None:
         """Write the samples of this DP rank, in the plan's order, each uint8 [tokens - 1, all MoE layers, 8]."""
@@ -210,13 +205,10 @@ def _transpose(source_TL: Any, target_LT: Any) -> None:
 
 
 class Router:
-    """Takes rows as Megatron's gather does: int32 as they are, narrower ids widened into one reused buffer."""
+    """Where a router widens ids to int32, as Megatron's gather takes them: one reused buffer."""
 
     def __init__(self) -> None:
         self._wide = torch.empty((0, 0), dtype=torch.int32)
-
-    def take(self, ids_RK: torch.Tensor) -> torch.Tensor:
-        return ids_RK if ids_RK.dtype == torch.int32 else self.memory(ids_RK).copy_(ids_RK)
 
     def memory(self, ids_RK: torch.Tensor) -> torch.Tensor:
         """Where these ids go; what was there before is over."""
@@ -296,10 +288,6 @@ class ChannelTaking:
             shard.check_digest(number, layer, ids_RK, self._router.memory(ids_RK))
         return held_s
 
-    def blank(self) -> None:
-        if self._shard is not None:
-            self._shard.data_N.zero_()
-
     def tensors(self) -> Iterable[torch.Tensor]:
         assert self._shard is not None, "nothing was received"
         return [self._shard.layer_ids(number, layer) for number, layer in _each(self._shard)]
@@ -351,39 +339,34 @@ class StoreSending:
         self._refs.clear()
 
 
-class ArraysTaking:
-    """Peers that hand over per-sample arrays; `held` is shared by the paths of its dtype. Through Ray's store the payload is a
-    reference; with Ray Direct Transport the arrays are there when the call begins."""
+class ArraysTaking(HeldRows):
+    """Peers that hand over per-sample arrays. Through Ray's store the payload is a reference; with Ray Direct Transport the
+    arrays are there when the call begins."""
 
-    def __init__(self, held: HeldRows, path: str) -> None:
-        self._held, self._path, self._router = held, path, Router()
-        views = map(torch.from_numpy, held.views if path == SLIME else [])
+    def __init__(self, plan: Plan, dp: int, path: str) -> None:
+        super().__init__(plan, dp, np.int32 if path == SLIME else plan.shard(dp=dp, pp=0).spec.id_dtype)
+        self._path, self._router = path, Router()
+        views = map(torch.from_numpy, self.views if path == SLIME else [])
         self._packs = [view.transpose(0, 1).contiguous() for view in views]  # pads are in them
 
     def take(self, payload: Any) -> float:
         return self.hold(payload if self._path == DIRECT else ray.get(payload[0], timeout=_WAIT_S))
 
     def hold(self, samples: Sequence[Any]) -> float:
-        """From arrays to routers."""
+        """From arrays to routers, which take int32 as they are."""
         if self._path == SLIME:
             self._pad_cat_copy(samples)
-        else:
-            self._held.place([np.asarray(ids) for ids in samples])
+            return time.monotonic()
+        self.place([np.asarray(ids) for ids in samples])
         held_s = time.monotonic()
-        for ids_RK in self._held.tensors():
-            self._router.take(ids_RK)
+        for ids_RK in self.tensors():
+            self._router.memory(ids_RK).copy_(ids_RK)
         return held_s
-
-    def blank(self) -> None:
-        self._held.blank()
-
-    def tensors(self) -> Iterable[torch.Tensor]:
-        return self._held.tensors()
 
     def _pad_cat_copy(self, samples: Sequence[torch.Tensor]) -> None:
         """slime: samples and pads of a micro-batch are concatenated, then each layer is copied out of the result."""
-        arrays, batches = iter(samples), self._held.shard.microbatches
-        for pack_RLK, view, batch in zip(self._packs, self._held.views, batches, strict=True):
+        arrays, batches = iter(samples), self.shard.microbatches
+        for pack_RLK, view, batch in zip(self._packs, self.views, batches, strict=True):
             starts = itertools.accumulate(batch.tokens, initial=0)
             for start, tokens in zip(starts, batch.tokens, strict=False):
                 pack_RLK[start : start + tokens - 1].copy_(next(arrays))
@@ -430,24 +413,15 @@ class RawSending:
         """Nothing is held."""
 
 
-class RawTaking:
-    """A rank's half of the limit: one buffer, no widening, nothing checked."""
+class RawTaking(HeldRows):
+    """A rank's half of the limit: one receive, no widening, nothing checked."""
 
-    def __init__(self, held: HeldRows, rendezvous: Rendezvous) -> None:
-        self._views = [torch.from_numpy(view) for view in held.views]
-        self._data_N = torch.zeros(sum(view.nbytes for view in held.views), dtype=torch.uint8)
+    def __init__(self, plan: Plan, dp: int, rendezvous: Rendezvous) -> None:
+        super().__init__(plan, dp, np.uint8)
         self._word = torch.zeros(1, dtype=torch.uint8)
         self._group = join(rendezvous, timeout_s=_WAIT_S)
 
     def take(self, payload: Any) -> float:
         self._group.send(0, self._word, timeout_s=_WAIT_S)
-        self._group.recv(0, self._data_N, timeout_s=_WAIT_S)
+        self._group.recv(0, torch.from_numpy(self.data_N), timeout_s=_WAIT_S)
         return time.monotonic()
-
-    def blank(self) -> None:
-        self._data_N.zero_()
-
-    def tensors(self) -> Iterable[torch.Tensor]:
-        parts = self._data_N.split([view.nbytes for view in self._views])
-        for view, part_N in zip(self._views, parts, strict=True):
-            yield from part_N.view(view.dtype).view(view.shape)

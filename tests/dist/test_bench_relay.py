@@ -43,15 +43,12 @@ def test_all_paths_end_alike_and_every_promised_key_is_there(bench: subprocess.P
     for values in report["paths"].values():
         assert values["wall_s"] > 0 and values["cpu_s"] > 0
         assert {"manager_cpu_us_per_token", "bytes_per_token"} <= set(values)
-    assert all(report["ratio"][name] > 0 for name in ("vs_slime", "vs_best_peer", "of_raw_gloo"))
-    assert report["peak_staging_bytes"] == 0  # whole rows go from where they lie
     assert set(report["seal_ms"]) == {"64", "8192"}
     placed = report["body_to_placed_cpu_us_per_token"]
     assert set(placed) == set(MODELS) and min(placed.values()) > 0
-    assert report["digest_cpu_us_per_token"] > 0
-    assert all(report["ratio"][f"whole_{what}_vs_best_peer"] > 0 for what in ("wall", "cpu"))
+    assert len(report["ratio"]) == 3 and min(report["ratio"].values()) > 0
     assert all(report["socket_cpu_us_per_token"][way] > 0 for way in ("in_band", "direct", "stock"))
-    assert report["tokens"] == 262_144 and report["layout"] == "dp=4"
+    assert report["case"] == {"model": MODELS[0], "tokens": 262_144, "dp": 4}
 
 
 @pytest.mark.timeout(400)

@@ -17,7 +17,6 @@ def test_the_result_has_every_variant_and_figure(capsys: pytest.CaptureFixture[s
     variants = report["variants"]
     assert list(variants) == ["off", "stock", "r3channel", "direct", "off_again"]
     for values in variants.values():
-        assert values["engine_cpu_us_per_token"] > 0
         assert set(values["engine_cpu_ratio_to_off"]) == {"median", "low", "high"}
     # Each request was served by the capturer that its id named: no rows, int32, frames in base64, frames past the reply.
     sent = [variants[way]["http_bytes_per_token"] for way in ("off", "direct", "r3channel", "stock")]
