@@ -44,10 +44,6 @@ class Control(Protocol):
         """Where this receiver connects, and how its rows can travel: {host, port, token, run, transport, gpu}."""
         ...
 
-    def list_page(self, process: str, target: str) -> None:
-        """See `relay.Relay.list_page`; called where this process serves /metrics."""
-        ...
-
 
 class Sink(Protocol):
     """Where the rows go. One attempt: `rows` in order, then `verify`."""
@@ -124,9 +120,11 @@ class RelayConnection:
             self._leave()
 
     def list_page(self, *, ended: bool = False) -> None:
-        """Let the relay list this process's /metrics; one that was started anew does not know it."""
-        if self._metrics.target:
-            self._control.list_page(f"trainer {self._coords}", "" if ended else self._metrics.target)
+        """Let the relay list this process's /metrics; one that was started anew does not know it. A control of one's own may lack
+        the call (`Relay.list_page`): then the page is not listed."""
+        call = getattr(self._control, "list_page", None)
+        if self._metrics.target and call is not None:
+            call(f"trainer {self._coords}", "" if ended else self._metrics.target)
 
     def receive(self, ticket: Ticket, stream: Stream, sink: Callable[[], Sink]) -> None:
         """Receive this receiver's rows of a step, verified and acknowledged, into the sink of the last attempt.

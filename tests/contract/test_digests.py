@@ -124,7 +124,7 @@ def test_a_receiver_that_joined_compiles_nothing_in_a_step(make_relay: MakeRelay
 
 def on_gpu(shard: RankShard) -> None:
     """From here on its rows are judged as those of a GPU are: noted, and looked at once."""
-    shard._handed._host_SL = None
+    shard.digests._host_SL = None
 
 
 # -- (a) at rest in the relay's store ----------------------------------------------------------------------------------

@@ -65,10 +65,10 @@ class Layers(torch.nn.Module):
 def on(device: str) -> tuple[RankShard, RoutingAudit, Layers]:
     """A shard as it lies on a GPU: what is found there is noted, and read at the end."""
     rank = two_samples()
-    expected_SL = rank._handed._expected_SL
+    expected_SL = rank.digests._expected_SL
     assert expected_SL is not None
     rank = RankShard(rank.ticket, rank.shard, rank.data_N.to(device), tp=0, digests_SL=expected_SL.to(device))
-    rank._handed._host_SL = None
+    rank.digests._host_SL = None
     audit = RoutingAudit(step=0, microbatches=rank.num_microbatches, count=2, counted_rows=rank.counted_rows)
     return rank, audit, Layers(rank).to(device)
 

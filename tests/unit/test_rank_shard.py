@@ -156,7 +156,7 @@ def test_one_changed_id_is_named_before_the_step_ends(step: Step, noted: bool, d
     """`noted`: as on a GPU, where nothing is known before `verified`."""
     rank = data.draw(st.sampled_from([rank for shard in step.shards for rank in ranks_of(step, shard)]))
     if noted:
-        rank._handed._host_SL = None
+        rank.digests._host_SL = None
     for index, layer in calls(rank):
         ids = rank.layer_ids(index, layer).clone()
         row = data.draw(st.integers(0, len(ids) - 1))
@@ -187,7 +187,7 @@ def two_samples() -> RankShard:
 @pytest.mark.parametrize("passes", [(True, False), (False, True)], ids=["forward", "recompute"])
 def test_a_difference_in_either_pass_is_kept_until_the_device_is_asked(passes: tuple[bool, bool]) -> None:
     rank = two_samples()
-    rank._handed._host_SL = None  # as on a GPU
+    rank.digests._host_SL = None  # as on a GPU
     for wrong in passes:
         rank.check_digest(0, 0, rank.layer_ids(1 if wrong else 0, 0))
     with pytest.raises(DigestMismatch, match=r"of samples \['a'\]"):

@@ -49,7 +49,7 @@ class DetachedManager(ChannelManager):
         def get_rollout_routed_experts_length(sample: Any) -> int:
             """A request for the rest of a sample names the rows that the engine need not send again: the relay has them."""
             rows = rows_of(sample)
-            return rows.tokens - 1 if rows else counted(sample)
+            return len(rows.tokens) - 1 if rows else counted(sample)
 
         Sample.get_rollout_routed_experts_length = get_rollout_routed_experts_length
 

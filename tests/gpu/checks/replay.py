@@ -263,7 +263,7 @@ def audit(own: Trainer, device: str, facts: Facts) -> None:
     for count in (0, 1):
         shard = own.received(own.random_ids(seed=7 + count))
         if device == "cpu":
-            shard._handed._host_SL = None  # as where rows lie on a device: read at the step's end
+            shard.digests._host_SL = None  # as where rows lie on a device: read at the step's end
         look = RoutingAudit(step=0, microbatches=MICROBATCHES, count=count, counted_rows=shard.counted_rows)
         with own.driver.step(shard, step=0, audit=look) as step:
             added = waits_of(lambda step=step: own.train(step.microbatch), device) - natural
