@@ -66,16 +66,10 @@ def read_token(path: str | Path) -> str:
         raise ConfigError(
             f"token file {path} has mode {stat.S_IMODE(status.st_mode):04o}, expected 0600: others could read it"
         )
-    return check_token(text, where=f"token file {path}")
-
-
-def check_token(token: str, *, where: str) -> str:
-    """The token itself if it is long enough and fits into a header."""
-    if not _WELL_FORMED.fullmatch(token):
-        raise ConfigError(
-            f"{where} holds {len(token)} characters; expected 32 to 512 letters and digits (128 bits or more)"
-        )
-    return token
+    if not _WELL_FORMED.fullmatch(text):  # too short, or it does not fit into a header
+        what = f"{len(text)} characters; expected 32 to 512 letters and digits (128 bits or more)"
+        raise ConfigError(f"token file {path} holds {what}")
+    return text
 
 
 def is_authorized(header: str | None, token: str) -> bool:

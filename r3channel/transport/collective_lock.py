@@ -39,10 +39,16 @@ class Slot:
         """
         mine = _Use(kind, what)
         with self._changed:
-            self._refuse_nesting(mine)
+            for use in self._others(kind):
+                if use.thread == mine.thread:
+                    raise UsageError(f"{what} inside {use.what}: one would wait for the other for ever")
             if not self._changed.wait_for(lambda: not self._others(kind), timeout=timeout_s):
+                now = time.monotonic()
+                others = ", ".join(
+                    f"{use.what} (for {now - use.since_s:.1f} s)" for use in self._others(kind)
+                )
                 raise DeadlineExceeded(
-                    f"{what} waited {timeout_s:.1f} s for {self._told(kind)}. Does it wait for this one?"
+                    f"{what} waited {timeout_s:.1f} s for {others}. Does it wait for this one?"
                 )
             self._uses.append(mine)
         try:
@@ -54,15 +60,6 @@ class Slot:
 
     def _others(self, kind: str) -> list[_Use]:
         return [use for use in self._uses if use.kind != kind]
-
-    def _refuse_nesting(self, mine: _Use) -> None:
-        for use in self._others(mine.kind):
-            if use.thread == mine.thread:
-                raise UsageError(f"{mine.what} inside {use.what}: one would wait for the other for ever")
-
-    def _told(self, kind: str) -> str:
-        now = time.monotonic()
-        return ", ".join(f"{use.what} (for {now - use.since_s:.1f} s)" for use in self._others(kind))
 
 
 PROCESS_SLOT = Slot()

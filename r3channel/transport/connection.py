@@ -89,22 +89,23 @@ class Connection:
 
     def send_record(self, kind: int, body: bytes = b"", *, timeout_s: float | None) -> None:
         if not 0 <= kind < 256 or len(body) > MAX_RECORD_BYTES:
-            raise UsageError(
-                f"record of kind {kind} and {len(body)} bytes; expected 0 to 255 and <= {MAX_RECORD_BYTES}"
-            )
+            text = f"record of kind {kind} and {len(body)} bytes; expected 0 to 255 and <= {MAX_RECORD_BYTES}"
+            raise UsageError(text)
         head = _HEAD.pack(_MAGIC, kind, len(body), _digest(kind, body))
         self.send((head, body), timeout_s=timeout_s)
 
-    def recv_record(self, max_bytes: int = MAX_RECORD_BYTES, *, timeout_s: float | None) -> tuple[int, bytes]:
-        """Kind and body of the next record; one that is damaged or longer than `max_bytes` ends the link."""
+    def recv_record(self, *, timeout_s: float | None) -> tuple[int, bytes]:
+        """Kind and body of the next record; one that is damaged or longer than `MAX_RECORD_BYTES` ends the link."""
         with self._call("receive a record", timeout_s) as limit:
             head = bytearray(_HEAD.size)
             self._recv(memoryview(head), limit)
             magic, kind, nbytes, digest = _HEAD.unpack(head)
             if magic != _MAGIC or head[5:8] != bytes(3):
                 raise TransportError("no record where one was expected: the two sides speak out of turn")
-            if nbytes > max_bytes:
-                raise TransportError(f"a record announces {nbytes} bytes, at most {max_bytes} are taken")
+            if nbytes > MAX_RECORD_BYTES:
+                raise TransportError(
+                    f"a record announces {nbytes} bytes, at most {MAX_RECORD_BYTES} are taken"
+                )
             body = bytearray(nbytes)
             self._recv(memoryview(body), limit)
             if _digest(kind, body) != digest:
@@ -143,9 +144,7 @@ class Connection:
                 raise TransportError(f"link to {self.peer}: cannot {what}: {self._end}")
             self._calls += 1
         try:
-            yield time.monotonic() + (
-                _LONGEST_WAIT_S if timeout_s is None else min(timeout_s, _LONGEST_WAIT_S)
-            )
+            yield time.monotonic() + min(_LONGEST_WAIT_S if timeout_s is None else timeout_s, _LONGEST_WAIT_S)
         except (OSError, TransportError) as error:
             kind = DeadlineExceeded if isinstance(error, DeadlineExceeded) else TransportError
             within = "" if timeout_s is None else f" within {timeout_s:.1f} s"

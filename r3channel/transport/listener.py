@@ -63,11 +63,7 @@ class Listener:
     """Accepts links on one interface until it is closed; links that it has handed over go on."""
 
     def __init__(
-        self,
-        interface: str,
-        *,
-        token: bytes,
-        on_link: Callable[[Connection], None] | None = None,
+        self, interface: str, *, token: bytes, on_link: Callable[[Connection], None] | None = None
     ) -> None:
         """Bound when it returns. `on_link` gets each link on a thread that it may keep; without it, `accept` hands them out."""
         _check_token(token)
@@ -78,8 +74,9 @@ class Listener:
         self._strangers: dict[Connection, None] = {}
         """Links that have proved nothing yet, the oldest first."""
         self._closed = threading.Event()
-        self._socket = _bound(interface)
+        self._socket = bound(interface, backlog=2 * MOST_STRANGERS)
         self.host, self.port = self._socket.getsockname()[:2]
+        self._where = f"{self.host}:{self.port}"
         self._thread = threading.Thread(target=self._listen, name="r3channel-listener", daemon=True)
         self._thread.start()
 
@@ -88,12 +85,10 @@ class Listener:
         try:
             link = self._links.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
-            raise DeadlineExceeded(
-                f"nobody connected to {self.host}:{self.port} within {timeout_s:.1f} s"
-            ) from None
+            raise DeadlineExceeded(f"nobody connected to {self._where} within {timeout_s:.1f} s") from None
         if link is None:
             self._links.put(None)  # for whoever else waits
-            raise TransportError(f"the listener at {self.host}:{self.port} is closed")
+            raise TransportError(f"the listener at {self._where} is closed")
         return link
 
     def close(self) -> None:
@@ -121,7 +116,7 @@ class Listener:
                 RuntimeError,
             ) as error:  # no descriptor or no thread is left, or the peer is gone
                 if not self._closed.wait(0.1):
-                    log.warning("%s:%d could not accept a connection: %s", self.host, self.port, error)
+                    log.warning("%s could not accept a connection: %s", self._where, error)
 
     def _receive(self, link: Connection) -> None:
         """When too many strangers wait the oldest gives way: who holds the token needs no longer than a round trip."""
@@ -144,7 +139,7 @@ class Listener:
             with self._lock:
                 self._strangers.pop(link, None)
             link.close()
-            log.info("%s:%d turned a connection away: %s", self.host, self.port, error)
+            log.info("%s turned a connection away: %s", self._where, error)
             return
         try:
             self._on_link(link)
@@ -201,14 +196,14 @@ def _check_token(token: bytes) -> None:
         raise ConfigError(f"a token of {len(token)} bytes, expected {TOKEN_BYTES} random ones")
 
 
-def _bound(interface: str) -> socket.socket:
-    """A listening socket on one interface; wildcards are refused, because nobody can be told to connect to one."""
+def bound(interface: str, *, backlog: int | None = None) -> socket.socket:
+    """A listening socket on one interface; wildcards are refused, because nobody can be told to connect to one: ConfigError."""
     if not interface:
         raise ConfigError("no interface to listen on: name one, 127.0.0.1 for this machine only")
     try:
         family, _, _, _, address = socket.getaddrinfo(interface, 0, type=socket.SOCK_STREAM)[0]
         if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_unspecified:
             raise ConfigError(f"{interface} means every interface and cannot be advertised: name one")
-        return socket.create_server(address, family=family, backlog=2 * MOST_STRANGERS)
+        return socket.create_server(address, family=family, backlog=backlog)
     except OSError as error:
         raise ConfigError(f"cannot listen on {interface}: {error}") from error

@@ -16,7 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from torch.cuda import nccl
 
 from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.transport.base import Pending, Rendezvous, Transport
+from r3channel.transport.listener import bound
 
 T = TypeVar("T")
 
@@ -74,8 +76,7 @@ class RendezvousStore:
     """
 
     def __init__(self, interface: str) -> None:
-        family = socket.AF_INET6 if ":" in interface else socket.AF_INET
-        listener = socket.create_server((interface, 0), family=family)
+        listener = bound(interface)
         self.host, self.port = interface, listener.getsockname()[1]
         self._store: TCPStore | None = TCPStore(
             interface, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -110,11 +111,8 @@ class ProcessGroupTransport(Transport):
     def __init__(self, rendezvous: Rendezvous, *, timeout_s: float, foreign: bool = False) -> None:
         """`foreign`: the other ranks join as SGLang 0.5.23 does (`init_custom_process_group`, `srt/utils/common.py`): behind two
         prefixes more, and without a byte that both ends have not asked for."""
-        self.connection, self.rank, self.world_size = (
-            rendezvous.connection,
-            rendezvous.rank,
-            rendezvous.world_size,
-        )
+        self.connection = rendezvous.connection
+        self.rank, self.world_size = rendezvous.rank, rendezvous.world_size
         self._name, self._nccl = rendezvous.name, rendezvous.backend == "nccl"
         self._dead = False
         self._started: list[_Operation] = []
@@ -141,23 +139,19 @@ class ProcessGroupTransport(Transport):
             ) from error
 
     def _open(self, store: Store, rendezvous: Rendezvous, limit: timedelta, *, foreign: bool) -> Any:
-        if self._nccl and foreign:
-            return nccl_group(store, self.rank, self.world_size)
         if self._nccl:
-            return self._open_nccl(store, limit)
+            group = nccl_group(store, self.rank, self.world_size, of_a_pair=not foreign)
+            # The constructor does not wait for anybody, so a counter in the store does.
+            if not foreign and store.add("joined", 1) == self.world_size:
+                store.set("all", "1")
+            if not foreign:
+                store.wait(["all"], limit)
+            return group
         gloo: Any = dist.ProcessGroupGloo  # the stubs lack its options
         options = gloo._Options()
         options._timeout = limit
         options._devices = [gloo.create_device(hostname=_local_address(rendezvous.host))]
         return gloo(store, self.rank, self.world_size, options)
-
-    def _open_nccl(self, store: Store, limit: timedelta) -> Any:
-        """The constructor does not wait for anybody, so a counter in the store does."""
-        group = nccl_group(store, self.rank, self.world_size, blocking=False, most_ctas=_PAIR_CTAS)
-        if store.add("joined", 1) == self.world_size:
-            store.set("all", "1")
-        store.wait(["all"], limit)
-        return group
 
     def _connect(self, deadline_s: float) -> None:
         """The communicator is made now, not inside a step. NCCL makes it in a call that nothing can end: on another thread."""
@@ -172,9 +166,8 @@ class ProcessGroupTransport(Transport):
         connecting.result()
 
     def _connect_nccl(self, deadline_s: float) -> None:
-        with _using(self._device):
-            self._group.eager_connect_single_device(self._device)
-            self._warm(deadline_s)
+        self._group.eager_connect_single_device(self._device)
+        self._warm(deadline_s)
 
     def _warm(self, deadline_s: float) -> None:
         """A byte each way, the lower rank's first, so that the two do not wait for each other."""
@@ -185,15 +178,11 @@ class ProcessGroupTransport(Transport):
 
     def start_send(self, dst: int, data_N: torch.Tensor) -> Pending:
         what = f"send {len(data_N)} bytes to rank {dst}"
-        there_N = self._reachable(data_N)
-        if there_N is not data_N:
-            there_N.copy_(data_N)
-        return self._start(lambda group: group.send([there_N], dst, 0), what, there_N)
+        return self._start(lambda group, there: group.send(there, dst, 0), what, data_N, sends=True)
 
     def start_recv(self, src: int, out_N: torch.Tensor) -> Pending:
         what = f"receive {len(out_N)} bytes from rank {src}"
-        there_N = self._reachable(out_N)
-        return self._start(lambda group: group.recv([there_N], src, 0), what, there_N, lands_in=out_N)
+        return self._start(lambda group, there: group.recv(there, src, 0), what, out_N, sends=False)
 
     def broadcast(self, root: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
         """All ranks end with the contiguous uint8 bytes of `root`, of the same size everywhere. Errors as in `send`."""
@@ -204,34 +193,31 @@ class ProcessGroupTransport(Transport):
         options.rootRank, options.rootTensor = root, 0
         options.timeout = UNLIMITED if self._nccl else timedelta(seconds=timeout_s)
         what = f"broadcast {len(data_N)} bytes of rank {root}"
-        there_N = self._reachable(data_N)
-        if there_N is not data_N and root == self.rank:
-            there_N.copy_(data_N)
-        return self._start(lambda group: group.broadcast([there_N], options), what, there_N, lands_in=data_N)
+        call = lambda group, there: group.broadcast(there, options)  # noqa: E731
+        return self._start(call, what, data_N, sends=root == self.rank)
 
     def _reachable(self, data_N: torch.Tensor) -> torch.Tensor:
         """The tensor itself where the backend can move it, else as much memory of the device."""
         return data_N if data_N.device == self._device else torch.empty_like(data_N, device=self._device)
 
     def _start(
-        self,
-        start: Callable[[Any], Any],
-        what: str,
-        data_N: torch.Tensor,
-        *,
-        lands_in: torch.Tensor | None = None,
+        self, start: Callable[[Any, list[torch.Tensor]], Any], what: str, data_N: torch.Tensor, *, sends: bool
     ) -> _Operation:
-        """`data_N` is what the group moves; in the end it is copied to `lands_in`, if that is other memory."""
+        """`start` has the group move `data_N`, or device memory that is copied from it now or to it in the end."""
+        there_N = self._reachable(data_N)
+        if sends and there_N is not data_N:
+            there_N.copy_(data_N)
         group = self._group  # once: `abort` may come from another thread
         if self._dead or group is None:
             raise TransportError(
                 f"{self._name}: the group was abandoned; cannot {what}. Join the next connection"
             )
         try:
-            operation = _Operation(self, what, start(group), data_N, lands_in)
+            work = start(group, [there_N])
         except (RuntimeError, dist.DistError) as error:
             self.abort()
             raise self._failed(TransportError, what, str(error)) from error
+        operation = _Operation(self, what, work, there_N, None if sends else data_N)
         self._started.append(operation)
         return operation
 
@@ -246,9 +232,8 @@ class ProcessGroupTransport(Transport):
             else:
                 work.wait(timedelta(seconds=timeout_s))
         except (RuntimeError, dist.DistError) as error:
-            del (
-                work
-            )  # the error's traceback holds this frame, and a work that is held keeps gloo's sockets open
+            # The error's traceback holds this frame, and a work that is held keeps gloo's sockets open.
+            del work
             waited = time.monotonic() - begin
             self.abort()  # after a timeout a gloo pair is dead for ever, on both sides
             kind = DeadlineExceeded if waited >= 0.9 * timeout_s else TransportError
@@ -296,19 +281,15 @@ class ProcessGroupTransport(Transport):
         self._started.clear()
 
 
+@dataclass(eq=False)
 class _Operation:
     """See `transport.base.Pending`."""
 
-    def __init__(
-        self,
-        transport: ProcessGroupTransport,
-        what: str,
-        work: Any,
-        data_N: torch.Tensor,
-        lands_in: torch.Tensor | None,
-    ) -> None:
-        self._transport, self.what, self.work = transport, what, work
-        self._data_N, self._lands_in = data_N, lands_in
+    _transport: ProcessGroupTransport
+    what: str
+    work: Any
+    _data_N: torch.Tensor
+    _lands_in: torch.Tensor | None
 
     def wait(self, *, timeout_s: float) -> None:
         self._transport.finish(self, timeout_s)
@@ -320,19 +301,15 @@ class _Operation:
             self._lands_in.copy_(self._data_N)
 
 
-def nccl_group(
-    store: Store, rank: int, world_size: int, *, blocking: bool = True, most_ctas: int | None = None
-) -> Any:
+def nccl_group(store: Store, rank: int, world_size: int, *, of_a_pair: bool) -> Any:
     """A raw NCCL group whose errors do not end this process, as torch's default would have it.
 
-    Without `blocking`, making its communicator is a call that returns at once, and the first operation waits for it.
+    For a pair of ours making its communicator is a call that returns at once, and the first operation waits for it.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = UNLIMITED
-    if not blocking:
-        options.config.blocking = 0
-    if most_ctas is not None:
-        options.config.max_ctas = most_ctas
+    if of_a_pair:
+        options.config.blocking, options.config.max_ctas = 0, _PAIR_CTAS
     with _quiet_errors():
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
@@ -358,10 +335,6 @@ def _refuse_engine_process() -> None:
 def device_of(backend: str) -> torch.device:
     """Where its tensors lie. Threads have a current device each, so it is asked once, on the thread that joins."""
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-
-
-def _using(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _left(deadline_s: float) -> float:

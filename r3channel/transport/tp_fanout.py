@@ -43,9 +43,8 @@ class TensorParallelFanout:
             try:
                 raise failure
             finally:
-                del (
-                    failure
-                )  # its traceback holds this frame: the process group would live on until a collection
+                # Its traceback holds this frame: the process group would live on until a collection.
+                del failure
 
     def _share(self, text: str, *, source: int) -> str:
         """The `source` rank's text, cut to fit."""
@@ -62,9 +61,7 @@ class TensorParallelFanout:
     def scatter(self, parts: list[torch.Tensor] | None, out_N: torch.Tensor) -> None:
         """Rank t ends with `parts[t]` of TP0 in `out_N`; uint8, equal sizes, contiguous. Others pass None."""
         if self.rank == 0 and (parts is None or len(parts) != self.size):
-            raise UsageError(
-                f"scatter over {self.size} TP ranks got {0 if parts is None else len(parts)} parts"
-            )
+            raise UsageError(f"scatter over {self.size} TP ranks got {len(parts or ())} parts")
         if self.size == 1:
             assert parts is not None
             out_N.copy_(parts[0])
