@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,19 +35,12 @@ def merge(prefill: SampleRouting, decode: SampleRouting) -> SampleRouting:
     taken_T[:rows] = prefill.valid_T & ~decode.valid_T[:rows]
     ids_TLK = decode.expert_ids_TLK.copy()
     ids_TLK[taken_T] = prefill.expert_ids_TLK[taken_T[:rows]]
-    versions_T, kinds_T = columns_of(decode.provenance)
-    prefill_versions_T, prefill_kinds_T = columns_of(prefill.provenance)
-    versions_T[taken_T] = prefill_versions_T[taken_T[:rows]]
-    kinds_T[taken_T] = prefill_kinds_T[taken_T[:rows]]
-    return SampleRouting(
-        spec=decode.spec,
-        sample_id=decode.sample_id,
-        tokens=decode.tokens,
-        first_row=decode.first_row,
-        expert_ids_TLK=ids_TLK,
-        valid_T=decode.valid_T | taken_T,
-        provenance=spans_of(versions_T, kinds_T, first_row=decode.first_row),
-    )
+    versions_T, kinds_T = columns = columns_of(decode.provenance)
+    for column_T, prefill_T in zip(columns, columns_of(prefill.provenance), strict=True):
+        column_T[taken_T] = prefill_T[taken_T[:rows]]
+    spans = spans_of(versions_T, kinds_T, first_row=decode.first_row)
+    valid_T = decode.valid_T | taken_T
+    return replace(decode, expert_ids_TLK=ids_TLK, valid_T=valid_T, provenance=spans, checked=False)
 
 
 def merged_frame(

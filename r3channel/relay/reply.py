@@ -111,11 +111,17 @@ def split_reply(body: bytes) -> tuple[Any, memoryview | None]:
         reply = parsed(body[:begin] + mark.encode() + body[end:])
     except ValueError:
         return parsed(body), None
-    meta = reply.get("meta_info") if isinstance(reply, dict) else None
-    if not isinstance(meta, dict) or meta.get(ROUTING_FIELD) != mark:
+    meta = _meta_of(reply)
+    if meta.get(ROUTING_FIELD) != mark:
         return parsed(body), None
     meta[ROUTING_FIELD] = ""
     return reply, memoryview(body)[begin:end]
+
+
+def _meta_of(reply: Any) -> Any:
+    """The reply's own `meta_info`; an empty one where it has none."""
+    meta = reply.get("meta_info") if isinstance(reply, Mapping) else None
+    return meta if isinstance(meta, Mapping) else {}
 
 
 def _end_of_text(body: bytes, begin: int) -> int:
@@ -131,8 +137,7 @@ def _end_of_text(body: bytes, begin: int) -> int:
 def routing_text(reply: Any, *, sample_id: str, engine: str) -> str:
     """What is in `reply["meta_info"]["routed_experts"]`, SGLang's in-band place. Raises RoutingMissing where nothing is, with the
     engine's own words where its reply is an error."""
-    meta = reply.get("meta_info") if isinstance(reply, Mapping) else None
-    text = meta.get(ROUTING_FIELD) if isinstance(meta, Mapping) else None
+    text = _meta_of(reply).get(ROUTING_FIELD)
     if not isinstance(text, str) or not text:
         said = reply.get("error") if isinstance(reply, Mapping) else None
         raise RoutingMissing(
@@ -166,8 +171,7 @@ def no_base64(error: ValueError, sample_id: str, engine: str) -> FrameCorrupt:
 
 def key_of(reply: Any) -> int | None:
     """The key that a frame for this reply's request carries; None when the reply does not name its request."""
-    meta = reply.get("meta_info") if isinstance(reply, Mapping) else None
-    request_id = meta.get("id") if isinstance(meta, Mapping) else None
+    request_id = _meta_of(reply).get("id")
     return sample_key(request_id) if isinstance(request_id, str) else None
 
 

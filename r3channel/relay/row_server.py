@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,7 +29,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
 from r3channel.relay.row_stream import RowStream
 from r3channel.relay.sealed_steps import Steps
-from r3channel.relay.send_buffers import DeviceStaging, HostPool, HostStaging
+from r3channel.relay.send_buffers import BUCKETS_ALIVE, Bytes, DeviceStaging, HostPool, HostStaging
 from r3channel.transport.base import Pending, Rendezvous, Transport
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
@@ -47,15 +48,8 @@ class RowServer:
     """OPEN -> CLOSED. Any thread."""
 
     def __init__(
-        self,
-        layout: TrainerLayout,
-        config: ChannelConfig,
-        *,
-        run: str,
-        steps: Steps,
-        clock: StageClock,
-        metrics: Metrics,
-    ) -> None:
+        self, layout: TrainerLayout, config: ChannelConfig, *, run: str, steps: Steps, clock: StageClock, metrics: Metrics
+    ) -> None:  # fmt: skip
         """What `steps` raises is told to the receiver that asked."""
         self._layout, self._config, self._run = layout, config, run
         self._steps, self._clock, self._metrics = steps, clock, metrics
@@ -86,9 +80,8 @@ class RowServer:
         dp, pp, cp = key
         layout = self._layout
         if not (0 <= dp < layout.dp and 0 <= pp < layout.pp and 0 <= cp < layout.cp):
-            raise TicketMismatch(
-                f"hello from dp {dp} pp {pp} cp {cp}; this relay serves layout {layout}", ranks=[key]
-            )
+            text = f"hello from dp {dp} pp {pp} cp {cp}; this relay serves layout {layout}"
+            raise TicketMismatch(text, ranks=[key])
         door, token = self._listener, self._token.hex()
         return {"host": door.host, "port": door.port, "token": token, "run": self._run}
 
@@ -139,10 +132,6 @@ class RowServer:
             self._metrics.inc("r3channel_group_resets_total")
             before.abort()
         served.run()  # the listener's thread is this connection's from here on
-
-    def note_staged(self, nbytes: int) -> None:
-        """So much was staged at once for one receiver."""
-        self.peak_staging_bytes = max(self.peak_staging_bytes, nbytes)
 
     def _left(self, served: _Served) -> None:
         with self._lock:
@@ -249,23 +238,23 @@ class _Served:
             for batch in out.batches(out.bucket_bytes):
                 self._link.send(batch, timeout_s=limit_s)
             return
-        buffer_N = staging.buffers(self._bucket(out))[0]
+        (buffer_N,) = self._buffers(out, staging, 1)
         for _, nbytes in out.fill([buffer_N]):
-            self._delivery.note_staged(len(buffer_N))
             self._link.send([buffer_N[:nbytes].data], timeout_s=limit_s)
 
-    def _bucket(self, out: RowStream) -> int:
-        """Whole rows, and at least one."""
-        row_bytes = max(out.stream.row_bytes, 1)
-        return max(out.bucket_bytes // row_bytes, 1) * row_bytes
+    def _buffers(self, out: RowStream, staging: HostStaging, count: int) -> Sequence[Bytes]:
+        """So many buckets, each of whole rows, and at least one."""
+        row_bytes, delivery = max(out.stream.row_bytes, 1), self._delivery
+        nbytes = max(out.bucket_bytes // row_bytes, 1) * row_bytes
+        delivery.peak_staging_bytes = max(delivery.peak_staging_bytes, count * nbytes)
+        return staging.buffers(nbytes)[:count]
 
     def _send_over_group(self, out: RowStream, staging: HostStaging | None) -> None:
         """Over the process group, two buckets alive."""
         group, under_way = self._group, list[Pending]()
         assert group is not None and staging is not None
-        buffers = staging.buffers(self._bucket(out))
+        buffers = self._buffers(out, staging, BUCKETS_ALIVE)
         for slot, nbytes in out.fill(buffers):
-            self._delivery.note_staged(2 * len(buffers[0]))
             under_way.append(group.start_send(1, staging.staged(slot, nbytes)))
             if len(under_way) == len(buffers):  # the next bucket is filled where the older one lies
                 under_way.pop(0).wait(timeout_s=self._taken_s)
@@ -276,9 +265,8 @@ class _Served:
         """A process group of this relay and this receiver alone: one that dies or hangs costs nobody else anything."""
         store, config = self._delivery._store, self._config
         if store is None:
-            raise TicketMismatch(
-                f"a receiver asks for a process group; this relay's transport is {config.transport}"
-            )
+            text = f"a receiver asks for a process group; this relay's transport is {config.transport}"
+            raise TicketMismatch(text)
         if gpu and gpu == self._delivery._gpu:
             raise ConfigError(
                 f"receiver (dp, pp, cp) {self.key} uses GPU {gpu}, and so does this relay: NCCL refuses two ranks on one. Give "

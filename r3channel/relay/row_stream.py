@@ -17,12 +17,12 @@ from r3channel.plan.row_order import Ints
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.stream import Sent, Stream, overlaps, step_streams
 from r3channel.plan.ticket import Ticket
+from r3channel.relay.send_buffers import Bytes
 from r3channel.relay.token_tensors import HeldMasks
 from r3channel.relay.verify import VerifiedRows
 from r3channel.wire.digest import range_digests
 from r3channel.wire.routing import Ids
 
-_Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Turns = Sequence[VerifiedRows]
 HeldOfSample = Mapping[str, Sequence[HeldMasks]]
 """Sample -> its turns' sampling masks."""
@@ -48,9 +48,8 @@ class RowStream:
         """Its part of the sampling masks. Raises FrameCorrupt."""
         masks, shard = self.masks or {}, self.stream.shard
         names = [name for batch in shard.microbatches for name in batch.sample_ids]
-        return cut_masks(
-            shard, {name: [held.whole(name, step=step) for held in masks.get(name, ())] for name in names}
-        )
+        whole = {name: [held.whole(name, step=step) for held in masks.get(name, ())] for name in names}
+        return cut_masks(shard, whole)
 
     def pieces(self) -> Iterator[Ids]:
         """The rows in order, each piece [rows, all MoE layers, K], a view of the store."""
@@ -61,7 +60,7 @@ class RowStream:
         """Do rows travel with all their layers, as they lie?"""
         return len(self.stream.columns) == self.stream.shard.spec.num_moe_layers
 
-    def fill(self, buffers: Sequence[_Bytes]) -> Iterator[tuple[int, int]]:
+    def fill(self, buffers: Sequence[Bytes]) -> Iterator[tuple[int, int]]:
         """Gather the rows into buffers of one size, in turn; yields (which, bytes in it). Whole rows only."""
         stream, spec = self.stream, self.stream.shard.spec
         columns: Any = list(stream.columns)

@@ -60,26 +60,13 @@ class SealedStep:
         layout = self.ticket.layout
         self.keys = frozenset(product(range(layout.dp), range(layout.pp), range(layout.cp)))
         """All receivers."""
-        self._missing = set(self.keys - self.had)
-
-    @property
-    def missing(self) -> tuple[ShardKey, ...]:
-        """Receivers that have not acknowledged, to be named."""
-        return tuple(sorted(self._missing))
-
-    @property
-    def awaited(self) -> bool:
-        """Whether some receiver has not acknowledged."""
-        return bool(self._missing)
+        self.missing = set(self.keys - self.had)
+        """Who has not acknowledged and is waited for."""
 
     @property
     def done(self) -> bool:
         """Nobody can ask for it again, and nobody here reads its rows."""
         return len(self.acknowledged) == len(self.keys) and not self.in_use
-
-    def acknowledge(self, key: ShardKey) -> None:
-        self.acknowledged.add(key)
-        self._missing.discard(key)
 
     @property
     def state(self) -> str:
@@ -149,7 +136,7 @@ class Steps:
         if self._journal is not None:
             self._journal.sealed(step, ticket.to_bytes())
         with self._changed:
-            kept = [number for number, older in self._steps.items() if not (older.awaited or older.in_use)]
+            kept = [number for number, older in self._steps.items() if not (older.missing or older.in_use)]
             # who might have come again has gone on
             gone = {number: self._take_out(number) for number in kept}
             self._steps[step] = sealed
@@ -184,12 +171,12 @@ class Steps:
         """Step -> receivers that have not acknowledged it, after `wait_s`; early, and empty, when all have."""
         with self._changed:
             steps = self._steps.values()  # looked at at every event: not at all receivers
-            ended = lambda: self._closed or self.error or not any(sealed.awaited for sealed in steps)  # noqa: E731
+            ended = lambda: self._closed or self.error or not any(sealed.missing for sealed in steps)  # noqa: E731
             self._changed.wait_for(ended, timeout=wait_s)
             return self._missing()
 
     def _missing(self) -> dict[int, tuple[ShardKey, ...]]:
-        return {step: sealed.missing for step, sealed in self._steps.items() if sealed.awaited}
+        return {step: tuple(sorted(each.missing)) for step, each in self._steps.items() if each.missing}
 
     # -- receivers -------------------------------------------------------------------------------------------------
 
@@ -236,9 +223,10 @@ class Steps:
                 return
             if self._journal is not None:
                 self._journal.acked(step, key)
-            sealed.acknowledge(key)
+            sealed.acknowledged.add(key)
+            sealed.missing.discard(key)
             gone = self._take_out(step) if sealed.done else []
-            if not sealed.awaited:  # who joins the step waits for the last one alone
+            if not sealed.missing:  # who joins the step waits for the last one alone
                 self._changed.notify_all()
         self._let_go(step, gone)
 
@@ -324,8 +312,8 @@ class Steps:
         return {
             step: {
                 "state": sealed.state,
-                "missing": list(sealed.missing),
-                "acknowledged": sorted(sealed.acknowledged | sealed.had),
+                "missing": sorted(sealed.missing),
+                "acknowledged": sorted(sealed.keys - sealed.missing),
                 "samples": len(sealed.ticket.samples),
             }
             for step, sealed in self._steps.items()
@@ -334,7 +322,7 @@ class Steps:
     def oldest_s(self) -> float:
         """Seconds since the oldest step under way was sealed; 0 without one."""
         with self._changed:
-            times_s = [sealed.sealed_s for sealed in self._steps.values() if sealed.awaited]
+            times_s = [sealed.sealed_s for sealed in self._steps.values() if sealed.missing]
         return time.monotonic() - min(times_s) if times_s else 0.0
 
     def close(self) -> dict[int, tuple[ShardKey, ...]]:

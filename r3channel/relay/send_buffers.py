@@ -20,7 +20,7 @@ from r3channel.errors import ConfigError
 BUCKETS_ALIVE = 2
 MOST_BUCKETS = 16
 """In host memory, of all receivers together: more senders than eight do not make two cores or one link faster."""
-_Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class HostStaging:
@@ -29,7 +29,7 @@ class HostStaging:
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
 
-    def buffers(self, nbytes: int) -> Sequence[_Bytes]:
+    def buffers(self, nbytes: int) -> Sequence[Bytes]:
         """To be filled in turn; one may be filled again when what `staged` gave for it was sent."""
         if not self._tensors or len(self._tensors[0]) < nbytes:
             self._tensors = [self._memory(nbytes) for _ in range(BUCKETS_ALIVE)]
@@ -44,9 +44,7 @@ class HostStaging:
 
 
 @contextmanager
-def _held(
-    lock: threading.Lock | threading.Semaphore, wait: Callable[[], None], every_s: float
-) -> Iterator[None]:
+def _held(lock: threading.Semaphore, wait: Callable[[], None], every_s: float) -> Iterator[None]:
     while not lock.acquire(timeout=every_s):
         wait()
     try:
@@ -97,7 +95,7 @@ class DeviceStaging(HostStaging):
                 "those"
             )
         self._device = torch.device("cuda", device)
-        self._turn = threading.Lock()
+        self._turn = threading.Semaphore()
         self._stream: torch.cuda.Stream | None = None
         self._on_device = deque[torch.Tensor](maxlen=BUCKETS_ALIVE)
 
