@@ -287,29 +287,30 @@ class IngestServer:
                 return
             if request is None:
                 return
-            refused = self._refusal(request)
-            if refused is None:
-                with self._lock:
-                    self._strangers.pop(connection, None)
-            status, text, close = refused or self._take(link, request)
+            if refused := self._refusal(request):
+                link.answer(*refused, close=True)
+                return
+            with self._lock:
+                self._strangers.pop(connection, None)
+            status, text, close = self._take(link, request)
             link.answer(status, text, close=close)
             patience_s = _IDLE_S
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def _refusal(self, request: Request) -> tuple[Status, str, bool] | None:
+    def _refusal(self, request: Request) -> tuple[Status, str] | None:
         """Token and size are judged before a byte of the body is read, which must then not be taken for the next request."""
         if not is_authorized(request.authorization, self._token):
-            return Status.NO_TOKEN, "the bearer token is missing or another one", True
+            return Status.NO_TOKEN, "the bearer token is missing or another one"
         limit = self._limits.get(request.path)
         if limit is None:
-            return Status.NO_SUCH_PATH, f"expected one of {sorted(self._limits)}", True
+            return Status.NO_SUCH_PATH, f"expected one of {sorted(self._limits)}"
         if request.method != b"POST":
-            return Status.NO_SUCH_METHOD, "expected POST", True
+            return Status.NO_SUCH_METHOD, "expected POST"
         if request.length is None:
-            return Status.NO_LENGTH, "Content-Length is missing", True
+            return Status.NO_LENGTH, "Content-Length is missing"
         if request.length > limit:
-            return Status.TOO_LARGE, f"{request.length} bytes, at most {limit}", True
+            return Status.TOO_LARGE, f"{request.length} bytes, at most {limit}"
         return None
 
     def _take(self, link: HttpConnection, request: Request) -> tuple[Status, str, bool]:

@@ -55,10 +55,6 @@ class Pending(Protocol):
 class Transport(ABC):
     """Point-to-point bytes within one connection."""
 
-    connection: int
-    rank: int
-    world_size: int
-
     @abstractmethod
     def start_send(self, dst: int, data_N: torch.Tensor) -> Pending:
         """Begin to send a contiguous uint8 tensor, which must not change before `wait` has returned. May begin only there."""

@@ -111,9 +111,9 @@ class ProcessGroupTransport(Transport):
     def __init__(self, rendezvous: Rendezvous, *, timeout_s: float, foreign: bool = False) -> None:
         """`foreign`: the other ranks join as SGLang 0.5.23 does (`init_custom_process_group`, `srt/utils/common.py`): behind two
         prefixes more, and without a byte that both ends have not asked for."""
-        self.connection = rendezvous.connection
         self.rank, self.world_size = rendezvous.rank, rendezvous.world_size
-        self._name, self._nccl = rendezvous.name, rendezvous.backend == "nccl"
+        self._name, self._connection = rendezvous.name, rendezvous.connection
+        self._nccl = rendezvous.backend == "nccl"
         self._dead = False
         self._started: list[_Operation] = []
         self._group: Any = None
@@ -245,7 +245,7 @@ class ProcessGroupTransport(Transport):
 
     def _failed(self, kind: type[TransportError], what: str, why: str) -> TransportError:
         return kind(
-            f"{self._name} connection {self.connection}: rank {self.rank} could not {what} {why}; the group is abandoned"
+            f"{self._name} connection {self._connection}: rank {self.rank} could not {what} {why}; the group is abandoned"
         )
 
     def abort(self) -> None:

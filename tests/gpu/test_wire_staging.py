@@ -49,8 +49,6 @@ class Deferred:
 class OneDevice(Transport):
     """Both ends of a group: what is given to send is copied late, on a stream of its own, and received on the host."""
 
-    connection, rank, world_size = 1, 0, 2
-
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
         self.sent: queue.SimpleQueue[tuple[torch.Tensor, Any]] = queue.SimpleQueue()
