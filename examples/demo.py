@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from examples.embedded.scratch import remove_leftovers, scratch
-from examples.embedded.sglang import segments_of
+from examples.embedded.sglang import unlink_segments
 
 if TYPE_CHECKING:
     import psutil
@@ -90,18 +90,16 @@ def _follow() -> None:
 
 def end_descendants(own: psutil.Process) -> int:
     """Kill and reap every process below this one; how many there were."""
-    ended, segments = set[int](), set[Path]()
+    ended: set[int] = set()
     deadline_s = time.monotonic() + _END_S
     while (family := own.children(recursive=True)) and time.monotonic() < deadline_s:
-        segments |= segments_of(process.pid for process in family)
         for process in family:  # the run first: Ray in it would print the log of whatever ends before it
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
         ended |= {process.pid for process in family}
         _reap()
         time.sleep(0.01)
-    for segment in segments:
-        segment.unlink(missing_ok=True)
+    unlink_segments(ended)
     return len(ended)
 
 

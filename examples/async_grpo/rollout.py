@@ -24,7 +24,7 @@ from examples.async_grpo.client import ask
 from examples.async_grpo.grpo import GROUP, Request, group_advantages, make_requests, reward
 from examples.async_grpo.modules import channel_modules
 from examples.async_grpo.stages import seconds_by_stage
-from r3channel.errors import EngineUnavailable, R3Error
+from r3channel.errors import R3Error
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.stage_clock import Span, StageClock
 from r3channel.observe.trace import Point, in_slots
@@ -177,13 +177,15 @@ class RolloutManager:
 
     def _collect(self, step: int, requests: list[Request]) -> dict[str, Sample]:
         """Ask for all; what fails is named, counted and left out: it is never trained on guessed ids."""
+        urls = [self.routable[index % len(self.routable)] for index in range(len(requests))]
         times: dict[str, tuple[float, float]] = {}
         with self.clock.span("http", step=step):
-            answers = self._ask(requests, times)
-        self._generated(step, {name: url for name, (url, _) in answers.items()}, times)
+            answers = asyncio.run(ask(requests, urls, times))
+        self._generated(
+            step, dict(zip([request.sample_id for request in requests], urls, strict=True)), times
+        )
         samples = {}
-        for request in requests:
-            url, answer = answers[request.sample_id]
+        for request, url, answer in zip(requests, urls, answers, strict=True):
             try:
                 if isinstance(answer, BaseException):
                     raise answer
@@ -192,32 +194,6 @@ class RolloutManager:
                 self.lost.append(request.sample_id)
                 print(f"step {step}: {request.sample_id} is left out: {error!r}", file=sys.stderr, flush=True)
         return samples
-
-    def _ask(
-        self, requests: list[Request], times: dict[str, tuple[float, float]]
-    ) -> dict[str, tuple[str, bytes | BaseException]]:
-        """Sample -> who answered, and what. An engine that cannot be reached gets no more requests until a weight update brings
-        it back; those that it had go to the others."""
-        answers: dict[str, tuple[str, bytes | BaseException]] = {}
-        while requests:
-            urls = [self.routable[index % len(self.routable)] for index in range(len(requests))]
-            found = asyncio.run(ask(requests, urls, times))
-            answers |= dict(
-                zip([each.sample_id for each in requests], zip(urls, found, strict=True), strict=True)
-            )
-            gone = {
-                url: why for url, why in zip(urls, found, strict=True) if isinstance(why, EngineUnavailable)
-            }
-            for why in gone.values():
-                print(
-                    f"an engine is out, and its requests go to the others: {why}", file=sys.stderr, flush=True
-                )
-            left = tuple(url for url in self.routable if url not in gone)
-            if not gone or not left:
-                break
-            self.routable = left
-            requests = [each for each, url in zip(requests, urls, strict=True) if url in gone]
-        return answers
 
     def _add(self, request: Request, url: str, body: bytes) -> Sample:
         begin_s = time.monotonic()

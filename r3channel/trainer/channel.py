@@ -30,7 +30,6 @@ from r3channel.trainer.mismatch import MismatchReport, RoutingAudit, measure, pu
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Control, Receiver
 from r3channel.trainer.replay import ReplayDriver, ReplayStep
-from r3channel.trainer.router import Adapter
 from r3channel.transport.tp_fanout import TensorParallelFanout
 
 log = logging.getLogger(__name__)
@@ -63,26 +62,24 @@ class TrainerChannel:
         config: ChannelConfig | None = None,
         clock: StageClock | None = None,
         metrics: Metrics | None = None,
-        adapter: Adapter = megatron,
     ) -> TrainerChannel:
-        """Bind to the routers of this rank's model chunks and connect to the relay (TP0).
+        """Bind to the routers of Megatron model chunks and connect to the relay (TP0).
 
-        `control` is the relay's; `adapter` knows the framework. Refuses a model whose configuration ignores replay, and a layout
-        that is not the framework's.
+        `control` is the relay's. Refuses a model whose configuration ignores replay, and a layout that is not Megatron's.
         Whatever is raised, nothing stays attached.
         """
         config = config or ChannelConfig()
         expect_types(layout=(layout, TrainerLayout), config=(config, ChannelConfig))
-        spec = adapter.spec_from_config(chunks)
-        driver = ReplayDriver.attach(chunks, spec=spec, layout=layout, adapter=adapter)
+        spec = megatron.spec_from_config(chunks)
+        driver = ReplayDriver.attach(chunks, spec=spec, layout=layout)
         device = next(chunks[0].parameters()).device
         receiver = Receiver(
             control,
             spec=spec,
             layout=layout,
-            coords=adapter.parallel_coords(),
+            coords=megatron.parallel_coords(),
             config=config,
-            fanout=TensorParallelFanout(adapter.tp_group() if layout.tp > 1 else None, device=device),
+            fanout=TensorParallelFanout(megatron.tp_group() if layout.tp > 1 else None, device=device),
             device=device,
             clock=clock,
             metrics=metrics,

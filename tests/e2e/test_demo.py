@@ -266,52 +266,6 @@ def test_without_the_flag_the_rooms_of_the_channel_are_never_entered(run_small: 
     assert run.result["logprob_abs_diff"]["replay_on"] < run.result["logprob_abs_diff"]["replay_off"]
 
 
-def struck(folder: Path, process: str, *options: str) -> tuple[int, str]:
-    """A run of which the first process that is called so is killed once a step is done: its exit status, and its words."""
-    command = [
-        sys.executable,
-        "-m",
-        "examples.demo",
-        "--layout",
-        "dp=2,tp=1,pp=1,cp=1",
-        "--samples",
-        "8",
-        *options,
-    ]
-    child = subprocess.Popen(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, cwd=folder)
-    said: list[str] = []
-    try:
-        assert child.stdout is not None
-        for line in child.stdout:
-            said.append(line)
-            if line.startswith("step 0:"):
-                family = psutil.Process(child.pid).children(recursive=True)
-                named = {each: each.as_dict(["cmdline"])["cmdline"] for each in family}  # None of a zombie
-                next(each for each, words in named.items() if process in " ".join(words or ())).kill()
-        return child.wait(10), "".join(said)
-    finally:
-        kill_family(child)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(300)
-def test_a_run_goes_on_without_an_engine_that_was_killed_and_says_so(tmp_path: Path) -> None:
-    code, said = struck(tmp_path, "sglang_main", "--steps", "3", "--engines", "2", "--json")
-    result = json.loads(said.splitlines()[-1])
-    assert code == 0 and result["ids_different"] == 0 and result["ids_compared"] > 20_000
-    assert said.count("an engine is out, and its requests go to the others: http://") == 1
-    assert "went without http://" in said and result["engines_routable"][-1] == [3, 1]
-
-
-@pytest.mark.full
-@pytest.mark.timeout(300)
-def test_a_trainer_that_was_killed_is_named_in_the_last_line_with_what_to_do(tmp_path: Path) -> None:
-    code, said = struck(tmp_path, "ray::AuditedTrainer", "--steps", "2")
-    (line,) = [line for line in said.splitlines() if line.startswith("r3channel: ")]
-    assert code == 2 and said.endswith(line + "\n")
-    assert "trainer rank" in line and "SYSTEM_ERROR. 1 steps are trained; undelivered" in line
-
-
 @pytest.mark.full
 @pytest.mark.timeout(400)
 def test_a_pipeline_several_engines_a_bound_and_what_an_older_ray_left_show_no_difference(

@@ -80,12 +80,6 @@ class MegatronRouter:
         return self.module.local_tokens_per_expert  # type: ignore[return-value]
 
 
-def routers(chunks: Sequence[torch.nn.Module], layout: TrainerLayout) -> dict[int, MegatronRouter]:
-    """See `trainer.router.Adapter`."""
-    check_layout(layout, config=config_of(chunks))
-    return routers_by_layer(chunks, mtp_layers=len(layout.mtp))
-
-
 def routers_by_layer(chunks: Sequence[torch.nn.Module], *, mtp_layers: int = 0) -> dict[int, MegatronRouter]:
     """This rank's routers by global 0-based layer, ascending.
 
