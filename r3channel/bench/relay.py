@@ -73,11 +73,7 @@ _ROWS = 4096
 """Rows of a reply that is read from the socket."""
 _SHORT = 8
 """Tokens of a sample where only the number of samples matters."""
-_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "OMP_NUM_THREADS": "1",
-}
+_RAY_ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "OMP_NUM_THREADS": "1"}
 
 
 class EndStatesDiffer(R3Error):
@@ -110,7 +106,7 @@ def two_nodes(*, store_bytes: int) -> Iterator[None]:
 
     root = str(Path(r3channel.__file__).parents[1])
     folders = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ |= {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(folders)}  # inherited by Ray's processes
+    os.environ |= {**_RAY_ENV, "PYTHONPATH": os.pathsep.join(folders)}  # inherited by Ray's processes
     cluster = Cluster()
     try:
         for name in (MANAGER_NODE, RANK_NODE):

@@ -20,6 +20,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
@@ -375,7 +376,7 @@ class ArraysTaking(HeldRows):
 
 
 class RawSending:
-    """The limit: the bytes of our shards, already cut, sent by plain gloo, a group and a message per rank."""
+    """The limit: the bytes of our shards, already cut, sent by plain gloo, a group, a thread and a message per rank."""
 
     def __init__(self, work: Workload) -> None:
         self._parts = []
@@ -384,7 +385,7 @@ class RawSending:
             views = [view[0].reshape(-1).view(np.uint8) for view in shard.views(placed[shard.key])]
             self._parts.append(torch.from_numpy(np.concatenate(views)))
         self.bytes_sent = sum(len(part) for part in self._parts)
-        self._store = open_store("127.0.0.1")
+        self._store, self._pool = open_store("127.0.0.1"), ThreadPoolExecutor(len(self._parts))
 
     def rendezvous(self, rank: int, member: int) -> Rendezvous:
         where = {"host": self._store.host, "port": self._store.port}
@@ -404,9 +405,8 @@ class RawSending:
             start(rank, None)
             group.recv(1, word, timeout_s=_WAIT_S)
         begin_s = time.monotonic()
-        sends = [group.start_send(1, part) for group, part in zip(self._groups, self._parts, strict=True)]
-        for send in sends:
-            send.wait(timeout_s=_WAIT_S)
+        sends = [partial(group.send, 1, timeout_s=_WAIT_S) for group in self._groups]
+        list(self._pool.map(lambda send, part: send(part), sends, self._parts))
         return begin_s
 
     def settle(self) -> None:
