@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
@@ -111,9 +110,6 @@ class Capacity:
     default_fetch_s: float
     ratio: float
     """Kept per rank: this over the default path."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def plan_of(

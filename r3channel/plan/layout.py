@@ -175,10 +175,6 @@ class TrainerLayout:
             layer for chunk in range(self.vpp) for layer in self.chunk_layers(spec, pp=pp, chunk=chunk)
         )
 
-    def source_layer(self, spec: RoutingSpec, layer: int) -> int:
-        """The decoder layer whose routing a router replays: its own, or the one that an MTP layer is mapped to."""
-        return layer if layer < spec.num_layers else self.mtp[layer - spec.num_layers]
-
     # -- text -----------------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,25 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
 
 import numpy as np
 
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
-
-_Numbers = np.ndarray[Any, np.dtype[Any]]
-
-
-class Masks(Protocol):
-    """Sampling masks of the rows [first_row, first_row + T) of a sample; see `wire.masks.Masks`."""
-
-    @property
-    def first_row(self) -> int: ...
-    @property
-    def lengths_T(self) -> _Numbers: ...
-    @property
-    def token_ids_N(self) -> _Numbers: ...
+from r3channel.wire.masks import Masks, Numbers
 
 
 def cut_masks(shard: Shard, masks: Mapping[str, Sequence[Masks]]) -> bytes:
@@ -54,26 +41,26 @@ def brings_masks(ticket: Ticket, shard: Shard) -> bool:
 
 def mask_rows(shard: Shard) -> int:
     """Rows for which `cut_masks` has a length."""
-    return sum(shard.token_map(number)[0].size for number in range(len(shard.microbatches)))
+    return sum(batch.rows for batch in shard.microbatches) // shard.cp_size
 
 
-def read_masks(shard: Shard, data_N: _Numbers) -> Iterator[tuple[_Numbers, _Numbers]]:
+def read_masks(shard: Shard, data_N: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
     """(offsets [tokens + 1] int64, token ids int32) of each micro-batch: the mask of token i of the model input, flattened, is
     `ids[offsets[i] : offsets[i + 1]]`. ValueError where the bytes are not those of this shard."""
-    sizes = [shard.token_map(number)[0].size for number in range(len(shard.microbatches))]
-    lengths_N = data_N[: 2 * sum(sizes)].view("<u2")
-    ids_N = data_N[2 * sum(sizes) :].view("<i4")
+    rows = mask_rows(shard)
+    lengths_N, ids_N = data_N[: 2 * rows].view("<u2"), data_N[2 * rows :].view("<i4")
     offsets_N = np.concatenate([[0], np.cumsum(lengths_N, dtype=np.int64)])
     if offsets_N[-1] != len(ids_N):
         raise ValueError(
             f"{len(ids_N)} token ids, the lengths of {len(lengths_N)} masks add up to {offsets_N[-1]}"
         )
+    sizes = (batch.rows // shard.cp_size for batch in shard.microbatches)
     for first, last in pairwise(accumulate(sizes, initial=0)):
         own = offsets_N[first : last + 1]
         yield own - own[0], ids_N[own[0] : own[-1]].copy()  # aligned, and the caller's own
 
 
-def _spread(turns: Sequence[Masks], tokens: int, begins: Iterator[int]) -> tuple[_Numbers, _Numbers]:
+def _spread(turns: Sequence[Masks], tokens: int, begins: Iterator[int]) -> tuple[Numbers, Numbers]:
     """(length, place of the first id in the pool) of each position of a sample."""
     length_T, begin_T = np.zeros(tokens, np.int64), np.zeros(tokens, np.int64)
     for turn in turns:
@@ -83,7 +70,7 @@ def _spread(turns: Sequence[Masks], tokens: int, begins: Iterator[int]) -> tuple
     return length_T, begin_T
 
 
-def _ranges(begin_M: _Numbers, length_M: _Numbers) -> _Numbers:
+def _ranges(begin_M: Numbers, length_M: Numbers) -> Numbers:
     """All indices of the ranges, one range after another.
 
     >>> _ranges(np.array([5, 0, 2]), np.array([2, 0, 3])).tolist()

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,7 +101,6 @@ class RowTable:
 
     def __init__(self, batches: Sequence[Microbatch], layout: TrainerLayout) -> None:
         self._batches, self._layout = batches, layout
-        self._cp_size, self._slots = layout.cp, layout.tp_slots
         self._most = max(len(batch.sample_ids) for batch in batches) + 1
 
     @cached_property
@@ -120,15 +120,11 @@ class RowTable:
 
     def of_sample(self, *, cp: int, microbatch: int, sample: int) -> list[tuple[int, ...]]:
         """(position, slot, local, length, real) of each run of one sample (-1: the tail) on one CP rank, ascending."""
-        found, runs = self.find(cp=cp, microbatch=microbatch, sample=sample), self.runs
-        columns = (runs.position, runs.slot, runs.local, runs.length, runs.real)
-        return list(zip(*(column[found].tolist() for column in columns), strict=True))
-
-    def find(self, *, cp: int, microbatch: int, sample: int) -> slice:
-        """Where in `runs` those of one sample (-1: the tail) on one CP rank are."""
         key = self._key(cp, microbatch, sample)
         first, last = np.searchsorted(self._sorted[1], (key, key + 1))
-        return slice(int(first), int(last))
+        found = self.runs.take(slice(first, last))
+        columns = (found.position, found.slot, found.local, found.length, found.real)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
 
     def of_microbatches(self, *, cp: int, first: int, last: int) -> Runs:
         """All runs of the micro-batches [first, last) on one CP rank, tails included, in order."""
@@ -139,33 +135,27 @@ class RowTable:
     def row_map(self, *, cp: int, microbatch: int) -> tuple[Ints, Ints]:
         """(sample, position), each [slots, rows per slot], of every row; sample -1 in the tail; padding has its position."""
         batch = self._batches[microbatch]
-        per_slot = batch.seq_len // self._cp_size // self._slots
-        sample = np.full((self._slots, per_slot, batch.width), -1, dtype=np.int64)
+        slots = self._layout.tp_slots
+        per_slot = batch.seq_len // self._layout.cp // slots
+        sample = np.full((slots, per_slot, batch.width), -1, dtype=np.int64)
         position = np.zeros_like(sample)
         for index in range(-1, len(batch.sample_ids)):
             column = index if not batch.packed else 0
             for start, slot, local, length, _ in self.of_sample(cp=cp, microbatch=microbatch, sample=index):
                 sample[slot, local : local + length, column] = index
                 position[slot, local : local + length, column] = np.arange(start, start + length)
-        return sample.reshape(self._slots, -1), position.reshape(self._slots, -1)
+        return sample.reshape(slots, -1), position.reshape(slots, -1)
 
 
 def _sequences(batches: Sequence[Microbatch]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """(micro-batch, sample, tokens, padded, start in the pack) of every sequence and, as sample -1, of every tail."""
-    microbatch, sample, tokens, padded, start = [], [], [], [], []
+    found = []
     for number, batch in enumerate(batches):
-        at = 0
-        lengths = [*batch.padded, batch.tail] if batch.tail else batch.padded
-        for index, length in enumerate(lengths):
-            inside = index < len(batch.tokens)
-            microbatch.append(number)
-            sample.append(index if inside else -1)
-            tokens.append(batch.tokens[index] if inside else 0)
-            padded.append(length)
-            start.append(at)
-            at += length if batch.packed else 0
-    columns = (microbatch, sample, tokens, padded, start)
-    return tuple(np.asarray(column, dtype=np.int64) for column in columns)  # type: ignore[return-value]
+        at, samples = 0, zip(range(len(batch.tokens)), batch.tokens, batch.padded, strict=True)
+        for sample, tokens, padded in chain(samples, [(-1, 0, batch.tail)] if batch.tail else ()):
+            found.append((number, sample, tokens, padded, at))
+            at += padded if batch.packed else 0
+    return tuple(np.array(found, np.int64).T.copy())  # type: ignore[return-value]
 
 
 def _cut_context(batches: Sequence[Microbatch], layout: TrainerLayout) -> Runs:
@@ -224,13 +214,5 @@ def _cut_slots(runs: Runs, batches: Sequence[Microbatch], layout: TrainerLayout)
     length = np.minimum(wide.local + wide.length, (slot + 1) * share) - begin
     skipped = begin - wide.local
     real = np.clip(wide.real - skipped, 0, length)
-    return Runs(
-        wide.cp,
-        wide.microbatch,
-        wide.sample,
-        wide.position + skipped,
-        slot,
-        begin - slot * share,
-        length,
-        real,
-    )
+    position, local = wide.position + skipped, begin - slot * share
+    return wide._replace(position=position, slot=slot, local=local, length=length, real=real)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import numpy as np
@@ -150,7 +150,7 @@ class Plan:
     def shard(self, *, dp: int, pp: int, cp: int = 0) -> Shard:
         """Raises ConfigError for a rank that the layout does not have."""
         table = self.table(dp)
-        layers, sources = self._layers(inside("pp", pp, self.layout.pp))
+        layers, sources = self._stages[inside("pp", pp, self.layout.pp)]
         return Shard(
             spec=self.spec,
             dp=dp,
@@ -164,29 +164,21 @@ class Plan:
             table=table,
         )
 
-    def _layers(self, pp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The layers of a stage and, for each, the position on the MoE axis that it replays."""
-        if pp not in self._stages:
-            layers = self.layout.stage_layers(self.spec, pp=pp)
-            index = {layer: position for position, layer in enumerate(self.spec.moe_layers)}
-            sources = tuple(index[self.layout.source_layer(self.spec, layer)] for layer in layers)
-            self._stages[pp] = layers, sources
-        return self._stages[pp]
-
     @cached_property
-    def _stages(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-        return {}
+    def _stages(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The layers of each stage and, for each, the position on the MoE axis that it replays; an MTP layer its layer's."""
+        spec, layout = self.spec, self.layout
+        place = {layer: position for position, layer in enumerate(spec.moe_layers)}
+        place |= {spec.num_layers + index: place[layer] for index, layer in enumerate(layout.mtp)}
+        stages = [layout.stage_layers(spec, pp=pp) for pp in range(layout.pp)]
+        return [(layers, tuple(place[layer] for layer in layers)) for layers in stages]
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
         """One per (DP, PP, CP), DP first."""
         layout = self.layout
-        return tuple(
-            self.shard(dp=dp, pp=pp, cp=cp)
-            for dp in range(layout.dp)
-            for pp in range(layout.pp)
-            for cp in range(layout.cp)
-        )
+        ranks = product(range(layout.dp), range(layout.pp), range(layout.cp))
+        return tuple(self.shard(dp=dp, pp=pp, cp=cp) for dp, pp, cp in ranks)
 
     @cached_property
     def digest(self) -> int:

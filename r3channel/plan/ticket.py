@@ -287,17 +287,9 @@ class Ticket:
         lengths = {length: len(columns.columns[name]) for name, (_, length, _) in _COLUMNS.items()}
         counts = [lengths[name] for name in _LENGTHS]
         head = _HEAD.pack(_MAGIC, PLAN_VERSION, len(ranks), len(ranks[0]), len(text), len(names), *counts)
-        pieces = [
-            head,
-            *(columns.columns[name].tobytes() for name in _COLUMNS),
-            widths.tobytes(),
-            text,
-            names,
-        ]
-        hashed = xxhash.xxh3_128()
-        for piece in pieces:
-            hashed.update(piece)
-        return b"".join([*pieces, hashed.digest()])
+        columns_N = [columns.columns[name].tobytes() for name in _COLUMNS]
+        body = b"".join([head, *columns_N, widths.tobytes(), text, names])
+        return body + xxhash.xxh3_128_digest(body)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Ticket:

@@ -100,7 +100,7 @@ def _plan(
     found, digest = add_up(plan, machines=machines), f"{plan.digest:#x}"
     extra = {"ranks": layout.world_size, "plan_digest": digest, "plan_s": time.perf_counter() - begin}
     model = options.model or SIMULATED["model"]
-    return {"model": model, **found.to_dict(), **extra, "machines": asdict(machines)}
+    return {"model": model, **asdict(found), **extra, "machines": asdict(machines)}
 
 
 def _lengths(options: argparse.Namespace, layout: TrainerLayout) -> list[int]:
