@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -143,19 +142,9 @@ _DEAD = {
 _SKIPPING = {"zaya": 1}  # ZayaRouter has one class more than there are experts: the token skips the layer
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """What was read."""
-
-    num_layers: int
-    moe_layers: tuple[int, ...]
-    num_experts: int
-    """All that an id may name: LongCat's and Zaya's experts that compute nothing are among them."""
-    top_k: int
-
-
-def read(config: Any) -> Placement:
-    """From a mapping, an object with `to_dict()`, a checkpoint folder, or the path of its config.json."""
+def read(config: Any) -> dict[str, Any]:
+    """The fields of a `RoutingSpec`, from a mapping, an object with `to_dict()`, a checkpoint folder, or the path of its
+    config.json. `num_experts` is all that an id may name: LongCat's and Zaya's experts that compute nothing are among them."""
     text = _language_model(_mapping(config))
     try:
         return _placement(text)
@@ -165,7 +154,7 @@ def read(config: Any) -> Placement:
         ) from error
 
 
-def _placement(text: Mapping[str, Any]) -> Placement:
+def _placement(text: Mapping[str, Any]) -> dict[str, Any]:
     _refuse(text)
     experts, top_k = _number(text, _EXPERTS), _number(text, _TOP_K)
     if experts < 2 or not top_k or any(text.get(key) is False for key in _SWITCHES):
@@ -174,9 +163,8 @@ def _placement(text: Mapping[str, Any]) -> Placement:
         )
     moe = _pattern(text)
     extra = (text.get("zero_expert_num") or 0) + _SKIPPING.get(_family(text), 0)
-    return Placement(
-        len(moe), tuple(layer for layer, is_moe in enumerate(moe) if is_moe), experts + extra, top_k
-    )
+    layers = tuple(layer for layer, is_moe in enumerate(moe) if is_moe)
+    return {"num_layers": len(moe), "moe_layers": layers, "num_experts": experts + extra, "top_k": top_k}
 
 
 def _mapping(config: Any) -> Mapping[str, Any]:

@@ -5,13 +5,13 @@ A checkpoint's own `config.json` always wins (`hf_config`); this table is for pl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Model:
     """One model's routing."""
 
@@ -22,6 +22,7 @@ class Model:
     status: str
     """Where the numbers come from: `read` in training scripts or in transformers' defaults, `quoted` by a vendor or a report, or
     `unverified`."""
+    _: KW_ONLY
     first_dense: int = 0
     """Leading dense layers; all others have a router, unless `moe_every` or `moe_layers` says otherwise."""
     moe_every: int = 1
@@ -44,44 +45,34 @@ class Model:
         )
 
 
-def _model(
-    name: str, layers: int, experts: int, top_k: int, status: str, *, first_dense: int = 0,
-    moe_every: int = 1, moe_layers: int | None = None, groups: tuple[int, int] | None = None, aliases: tuple[str, ...] = (),
-) -> Model:  # fmt: skip
-    return Model(
-        name=name, num_layers=layers, num_experts=experts, top_k=top_k, status=status, first_dense=first_dense,
-        moe_every=moe_every, moe_layers=moe_layers, groups=groups, aliases=aliases,
-    )  # fmt: skip
-
-
 _TABLE = (
-    _model("qwen3-30b-a3b", 48, 128, 8, "read"),
-    _model("qwen3-235b-a22b", 94, 128, 8, "read"),
-    _model("qwen3-next", 48, 512, 10, "read", aliases=("qwen3-next-80b-a3b",)),
-    _model("qwen3.5-35b-a3b", 40, 256, 8, "read", aliases=("qwen3.6-35b-a3b",)),
-    _model("qwen3.5-122b-a10b", 48, 256, 8, "quoted"),
-    _model("qwen3.5-397b-a17b", 60, 512, 10, "quoted"),
-    _model(
+    Model("qwen3-30b-a3b", 48, 128, 8, "read"),
+    Model("qwen3-235b-a22b", 94, 128, 8, "read"),
+    Model("qwen3-next", 48, 512, 10, "read", aliases=("qwen3-next-80b-a3b",)),
+    Model("qwen3.5-35b-a3b", 40, 256, 8, "read", aliases=("qwen3.6-35b-a3b",)),
+    Model("qwen3.5-122b-a10b", 48, 256, 8, "quoted"),
+    Model("qwen3.5-397b-a17b", 60, 512, 10, "quoted"),
+    Model(
         "deepseek-v3", 61, 256, 8, "read", first_dense=3, groups=(8, 4), aliases=("deepseek-r1", "deepseek-v3.2")
     ),
-    _model("deepseek-v4-flash", 43, 256, 6, "read"),
-    _model("deepseek-v4-pro", 61, 384, 6, "read"),
-    _model("glm-4.5-air", 46, 128, 8, "read", first_dense=1),
-    _model("glm-4.5", 92, 160, 8, "read", first_dense=3, aliases=("glm-4.6", "glm-4.7")),
-    _model("glm-4.7-flash", 47, 64, 4, "read", first_dense=1),
-    _model("glm-5", 78, 256, 8, "read", first_dense=3, aliases=("glm-5.1", "glm-5.2")),
-    _model("kimi-k2", 61, 384, 8, "read", first_dense=1, aliases=("kimi-k2.5",)),
-    _model("moonlight-16b-a3b", 27, 64, 6, "read", first_dense=1),
-    _model("minimax-m2", 62, 256, 8, "read", aliases=("minimax-m2.5",)),
-    _model("gpt-oss-20b", 24, 32, 4, "read"),
-    _model("gpt-oss-120b", 36, 128, 4, "read"),
-    _model("mixtral-8x7b", 32, 8, 2, "read"),
-    _model("llama-4-scout", 48, 16, 1, "read"),
-    _model("llama-4-maverick", 48, 128, 1, "unverified", moe_every=2),
-    _model("step-3.5-flash", 45, 288, 8, "quoted", first_dense=3),
-    _model("ling-1t", 80, 256, 8, "unverified", first_dense=4, groups=(8, 4), aliases=("ring-1t",)),
-    _model("mimo-v2-flash", 48, 256, 8, "quoted", first_dense=1),
-    _model("nemotron-3-super-120b", 88, 512, 22, "unverified", moe_layers=40),
+    Model("deepseek-v4-flash", 43, 256, 6, "read"),
+    Model("deepseek-v4-pro", 61, 384, 6, "read"),
+    Model("glm-4.5-air", 46, 128, 8, "read", first_dense=1),
+    Model("glm-4.5", 92, 160, 8, "read", first_dense=3, aliases=("glm-4.6", "glm-4.7")),
+    Model("glm-4.7-flash", 47, 64, 4, "read", first_dense=1),
+    Model("glm-5", 78, 256, 8, "read", first_dense=3, aliases=("glm-5.1", "glm-5.2")),
+    Model("kimi-k2", 61, 384, 8, "read", first_dense=1, aliases=("kimi-k2.5",)),
+    Model("moonlight-16b-a3b", 27, 64, 6, "read", first_dense=1),
+    Model("minimax-m2", 62, 256, 8, "read", aliases=("minimax-m2.5",)),
+    Model("gpt-oss-20b", 24, 32, 4, "read"),
+    Model("gpt-oss-120b", 36, 128, 4, "read"),
+    Model("mixtral-8x7b", 32, 8, 2, "read"),
+    Model("llama-4-scout", 48, 16, 1, "read"),
+    Model("llama-4-maverick", 48, 128, 1, "unverified", moe_every=2),
+    Model("step-3.5-flash", 45, 288, 8, "quoted", first_dense=3),
+    Model("ling-1t", 80, 256, 8, "unverified", first_dense=4, groups=(8, 4), aliases=("ring-1t",)),
+    Model("mimo-v2-flash", 48, 256, 8, "quoted", first_dense=1),
+    Model("nemotron-3-super-120b", 88, 512, 22, "unverified", moe_layers=40),
 )  # fmt: skip
 
 MODELS: dict[str, Model] = {model.name: model for model in _TABLE}

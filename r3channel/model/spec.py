@@ -86,13 +86,7 @@ class RoutingSpec:
 
         Raises ConfigError, with the keys that were seen, for a convention that is not known (see `hf_config`).
         """
-        found = hf_config.read(config)
-        return cls(
-            num_layers=found.num_layers,
-            moe_layers=found.moe_layers,
-            num_experts=found.num_experts,
-            top_k=found.top_k,
-        )
+        return cls(**hf_config.read(config))
 
     @classmethod
     def from_megatron(cls, config: Any) -> RoutingSpec:

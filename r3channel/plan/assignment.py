@@ -187,8 +187,9 @@ def balance(weights: Mapping[str, int], *, parts: int) -> list[list[str]]:
     weights_S = np.asarray([weights[name] for name in names], np.int64)
     if parts == 1:
         return [names]
+    longest_PC = np.asarray(longest_first(weights_S.tolist(), parts, most=len(names) // parts))
     best_PC = min(
-        (differencing(weights_S, parts), longest_first(weights_S, parts)),
+        (differencing(weights_S, parts), longest_PC),
         key=lambda index_PC: int(weights_S[index_PC].sum(axis=1).max()),
     )
     exchange(weights_S, best_PC)
@@ -214,19 +215,21 @@ def differencing(weights_S: Ints, parts: int) -> Ints:
     return states[heap[0][1]][1]
 
 
-def longest_first(weights_S: Ints, parts: int) -> Ints:
-    """[parts, count] indices into descending weights: each item to the lightest part that has room."""
-    count = len(weights_S) // parts
+def longest_first(weights: Sequence[int], parts: int, *, most: int) -> list[list[int]]:
+    """Indices into descending weights: each item to the lightest part that has room, `most` items to each; ties go by number.
+
+    No part is empty where there are as many items.
+    """
     found: list[list[int]] = [[] for _ in range(parts)]
     heap = [(0, part) for part in range(parts)]
-    for index, weight in enumerate(weights_S.tolist()):
+    for index, weight in enumerate(weights):
         load, part = heap[0]
         found[part].append(index)
-        if len(found[part]) < count:
+        if len(found[part]) < most:
             heapq.heapreplace(heap, (load + weight, part))
         else:
             heapq.heappop(heap)
-    return np.asarray(found, np.int64)
+    return found
 
 
 def exchange(weights_S: Ints, index_PC: Ints) -> None:
@@ -255,9 +258,8 @@ def _best_swap(weights_PC: Ints, sums_P: Ints, full: int) -> tuple[int, int, int
     order = np.argsort(weights_PC, axis=1, kind="stable")
     sorted_PC = np.take_along_axis(weights_PC, order, axis=1)
     first_P = np.arange(parts)[:, None] * count
-    line_P = np.arange(parts)[:, None] * (
-        int(weights_PC.max()) + 1
-    )  # all parts on one line, so that one search serves them
+    # All parts on one line, so that one search serves them.
+    line_P = np.arange(parts)[:, None] * (int(weights_PC.max()) + 1)
     gap_P = (sums_P[full] - sums_P)[:, None]
     wanted_PC = np.maximum(weights_PC[full] - gap_P // 2, 0)
     place_PC = np.searchsorted((sorted_PC + line_P).ravel(), wanted_PC + line_P)
@@ -306,14 +308,10 @@ def _exactly(
 
 
 def _even(tokens: Mapping[str, int], count: int) -> Microbatches:
-    """Longest first, each into the lightest bin; ties go by bin number. No bin is empty for count <= len(tokens)."""
-    heap = [(0, index) for index in range(count)]
-    bins: list[list[str]] = [[] for _ in range(count)]
-    for name in sorted(tokens, key=lambda name: (-tokens[name], name)):
-        load, index = heap[0]
-        bins[index].append(name)
-        heapq.heapreplace(heap, (load + tokens[name], index))
-    return tuple(map(tuple, bins))
+    """`count` bins of any number of samples, at least one each."""
+    names = sorted(tokens, key=lambda name: (-tokens[name], name))
+    bins = longest_first([tokens[name] for name in names], count, most=len(names))
+    return tuple(tuple(names[index] for index in part) for part in bins)
 
 
 def _tight(tokens: Mapping[str, int], max_tokens: int) -> Microbatches:

@@ -134,7 +134,7 @@ def add_up(plan: Plan, *, machines: Machines) -> Capacity:
     spec, layout = plan.spec, plan.layout
     per_dp = [sum(sum(batch.tokens) for batch in rank) for rank in plan.microbatches]
     padded = [sum(batch.rows for batch in rank) for rank in plan.microbatches]
-    rows = sum(sum(count - 1 for count in batch.tokens) for rank in plan.microbatches for batch in rank)
+    rows = sum(plan.lengths) - len(plan.lengths)
     received = [_received(shard) for shard in plan.shards]
     default_row = spec.num_layers * spec.top_k * _INT32
     default_rank = max(padded) * default_row
@@ -146,8 +146,8 @@ def add_up(plan: Plan, *, machines: Machines) -> Capacity:
     has = (machines.node_bytes, machines.node_cores, machines.http_gbit_s, machines.wire_gbyte_s * 8)
     return Capacity(
         layout=str(layout),
-        samples=sum(len(batch.tokens) for rank in plan.microbatches for batch in rank),
-        tokens=sum(per_dp),
+        samples=len(plan.lengths),
+        tokens=sum(plan.lengths),
         padded_tokens=sum(padded),
         bytes_per_token=spec.bytes_per_token,
         frame_bytes=frame,

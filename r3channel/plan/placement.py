@@ -151,17 +151,14 @@ def place_samples(plan: Plan, *, dp: int, ids_of: Callable[[str], Ids]) -> dict[
 
     `ids_of(sample_id)` gives [tokens - 1, all MoE layers, K].
     """
-    layout, found = plan.layout, {}
+    layout = plan.layout
     samples = [
         TicketSample(name, tokens, 0, 0, ())
         for batch in plan.microbatches[dp]
         for name, tokens in zip(batch.sample_ids, batch.tokens, strict=True)
     ]
-    for pp in range(layout.pp):
-        for cp in range(layout.cp):
-            shard = plan.shard(dp=dp, pp=pp, cp=cp)
-            found[shard.key] = place_shard(Stream(shard, samples), ids_of=ids_of)
-    return found
+    shards = [plan.shard(dp=dp, pp=pp, cp=cp) for pp in range(layout.pp) for cp in range(layout.cp)]
+    return {shard.key: place_shard(Stream(shard, samples), ids_of=ids_of) for shard in shards}
 
 
 def place_shard(stream: Stream, *, ids_of: Callable[[str], Ids]) -> _Bytes:

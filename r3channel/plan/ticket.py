@@ -154,14 +154,9 @@ class Samples(Sequence[TicketSample]):
     def __iter__(self) -> Iterator[TicketSample]:
         values = {name: column.tolist() for name, column in self.columns.items()}
         made = zip(values["span"], values["version"], values["kind"], strict=True)
-        spans = (
-            ProvenanceSpan(start=start, end=end, weight_version=version, kind=RowKind(kind))
-            for (start, end), version, kind in made
-        )
-        lost, names = (
-            map(tuple, values["invalid"]),
-            ("tokens", "tokens_hash", "digest", "span_count", "invalid_count"),
-        )
+        spans = (ProvenanceSpan(start, end, number, RowKind(kind)) for (start, end), number, kind in made)
+        lost = map(tuple, values["invalid"])
+        names = ("tokens", "tokens_hash", "digest", "span_count", "invalid_count")
         for *told, count, holes in zip(self.names, *(values[name] for name in names), strict=True):
             yield TicketSample._make((*told, tuple(islice(spans, count)), tuple(islice(lost, holes))))
 

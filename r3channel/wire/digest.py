@@ -111,10 +111,8 @@ def column_digests(rows_RK: Ids, runs: HostRuns, wide_RK: Ids | None = None) -> 
         wide_RK[:] = rows_RK
     words_RI = mixed(items_RI) + OFFSET
     for sample, position, first, step, rows in runs.runs_N5.tolist():
-        own_TI, weights_TI = (
-            words_RI[first : first + step * rows : step],
-            runs.weights_PI[position : position + rows],
-        )
+        own_TI = words_RI[first : first + step * rows : step]
+        weights_TI = runs.weights_PI[position : position + rows]
         digests_S[sample : sample + 1] += (own_TI * weights_TI).sum(dtype=np.uint64)
     return digests_S
 

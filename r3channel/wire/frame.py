@@ -18,7 +18,6 @@ An ERROR frame has nothing but its text, as sections.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +40,7 @@ from r3channel.wire.header import (
     MAX_ERROR_BYTES,
     MAX_ROWS,
     MAX_SPANS,
+    SPAN,
     SPAN_BYTES,
     WIRE_VERSION,
     Header,
@@ -55,9 +55,6 @@ from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, Run, check_shap
 from r3channel.wire.source import InHand, Source
 
 __all__ = ["FRAME_MAGIC", "HEADER_BYTES", "Frame", "encode_frame", "parse_frame", "read_frame", "sample_key"]
-
-_SPAN = struct.Struct("<IIqB7x")
-assert _SPAN.size == SPAN_BYTES
 
 
 def sample_key(request_id: str) -> int:
@@ -119,7 +116,7 @@ def frame_head(
     """A frame up to its chunks, which follow; of rows whose digests are known, so none is read."""
     codecs, rows = [chunk.codec for chunk in chunks], sum([chunk.rows for chunk in chunks])
     flags = 0 if all(CODECS[codec].keeps_order for codec in codecs) else FLAG_UNORDERED
-    parts = [_SPAN.pack(*span) for span in provenance]
+    parts = [SPAN.pack(*span) for span in provenance]
     if valid_T is not None and not valid_T.all():
         flags |= FLAG_VALIDITY
         parts.insert(0, np.packbits(valid_T, bitorder="little").tobytes())
@@ -237,7 +234,7 @@ def _ordered(header: Header, chunks: Sequence[Entry], *, where: str) -> bool:
 
 def _read_spans(header: Header, body: memoryview, *, where: str) -> tuple[ProvenanceSpan, ...]:
     spans = []
-    for start, end, version, kind in _SPAN.iter_unpack(body[: header.spans * SPAN_BYTES]):
+    for start, end, version, kind in SPAN.iter_unpack(body[: header.spans * SPAN_BYTES]):
         if kind not in RowKind._value2member_map_:
             raise errors.FrameCorrupt(f"{where}: provenance kind {kind} is unknown")
         spans.append(ProvenanceSpan(start, end, version, RowKind(kind)))

@@ -153,13 +153,9 @@ class Frame:
             raise error.within(self.where) from error
 
     def _checked(self, ids_TLK: Ids, row: int) -> tuple[bool, Words]:
-        valid_T = self.partly_valid_T
-        return checked(
-            ids_TLK,
-            num_experts=self.spec.num_experts,
-            first_row=self.first_row + row,
-            valid_T=None if valid_T is None else valid_T[row : row + len(ids_TLK)],
-        )
+        valid_T, first_row = self.partly_valid_T, self.first_row + row
+        own_T = None if valid_T is None else valid_T[row : row + len(ids_TLK)]
+        return checked(ids_TLK, num_experts=self.spec.num_experts, first_row=first_row, valid_T=own_T)
 
     def _judge(self, ids_TLK: Ids, sound: bool, digests_L: Words) -> None:
         """Raise what `verify` does: by what was found of all ids."""

@@ -37,7 +37,8 @@ MAX_ERROR_BYTES = 4096
 
 _HEADER = struct.Struct("<4sBBBBQIHHBBHIIIIIQQQqQQQ")
 HEADER_BYTES = _HEADER.size
-SPAN_BYTES = 24
+SPAN = struct.Struct("<IIqB7x")
+SPAN_BYTES = SPAN.size
 
 
 class Header(NamedTuple):

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import xxhash
 
@@ -43,8 +43,7 @@ FrameName = tuple[int, int]
 """(boot_id, serial)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrameReference:
+class FrameReference(NamedTuple):
     """Stands for a frame of `rows` rows from `first_row` on, sent directly.
 
     >>> reference = FrameReference(sample_key=7, boot_id=1, serial=2, first_row=0, rows=30)
@@ -52,21 +51,19 @@ class FrameReference:
     (True, 40)
     """
 
+    first_row: int
+    rows: int
     sample_key: int
     boot_id: int
     """Random per life of an engine process."""
     serial: int
-    first_row: int
-    rows: int
 
     @property
     def name(self) -> FrameName:
         return self.boot_id, self.serial
 
     def to_bytes(self) -> bytes:
-        return _REFERENCE.pack(
-            REFERENCE_MAGIC, self.first_row, self.rows, self.sample_key, self.boot_id, self.serial
-        )
+        return _REFERENCE.pack(REFERENCE_MAGIC, *self)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> FrameReference:
@@ -75,8 +72,7 @@ class FrameReference:
             raise FrameReferenceInvalid(
                 f"{len(data)} bytes beginning with {bytes(data[:4])!r}, expected {REFERENCE_BYTES} with {REFERENCE_MAGIC!r}"
             )
-        _, first_row, rows, sample_key, boot_id, serial = _REFERENCE.unpack(data)
-        return cls(sample_key=sample_key, boot_id=boot_id, serial=serial, first_row=first_row, rows=rows)
+        return cls(*_REFERENCE.unpack(data)[1:])
 
 
 def pack_parcel(boot_id: int, frames: Sequence[tuple[int, bytes]]) -> list[bytes]:

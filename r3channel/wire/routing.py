@@ -81,9 +81,11 @@ class SampleRouting:
                 f"sample {self.sample_id}: valid_T is {self.valid_T.shape}, expected ({rows},) bool"
             )
         check_spans(self.provenance, first_row=self.first_row, rows=rows, where=f"sample {self.sample_id}")
-        if not checked:
-            valid_T = None if self.valid_T.all() else self.valid_T
-            check_ids(self.expert_ids_TLK, spec=self.spec, where=f"sample {self.sample_id}", valid_T=valid_T)
+        valid_T = None if self.valid_T.all() else self.valid_T
+        if not (checked or sound(self.expert_ids_TLK, num_experts=self.spec.num_experts, valid_T=valid_T)):
+            raise_unsound(
+                self.expert_ids_TLK, spec=self.spec, where=f"sample {self.sample_id}", valid_T=valid_T
+            )
 
 
 def check_shape(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str) -> None:
@@ -100,14 +102,8 @@ def check_shape(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str) -> None:
         raise SpecMismatch(f"{where}: top-k {top_k}, expected {spec.top_k}")
 
 
-def check_ids(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str, valid_T: Ids | None = None) -> None:
-    """Every id of a valid row in [0, E) and distinct within its row of one layer; names the first row that is not."""
-    if not sound(expert_ids_TLK, num_experts=spec.num_experts, valid_T=valid_T):
-        raise_unsound(expert_ids_TLK, spec=spec, where=where, valid_T=valid_T)
-
-
 def raise_unsound(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str, valid_T: Ids | None) -> NoReturn:
-    """The error of the first valid row that is not sound, of ids of which some are not."""
+    """Name the first valid row that has an id outside of [0, E), or one twice in one layer, of ids of which some have."""
     unsound_TL = ~sound_rows(expert_ids_TLK, num_experts=spec.num_experts)
     row, moe_index = np.argwhere(unsound_TL if valid_T is None else unsound_TL & valid_T[:, None])[0]
     ids, place = expert_ids_TLK[row, moe_index].tolist(), f"row {row}, layer {spec.moe_layers[moe_index]}"
@@ -139,12 +135,7 @@ def spans_of(versions_T: Ids, kinds_T: Ids, *, first_row: int = 0) -> tuple[Prov
     change = np.flatnonzero((np.diff(versions_T) != 0) | (np.diff(kinds_T.astype(np.int16)) != 0)) + 1
     edges = [0, *change.tolist(), len(versions_T)]
     return tuple(
-        ProvenanceSpan(
-            start=first_row + a,
-            end=first_row + b,
-            weight_version=int(versions_T[a]),
-            kind=RowKind(int(kinds_T[a])),
-        )
+        ProvenanceSpan(first_row + a, first_row + b, int(versions_T[a]), RowKind(int(kinds_T[a])))
         for a, b in pairwise(edges)
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -74,7 +76,8 @@ def test_no_rank_is_fuller_than_greedy_or_a_tenth_over_possible(shape: str, samp
 
 def test_exchanges_mend_what_both_greedy_ways_leave() -> None:
     lengths = np.asarray([16, 16, 13, 10, 9, 1])
-    greedy = [int(lengths[way(lengths, 2)].sum(axis=1).max()) for way in (differencing, longest_first)]
+    parts = differencing(lengths, 2), longest_first(lengths.tolist(), 2, most=3)
+    greedy = [int(lengths[np.asarray(ways)].sum(axis=1).max()) for ways in parts]
     tokens = {f"s{i}": int(n) for i, n in enumerate(lengths)}
     sums = sorted(sum(tokens[name] for name in part) for part in balance(tokens, parts=2))
     assert min(greedy) == 35 and sums == [32, 33]
@@ -94,39 +97,31 @@ def lognormal(count: int) -> dict[str, int]:
     return {f"s{i:03d}": int(n) for i, n in enumerate(rng.lognormal(7, 1, count))}
 
 
-@settings(max_examples=50)
-@given(st.integers(0, 10**6), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(50, 4000))
-def test_dynamic_micro_batches_keep_the_budget(seed: int, dp: int, steps: int, budget: int) -> None:
-    rng = np.random.default_rng(seed)
-    tokens = {f"s{i}": int(n) for i, n in enumerate(rng.integers(2, 900, 4 * dp * steps))}
-    assignment = Assignment.dynamic(tokens, dp=dp, max_tokens=budget, steps=steps)
-    assert sorted(assignment.sample_ids) == sorted(tokens) and len(assignment.steps) == steps
-    for rank in assignment.ranks:
-        assert all(len(batch) == 1 or sum(tokens[s] for s in batch) <= budget for batch in rank)
-
-
 def test_samples_of_an_optimizer_step_stay_in_it() -> None:
     tokens = lognormal(32)
     for assignment in (
         Assignment.balanced(tokens, dp=2, microbatch_size=4, steps=2),
         Assignment.dynamic(tokens, dp=2, max_tokens=8000, steps=2),
     ):
+        assert len(assignment.steps) == 2
         first, second = assignment.optimizer_steps
         assert [*first, *second] == list(range(len(assignment.ranks[0])))
         names = {name for rank in assignment.ranks for index in first for name in rank[index]}
         assert names == set(list(tokens)[:16])
 
 
-@pytest.mark.parametrize("ranks", [[[["a"]], [["b"], ["c"]]], [[["a"], []], [["b"], ["c"]]], []])
-def test_assignments_with_uneven_or_empty_microbatches_are_refused(ranks: list) -> None:
-    with pytest.raises(ConfigError):
-        Assignment.given(ranks)
-
-
-@pytest.mark.parametrize("steps", [[1], [3], [2, 0]])
-def test_optimizer_steps_that_do_not_add_up_are_refused(steps: list[int]) -> None:
-    with pytest.raises(ConfigError, match="optimizer steps"):
-        Assignment.given([[["a"], ["b"]]], steps=steps)
+@pytest.mark.parametrize(
+    ("ranks", "steps"),
+    [
+        ([[["a"]], [["b"], ["c"]]], None), ([[["a"], []], [["b"], ["c"]]], None), ([], None),
+        *(([[["a"], ["b"]]], steps) for steps in ([1], [3], [2, 0])),
+    ],
+)  # fmt: skip
+def test_uneven_or_empty_microbatches_and_steps_that_do_not_add_up_are_refused(
+    ranks: list, steps: Any
+) -> None:
+    with pytest.raises(ConfigError, match="optimizer steps" if steps else "micro-batch"):
+        Assignment.given(ranks, steps=steps)
 
 
 def test_a_count_that_does_not_fill_the_ranks_is_refused() -> None:
@@ -146,12 +141,8 @@ def test_sizes_below_one_are_refused(sizes: dict[str, int]) -> None:
             Assignment.balanced(dict.fromkeys(names, 4), **sizes)
         with pytest.raises(ConfigError, match="at least 1 of each"):
             Assignment.dynamic(dict.fromkeys(names, 4), dp=sizes["dp"], max_tokens=9, steps=sizes["dp"])
-
-
-@pytest.mark.parametrize("budget", [0, -1])
-def test_a_budget_below_one_is_refused(budget: int) -> None:
-    with pytest.raises(ConfigError, match=f"a token budget of {budget} per micro-batch, expected at least 1"):
-        Assignment.dynamic({"a": 4}, dp=1, max_tokens=budget)
+    with pytest.raises(ConfigError, match=r"a token budget of .* per micro-batch, expected at least 1"):
+        Assignment.dynamic({"a": 4}, dp=1, max_tokens=sizes["dp"])
 
 
 def test_all_samples_assigned_twice_are_carried_by_the_error_and_found_fast() -> None:
@@ -175,10 +166,14 @@ def test_a_sample_over_the_budget_counts_as_one_micro_batch(longest: int) -> Non
 @given(
     st.integers(0, 10**6), st.sampled_from([1, 2, 4]), st.integers(1, 24), st.sampled_from([300, 1000, 5000])
 )
-def test_dynamic_makes_at_most_one_micro_batch_more(seed: int, dp: int, count: int, budget: int) -> None:
+def test_dynamic_micro_batches_keep_the_budget_and_are_at_most_one_more(
+    seed: int, dp: int, count: int, budget: int
+) -> None:
     rng = np.random.default_rng(seed)
     tokens = {f"s{i}": int(n) for i, n in enumerate(np.clip(rng.lognormal(5, 1.2, dp * count), 2, 20000))}
-    ranks = Assignment.dynamic(tokens, dp=dp, max_tokens=budget).ranks
+    assignment = Assignment.dynamic(tokens, dp=dp, max_tokens=budget)
+    ranks = assignment.ranks
+    assert sorted(assignment.sample_ids) == sorted(tokens)
     assert all(len(b) == 1 or sum(tokens[name] for name in b) <= budget for rank in ranks for b in rank)
     needed = []
     for rank in ranks:

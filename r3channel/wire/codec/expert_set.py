@@ -9,7 +9,6 @@ Sorting with a network of whole-plane minima and maxima makes encoding five time
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -111,20 +110,17 @@ def _network(slots: int) -> tuple[tuple[int, int], ...]:
     >>> _network(3)
     ((0, 1), (0, 2), (1, 2))
     """
-    return tuple(_comparators(slots))
-
-
-def _comparators(slots: int) -> Iterator[tuple[int, int]]:
-    run = 1
+    found, run = list[tuple[int, int]](), 1
     while run < slots:
         step = run
         while step >= 1:
             for start in range(step % run, slots - step, 2 * step):
                 for low in range(start, min(start + step, slots - step)):
                     if low // (2 * run) == (low + step) // (2 * run):
-                        yield low, low + step
+                        found.append((low, low + step))
             step //= 2
         run *= 2
+    return tuple(found)
 
 
 def _accumulate(planes_BKN: Ids, *, out_NK: Ids) -> None:
