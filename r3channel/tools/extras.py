@@ -90,9 +90,7 @@ def check_packages(context: CheckContext) -> Iterator[Check]:
     """Python, then what the role needs, then what helps it."""
     yield check_python(sys.version_info[:3], gpu=context.gpu)
     role = ROLES[context.role]
-    for name in role.needs:
-        yield check_distribution(name)
-    for name, loss in role.helps.items():
+    for name, loss in (dict.fromkeys(role.needs, "") | role.helps).items():
         yield check_distribution(name, loss=loss)
 
 

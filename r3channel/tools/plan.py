@@ -19,11 +19,8 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.tools import commands
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
-SIMULATED = {
-    "model": "deepseek-r1",
-    "layout": "dp=16,tp=4,cp=2,pp=4,first_layers=14,last_layers=15,packing=thd",
-}
-"""512 ranks, 128M tokens, 8,192 uneven samples."""
+_SIMULATED = "dp=16,tp=4,cp=2,pp=4,first_layers=14,last_layers=15,packing=thd"
+"""512 ranks."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -77,21 +74,19 @@ def planned(options: argparse.Namespace) -> dict[str, Any]:
     if not options.model or not options.layout:
         raise ConfigError("plan needs --model and --layout (or --simulate)")
     layout = TrainerLayout.parse(options.layout)
-    return _plan(options, spec_of(options.model), layout, _lengths(options, layout))
+    return _plan(options, layout, _lengths(options, layout))
 
 
 def simulate(options: argparse.Namespace) -> dict[str, Any]:
-    """The planner itself at full size; `plan_s` is what it took."""
-    layout = TrainerLayout.parse(options.layout or SIMULATED["layout"])
-    tokens = options.tokens or 128 * 10**6
-    lengths = lognormal_lengths(samples=8192, tokens=tokens)
+    """The planner itself at full size, 128M tokens in 8,192 uneven samples; `plan_s` is what it took."""
+    options.model = options.model or "deepseek-r1"
     options.max_tokens = options.max_tokens or 131072
-    return _plan(options, spec_of(options.model or SIMULATED["model"]), layout, lengths)
+    lengths = lognormal_lengths(samples=8192, tokens=options.tokens or 128 * 10**6)
+    return _plan(options, TrainerLayout.parse(options.layout or _SIMULATED), lengths)
 
 
-def _plan(
-    options: argparse.Namespace, spec: RoutingSpec, layout: TrainerLayout, lengths: Sequence[int]
-) -> dict[str, Any]:
+def _plan(options: argparse.Namespace, layout: TrainerLayout, lengths: Sequence[int]) -> dict[str, Any]:
+    spec = spec_of(options.model)
     given = {field.name: getattr(options, field.name) for field in fields(Machines)}
     machines = Machines(**{name: value for name, value in given.items() if value is not None})
     begin = time.perf_counter()
@@ -99,8 +94,7 @@ def _plan(
     plan = plan_of(lengths, spec=spec, layout=layout, **cut)
     found, digest = add_up(plan, machines=machines), f"{plan.digest:#x}"
     extra = {"ranks": layout.world_size, "plan_digest": digest, "plan_s": time.perf_counter() - begin}
-    model = options.model or SIMULATED["model"]
-    return {"model": model, **asdict(found), **extra, "machines": asdict(machines)}
+    return {"model": options.model, **asdict(found), **extra, "machines": asdict(machines)}
 
 
 def _lengths(options: argparse.Namespace, layout: TrainerLayout) -> list[int]:

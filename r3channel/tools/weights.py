@@ -11,7 +11,6 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from r3channel.errors import ConfigError
 from r3channel.tools import commands
@@ -43,7 +42,8 @@ def run(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     clients = [EngineClient(url) for url in options.engine]
     held = None if options.manifest is None else HeldWeights.read(options.manifest)
-    engines = [_ask(client, options.timeout_s) for client in clients]
+    limit = {"timeout_s": options.timeout_s}
+    engines = [(client.weight_version(**limit), client.weight_checksums(**limit)) for client in clients]
     if held is None and len(engines) < 2:
         raise ConfigError(
             "one engine without --manifest: there is nothing to compare with. Give a second --engine"
@@ -58,7 +58,8 @@ def run(argv: Sequence[str]) -> int:
     versions = {client.url: answer[0] for client, answer in zip(clients, engines, strict=True)}
     stale = [url for url, other in versions.items() if other != version]
     if options.json:
-        print(json.dumps(_result(_count(wanted[0]), version, versions, found)))
+        told = {"parameters": _count(wanted[0]), "version": version, "engine_versions": versions}
+        print(json.dumps(told | {"different": [asdict(difference) for difference in found]}))
     else:
         print(_text([_count(own) for own in wanted], version, versions, found))
     return 1 if found or stale else 0
@@ -95,21 +96,6 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--timeout-s", type=float, default=120.0, help="deadline of each engine's answer")
     verify.add_argument("--json", action="store_true")
     return parser
-
-
-def _ask(client: EngineClient, timeout_s: float) -> tuple[str, list[dict[str, str]]]:
-    return client.weight_version(timeout_s=timeout_s), client.weight_checksums(timeout_s=timeout_s)
-
-
-def _result(
-    parameters: int, version: str, versions: Mapping[str, str], found: Sequence[Difference]
-) -> dict[str, Any]:
-    return {
-        "parameters": parameters,
-        "version": version,
-        "engine_versions": dict(versions),
-        "different": [asdict(difference) for difference in found],
-    }
 
 
 def _text(
