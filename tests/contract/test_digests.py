@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from r3channel import errors
 from r3channel.model.spec import RoutingSpec
@@ -241,34 +240,6 @@ def test_a_byte_at_rest_in_a_later_turn_beside_rows_without_routing_counts(
         else:
             step.rows.verify(0)
         poke(rows_TLK, rows_TLK[0].nbytes * row)
-
-
-@pytest.mark.parametrize("layout", ["", "cp=2"])
-@pytest.mark.parametrize("fault", ["rows are rotated", "layers are exchanged", "samples are exchanged"])
-def test_rows_moved_at_rest_are_laid_to_their_samples(make_relay: MakeRelay, layout: str, fault: str) -> None:
-    relay = make_relay(layout)
-    for seed, name in enumerate(NAMES):
-        relay.add(name, reply_for(name, TOKENS[name], seed=seed), range(TOKENS[name]))
-    first, second = held(relay, "a"), held(relay, "b")
-    if fault == "rows are rotated":
-        overwrite(first, np.roll(first, 1, axis=0))
-    elif fault == "layers are exchanged":
-        overwrite(first, first[:, [1, 0, 2]])
-    else:
-        kept = first.copy()
-        overwrite(first, second)
-        overwrite(second, kept)
-    told = failures(relay, relay.seal(0, Assignment.given([[list(NAMES)]])))
-    assert len(told) == relay.layout.cp
-    for error in told:
-        assert isinstance(error, errors.FrameCorrupt)
-        assert error.samples == (("a", "b") if fault.startswith("samples") else ("a",))
-        assert "at rest" in str(error)
-
-
-def overwrite(array: Ids, values: Ids) -> None:
-    data = np.ascontiguousarray(values).tobytes()
-    ctypes.memmove(array.ctypes.data, data, len(data))
 
 
 # -- (b) on the wire ---------------------------------------------------------------------------------------------------
@@ -632,24 +603,6 @@ def test_a_byte_that_changes_on_the_way_to_a_tensor_rank_is_named_by_that_rank(
         with pytest.raises(errors.DigestMismatch, match="TP slot") as told:
             hand(shard)
         assert len(told.value.samples) == 1 and told.value.ranks == (shard.shard.key,)
-
-
-def test_parts_of_two_tensor_ranks_that_are_exchanged_are_named_by_both(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    relay, scatter, seen = make_relay("tp=2"), Fanout.scatter, set[int]()
-
-    def exchanged(fanout: Fanout, parts: list[torch.Tensor] | None, out_N: torch.Tensor) -> None:
-        rows = id(fanout) not in seen  # the digests come after them
-        seen.add(id(fanout))
-        scatter(fanout, parts[::-1] if parts is not None and rows else parts, out_N)
-
-    monkeypatch.setattr(Fanout, "scatter", exchanged)
-    shards = receive(receivers_of(relay), sealed(relay))
-    for shard in shards:
-        with pytest.raises(errors.DigestMismatch):
-            hand(shard)
-    assert wrong_rows(shards) > 0
 
 
 # -- the trainer's own batch -------------------------------------------------------------------------------------------

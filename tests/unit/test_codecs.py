@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import struct
-import time
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
@@ -30,19 +29,13 @@ from tests.samples import SPEC, WIDE, random_ids
 from tests.unit.test_mutations import rehash
 
 
-def test_codec_ids_are_promises() -> None:
-    assert {codec.name: codec_id for codec_id, codec in CODECS.items()} == {
-        "stored": 0, "lz4": 1, "packed9": 2, "set": 3,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("top_k", [1, 2, 3, 5, 8, 10, 22])
 @pytest.mark.parametrize("experts", [64, 256, 257, 512, 2000])
 def test_a_set_comes_back_sorted(experts: int, top_k: int) -> None:
     spec = RoutingSpec(num_layers=2, moe_layers=(0, 1), num_experts=experts, top_k=top_k)
     ids = random_ids(700, spec=spec, seed=top_k)
     frame = parse_frame(encode_frame(spec, expert_ids_TLK=ids, codec="set"), spec=spec)
-    assert np.array_equal(frame.ids(), ids if frame.ordered else np.sort(ids, axis=-1))
+    assert np.array_equal(frame.verify(), ids if frame.ordered else np.sort(ids, axis=-1))
     assert not frame.ordered or top_k < 3, "one or two ids do not shrink, and are stored"
 
 
@@ -70,18 +63,14 @@ def test_nine_bits_keep_every_id_in_order_wherever_they_lie(rows: int, compiled:
             assert (guarded[:skipped] == -7).all() and (guarded[skipped + ids.size :] == -7).all()
 
 
-def test_auto_packs_ids_of_257_to_512_experts() -> None:
-    data = encode_frame(WIDE, expert_ids_TLK=random_ids(200, spec=WIDE))
+def test_auto_packs_ids_of_257_to_512_experts_and_stores_those_that_do_not_fit_nine_bits() -> None:
+    ids = random_ids(200, spec=WIDE)
+    data = encode_frame(WIDE, expert_ids_TLK=ids)
     assert {chunk.codec for chunk in parse_frame(data, spec=WIDE).entries} == {PACKED9.codec_id}
     assert len(data) / 200 < 0.6 * WIDE.bytes_per_token
-
-
-def test_ids_that_do_not_fit_nine_bits_are_stored() -> None:
-    ids = random_ids(20, spec=WIDE)
     ids[3] = -1
-    data = encode_frame(WIDE, expert_ids_TLK=ids, valid_T=np.arange(20) != 3)
-    assert np.array_equal(parse_frame(data, spec=WIDE).ids(), ids)
-    assert parse_frame(data, spec=WIDE).entries[0].codec == STORED.codec_id
+    frame = parse_frame(encode_frame(WIDE, expert_ids_TLK=ids, valid_T=np.arange(200) != 3), spec=WIDE)
+    assert np.array_equal(frame.ids(), ids) and frame.entries[0].codec == STORED.codec_id
 
 
 def test_a_row_that_is_no_set_keeps_its_chunk_in_order() -> None:
@@ -98,14 +87,6 @@ def test_invalid_rows_do_not_cost_a_chunk_its_set() -> None:
     frame = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids, valid_T=valid, codec="set"), spec=SPEC)
     assert not frame.ordered and np.array_equal(frame.valid_T, valid)
     assert np.array_equal(frame.ids()[valid], np.sort(ids[valid], axis=-1))
-
-
-def test_digests_of_a_set_are_those_of_the_rows_that_arrive() -> None:
-    ids = random_ids(300)
-    frame = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids, codec="set"), spec=SPEC)
-    assert np.array_equal(frame.verify(), np.sort(ids, axis=-1))
-    ordered = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids), spec=SPEC)
-    assert (frame.digests_L != ordered.digests_L).all()
 
 
 @pytest.mark.parametrize("regime", REGIMES)
@@ -141,13 +122,6 @@ def test_an_own_codec_needs_its_class_and_its_line_in_the_registry(monkeypatch: 
 def test_an_unknown_codec_is_refused_by_name() -> None:
     with pytest.raises(errors.ConfigError, match="'zip', expected one of"):
         codec_for(random_ids(1), codec="zip")
-
-
-def test_stored_ids_are_read_in_place() -> None:
-    ids = np.tile(random_ids(512), (20, 1, 1))
-    data = encode_frame(SPEC, expert_ids_TLK=ids, codec="stored")
-    seen = parse_frame(data, spec=SPEC).ids()
-    assert np.array_equal(seen, ids) and not seen.flags.owndata and not seen.flags.writeable
 
 
 # -- hostile bytes -----------------------------------------------------------------------------------------------------
@@ -212,13 +186,6 @@ def hostile_frames() -> dict[str, bytes]:
 
 
 CHEAP_BYTES = 32 << 20
-
-
-@pytest.mark.parametrize("name", hostile_frames())
-def test_bombs_and_lying_sizes_are_refused_in_100_ms_of_cpu(name: str) -> None:
-    data, start = hostile_frames()[name], time.process_time()
-    refused(data)
-    assert time.process_time() - start < 0.1
 
 
 def refusing_bombs_and_lying_sizes() -> Iterator[None]:

@@ -22,24 +22,6 @@ def judged(ids: np.ndarray, experts: int) -> np.ndarray:
     return ~repeats & (ordered[..., 0] >= 0) & (ordered[..., -1] < experts)
 
 
-@settings(max_examples=300)
-@given(
-    rows=st.integers(0, 40),
-    layers=st.integers(1, 4),
-    slots=st.integers(1, 12),
-    dtype=st.sampled_from([np.uint8, np.int16]),
-    experts=st.sampled_from([12, 60, 256]),
-    seed=st.integers(0, 2**31),
-)
-def test_sorting_agrees(rows: int, layers: int, slots: int, dtype: type, experts: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    ids = rng.random((rows, layers, experts)).argsort(axis=-1)[..., :slots].astype(dtype)
-    assert sound_rows(ids, num_experts=experts).all()
-    if rows:
-        ids[rng.integers(rows), rng.integers(layers), :] = rng.integers(0, experts, slots)
-    assert np.array_equal(sound_rows(ids, num_experts=experts), judged(ids, experts))
-
-
 @pytest.fixture(params=[True, False], ids=["compiled", "numpy"])
 def compiled(request: pytest.FixtureRequest) -> Iterator[bool]:
     with numba(request.param):
@@ -85,7 +67,7 @@ def test_every_slot_and_every_pair_is_checked_at_every_place(dtype: type, slots:
     ),
     seed=st.integers(0, 2**31),
 )
-def test_compiled_judges_as_numpy(shape: tuple[int, int, int], kind: tuple[type, int], seed: int) -> None:
+def test_sorting_agrees(shape: tuple[int, int, int], kind: tuple[type, int], seed: int) -> None:
     dtype, experts = kind
     rng = np.random.default_rng(seed)
     order = rng.random((*shape[:2], max(experts, shape[2]))).argsort(axis=-1)
@@ -93,14 +75,9 @@ def test_compiled_judges_as_numpy(shape: tuple[int, int, int], kind: tuple[type,
     if ids.size and seed % 2:
         ids[tuple(rng.integers(size) for size in shape)] = rng.integers(0, np.iinfo(dtype).max + 1)
     valid = rng.random(shape[0]) < 0.8 if seed % 3 else np.ones(shape[0], bool)
-    flat = ids[valid].astype(np.int64).reshape(-1, shape[2])
-    good = all(len(set(row)) == len(row) and min(row) >= 0 and max(row) < experts for row in flat.tolist())
-    assert sound(ids, num_experts=experts, valid_T=valid) is good
-
-
-def test_equal_ids_of_neighbouring_rows_are_no_repeat(compiled: bool) -> None:
-    ids = np.tile(np.array([[[7, 1, 2]], [[2, 1, 7]]], np.uint8), (3000, 1, 1))
-    assert sound_rows(ids, num_experts=8).all() and sound(ids, num_experts=8)
+    good_TL = judged(ids, experts)
+    assert np.array_equal(sound_rows(ids, num_experts=experts), good_TL)
+    assert sound(ids, num_experts=experts, valid_T=valid) is bool(good_TL[valid].all())
 
 
 def test_read_only_and_unaligned_ids_are_checked(compiled: bool) -> None:

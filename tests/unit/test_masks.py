@@ -180,6 +180,7 @@ def test_a_mask_that_changed_at_rest_reaches_no_trainer(make_relay: MakeRelay) -
         (masks_of([[1]] * 4, first_row=3, request="s"), errors.RowCountMismatch),
         (masks_of([[1]] * 5, first_row=3, request="s")[:-1], errors.FrameCorrupt),
         (frame_of(9, sample_key=sample_key("s")), errors.RoutingError),
+        (encode_error("out of ids", sample_key=sample_key("s")), errors.EngineReported),
     ],
 )
 def test_masks_that_misfit_are_refused(make_relay: MakeRelay, tail: bytes, error: type[Exception]) -> None:
@@ -203,18 +204,6 @@ def test_a_reply_that_is_left_to_the_live_router_needs_no_masks(make_relay: Make
     relay.add("s", {"meta_info": {"id": "s"}}, range(9))
     shard = shard_of(relay)
     assert not any(seen_at(shard).values())
-
-
-def test_masks_of_another_request_than_their_frames_are_refused(make_relay: MakeRelay) -> None:
-    data = frame_of(9, sample_key=sample_key("a")) + masks_of([[1]] * 5, first_row=3, request="b")
-    with pytest.raises(errors.RowCountMismatch, match="replies swapped"):
-        make_relay("").add_frame("s", data, range(9))
-
-
-def test_an_engine_that_has_no_masks_says_why(make_relay: MakeRelay) -> None:
-    data = frame_of(9, sample_key=sample_key("s")) + encode_error("out of ids", sample_key=sample_key("s"))
-    with pytest.raises(errors.EngineReported, match="out of ids"):
-        make_relay("").add("s", reply_of(data, request_id="s"), range(9))
 
 
 def test_no_memory_for_masks_is_told_to_all(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan import ticket as ticket_module
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.shards import plan_shards
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.wire.routing import RowKind
 from tests.memory import growth_of
@@ -83,18 +82,6 @@ def test_every_field_counts(changes: dict[str, Any]) -> None:
     again = Ticket.from_bytes(other.to_bytes())
     assert again == other != make_ticket() != again
     assert other.to_bytes() != make_ticket().to_bytes()
-
-
-def test_the_plan_is_that_of_its_assignment() -> None:
-    samples = tuple(TicketSample(f"s{i}", 5 + i, 0, 0, ()) for i in range(8))
-    names = [sample.sample_id for sample in samples]
-    assignment = Assignment.given([[names[:2], names[2:4]], [names[4:6], names[6:]]], steps=[1, 1])
-    layout = TrainerLayout(dp=2, pp=2, packing="thd")
-    ticket = make_ticket(*samples, assignment=assignment, layout=layout)
-    tokens = {sample.sample_id: sample.tokens for sample in samples}
-    expected = plan_shards(assignment, tokens=tokens, spec=SPEC, layout=layout)
-    found = Ticket.from_bytes(ticket.to_bytes()).plan
-    assert found == expected and found.shards == expected.shards and found.digest == expected.digest
 
 
 def test_any_changed_bit_is_damage() -> None:
@@ -160,15 +147,11 @@ def test_large_numbers_are_refused_before_anything_is_made_of_them() -> None:
     assert growth_of(reading_large_numbers).peak < 10_000_000
 
 
-def largest_layout() -> Ticket:
-    spec = RoutingSpec(num_layers=4096, moe_layers=tuple(range(4096)), num_experts=8, top_k=1)
-    layout = TrainerLayout(pp=2, vpp=2048, cp=64, tp=64, pad_multiple=4096)
-    return make_ticket(WHOLE, spec=spec, layout=layout)
-
-
 def cutting_the_largest_layout() -> Iterator[None]:
     Ticket.from_bytes(make_ticket().to_bytes()).plan.shard(dp=0, pp=0, cp=0)
-    ticket = largest_layout()
+    spec = RoutingSpec(num_layers=4096, moe_layers=tuple(range(4096)), num_experts=8, top_k=1)
+    layout = TrainerLayout(pp=2, vpp=2048, cp=64, tp=64, pad_multiple=4096)
+    ticket = make_ticket(WHOLE, spec=spec, layout=layout)
     yield
     shard = Ticket.from_bytes(ticket.to_bytes()).plan.shard(dp=0, pp=1, cp=63)
     assert len(shard.layers) == 2048

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3channel import errors
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.codec import LZ4
-from r3channel.wire.frame import HEADER_BYTES, encode_error, encode_frame, parse_frame, sample_key
-from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
+from r3channel.wire.frame import encode_error, encode_frame, parse_frame, sample_key
+from r3channel.wire.routing import ProvenanceSpan, RowKind
 from tests.golden.regenerate import golden_spec
 from tests.samples import SPEC, WIDE, frame_of, random_ids
 
@@ -56,8 +55,8 @@ def test_validity_and_spans_survive(rows: int, layers: int, experts: int, first_
     "name", ["uint8_stored", "uint8_set", "invalid_rows", "int16_lz4", "int16_packed9", "int16_set"]
 )
 def test_golden_frames_are_decoded_for_ever(name: str) -> None:
-    data, expected = golden(name)
-    frame = parse_frame(data, spec=golden_spec(name))
+    expected = np.load(GOLDEN / f"frame_v2_{name}.npy", allow_pickle=False)
+    frame = parse_frame((GOLDEN / f"frame_v2_{name}.bin").read_bytes(), spec=golden_spec(name))
     assert np.array_equal(frame.verify(), expected)
     assert frame.valid_T.all() == (name != "invalid_rows") and frame.weight_version == 7
     assert frame.ordered == ("set" not in name) and frame.sample_key == 99
@@ -86,29 +85,18 @@ def test_a_frame_of_another_wire_version_is_refused_by_name() -> None:
         parse_frame(b"R3Z\x02" + old[4:], spec=WIDE)
 
 
-def golden(name: str) -> tuple[bytes, Ids]:
-    expected = np.load(GOLDEN / f"frame_v2_{name}.npy", allow_pickle=False)
-    return (GOLDEN / f"frame_v2_{name}.bin").read_bytes(), expected
-
-
-def test_lz4_is_used_only_where_it_pays() -> None:
-    assert parse_frame(frame_of(200), spec=SPEC).entries[0].codec == 0
-    padded = np.tile(random_ids(1), (400, 1, 1))
-    data = encode_frame(SPEC, expert_ids_TLK=padded)
-    assert parse_frame(data, spec=SPEC).entries[0].codec == LZ4.codec_id
-    assert len(data) < 0.2 * padded.nbytes
-
-
-def test_auto_tries_lz4_on_samples_of_a_large_chunk() -> None:
-    ids = np.tile(random_ids(512), (16, 1, 1))
-    ids[2000:6000] = ids[0]
-    assert parse_frame(encode_frame(SPEC, expert_ids_TLK=random_ids(4000)), spec=SPEC).entries[0].codec == 0
-    assert parse_frame(encode_frame(SPEC, expert_ids_TLK=ids), spec=SPEC).entries[0].codec == LZ4.codec_id
-
-
-def test_qwen3_30b_rows_cost_at_most_386_bytes() -> None:
-    spec = RoutingSpec(num_layers=48, moe_layers=tuple(range(48)), num_experts=128, top_k=8)
-    assert len(encode_frame(spec, expert_ids_TLK=random_ids(1000, spec=spec))) / 1000 <= 386
+def test_lz4_is_used_only_where_it_pays_which_samples_of_a_large_chunk_tell() -> None:
+    padded, in_the_middle = np.tile(random_ids(1), (400, 1, 1)), np.tile(random_ids(512), (16, 1, 1))
+    in_the_middle[2000:6000] = in_the_middle[0]
+    for ids, pays in (
+        (random_ids(199), False),
+        (random_ids(4000), False),
+        (padded, True),
+        (in_the_middle, True),
+    ):
+        data = encode_frame(SPEC, expert_ids_TLK=ids)
+        assert parse_frame(data, spec=SPEC).entries[0].codec == (LZ4.codec_id if pays else 0)
+        assert (len(data) < 0.9 * ids.nbytes) == pays
 
 
 def test_an_error_of_any_characters_is_reported_for_a_request_of_any_name() -> None:
@@ -129,23 +117,6 @@ def test_any_flipped_bit_and_any_cut_is_noticed() -> None:
             parse_frame(data[:size], spec=SPEC)
     with pytest.raises(errors.FrameCorrupt):
         parse_frame(data + b"\0", spec=SPEC)
-
-
-@settings(max_examples=300)
-@given(st.data())
-def test_a_lying_header_with_a_valid_hash_gives_a_typed_error_or_the_same_ids(data: st.DataObject) -> None:
-    good = frame_of(20)
-    at = data.draw(st.integers(4, HEADER_BYTES - 17))
-    lie = bytearray(good)
-    lie[at] = data.draw(st.integers(0, 255))
-    lie[HEADER_BYTES - 8 : HEADER_BYTES] = xxhash.xxh3_64_intdigest(bytes(lie[: HEADER_BYTES - 8])).to_bytes(
-        8, "little"
-    )
-    try:
-        ids = parse_frame(bytes(lie), spec=SPEC).verify()
-    except errors.R3Error:
-        return
-    assert np.array_equal(ids, parse_frame(good, spec=SPEC).ids())
 
 
 @pytest.mark.parametrize(
@@ -198,7 +169,7 @@ def test_verified_ids_are_a_view_or_lie_where_the_caller_said(codec: str) -> Non
     frame = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids, codec=codec), spec=SPEC)
     out = np.empty_like(ids)
     seen = frame.verify(out)
-    assert np.array_equal(seen, ids) and (seen is out) == (codec != "stored")
+    assert np.array_equal(seen, ids) and (seen is out) == seen.flags.owndata == (codec != "stored")
     assert frame.verify().flags.writeable is False
 
 
