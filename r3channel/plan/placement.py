@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import groupby
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -207,12 +207,8 @@ def _spans(sources: list[int]) -> list[tuple[slice, slice]]:
     >>> _spans([1, 2, 5])
     [(slice(0, 2, None), slice(1, 3, None)), (slice(2, 3, None), slice(5, 6, None))]
     """
-    found = []
-    for _, group in groupby(enumerate(sources), key=lambda pair: pair[1] - pair[0]):
-        pairs = list(group)
-        (here, there), count = pairs[0], len(pairs)
-        found.append((slice(here, here + count), slice(there, there + count)))
-    return found
+    edges = [*np.flatnonzero(np.diff(sources, prepend=-2) != 1).tolist(), len(sources)]
+    return [(slice(a, b), slice(sources[a], sources[a] + b - a)) for a, b in pairwise(edges)]
 
 
 def _transpose(source_TL: Any, target_LT: Any) -> None:

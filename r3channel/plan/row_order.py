@@ -104,16 +104,14 @@ class RowTable:
         self._most = max(len(batch.sample_ids) for batch in batches) + 1
 
     @cached_property
-    def _sorted(self) -> tuple[Runs, Ints]:
-        """The runs and their keys, ascending."""
-        runs = _cut_slots(_cut_context(self._batches, self._layout), self._batches, self._layout)
-        key = self._key(runs.cp, runs.microbatch, runs.sample)
-        order = np.lexsort((runs.position, key))
-        return runs.take(order), key[order]
-
-    @property
     def runs(self) -> Runs:
-        return self._sorted[0]
+        """Ascending."""
+        runs = _cut_slots(_cut_context(self._batches, self._layout), self._batches, self._layout)
+        return runs.take(np.lexsort((runs.position, self._key(runs.cp, runs.microbatch, runs.sample))))
+
+    @cached_property
+    def _keys(self) -> Ints:
+        return self._key(self.runs.cp, self.runs.microbatch, self.runs.sample)
 
     def _key(self, cp: Any, microbatch: Any, sample: Any) -> Any:
         return (cp * len(self._batches) + microbatch) * self._most + sample + 1
@@ -121,7 +119,7 @@ class RowTable:
     def of_sample(self, *, cp: int, microbatch: int, sample: int) -> list[tuple[int, ...]]:
         """(position, slot, local, length, real) of each run of one sample (-1: the tail) on one CP rank, ascending."""
         key = self._key(cp, microbatch, sample)
-        first, last = np.searchsorted(self._sorted[1], (key, key + 1))
+        first, last = np.searchsorted(self._keys, (key, key + 1))
         found = self.runs.take(slice(first, last))
         columns = (found.position, found.slot, found.local, found.length, found.real)
         return list(zip(*(column.tolist() for column in columns), strict=True))
@@ -129,7 +127,7 @@ class RowTable:
     def of_microbatches(self, *, cp: int, first: int, last: int) -> Runs:
         """All runs of the micro-batches [first, last) on one CP rank, tails included, in order."""
         bounds = self._key(cp, np.asarray([first, last]), -1)
-        begin, end = np.searchsorted(self._sorted[1], bounds)
+        begin, end = np.searchsorted(self._keys, bounds)
         return self.runs.take(slice(begin, end))
 
     def row_map(self, *, cp: int, microbatch: int) -> tuple[Ints, Ints]:
