@@ -222,14 +222,11 @@ class TrainerLayout:
         return cls(**values)
 
     def __str__(self) -> str:
-        cut = ",".join(f"{name}={getattr(self, name)}" for name in ("dp", "tp", "pp", "cp", "ep", "vpp"))
-        rest = [
-            f"{field.name}={getattr(self, field.name)}"
-            for field in fields(self)
-            if field.name in ("cp_split", "pad_multiple", "pad_policy", "first_layers", "last_layers", "mtp")
-            and getattr(self, field.name) != field.default
-        ]
-        return ",".join([f"{cut},sp={int(self.sequence_parallel)},packing={self.packing}", *rest])
+        mine, plain = asdict(self), asdict(TrainerLayout())
+        cut = [f"{name}={mine[name]}" for name in ("dp", "tp", "pp", "cp", "ep", "vpp")]
+        names = ("cp_split", "pad_multiple", "pad_policy", "first_layers", "last_layers", "mtp")
+        rest = [f"{name}={mine[name]}" for name in names if mine[name] != plain[name]]
+        return ",".join([*cut, f"sp={int(self.sequence_parallel)},packing={self.packing}", *rest])
 
 
 def inside(name: str, value: int, count: int) -> int:

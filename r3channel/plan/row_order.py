@@ -165,8 +165,7 @@ def _cut_context(batches: Sequence[Microbatch], layout: TrainerLayout) -> Runs:
     found = []
     for cp in range(layout.cp):
         size = padded // (parts * layout.cp)
-        for half in range(parts):
-            chunk = cp if half == 0 else 2 * layout.cp - 1 - cp
+        for half, chunk in enumerate((cp, 2 * layout.cp - 1 - cp)[:parts]):
             local = start // layout.cp + half * size
             found.append(_runs(cp, microbatch, sample, tokens, chunk * size, local, size))
     return _joined(found)

@@ -359,9 +359,8 @@ def _assignment(samples: Samples, widths: Column, *, dp: int, steps: list[int]) 
     _hold(int(samples._edges["name_chars"][-1]) == len(samples.text), "the sum of name_chars")
     edges, names, count = list(accumulate(widths.tolist(), initial=0)), samples.names, len(widths) // dp
     batches = [names[a:b] for a, b in pairwise(edges)]
-    return Assignment(
-        tuple(tuple(batches[at : at + count]) for at in range(0, len(batches), count)), tuple(steps)
-    )
+    ranks = tuple(tuple(batches[at : at + count]) for at in range(0, len(batches), count))
+    return Assignment(ranks, tuple(steps))
 
 
 def _hold(rule: bool, what: str) -> None:
