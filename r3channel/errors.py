@@ -428,16 +428,6 @@ def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
         error.add_note(f"r3channel, while closing: {type(found).__name__}: {found}")
 
 
-def expect_types(**given: tuple[object, type]) -> None:
-    """Raises ConfigError for an argument, (value, type), of another type: said at the call, not by what breaks later."""
-    for name, (value, kind) in given.items():
-        if not isinstance(value, kind):
-            made = f" Make one of text with {kind.__name__}.parse(text)." if hasattr(kind, "parse") else ""
-            raise ConfigError(
-                f"{name} is {value!r}, a {type(value).__name__}; expected a {kind.__name__}.{made}"
-            )
-
-
 def nearest(name: str, known: Iterable[str]) -> str:
     """The words `; did you mean ...?` for a name that is mistyped; empty where none of the known is near."""
     from difflib import get_close_matches

@@ -63,8 +63,7 @@ class Outlet:
         # In-band the scheduler's thread pays, so a costly codec is for the sender only.
         self._inband_codec = AUTO if is_costly(config) else config.codec
         clock = StageClock("engine", max_spans=0)
-        relay = urlsplit(config.relay_url).hostname or OUTSIDE
-        address = partial(local_address, towards=relay)
+        address = partial(local_address, towards=urlsplit(config.relay_url).hostname or OUTSIDE)
         self.metrics = Metrics.of("engine", config, clock=clock, offset=replica, address=address)
         self._hello = hello = replace(hello, page=self.metrics.target, replica=replica)
         self.metrics.measure("r3channel_engine_frames_total", way="inband")
@@ -207,9 +206,8 @@ class Sender:
 
     def _encode(self, batch: Sequence[_Waiting]) -> list[bytes]:
         """The parcel of these frames."""
-        frames = [
-            (item.serial, encode_or_report(item.unfinished, codec=self._config.codec)) for item in batch
-        ]
+        codec = self._config.codec
+        frames = [(item.serial, encode_or_report(item.unfinished, codec=codec)) for item in batch]
         return pack_parcel(self._hello.boot_id, frames)
 
     def _take(self) -> list[_Waiting] | None:

@@ -47,8 +47,7 @@ class EngineRegistry:
             self._names[hello.boot_id] = name
             for known in (self._names, self._greeted, self._refused, self.pages):
                 _forget_oldest(known)
-            if hello.page:
-                self.pages[f"engine {name}, replica {hello.replica}"] = hello.page
+            self.pages[f"engine {name}, replica {hello.replica}"] = hello.page
             if reason:
                 self._refused[name] = reason
                 self._greeted.pop(name, None)

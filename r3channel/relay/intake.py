@@ -248,8 +248,7 @@ class Intake:
             held, sample = self.entries.rows_announced(sample_id), self.entries.samples.get(sample_id)
             if tokens is None or sample is None:
                 return held
-            unsound = sample.step is not None or sample.error or sample.live_rows
-            wanted = sample.prefix_hash
+            wanted, unsound = sample.prefix_hash, sample.step is not None or sample.error or sample.live_rows
         same = held <= len(tokens) and hash_tokens(as_tokens(tokens[:held])) == wanted
         return held if same and not unsound else 0
 

@@ -94,6 +94,5 @@ class RayRelay:
         except exceptions.ActorUnavailableError as error:
             raise TransportError(f"the relay's actor does not answer {call}: {error}") from error
         except exceptions.RayActorError as error:
-            said = f"the relay's actor (slime's rollout manager) is gone during {call}, and nobody else has the rows"
-            said += f". Was it killed, for memory? Ray says: {str(error).splitlines()[0]}"
+            said = f"the relay's actor (slime's rollout manager) is gone during {call}, and nobody else has the rows: {error}"
             raise BackgroundFailed(said) from error

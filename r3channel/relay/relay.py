@@ -32,7 +32,6 @@ from r3channel.errors import (
     StepError,
     UsageError,
     close_after,
-    expect_types,
 )
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.metrics import Metrics
@@ -78,7 +77,6 @@ class Relay(Intake):
         recorder: Recorder | None = None,
     ) -> None:
         config = config or ChannelConfig()
-        expect_types(spec=(spec, RoutingSpec), layout=(layout, TrainerLayout), config=(config, ChannelConfig))
         self.layout, config = layout, replace(config, interface=local_address(config.interface))
         # In no thread: a fork would inherit numba's lock, and a process that ends while LLVM works is aborted.
         warm(spec)
@@ -198,9 +196,8 @@ class Relay(Intake):
         them. Raises as `seal`. Rows that are not those of a ticket are refused as any: before they are sent, and by receivers."""
         for step, ticket in found.steps.items():
             with self._changed:
-                for name in self.entries.unknown(
-                    ticket.assignment.sample_ids
-                ):  # the live router's: it had no frame
+                # the live router's: they had no frame
+                for name in self.entries.unknown(ticket.assignment.sample_ids):
                     whole = ticket.sample(name)
                     live = Reply(name, "recovered", None, whole.tokens, whole.tokens_hash, 0, live=True)
                     self.entries.reply(live, None, append=False, now_s=time.monotonic())
@@ -209,7 +206,6 @@ class Relay(Intake):
     def _seal(self, step: int, assignment: Assignment, before: Ticket | None = None) -> Ticket:
         """`before`: the ticket of the relay that sealed it first."""
         self._check_open()
-        expect_types(assignment=(assignment, Assignment))
         check_cut(assignment, self.spec, self.layout)  # before anything waits or is taken
         names, entries = assignment.sample_ids, self.entries
         with self.steps.sealing(step) as seal:

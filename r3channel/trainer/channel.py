@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import UsageError, close_after, expect_types
+from r3channel.errors import UsageError, close_after
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.layout import TrainerLayout
@@ -69,7 +69,6 @@ class TrainerChannel:
         Whatever is raised, nothing stays attached.
         """
         config = config or ChannelConfig()
-        expect_types(layout=(layout, TrainerLayout), config=(config, ChannelConfig))
         spec = megatron.spec_from_config(chunks)
         driver = ReplayDriver.attach(chunks, spec=spec, layout=layout)
         device = next(chunks[0].parameters()).device

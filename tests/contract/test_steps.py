@@ -290,11 +290,6 @@ def test_an_error_of_the_users_block_comes_through_and_undelivered_steps_are_a_n
         left(None)
 
 
-def test_text_in_the_place_of_a_layout_is_refused_with_how_to_make_one() -> None:
-    with pytest.raises(errors.ConfigError, match=r"layout is 'dp=2', a str; expected .*TrainerLayout.parse"):
-        Relay(SPEC, "dp=2")  # type: ignore[arg-type]
-
-
 def test_an_error_that_names_thousands_reaches_its_receiver(make_relay: MakeRelay) -> None:
     relay = make_relay()
     add(relay, "a")

@@ -50,8 +50,9 @@ def test_an_engine_delivers_by_what_it_is_told(relay: Relay, tmp_path: Path, giv
 
 
 def test_in_band_nothing_is_opened(relay: Relay) -> None:
-    args = Namespace(r3_delivery="inband", r3_channel={"interface": "127.0.0.1"})
-    told = engine_variables(relay, args, nodes=2)
+    told = engine_variables(
+        relay, Namespace(r3_delivery="inband", r3_channel={"interface": "10.0.0.1"}), nodes=2
+    )
     assert told["R3CHANNEL_ENGINE"] == "1" and told["R3CHANNEL_METRICS_PORT"] == "-1"
     assert not {"R3CHANNEL_DELIVERY", "R3CHANNEL_RELAY_URL", "R3CHANNEL_TOKEN_FILE"} & set(told)
 
