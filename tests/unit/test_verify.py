@@ -21,10 +21,11 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.relay.verify import _RANGE_BYTES, _SPAN_BYTES, MOST_ROWS, VerifiedRows
+from r3channel.wire import header as frame_header
 from r3channel.wire.chunks import CHUNK_ROWS, Entry, table_of
 from r3channel.wire.codec import CODECS
 from r3channel.wire.digest import coefficients, layer_digests
-from r3channel.wire.frame import _SPAN, encode_frame, sample_key
+from r3channel.wire.frame import encode_frame, sample_key
 from r3channel.wire.header import FLAG_UNORDERED, MAX_ROWS, Header, assemble, padding
 from tests.direct import deliver, hello_of, reference_reply, turns_here
 from tests.memory import growth_of
@@ -145,7 +146,7 @@ def bomb(rows: int, *, codec: int, spec: RoutingSpec = SPEC) -> bytes:
     sizes = [end - start for start, end in pairwise([*range(0, rows, CHUNK_ROWS), rows])]
     wires = {size: bytes(CODECS[codec].encode(row_NLK[:size]) or b"") for size in set(sizes)}
     chunks = [Entry(at * CHUNK_ROWS, size, codec, len(wires[size])) for at, size in enumerate(sizes)]
-    sections = _SPAN.pack(0, rows, 0, 0) + bytes(8 * layers) + table_of(chunks, layers=layers)
+    sections = frame_header.SPAN.pack(0, rows, 0, 0) + bytes(8 * layers) + table_of(chunks, layers=layers)
     sections += bytes(padding(len(sections)))
     header = Header(
         codec=codec, flags=FLAG_UNORDERED if codec == SET else 0, spec_digest=spec.digest,
