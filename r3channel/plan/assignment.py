@@ -311,7 +311,7 @@ def _even(tokens: Mapping[str, int], count: int) -> Microbatches:
     """`count` bins of any number of samples, at least one each."""
     names = sorted(tokens, key=lambda name: (-tokens[name], name))
     bins = longest_first([tokens[name] for name in names], count, most=len(names))
-    return tuple(tuple(names[index] for index in part) for part in bins)
+    return tuple(tuple(map(names.__getitem__, part)) for part in bins)
 
 
 def _tight(tokens: Mapping[str, int], max_tokens: int) -> Microbatches:

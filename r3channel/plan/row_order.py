@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -147,13 +147,16 @@ class RowTable:
 
 def _sequences(batches: Sequence[Microbatch]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """(micro-batch, sample, tokens, padded, start in the pack) of every sequence and, as sample -1, of every tail."""
-    found = []
+    columns = microbatch, sample, tokens, padded, start = [list[int]() for _ in range(5)]
     for number, batch in enumerate(batches):
-        at, samples = 0, zip(range(len(batch.tokens)), batch.tokens, batch.padded, strict=True)
-        for sample, tokens, padded in chain(samples, [(-1, 0, batch.tail)] if batch.tail else ()):
-            found.append((number, sample, tokens, padded, at))
-            at += padded if batch.packed else 0
-    return tuple(np.array(found, np.int64).T.copy())  # type: ignore[return-value]
+        tails = 1 if batch.tail else 0
+        lengths = [*batch.padded, *[batch.tail] * tails]
+        microbatch += [number] * len(lengths)
+        sample += [*range(len(batch.tokens)), *[-1] * tails]
+        tokens += [*batch.tokens, *[0] * tails]
+        padded += lengths
+        start += accumulate(lengths[:-1], initial=0) if batch.packed else [0] * len(lengths)
+    return tuple(np.asarray(column, dtype=np.int64) for column in columns)  # type: ignore[return-value]
 
 
 def _cut_context(batches: Sequence[Microbatch], layout: TrainerLayout) -> Runs:
