@@ -30,7 +30,7 @@ from r3channel.errors import ConfigError
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.transport.auth import read_token
-from r3channel.transport.network import OUTSIDE, local_address
+from r3channel.transport.network import local_address
 from r3channel.wire.codec import AUTO, codec_named
 from r3channel.wire.frame import encode_error, sample_key
 from r3channel.wire.hello import PROBE_PREFIX, Hello
@@ -63,7 +63,7 @@ class Outlet:
         # In-band the scheduler's thread pays, so a costly codec is for the sender only.
         self._inband_codec = AUTO if is_costly(config) else config.codec
         clock = StageClock("engine", max_spans=0)
-        address = partial(local_address, towards=urlsplit(config.relay_url).hostname or OUTSIDE)
+        address = partial(local_address, towards=urlsplit(config.relay_url).hostname or "")
         self.metrics = Metrics.of("engine", config, clock=clock, offset=replica, address=address)
         self._hello = hello = replace(hello, page=self.metrics.target, replica=replica)
         self.metrics.measure("r3channel_engine_frames_total", way="inband")

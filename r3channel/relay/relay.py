@@ -77,7 +77,7 @@ class Relay(Intake):
         recorder: Recorder | None = None,
     ) -> None:
         config = config or ChannelConfig()
-        self.layout, config = layout, replace(config, interface=local_address(config.interface))
+        self.layout, config = layout, replace(config, interface=local_address(config.interface, others=False))
         # In no thread: a fork would inherit numba's lock, and a process that ends while LLVM works is aborted.
         warm(spec)
         if recorder is not None:

@@ -16,7 +16,7 @@ from r3channel.observe.check import Check, CheckContext
 
 AUTO = "auto"
 _ANY_PORT = 9
-OUTSIDE = "192.0.2.1"
+_OUTSIDE = "192.0.2.1"
 """An address for documents, which no machine has: the way to it is the default route."""
 _NCCL = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_CONF_FILE")
 """The variables by which NCCL is told what to use, or where that is written."""
@@ -68,17 +68,17 @@ def route_to(address: str) -> str | None:
         return None
 
 
-def local_address(interface: str, *, towards: str = "") -> str:
+def local_address(interface: str, *, towards: str = "", others: bool = True) -> str:
     """This machine's address that the option `interface` means: that of a network device by its name, or in a network
     (`10.0.0.0/8`); with `auto` the one on the route to `towards`, or on the default route. An address or host name means itself;
-    where `towards` is given, it may be another machine's, and then means the address on the route to it.
+    of one that is another machine's the address on the route to it, or without `others` itself, which nobody can bind here.
 
     Raises ConfigError where there is none, and for every interface: nobody can be told to connect to that.
     """
     if interface == AUTO:
-        return route_to(towards or OUTSIDE) or "127.0.0.1"
-    own, here = next(_addresses(interface), None), _is_here(interface)
-    address = own or (interface if here or not towards else route_to(interface))
+        return route_to(towards or _OUTSIDE) or "127.0.0.1"
+    own = next(_addresses(interface), None)
+    address = own or (interface if _is_here(interface) or not others else route_to(interface))
     if address is None:
         raise ConfigError(
             f"no route to interface {interface}, and no address of this machine in it; expected an address, the name of a "
