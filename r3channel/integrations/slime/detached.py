@@ -17,6 +17,7 @@ import slime.ray.serving  # pyright: ignore[reportMissingImports]
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from slime.utils.types import Sample  # pyright: ignore[reportMissingImports]
 
+from r3channel.config import ChannelConfig
 from r3channel.errors import StepError
 from r3channel.integrations.slime.engine_variables import engine_variables
 from r3channel.integrations.slime.rollout import (
@@ -28,6 +29,7 @@ from r3channel.integrations.slime.rollout import (
 )
 from r3channel.integrations.slime.sample_rows import rows_of
 from r3channel.transport.auth import obtain_token
+from r3channel.transport.network import local_address
 
 
 class DetachedServing(slime.ray.serving.ServingCluster.__ray_metadata__.modified_class):
@@ -96,14 +98,15 @@ def remote_manager(args: Namespace) -> Any:
 
     def serve(token_file: str) -> str:
         obtain_token(token_file)
-        host = interface_of(args)
+        host = config.interface
         return f"http://{f'[{host}]' if ':' in host else host}:{args.r3_channel['ingest_port']}"
 
     if not ray.is_initialized():
         ray.init()  # as slime's first call of Ray would
     remote: Any = ray.remote
     slime.ray.serving.ServingCluster = remote(DetachedServing)
-    args.r3_engine = engine_variables(SimpleNamespace(serve=serve), args, nodes=node_count())
+    config = ChannelConfig(**args.r3_channel | {"interface": local_address(interface_of(args))})
+    args.r3_engine = engine_variables(SimpleNamespace(serve=serve, config=config), args, nodes=node_count())
     kind = remote(concurrency_groups=GROUPS)(DetachedManager)
     if args.r3_delivery != "direct":
         return kind
