@@ -391,7 +391,12 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         given = self._given
         if given is not None and given.manifest is not None:
             manifest = given.manifest
-            return given, lambda push: read_again(what, manifest, push, run)
+
+            def again(push: Push) -> None:
+                with run.stage("plan"):
+                    read_again(what, manifest, push, run)
+
+            return given, again
         with run.stage("plan"):
             limits = {"cap_bytes": self._bucket_bytes, "look": self._rules.look}
             manifest, buckets = read_first(what, run, **limits)
