@@ -197,8 +197,7 @@ class TestJobs:
         assert min(manager["stopped"], manager["killed"]) >= 3, "a server has as many processes"
         samples, layers, tool_tokens = 4 * 8, 7, 3
         assert live >= layers * (samples * tool_tokens + 20), "no lost frame was of a trained sample"
-        # on a busy machine a frame of the engine that stands still may be lost, too
-        assert manager["live"] == samples and manager["lost"] >= 1, "no seal found a frame lost"
+        assert manager["live"] == samples and manager["lost"] == 1, "one seal found frames lost"
         assert "died, or was started anew, before its frame came" in said and "'StepError': 8" in said
         assert manager["discarded"] >= 8, "groups were filtered and aborted"
         assert result["token_in"] == [] and any(name.endswith(".wandb") for name in result["told"])
