@@ -94,6 +94,8 @@ class ChannelConfig:
     """Folder in which each process that serves /metrics leaves a file for Prometheus's file_sd_configs."""
     run_name: str = ""
     """Label `run` of every metric, to tell training runs apart; give relay, trainers and engines the same."""
+    trace: str = ""
+    """Folder into which each process appends its spans, about 100 bytes each, for `r3channel report`; empty: nowhere."""
     invalid_rows: str = "error"
     """Rows that the engine could not record: `error` refuses the sample, `live` lets the live router choose for them, `mask`
     also takes those tokens out of the loss."""
@@ -239,6 +241,8 @@ class EngineConfig:
     """As the channel's: where a file tells Prometheus of the page."""
     run_name: str = ""
     """As the channel's: label `run` of every metric."""
+    trace: str = ""
+    """As the channel's: where its spans go."""
     interface: str = "127.0.0.1"
     """As the channel's, for the page; `auto` is on the route to `relay_url`."""
     sampling_masks: bool = False

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from r3channel.trainer.audit import Consumed
+from r3channel.wire.digest import coefficients
+from r3channel.wire.validate import items_of, row_words
 
 Rows = dict[str, np.ndarray]
 """Equally long arrays: sample (text), position, layer, ids [N, K]; routers also rank, step, pass."""
@@ -24,6 +29,35 @@ class Comparison:
     digests_different: int = 0
     engine: list[Rows] = field(default_factory=list)
     router: list[Rows] = field(default_factory=list)
+
+
+class DigestLedger:
+    """Per (pass, sample, layer) the sum of row digests, to compare with the engine's.
+
+    Ranks and micro-batches that hold parts of one sample add up: `(a + b) mod 2**64`.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[tuple[str, str, int], int] = {}
+
+    def add(
+        self, consumed: Consumed, *, sample_ids: Sequence[str], samples_R: np.ndarray, positions_R: np.ndarray
+    ) -> None:
+        """Add one router call.
+
+        Args:
+            sample_ids: names of the micro-batch's samples.
+            samples_R: for each row the index of its sample, -1 where the row is padding (left out).
+            positions_R: for each row its token position.
+        """
+        for index, sample_id in enumerate(sample_ids):
+            rows_T = np.flatnonzero(samples_R == index)
+            words_T = row_words(items_of(consumed.ids_RK[rows_T]))
+            positions_T = positions_R[rows_T]
+            known_P = coefficients(0, int(positions_T.max(initial=-1)) + 1)
+            digest = int((words_T * known_P[positions_T]).sum(dtype=np.uint64))
+            key = (consumed.pass_name, sample_id, consumed.layer)
+            self.sums[key] = (self.sums.get(key, 0) + digest) % 2**64
 
 
 def engine_rows(replied: dict[str, tuple[np.ndarray, np.ndarray | None]], layers: tuple[int, ...]) -> Rows:

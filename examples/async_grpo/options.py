@@ -22,7 +22,7 @@ from r3channel.tools.extras import ROLES
 VERSIONS = {"sglang": ("0.5.15.post1", "0.5.23"), "megatron-core": ("0.16.1",)}
 """With which the demo was run."""
 _FOLDERS = ("report", "dump", "record", "export")
-_FILES = ("trace", "weights_manifest")
+_FILES = ("weights_manifest",)
 _TEMPORARY_BYTES = 500_000_000
 _LONGEST_BASE = 107 - len("/ray/session_2026-11-22_21-26-44_187123_1234567/sockets/plasma_store")
 """A Unix socket's path has 107 letters at most."""
@@ -66,9 +66,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--report",
         metavar="DIR",
-        help="write report.html and .json, trace.json, table.txt, endpoints.json",
+        help="write report.html and .json, trace.json (for Perfetto), table.txt, endpoints.json",
     )
-    parser.add_argument("--trace", metavar="FILE", help="write all spans, for Perfetto (ui.perfetto.dev)")
     parser.add_argument("--dump", metavar="DIR", help="write engine.npz, router.npz and bytes.json")
     add_options(parser)
     parser.add_argument(
@@ -88,7 +87,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="damage one id in a trainer's memory; its router refuses it, and the run ends with an error",
     )
     args = add_arguments(parser).parse_args(argv)
-    for name in _FILES + _FOLDERS:  # a trainer in another folder writes some of them
+    args.r3_trace = args.report or args.r3_trace
+    for name in (*_FILES, *_FOLDERS, "r3_trace"):  # a trainer in another folder writes some of them
         if getattr(args, name):
             setattr(args, name, os.path.abspath(getattr(args, name)))
     if not args.use_r3_channel:

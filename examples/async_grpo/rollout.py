@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import astuple
 from typing import Any, Protocol
 
 import ray
@@ -23,11 +24,11 @@ from examples.async_grpo.batch import Sample, pack
 from examples.async_grpo.client import ask
 from examples.async_grpo.grpo import GROUP, Request, group_advantages, make_requests, reward
 from examples.async_grpo.modules import channel_modules
-from examples.async_grpo.stages import seconds_by_stage
+from examples.async_grpo.stages import in_slots
 from r3channel.errors import R3Error
 from r3channel.model.spec import RoutingSpec
-from r3channel.observe.stage_clock import Span, StageClock
-from r3channel.observe.trace import Point, in_slots
+from r3channel.observe.stage_clock import StageClock
+from r3channel.observe.trace_file import TraceFile
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 
@@ -71,9 +72,8 @@ class RolloutManager:
         self.lost: list[str] = []
         self._calls: list[tuple[float, float, str]] = []
         """Begin, end and thread of each `generate`."""
-        self._engines: dict[str, list[Span]] = {}
-        self._ways: dict[str, list[Point]] = {}
-        """Sample -> where it was: the engine that generated it, then here."""
+        self._lanes: dict[str, TraceFile] = {}
+        """Engine -> where its requests are drawn, as they are seen from here."""
 
     def _make_routing(self) -> ManagerRouting:
         if self.args.use_r3_channel:
@@ -145,12 +145,7 @@ class RolloutManager:
 
     def report(self) -> dict[str, Any]:
         """Everything that the summary needs from this side."""
-        begin_s = self._calls[0][0]  # what was compiled for the probe is no part of the run
         return self.routing.report() | {
-            "spans": (spans := [span for span in self.clock.spans() if span.start_s >= begin_s]),
-            "engine_spans": {f"engine{number}": spans for number, spans in enumerate(self._engines.values())},
-            "ways": self._ways,
-            "totals": seconds_by_stage(spans),
             "coverage": self._coverage(),
             "put_bytes": self.put_bytes,
             "tokens": self.tokens,
@@ -196,26 +191,21 @@ class RolloutManager:
         return samples
 
     def _add(self, request: Request, url: str, body: bytes) -> Sample:
-        begin_s = time.monotonic()
         reply = self.routing.add(request, body, engine=url)
-        at_s = (begin_s + time.monotonic()) / 2
-        self._ways[request.sample_id].append(Point("relay", threading.current_thread().name, at_s))
         tokens = request.prompt + reply["output_ids"]
         logprobs = [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
         return Sample(request.sample_id, tokens, len(request.prompt), logprobs, reward(reply["output_ids"]))
 
     def _generated(self, step: int, urls: dict[str, str], times: dict[str, tuple[float, float]]) -> None:
         """An engine's lane: the requests that it answered, side by side."""
-        for url in dict.fromkeys(urls.values()):
+        for url in dict.fromkeys(urls.values()) if self.args.r3_trace else ():
             names = [name for name in times if urls[name] == url]
+            lane = self._lanes.get(url) or TraceFile(self.args.r3_trace, f"engine {url}")
+            self._lanes[url] = lane
             spans = in_slots([times[name] for name in names], stage="generation", step=step)
-            engine = self._engines.setdefault(url, [])
-            engine += spans
-            process = f"engine{list(self._engines).index(url)}"
-            self._ways |= {
-                name: [Point(process, span.thread, span.end_s)]
-                for name, span in zip(names, spans, strict=True)
-            }
+            for name, span in zip(names, spans, strict=True):
+                lane.span(*astuple(span))
+                lane.sample(name, thread=span.thread, at_s=span.end_s)
 
     def _usable(self, requests: list[Request], samples: dict[str, Sample]) -> dict[str, Sample]:
         """Whole groups only, and as many as fill the micro-batches of all DP ranks."""

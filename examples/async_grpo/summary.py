@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any
@@ -10,9 +11,11 @@ import numpy as np
 
 from examples.async_grpo.compare import Comparison
 from examples.async_grpo.modules import channel_modules
-from examples.async_grpo.stages import hidden_share, stage_table, waits_of
+from examples.async_grpo.stages import stage_table
 from r3channel.model.spec import RoutingSpec
+from r3channel.observe.stage_clock import Span
 from r3channel.plan.layout import TrainerLayout
+from r3channel.tools.report_page import facts_of
 
 _POINTS = 400
 """Tokens whose log-probs are drawn."""
@@ -20,16 +23,12 @@ _POINTS = 400
 
 def summarise(
     *, args: Any, spec: RoutingSpec, manager: dict[str, Any], trainers: list[dict[str, Any]], steps: list[dict[str, Any]],
-    total: Comparison, reports: list[Any], wall_s: float, engines: dict[str, dict[str, float]],
+    total: Comparison, reports: list[Any], wall_s: float, spans: dict[str, list[Span]], begin_s: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """The JSON object of the run."""
+    """The JSON object of the run; of its spans those that began at `begin_s` or later count."""
     slowest = min(trainers, key=lambda trainer: trainer["coverage"])
-    totals = (
-        {f"trainer{trainer['rank']}": trainer["totals"] for trainer in trainers}
-        | {"relay": manager["totals"]}
-        | engines
-    )
-    return {
+    facts = facts_of({name: [one for one in own if one.start_s >= begin_s] for name, own in spans.items()})
+    return facts | {
         "steps": len(steps),
         "rows": manager["tokens"] - manager["samples"],
         "rows_captured": manager["rows"],
@@ -38,17 +37,11 @@ def summarise(
         "rows_missing": total.rows_missing,
         "digests_compared": total.digests_compared,
         "digests_different": total.digests_different,
-        "stages_s": _widest(totals.values()),
-        "stages_by_process_s": totals,
+        "stages_s": _widest(facts["stages_by_process_s"].values()),
         "stage_coverage": slowest["coverage"],
         "coverage_by_process": {
             name: part["coverage"] for name, part in _processes(manager, trainers).items()
         },
-        "hidden_fraction": hidden_share(
-            manager["spans"], [one for trainer in trainers for one in trainer["spans"]]
-        ),
-        "wait_s_by_step": (waits := _waits(trainers)),
-        "wait_fraction": sum(waits.values()) / max(trainer["wall_s"] for trainer in trainers),
         "samples_lost": manager["lost"],
         "samples_by_outcome": manager.get("outcomes", {}),
         "rejected_by_reason": {why: count for why, count in manager.get("rejected", {}).items() if count},
@@ -58,7 +51,7 @@ def summarise(
         "logprob_abs_diff": {name: _mean(steps, name) for name in ("replay_on", "replay_off")},
         "logprobs": _spread(steps[0]["logprobs"] if steps else []),
         "rows_by_version": manager.get("rows_by_version", {}),
-        "routing_mismatch": [step["routing_mismatch"] for step in steps],
+        "routing_mismatch": [audit for step in steps for audit in step["routing_mismatch"]],
         "trainer_dtype": args.trainer_dtype,
         "rewards": manager["rewards"],
         "weight_versions": [report.version for report in reports],
@@ -118,9 +111,12 @@ def table(result: dict[str, Any], trainers: list[dict[str, Any]]) -> str:
         f"|log-prob engine - {result['trainer_dtype']} trainer|, same batch, same weights: replay on "
         f"{diff['replay_on']:.5f}, replay off {diff['replay_off']:.5f}",
     ]
-    mismatch = [step for step in result["routing_mismatch"] if step]
-    if mismatch:
-        parts = ", ".join(f"{step['different_fraction']:.1%}" for step in mismatch)
+    if result["routing_mismatch"]:
+        pairs, different = Counter[int](), Counter[int]()
+        for audit in result["routing_mismatch"]:  # of all ranks
+            pairs[audit["step"]] += audit["pairs"]
+            different[audit["step"]] += sum(layer["different"] for layer in audit["layers"])
+        parts = ", ".join(f"{different[step] / pairs[step]:.1%}" for step in sorted(pairs) if pairs[step])
         lines.append(
             f"(token, layer) pairs for which the live router would have chosen otherwise, by step: {parts}"
         )
@@ -165,12 +161,6 @@ def _expert_load(total: Comparison, spec: RoutingSpec) -> dict[str, list[int]]:
         for layer, counts in load.items():
             counts += np.bincount(step["ids"][step["layer"] == layer].ravel(), minlength=spec.num_experts)
     return {str(layer): counts.tolist() for layer, counts in load.items()}
-
-
-def _waits(trainers: list[dict[str, Any]]) -> dict[int, float]:
-    """Step -> seconds that the slowest trainer waited for routing."""
-    each = [waits_of(trainer["spans"]) for trainer in trainers]
-    return {step: max(waits.get(step, 0.0) for waits in each) for step in sorted(set().union(*each))}
 
 
 def _mean_of(values: Iterable[float]) -> float:

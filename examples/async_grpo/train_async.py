@@ -31,7 +31,7 @@ from examples.async_grpo.progress import await_parts, say
 from examples.async_grpo.rays import actor_class, fetch, is_done, start
 from r3channel.config import EngineConfig
 from r3channel.model.spec import RoutingSpec
-from r3channel.observe.trace import Point, trace_of
+from r3channel.observe.trace import read, spans_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.tools.report_page import write_page
 
@@ -39,7 +39,7 @@ GENERATE_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 300.0
 START_TIMEOUT_S = 240.0
 OBJECT_STORE_BYTES = 256 << 20
-_PAGE = ("METRICS_PORT", "METRICS_DIR", "RUN_NAME")
+_PAGE = ("METRICS_PORT", "METRICS_DIR", "RUN_NAME", "TRACE")
 _QUIET = {  # where the user has not said otherwise; ray has read RAY_AUTH_MODE when it was imported
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -53,11 +53,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # every part is ended on the way out
     begin = time.monotonic()
-    with (
-        tempfile.TemporaryDirectory(prefix="r3channel-demo-") as folder,
-        start_cluster(args, Path(folder), default_parts(args)) as cluster,
-    ):
-        result, text = _train(args, cluster, begin)
+    with tempfile.TemporaryDirectory(prefix="r3channel-demo-") as folder:
+        args.r3_trace = args.r3_trace or folder
+        for old in Path(args.r3_trace).glob("*.trace"):  # an earlier run's, for the same --report
+            old.unlink()
+        with start_cluster(args, Path(folder), default_parts(args)) as cluster:
+            result, text = _train(args, cluster, begin)
     print(text)
     if args.report:
         Path(args.report, "report.json").write_text(json.dumps(result, indent=1))
@@ -91,6 +92,7 @@ def _train(args: argparse.Namespace, cluster: Cluster, begin: float) -> tuple[di
     say(f"all parts are up after {time.monotonic() - begin:.0f} s; Ray is at {where}")
     total, steps, reports = Comparison(), [], []
     update_weights(cluster, 0, reports)
+    begin_s = time.time()  # what was compiled before is no part of the run
     coming = cluster.manager.generate.remote(0)
     cluster.all("begin")
     for step in range(args.steps):
@@ -112,36 +114,14 @@ def _train(args: argparse.Namespace, cluster: Cluster, begin: float) -> tuple[di
     manager = fetch(cluster.manager.report.remote())
     result = summary.summarise(
         args=args, spec=cluster.spec, manager=manager, trainers=trainers, steps=steps, total=total, reports=reports,
-        wall_s=time.monotonic() - begin, engines=_engine_stages(args),
+        wall_s=time.monotonic() - begin, spans=spans_of(read(Path(args.r3_trace))[0]), begin_s=begin_s,
     )  # fmt: skip
-    for file in _traces(args):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(
-            json.dumps(
-                trace_of(
-                    manager["engine_spans"]
-                    | {"relay": manager["spans"]}
-                    | {f"trainer{t['rank']}": t["spans"] for t in trainers},
-                    _ways(manager, trainers),
-                )
-            )
-        )
     if args.dump:
         dump(Path(args.dump), total)
         Path(args.dump, "bytes.json").write_text(
             json.dumps(summary.bytes_by_leg(manager, trainers), indent=1)
         )
     return result, summary.table(result, trainers)
-
-
-def _ways(manager: dict[str, Any], trainers: list[dict[str, Any]]) -> dict[str, list[Point]]:
-    """Trained samples only: from engine over relay to the lowest rank that used it."""
-    used = {name: point for trainer in reversed(trainers) for name, point in trainer["used"].items()}
-    return {name: [*manager["ways"][name], point] for name, point in used.items()}
-
-
-def _traces(args: argparse.Namespace) -> list[Path]:
-    return [Path(file) for file in (args.trace, args.report and Path(args.report, "trace.json")) if file]
 
 
 def prefetch(args: argparse.Namespace, cluster: Cluster, step: int, coming: Any) -> None:
@@ -167,10 +147,10 @@ def _export(folder: Path, cluster: Cluster) -> None:
 
 def _audit(
     args: argparse.Namespace, cluster: Cluster, step: int, total: Comparison
-) -> tuple[tuple[int, int], dict[str, Any]]:
+) -> tuple[tuple[int, int], list[dict[str, Any]]]:
     """Fetch both ends of a step and compare them. These bytes are the demo's own, not the channel's."""
     if not args.use_r3_channel:
-        return (0, 0), {}
+        return (0, 0), []
     layers, layout = cluster.spec.moe_layers, TrainerLayout.parse(args.layout)
     copies = 1 if layout.sequence_parallel else layout.tp
     replied = fetch(cluster.manager.r3channel_control.remote("replied", {"step": step}))
@@ -184,10 +164,7 @@ def _audit(
     compare_digests(
         total, replied=replied, parts=[part["digests"] for part in parts], layers=layers, copies=copies
     )
-    reports = [part["mismatch"] for part in parts if part["mismatch"] is not None]
-    from r3channel.trainer.mismatch import merged  # a room that is not entered without the flag
-
-    return counts, merged(reports).to_dict() if reports else {}
+    return counts, [part["mismatch"].to_dict() for part in parts if part["mismatch"] is not None]
 
 
 def _passes(args: argparse.Namespace) -> tuple[str, ...]:
@@ -261,7 +238,8 @@ def _engine_options(args: argparse.Namespace, model: Path) -> Any:
 
     env = {}
     if args.use_r3_channel:  # each engine takes a free port: those of one machine share an environment
-        page = EngineConfig(metrics_port=0, metrics_dir=args.r3_metrics_dir, run_name=args.r3_run_name)
+        named = {"run_name": args.r3_run_name, "trace": args.r3_trace or ""}
+        page = EngineConfig(metrics_port=0, metrics_dir=args.r3_metrics_dir, **named)
         env = {f"R3CHANNEL_{name}": page.to_environment()[f"R3CHANNEL_{name}"] for name in _PAGE}
     return EngineOptions(
         model=model, r3channel=args.use_r3_channel, random_seed=args.seed, tp=args.engine_tp, env=env
@@ -342,12 +320,6 @@ def _engine_pages(args: argparse.Namespace) -> dict[str, str]:
     files = sorted(Path(args.r3_metrics_dir).glob("engine-*.json")) if args.use_r3_channel else []
     found = [json.loads(file.read_text())[0]["targets"][0] for file in files]
     return {f"engine{number}": f"http://{target}/metrics" for number, target in enumerate(found)}
-
-
-def _engine_stages(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    from r3channel.tools.top import read_page, stage_seconds
-
-    return {name: stage_seconds(read_page(url, timeout_s=10.0)) for name, url in _engine_pages(args).items()}
 
 
 def _close(cluster: Cluster) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -16,12 +15,10 @@ from examples.async_grpo.batch import MicrobatchData, unpack
 from examples.async_grpo.grpo import policy_loss
 from examples.async_grpo.modules import channel_modules
 from examples.async_grpo.rays import fetch
-from examples.async_grpo.stages import seconds_by_stage
 from examples.async_grpo.weights_side import Publisher, Pushed, export
 from examples.embedded import megatron
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
-from r3channel.observe.trace import Point
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard
 from r3channel.weights.convert import hf_shards, hf_weights
@@ -81,8 +78,6 @@ class Trainer:
         self.version = -1
         self._data: dict[int, dict[str, Any]] = {}
         self._idle_since = self._begin_s = self._end_s = 0.0
-        self._used: dict[str, Point] = {}
-        """Sample -> when the first training pass over it began."""
 
     def init(self, init_method: str, manager: Any) -> dict[str, Any]:
         """Process groups, model, optimizer, routing."""
@@ -165,9 +160,6 @@ class Trainer:
         wall = self._end_s - self._begin_s
         return self.routing.report() | {
             "rank": self.rank,
-            "spans": (spans := [span for span in self.clock.spans() if span.start_s >= self._begin_s]),
-            "totals": seconds_by_stage(spans),
-            "used": self._used,
             "wall_s": wall,
             "modules": channel_modules(),
             "coverage": self.clock.coverage(self._begin_s, self._end_s),
@@ -222,9 +214,6 @@ class Trainer:
                 self.clock.span("logprob" if forward_only else "forward"),
                 self.routing.microbatch(index, mode, chunk),
             ):
-                if not forward_only:
-                    at = Point(f"trainer{self.rank}", threading.current_thread().name, time.monotonic())
-                    self._used |= {name: at for name in batch.plan.sample_ids if name not in self._used}
                 packed = megatron.packed_params(batch.plan)
                 output = chunk(
                     batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=packed

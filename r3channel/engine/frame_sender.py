@@ -63,6 +63,7 @@ class Outlet:
         # In-band the scheduler's thread pays, so a costly codec is for the sender only.
         self._inband_codec = AUTO if is_costly(config) else config.codec
         clock = StageClock("engine", max_spans=0)
+        clock.keep(config.trace, f"engine {hello.engine}")
         address = partial(local_address, towards=urlsplit(config.relay_url).hostname or "")
         self.metrics = Metrics.of("engine", config, clock=clock, offset=replica, address=address)
         self._hello = hello = replace(hello, page=self.metrics.target, replica=replica)
@@ -88,7 +89,8 @@ class Outlet:
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Times what an engine does for us; the scheduler's thread pays nothing where nobody reads it."""
-        return self.metrics.clock.span(name) if self.metrics.url else nullcontext()
+        clock = self.metrics.clock
+        return clock.span(name) if self.metrics.url or clock.trace else nullcontext()
 
     def close(self) -> None:
         if self._sender is not None:

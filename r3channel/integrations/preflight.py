@@ -45,7 +45,7 @@ def of_channel(config: ChannelConfig, *, ranks: int) -> Iterator[str]:
         yield port(f"{_named('metrics_port')}, of {whose}", at, host=host)
     if config.ingest_port:
         yield port(_named("ingest_port"), config.ingest_port, host=host)
-    for name in ("journal", "metrics_dir"):
+    for name in ("journal", "metrics_dir", "trace"):
         yield folder(_named(name), getattr(config, name))
     if config.token_file and not Path(config.token_file).is_file():
         yield folder(_named("token_file"), Path(config.token_file).parent)

@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import r3channel
 from r3channel.errors import ConfigError, UsageError
@@ -59,19 +59,6 @@ class _Histogram:
 _Key = tuple[str, ...]
 
 
-class Page(Protocol):
-    """The settings of /metrics, as `ChannelConfig` and `EngineConfig` have them."""
-
-    @property
-    def interface(self) -> str: ...
-    @property
-    def metrics_port(self) -> int: ...
-    @property
-    def metrics_dir(self) -> str: ...
-    @property
-    def run_name(self) -> str: ...
-
-
 class Metrics:
     """The numbers of one process. Any thread may count; several objects in one process do not meet.
 
@@ -103,18 +90,18 @@ class Metrics:
     def of(
         cls,
         role: str,
-        page: Page,
+        config: Any,
         *,
         clock: StageClock | None = None,
         offset: int = 0,
         address: Callable[[str], str] = str,
     ) -> Metrics:
-        """Metrics for a configuration, served if it names a port: at the `address` of its interface on this machine; `offset` is
-        added to a fixed port, one for each process."""
-        metrics = cls(role, clock=clock, run=page.run_name)
-        if page.metrics_port >= 0:
-            port = page.metrics_port and page.metrics_port + offset
-            metrics.serve(address(page.interface), port, folder=page.metrics_dir)
+        """Metrics for a `ChannelConfig` or `EngineConfig`, which this room lies below. They are served if it names a port: at the
+        `address` of its interface on this machine; `offset` is added to a fixed port, one for each process."""
+        metrics = cls(role, clock=clock, run=config.run_name)
+        if config.metrics_port >= 0:
+            port = config.metrics_port and config.metrics_port + offset
+            metrics.serve(address(config.interface), port, folder=config.metrics_dir)
         return metrics
 
     @property
@@ -250,12 +237,6 @@ class Metrics:
             server.shutdown()
             server.server_close()
             thread.join(timeout=5.0)
-
-    def __enter__(self) -> Metrics:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _observe_stage(self, stage: str, seconds: float) -> None:
         with self._lock:

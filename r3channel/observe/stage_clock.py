@@ -18,9 +18,9 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import TracebackType
 
 from r3channel.errors import UsageError
+from r3channel.observe.trace_file import TraceFile
 
 STAGES: tuple[str, ...] = (
     # the path of a row, in order
@@ -29,13 +29,15 @@ STAGES: tuple[str, ...] = (
     # the rollout manager's own
     *("assemble", "serialize"),
     # the trainer's own
-    *("logprob", "forward", "backward", "optimizer"),
+    *("logprob", "forward", "backward", "optimizer", "train"),
     # the reverse path: weights from the trainer to the engines
     "weights",
     # waits: a process that waits says for whom
     *("wait_generation", "wait_relay", "wait_wire", "wait_join"),
 )
 WAITS: tuple[str, ...] = tuple(stage for stage in STAGES if stage.startswith("wait_"))
+ROUTING_WAITS = tuple(stage for stage in WAITS if stage != "wait_generation")
+"""A trainer's waits for the rows of its step; one that waits for the next rollout waits for no relay."""
 _STAGE_SET = frozenset(STAGES)
 
 
@@ -88,9 +90,7 @@ class _OpenSpan:
             self._marked[0](self._stage)
         self._resumed_s = now
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         stack = self._clock._stack()
         now = time.monotonic()
         self._pause(now)
@@ -120,6 +120,8 @@ class StageClock:
         self._totals: defaultdict[str, float] = defaultdict(float)
         self._observers: list[Callable[[str, float], None]] = []
         self._marks: tuple[Callable[[str], object], Callable[[], object]] | None = None
+        self.trace: TraceFile | None = None
+        """Where spans are appended when they end (`keep`)."""
         self._lock = threading.Lock()
         self._local = threading.local()
         self._stacks = weakref.WeakKeyDictionary[threading.Thread, list[_OpenSpan]]()
@@ -130,6 +132,11 @@ class StageClock:
         if stage in WAITS and getattr(self._local, "ahead", False):
             stage = "recv"
         return _OpenSpan(self, stage, step)
+
+    def keep(self, folder: str, process: str) -> None:
+        """Append spans, from now on, to a file in `folder`; not where that is empty, or this clock does so already."""
+        if folder and self.trace is None:
+            self.trace = TraceFile(folder, process)
 
     def ahead(self) -> None:
         """Mark the calling thread as one that works ahead: its waits stop no trainer, and count as `recv`."""
@@ -199,9 +206,12 @@ class StageClock:
     def _keep(self, stage: str, step: int | None, start_s: float, end_s: float) -> None:
         if end_s == start_s:
             return
+        span = stage, step, threading.current_thread().name, start_s, end_s
         with self._lock:
-            self._spans.append((stage, step, threading.current_thread().name, start_s, end_s))
+            self._spans.append(span)
             self._totals[stage] += end_s - start_s
+        if self.trace is not None:
+            self.trace.span(*span)
 
     def _observe(self, stage: str, seconds: float) -> None:
         for observer in self._observers:

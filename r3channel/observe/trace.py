@@ -1,107 +1,84 @@
-"""The spans of a run as a Chrome trace, which Perfetto opens: a track for each thread of each process. Pure.
+"""The spans of a run: the files that its processes appended to (`trace_file.py`) are one Chrome trace, which Perfetto opens.
 
-A sample is a flow: an arrow from where it was generated over the relay to the first pass that used its rows.
+A sample is a flow: an arrow from where it was generated over the relay to the trainer that replays it. Times are the wall
+clock's: what is compared across nodes is off by as much as their clocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+import json
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
+from r3channel.errors import ConfigError
 from r3channel.observe.stage_clock import Span
 
 _US = 1e6
+Event = dict[str, Any]
+"""One event of a Chrome trace, times in microseconds since 1970."""
 
 
-class Point(NamedTuple):
-    """Where a sample was at a moment."""
-
-    process: str
-    thread: str
-    at_s: float
-
-
-def trace_of(
-    spans: Mapping[str, Iterable[Span]], flows: Mapping[str, Sequence[Point]] | None = None
-) -> dict[str, Any]:
-    """{process: its spans} -> the JSON object. Times begin with the first span; clocks of one machine agree.
-
-    `flows` is {sample: its way}. A point outside all spans of its thread is moved into the nearest.
-    """
-    found = {process: list(own) for process, own in spans.items()}
-    zero_s = min((span.start_s for own in found.values() for span in own), default=0.0)
-    events: list[dict[str, Any]] = []
-    tracks: dict[tuple[str, str], tuple[int, int]] = {}
-    for number, (process, own) in enumerate(found.items(), 1):
-        threads = {name: at for at, name in enumerate(dict.fromkeys(span.thread for span in own), 1)}
-        tracks |= {(process, name): (number, at) for name, at in threads.items()}
-        events.append(_named("process_name", process, number, 0))
-        events += [_named("thread_name", name, number, at) for name, at in threads.items()]
-        events += [_event(span, number, threads[span.thread], zero_s) for span in own]
-    for number, (sample, way) in enumerate((flows or {}).items(), 1):
-        moved = [_within(found[point.process], point) for point in way]
-        kinds = ["s", *"t" * (len(way) - 2), "f"]
-        events += [
-            _flow(kind, sample, number, tracks[point.process, point.thread], point.at_s - zero_s)
-            for kind, point in zip(kinds, moved, strict=True)
-        ]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+def read(folder: Path) -> tuple[list[Event], list[str]]:
+    """The events of all files of a run, numbered by process, and a sentence for each file with a half-written line, which is left
+    out. Raises ConfigError where there is none."""
+    events: list[Event] = []
+    said: list[str] = []
+    for number, path in enumerate(sorted(folder.glob("*.trace")), 1):
+        for at, line in enumerate(path.read_bytes().splitlines(), 1):
+            try:
+                events += [json.loads(line.rstrip(b",")) | {"pid": number}] if line != b"[" else []
+            except ValueError:
+                said.append(f"{path.name}: line {at} is half-written and was left out")
+    if not events:
+        raise ConfigError(f"{folder} has no spans; expected the folder of a run's --r3-trace")
+    return events, said
 
 
-def in_slots(intervals: Iterable[tuple[float, float]], *, stage: str, step: int) -> list[Span]:
-    """One span for each interval, in its order; those that overlap are on threads of their own, so that a track can show them."""
-    free_s: list[float] = []
-    found: dict[int, Span] = {}
-    for at, (start_s, end_s) in sorted(enumerate(intervals), key=lambda item: item[1]):
-        slot = next((slot for slot, ended_s in enumerate(free_s) if ended_s <= start_s), len(free_s))
-        free_s[slot : slot + 1] = [end_s]
-        found[at] = Span(stage, step, f"slot {slot}", start_s, end_s)
-    return [found[at] for at in sorted(found)]
+def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
+    """The JSON object that Perfetto opens. Times begin with the first event, and each sample's points become an arrow."""
+    ordered = sorted(events, key=_ts)
+    moved = [event | {"ts": event["ts"] - ordered[0]["ts"]} for event in ordered]
+    rest = [event for event in moved if event.get("cat") != "sample"]
+    points = [event for event in moved if event.get("cat") == "sample"]
+    return {"traceEvents": [*rest, *_flows(points, rest)], "displayTimeUnit": "ms"}
 
 
-def _within(own: Iterable[Span], point: Point) -> Point:
-    near = min(
-        (one for one in own if one.thread == point.thread),
-        key=lambda one: max(one.start_s - point.at_s, point.at_s - one.end_s),
-    )
-    return point._replace(at_s=min(max(point.at_s, near.start_s), near.end_s))
-
-
-def spans_of(trace: Mapping[str, Any]) -> dict[str, list[Span]]:
-    """The spans of a trace that `trace_of` made."""
-    events = trace["traceEvents"]
-    names = {
-        (event["name"], event["pid"], event["tid"]): event["args"]["name"]
-        for event in events
-        if event["ph"] == "M"
+def spans_of(events: Sequence[Event]) -> dict[str, list[Span]]:
+    """Process -> its spans, in seconds since 1970; processes of one name together, as when one was started again."""
+    named = {
+        (event["name"], event["pid"], event["tid"]): event["args"] for event in events if event["ph"] == "M"
     }
-    found: dict[str, list[Span]] = {
-        name: [] for (kind, _, _), name in names.items() if kind == "process_name"
-    }
+    found = defaultdict[str, list[Span]](list)
     for event in (event for event in events if event["ph"] == "X"):
-        begin_s, thread = event["ts"] / _US, names["thread_name", event["pid"], event["tid"]]
-        span = Span(event["name"], event["args"].get("step"), thread, begin_s, begin_s + event["dur"] / _US)
-        found[names["process_name", event["pid"], 0]].append(span)
-    return found
+        begin_s, thread = event["ts"] / _US, named["thread_name", event["pid"], event["tid"]]["name"]
+        span = Span(event["name"], event["args"]["step"], thread, begin_s, begin_s + event["dur"] / _US)
+        found[named["process_name", event["pid"], 0]["name"]].append(span)
+    return dict(found)
 
 
-def _flow(kind: str, sample: str, number: int, track: tuple[int, int], at_s: float) -> dict[str, Any]:
-    event = {"ph": kind, "cat": "sample", "name": sample, "id": number, "ts": at_s * _US, "bp": "e"}
-    return event | {"pid": track[0], "tid": track[1]}
+def _flows(points: Iterable[Event], rest: Iterable[Event]) -> Iterator[Event]:
+    """An arrow through the points of each sample. Perfetto wants each within a span of its thread: others move to the nearest."""
+    ways, tracks = defaultdict[str, list[Event]](list), defaultdict[tuple[int, int], list[Event]](list)
+    for point in points:
+        ways[point["name"]].append(point)
+    for event in (event for event in rest if event["ph"] == "X"):
+        tracks[event["pid"], event["tid"]].append(event)
+    for number, way in enumerate(ways.values(), 1):
+        kinds = ["s", *"t" * (len(way) - 2), "f"] if len(way) > 1 else []
+        for kind, point in zip(kinds, way, strict=False):
+            at = _within(tracks[point["pid"], point["tid"]], point["ts"])
+            yield point | {"ph": kind, "id": number, "bp": "e", "ts": at}
 
 
-def _named(kind: str, name: str, process: int, thread: int) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+def _within(track: Sequence[Event], at: float) -> float:
+    after = bisect_right(track, at, key=_ts)
+    near = track[max(after - 1, 0) : after + 1]
+    ends = (min(max(at, event["ts"]), event["ts"] + event["dur"]) for event in near)
+    return min(ends, key=lambda moved: abs(moved - at), default=at)
 
 
-def _event(span: Span, process: int, thread: int, zero_s: float) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": span.stage,
-        "cat": "wait" if span.stage.startswith("wait_") else "work",
-        "pid": process,
-        "tid": thread,
-        "ts": (span.start_s - zero_s) * _US,
-        "dur": span.seconds * _US,
-        "args": {} if span.step is None else {"step": span.step},
-    }
+def _ts(event: Event) -> float:
+    return event["ts"]

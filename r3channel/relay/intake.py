@@ -460,7 +460,10 @@ class Intake:
             self._became("received")
         try:
             with self.clock.span("ingest"):
-                return take()
+                taken = take()
+                if new and self.clock.trace is not None:
+                    self.clock.trace.sample(sample_id)
+                return taken
         except BaseException as error:  # also where the caller's `tokens` failed, or memory is not to be had
             told = no_base64(error, sample_id, engine) if isinstance(error, NotBase64) else error
             if isinstance(told, R3Error):  # a frame's own errors know their names as text only

@@ -83,6 +83,7 @@ class Relay(Intake):
         if recorder is not None:
             recorder.open(spec, layout)
         clock = clock or StageClock("relay")
+        clock.keep(config.trace, "relay")
         metrics = metrics or Metrics.of("relay", config, clock=clock)
         self.run = uuid.uuid4().hex[:12]
         self._warned = False

@@ -42,8 +42,8 @@ COMMANDS = {
     ),
     "report": Command(
         _TOOLS + "report_page",
-        "a run as one HTML page, from the folder of its --report",
-        ("report run", "report run other-run"),
+        "a run as one HTML page and as a trace for Perfetto, from the folder of its --r3-trace",
+        ("report trace", "report trace other-run"),
     ),
     "top": Command(
         _TOOLS + "top",

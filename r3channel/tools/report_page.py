@@ -1,7 +1,8 @@
-"""One run as one HTML page without a network: `r3channel report RUN...`.
+"""One run as one HTML page without a network, and as a trace for Perfetto: `r3channel report RUN...`.
 
 The page has a verdict, and pictures of the run's time, bytes, routing and samples. Pictures are matplotlib's (extra `plot`,
-imported when one is drawn): inline SVG whose ink follows the reader's light or dark theme. Knows nothing of how a run is made.
+imported when one is drawn): inline SVG whose ink follows the reader's light or dark theme. Knows nothing of how a run is made:
+spans are what every run has, and what else a run knows of itself is in a report.json beside them.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import importlib.util
 import io
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from r3channel.errors import ConfigError
-from r3channel.observe.stage_clock import WAITS, Span
-from r3channel.observe.trace import spans_of
+from r3channel.observe.stage_clock import ROUTING_WAITS, Span, merge_intervals
+from r3channel.observe.trace import chrome_trace, read, spans_of
 from r3channel.tools import commands
 
 if TYPE_CHECKING:
@@ -26,7 +30,8 @@ if TYPE_CHECKING:
 
 WORK = ("place", "send")
 """Stages of the relay's work for a step after it was sealed."""
-ROUTING_WAITS = tuple(stage for stage in WAITS if stage != "wait_generation")
+_DOTS = 2000
+"""Spans of a lane that lie closer than this part of the run are drawn as one."""
 _INK, _FAINT = "#123456", "#654321"
 """Placeholders that become the page's own colours."""
 _BLUE, _ORANGE, _GREEN, _RED = "#4c8dd6", "#e08a1e", "#3fa66b", "#d2504b"
@@ -34,7 +39,7 @@ _SHADES = (_BLUE, _GREEN, _ORANGE, "#8f6fc9")
 _KINDS = {
     "generation": (_GREEN, ("generation", "http", "capture", "frame")),
     "relay": (_BLUE, ("ingest", "verify", "plan", *WORK, "assemble", "serialize")),
-    "training": (_ORANGE, ("logprob", "forward", "backward", "optimizer", "weights", "audit", "bind")),
+    "training": (_ORANGE, ("logprob", "forward", "backward", "optimizer", "train", "weights", "audit")),
     "routing at the trainer": ("#8f6fc9", ("recv", "rebroadcast", "h2d")),
     "waits for routing": (_RED, ROUTING_WAITS),
 }
@@ -63,52 +68,117 @@ svg text { fill: var(--ink); }
 
 def run(argv: Sequence[str]) -> int:
     parser = commands.parser("report")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that the demo's --report has filled")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of --r3-trace, or the demo's --report")
     for folder in parser.parse_args(argv).runs:
         print(write_page(Path(folder)))
     return 0
 
 
 def write_page(folder: Path) -> Path:
-    """Write report.html beside report.json and trace.json. Raises ConfigError where one is missing or matplotlib is."""
+    """Write report.html and trace.json beside a run's spans, which may still be coming. Raises ConfigError where there are none,
+    or no matplotlib for the page."""
+    events, said = read(folder)
+    print(*said, sep="\n", end="\n" if said else "", file=sys.stderr)
+    (folder / "trace.json").write_text(json.dumps(chrome_trace(events)))
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("the page of a run needs matplotlib: pip install 'r3channel[plot]'")
-    try:
-        result = json.loads((folder / "report.json").read_text())
-        trace = json.loads((folder / "trace.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{folder}: expected report.json and trace.json of a run with --report: {error}"
-        ) from error
-    path = folder / "report.html"
-    path.write_text(page(result, spans_of(trace)))
+    path, known = folder / "report.html", folder / "report.json"
+    spans = spans_of(events)
+    audits = [event["args"] for event in events if event.get("cat") == "note" and "layers" in event["args"]]
+    result = facts_of(spans) | {"routing_mismatch": audits}
+    result |= json.loads(known.read_text()) if known.is_file() else {}
+    path.write_text(page(result, spans))
     return path
+
+
+# -- what spans say of a run -------------------------------------------------------------------------------------------------
+
+
+def facts_of(spans: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
+    """What a page needs of any run, by the names of the demo's report.json."""
+    trainers = [own for name, own in spans.items() if name.startswith("trainer")]
+    each = [waits_of(own) for own in trainers]
+    waits = {step: max(own.get(step, 0.0) for own in each) for step in sorted(set[int]().union(*each))}
+    begin_s, end_s = _ends(spans)
+    wall_s = end_s - begin_s
+    return {
+        "steps": len(waits),
+        "wall_s": wall_s,
+        "stages_by_process_s": {
+            name: _sums((one.stage, one.seconds) for one in own) for name, own in spans.items()
+        },
+        "hidden_fraction": hidden_share(spans.get("relay", ()), chain(*trainers)),
+        "wait_s_by_step": waits,
+        "wait_fraction": sum(waits.values()) / wall_s if wall_s else 0.0,
+    }
+
+
+def hidden_share(relay: Iterable[Span], trainers: Iterable[Span]) -> float:
+    """The share of the relay's work for its steps that no trainer waited for; 0.0 without work: nothing was shown to be hidden.
+
+    Work is what the relay does between `seal` and the last acknowledgement (`WORK`). To wait is to wait for routing
+    (`ROUTING_WAITS`): a trainer that waits for the next rollout waits for no relay.
+    """
+    waits = merge_intervals((one.start_s, one.end_s) for one in trainers if one.stage in ROUTING_WAITS)
+    starts, ends = [start for start, _ in waits], [end for _, end in waits]
+    total_s = exposed_s = 0.0
+    for work in (one for one in relay if one.stage in WORK):
+        total_s += work.seconds
+        exposed_s += sum(
+            max(0.0, min(work.end_s, end) - max(work.start_s, start))
+            for start, end in waits[bisect_left(ends, work.start_s) : bisect_left(starts, work.end_s)]
+        )
+    return 1.0 - exposed_s / total_s if total_s > 0 else 0.0
+
+
+def waits_of(spans: Iterable[Span]) -> dict[int, float]:
+    """Step -> seconds that one trainer stood still for its routing."""
+    mine = (one for one in spans if one.stage in ROUTING_WAITS and one.step is not None)
+    return _sums((one.step, one.seconds) for one in mine)
+
+
+def _sums(pairs: Iterable[tuple[Any, float]]) -> dict[Any, float]:
+    """The values of each key added up, in the order in which keys came."""
+    sums: dict[Any, float] = {}
+    for key, value in pairs:
+        sums[key] = sums.get(key, 0.0) + value
+    return sums
+
+
+def _ends(spans: Mapping[str, Sequence[Span]]) -> tuple[float, float]:
+    """When the trainers' first span began and their last one ended; anybody's without trainers, zeros without spans."""
+    trainers = [own for name, own in spans.items() if name.startswith("trainer")]
+    ends = [(one.start_s, one.end_s) for one in chain(*(trainers or spans.values()))] or [(0.0, 0.0)]
+    return min(ends)[0], max(end for _, end in ends)
 
 
 # -- the page -------------------------------------------------------------------------------------------------------------
 
 
 def page(result: Mapping[str, Any], spans: Mapping[str, Sequence[Span]]) -> str:
-    """`result` is a run's report.json, `spans` its trace by process."""
+    """`result` is `facts_of` the spans, with a run's report.json over it; a picture is there where its facts are."""
     good, verdict = verdict_of(result)
     cards = [
-        _card(title, text, figure(result, spans), wide=wide)
-        for title, text, figure, wide in _CARDS
-        if (title != "Mismatch by layer and step" or any(result["routing_mismatch"]))
+        _card(title, text, draw(result, spans), wide=draw in (_timeline, _load))
+        for needed, title, text, draw in _CARDS
+        if result.get(needed)
     ]
+    parts = (("SGLang", "sglang_version"), ("Megatron-core", "megatron_version"))
+    versions = "".join(f"{name} {html.escape(result[key])}, " for name, key in parts if key in result)
+    title = f"r3channel: {result['steps']} steps" + (f", {result['layout']}" if "layout" in result else "")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>r3channel: {result['steps']} steps</title><style>{_STYLE}</style></head><body>"
-        f"<h1>r3channel: {result['steps']} steps, {html.escape(str(result['layout']))}</h1>"
-        f'<p class="faint">SGLang {result["sglang_version"]}, Megatron-core {result["megatron_version"]}, '
-        f"{result['wall_s']:.0f} s</p>"
-        f'<p class="verdict {"good" if good else "bad"}">{html.escape(verdict)}</p>'
+        f"<h1>{html.escape(title)}</h1>"
+        f'<p class="faint">{versions}{result["wall_s"]:.0f} s</p>'
+        f'<p class="verdict {"" if good is None else "good" if good else "bad"}">{html.escape(verdict)}</p>'
         f'<div class="cards">{"".join(cards)}</div></body></html>\n'
     )
 
 
-def verdict_of(result: Mapping[str, Any]) -> tuple[bool, str]:
-    """Whether the run was well, in a sentence; what trainers waited for, and which stage of a row's way took longest."""
+def verdict_of(result: Mapping[str, Any]) -> tuple[bool | None, str]:
+    """Whether the run was well (None: it compared no ids), in a sentence; what trainers waited for, and which stage of a row's
+    way took longest."""
     (process, stage), seconds = _longest(result, _WAY)
     (_, wait), _ = _longest(result, ROUTING_WAITS)
     time = (
@@ -116,6 +186,8 @@ def verdict_of(result: Mapping[str, Any]) -> tuple[bool, str]:
         f"{result['wait_fraction']:.1%} of its time for routing, longest in {wait}; the longest stage of a row's way was "
         f"{stage} at {process} ({seconds:.1f} s)."
     )
+    if "ids_compared" not in result:
+        return None, time
     different = result["ids_different"] + result["digests_different"]
     if different or not result["ids_compared"]:
         return False, f"{different:,} of {result['ids_compared']:,} ids and digests differ. {time}"
@@ -133,12 +205,16 @@ def _longest(result: Mapping[str, Any], stages: Sequence[str]) -> tuple[tuple[st
     return max(found.items(), key=lambda item: item[1], default=(("any process", "none"), 0.0))
 
 
-def _timeline(result: Mapping[str, Any], spans: Mapping[str, Sequence[Span]]) -> Figure:
+def _timeline(_: Any, spans: Mapping[str, Sequence[Span]]) -> Figure:
     lanes = sorted(spans, key=lambda name: ("trainer" in name, "relay" in name, name), reverse=True)
+    begin_s, end_s = _ends(spans)
+    dot_s = (end_s - begin_s) / _DOTS
     figure, axes = _axes(11, 0.55 * len(lanes) + 1.4)
     for lane, name in enumerate(lanes):
         for colour, stages in _KINDS.values():
-            bars = [(one.start_s, one.seconds) for one in spans[name] if one.stage in stages]
+            own = [one for one in spans[name] if one.stage in stages]
+            merged = merge_intervals((one.start_s, one.end_s + dot_s) for one in own)
+            bars = [(start - begin_s, end - start) for start, end in merged]
             axes.broken_barh(bars, (lane - 0.36, 0.72), color=colour, linewidth=0)
     handles = [axes.plot([], [], color=colour, linewidth=6)[0] for colour, _ in _KINDS.values()]
     axes.legend(
@@ -146,6 +222,7 @@ def _timeline(result: Mapping[str, Any], spans: Mapping[str, Sequence[Span]]) ->
     )
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_xlabel("seconds")
+    axes.set_xlim(left=0)  # engines and relay are probed long before anybody trains
     return figure
 
 
@@ -172,17 +249,16 @@ def _waits(result: Mapping[str, Any], _: Any) -> Figure:
 
 
 def _mismatch(result: Mapping[str, Any], _: Any) -> Figure:
-    steps = [step for step in result["routing_mismatch"] if step]
-    layers = sorted({layer["layer"] for step in steps for layer in step["layers"]})
-    share = {
-        (step["step"], layer["layer"]): layer["different"] / max(layer["rows"], 1)
-        for step in steps
-        for layer in step["layers"]
-    }
-    grid = [[share.get((step["step"], layer), float("nan")) for step in steps] for layer in layers]
+    """Audits of several ranks add up."""
+    found = [(audit["step"], one) for audit in result["routing_mismatch"] for one in audit["layers"]]
+    rows = _sums(((step, one["layer"]), one["rows"]) for step, one in found)
+    different = _sums(((step, one["layer"]), one["different"]) for step, one in found)
+    steps, layers = sorted({step for step, _ in rows}), sorted({layer for _, layer in rows})
+    share = {at: different[at] / max(rows[at], 1) for at in rows}
+    grid = [[share.get((step, layer), float("nan")) for step in steps] for layer in layers]
     figure, axes = _axes(5.4, min(1.6 + 0.3 * len(layers), 8))
     image = axes.imshow(grid, aspect="auto", cmap="viridis", vmin=0, vmax=1)
-    axes.set_xticks(range(len(steps)), [str(step["step"]) for step in steps])
+    axes.set_xticks(range(len(steps)), [str(step) for step in steps])
     axes.set_yticks(range(len(layers)), [str(layer) for layer in layers])
     axes.set_xlabel("step")
     axes.set_ylabel("layer")
@@ -248,19 +324,19 @@ def _logprobs(result: Mapping[str, Any], _: Any) -> Figure:
 def _outcomes(result: Mapping[str, Any], _: Any) -> Figure:
     rejected = {f"refused: {why}": count for why, count in result["rejected_by_reason"].items()}
     known = {name: count for name, count in result["samples_by_outcome"].items() if count}
-    return _bars({**known, **rejected} or {"received": 0.0}, "samples")
+    return _bars({**known, **rejected}, "samples")
 
 
 _Draw = Callable[[Mapping[str, Any], Mapping[str, Sequence[Span]]], "Figure"]
-_CARDS: tuple[tuple[str, str, _Draw, bool], ...] = (
-    ("Where the time went", "Red is all that anybody waited for routing; blank is a wait for the next rollout.", _timeline, True),
-    ("Bytes a token", "Routing on each leg, beside the default path's.", _bytes, False),
-    ("The slowest trainer's wait for routing", "In each step; the rest of the relay's work is hidden.", _waits, False),
-    ("Mismatch by layer and step", "Rows for which the live router would have chosen other experts.", _mismatch, False),
-    ("Samples", "What became of those that the relay received, and why some were refused.", _outcomes, False),
-    ("Log-probs", "Of each token of the first step, by engine and by trainer, the same weights.", _logprobs, False),
-    ("Rows by weight version", "With which weights the engines made the rows of each step.", _versions, False),
-    ("Expert load", "Choices of each expert, over the whole run.", _load, True),
+_CARDS: tuple[tuple[str, str, str, _Draw], ...] = (
+    ("stages_by_process_s", "Where the time went", "Red: waits for routing. Blank: waits for the next rollout.", _timeline),
+    ("bytes_per_token", "Bytes a token", "Routing on each leg, beside the default path's.", _bytes),
+    ("wait_s_by_step", "The slowest trainer's wait for routing", "In each step; the rest of the relay's work is hidden.", _waits),
+    ("routing_mismatch", "Mismatch by layer and step", "Rows whose live router would have chosen other experts.", _mismatch),
+    ("samples_by_outcome", "Samples", "What became of those that the relay received, and why some were refused.", _outcomes),
+    ("logprobs", "Log-probs", "Of each token of the first step, by engine and by trainer, the same weights.", _logprobs),
+    ("rows_by_version", "Rows by weight version", "With which weights the engines made the rows of each step.", _versions),
+    ("expert_load", "Expert load", "Choices of each expert, over the whole run.", _load),
 )  # fmt: skip
 
 

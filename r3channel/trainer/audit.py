@@ -7,7 +7,7 @@ closed. It imports no Megatron and does not know what the ids should have been.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,8 +19,6 @@ import torch
 from r3channel.errors import ReplayError, UsageError
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.trainer.router import PassName, RouterCall, RouterHandle
-from r3channel.wire.digest import coefficients
-from r3channel.wire.validate import items_of, row_words
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -128,32 +126,3 @@ def _check_map(handle: RouterHandle, call: RouterCall, ids_RK: torch.Tensor, map
             f"{_where(handle, call)}: {len(wrong_R)} of {len(map_RE)} rows route to other experts than handed out; row {row}: "
             f"handed {sorted(ids_RK[row].tolist())}, routed {map_RE[row].nonzero().flatten().tolist()}"
         )
-
-
-class DigestLedger:
-    """Per (pass, sample, layer) the sum of row digests, to compare with the engine's.
-
-    Ranks and micro-batches that hold parts of one sample add up: `(a + b) mod 2**64`.
-    """
-
-    def __init__(self) -> None:
-        self.sums: dict[tuple[PassName, str, int], int] = {}
-
-    def add(
-        self, consumed: Consumed, *, sample_ids: Sequence[str], samples_R: _Array, positions_R: _Array
-    ) -> None:
-        """Add one router call.
-
-        Args:
-            sample_ids: names of the micro-batch's samples.
-            samples_R: for each row the index of its sample, -1 where the row is padding (left out).
-            positions_R: for each row its token position.
-        """
-        for index, sample_id in enumerate(sample_ids):
-            rows_T = np.flatnonzero(samples_R == index)
-            words_T = row_words(items_of(consumed.ids_RK[rows_T]))
-            positions_T = positions_R[rows_T]
-            known_P = coefficients(0, int(positions_T.max(initial=-1)) + 1)
-            digest = int((words_T * known_P[positions_T]).sum(dtype=np.uint64))
-            key = (consumed.pass_name, sample_id, consumed.layer)
-            self.sums[key] = (self.sums.get(key, 0) + digest) % 2**64

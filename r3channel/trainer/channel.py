@@ -21,7 +21,7 @@ import torch
 from r3channel.config import ChannelConfig
 from r3channel.errors import UsageError, close_after
 from r3channel.observe.metrics import Metrics
-from r3channel.observe.stage_clock import StageClock
+from r3channel.observe.stage_clock import ROUTING_WAITS, StageClock
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.trainer.adapters import megatron
@@ -30,10 +30,15 @@ from r3channel.trainer.mismatch import MismatchReport, RoutingAudit, measure, pu
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Control, Receiver
 from r3channel.trainer.replay import ReplayDriver, ReplayStep
+from r3channel.trainer.staleness import label
 from r3channel.transport.tp_fanout import TensorParallelFanout
 
 log = logging.getLogger(__name__)
 _DIGESTS = ("r3channel_digests_checked_total", "r3channel_digests_different_total")
+
+_WAY = ("recv", "verify", "place")
+"""Stages of the thread on which a step's rows come over TCP."""
+_WIRE = "wire_received"
 
 
 class TrainerChannel:
@@ -51,6 +56,8 @@ class TrainerChannel:
         """The step under way."""
         self.recording: str | Path | None = None
         """A recording's folder: log-probs that `step.compare_logprobs` is given lie beside its segments."""
+        self._spent_before: dict[str, float] = {}
+        self._figures: dict[str, float] = {}
 
     @classmethod
     def attach(
@@ -86,6 +93,7 @@ class TrainerChannel:
         channel = cls(driver, receiver, config)
         try:
             receiver.join()
+            channel._spent()  # what came before the first step is none of its waits
         except BaseException:
             channel.close()
             raise
@@ -117,6 +125,10 @@ class TrainerChannel:
         if version is None and self.config.max_staleness >= 0:
             raise UsageError(f"max_staleness is {self.config.max_staleness}, but step() was given no version")
         shard = self.shard = self.receiver.receive(ticket, lengths=lengths, tokens=tokens)
+        spent, trace = self._spent(), self.receiver.clock.trace
+        if trace is not None and (shard.tp, shard.shard.pp, shard.shard.cp) == (0, 0, 0):
+            for name in shard.sample_ids:
+                trace.sample(name)
         if version is not None:
             self._hold_against(shard, version)
         audit = RoutingAudit(
@@ -137,6 +149,10 @@ class TrainerChannel:
                     ticket.step,
                 )
             self._publish(shard, audit)
+            self._figures = self._figures_of(shard, spent)
+            if trace is not None:
+                audited = self.report.to_dict() if audit.chosen and self.report else {}
+                trace.note("step", audited | self._figures | {"step": ticket.step})
             self._record(step.logprobs)
         finally:
             for name, count in zip(_DIGESTS, (shard.digests.checked, shard.digests.different), strict=True):
@@ -149,7 +165,7 @@ class TrainerChannel:
         metrics.measure("r3channel_rows_by_staleness_total")
         metrics.set("r3channel_weight_version", version)
         for lag, rows in staleness.counts(shard.sample_ids).items():
-            metrics.inc("r3channel_rows_by_staleness_total", rows, lag=lag)
+            metrics.inc("r3channel_rows_by_staleness_total", rows, lag=label(lag))
         if config.on_stale == "mask":
             metrics.measure("r3channel_rows_masked_stale_total")
         if staleness.masks:
@@ -180,6 +196,54 @@ class TrainerChannel:
     def _record(self, kept: KeptLogprobs | None) -> None:
         if kept is not None and not kept.write(Path(self.recording or "")):
             self.recording = None
+
+    def log_dict(self) -> dict[str, float]:
+        """The newest finished step in numbers of this rank, for the loop's own logger (W&B, TensorBoard); empty before one.
+
+        Each name begins with `r3channel/`:
+            wait_s          seconds that training stood still for the rows
+            hand_on_s       seconds of their copy to the GPU and their hand-on over the TP group, while it stood still, too
+            hidden_share    share of the rows' way from the relay, 0 to 1, that training did not wait for; TP rank 0 only
+            wire_bytes      bytes from the relay, those of attempts that failed too; TP rank 0 only
+            landed_bytes    bytes of ids that this rank's routers replay
+            live_rows       rows that were left to the live router, padding included
+            staleness, staleness_max    weight updates between a row and the trainer; where `step` is given a version
+            disagreement    share of (token, layer), 0 to 1, for which the live router would have chosen other experts; where
+                            `audit_microbatches` is not 0
+            logprob_abs_diff, logprob_k3    nats a token between engine and trainer, and the k3 estimate of their KL divergence;
+                            where the loop calls `step.compare_logprobs`
+        """
+        return {f"r3channel/{name}": float(value) for name, value in self._figures.items()}
+
+    def _figures_of(self, shard: RankShard, spent: dict[str, float]) -> dict[str, float]:
+        waited = sum(spent.get(stage, 0.0) for stage in ROUTING_WAITS)
+        figures = {
+            "wait_s": waited,
+            "hand_on_s": spent.get("h2d", 0.0) + spent.get("rebroadcast", 0.0),
+            "landed_bytes": len(shard.data_N),
+            "live_rows": sum(shard.live_counts().values()),
+        }
+        if shard.tp == 0:
+            way_s = sum(spent.get(stage, 0.0) for stage in _WAY)
+            # over a process group nothing comes ahead
+            figures["hidden_share"] = 0.0 if self.config.grouped else 1 - waited / max(way_s, waited, 1e-9)
+            figures["wire_bytes"] = spent[_WIRE]
+        if shard.staleness is not None and (lags := shard.staleness.counts(shard.sample_ids)):
+            figures["staleness"] = sum(lag * rows for lag, rows in lags.items()) / lags.total()
+            figures["staleness_max"] = max(lags)
+        if self.report is not None:
+            figures["disagreement"] = self.report.different_fraction
+            if tokens := self.report.logprobs.tokens:
+                figures["logprob_abs_diff"] = self.report.logprobs.absolute / tokens
+                figures["logprob_k3"] = self.report.logprobs.k3 / tokens
+        return figures
+
+    def _spent(self) -> dict[str, float]:
+        """Seconds by stage, and bytes from the relay, since the last call. Between two steps only one step's rows come."""
+        metrics, before = self.receiver.metrics, self._spent_before
+        wire = metrics.value("r3channel_bytes_total", leg=_WIRE)
+        self._spent_before = self.receiver.clock.totals() | {_WIRE: wire}
+        return {name: value - before.get(name, 0.0) for name, value in self._spent_before.items()}
 
     @property
     def metrics(self) -> Metrics:

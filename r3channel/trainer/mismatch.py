@@ -193,23 +193,3 @@ def publish(report: MismatchReport, metrics: Metrics) -> None:
     if report.logprobs.tokens:
         metrics.set("r3channel_audit_logprob_abs_diff", report.logprobs.absolute / report.logprobs.tokens)
         metrics.set("r3channel_audit_logprob_k3", report.logprobs.k3 / report.logprobs.tokens)
-
-
-def merged(reports: Sequence[MismatchReport]) -> MismatchReport:
-    """The reports of a step's ranks, added up. Pipeline stages count the same tokens once each, for their own layers."""
-    layers: dict[int, LayerMismatch] = {}
-    total = MismatchReport(reports[0].step, reports[0].microbatches, [])
-    for report in reports:
-        for layer in report.layers:
-            sums = layers.setdefault(layer.layer, LayerMismatch(layer.layer))
-            sums.rows += layer.rows
-            sums.different += layer.different
-            sums.overlap += layer.overlap
-            sums.disjoint += layer.disjoint
-        total.tokens += report.tokens
-        total.tokens_different += report.tokens_different
-        for name in ("tokens", "absolute", "k1", "k3"):
-            value = getattr(total.logprobs, name) + getattr(report.logprobs, name)
-            setattr(total.logprobs, name, value)
-    total.layers = [layers[layer] for layer in sorted(layers)]
-    return total

@@ -62,6 +62,7 @@ class Receiver:
         self._device = device or torch.device("cpu")
         self._fanout = fanout or TensorParallelFanout(None, device=self._device)
         self.clock = clock or StageClock("trainer")
+        self.clock.keep(self._config.trace, f"trainer{layout.rank(coords)}")
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             self.clock.mark(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)

@@ -92,18 +92,18 @@ class Staleness:
             step=self._ticket.step,
         )
 
-    def counts(self, sample_ids: tuple[str, ...]) -> Counter[str]:
-        """Rows of these samples by lag, under the labels of `r3channel_rows_by_staleness_total`."""
-        found: Counter[str] = Counter()
+    def counts(self, sample_ids: tuple[str, ...]) -> Counter[int]:
+        """Recorded rows of these samples by lag."""
+        found: Counter[int] = Counter()
         for name in sample_ids:
             for span in self._ticket.sample(name).provenance:
                 if span.kind is not RowKind.MISSING:
-                    found[label(self.version - span.weight_version)] += span.end - span.start
+                    found[self.version - span.weight_version] += span.end - span.start
         return found
 
 
 def label(lag: int) -> str:
-    """The closed set of words for a lag.
+    """The closed set of words for a lag: the labels of `r3channel_rows_by_staleness_total`.
 
     >>> [label(lag) for lag in (-2, 0, 3, 4, 9)]
     ['ahead', '0', '3', '4_or_more', '4_or_more']

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from examples.async_grpo.compare import DigestLedger
 from examples.embedded import megatron as embedded
 from examples.embedded import megatron_shim
 from r3channel.errors import ConfigError, R3Error, ReplayError, RouterUnsupported, UsageError
 from r3channel.plan.layout import TrainerLayout
 from r3channel.trainer.adapters import megatron
 from r3channel.trainer.adapters.megatron_refusals import REFUSALS, refuse_unsupported
-from r3channel.trainer.audit import DigestLedger, RouterTap
+from r3channel.trainer.audit import RouterTap
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.wire.digest import layer_digests
 from tests.dist.ranks import facts_of, megatron_world

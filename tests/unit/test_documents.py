@@ -164,14 +164,14 @@ def test_every_error_says_what_to_do_and_has_a_reason_of_its_own() -> None:
 
 def test_an_option_that_relay_and_engines_share_means_the_same_to_both() -> None:
     shared = {f.name for f in fields(ChannelConfig)} & {f.name for f in fields(EngineConfig)}
-    page = {"interface", "metrics_dir", "metrics_port", "run_name"}
+    page = {"interface", "metrics_dir", "metrics_port", "run_name", "trace"}
     assert shared == {"token_file", "sampling_masks"} | page
 
 
 def test_every_option_is_in_the_table_once_and_is_explained() -> None:
     found = list(options())
     variables = [option.variable for option in found if option.variable]
-    assert len(set(variables)) == len(variables) == len(fields(ChannelConfig)) + len(fields(EngineConfig)) - 6
+    assert len(set(variables)) == len(variables) == len(fields(ChannelConfig)) + len(fields(EngineConfig)) - 7
     assert [option for option in found if not option.meaning] == []
 
 

@@ -31,7 +31,9 @@ def relay() -> Iterator[Relay]:
 
 def told(relay: Relay, token_file: str = "", *, nodes: int = 1) -> Namespace:
     """A framework's arguments behind `tell_engines`."""
-    args = Namespace(r3_delivery="direct", r3_channel={"token_file": token_file, "interface": "127.0.0.1"})
+    args = Namespace(
+        r3_delivery="direct", r3_channel={"token_file": token_file, "interface": "127.0.0.1", "trace": ""}
+    )
     args.r3_engine = engine_variables(relay, args, nodes=nodes)
     return args
 
@@ -50,12 +52,10 @@ def test_an_engine_delivers_by_what_it_is_told(relay: Relay, tmp_path: Path, giv
 
 
 def test_in_band_nothing_is_opened(relay: Relay) -> None:
-    told = engine_variables(
-        relay, Namespace(r3_delivery="inband", r3_channel={"interface": "10.0.0.1"}), nodes=2
-    )
-    assert told["R3CHANNEL_METRICS_PORT"] == "-1" and not {"R3CHANNEL_DELIVERY", "R3CHANNEL_RELAY_URL"} & set(
-        told
-    )
+    args = Namespace(r3_delivery="inband", r3_channel={"interface": "10.0.0.1", "trace": "/run"})
+    told = engine_variables(relay, args, nodes=2)
+    assert (told["R3CHANNEL_METRICS_PORT"], told["R3CHANNEL_TRACE"]) == ("-1", "/run")
+    assert not {"R3CHANNEL_DELIVERY", "R3CHANNEL_RELAY_URL"} & set(told)
 
 
 def test_several_nodes_need_a_file_that_all_of_them_can_read(relay: Relay, tmp_path: Path) -> None:

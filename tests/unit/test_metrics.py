@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,12 +18,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import r3channel.observe.stage_clock
-from examples.async_grpo.stages import hidden_share, stage_table, waits_of
+from examples.async_grpo.stages import stage_table
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, FrameCorrupt, UsageError
 from r3channel.observe.metric_table import LABELS, METRICS
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import STAGES, WAITS, Span, StageClock, merge_intervals
+from r3channel.tools.report_page import hidden_share, waits_of
 from r3channel.trainer.mismatch import LayerMismatch, MismatchReport, publish
 from tests.children import said_by
 
@@ -107,7 +109,7 @@ def test_a_span_that_has_not_ended_is_on_the_page_as_long_as_it_lasts(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr(r3channel.observe.stage_clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    with Metrics("trainer") as metrics, ThreadPoolExecutor(1) as pool:
+    with closing(Metrics("trainer")) as metrics, ThreadPoolExecutor(1) as pool:
         seen = 'r3channel_stage_open_seconds{role="trainer",stage='
         with metrics.clock.span("forward"):
             now[0] += 30
@@ -205,7 +207,7 @@ def test_threads_lose_no_count() -> None:
 
 
 def test_what_is_measured_is_born_at_zero_and_what_nobody_measures_is_absent() -> None:
-    with Metrics("relay") as metrics:
+    with closing(Metrics("relay")) as metrics:
         metrics.measure("r3channel_rejected_total")
         metrics.measure("r3channel_bytes_total", leg="wire_sent")
         text = page(metrics.serve())
@@ -225,7 +227,7 @@ def test_measuring_again_keeps_the_count_and_another_role_does_not_measure() -> 
 
 
 def test_the_run_is_a_label_of_every_series() -> None:
-    with Metrics("relay", run="qwen 7") as metrics:
+    with closing(Metrics("relay", run="qwen 7")) as metrics:
         metrics.measure("r3channel_samples_total")
         metrics.set("r3channel_store_bytes", 3)
         metrics.clock.record("send", 0.0, 1.0)
@@ -304,7 +306,7 @@ def test_a_page_is_served_where_the_configuration_names_a_port_and_the_log_says_
 
 def test_gauges_are_absent_until_set_and_watched_ones_are_read_at_each_scrape() -> None:
     ages = iter([1.5, 2.5])
-    with Metrics("relay") as metrics:
+    with closing(Metrics("relay")) as metrics:
         port = metrics.serve()
         assert "r3channel_background_thread_alive" not in page(port)
         metrics.set("r3channel_background_thread_alive", 1)
@@ -317,7 +319,7 @@ def test_gauges_are_absent_until_set_and_watched_ones_are_read_at_each_scrape() 
 
 def test_spans_reach_the_stage_histogram() -> None:
     clock = StageClock("relay")
-    with Metrics("relay", clock=clock) as metrics:
+    with closing(Metrics("relay", clock=clock)) as metrics:
         clock.record("send", 1.0, 1.3)
         with clock.span("ingest"), clock.span("verify"):
             time.sleep(0.001)
@@ -329,7 +331,7 @@ def test_spans_reach_the_stage_histogram() -> None:
 
 
 def test_two_objects_in_one_process_do_not_meet() -> None:
-    with Metrics("relay") as relay, Metrics("trainer") as trainer:
+    with closing(Metrics("relay")) as relay, closing(Metrics("trainer")) as trainer:
         relay.inc("r3channel_rows_total", 5)
         assert "r3channel_rows_total 5.0" in page(relay.serve())
         assert "r3channel_rows_total" not in page(trainer.serve())

@@ -7,7 +7,7 @@ import math
 import torch
 
 from r3channel.observe.metrics import Metrics
-from r3channel.trainer.mismatch import LogprobDifference, MismatchReport, RoutingAudit, merged, publish
+from r3channel.trainer.mismatch import LogprobDifference, MismatchReport, RoutingAudit, publish
 
 NATURAL = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7]])
 REPLAYED = torch.tensor([[1, 0], [2, 9], [8, 9], [0, 1]])  # same set, half, disjoint, not counted
@@ -75,12 +75,6 @@ def test_log_prob_differences_are_those_of_response_tokens() -> None:
     sums = audit.report().logprobs
     assert sums.tokens == 2 and math.isclose(sums.absolute, 1.0) and math.isclose(sums.k1, 0.0)
     assert math.isclose(sums.k3, math.exp(0.5) + math.exp(-0.5) - 2, rel_tol=1e-6)
-
-
-def test_ranks_add_up_by_layer() -> None:
-    total = merged([report(), report(layers=(3,))])
-    assert [(layer.layer, layer.rows, layer.different) for layer in total.layers] == [(3, 6, 4), (5, 3, 0)]
-    assert total.tokens == 6 and total.to_dict()["pairs"] == 9
 
 
 def test_the_report_reaches_the_metrics_by_layer() -> None:

@@ -31,7 +31,7 @@ def test_the_demo_says_all_that_is_wrong_at_once_and_starts_nothing(tmp_path: Pa
     (file := tmp_path / "file").touch()
     options = [
         *("--layout", "dp=3,tp=5", "--samples", "12", "--report", f"{file}/report", "--record", f"{file}/record"),
-        *("--trace", f"{file}/trace.json", "--r3-metrics-port", str(taken - 2), "--r3-journal", f"{file}/store"),
+        *("--r3-metrics-port", str(taken - 2), "--r3-journal", f"{file}/store"),
     ]  # fmt: skip
     asked = ("-m", "examples.demo", *options)
     done = run(*asked, TMPDIR=str(tmp_path), PYTHONPROFILEIMPORTTIME="1")
@@ -41,7 +41,7 @@ def test_the_demo_says_all_that_is_wrong_at_once_and_starts_nothing(tmp_path: Pa
     metrics_port = "--r3-metrics-port (R3CHANNEL_METRICS_PORT), of trainer rank 1"
     assert f"{metrics_port}: port {taken} cannot be bound" in said
     assert f"--r3-journal (R3CHANNEL_JOURNAL): {file} cannot be written (Not a directory)" in said
-    for option in ("--report", "--record", "--trace"):
+    for option in ("--report", "--record", "--r3-trace (R3CHANNEL_TRACE)"):
         assert f"{option}: {file} cannot be written (Not a directory); give a folder that can" in said
     assert list(tmp_path.iterdir()) == [file]
     lines = (line for line in said.splitlines() if line.startswith("import time:"))

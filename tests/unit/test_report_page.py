@@ -6,6 +6,9 @@ import json
 import re
 import shutil
 import subprocess
+import sys
+import time
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,15 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="the page needs matplotlib (extra plot)")
 
-from examples.async_grpo.stages import hidden_share
+from examples.async_grpo.stages import in_slots
 from r3channel.cli import main
-from r3channel.observe.stage_clock import Span
-from r3channel.observe.trace import Point, in_slots, spans_of, trace_of
-from r3channel.tools.report_page import page, verdict_of
+from r3channel.errors import ConfigError
+from r3channel.observe.stage_clock import Span, StageClock
+from r3channel.observe.trace import chrome_trace, read, spans_of
+from r3channel.observe.trace_file import TraceFile
+from r3channel.tools.report_page import facts_of, page, verdict_of
+from tests.children import ROOT
+from tests.direct import until
 
 CHROMIUM = shutil.which("chromium")
 LAYERS, STEPS = (1, 2, 3), 4
@@ -65,18 +72,14 @@ def spans(*, slow: str = "", extra_s: float = 0.0) -> dict[str, list[Span]]:
 
 def result(own: dict[str, list[Span]], **changes: Any) -> dict[str, Any]:
     """As the demo writes it."""
-    seconds: dict[str, dict[str, float]] = {name: {} for name in own}
-    for name, of in own.items():
-        for one in of:
-            seconds[name][one.stage] = seconds[name].get(one.stage, 0.0) + one.seconds
     layers = [[{"layer": n, "rows": 100, "different": 7 * n + step} for n in LAYERS] for step in range(STEPS)]
     audit = [{"step": step, "layers": own} for step, own in enumerate(layers)]
-    return {
+    return facts_of(own) | {
         "steps": STEPS, "layout": "dp=2,tp=2,pp=1,cp=1,ep=1,vpp=1,sp=1,packing=padded",
         "sglang_version": "0.5.23", "megatron_version": "0.16.1", "wall_s": 12.3,
-        "hidden_fraction": hidden_share(own["relay"], own["trainer0"]), "wait_fraction": 0.017, "ids_compared": 189_648,
-        "ids_different": 0, "digests_different": 0, "stages_by_process_s": seconds,
-        "wait_s_by_step": {str(step): 0.05 for step in range(STEPS)}, "routing_mismatch": audit, "default_bytes_per_token": 128,
+        "wait_fraction": 0.017, "ids_compared": 189_648,
+        "ids_different": 0, "digests_different": 0,
+        "routing_mismatch": audit, "default_bytes_per_token": 128,
         "bytes_per_token": {
             "engine_http": 71.3, "engine_frame": 27.7, "object_store": 11.7, "wire": 26.7, "landed_per_rank": {"0": 6.7},
         },
@@ -126,27 +129,41 @@ def test_a_run_with_a_difference_is_not_well() -> None:
     assert not verdict_of(result(spans(), ids_compared=0))[0]
 
 
-def test_a_trace_is_read_back_as_it_was_written() -> None:
-    trace = trace_of(spans())
-    found = spans_of(json.loads(json.dumps(trace)))
+def written(folder: Path, own: dict[str, list[Span]]) -> dict[str, TraceFile]:
+    files = {name: TraceFile(folder, name) for name in own}
+    for name, file in files.items():
+        for span in own[name]:
+            file.span(*astuple(span))
+    return files
+
+
+def test_spans_are_read_back_as_they_were_written(tmp_path: Path) -> None:
+    written(tmp_path, spans())
+    events, said = read(tmp_path)
+    found, wall_s = spans_of(events), time.time() - time.monotonic()
+    assert not said and found.keys() == spans().keys()
     for name, own in spans().items():
         for one, other in zip(found[name], own, strict=True):
             assert (one.stage, one.step, one.thread) == (other.stage, other.step, other.thread)
-            assert max(abs(one.start_s - other.start_s), abs(one.seconds - other.seconds)) < 1e-6
+            assert one.seconds == pytest.approx(other.seconds, abs=1e-6)
+            assert one.start_s - wall_s == pytest.approx(other.start_s, abs=1), "within a clock that was set"
 
 
-def test_a_sample_is_an_arrow_from_engine_over_relay_to_router() -> None:
+def test_a_sample_is_an_arrow_from_engine_over_relay_to_router(tmp_path: Path) -> None:
     """Each end lies within a span of its thread, as Perfetto wants it; requests that overlap have threads of their own."""
-    engine = in_slots([(0.0, 1.9), (0.5, 1.0), (1.1, 1.5)], stage="generation", step=0)
+    engine = in_slots([(0.1, 1.9), (0.5, 1.0), (1.1, 1.5)], stage="generation", step=0)
     assert [one.thread for one in engine] == ["slot 0", "slot 1", "slot 1"]
-    rest = [Point("relay", "MainThread", 2.04), Point("trainer1", "MainThread", 99.0)]
-    starts = [Point("engine0", one.thread, one.end_s) for one in engine]
-    ways = {name: [start, *rest] for name, start in zip("abc", starts, strict=True)}
-    events = trace_of({"engine0": engine} | spans(), ways)["traceEvents"]
+    files = written(tmp_path, {"engine http://e": engine} | spans())
+    for name, one in zip("abc", engine, strict=True):
+        files["engine http://e"].sample(name, thread=one.thread, at_s=one.end_s)
+        files["relay"].sample(name, thread="MainThread", at_s=2.04)
+        files["trainer1"].sample(name, thread="MainThread", at_s=99.0)
+    files["relay"].sample("seen once", thread="MainThread", at_s=2.04)
+    events = chrome_trace(read(tmp_path)[0])["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     arrows = [event for event in events if event["ph"] in "stf"]
-    assert [(event["name"], event["ph"]) for event in arrows] == [(n, kind) for n in "abc" for kind in "stf"]
-    assert len({event["id"] for event in arrows}) == 3
+    assert {(event["name"], event["ph"]) for event in arrows} == {(n, kind) for n in "abc" for kind in "stf"}
+    assert len(arrows) == 9 and len({event["id"] for event in arrows}) == 3
     for arrow in arrows:
         assert any(
             one["ts"] - 1 <= arrow["ts"] <= one["ts"] + one["dur"] + 1
@@ -155,13 +172,57 @@ def test_a_sample_is_an_arrow_from_engine_over_relay_to_router() -> None:
         ), arrow
 
 
-def test_the_command_writes_the_page_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "report.json").write_text(json.dumps(result(spans())))
-    assert main(["report", str(tmp_path)]) == 2 and "trace.json" in capsys.readouterr().err
-    (tmp_path / "trace.json").write_text(json.dumps(trace_of(spans())))
+WRITER = """
+import sys, threading, time
+from r3channel.observe.stage_clock import StageClock
+clock = StageClock("trainer")
+clock.keep(*sys.argv[1:])
+def work():
+    for step in range(10**9):
+        with clock.span("wait_relay", step=step % 5):
+            time.sleep(1e-4)
+for _ in range(4):
+    threading.Thread(target=work).start()
+"""
+
+
+def test_a_run_is_a_page_while_it_runs_and_after_its_processes_were_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They write all the time, and at most the line that was under way is lost."""
+    names = ("trainer0", "trainer1")
+    children = [subprocess.Popen([sys.executable, "-c", WRITER, tmp_path, name], cwd=ROOT) for name in names]
+    try:
+        until(lambda: [file.stat().st_size > 50_000 for file in tmp_path.glob("*.trace")] == [True, True])
+        assert main(["report", str(tmp_path)]) == 0
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    events, said = read(tmp_path)
+    assert len({line.partition(":")[0] for line in said}) == len(said), "one line of a file at most"
+    _, second = sorted(tmp_path.glob("*.trace"))
+    second.write_bytes(second.read_bytes()[:-9])
+    relay = TraceFile(tmp_path, "relay")
+    relay.note("step", {"step": 1, "layers": [{"layer": 2, "rows": 10, "different": 4}]})
+    capsys.readouterr()
     assert main(["report", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
-    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    told = capsys.readouterr()
+    assert told.out.strip() == str(tmp_path / "report.html")
+    assert re.search(rf"^{second.name}: line \d+ is half-written and was left out$", told.err, re.M)
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) >= len(events) - 1 + 2
+    made = (tmp_path / "report.html").read_text()
+    assert made.startswith("<!doctype html>") and made.count("<svg") == 3 and len(made) < 500_000
+    for words in ("trainer1", "Mismatch by layer and step", "5 steps"):
+        assert words in text_of(made), words
+
+
+def test_a_folder_without_spans_and_one_that_cannot_be_written_are_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no spans; expected"):
+        read(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="Not a directory"):
+        StageClock("relay").keep(str(tmp_path / "file" / "below"), "relay")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium (Debian package) is not there")

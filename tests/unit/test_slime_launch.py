@@ -33,12 +33,15 @@ def parsed(*given: str, **slime: Any) -> argparse.Namespace:
 
 
 def test_engines_and_requests_give_routing_and_slimes_own_replay_is_off() -> None:
-    args = slime_arguments.prepared(
-        parsed("--r3-bucket-bytes", "65536", use_rollout_routing_replay=True, use_routing_replay=True)
+    flags, own = (
+        "--r3-bucket-bytes 65536 --r3-trace run",
+        ("use_rollout_routing_replay", "use_routing_replay"),
     )
+    args = slime_arguments.prepared(parsed(*flags.split(), **dict.fromkeys(own, True)))
     replays = args.use_rollout_routing_replay, args.use_routing_replay, args.moe_enable_routing_replay
     assert replays == (True, False, True)
     assert args.r3_channel["bucket_bytes"] == 65536
+    assert args.r3_channel["trace"] == os.path.abspath("run"), "actors are elsewhere"
     assert slime_arguments.prepared(parsed(colocate=True, update_weight_transport="nccl")), "by memory"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,7 @@ def test_a_page_that_does_not_answer_is_a_fault_and_exit_status_1(capsys: pytest
     down = "http://127.0.0.1:9/metrics"
     assert top.run([down, "--once", "--every", "0.01"]) == 1
     assert "127.0.0.1:9 does not answer: " in " ".join(capsys.readouterr().out.split())
-    with Metrics("trainer") as metrics:
+    with closing(Metrics("trainer")) as metrics:
         page = f"http://127.0.0.1:{metrics.serve()}/metrics"
         assert top.run([page, "--once", "--every", "0.01"]) == 0 and "no fault" in capsys.readouterr().out
 

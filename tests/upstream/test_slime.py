@@ -52,7 +52,7 @@ JOBS: dict[str, tuple[str, str]] = {
     "stock": ("--stock", ""),
     "experts": (
         "--dp 2 --ep 2 --own-engines --slimes-router --delivery direct",
-        f"{_TWICE} {_RECOMPUTE} {_REFERENCE} --r3-weights broadcast --use-fault-tolerance",
+        f"{_TWICE} {_RECOMPUTE} {_REFERENCE} --r3-weights broadcast --use-fault-tolerance --r3-trace {{work}}/trace",
     ),
     "pipeline": (
         "--tp 2 --pp 2 --ep 2 --engines 2 --delivery direct",
@@ -187,6 +187,18 @@ class TestJobs:
         )
         each_row_once(result, turns=24)
 
+    def test_the_run_is_a_page_with_a_lane_for_each_process(self, jobs: Any) -> None:
+        page = checked(jobs["experts"].result(), steps=2)["page"]
+        for words in (
+            "2 steps",
+            "trainer0",
+            "trainer1",
+            "relay",
+            "engine http://",
+            "Mismatch by layer and step",
+        ):
+            assert words in page, words
+
     def test_no_fault_and_no_odd_sample_ends_a_run_or_changes_a_row_that_is_not_named(
         self, jobs: Any
     ) -> None:
@@ -201,6 +213,7 @@ class TestJobs:
         assert "died, or was started anew, before its frame came" in said and "'StepError': 8" in said
         assert manager["discarded"] >= 8, "groups were filtered and aborted"
         assert result["token_in"] == [] and any(name.endswith(".wandb") for name in result["told"])
+        assert result["logged"] >= 3, "W&B writes on a thread of its own: the last step's may not get there"
 
     def test_the_alerts_that_should_fire_in_a_run_with_faults_fire(self, jobs: Any) -> None:
         if not (alerts := jobs["faults"].result()["alerts"]):

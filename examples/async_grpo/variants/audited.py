@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from examples.async_grpo.channel_side import ChannelReplay, ChannelRouting
+from examples.async_grpo.compare import DigestLedger
 from examples.async_grpo.grpo import Request
 from examples.async_grpo.rollout import RolloutManager
 from examples.async_grpo.trainer import Trainer
 from r3channel.observe.metric_table import LABELS
 from r3channel.plan.assignment import Assignment
-from r3channel.trainer.audit import Consumed, DigestLedger, RouterTap
+from r3channel.trainer.audit import Consumed, RouterTap
 from r3channel.wire.frame import parse_frame
 
 

@@ -30,6 +30,7 @@ class DefaultRouting:
         self, args: argparse.Namespace, spec: RoutingSpec, layout: TrainerLayout, clock: StageClock
     ) -> None:
         self.spec, self.layout, self.clock = spec, layout, clock
+        clock.keep(args.r3_trace or "", "relay")
         self._ids: dict[str, torch.Tensor] = {}
         self._bytes = {"engine_http": 0.0}
         self._rows = 0
@@ -91,6 +92,7 @@ class DefaultReplay:
         from megatron.core.transformer.moe.router import TopKRouter
 
         self.layout, self.clock = layout, clock
+        clock.keep(args.r3_trace or "", f"trainer{torch.distributed.get_rank()}")
         self.spec = RoutingSpec.from_megatron(
             next(m.config for m in chunks[0].modules() if hasattr(m, "config"))
         )

@@ -129,7 +129,7 @@ def prepared(args: Namespace, *, detached: bool = False) -> Namespace:
             raise ConfigError(str(text))
     if updates:
         args.update_weight_transport = "nccl"  # of slime's ways the one whose updater does it all
-    args.r3_channel = asdict(channel)
+    args.r3_channel = asdict(channel) | {"trace": channel.trace and str(Path(channel.trace).absolute())}
     args.use_rollout_routing_replay = args.moe_enable_routing_replay = True
     args.use_routing_replay = False
     return args

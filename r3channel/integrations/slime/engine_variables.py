@@ -27,6 +27,7 @@ def engine_variables(relay: Any, args: Namespace, *, nodes: int) -> dict[str, st
         "R3CHANNEL_METRICS_PORT": str(min(page.metrics_port, 0)),
         "R3CHANNEL_METRICS_DIR": page.metrics_dir,
         "R3CHANNEL_RUN_NAME": page.run_name,
+        "R3CHANNEL_TRACE": channel["trace"],
     }
     if args.r3_delivery != "direct":
         return found

@@ -5,6 +5,7 @@ Routers are Megatron's own, with their RouterReplay; slime's `RoutingReplay` sta
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ import slime.backends.megatron_utils.model as slime_model  # pyright: ignore[rep
 import torch
 from slime.backends.megatron_utils.actor import MegatronTrainRayActor  # pyright: ignore[reportMissingImports]
 from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp  # pyright: ignore[reportMissingImports]
+from slime.backends.megatron_utils.initialize import is_megatron_main_rank  # pyright: ignore[reportMissingImports]
+from slime.observability import logging_utils  # pyright: ignore[reportMissingImports]
+from slime.observability.metric_utils import compute_rollout_step  # pyright: ignore[reportMissingImports]
 
 from r3channel.config import ChannelConfig
 from r3channel.errors import StepError
@@ -27,6 +31,8 @@ from r3channel.relay.ray_host import RayRelay
 from r3channel.trainer.adapters.megatron_schedule import replayed
 from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.replay import ReplayStep
+
+log = logging.getLogger(__name__)
 
 _LIVE = ("ref_", "teacher_")
 """Log-prob passes of other models, whose routers choose for themselves."""
@@ -80,6 +86,8 @@ class ChannelActor(MegatronTrainRayActor):
     def train_actor(self, rollout_id: int, rollout_data: dict[str, Any], external_data: Any = None) -> None:
         with self._replayed(rollout_id, rollout_data):
             super().train_actor(rollout_id, rollout_data, external_data=external_data)
+        if is_megatron_main_rank():
+            log_step(self.args, rollout_id, self._attach().log_dict())
 
     @contextmanager
     def _replayed(self, rollout_id: int, rollout_data: dict[str, Any]):
@@ -92,7 +100,8 @@ class ChannelActor(MegatronTrainRayActor):
         version = self.weight_updater.weight_version
         with self._attach().step(ticket, tokens=_tokens(rollout_data), version=version) as self._step:
             try:
-                yield
+                with self._attach().receiver.clock.span("train", step=ticket.step):
+                    yield
             finally:
                 self._step = None
 
@@ -122,14 +131,25 @@ class ChannelActor(MegatronTrainRayActor):
     ) -> Any:
         given = data_iterator, num_microbatches
         compute = partial(super().compute_log_prob, *given, store_prefix=store_prefix, **options)
+        channel = self._attach()
         if store_prefix not in _LIVE:
-            return compute()
+            with channel.receiver.clock.span("logprob"):
+                return compute()
         step, self._step = self._step, None
         try:
-            with torch.no_grad(), self._attach().driver.off():
+            with torch.no_grad(), channel.driver.off(), channel.receiver.clock.span("logprob"):
                 return compute()
         finally:
             self._step = step
+
+
+def log_step(args: Namespace, rollout_id: int, figures: dict[str, float]) -> None:
+    """Hand a step's figures to slime's own logger, beside its `rollout/` and `perf/`; for the one rank on which slime logs."""
+    log.info("r3channel %d: %s", rollout_id, figures)
+    if args.use_wandb:
+        logging_utils.wandb.define_metric("r3channel/*", step_metric="rollout/step")
+    step = compute_rollout_step(args, rollout_id)
+    logging_utils.log(args, figures | {"rollout/step": step}, step_key="rollout/step")
 
 
 def _tokens(rollout_data: dict[str, Any]) -> list[list[list[int]]]:

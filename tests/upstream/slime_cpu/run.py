@@ -24,6 +24,7 @@ from typing import Any
 from examples.embedded.model import VOCAB_SIZE, write_model
 from examples.embedded.sglang import EngineOptions, EngineServer, environment, free_port, kill_family
 from r3channel.model.spec import RoutingSpec
+from r3channel.tools.report_page import write_page
 from r3channel.transport.auth import create_token, read_token
 from tests.upstream.slime_cpu.prometheus import watched
 from tests.upstream.slime_cpu.router import Router
@@ -113,7 +114,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 ended_s = time.time()
                 kill_family(child)
         token_in = _holding(read_token(options.token), Path(ray_dir), options.work) - {options.token}
-    told = options.work / "routers"
+    told, trace = options.work / "routers", options.work / "trace"
     return {
         "exit": code,
         "token_in": sorted(map(str, token_in)),
@@ -122,6 +123,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         ),
         "said": re.findall("r3channel: (.*)", log.read_text(errors="replace")),
         "pages": " ".join(path.read_text() for path in options.work.glob("told/page-*.txt")),
+        "page": write_page(trace).read_text() if trace.is_dir() else "",
+        "logged": sum(file.read_bytes().count(b"r3channel/wait_s") for file in options.work.rglob("*.wandb")),
         "seconds": round(time.monotonic() - started, 1),
         "killed_s": ended_s - float((options.work / "told/killed").read_text()) if options.kill else None,
         "rows": _compared(options, model) if told.is_dir() else {},

@@ -1,0 +1,80 @@
+"""What a trainer's channel says of its steps, by a real relay, receiver and driver in one process."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from r3channel.plan.assignment import Assignment
+from r3channel.relay.relay import Relay
+from r3channel.trainer.channel import TrainerChannel
+from r3channel.trainer.replay import ReplayDriver, ReplayStep
+from tests.delivery import receivers_of, relays
+from tests.samples import SPEC, reply_for
+from tests.unit.test_replay_step import Handle, Router
+
+TOKENS = 9
+ROW_BYTES = len(SPEC.moe_layers) * SPEC.top_k
+
+
+@contextmanager
+def attached(**options: object) -> Iterator[tuple[Relay, TrainerChannel, list[Router]]]:
+    routers = [Router(SPEC.num_experts, SPEC.top_k) for _ in SPEC.moe_layers]
+    chunk = torch.nn.ModuleList(routers)
+    handles = {layer: Handle(router, layer) for layer, router in zip(SPEC.moe_layers, routers, strict=True)}
+    with relays() as make:
+        relay = make(**options)
+        (receiver,) = receivers_of(relay)
+        channel = TrainerChannel(ReplayDriver(handles, [chunk], spec=SPEC), receiver, relay.config)
+        yield relay, channel, routers
+        channel.close()
+
+
+def run(step: ReplayStep, routers: list[Router], *, rows: int) -> None:
+    with torch.no_grad(), step.microbatch(0, mode="logprob"):
+        for router in routers:
+            router(torch.randn(rows, SPEC.num_experts))
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_mask_that_nobody_reads_is_warned_of(caplog: pytest.LogCaptureFixture, reads: bool) -> None:
+    with attached(max_staleness=1, on_stale="mask") as (relay, channel, routers):
+        relay.add("a", reply_for("a", TOKENS, version=3), range(TOKENS))
+        with channel.step(relay.seal(1, Assignment.given([[["a"]]])), version=5) as step:
+            run(step, routers, rows=TOKENS)
+            if reads:
+                assert channel.shard is not None and not channel.shard.loss_mask(0)[0, :-1].any()
+    assert ("loss_mask(i) was never read" in caplog.text) is not reads
+
+
+def test_each_figure_for_a_loops_logger_is_the_steps_own_and_every_name_is_in_the_contract() -> None:
+    with attached() as (relay, channel, routers):
+        assert not (figures := channel.log_dict())
+        for number in range(2):
+            names = [f"{number}a", f"{number}b"]
+            for name, version in zip(names, (5 - 2 * number, 5), strict=True):
+                relay.add(name, reply_for(name, TOKENS, version=version), range(TOKENS))
+            # so long that what this machine really takes is nothing beside it
+            channel.receiver.clock.record("recv", 0, 4e6)
+            channel.receiver.clock.record("wait_wire", 0, 1e6 * (1 + number))
+            with channel.step(relay.seal(number, Assignment.given([[names]])), version=5) as step:
+                run(step, routers, rows=2 * TOKENS)
+                step.compare_logprobs(0, torch.tensor([0.5, 9.0]), torch.zeros(2), torch.tensor([1, 0]))
+            figures = {name.removeprefix("r3channel/"): value for name, value in channel.log_dict().items()}
+        report = channel.report
+    assert report is not None and {type(value) for value in figures.values()} == {float}
+    listed = re.findall(r"^ {4}(\w+(?:, \w+)*) {2,}", inspect.getdoc(TrainerChannel.log_dict) or "", re.M)
+    assert {name for names in listed for name in names.split(", ")} == figures.keys()
+    assert 0 < report.different_fraction <= 1 and figures.pop("hand_on_s") < 1e6
+    assert figures == {
+        "wait_s": pytest.approx(2e6, rel=1e-3), "hidden_share": pytest.approx(0.5, abs=1e-3), "live_rows": 0,
+        "wire_bytes": 2 * (TOKENS - 1) * ROW_BYTES, "landed_bytes": 2 * TOKENS * ROW_BYTES,
+        "staleness": 1, "staleness_max": 2, "disagreement": report.different_fraction,
+        "logprob_abs_diff": 0.5, "logprob_k3": pytest.approx(math.exp(0.5) - 1.5),
+    }  # fmt: skip
