@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from r3channel.trainer.audit import Consumed
 from r3channel.wire.digest import coefficients
 from r3channel.wire.validate import items_of, row_words
+
+if TYPE_CHECKING:  # a room that is not entered without the flag
+    from r3channel.trainer.audit import Consumed
 
 Rows = dict[str, np.ndarray]
 """Equally long arrays: sample (text), position, layer, ids [N, K]; routers also rank, step, pass."""

@@ -262,7 +262,7 @@ def everything(role: str) -> Metrics:
 
 @pytest.mark.parametrize("role", LABELS["role"])
 def test_a_process_has_at_most_800_series_whatever_happens(role: str) -> None:
-    with everything(role) as metrics:
+    with closing(everything(role)) as metrics:
         text = page(metrics.serve())
     served = {family.name for family in text_string_to_metric_families(text)}
     assert served <= {name.removesuffix("_total") for name in METRICS}
@@ -275,7 +275,7 @@ def test_a_process_has_at_most_800_series_whatever_happens(role: str) -> None:
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's prometheus")
 @pytest.mark.parametrize("role", LABELS["role"])
 def test_promtool_finds_no_fault_in_a_page(role: str) -> None:
-    with everything(role) as metrics:
+    with closing(everything(role)) as metrics:
         text = page(metrics.serve())
     command = ["promtool", "check", "metrics"]
     done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=150)
@@ -297,7 +297,7 @@ def test_a_page_is_served_where_the_configuration_names_a_port_and_the_log_says_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert Metrics.of("relay", ChannelConfig()).url == ""
-    with caplog.at_level("INFO"), Metrics.of("relay", ChannelConfig(metrics_port=0)) as first:
+    with caplog.at_level("INFO"), closing(Metrics.of("relay", ChannelConfig(metrics_port=0))) as first:
         assert f"metrics of this relay: {first.url}" in caplog.text
         port = int(first.url.split(":")[2].split("/")[0])
         with pytest.raises(ConfigError, match=f"port {port}.*already in use.*metrics_port 0"):
