@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from examples.embedded.scratch import remove_leftovers, scratch
-from examples.embedded.sglang import unlink_segments
+from examples.embedded.sglang import segments_of
 
 if TYPE_CHECKING:
     import psutil
@@ -90,16 +90,18 @@ def _follow() -> None:
 
 def end_descendants(own: psutil.Process) -> int:
     """Kill and reap every process below this one; how many there were."""
-    ended: set[int] = set()
+    ended, segments = set[int](), set[Path]()
     deadline_s = time.monotonic() + _END_S
     while (family := own.children(recursive=True)) and time.monotonic() < deadline_s:
+        segments |= segments_of(process.pid for process in family)
         for process in family:  # the run first: Ray in it would print the log of whatever ends before it
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
         ended |= {process.pid for process in family}
         _reap()
         time.sleep(0.01)
-    unlink_segments(ended)
+    for segment in segments:
+        segment.unlink(missing_ok=True)
     return len(ended)
 
 

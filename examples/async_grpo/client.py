@@ -8,6 +8,7 @@ import time
 import aiohttp
 
 from examples.async_grpo.grpo import Request
+from r3channel.errors import EngineUnavailable
 
 REQUEST_TIMEOUT_S = 120.0
 
@@ -33,12 +34,15 @@ async def _post(
         "return_logprob": True,
     }
     begin = time.monotonic()
-    async with session.post(url + "/generate", json=body) as response:
-        raw = await response.read()
-        if response.status != 200:
-            waited = time.monotonic() - begin
-            raise RuntimeError(
-                f"{url} answered {response.status} after {waited:.1f} s for {request.sample_id}: {raw[:300]!r}"
-            )
-        times[request.sample_id] = begin, time.monotonic()
-        return raw
+    try:
+        async with session.post(url + "/generate", json=body) as response:
+            raw, status = await response.read(), response.status
+    except aiohttp.ClientError as error:
+        raise EngineUnavailable(f"{url}: {type(error).__name__}: {error}", engines=[url]) from error
+    if status != 200:
+        waited = time.monotonic() - begin
+        raise RuntimeError(
+            f"{url} answered {status} after {waited:.1f} s for {request.sample_id}: {raw[:300]!r}"
+        )
+    times[request.sample_id] = begin, time.monotonic()
+    return raw

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -20,10 +23,39 @@ def start(**options: Any) -> None:
 
 
 def fetch(references: Any, *, timeout_s: float = 300.0) -> Any:
-    """`ray.get` that ends by its deadline."""
+    """`ray.get` that ends by its deadline, and at once when one of several fails, however long the others take."""
     import ray
 
-    return ray.get(references, timeout=timeout_s)
+    deadline_s = time.monotonic() + timeout_s
+    waiting = references if isinstance(references, list) else [references]
+    while waiting:
+        done, waiting = ray.wait(waiting, timeout=max(0.0, deadline_s - time.monotonic()))
+        if not done:
+            raise TimeoutError(f"{len(waiting)} calls of actors have not ended after {timeout_s:g} s")
+        ray.get(done)
+    return ray.get(references)
+
+
+def the_dead(actors: Mapping[str, Any], *, within_s: float = 3.0) -> dict[str, str]:
+    """Name -> what Ray says of it, for those actors whose process has ended. Others may be busy for longer than `within_s`."""
+    import ray
+    from ray.exceptions import RayActorError
+
+    asked = {name: actor.__ray_ready__.remote() for name, actor in actors.items()}
+    done, _ = ray.wait([*asked.values()], num_returns=len(asked), timeout=within_s)
+    found: dict[str, str] = {}
+    for name, reference in asked.items():
+        try:
+            ray.get(reference if reference in done else [])
+        except RayActorError as error:
+            found[name] = _cause(str(error))
+    return found
+
+
+def _cause(text: str) -> str:
+    """The process and the kind of its end, out of the lines that Ray says of a dead actor."""
+    found = [re.search(pattern, text) for pattern in (r"pid: (\d+)", r"Worker exit type: (\w+)")]
+    return "process " + (", ".join(each[1] for each in found if each) or text)
 
 
 def actor_class(cls: type, **options: Any) -> Any:

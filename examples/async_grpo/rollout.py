@@ -25,7 +25,7 @@ from examples.async_grpo.client import ask
 from examples.async_grpo.grpo import GROUP, Request, group_advantages, make_requests, reward
 from examples.async_grpo.modules import channel_modules
 from examples.async_grpo.stages import in_slots
-from r3channel.errors import R3Error
+from r3channel.errors import EngineUnavailable, R3Error
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.stage_clock import StageClock
 from r3channel.observe.trace_file import TraceFile
@@ -68,7 +68,6 @@ class RolloutManager:
         self.clock = StageClock("relay")
         self.routing = self._make_routing()
         self.put_bytes, self.tokens, self.samples = 0, 0, 0
-        self.rewards: list[float] = []
         self.lost: list[str] = []
         self._calls: list[tuple[float, float, str]] = []
         """Begin, end and thread of each `generate`."""
@@ -136,7 +135,6 @@ class RolloutManager:
             self.put_bytes += sum(len(pickle.dumps(part, protocol=5)) for part in data)
             self.tokens += sum(lengths.values())
             self.samples += len(lengths)
-            self.rewards.append(sum(sample.reward for sample in chosen.values()) / len(chosen))
             return [ray.put(part) for part in data]
 
     def r3channel_control(self, call: str, arguments: dict[str, Any]) -> Any:
@@ -150,7 +148,6 @@ class RolloutManager:
             "put_bytes": self.put_bytes,
             "tokens": self.tokens,
             "samples": self.samples,
-            "rewards": self.rewards,
             "lost": self.lost,
             "routed": self.routed,
             "modules": channel_modules(),
@@ -172,15 +169,13 @@ class RolloutManager:
 
     def _collect(self, step: int, requests: list[Request]) -> dict[str, Sample]:
         """Ask for all; what fails is named, counted and left out: it is never trained on guessed ids."""
-        urls = [self.routable[index % len(self.routable)] for index in range(len(requests))]
         times: dict[str, tuple[float, float]] = {}
         with self.clock.span("http", step=step):
-            answers = asyncio.run(ask(requests, urls, times))
-        self._generated(
-            step, dict(zip([request.sample_id for request in requests], urls, strict=True)), times
-        )
+            answers = self._ask(requests, times)
+        self._generated(step, {name: url for name, (url, _) in answers.items()}, times)
         samples = {}
-        for request, url, answer in zip(requests, urls, answers, strict=True):
+        for request in requests:
+            url, answer = answers[request.sample_id]
             try:
                 if isinstance(answer, BaseException):
                     raise answer
@@ -189,6 +184,27 @@ class RolloutManager:
                 self.lost.append(request.sample_id)
                 print(f"step {step}: {request.sample_id} is left out: {error!r}", file=sys.stderr, flush=True)
         return samples
+
+    def _ask(
+        self, requests: list[Request], times: dict[str, tuple[float, float]]
+    ) -> dict[str, tuple[str, bytes | BaseException]]:
+        """Sample -> who answered, and what. An engine that cannot be reached gets no more requests until a weight update brings
+        it back; those that it had go to the others."""
+        answers: dict[str, tuple[str, bytes | BaseException]] = {}
+        while requests:
+            urls = [self.routable[index % len(self.routable)] for index in range(len(requests))]
+            found = asyncio.run(ask(requests, urls, times))
+            by_request = zip(requests, zip(urls, found, strict=True), strict=True)
+            answers |= {request.sample_id: answer for request, answer in by_request}
+            gone = {url: why for url, why in answers.values() if isinstance(why, EngineUnavailable)}
+            for why in gone.values():
+                print(f"an engine is out, its requests go to the others: {why}", file=sys.stderr, flush=True)
+            left = tuple(url for url in self.routable if url not in gone)
+            if not gone or not left:
+                break
+            self.routable = left
+            requests = [request for request in requests if answers[request.sample_id][0] in gone]
+        return answers
 
     def _add(self, request: Request, url: str, body: bytes) -> Sample:
         reply = self.routing.add(request, body, engine=url)

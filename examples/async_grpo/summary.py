@@ -35,9 +35,8 @@ def summarise(
         "ids_compared": total.ids_compared,
         "ids_different": total.ids_different,
         "rows_missing": total.rows_missing,
-        "digests_compared": total.digests_compared,
-        "digests_different": total.digests_different,
-        "stages_s": _widest(facts["stages_by_process_s"].values()),
+        "digests_checked": sum(trainer.get("digests_checked", 0) for trainer in trainers),
+        "digests_different": sum(trainer.get("digests_different", 0) for trainer in trainers),
         "stage_coverage": slowest["coverage"],
         "coverage_by_process": {
             name: part["coverage"] for name, part in _processes(manager, trainers).items()
@@ -53,7 +52,6 @@ def summarise(
         "rows_by_version": manager.get("rows_by_version", {}),
         "routing_mismatch": [audit for step in steps for audit in step["routing_mismatch"]],
         "trainer_dtype": args.trainer_dtype,
-        "rewards": manager["rewards"],
         "weight_versions": [report.version for report in reports],
         "engines_routable": manager["routed"],
         "rows_by_staleness": _summed(trainer.get("rows_by_staleness", {}) for trainer in trainers),
@@ -127,7 +125,7 @@ def table(result: dict[str, Any], trainers: list[dict[str, Any]]) -> str:
         )
         lines.append(
             f"{result['ids_compared']:,} ids compared between engine and routers, {result['ids_different']} different; "
-            f"{result['digests_compared']:,} digests, {result['digests_different']} different"
+            f"{result['digests_checked']:,} digests checked at routers, {result['digests_different']} different"
         )
     return "\n".join(lines)
 
@@ -139,15 +137,6 @@ def _summed(parts: Iterable[dict[str, float]]) -> dict[str, float]:
         for key, value in part.items():
             found[key] = found.get(key, 0.0) + value
     return found
-
-
-def _widest(totals: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Per stage the longest time that any process spent in it."""
-    widest: dict[str, float] = {}
-    for seconds in totals:
-        for stage, value in seconds.items():
-            widest[stage] = max(widest.get(stage, 0.0), value)
-    return widest
 
 
 def _processes(manager: dict[str, Any], trainers: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

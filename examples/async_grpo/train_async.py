@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from examples.async_grpo.compare import Comparison, compare_digests, compare_step, dump, engine_rows, join
+from examples.async_grpo.compare import Comparison, compare_step, dump, engine_rows, join
 from examples.async_grpo.options import model_layers, parse
 from examples.async_grpo.progress import await_parts, say
-from examples.async_grpo.rays import actor_class, fetch, is_done, start
+from examples.async_grpo.rays import actor_class, fetch, is_done, start, the_dead
 from r3channel.config import EngineConfig
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.trace import read, spans_of
@@ -53,12 +53,18 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # every part is ended on the way out
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="r3channel-demo-") as folder:
-        args.r3_trace = args.r3_trace or folder
-        for old in Path(args.r3_trace).glob("*.trace"):  # an earlier run's, for the same --report
-            old.unlink()
-        with start_cluster(args, Path(folder), default_parts(args)) as cluster:
-            result, text = _train(args, cluster, begin)
+    try:
+        with tempfile.TemporaryDirectory(prefix="r3channel-demo-") as folder:
+            args.r3_trace = args.r3_trace or folder
+            for old in Path(args.r3_trace).glob("*.trace"):  # an earlier run's, for the same --report
+                old.unlink()
+            with start_cluster(args, Path(folder), default_parts(args)) as cluster:
+                result, text = _train(args, cluster, begin)
+    except PartDied as died:  # here, where nothing is left that could print after it
+        if args.report:
+            say(f"the run until then: {write_page(Path(args.report))}")
+        say(f"r3channel: {died}")
+        return 2
     print(text)
     if args.report:
         Path(args.report, "report.json").write_text(json.dumps(result, indent=1))
@@ -71,11 +77,17 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if nothing or result["ids_different"] or result["digests_different"] else 0
 
 
+class PartDied(RuntimeError):
+    """The process of the rollout manager or of a trainer has ended."""
+
+
 class Cluster:
     """The running parts."""
 
     def __init__(self, spec: RoutingSpec, manager: Any, trainers: list[Any], urls: list[str]) -> None:
         self.spec, self.manager, self.trainers, self.urls = spec, manager, trainers, urls
+        self.done = 0
+        """Steps that were trained."""
 
     def all(self, method: str, *arguments: Any, timeout_s: float = STEP_TIMEOUT_S) -> list[Any]:
         """Call a method on every trainer and wait for all."""
@@ -101,7 +113,7 @@ def _train(args: argparse.Namespace, cluster: Cluster, begin: float) -> tuple[di
             coming = cluster.manager.generate.remote(step + 1)  # generated while this step trains
         steps.append(_merge(cluster.all("train", step, box)))
         compared, mismatch = _audit(args, cluster, step, total)
-        steps[-1]["routing_mismatch"] = mismatch
+        steps[-1]["routing_mismatch"], cluster.done = mismatch, step + 1
         say(
             f"step {step}: loss {_mean(steps[-1]['loss']):+.4f}, {compared[0]:,} ids compared, {compared[1]} different"
         )
@@ -135,6 +147,10 @@ def update_weights(cluster: Cluster, version: int, reports: list[Any]) -> None:
     """Push; the next rollout asks only engines that hold this version."""
     (pushed,) = [found for found in cluster.all("update_weights", version) if found is not None]
     reports.append(pushed.report)
+    for url, why in pushed.report.evicted.items():
+        say(
+            f"weight version {version} went without {url}, which gets no requests until an update reaches it: {why}"
+        )
     fetch(cluster.manager.route_to.remote(version, pushed.routable))
 
 
@@ -160,9 +176,6 @@ def _audit(
     )
     counts = compare_step(
         total, engine=engine_rows(replied, layers), router=router, copies=copies, passes=_passes(args)
-    )
-    compare_digests(
-        total, replied=replied, parts=[part["digests"] for part in parts], layers=layers, copies=copies
     )
     return counts, [part["mismatch"].to_dict() for part in parts if part["mismatch"] is not None]
 
@@ -229,8 +242,31 @@ def start_cluster(args: argparse.Namespace, folder: Path, parts: Parts) -> Itera
         try:
             yield cluster
             _close(cluster)
+        except Exception as error:
+            if text := _obituary(cluster, channel=args.use_r3_channel):
+                raise PartDied(text) from error
+            raise
         finally:
             _kill([manager, *trainers])
+
+
+def _obituary(cluster: Cluster, *, channel: bool) -> str:
+    """Who has died, what was not delivered and what to do, if somebody has: the error at hand may be a survivor's."""
+    manager = "the rollout manager, with the relay in it,"
+    names = {manager: cluster.manager} | {
+        f"trainer rank {rank}": each for rank, each in enumerate(cluster.trainers)
+    }
+    if not (dead := the_dead(names)):
+        return ""
+    text = (
+        f"{' and '.join(dead)} ended by itself: {'; '.join(dead.values())}. {cluster.done} steps are trained"
+    )
+    if channel and manager not in dead:
+        from r3channel.relay.ray_host import RayRelay
+
+        status = RayRelay(cluster.manager, timeout_s=5.0).status()["steps"]
+        text += f"; undelivered: {({step: each['missing'] for step, each in status.items() if each['missing']}) or 'none'}"
+    return text + ". Killed? `dmesg` knows whether for memory. Start again from your last checkpoint"
 
 
 def _engine_options(args: argparse.Namespace, model: Path) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,16 +18,19 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from r3channel.errors import ConfigError, EngineUnavailable, UsageError
 from r3channel.transport.http import urlopen
 
+if TYPE_CHECKING:
+    import psutil
+
 _SHIMS = Path(__file__).with_name("shims")
 _PACKAGE_PARENT = Path(__file__).absolute().parents[2]
 _STARTS = 3  # a free port can be taken by another process before the server binds it
-_POLL_S = 0.2
+_POLL_S, _END_POLL_S = 0.2, 0.02
+_LOADS = re.compile(r"/dev/shm/sglang_loads_\S+")
 _LOG_TAIL_BYTES = 4000
 
 
@@ -200,9 +204,7 @@ class EngineServer:
     def __enter__(self) -> EngineServer:
         return self if self._child is not None else self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _running(self) -> subprocess.Popen[bytes]:
@@ -288,16 +290,33 @@ def kill_family(child: subprocess.Popen[Any], *, timeout_s: float = 10.0) -> Non
     with contextlib.suppress(psutil.NoSuchProcess):
         top = psutil.Process(child.pid)
         family = [*top.children(recursive=True), top]
+    segments = segments_of(process.pid for process in family)
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     child.wait(timeout_s)
-    psutil.wait_procs(family, timeout=timeout_s)
-    unlink_segments(process.pid for process in family)
+    deadline_s = time.monotonic() + timeout_s
+    while any(map(_is_alive, family)) and time.monotonic() < deadline_s:
+        time.sleep(_END_POLL_S)
+    for segment in segments:
+        segment.unlink(missing_ok=True)
 
 
-def unlink_segments(pids: Iterable[int]) -> None:
-    """Shared memory that SGLang names by the process that made it, 24 MiB for an engine; nobody else unlinks a killed one's."""
+def _is_alive(process: psutil.Process) -> bool:
+    """A zombie is gone: its parent, which is not this process, may never reap it."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def segments_of(pids: Iterable[int]) -> set[Path]:
+    """Shared memory of SGLang's processes, 24 MiB for an engine, which nobody unlinks once they are killed. Asked before that:
+    some are named by their process, some are known by its maps alone."""
+    found: set[Path] = set()
     for pid in pids:
-        for segment in Path("/dev/shm").glob(f"sgl_shm_*_{pid}_*"):
-            segment.unlink(missing_ok=True)
+        found.update(Path("/dev/shm").glob(f"sgl_shm_*_{pid}_*"))
+        with contextlib.suppress(OSError):
+            found.update(map(Path, _LOADS.findall(Path(f"/proc/{pid}/maps").read_text())))
+    return found

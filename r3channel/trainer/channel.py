@@ -30,6 +30,7 @@ from r3channel.trainer.mismatch import MismatchReport, RoutingAudit, measure, pu
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Control, Receiver
 from r3channel.trainer.replay import ReplayDriver, ReplayStep
+from r3channel.trainer.router import Adapter
 from r3channel.trainer.staleness import label
 from r3channel.transport.tp_fanout import TensorParallelFanout
 
@@ -69,23 +70,25 @@ class TrainerChannel:
         config: ChannelConfig | None = None,
         clock: StageClock | None = None,
         metrics: Metrics | None = None,
+        adapter: Adapter = megatron,
     ) -> TrainerChannel:
-        """Bind to the routers of Megatron model chunks and connect to the relay (TP0).
+        """Bind to the routers of this rank's model chunks and connect to the relay (TP0).
 
-        `control` is the relay's. Refuses a model whose configuration ignores replay, and a layout that is not Megatron's.
+        `control` is the relay's; `adapter` knows the framework. Refuses a model whose configuration ignores replay, and a layout
+        that is not the framework's.
         Whatever is raised, nothing stays attached.
         """
         config = config or ChannelConfig()
-        spec = megatron.spec_from_config(chunks)
-        driver = ReplayDriver.attach(chunks, spec=spec, layout=layout)
+        spec = adapter.spec_from_config(chunks)
+        driver = ReplayDriver.attach(chunks, spec=spec, layout=layout, adapter=adapter)
         device = next(chunks[0].parameters()).device
         receiver = Receiver(
             control,
             spec=spec,
             layout=layout,
-            coords=megatron.parallel_coords(),
+            coords=adapter.parallel_coords(),
             config=config,
-            fanout=TensorParallelFanout(megatron.tp_group() if layout.tp > 1 else None, device=device),
+            fanout=TensorParallelFanout(adapter.tp_group() if layout.tp > 1 else None, device=device),
             device=device,
             clock=clock,
             metrics=metrics,
@@ -153,7 +156,9 @@ class TrainerChannel:
             if trace is not None:
                 audited = self.report.to_dict() if audit.chosen and self.report else {}
                 trace.note("step", audited | self._figures | {"step": ticket.step})
-            self._record(step.logprobs)
+            kept = step.logprobs
+            if kept is not None and not kept.write(Path(self.recording or "")):
+                self.recording = None
         finally:
             for name, count in zip(_DIGESTS, (shard.digests.checked, shard.digests.different), strict=True):
                 self.metrics.inc(name, count)
@@ -192,10 +197,6 @@ class TrainerChannel:
                     "chance %.3f). Are samples in the ticket's order, and are these the engine's weights?",
                     self.report.step, self.report.mean_overlap, chance,
                 )  # fmt: skip
-
-    def _record(self, kept: KeptLogprobs | None) -> None:
-        if kept is not None and not kept.write(Path(self.recording or "")):
-            self.recording = None
 
     def log_dict(self) -> dict[str, float]:
         """The newest finished step in numbers of this rank, for the loop's own logger (W&B, TensorBoard); empty before one.

@@ -1,6 +1,6 @@
 """Replays a step's ids in Megatron's routers: one wrapper per router, keyed by the pass that runs.
 
-Works on `RouterHandle`s (made by `trainer.adapters.megatron`), so it imports no Megatron. It uses `get_replay_topk` alone of a
+Works on `RouterHandle`s (made by an adapter), so it imports no Megatron. It uses `get_replay_topk` alone of a
 router's RouterReplay; its targets, actions and class-level registry are left alone, so other models in the process are not
 touched. It does not know where ids come from; what a pass may consume is the step's to say.
 
@@ -21,8 +21,9 @@ import torch
 from r3channel.errors import ConfigError, UsageError
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
+from r3channel.trainer.adapters import megatron
 from r3channel.trainer.mismatch import RoutingAudit
-from r3channel.trainer.router import OUTSIDE, RouterCall, RouterHandle, StepRouting, name_of
+from r3channel.trainer.router import OUTSIDE, Adapter, RouterCall, RouterHandle, StepRouting, name_of
 from r3channel.trainer.step import ReplayStep
 
 __all__ = ["ReplayDriver", "ReplayStep", "RouterHandle", "StepRouting"]
@@ -60,20 +61,21 @@ class ReplayDriver:
 
     @classmethod
     def attach(
-        cls, chunks: Sequence[torch.nn.Module], *, spec: RoutingSpec, layout: TrainerLayout
+        cls,
+        chunks: Sequence[torch.nn.Module],
+        *,
+        spec: RoutingSpec,
+        layout: TrainerLayout,
+        adapter: Adapter = megatron,
     ) -> ReplayDriver:
-        """Bind to the routers of this rank's Megatron model chunks.
+        """Bind to the routers of this rank's model chunks.
 
         Raises:
             RouterUnsupported: the model's config would ignore, drop or outlive replayed ids.
             ConfigError: the layout or the spec is not this model's.
         """
-        from r3channel.trainer.adapters import megatron
-
-        config = megatron.config_of(chunks)
-        megatron.check_layout(layout, config=config)
-        handles = megatron.routers_by_layer(chunks, mtp_layers=len(layout.mtp))
-        pp = megatron.parallel_coords().pp
+        handles = adapter.routers(chunks, layout)
+        pp = adapter.parallel_coords().pp
         for chunk in range(max(len(chunks), layout.vpp)):
             found = tuple(layer for layer, handle in handles.items() if handle.chunk == chunk)
             _check_chunk(found, layout.chunk_layers(spec, pp=pp, chunk=chunk), pp=pp, chunk=chunk)

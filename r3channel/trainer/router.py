@@ -1,15 +1,18 @@
 """A decoder layer's router as replay sees it, and what a step must bring for it.
 
-The handle is made by `r3channel.trainer.adapters.megatron`; this file imports no Megatron and knows nothing of steps.
+An adapter makes the handles: `r3channel.trainer.adapters.megatron`, or one of a loop's own. This file knows nothing of steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
+
+from r3channel.model.spec import RoutingSpec
+from r3channel.plan.layout import RankCoords, TrainerLayout
 
 Mode = Literal["train", "logprob"]
 PassName = Literal["forward", "recompute", "logprob", "natural"]
@@ -46,26 +49,49 @@ class StepRouting(Protocol):
         ...
 
 
-class RouterHandle(Protocol):
+def _uncounted() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterHandle:
     """One decoder layer's router."""
 
-    @property
-    def layer(self) -> int: ...
-    @property
-    def chunk(self) -> int: ...
-    @property
-    def module(self) -> torch.nn.Module: ...
-    @property
-    def replay(self) -> Any: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def num_experts(self) -> int: ...
-    @property
-    def recomputed(self) -> bool: ...
-    @property
-    def counts(self) -> torch.Tensor | None:
-        """[experts], to which the router adds a call's tokens where gradients are on (expert bias); None: it does not count."""
+    layer: int
+    """Global 0-based decoder layer."""
+    chunk: int = 0
+    """Index of the model chunk that holds it."""
+    module: torch.nn.Module
+    replay: Any
+    """Whose `get_replay_topk(scores_RE, top_k, groups, group_top_k, live_topk)` the router calls in each forward pass, and takes
+    (weights_RK, ids_RK) from. Replay sets it on this object, and gathers the weights out of the scores."""
+    top_k: int
+    num_experts: int
+    recomputed: bool = False
+    """Whether this router runs again in the backward pass."""
+    counts: Callable[[], torch.Tensor | None] = _uncounted
+    """[experts], to which the router adds a call's tokens where gradients are on (expert bias); None: it does not count."""
+
+
+class Adapter(Protocol):
+    """A training framework as the channel sees it. All calls come from the thread that attaches."""
+
+    def spec_from_config(self, chunks: Sequence[torch.nn.Module]) -> RoutingSpec: ...
+
+    def parallel_coords(self) -> RankCoords:
+        """Where this process is in the layout."""
+        ...
+
+    def tp_group(self) -> Any:
+        """The process group over which TP rank 0 hands rows on. Asked for with tp > 1 alone."""
+        ...
+
+    def routers(self, chunks: Sequence[torch.nn.Module], layout: TrainerLayout) -> Mapping[int, RouterHandle]:
+        """This rank's routers by global 0-based layer.
+
+        Raises RouterUnsupported where a router would ignore or drop replayed ids, ConfigError for a layout that is not the
+        model's.
+        """
         ...
 
 

@@ -256,8 +256,10 @@ class ReplayStep:
         self._rows[call.pass_name] += tokens
         if call.pass_name != "recompute":
             wide_RK = self._beside_live(handle, call, wide_RK, live_topk)
-        if handle.counts is not None and torch.is_grad_enabled():  # the call in which the router counts
-            _uncount(handle.counts, wide_RK, self._routing.padding_rows(call.microbatch))
+        if (
+            counts_E := handle.counts()
+        ) is not None and torch.is_grad_enabled():  # the call in which the router counts
+            _uncount(counts_E, wide_RK, self._routing.padding_rows(call.microbatch))
         return call, wide_RK
 
     def _call(self, handle: RouterHandle) -> RouterCall:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from examples.async_grpo.compare import DigestLedger
 from examples.embedded import megatron as embedded
 from examples.embedded import megatron_shim
 from r3channel.errors import ConfigError, R3Error, ReplayError, RouterUnsupported, UsageError
@@ -23,7 +22,6 @@ from r3channel.trainer.adapters import megatron
 from r3channel.trainer.adapters.megatron_refusals import REFUSALS, refuse_unsupported
 from r3channel.trainer.audit import RouterTap
 from r3channel.trainer.replay import ReplayDriver
-from r3channel.wire.digest import layer_digests
 from tests.dist.ranks import facts_of, megatron_world
 
 SAMPLES, LENGTH, MICROBATCHES = 2, 8, 3
@@ -384,25 +382,6 @@ def test_a_model_is_attached_to_once_at_a_time_and_left_as_it_was(bench: Bench) 
         assert "get_replay_topk" not in vars(handle.replay)
     assert len(bench.model.chunks[0]._forward_hooks) == 0
     bench.driver = ReplayDriver.attach(bench.model.chunks, spec=bench.spec, layout=bench.layout)
-
-
-def test_digests_of_consumed_rows_equal_those_of_the_samples(bench: Bench) -> None:
-    """Rows are position * samples + sample; the last token of each sample has no row of the engine."""
-    rows = np.arange(SAMPLES * LENGTH)
-    positions, samples = rows // SAMPLES, rows % SAMPLES
-    samples_R = np.where(positions < LENGTH - 1, samples, -1)
-    ledger = DigestLedger()
-    with RouterTap(bench.driver) as tap:
-        bench.whole_step()
-    for record in tap.records:
-        names = [f"{record.microbatch}/{sample}" for sample in range(SAMPLES)]
-        ledger.add(record, sample_ids=names, samples_R=samples_R, positions_R=positions)
-    assert len(ledger.sums) == 2 * MICROBATCHES * SAMPLES * 3
-    for (_, name, layer), digest in ledger.sums.items():
-        microbatch, sample = map(int, name.split("/"))
-        ids_TK = bench.layer_ids(microbatch, layer).numpy().reshape(LENGTH, SAMPLES, -1)[:-1, sample]
-        wanted = layer_digests(np.ascontiguousarray(ids_TK)[:, None], first_row=0)
-        assert digest == int(wanted[0])
 
 
 def test_all_names_are_found_and_the_shim_installs_once(_bench: Bench) -> None:

@@ -52,7 +52,9 @@ def test_a_recorded_step_is_replayed_exactly_by_real_megatron_alone() -> None:
     assert "0 different" in done.stdout and " 0 ids" not in done.stdout
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("01_one_process.py", 1), ("02_processes.py", 4)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("01_one_process.py", 1), ("02_processes.py", 4), ("06_plain_torch.py", 1)]
+)
 def test_the_examples_run_and_show_no_difference(name: str, ranks: int) -> None:
     done = example(name)
     assert done.returncode == 0, done.stderr[-3000:]

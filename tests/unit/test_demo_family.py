@@ -14,20 +14,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-from examples.embedded.sglang import unlink_segments
+from examples.embedded.sglang import segments_of
 from tests.foreground import foreground
 
 ROOT = Path(__file__).parents[2]
 
 RUN = r"""
-import os, signal, subprocess, sys, tempfile, time
+import mmap, os, signal, subprocess, sys, tempfile, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 for said, say in (os.pipe() for _ in range(3)):
     if (between := os.fork()) == 0:  # a daemon: no parent, no group, no signal but one
         os.setsid()
         if os.fork() == 0:
-            open(f"/dev/shm/sgl_shm_mq_{os.getpid()}_test", "w").close()  # as SGLang names its own
+            open(f"/dev/shm/sgl_shm_mq_{os.getpid()}_test", "w").close()  # as SGLang names its own: by the process,
+            loads = open(f"/dev/shm/sglang_loads_r3test_{os.getpid()}.shm", "w+b")  # or by chance
+            loads.truncate(4096); mapped = mmap.mmap(loads.fileno(), 4096)
             os.write(1, b"%d\n" % os.getpid()); os.write(say, b".")
             time.sleep(600)
         os._exit(0)
@@ -88,7 +90,7 @@ def test_a_signal_ends_everything_with_one_line(tmp_path: Path, number: signal.S
     else:
         assert child.returncode == 128 + number and not more
     assert not any(part.is_running() for part in parts) and not folder.exists()
-    assert not any(Path(f"/dev/shm/sgl_shm_mq_{part.pid}_test").exists() for part in parts)
+    assert not any(True for part in parts for _ in Path("/dev/shm").glob(f"sgl*_{part.pid}[_.]*"))
 
 
 @pytest.mark.parametrize(("make", "status"), [(False, 7), (True, 2)])
@@ -106,9 +108,12 @@ def test_after_kill_9_the_run_ends_and_the_next_one_removes_what_was_left(tmp_pa
     child.kill()
     child.wait(10)
     parts[-1].wait(2)  # SGLang's and Ray's own processes follow it; these daemons do not
+    segments = segments_of(daemon.pid for daemon in parts[:-1])
+    assert len(segments) == 2 * len(parts[:-1])
     for daemon in parts[:-1]:
         daemon.kill()
-    unlink_segments(daemon.pid for daemon in parts[:-1])
+    for segment in segments:
+        segment.unlink()
     assert folder.exists()
     again, _ = start(tmp_path, seconds=0.2)
     _, said = again.communicate(timeout=10)

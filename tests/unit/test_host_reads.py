@@ -19,7 +19,7 @@ from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.replay import ReplayDriver
 from tests.engine.host_copies import HostCopies
 from tests.unit.test_rank_shard import calls, two_samples
-from tests.unit.test_replay_step import Handle, Router
+from tests.unit.test_replay_step import Router, handle
 
 READS = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"}
 
@@ -76,7 +76,7 @@ def on(device: str) -> tuple[RankShard, RoutingAudit, Layers]:
 @contextmanager
 def driver_of(model: Layers, rank: RankShard) -> Iterator[ReplayDriver]:
     routers = [router for router in model.routers if isinstance(router, Router)]
-    handles = {layer: Handle(router, layer) for layer, router in zip(rank.shard.layers, routers, strict=True)}
+    handles = {layer: handle(router, layer) for layer, router in zip(rank.shard.layers, routers, strict=True)}
     driver = ReplayDriver(handles, [model], spec=rank.shard.spec)
     yield driver
     driver.close()

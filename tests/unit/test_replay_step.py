@@ -19,6 +19,7 @@ from r3channel.trainer.adapters import megatron
 from r3channel.trainer.adapters.megatron_schedule import replayed
 from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.replay import ReplayDriver
+from r3channel.trainer.router import RouterHandle
 
 ROWS, EXPERTS, TOP_K = 4, 8, 2
 SPEC = RoutingSpec(num_layers=1, moe_layers=(0,), num_experts=EXPERTS, top_k=TOP_K)
@@ -57,14 +58,11 @@ class Router(torch.nn.Module):
         return values
 
 
-class Handle:
-    """A `RouterHandle`."""
-
-    chunk, recomputed, counts = 0, True, None
-
-    def __init__(self, module: Router, layer: int = 0) -> None:
-        self.module, self.replay, self.layer = module, module.replay, layer
-        self.top_k, self.num_experts = module.top_k, len(module.weight)
+def handle(module: Router, layer: int = 0) -> RouterHandle:
+    top_k, experts = module.top_k, len(module.weight)
+    return RouterHandle(
+        layer=layer, module=module, replay=module.replay, top_k=top_k, num_experts=experts, recomputed=True
+    )
 
 
 class Model(torch.nn.Module):
@@ -113,7 +111,7 @@ def rows(seed: int) -> torch.Tensor:
 
 
 def driver_on(model: Model) -> ReplayDriver:
-    return ReplayDriver({0: Handle(model.router)}, [model], spec=SPEC)
+    return ReplayDriver({0: handle(model.router)}, [model], spec=SPEC)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from examples.async_grpo.channel_side import ChannelReplay, ChannelRouting
-from examples.async_grpo.compare import DigestLedger
 from examples.async_grpo.grpo import Request
 from examples.async_grpo.rollout import RolloutManager
 from examples.async_grpo.trainer import Trainer
@@ -36,7 +35,7 @@ class AuditedTrainer(Trainer):
         return AuditedReplay(self.args, self.model.chunks, manager, self.layout, self.clock)
 
     def consumed(self, step: int) -> dict[str, Any]:
-        """What this rank's routers used in a step: flat arrays over real rows, and the digests of each sample and layer."""
+        """What this rank's routers used in a step: flat arrays over real rows."""
         return self.routing.consumed.pop(step)
 
 
@@ -47,8 +46,8 @@ class AuditedRouting(ChannelRouting):
         super().__init__(*arguments)
         self.metrics = self.relay.metrics
         self.metrics.measure("r3channel_bytes_total", leg="engine_http")
-        self._replied: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
-        self._sealed: dict[int, dict[str, tuple[np.ndarray, np.ndarray | None]]] = {}
+        self._replied: dict[str, np.ndarray] = {}
+        self._sealed: dict[int, dict[str, np.ndarray]] = {}
         self._rows = 0
         self._versions: dict[str, Counter[int]] = {}
         self._rows_by_version: dict[int, Counter[int]] = {}
@@ -61,7 +60,7 @@ class AuditedRouting(ChannelRouting):
         with self.clock.span("audit"):
             text = json.loads(body)["meta_info"]["routed_experts"]
             frame = parse_frame(base64.b64decode(text), spec=self.spec)
-            self._replied[name] = (frame.ids(), frame.digests_L)
+            self._replied[name] = frame.ids()
             self._versions[name] = Counter()
             for span in frame.provenance:
                 self._versions[name][span.weight_version] += span.end - span.start
@@ -108,7 +107,7 @@ class AuditedReplay(ChannelReplay):
         super().__init__(args, *arguments)
         self.args, self.clock = args, self.channel.receiver.clock
         self.consumed: dict[int, dict[str, Any]] = {}
-        """Step -> flat arrays over real rows, digests by sample and layer, and the report on mismatch."""
+        """Step -> flat arrays over real rows, and the report on mismatch."""
         self._tap = RouterTap(self.channel.driver, on_call=self._keep)
         self._calls: list[Consumed] = []
 
@@ -135,7 +134,11 @@ class AuditedReplay(ChannelReplay):
         }
         legs = ("landed", "wire_received")
         moved = {leg: self.metrics.value("r3channel_bytes_total", leg=leg) for leg in legs}
-        return super().report() | moved | {"rows_by_staleness": lags}
+        digests = {
+            f"digests_{what}": int(self.metrics.value(f"r3channel_digests_{what}_total"))
+            for what in ("checked", "different")
+        }
+        return super().report() | moved | digests | {"rows_by_staleness": lags}
 
     def _keep(self, call: Consumed) -> None:
         if call.microbatch >= 0:  # the comparison pass with replay off is not part of the audit
@@ -145,11 +148,9 @@ class AuditedReplay(ChannelReplay):
         columns: dict[str, list[np.ndarray]] = {
             name: [] for name in ("sample", "position", "layer", "ids", "pass")
         }
-        ledger = DigestLedger()
         for call in self._calls:
             names = shard.shard.microbatches[call.microbatch].sample_ids
             samples_R, positions_R = shard.shard.row_map(call.microbatch, tp=shard.tp)
-            ledger.add(call, sample_ids=names, samples_R=samples_R, positions_R=positions_R)
             real = samples_R >= 0
             count = int(real.sum())
             columns["sample"].append(np.asarray(names)[samples_R[real]])
@@ -160,7 +161,7 @@ class AuditedReplay(ChannelReplay):
         self._calls = []
         arrays = {name: np.concatenate(parts) for name, parts in columns.items() if parts}
         mismatch = self.channel.report if not self.args.no_replay else None
-        self.consumed[shard.ticket.step] = {"arrays": arrays, "digests": ledger.sums, "mismatch": mismatch}
+        self.consumed[shard.ticket.step] = {"arrays": arrays, "mismatch": mismatch}
 
 
 def _corrupt(ids_RK: torch.Tensor) -> None:

@@ -68,14 +68,10 @@ def _loop(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
         prefetch(args, cluster, step + 1, coming)
         update_weights(cluster, step + 1, reports)
         step_s.append(time.monotonic() - begin_s)
-    _drain(cluster, coming, args.steps)
+    # the last rollout is trained on, too, so that nothing is left undelivered; it is not counted
+    cluster.all("timed_train", args.steps, fetch(coming, timeout_s=GENERATE_TIMEOUT_S))
     rollout = fetch(cluster.manager.rollouts.remote())
     return _result(args, step_s[1:], trained[1:], rollout[1 : args.steps])
-
-
-def _drain(cluster: Cluster, coming: Any, step: int) -> None:
-    """The last rollout is trained on, too, so that nothing is left undelivered; it is not counted."""
-    cluster.all("timed_train", step, fetch(coming, timeout_s=GENERATE_TIMEOUT_S))
 
 
 def _result(

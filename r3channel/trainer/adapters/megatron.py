@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from r3channel.errors import ConfigError, RouterUnsupported
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.trainer.adapters.megatron_refusals import refuse_unsupported
+from r3channel.trainer.router import RouterHandle
 
 READ_AGAINST = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 
@@ -57,30 +57,13 @@ def _exists(module: str, name: str) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronRouter:
-    """One decoder layer's router: a `RouterHandle` for the replay driver."""
-
-    layer: int
-    """Global 0-based decoder layer."""
-    chunk: int
-    """Index of the model chunk that holds it."""
-    module: torch.nn.Module
-    """The TopKRouter."""
-    replay: Any
-    """Its own RouterReplay."""
-    top_k: int
-    num_experts: int
-    recomputed: bool
-    """Whether the config makes this router run again in the backward pass."""
-
-    @property
-    def counts(self) -> torch.Tensor | None:
-        """Tokens per expert, for the update of the expert bias."""
-        return self.module.local_tokens_per_expert  # type: ignore[return-value]
+def routers(chunks: Sequence[torch.nn.Module], layout: TrainerLayout) -> dict[int, RouterHandle]:
+    """See `trainer.router.Adapter`."""
+    check_layout(layout, config=config_of(chunks))
+    return routers_by_layer(chunks, mtp_layers=len(layout.mtp))
 
 
-def routers_by_layer(chunks: Sequence[torch.nn.Module], *, mtp_layers: int = 0) -> dict[int, MegatronRouter]:
+def routers_by_layer(chunks: Sequence[torch.nn.Module], *, mtp_layers: int = 0) -> dict[int, RouterHandle]:
     """This rank's routers by global 0-based layer, ascending.
 
     Routers of MTP layers are left out and choose for themselves, unless `mtp_layers` says how many there are to bind: MTP
@@ -89,7 +72,7 @@ def routers_by_layer(chunks: Sequence[torch.nn.Module], *, mtp_layers: int = 0) 
     Raises:
         RouterUnsupported: the config would make a router ignore or drop replayed ids, or two routers claim one layer.
     """
-    found: dict[int, MegatronRouter] = {}
+    found: dict[int, RouterHandle] = {}
     refuse_unsupported(config_of(chunks))
     for chunk, model in enumerate(chunks):
         own = _language_model(model)
@@ -122,7 +105,7 @@ def _language_model(chunk: torch.nn.Module) -> Any:
     )
 
 
-def _chunk_routers(chunk: int, model: Any) -> Iterator[MegatronRouter]:
+def _chunk_routers(chunk: int, model: Any) -> Iterator[RouterHandle]:
     from megatron.core.transformer.moe.router import TopKRouter
 
     for index, layer in enumerate(model.decoder.layers):
@@ -131,7 +114,7 @@ def _chunk_routers(chunk: int, model: Any) -> Iterator[MegatronRouter]:
                 yield _bind(chunk, index, layer, module)
 
 
-def _mtp_routers(chunk: int, model: Any, wanted: int) -> Iterator[MegatronRouter]:
+def _mtp_routers(chunk: int, model: Any, wanted: int) -> Iterator[RouterHandle]:
     block = getattr(model, "mtp", None)
     if not wanted or block is None:
         return
@@ -148,7 +131,7 @@ def _mtp_routers(chunk: int, model: Any, wanted: int) -> Iterator[MegatronRouter
                 yield _handle(chunk, config.num_layers + index, module, recomputed=recomputed)
 
 
-def _bind(chunk: int, index: int, layer: Any, module: Any) -> MegatronRouter:
+def _bind(chunk: int, index: int, layer: Any, module: Any) -> RouterHandle:
     number = module.layer_number
     if number is None or number != layer.layer_number:
         raise RouterUnsupported(
@@ -157,13 +140,13 @@ def _bind(chunk: int, index: int, layer: Any, module: Any) -> MegatronRouter:
     return _handle(chunk, number - 1, module, recomputed=_is_recomputed(module.config, index))
 
 
-def _handle(chunk: int, layer: int, module: Any, *, recomputed: bool) -> MegatronRouter:
+def _handle(chunk: int, layer: int, module: Any, *, recomputed: bool) -> RouterHandle:
     if module.router_replay is None:
         raise RouterUnsupported(
             f"decoder layer {layer}: the router has no RouterReplay; "
             "was moe_enable_routing_replay set after the model was built?"
         )
-    return MegatronRouter(
+    return RouterHandle(
         layer=layer,
         chunk=chunk,
         module=module,
@@ -171,6 +154,7 @@ def _handle(chunk: int, layer: int, module: Any, *, recomputed: bool) -> Megatro
         top_k=module.topk,
         num_experts=module.config.num_moe_experts,
         recomputed=recomputed,
+        counts=lambda: module.local_tokens_per_expert,  # for the update of the expert bias
     )
 
 
@@ -215,8 +199,8 @@ def tp_group() -> Any:
     return parallel_state.get_tensor_model_parallel_group()
 
 
-def check_layout(layout: TrainerLayout, *, config: Any | None = None) -> None:
-    """Compare `layout` with Megatron's parallel state (and with the model's config, when given).
+def check_layout(layout: TrainerLayout, *, config: Any) -> None:
+    """Compare `layout` with Megatron's parallel state and with the model's config.
 
     Raises:
         ConfigError: names each size that differs, with both values, or a rank order that is not Megatron's default.
@@ -231,8 +215,7 @@ def check_layout(layout: TrainerLayout, *, config: Any | None = None) -> None:
     if different:
         raise ConfigError("the layout is not what Megatron was started with: " + "; ".join(different))
     _check_rank_order(layout)
-    if config is not None:
-        _check_stages(layout, config)
+    _check_stages(layout, config)
 
 
 def _check_stages(layout: TrainerLayout, config: Any) -> None:
@@ -258,20 +241,18 @@ def _decoder_layers(config: Any, stage: int, chunk: int | None) -> int:
     return get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
 
 
-def _sizes(config: Any | None) -> dict[str, Any]:
+def _sizes(config: Any) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    sizes: dict[str, Any] = {
+    return {
         "dp": parallel_state.get_data_parallel_world_size(),
         "pp": parallel_state.get_pipeline_model_parallel_world_size(),
         "vpp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         "cp": parallel_state.get_context_parallel_world_size(),
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
         "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "sequence_parallel": bool(config.sequence_parallel),
     }
-    if config is not None:
-        sizes["sequence_parallel"] = bool(config.sequence_parallel)
-    return sizes
 
 
 def _check_rank_order(layout: TrainerLayout) -> None:
