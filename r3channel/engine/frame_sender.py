@@ -70,8 +70,9 @@ class Outlet:
         self.metrics.measure("r3channel_engine_frames_total", way="inband")
         self.metrics.measure("r3channel_engine_kept_rows_total")
         self.metrics.measure("r3channel_engine_capture_waits_total")
-        direct = config.delivery == "direct"
-        self._sender = Sender.start(config, hello, metrics=self.metrics) if direct else None
+        self._sender = (
+            Sender.start(config, hello, metrics=self.metrics) if config.delivery == "direct" else None
+        )
 
     def reply(self, unfinished: UnfinishedFrame, *, request_id: str) -> np.ndarray | bytes:
         """A frame, a frame reference, or (for a probe) a hello with its frame. What cannot be framed says so itself."""
@@ -101,8 +102,7 @@ class Outlet:
 def is_costly(config: EngineConfig) -> bool:
     """Whether the codec is one for the sender's thread only. ConfigError for one that is unknown or lacks its package, and for a
     costly one in-band."""
-    codec = codec_named(config.codec)
-    costly = codec is not None and codec.costly
+    costly = getattr(codec_named(config.codec), "costly", False)  # AUTO is none, and takes cheap ones
     if costly and config.delivery == "inband":
         raise ConfigError(
             f"codec {config.codec!r} with in-band delivery would be paid by the scheduler's thread for every request; set "

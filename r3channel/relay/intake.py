@@ -458,12 +458,11 @@ class Intake:
             raise UsageError(f"sample id {sample_id!r} is a {type(sample_id).__name__}, expected a string")
         if new:
             self._became("received")
+            if self.clock.trace is not None:
+                self.clock.trace.sample(sample_id)
         try:
             with self.clock.span("ingest"):
-                taken = take()
-                if new and self.clock.trace is not None:
-                    self.clock.trace.sample(sample_id)
-                return taken
+                return take()
         except BaseException as error:  # also where the caller's `tokens` failed, or memory is not to be had
             told = no_base64(error, sample_id, engine) if isinstance(error, NotBase64) else error
             if isinstance(told, R3Error):  # a frame's own errors know their names as text only
