@@ -37,8 +37,10 @@ class ChannelRouting(RelayHost):
         self, args: argparse.Namespace, spec: RoutingSpec, layout: TrainerLayout, clock: StageClock
     ) -> None:
         config = ChannelConfig.from_args(args)
-        self.spec, self.layout, self.clock = spec, layout, clock
+        self.args, self.spec, self.layout, self.clock = args, spec, layout, clock
         self.relay = Relay(spec, layout, config, clock=clock, recorder=recorder_of(args))
+        if args.delivery == "direct":
+            self.relay.serve()
 
     def check_engine(self, url: str, reply: Mapping[str, Any], tokens: int) -> None:
         self.relay.check_engine(reply, engine=url, tokens=tokens)
@@ -125,7 +127,11 @@ class ChannelReplay:
         self.metrics.set("r3channel_weight_version", version)
 
     def report(self) -> dict[str, Any]:
-        return {"metrics_url": self.metrics.url}
+        digests = {
+            f"digests_{what}": int(self.metrics.value(f"r3channel_digests_{what}_total"))
+            for what in ("checked", "different")
+        }
+        return {"metrics_url": self.metrics.url} | digests
 
     def close(self) -> None:
         self.channel.close()

@@ -31,6 +31,7 @@ async def _post(
         "input_ids": request.prompt,
         "sampling_params": {"temperature": 1.0, "max_new_tokens": request.new_tokens, "ignore_eos": True},
         "return_routed_experts": True,
+        "rid": request.rid,
         "return_logprob": True,
     }
     begin = time.monotonic()

@@ -22,6 +22,8 @@ class Request:
     sample_id: str
     prompt: list[int]
     new_tokens: int
+    rid: str | None = None
+    """The request's name at SGLang; None: it makes one."""
 
 
 def make_requests(

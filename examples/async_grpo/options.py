@@ -62,6 +62,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default="exact",
         help="how they reach the engines: SGLang loads a broadcast; each trainer sends its own part; through shared memory",
     )
+    parser.add_argument(
+        "--delivery", choices=("inband", "direct"), default="inband", help="rows in replies, or to the relay"
+    )
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     parser.add_argument(
         "--report",
@@ -127,8 +130,8 @@ def _faults(args: argparse.Namespace) -> Iterator[str]:
         config = ChannelConfig.from_args(args)
         recorder_of(args)  # raises for limits that do not go together
         yield from preflight.of_channel(config, ranks=layout.world_size)
-    elif args.dump or args.record or args.no_replay or args.fault:
-        yield "--dump, --record, --no-replay and --fault need --use-r3-channel"
+    elif args.dump or args.record or args.no_replay or args.fault or args.delivery == "direct":
+        yield "--dump, --record, --no-replay, --fault and --delivery direct need --use-r3-channel"
     yield from _machine(args, layout)
 
 

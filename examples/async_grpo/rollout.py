@@ -31,6 +31,7 @@ from r3channel.observe.stage_clock import StageClock
 from r3channel.observe.trace_file import TraceFile
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
+from r3channel.wire.hello import PROBE_PREFIX
 
 
 class ManagerRouting(Protocol):
@@ -85,7 +86,7 @@ class RolloutManager:
 
     def start(self, engines: list[str]) -> dict[str, Any]:
         """Ask each engine for one token, so that a plug-in that did not apply is noticed now."""
-        request = Request("probe", [5, 6], 1)
+        request = Request("probe", [5, 6], 1, rid=f"{PROBE_PREFIX}demo")
         for url in engines:
             (answer,) = asyncio.run(ask([request], [url]))
             if isinstance(answer, BaseException):

@@ -29,17 +29,16 @@ from examples.async_grpo.compare import Comparison, compare_step, dump, engine_r
 from examples.async_grpo.options import model_layers, parse
 from examples.async_grpo.progress import await_parts, say
 from examples.async_grpo.rays import actor_class, fetch, is_done, start, the_dead
-from r3channel.config import EngineConfig
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.trace import read, spans_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.tools.report_page import write_page
+from r3channel.transport.auth import obtain_token
 
 GENERATE_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 300.0
 START_TIMEOUT_S = 240.0
 OBJECT_STORE_BYTES = 256 << 20
-_PAGE = ("METRICS_PORT", "METRICS_DIR", "RUN_NAME", "TRACE")
 _QUIET = {  # where the user has not said otherwise; ray has read RAY_AUTH_MODE when it was imported
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -73,7 +72,8 @@ def main(argv: list[str] | None = None) -> int:
             say(f"the run as a page: {write_page(Path(args.report).absolute())}")
     if args.json:
         print(json.dumps(result))
-    nothing = args.use_r3_channel and not result["ids_compared"]  # then nothing was shown
+    compared = result["digests_checked" if args.delivery == "direct" else "ids_compared"]
+    nothing = args.use_r3_channel and not compared  # then nothing was shown
     return 1 if nothing or result["ids_different"] or result["digests_different"] else 0
 
 
@@ -114,9 +114,8 @@ def _train(args: argparse.Namespace, cluster: Cluster, begin: float) -> tuple[di
         steps.append(_merge(cluster.all("train", step, box)))
         compared, mismatch = _audit(args, cluster, step, total)
         steps[-1]["routing_mismatch"], cluster.done = mismatch, step + 1
-        say(
-            f"step {step}: loss {_mean(steps[-1]['loss']):+.4f}, {compared[0]:,} ids compared, {compared[1]} different"
-        )
+        ids = f", {compared[0]:,} ids compared, {compared[1]} different" if args.delivery == "inband" else ""
+        say(f"step {step}: loss {_mean(steps[-1]['loss']):+.4f}{ids}")
         if step + 1 < args.steps:  # no weights change in the middle of a generation
             prefetch(args, cluster, step + 1, coming)
         update_weights(cluster, step + 1, reports)
@@ -174,10 +173,13 @@ def _audit(
     router = join(
         [_with_rank(part["arrays"], rank, step) for rank, part in enumerate(parts) if part["arrays"]]
     )
+    audits = [part["mismatch"].to_dict() for part in parts if part["mismatch"] is not None]
+    if not replied:  # delivered to the relay alone: the routers' digests are the verdict
+        return (0, 0), audits
     counts = compare_step(
         total, engine=engine_rows(replied, layers), router=router, copies=copies, passes=_passes(args)
     )
-    return counts, [part["mismatch"].to_dict() for part in parts if part["mismatch"] is not None]
+    return counts, audits
 
 
 def _passes(args: argparse.Namespace) -> tuple[str, ...]:
@@ -235,6 +237,12 @@ def start_cluster(args: argparse.Namespace, folder: Path, parts: Parts) -> Itera
     args.model, args.vocab = str(model), json.loads((model / "config.json").read_text())["vocab_size"]
     if args.use_r3_channel and args.r3_metrics_dir is None:
         args.r3_metrics_dir = str(folder / "targets")
+    if args.delivery == "direct":
+        from examples.embedded.sglang import free_port
+
+        args.r3_ingest_port = args.r3_ingest_port or free_port()
+        args.r3_token_file = args.r3_token_file or str(folder / "token")
+        obtain_token(Path(args.r3_token_file))
     with _engines(args, model, parts) as engines, _ray():
         say(f"model written and Ray up; engines and trainers start: {args.engines} and {layout.world_size}")
         manager, trainers = _actors(args, spec, folder, engines, parts)
@@ -274,9 +282,13 @@ def _engine_options(args: argparse.Namespace, model: Path) -> Any:
 
     env = {}
     if args.use_r3_channel:  # each engine takes a free port: those of one machine share an environment
-        named = {"run_name": args.r3_run_name, "trace": args.r3_trace or ""}
-        page = EngineConfig(metrics_port=0, metrics_dir=args.r3_metrics_dir, **named)
-        env = {f"R3CHANNEL_{name}": page.to_environment()[f"R3CHANNEL_{name}"] for name in _PAGE}
+        own = {"run_name": args.r3_run_name, "trace": args.r3_trace or "", "metrics_dir": args.r3_metrics_dir}
+        if args.delivery == "direct":  # engines start before there is a relay
+            url, token_file = f"http://127.0.0.1:{args.r3_ingest_port}", args.r3_token_file
+            own |= {"delivery": "direct", "relay_url": url, "token_file": token_file}
+        env = {f"R3CHANNEL_{name.upper()}": value for name, value in own.items()} | {
+            "R3CHANNEL_METRICS_PORT": "0"
+        }
     return EngineOptions(
         model=model, r3channel=args.use_r3_channel, random_seed=args.seed, tp=args.engine_tp, env=env
     )

@@ -104,7 +104,7 @@ class Trainer:
             args = self.args
             self.publisher = Publisher(
                 urls, model=args.model, bucket_bytes=args.weight_bucket_bytes, manifest=args.weights_manifest,
-                weights=args.weights, metrics=self.routing.metrics,
+                weights=args.weights, token_file=args.r3_token_file, metrics=self.routing.metrics,
             )  # fmt: skip
 
     def begin(self) -> None:

@@ -46,6 +46,7 @@ class Publisher:
         bucket_bytes: int,
         manifest: str | None,
         weights: str,
+        token_file: str | None,
         metrics: Metrics | None,
     ) -> None:
         """`model`: the checkpoint that the engines were started from. `manifest`: file that tells what was committed.
@@ -65,6 +66,7 @@ class Publisher:
             wire="shared_memory" if weights == "colocated" else "tcp",
             bucket_bytes=bucket_bytes,
             verify=weights != "broadcast" or manifest is not None,
+            token_file=token_file or "",
             metrics=metrics,
         )
         self._sync.connect(timeout_s=WEIGHT_TIMEOUT_S)

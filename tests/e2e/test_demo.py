@@ -271,6 +271,17 @@ def test_routing_that_is_not_replayed_is_seen(run_small: RunDemo) -> None:
     assert run.result["engines"] == 2
 
 
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_delivered_directly_replies_are_small_and_the_routers_digests_are_the_engines(
+    run_small: RunDemo,
+) -> None:
+    run = run_small("--delivery", "direct", "--layout", "dp=2,tp=1,pp=1,cp=1")
+    assert run.code == 0 and run.result["digests_different"] == 0 and not run.result["samples_lost"]
+    assert run.result["digests_checked"] == 8 * len(LAYERS) * 3 and run.result["ids_compared"] == 0
+    assert 0 < run.result["bytes_per_token"]["engine_http"] < 40
+
+
 @pytest.mark.timeout(300)
 def test_without_the_flag_the_rooms_of_the_channel_are_never_entered(run_small: RunDemo) -> None:
     run = run_small(channel=False)
