@@ -18,10 +18,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
             args.r3_trace = args.r3_trace or folder
             for old in Path(args.r3_trace).glob("*.trace"):  # an earlier run's, for the same --report
                 old.unlink()
-            with start_cluster(args, Path(folder), default_parts(args)) as cluster:
+            with start_cluster(args, Path(folder)) as cluster:
                 result, text = _train(args, cluster, begin)
     except PartDied as died:  # here, where nothing is left that could print after it
         if args.report:
@@ -204,16 +204,8 @@ def _merge(results: list[dict[str, Any]]) -> dict[str, Any]:
 # -- starting and ending the parts -------------------------------------------------------------------------------------
 
 
-class Parts(NamedTuple):
-    """What the loop is made of."""
-
-    manager: type
-    trainer: type
-    engine: Callable[[argparse.Namespace, Path], Any]
-    """(args, checkpoint) -> EngineOptions."""
-
-
-def default_parts(args: argparse.Namespace) -> Parts:
+def _sides(args: argparse.Namespace) -> tuple[type, type]:
+    """The classes of the rollout manager and of the trainers."""
     if args.use_r3_channel:  # both ends are compared
         from examples.async_grpo.variants.audited import AuditedManager as Manager
         from examples.async_grpo.variants.audited import AuditedTrainer as Trainer
@@ -221,11 +213,11 @@ def default_parts(args: argparse.Namespace) -> Parts:
         from examples.async_grpo.rollout import RolloutManager as Manager
         from examples.async_grpo.trainer import Trainer
 
-    return Parts(Manager, Trainer, _engine_options)
+    return Manager, Trainer
 
 
 @contextlib.contextmanager
-def start_cluster(args: argparse.Namespace, folder: Path, parts: Parts) -> Iterator[Cluster]:
+def start_cluster(args: argparse.Namespace, folder: Path) -> Iterator[Cluster]:
     """Engines, Ray, manager and trainers, started beside one another; all gone at the end."""
     from examples.embedded.model import write_model
 
@@ -243,9 +235,9 @@ def start_cluster(args: argparse.Namespace, folder: Path, parts: Parts) -> Itera
         args.r3_ingest_port = args.r3_ingest_port or free_port()
         args.r3_token_file = args.r3_token_file or str(folder / "token")
         obtain_token(Path(args.r3_token_file))
-    with _engines(args, model, parts) as engines, _ray():
+    with _engines(args, model) as engines, _ray():
         say(f"model written and Ray up; engines and trainers start: {args.engines} and {layout.world_size}")
-        manager, trainers = _actors(args, spec, folder, engines, parts)
+        manager, trainers = _actors(args, spec, folder, engines)
         cluster = Cluster(spec, manager, trainers, [engine.url for engine in engines])
         try:
             yield cluster
@@ -295,10 +287,10 @@ def _engine_options(args: argparse.Namespace, model: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _engines(args: argparse.Namespace, model: Path, parts: Parts) -> Iterator[list[Any]]:
+def _engines(args: argparse.Namespace, model: Path) -> Iterator[list[Any]]:
     from examples.embedded.sglang import EngineServer
 
-    options = parts.engine(args, model)
+    options = _engine_options(args, model)
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(EngineServer(options)) for _ in range(args.engines)]
 
@@ -326,12 +318,13 @@ def _ray() -> Iterator[None]:
 
 
 def _actors(
-    args: argparse.Namespace, spec: RoutingSpec, folder: Path, engines: list[Any], parts: Parts
+    args: argparse.Namespace, spec: RoutingSpec, folder: Path, engines: list[Any]
 ) -> tuple[Any, list[Any]]:
     """Trainers build their model while the engines start; the manager asks running engines."""
     size = TrainerLayout.parse(args.layout).world_size
-    manager_class = actor_class(parts.manager, num_cpus=1, max_concurrency=64, name="r3channel-relay")
-    trainer_class = actor_class(parts.trainer, num_cpus=1)
+    manager_class, trainer_class = _sides(args)
+    manager_class = actor_class(manager_class, num_cpus=1, max_concurrency=64, name="r3channel-relay")
+    trainer_class = actor_class(trainer_class, num_cpus=1)
     trainers = [trainer_class.remote(args, rank) for rank in range(size)]
     manager = manager_class.remote(args, spec.to_dict())
     building = [trainer.init.remote(f"file://{folder}/rendezvous", manager) for trainer in trainers]

@@ -3,7 +3,6 @@
 `bench e2e`: a trainer's CPU per step, in interleaved pairs of the same step with and without the channel. The relay and the
 trainer are two processes, Ray actors on two raylets; rows go over TCP, hellos over Ray. Only the trainer's process is timed. Its
 step is small (1,024 tokens, four layers), so what the channel costs per step weighs more than it would in a real one.
-Its part `loop` is the whole loop of examples/async_grpo with real engines: with the channel, the default way and without replay.
 `bench replay`: two equal models, one without replay and one that replays the very ids that the first one chooses, so that the
 experts' work is the same; their steps are interleaved, and nothing travels or is checked. A step is forward, full recompute,
 backward and optimizer over four micro-batches.
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from r3channel.bench.capture import child_said
 from r3channel.bench.harness import Effort, Parts, interleaved, ratio, timed
 from r3channel.bench.relay import MANAGER_NODE, RANK_NODE, call, receive, start_actor, two_nodes
 from r3channel.config import ChannelConfig
@@ -42,10 +40,8 @@ from r3channel.wire.frame import encode_frame
 if TYPE_CHECKING:
     from examples.embedded.megatron import TrainerModel
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "async_grpo" / "variants" / "measure.py"
-MODES = ("channel", "default", "off")
 MICROBATCHES, SAMPLES, LENGTH = 4, 4, 64
-_STORE_BYTES, _RUN_S = 128 << 20, 600.0
+_STORE_BYTES = 128 << 20
 
 
 class StepRelay(RelayHost):
@@ -160,23 +156,6 @@ def pairs(effort: Effort) -> dict[str, Any]:
     }
 
 
-def loop(effort: Effort) -> dict[str, Any]:
-    """Per mode the medians over its runs of step, train wait, trainer CPU and rollout speed."""
-    steps = str(effort.of(6, 2))
-
-    def run(mode: str) -> dict[str, Any]:
-        return child_said([str(SCRIPT), "--mode", mode, "--steps", steps], timeout_s=_RUN_S)
-
-    calls = {mode: partial(run, mode) for mode in MODES}
-    seen = interleaved(calls, rounds=effort.rounds_of(2, 1), warm_up=0)
-    return {"loop": {mode: _medians(runs) for mode, runs in seen.items()}}
-
-
-def _medians(runs: list[dict[str, Any]]) -> dict[str, float]:
-    names = [name for name, value in runs[0].items() if isinstance(value, float)]
-    return {name: median(run[name] for run in runs) for name in names}
-
-
 # -- replay alone ----------------------------------------------------------------------------------------------------------
 
 
@@ -240,5 +219,5 @@ def _placed(trainer: StepTrainer) -> RankShard:
     return RankShard.from_whole(ticket, ticket.plan.shard(dp=0, pp=0), rows_N, tp=0)
 
 
-PARTS: Parts = {"pairs": pairs, "loop": loop}
+PARTS: Parts = {"pairs": pairs}
 REPLAY: Parts = {"steps": replay}
