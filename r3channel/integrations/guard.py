@@ -6,16 +6,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 
 FLAG = "--use-r3-channel"
-_REMEDIES = {
-    "slime.utils.arguments": f"Start it with `r3channel slime train_async.py ARGUMENTS... {FLAG}`",
-    "miles.utils.arguments": "miles has no adapter: take the flag out",
-}
-"""The module that parses a framework's arguments -> what to do instead."""
+_PARSERS = ("slime.utils.arguments", "miles.utils.arguments")
+"""The modules that parse a framework's arguments."""
 
 
 class _Refusal:
@@ -23,18 +17,15 @@ class _Refusal:
 
     hooked = False
 
-    def find_spec(
-        self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name in _REMEDIES and not self.hooked:
+    def find_spec(self, name: str, _path: object = None, _target: object = None) -> None:
+        if name in _PARSERS and not self.hooked:
             framework = name.partition(".")[0]
             print(
                 f"r3channel: {FLAG} does nothing in this run: {framework} was started without the channel's hooks. "
-                f"{_REMEDIES[name]}",
+                f"Start it with `r3channel {framework} train_async.py ARGUMENTS... {FLAG}`",
                 file=sys.stderr,
             )
             raise SystemExit(2)
-        return None
 
 
 refusal = _Refusal()

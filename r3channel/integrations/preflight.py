@@ -127,22 +127,20 @@ def check_ports(context: CheckContext) -> Iterator[Check]:
 
 def check_memory(context: CheckContext, *, meminfo: Path = MEMINFO) -> Iterator[Check]:
     """Memory for the rows that `store_bytes` allows. Never a fault: a relay may never hold so many, or run elsewhere."""
-    lacking = memory(
-        context.config.store_bytes,
-        remedy="the store may hold so many bytes of rows: lower store_bytes to twice a step (`r3channel plan` says it)",
-        meminfo=meminfo,
-    )
-    enough = f"room for the {context.config.store_bytes / 2**30:.1f} GiB of rows that store_bytes allows"
-    yield Check(name="memory of the relay", ok=True, found=lacking or enough)
+    size = context.config.store_bytes
+    remedy = "the store may hold so many bytes of rows: lower store_bytes to twice a step (`r3channel plan` says it)"
+    enough = f"room for the {size / 2**30:.1f} GiB of rows that store_bytes allows"
+    found = memory(size, remedy=remedy, meminfo=meminfo) or enough
+    yield Check(name="memory of the relay", ok=True, found=found)
 
 
 def check_store(context: CheckContext) -> Iterator[Check]:
     """Whether `journal` takes what a killed relay would leave; a fault where it cannot be written or has no room."""
     path, size = context.config.journal, context.config.store_bytes
     fault = folder("journal", path, room_bytes=size)
-    takes = f"{path} takes up to {size / 1e9:.1f} GB of rows (store_bytes), and so much is free"
-    well = takes if path else "not set: what a killed relay holds is lost"
-    yield Check(name="journal", ok=not fault, found=fault or well, remedy="or lower store_bytes")
+    well = f"{path} takes up to {size / 1e9:.1f} GB of rows (store_bytes), and so much is free"
+    found = fault or (well if path else "not set: what a killed relay holds is lost")
+    yield Check(name="journal", ok=not fault, found=found, remedy="or lower store_bytes")
 
 
 def probe_all(urls: Sequence[str], *, timeout_s: float) -> dict[str, dict[str, Any]]:
@@ -163,7 +161,6 @@ def probe_all(urls: Sequence[str], *, timeout_s: float) -> dict[str, dict[str, A
         else:
             dead[url] = f"{url}: {error}"
     if dead:
-        raise EngineUnavailable(
-            f"no answer to a request of two tokens from {'; '.join(dead.values())}", engines=dead
-        )
+        said = f"no answer to a request of two tokens from {'; '.join(dead.values())}"
+        raise EngineUnavailable(said, engines=dead)
     return found

@@ -414,7 +414,7 @@ def _check_fit(reply: Reply, source: Rows | FrameReference, *, held_rows: int) -
     if first != held_rows or end != reply.tokens - 1:
         raise errors.RowCountMismatch(
             f"{reply.where}: rows {first}..{end} for {reply.tokens} tokens; expected {held_rows}..{reply.tokens - 1}. Is "
-            "`tokens` the whole sequence, prompt and response? Was a start offset set without append, or the text cut after "
-            "generation?",
+            "`tokens` the whole sequence, prompt and response? Was a start offset set without append (a later turn that was put "
+            "on a new Sample, not on the one that has the rows before), or the text cut after generation?",
             samples=[reply.sample_id],
         )

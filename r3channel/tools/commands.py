@@ -14,6 +14,7 @@ class Command(NamedTuple):
 
 
 _TOOLS = "r3channel.tools."
+_RECORDINGS = _TOOLS + "recordings"
 COMMANDS = {
     "doctor": Command(
         _TOOLS + "doctor",
@@ -55,40 +56,39 @@ COMMANDS = {
         "slime's own script with the channel in it",
         ("slime train_async.py $ARGUMENTS --use-r3-channel --r3-delivery direct",),
     ),
+    "miles": Command(
+        "r3channel.integrations.miles.launch",
+        "miles' own script: rows from its rollout manager to its trainers",
+        ("miles train_async.py $ARGUMENTS --use-rollout-routing-replay --use-r3-channel",),
+    ),
     "record": Command(
-        _TOOLS + "recordings",
+        _RECORDINGS,
         "record steps of a running channel",
         ("record /data/rec --record-steps 3", "record --stop"),
     ),
-    "inspect": Command(
-        _TOOLS + "recordings", "a recording (--record): steps, rows, versions, expert load", ("inspect rec",)
-    ),
+    "inspect": Command(_RECORDINGS, "a recording (--record): steps, rows, versions, load", ("inspect rec",)),
     "check": Command(
-        _TOOLS + "recordings",
+        _RECORDINGS,
         "silent misalignments, by name, in one recording or between two sides",
         ("check rec", "check rec router-rec --strict"),
     ),
     "replay": Command(
-        _TOOLS + "recordings",
+        _RECORDINGS,
         "the trainer's side of a recording under any layout",
         ("replay rec", "replay rec --layout dp=1,tp=2 --gloo"),
     ),
     "diff": Command(
-        _TOOLS + "recordings",
-        "two recordings: the first difference, and how much of each layer",
-        ("diff rec other",),
+        _RECORDINGS, "two recordings: the first difference, and how much of each layer", ("diff rec other",)
     ),
     "import": Command(
-        _TOOLS + "recordings",
+        _RECORDINGS,
         "a recording out of .npz files, or of slime's or miles's debug dumps",
         (
             "import engine.npz --format npz --out rec",
             "import 3.pt --format slime-debug --model ~/checkpoint --out rec",
         ),
     ),
-    "export": Command(
-        _TOOLS + "recordings", "a recording as .npz files", ("export rec --format npz --out folder",)
-    ),
+    "export": Command(_RECORDINGS, "a recording as .npz files", ("export rec --format npz --out folder",)),
     "weights": Command(
         _TOOLS + "weights",
         "what engines hold, tensor by tensor",

@@ -35,7 +35,7 @@ from r3channel.trainer.staleness import label
 from r3channel.transport.tp_fanout import TensorParallelFanout
 
 log = logging.getLogger(__name__)
-_DIGESTS = ("r3channel_digests_checked_total", "r3channel_digests_different_total")
+DIGESTS = ("r3channel_digests_checked_total", "r3channel_digests_different_total")
 
 _WAY = ("recv", "verify", "place")
 """Stages of the thread on which a step's rows come over TCP."""
@@ -47,7 +47,7 @@ class TrainerChannel:
 
     def __init__(self, driver: ReplayDriver, receiver: Receiver, config: ChannelConfig) -> None:
         self.driver, self.receiver, self.config = driver, receiver, config
-        for name in (*_DIGESTS, "r3channel_live_rows_total"):
+        for name in (*DIGESTS, "r3channel_live_rows_total"):
             receiver.metrics.measure(name)
         if config.audit_microbatches:
             measure(receiver.metrics)
@@ -160,7 +160,7 @@ class TrainerChannel:
             if kept is not None and not kept.write(Path(self.recording or "")):
                 self.recording = None
         finally:
-            for name, count in zip(_DIGESTS, (shard.digests.checked, shard.digests.different), strict=True):
+            for name, count in zip(DIGESTS, (shard.digests.checked, shard.digests.different), strict=True):
                 self.metrics.inc(name, count)
             self.shard = None
 

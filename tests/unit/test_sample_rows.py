@@ -143,6 +143,18 @@ def test_a_request_asks_for_all_rows_where_those_that_are_here_are_not_of_its_to
     assert [told.tokens for told in ticket.samples] == [27, 18, 9]
 
 
+@pytest.mark.parametrize("direct", [False, True], ids=["inband", "direct"])
+def test_a_turn_that_was_put_on_a_new_sample_is_refused_with_the_cause(
+    rows: SampleRows, direct: bool
+) -> None:
+    engine, asked = Passes(rows, direct=direct), Sample(0)
+    engine.speak(asked, 9)
+    fresh = Sample(0, list(asked.tokens))
+    engine.speak(fresh, 9, routed_experts_start_len=8)  # as the request for the one that was given says
+    with pytest.raises(RowCountMismatch, match=r"rows 8\.\.17 .* expected 0\.\.17.* put on a new Sample"):
+        seal(rows, fresh)
+
+
 def test_what_an_aborted_sample_has_said_stays_and_its_next_rollout_adds_to_it(rows: SampleRows) -> None:
     engine, sample = Passes(rows), Sample(0)
     assert engine.speak(sample, 9, reason="abort") == 0

@@ -20,7 +20,7 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from r3channel.relay.verify import _RANGE_BYTES, _SPAN_BYTES, MOST_ROWS, VerifiedRows
+from r3channel.relay.verify import _RANGE_BYTES, MOST_ROWS, SPAN_BYTES, VerifiedRows
 from r3channel.wire import header as frame_header
 from r3channel.wire.chunks import CHUNK_ROWS, Entry, table_of
 from r3channel.wire.codec import CODECS
@@ -33,7 +33,7 @@ from tests.samples import SPEC, frame_of, random_ids, reply_of, span
 
 MIB = 1 << 20
 LZ4, SET = 1, 3
-SPAN, RANGE = _SPAN_BYTES, _RANGE_BYTES
+SPAN, RANGE = SPAN_BYTES, _RANGE_BYTES
 GOLDEN, SHARED = Path(__file__).parents[1] / "golden", ("uint8_prefix", "uint8_after_prefix")
 
 

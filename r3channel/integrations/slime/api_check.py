@@ -1,7 +1,7 @@
-"""The names of slime that the integration relies on, looked up in its sources without importing it.
+"""The names of slime and of miles that the integrations rely on, looked up in sources without importing them.
 
-`seams.json` holds names and signatures only: of each known version, by the commit at which a file was read, by file. `unread` are
-names that are used and whose parameters could not be read at that version: they have to be there.
+The `seams.json` of each holds names and signatures only: of each known version, by the commit at which a file was read, by file.
+`unread` are names that are used and whose parameters could not be read at that version: they have to be there.
 """
 
 from __future__ import annotations
@@ -31,24 +31,20 @@ class Found(NamedTuple):
     moved: list[str]
     """One line per name that it lacks or has with other parameters: what was found, what was expected."""
 
-    @property
-    def known(self) -> str:
-        return f"slime {self.version} ({next(iter(_listed()[self.version]))})"
 
-
-def check_importable() -> str:
-    """The version of the slime that is there. Refuses to start where it is missing, or is one whose names have moved."""
-    spec = importlib.util.find_spec("slime")
+def check_importable(package: str = "slime") -> str:
+    """The version of the slime or miles that is there. Refuses to start where it is missing, or is one whose names have moved."""
+    spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise UsageError("slime cannot be imported; expected it installed, or its checkout on PYTHONPATH")
-    found = nearest(Path(spec.submodule_search_locations[0]).parent)
-    if lines := found.moved:
-        more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
-        raise ConfigError(
-            f"this slime is not one that r3channel knows. It is nearest to {found.known}, but: {'; '.join(lines[:4])}{more}; "
-            "nothing was started"
+        raise UsageError(
+            f"{package} cannot be imported; expected it installed, or its checkout on PYTHONPATH"
         )
-    return found.version
+    version, lines = nearest(Path(spec.submodule_search_locations[0]).parent, package)
+    if lines:
+        more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
+        text = f"this {package} is not one that r3channel knows. It is nearest to {_known(version, package)}, but: "
+        raise ConfigError(text + f"{'; '.join(lines[:4])}{more}; nothing was started")
+    return version
 
 
 def check_checkout(context: CheckContext) -> Iterator[Check]:
@@ -56,46 +52,44 @@ def check_checkout(context: CheckContext) -> Iterator[Check]:
     and what a job's arguments ask for that is refused. Nothing of slime is imported."""
     root = Path(context.slime or "")
     found = nearest(root)
+    known = _known(found.version)
     yield Check(
         name=f"slime {root}",
         ok=not found.moved,
-        found="; ".join(found.moved) or f"all names of {found.known}",
-        remedy=f"it is nearest to {found.known}: use that; to adapt: r3channel/integrations",
+        found="; ".join(found.moved) or f"all names of {known}",
+        remedy=f"it is nearest to {known}: use that; to adapt: r3channel/integrations",
     )
     if not found.moved and found.version != RUN:
         yield Check(name="only read", ok=True, found=f"slime {found.version}: {_READ}")
-    for line in () if found.moved else used(found.version):
-        yield Check(name="used", ok=True, found=line)
+    for file, names in () if found.moved else files_of(found.version):
+        yield Check(name="used", ok=True, found=f"{file}: {', '.join(filter(names.get, names))}")
     if context.arguments:
         fault = refusal_of(context.arguments, detached=found.version == NEWER)
         well = "nothing that is refused at start"
         yield Check(name="arguments", ok=not fault, found=fault or well, remedy="change them")
 
 
-def nearest(root: Path) -> Found:
+def nearest(root: Path, package: str = "slime") -> Found:
     """The known version that a checkout is, or differs least from."""
-    return min(
-        (Found(version, _moved(root, version)) for version in _listed()), key=lambda each: len(each.moved)
-    )
+    found = [Found(version, [*_moved(root, version, package)]) for version in _listed(package)]
+    return min(found, key=lambda each: len(each.moved))
 
 
-def _moved(root: Path, version: str) -> list[str]:
-    lines: list[str] = []
-    for file, names in files_of(version):
+def _known(version: str, package: str = "slime") -> str:
+    return f"{package} {version} ({next(iter(_listed(package)[version]))})"
+
+
+def _moved(root: Path, version: str, package: str) -> Iterator[str]:
+    for file, names in files_of(version, package):
         if not (root / file).is_file():
-            lines.append(f"{file} is not there")
+            yield f"{file} is not there"
             continue
-        lines += filter(None, (_difference(root / file, file, *named) for named in names.items()))
-    return lines
-
-
-def _difference(path: Path, file: str, name: str, parameters: str | None) -> str:
-    found = signatures(path).get(name)
-    if found is None:
-        return f"{file} has no {name}"
-    if parameters in (None, found):
-        return ""
-    return f"{file}: {name}({found}), expected ({parameters})"
+        there = signatures(root / file)
+        for name, parameters in names.items():
+            if name not in there:
+                yield f"{file} has no {name}"
+            elif parameters not in (None, there[name]):
+                yield f"{file}: {name}({there[name]}), expected ({parameters})"
 
 
 @cache
@@ -122,18 +116,13 @@ def _parameters(args: ast.arguments) -> list[str]:
     return named + ([f"**{args.kwarg.arg}"] if args.kwarg else [])
 
 
-def used(version: str) -> list[str]:
-    """What is replaced, watched or called, by file."""
-    return [f"{file}: {', '.join(filter(names.get, names))}" for file, names in files_of(version)]
-
-
-def files_of(version: str) -> Iterator[tuple[str, dict[str, str | None]]]:
+def files_of(version: str, package: str = "slime") -> Iterator[tuple[str, dict[str, str | None]]]:
     """File, and name -> its parameters: None for a class, and where they were not read."""
-    for files in _listed()[version].values():
+    for files in _listed(package)[version].values():
         yield from files.items()
 
 
 @cache
-def _listed() -> dict[str, dict[str, dict[str, dict[str, str | None]]]]:
+def _listed(package: str) -> dict[str, dict[str, dict[str, dict[str, str | None]]]]:
     """Version -> commit -> file -> name -> parameters."""
-    return json.loads(Path(__file__).with_name("seams.json").read_text())
+    return json.loads(Path(__file__).parents[1].joinpath(package, "seams.json").read_text())

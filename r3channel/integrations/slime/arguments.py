@@ -19,49 +19,38 @@ from r3channel.integrations import guard, preflight
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.recorder import add_options
+from r3channel.relay.verify import SPAN_BYTES
 
 _SWITCHES = "use-routing-replay use-rollout-routing-replay colocate release-train offload-train"
 _NUMBERS = "num-experts rollout-batch-size over-sampling-batch-size"
 _LENGTHS = "rollout-max-response-len rollout-max-prompt-len rollout-max-context-len"
 """slime's own arguments that the channel asks about."""
 _LEAST_BYTES, _SPARE = 64 << 20, 1 / 8
-"""What `store_bytes` takes at least; the store's share for frames, and for rows of evaluated, aborted and dropped samples."""
-
-_HELP = f"""  r3channel slime train_async.py $MODEL_ARGS $ROLLOUT_ARGS {guard.FLAG} --r3-delivery direct
-
-usage: r3channel slime SCRIPT [ARGUMENTS of slime ...] {guard.FLAG} [--r3-... ]
-
-SCRIPT is slime's own train_async.py or train.py, or yours that imports what they import. Under `ray job submit` this
-command stands where `python train_async.py` stood. Without {guard.FLAG} the script runs as it is.
-
-slime 0.3.1 is run on CPUs in the tests. Of slime 0.4.0 (train.py) only its files were read: the hooks ran against a stand-in of
-them. There --r3-delivery direct asks for --r3-ingest-port and --r3-token-file, and --r3-weights stays off.
-"""
+"""What `store_bytes` takes at least; the store's share for rows of evaluated, aborted and dropped samples."""
+_BESIDE_BYTES = 2 * 2 * SPAN_BYTES
+"""What the relay keeps beside a sample's rows where it is continued once, by a turn or from the buffer: two frames, and of each a
+span of rows that were prefilled and one of rows that were decoded. More turns, and weights that change meanwhile, take more."""
 
 
-def help_text() -> str:
-    parser = add_arguments(ArgumentParser(prog="r3channel slime SCRIPT", usage="", add_help=False))
-    return _HELP + "\n" + parser.format_help().removeprefix("usage: \n\n")
+def add_channel(parser: Any) -> Any:
+    """The arguments that every framework's command has."""
+    config.add_arguments(parser)
+    add_options(parser.add_argument_group("recordings of r3channel"), prefix="r3-")
+    return parser
 
 
 def add_arguments(parser: Any) -> Any:
-    config.add_arguments(parser)
-    group = parser.add_argument_group("r3channel in slime")
+    group = add_channel(parser).add_argument_group("r3channel in slime")
     group.add_argument(
-        "--r3-delivery",
-        choices=("inband", "direct"),
-        default="inband",
+        "--r3-delivery", choices=("inband", "direct"), default="inband",
         help="how engines that slime starts send frames: in the reply, or straight to the relay, named by the reply",
-    )
-    add_options(group, prefix="r3-")
+    )  # fmt: skip
     group.add_argument(
-        "--r3-weights",
-        choices=("off", "broadcast", "exact", "colocated"),
-        default="off",
+        "--r3-weights", choices=("off", "broadcast", "exact", "colocated"), default="off",
         help="who updates the engines' weights: `off`, slime's own updater; `broadcast`, r3channel's WeightSync, all or none, "
         "from rank 0; `exact`, the same from every rank, each part once; `colocated`, as `exact`, through the shared memory of "
         "the one machine that engines and trainers are on",
-    )
+    )  # fmt: skip
     return parser
 
 
@@ -92,9 +81,7 @@ def prepared(args: Namespace, *, detached: bool = False) -> Namespace:
     Engines and requests are to give routing, so `use_rollout_routing_replay` is on; slime's own replay, which
     `use_routing_replay` turns on, is off: Megatron's routers replay.
     """
-    size = step_size(args)
-    defaults = {"run_name": time.strftime("%Y%m%d-%H%M%S")} | ({"store_bytes": size.store} if size else {})
-    channel = config.ChannelConfig.from_args(args, **defaults)
+    channel = channel_of(args)
     updates = args.r3_weights != "off"
     problem = "" if updates else _weights_problem(args)
     own_gpus = not args.colocate and not args.release_train and args.update_weight_mode == "full"
@@ -113,8 +100,6 @@ def prepared(args: Namespace, *, detached: bool = False) -> Namespace:
          f"chose, {guard.FLAG} what the engines chose. Give one of them"),
         ("mask" in (channel.invalid_rows, channel.on_stale), "--r3-invalid-rows mask and --r3-on-stale mask: slime's loss masks "
          "are not reached; give another policy"),
-        (size and channel.store_bytes < size.step, size and f"--r3-store-bytes {channel.store_bytes}: one step may have "
-         f"more rows, {size.counted}. Expected {size.step}, with which engines wait for room, or better {size.store}"),
         (channel.sampling_masks, "--r3-sampling-masks: slime carries its own (--rollout-top-p); expected it off"),
         (updates and not own_gpus, f"--r3-weights {args.r3_weights} sends whole weights to engines with GPUs of their own; "
          "expected neither --colocate nor --release-train, and --update-weight-mode full"),
@@ -124,15 +109,25 @@ def prepared(args: Namespace, *, detached: bool = False) -> Namespace:
          "direct: engines ask who sends weights for the run's token; expected --r3-token-file, a path that every node can read"),
         (problem, problem),
     )  # fmt: skip
-    for wrong, text in refusals:
-        if wrong:
-            raise ConfigError(str(text))
+    preflight.refuse(text for wrong, text in refusals if wrong)
     if updates:
         args.update_weight_transport = "nccl"  # of slime's ways the one whose updater does it all
     args.r3_channel = asdict(channel) | {"trace": channel.trace and str(Path(channel.trace).absolute())}
     args.use_rollout_routing_replay = args.moe_enable_routing_replay = True
     args.use_routing_replay = False
     return args
+
+
+def channel_of(args: Namespace) -> config.ChannelConfig:
+    """The channel's settings, with a store as large as the job needs where none is given. Raises `ConfigError` for one that
+    cannot hold a step."""
+    size = step_size(args)
+    defaults = {"run_name": time.strftime("%Y%m%d-%H%M%S")} | ({"store_bytes": size.store} if size else {})
+    channel = config.ChannelConfig.from_args(args, **defaults)
+    if size and channel.store_bytes < size.step:
+        text = f"--r3-store-bytes {channel.store_bytes}: one step may have more rows, {size.counted}. Expected {size.step}, "
+        raise ConfigError(text + f"with which engines wait for room, or better {size.store}")
+    return channel
 
 
 def faults(args: Namespace, *, detached: bool = False) -> Iterator[str]:
@@ -150,7 +145,7 @@ def faults(args: Namespace, *, detached: bool = False) -> Iterator[str]:
 
 
 class StepSize(NamedTuple):
-    """Bytes of rows, every response as long as slime lets it be."""
+    """Bytes of rows and of what lies beside them, every response as long as slime lets it be."""
 
     step: int
     """One step's, no prompt counted whose length slime does not bound: less cannot hold such a step."""
@@ -174,9 +169,10 @@ def step_size(args: Namespace) -> StepSize | None:
     live = args.over_sampling_batch_size or groups
     live += groups * (not args.colocate) + groups * (args.dynamic_sampling_filter_path is not None)
     return StepSize(
-        step=groups * each * sure * row,
-        store=max(_LEAST_BYTES, int(live * each * longest * row * (1 + _SPARE))),
-        counted=f"{groups} prompts x {each} samples x {sure} tokens x {row} bytes, and {live} prompts live at once",
+        step=groups * each * (sure * row + _BESIDE_BYTES),
+        store=max(_LEAST_BYTES, int(live * each * (longest * row + _BESIDE_BYTES) * (1 + _SPARE))),
+        counted=f"{groups} prompts x {each} samples x ({sure} tokens x {row} bytes + {_BESIDE_BYTES} beside them in two turns), "
+        f"and {live} prompts live at once",
     )
 
 
@@ -206,13 +202,9 @@ def spec_of(args: Namespace) -> RoutingSpec:
 def layout_of(args: Namespace) -> TrainerLayout:
     """slime's rows: packs; each sequence cut zigzag over CP, or the whole pack (`--allgather-cp`); the tail padded per rank."""
     return TrainerLayout.from_megatron_args(
-        args,
-        world_size=args.actor_num_nodes * args.actor_num_gpus_per_node,
-        packing="thd",
-        cp_split="contiguous" if args.allgather_cp else "zigzag",
-        pad_multiple=args.data_pad_size_multiplier,
-        uniform=False,
-    )
+        args, world_size=args.actor_num_nodes * args.actor_num_gpus_per_node, packing="thd", uniform=False,
+        cp_split="contiguous" if args.allgather_cp else "zigzag", pad_multiple=args.data_pad_size_multiplier,
+    )  # fmt: skip
 
 
 def _weights_problem(args: Namespace) -> str:

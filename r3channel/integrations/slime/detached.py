@@ -17,16 +17,10 @@ import slime.ray.serving  # pyright: ignore[reportMissingImports]
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from slime.utils.types import Sample  # pyright: ignore[reportMissingImports]
 
-from r3channel.config import ChannelConfig
 from r3channel.errors import StepError
 from r3channel.integrations.slime.engine_variables import engine_variables
-from r3channel.integrations.slime.rollout import (
-    GROUPS,
-    ChannelEngine,
-    ChannelManager,
-    interface_of,
-    node_count,
-)
+from r3channel.integrations.slime.relay_manager import config_of, interface_of, node_count
+from r3channel.integrations.slime.rollout import GROUPS, ChannelEngine, ChannelManager
 from r3channel.integrations.slime.sample_rows import rows_of
 from r3channel.transport.auth import obtain_token
 from r3channel.transport.network import local_address
@@ -70,26 +64,22 @@ class SealingBuilder(slime.data.batch_builder.BatchBuilder):
         # the relay has the rows; slime would miss them in each sample
         asked, self.args = self.args, Namespace(**vars(self.args) | {"use_rollout_routing_replay": False})
         try:
-            return self._manager.split.converted(samples, super().convert(samples))
+            return self._manager.converted(samples, super().convert(samples))
         finally:
             self.args = asked
 
     def split_by_dp(self, data: Any) -> list[Any]:
-        critic_only = self._manager.critic_only()
-        return self._manager.split.sealed(
-            super().split_by_dp, data, step=self.rollout_id, critic_only=critic_only
-        )
+        return self._manager.sealed(super().split_by_dp, data, self.rollout_id)
 
     def replay_converted(self, data: Any, batch_id: Any) -> list[Any]:
         """What slime kept of a rollout when its manager or its trainers died. The rows went with the samples."""
         if self._manager.relay.config.on_missing != "live":
-            raise StepError(
-                f"rollout {self.rollout_id} comes back from what slime converted, and its rows went with the process that died; "
-                "expected --r3-on-missing live and --r3-max-live 1, or a start from a checkpoint before it"
-            )
+            text = f"rollout {self.rollout_id} comes back from what slime converted, and its rows went with the process that "
+            text += "died; expected --r3-on-missing live and --r3-max-live 1, or a start from a checkpoint before it"
+            raise StepError(text)
         kept = zip(data["sample_indices"], data["tokens"], strict=True)
         lost = [SimpleNamespace(index=index, tokens=[*map(int, tokens)]) for index, tokens in kept]
-        return super().replay_converted(self._manager.split.converted(lost, data), batch_id)
+        return super().replay_converted(self._manager.converted(lost, data), batch_id)
 
 
 def remote_manager(args: Namespace) -> Any:
@@ -105,7 +95,7 @@ def remote_manager(args: Namespace) -> Any:
         ray.init()  # as slime's first call of Ray would
     remote: Any = ray.remote
     slime.ray.serving.ServingCluster = remote(DetachedServing)
-    config = ChannelConfig(**args.r3_channel | {"interface": local_address(interface_of(args))})
+    config = config_of(args, interface=local_address(interface_of(args)))
     args.r3_engine = engine_variables(SimpleNamespace(serve=serve, config=config), args, nodes=node_count())
     kind = remote(concurrency_groups=GROUPS)(DetachedManager)
     if args.r3_delivery != "direct":

@@ -18,12 +18,10 @@ def engine_variables(relay: Any, args: Namespace, *, nodes: int) -> dict[str, st
     The token's path is among them, and every process reads the file itself. Without `--r3-token-file` that file is in this
     process's memory, where no other machine can read it: ConfigError with more than one.
     """
-    channel, page = args.r3_channel, relay.config
+    channel, page, given = args.r3_channel, relay.config, args.r3_channel["interface"]
     found = {
         "R3CHANNEL_ENGINE": "1",
-        "R3CHANNEL_INTERFACE": page.interface
-        if channel["interface"] in (LOOPBACK, AUTO)
-        else channel["interface"],
+        "R3CHANNEL_INTERFACE": page.interface if given in (LOOPBACK, AUTO) else given,
         "R3CHANNEL_METRICS_PORT": str(min(page.metrics_port, 0)),
         "R3CHANNEL_METRICS_DIR": page.metrics_dir,
         "R3CHANNEL_RUN_NAME": page.run_name,
@@ -33,10 +31,9 @@ def engine_variables(relay: Any, args: Namespace, *, nodes: int) -> dict[str, st
         return found
     path = channel["token_file"]
     if not path and nodes > 1:
-        raise ConfigError(
-            f"--r3-delivery direct on {nodes} nodes without --r3-token-file: engines on the other nodes could not read the "
-            "token; expected the path of a file, mode 0600, that every node can read (it is made if it is missing)"
-        )
+        text = f"--r3-delivery direct on {nodes} nodes without --r3-token-file: engines on the other nodes could not read the "
+        text += "token; expected the path of a file, mode 0600, that every node can read (it is made if it is missing)"
+        raise ConfigError(text)
     path = path or token_in_memory()
     return found | {
         "R3CHANNEL_DELIVERY": "direct",

@@ -1,44 +1,78 @@
-"""`r3channel slime train_async.py ARGUMENTS... --use-r3-channel`: slime's own script, with the channel's classes in place.
-
-Nothing of slime is edited: its script imports three names late enough to be replaced. Without the flag it runs as it is.
 """
+  r3channel slime train_async.py $MODEL_ARGS $ROLLOUT_ARGS --use-r3-channel --r3-delivery direct
+
+usage: r3channel slime SCRIPT [ARGUMENTS of slime ...] --use-r3-channel [--r3-... ]
+
+SCRIPT is slime's own train_async.py or train.py, or yours that imports what they import. Under `ray job submit` this
+command stands where `python train_async.py` stood. Without --use-r3-channel the script runs as it is.
+
+slime 0.3.1 is run on CPUs in the tests. Of slime 0.4.0 (train.py) only its files were read: the hooks ran against a stand-in of
+them. There --r3-delivery direct asks for --r3-ingest-port and --r3-token-file, and --r3-weights stays off.
+"""
+
+# Nothing of slime is edited: its script imports three names late enough to be replaced.
 
 from __future__ import annotations
 
 import runpy
 import sys
 import uuid
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 from r3channel.errors import BackgroundFailed, ConfigError, DeadlineExceeded, R3Error, UsageError
 from r3channel.integrations import guard, preflight
 from r3channel.integrations.slime import api_check
-from r3channel.integrations.slime.arguments import add_arguments, faults, help_text, prepared
+from r3channel.integrations.slime.arguments import add_arguments, faults, prepared
 
+_Add = Callable[[Any], Any]
+_Call = Callable[..., Any]
 _RELAYS: list[tuple[Any, str]] = []
 """The rollout manager's, and its run."""
 
 
 def run(argv: Sequence[str]) -> int:
     """Run slime's script in this process. 2, with one line, for what is wrong before or while it runs; else its own status."""
+    return run_script(argv, hook, add_arguments, help=__doc__ or "")
+
+
+def run_script(argv: Sequence[str], hook: Callable[[], None], add: _Add, *, help: str) -> int:
+    """Run a framework's script, hooked where the flag is given. `add` gives a parser the channel's arguments."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(help_text())
+        options = add(ArgumentParser(usage="", add_help=False)).format_help()
+        print(help.lstrip("\n") + "\n" + options.removeprefix("usage: \n\n"))
         return 0 if argv else 2
     script = Path(argv[0])
     if not script.is_file():
-        raise UsageError(f"{script} is no file; expected slime's train_async.py, train.py or one like them")
+        raise UsageError(f"{script} is no file; expected train_async.py, train.py or one like them")
     sys.argv = [str(script), *argv[1:]]
     sys.path.insert(0, str(script.parent.resolve()))
-    if guard.FLAG not in argv:
+    if guard.FLAG in argv:
+        hook()
+        _run_hooked(script)
+    else:
         runpy.run_path(str(script), run_name="__main__")
-        return 0
-    hook()
-    _run_hooked(script)
     return 0
+
+
+def with_channel(parse: _Call, add: _Add, prepare: _Call, *, detached: bool = False) -> _Call:
+    """A framework's `parse_args` with the channel's arguments among its own. What was parsed is checked and prepared."""
+
+    @wraps(parse)
+    def parse_args(add_custom_arguments: _Add | None = None, **options: Any) -> Any:
+        custom = add_custom_arguments or (lambda parser: parser)
+        given = parse(add_custom_arguments=lambda parser: add(custom(parser)), **options)
+        args, *plan = given if isinstance(given, tuple) else (given,)
+        args = prepare(args)
+        preflight.refuse(faults(args, detached=detached))
+        if journal := args.r3_channel["journal"]:  # what another job left there is not this one's
+            args.r3_channel["journal"] = str(Path(journal, uuid.uuid4().hex[:12]))
+        return (args, *plan) if plan else args
+
+    return parse_args
 
 
 def _run_hooked(script: Path) -> None:
@@ -59,20 +93,17 @@ def _run_hooked(script: Path) -> None:
 
 def _lost_manager() -> R3Error | None:
     """What to say where the rollout manager was killed: slime's own error may come from any call. None where it was not."""
+    text = "the rollout manager was killed, and with it went slime's engines, its router and its place in the data. What was "
+    text += "sealed was trained, from --r3-journal. Start the job again from its last checkpoint"
     for relay, run in _RELAYS:
         try:
-            if relay.status()["run"] == run:
-                return None
+            return None if relay.status()["run"] == run else BackgroundFailed(text)
         except BackgroundFailed as error:
             return error
         except DeadlineExceeded:
             return None
-        except R3Error:
-            pass  # Ray is starting it again
-        return BackgroundFailed(
-            "the rollout manager was killed, and with it went slime's engines, its router and its place in the data. What was "
-            "sealed was trained, from --r3-journal. Start the job again from its last checkpoint"
-        )
+        except R3Error:  # Ray is starting it again
+            return BackgroundFailed(text)
     return None
 
 
@@ -87,19 +118,7 @@ def hook() -> None:
 
     from r3channel.relay.ray_host import RayRelay
 
-    parse, make_manager = arguments.parse_args, placement.create_rollout_manager
-    make_models = placement.create_training_models
-
-    @wraps(parse)
-    def parse_args(add_custom_arguments: Callable[[Any], Any] | None = None, **options: Any) -> Any:
-        custom = add_custom_arguments or (lambda parser: parser)
-        given = parse(add_custom_arguments=lambda parser: add_arguments(custom(parser)), **options)
-        args, *plan = given if isinstance(given, tuple) else (given,)
-        args = prepared(args, detached=detached)
-        preflight.refuse(faults(args, detached=detached))
-        if journal := args.r3_channel["journal"]:  # what another job left there is not this one's
-            args.r3_channel["journal"] = str(Path(journal, uuid.uuid4().hex[:12]))
-        return (args, *plan) if plan else args
+    make_manager, make_models = placement.create_rollout_manager, placement.create_training_models
 
     @wraps(make_manager)
     def create_rollout_manager(args: Namespace, *pg: Any, **options: Any) -> Any:
@@ -123,6 +142,7 @@ def hook() -> None:
 
         return make_models(args, pgs, rollout_manager, actor_cls=ChannelActor)
 
-    arguments.parse_args = parse_args
+    prepare = partial(prepared, detached=detached)
+    arguments.parse_args = with_channel(arguments.parse_args, add_arguments, prepare, detached=detached)
     placement.create_rollout_manager = create_rollout_manager
     placement.create_training_models = create_training_models

@@ -25,18 +25,15 @@ from slime.backends.sglang_utils.sglang_engine import SGLangEngine  # pyright: i
 from slime.ray.utils import ray_noset_visible_devices  # pyright: ignore[reportMissingImports]
 from slime.utils.types import Sample  # pyright: ignore[reportMissingImports]
 
-from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, EngineUnavailable, RoutingMissing
 from r3channel.integrations import preflight
 from r3channel.integrations.slime.arguments import layout_of, memory_fault, spec_of
 from r3channel.integrations.slime.engine_variables import engine_variables
+from r3channel.integrations.slime.relay_manager import RelayManager, config_of, node_count
 from r3channel.integrations.slime.sample_rows import START, SampleRows
-from r3channel.integrations.slime.sealed_split import SealedSplit
-from r3channel.recordings.recorder import recorder_of
 from r3channel.relay.journal import LOCK
 from r3channel.relay.ray_host import RelayHost
 from r3channel.relay.relay import Relay
-from r3channel.transport.network import AUTO
 from r3channel.transport.select import TRANSPORTS
 
 log = logging.getLogger(__name__)
@@ -46,7 +43,7 @@ _PROBE_S = 120.0
 """An engine's first request may compile."""
 
 
-class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_class, RelayHost):
+class ChannelManager(RelayManager, slime.ray.rollout.RolloutManager.__ray_metadata__.modified_class):
     """The rollout manager. The relay is here before the engines start, so that they know where to deliver.
 
     With a journal Ray starts it again where it was killed, and then it is a relay alone: trainers get the rows of the steps that
@@ -58,28 +55,27 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
 
     def __init__(self, args: Namespace, pg: Any, **startup: Any) -> None:
         preflight.refuse([memory_fault(args)])
-        here: dict[str, Any] = {"interface": interface_of(args)}
-        if ray.get_gpu_ids() and ray_noset_visible_devices():
-            here["device"] = int(ray.get_gpu_ids()[0])  # where Ray hides no GPU, all are counted
-        config = ChannelConfig(**args.r3_channel | here)
+        counted = ray.get_gpu_ids() if ray_noset_visible_devices() else ()  # where Ray hides no GPU, all are
+        config = config_of(args, **({"device": int(counted[0])} if counted else {}))
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self.relay, found = Relay.recover(spec_of(args), layout_of(args), config)
             self.relay.resume(found)
             self.relay.discard(found.pending)  # those of no step, whose objects were the killed process's
             log.error("r3channel: the rollout manager was killed; its journal has steps %s", [*found.steps])
             return
-        self.relay = Relay(spec_of(args), layout_of(args), config, recorder=recorder_of(args, prefix="r3_"))
-        self.rows = SampleRows(self.relay)
+        self.start_relay(args, config, self.splits)
         self._asked: set[Any] = set()
         """Engines and the router, once they have answered."""
         self.tell_engines(args)
         _watch_replies(self.rows)
         http_utils.run_router = run_router
-        self.split = SealedSplit(self.rows, self.splits)
-        super().__init__(args, pg, **startup)
+        super().__init__(args, pg, **startup)  # pyright: ignore[reportCallIssue]
 
     def tell_engines(self, args: Namespace) -> None:
-        tell_engines(self.relay, args)
+        """Open the relay's ingest, and say to engines that slime starts what they need beside the job's environment; external
+        ones were told by who started them."""
+        args.r3_engine = engine_variables(self.relay, args, nodes=node_count())
+        slime.ray.rollout.SGLangEngine = ChannelEngine
 
     @ray.method(concurrency_group="r3channel")  # answered while generate() runs
     def r3channel_control(self, call: str, arguments: dict[str, Any]) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -99,10 +95,9 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
             if url in engines:
                 self.relay.check_engine(reply, engine=url, tokens=_PROBE_TOKENS)
             elif not (reply.get("meta_info") or {}).get("routed_experts"):
-                raise RoutingMissing(
-                    f"the engines send routing, and the router at {router} does not pass it on: it drops return_routed_experts "
-                    "from requests (sgl-project/sglang#20696). Use the router of slime's image"
-                )
+                text = f"the engines send routing, and the router at {router} does not pass it on: it drops "
+                text += "return_routed_experts from requests (sgl-project/sglang#20696). Use the router of slime's image"
+                raise RoutingMissing(text)
             self._asked.add(engines.get(url, url))
 
     def offload(self) -> Any:
@@ -116,31 +111,15 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
             with suppress(EngineUnavailable):  # slime's own checks find it, and start it again
                 self.r3channel_start()  # a restarted engine says hello, or is refused, before it is asked for samples
 
-    def critic_only(self) -> bool:
-        return self.args.use_critic and self.rollout_id < self.args.num_critic_only_steps
-
     def _convert_samples_to_train_data(self, samples: Sequence[Any]) -> Any:
-        return self.split.converted(samples, super()._convert_samples_to_train_data(samples))
+        return self.converted(samples, super()._convert_samples_to_train_data(samples))
 
     def _split_train_data_by_dp(self, data: Any) -> list[Any]:
-        split = super()._split_train_data_by_dp
-        return self.split.sealed(split, data, step=self.rollout_id, critic_only=self.critic_only())
-
-    def dispose(self, *limit: Any) -> None:
-        super().dispose(*limit)
-        self.relay.close()
+        return self.sealed(super()._split_train_data_by_dp, data, self.rollout_id)
 
 
-def tell_engines(relay: Any, args: Namespace) -> None:
-    """Open the relay's ingest, and say to engines that slime starts what they need beside the job's environment; external ones
-    were told by who started them."""
-    args.r3_engine = engine_variables(relay, args, nodes=node_count())
-    slime.ray.rollout.SGLangEngine = ChannelEngine
-
-
-_EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
-_SAMPLE: ContextVar[Any] = ContextVar("sample", default=None)
-"""What slime generates in this task and in those that it starts."""
+_GENERATED: ContextVar[tuple[Any, bool]] = ContextVar("generated", default=(None, True))
+"""The sample that slime generates in this task and in those that it starts, and whether it is trained on."""
 
 
 class ChannelEngine(SGLangEngine):
@@ -155,16 +134,15 @@ def remote_manager(args: Namespace, pg: Any) -> Any:
     """The class in place of `slime.ray.rollout.RolloutManager`; over NCCL with a GPU that slime's placement group `pg` leaves,
     although slime asks for none. Raises ConfigError where it leaves none: Ray would wait for one without end."""
     remote: Any = ray.remote
-    restarts = int(bool(args.r3_channel["journal"]))
-    kind = remote(concurrency_groups=GROUPS, max_restarts=restarts)(ChannelManager)
+    kind = remote(concurrency_groups=GROUPS, max_restarts=int(bool(args.r3_channel["journal"])))(
+        ChannelManager
+    )
     if not TRANSPORTS[args.r3_channel["transport"]].needs_gpu:
         return kind
     there, taken = int(ray.cluster_resources().get("GPU", 0)), pg[0].bundle_count
     if there <= taken:
-        raise ConfigError(
-            f"--r3-transport nccl: the rollout manager needs a GPU of its own, and slime takes {taken} of {there}; give the "
-            "cluster one more, or --r3-transport tcp"
-        )
+        text = f"--r3-transport nccl: the rollout manager needs a GPU of its own, and slime takes {taken} of {there}; give "
+        raise ConfigError(text + "the cluster one more, or --r3-transport tcp")
     return SimpleNamespace(options=lambda **options: kind.options(**options | {"num_gpus": 1}))
 
 
@@ -176,7 +154,7 @@ def _watch_replies(rows: SampleRows) -> None:
     @wraps(inner)
     def apply(self: Any, args: Any, meta_info: dict[str, Any], **options: Any) -> None:
         if meta_info.get("routed_experts") is not None or meta_info.get("finish_reason"):
-            meta_info = rows.take(self, meta_info, trained=not _EVALUATION.get())
+            meta_info = rows.take(self, meta_info, trained=_GENERATED.get()[1])
         inner(self, args, meta_info, **options)
 
     Sample._apply_meta_info = apply
@@ -184,8 +162,7 @@ def _watch_replies(rows: SampleRows) -> None:
 
     @wraps(generate)
     async def generate_and_rm(args: Any, sample: Any, sampling_params: Any, evaluation: bool = False) -> Any:
-        _EVALUATION.set(evaluation)
-        _SAMPLE.set(sample)
+        _GENERATED.set((sample, not evaluation))
         return await generate(args, sample, sampling_params, evaluation=evaluation)
 
     sglang_rollout.generate_and_rm = generate_and_rm
@@ -196,7 +173,7 @@ def _watch_replies(rows: SampleRows) -> None:
         if not url.endswith("/generate"):
             return await send(url, payload, *args, **options)
         await rows.room()
-        payload = await rows.request(_SAMPLE.get(), payload)
+        payload = await rows.request(_GENERATED.get()[0], payload)
         reply = await send(url, payload, *args, **options)
         if START in payload:
             reply["meta_info"][START] = payload[START]
@@ -221,15 +198,3 @@ def run_router(args: Any) -> Any:
             if path.is_socket() or path.resolve().name == LOCK:
                 os.dup2(nothing.fileno(), int(path.name))
     return _run_router(args)
-
-
-def interface_of(args: Namespace) -> str:
-    """What this process binds: `--r3-interface`; Ray's own address of the node for `auto`, and in the place of loopback, which
-    reaches no other node, where there are several."""
-    given = args.r3_channel["interface"]
-    several = given == preflight.LOOPBACK and node_count() > 1
-    return ray.util.get_node_ip_address() if several or given == AUTO else given
-
-
-def node_count() -> int:
-    return sum(node["Alive"] for node in ray.nodes())

@@ -113,10 +113,8 @@ class SampleRows:
         rows, ids = rows_of(sample), payload.get("input_ids")
         if not payload.get(f"return_{_FIELD}") or not ids or START in payload or rows is None or rows.copied:
             return dict(payload)
-        deadline_s, kept = (
-            time.monotonic() + self.relay.config.step_timeout_s,
-            asyncio.wrap_future(rows.fault),
-        )
+        deadline_s = time.monotonic() + self.relay.config.step_timeout_s
+        kept = asyncio.wrap_future(rows.fault)
         while not kept.done() and time.monotonic() < deadline_s:
             self.tidy()
             await asyncio.wait([kept], timeout=_LOOK_S)
@@ -152,9 +150,8 @@ class SampleRows:
         finally:
             if left:
                 counts = dict(Counter(type(error).__name__ for error in left))
-                log.warning(
-                    "r3channel: step %d: left to the live router: %s; the first: %s", step, counts, left[0]
-                )
+                said = "r3channel: step %d: left to the live router: %s; the first: %s"
+                log.warning(said, step, counts, left[0])
 
     def tidy(self) -> None:
         """Discard the rows of samples that are gone. Not done at the moment they go, which may be inside any lock."""

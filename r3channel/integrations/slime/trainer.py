@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,10 +21,9 @@ from slime.backends.megatron_utils.initialize import is_megatron_main_rank  # py
 from slime.observability import logging_utils  # pyright: ignore[reportMissingImports]
 from slime.observability.metric_utils import compute_rollout_step  # pyright: ignore[reportMissingImports]
 
-from r3channel.config import ChannelConfig
 from r3channel.errors import StepError
 from r3channel.integrations.slime.arguments import layout_of
-from r3channel.integrations.slime.rollout import interface_of
+from r3channel.integrations.slime.relay_manager import config_of
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.ray_host import RayRelay
 from r3channel.trainer.adapters.megatron_schedule import replayed
@@ -53,12 +51,7 @@ class ChannelActor(MegatronTrainRayActor):
             # its names are not looked for in slime 0.4.0
             from r3channel.integrations.slime.weights import ChannelUpdater
 
-            self.weight_updater = ChannelUpdater(
-                self.weight_updater,
-                self.weights_backuper,
-                rank=self._rank,
-                metrics=lambda: self.channel and self.channel.metrics,
-            )
+            self.weight_updater = ChannelUpdater(self)
         return start
 
     def set_rollout_manager(self, rollout_manager: Any) -> None:
@@ -70,8 +63,9 @@ class ChannelActor(MegatronTrainRayActor):
         """Attach at the start, or in the first step if the model sleeps until then."""
         if self.channel is None:
             relay, layout = RayRelay(self.rollout_manager), layout_of(self.args)
-            config = ChannelConfig(**self.args.r3_channel | {"interface": interface_of(self.args)})
-            self.channel = TrainerChannel.attach(self.model, relay, layout=layout, config=config)
+            self.channel = TrainerChannel.attach(
+                self.model, relay, layout=layout, config=config_of(self.args)
+            )
             self.channel.metrics.measure("r3channel_weight_updates_total")
         return self.channel
 
@@ -84,26 +78,19 @@ class ChannelActor(MegatronTrainRayActor):
         return super().train(rollout_id, rollout_data_ref, external_data=external_data)
 
     def train_actor(self, rollout_id: int, rollout_data: dict[str, Any], external_data: Any = None) -> None:
-        with self._replayed(rollout_id, rollout_data):
-            super().train_actor(rollout_id, rollout_data, external_data=external_data)
-        if is_megatron_main_rank():
-            log_step(self.args, rollout_id, self._attach().log_dict())
-
-    @contextmanager
-    def _replayed(self, rollout_id: int, rollout_data: dict[str, Any]):
-        ticket = self._ticket
+        ticket, channel = self._ticket, self._attach()
         if ticket is None:
-            raise StepError(
-                f"rollout {rollout_id} came without a ticket; expected one from r3channel's rollout manager. Was the job started "
-                "with `r3channel slime`?"
-            )
-        version = self.weight_updater.weight_version
-        with self._attach().step(ticket, tokens=_tokens(rollout_data), version=version) as self._step:
+            text = f"rollout {rollout_id} came without a ticket; expected one from r3channel's rollout manager. Was the job "
+            raise StepError(text + "started with `r3channel slime`?")
+        tokens, version = _tokens(rollout_data), self.weight_updater.weight_version
+        with channel.step(ticket, tokens=tokens, version=version) as self._step:
             try:
-                with self._attach().receiver.clock.span("train", step=ticket.step):
-                    yield
+                with channel.receiver.clock.span("train", step=ticket.step):
+                    super().train_actor(rollout_id, rollout_data, external_data=external_data)
             finally:
                 self._step = None
+        if is_megatron_main_rank():
+            log_step(self.args, rollout_id, channel.log_dict())
 
     def update_weights(self) -> None:
         """slime's own updater is counted, too: `WeightSync` counts its updates itself."""
@@ -126,10 +113,7 @@ class ChannelActor(MegatronTrainRayActor):
     def fill_routing_replay(self, *_args: Any, **_options: Any) -> None:
         """slime would copy the ids into its own replay here; the step has them."""
 
-    def compute_log_prob(
-        self, data_iterator: Any, num_microbatches: Any, store_prefix: str = "", **options: Any
-    ) -> Any:
-        given = data_iterator, num_microbatches
+    def compute_log_prob(self, *given: Any, store_prefix: str = "", **options: Any) -> Any:
         compute = partial(super().compute_log_prob, *given, store_prefix=store_prefix, **options)
         channel = self._attach()
         if store_prefix not in _LIVE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,8 +18,7 @@ from slime.backends.megatron_utils.update_weight.hf_weight_iterator_base import 
 from slime.utils.distributed_utils import get_gloo_group  # pyright: ignore[reportMissingImports]
 
 from r3channel.errors import ConfigError
-from r3channel.integrations.slime.rollout import interface_of
-from r3channel.observe.metrics import Metrics
+from r3channel.integrations.slime.relay_manager import interface_of
 from r3channel.transport.network import local_address
 from r3channel.weights.convert import Shard, merged_tp, parts_of, shards_of
 from r3channel.weights.session import WeightSync
@@ -28,27 +27,25 @@ from r3channel.weights.session import WeightSync
 class ChannelUpdater:
     """Tensors that slime's own conversion gives: whole ones from rank 0, or every rank's part of them. Every rank calls."""
 
-    def __init__(
-        self, replaced: Any, backup: Any, *, rank: int, metrics: Callable[[], Metrics | None]
-    ) -> None:
-        args, model, model_name = replaced.args, replaced.model, replaced.model_name
+    def __init__(self, actor: Any) -> None:
+        """`actor` is a `ChannelActor` that has slime's updater."""
+        replaced, self._actor = actor.weight_updater, actor
+        args, model, name = replaced.args, replaced.model, replaced.model_name
         quantised = replaced.quantization_config
         self.args, self.weight_version = args, replaced.weight_version
         self._sync: WeightSync | None = None
-        self._metrics = metrics
-        self._exact, self._rank = args.r3_weights != "broadcast", rank
+        self._exact, self._rank = args.r3_weights != "broadcast", actor._rank
         if not self._exact:
-            whole = HfWeightIteratorBase.create(
-                args=args, model=model, model_name=model_name, quantization_config=quantised
-            )
-            self._tensors = lambda: chain.from_iterable(whole.get_hf_weight_chunks(backup.get("actor")))
+            create = HfWeightIteratorBase.create
+            whole = create(args=args, model=model, model_name=name, quantization_config=quantised)
+            chunks_of, backup = whole.get_hf_weight_chunks, actor.weights_backuper
+            self._tensors = lambda: chain.from_iterable(chunks_of(backup.get("actor")))
         elif quantised:
-            raise ConfigError(
-                f"--r3-weights {args.r3_weights} moves elements as they are, and this checkpoint is quantised "
-                f"({quantised.get('quant_method')}); expected --r3-weights broadcast"
-            )
+            method = quantised.get("quant_method")
+            text = f"--r3-weights {args.r3_weights} moves elements as they are, and this checkpoint is quantised ({method})"
+            raise ConfigError(text + "; expected --r3-weights broadcast")
         else:
-            self._tensors = lambda: shards(args, model, model_name)
+            self._tensors = lambda: shards(args, model, name)
 
     def connect_rollout_engines(self, rollout_engines: Sequence[Any], _lock: Any, **_options: Any) -> None:
         """Connect anew whenever slime has started engines: a restarted engine has the weights of its checkpoint."""
@@ -58,14 +55,11 @@ class ChannelUpdater:
         urls = ray.get([engine.get_url.remote() for engine in rollout_engines])
         exact = {"plan": "exact", "group": get_gloo_group()} if self._exact else {}
         self._sync = WeightSync(
-            urls,
-            host=local_address(interface_of(self.args)),
+            urls, host=local_address(interface_of(self.args)), token_file=self.args.r3_channel["token_file"],
             backend="nccl" if torch.cuda.is_available() else "gloo",
             wire="shared_memory" if self.args.r3_weights == "colocated" else "tcp",
-            token_file=self.args.r3_channel["token_file"],
-            metrics=self._metrics(),
-            **exact,
-        )
+            metrics=self._actor.channel and self._actor.channel.metrics, **exact,
+        )  # fmt: skip
         self._sync.connect(timeout_s=self.args.r3_channel["join_timeout_s"])
 
     def disconnect_rollout_engines(self) -> None:

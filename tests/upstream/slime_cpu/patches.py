@@ -234,13 +234,6 @@ def _timed_rows(module: Any) -> None:
     witness.timed(module.SampleRows, "seal", "split")
 
 
-def _told_engine(module: Any) -> None:
-    from tests.upstream.slime_cpu import witness
-
-    witness.watch_engine(module)
-    witness.watch_fetches(module)
-
-
 def _count_bytes(owner: Any, name: str) -> None:
     from tests.upstream.slime_cpu import witness
 
@@ -303,7 +296,10 @@ def setup() -> None:
             after_import("slime.utils.routing_replay", witness.watch_replay)
             after_import("slime.backends.megatron_utils.actor", witness.watch_actor)
     elif witnessed:
-        after_import("r3channel.integrations.slime.rollout", _told_engine)
+        from tests.upstream.slime_cpu import witness
+
+        after_import("r3channel.integrations.slime.rollout", witness.watch_engine)
+        after_import("r3channel.integrations.slime.relay_manager", witness.watch_fetches)
         after_import("slime.utils.types", _timed_replies)
         after_import("r3channel.integrations.slime.sample_rows", _timed_rows)
         after_import("slime.ray.rollout", _timed_manager)
