@@ -104,6 +104,9 @@ class Passes:
         return start
 
 
+@pytest.mark.parametrize(
+    "rows", [{"step_timeout_s": 30}], indirect=True, ids=["patient"]
+)  # what a request waits for rows
 @pytest.mark.parametrize("direct", [False, True], ids=["inband", "direct"])
 def test_ten_turns_send_each_row_once_and_it_stays_the_one_of_the_pass_that_made_it(
     rows: SampleRows, direct: bool
