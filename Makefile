@@ -6,12 +6,13 @@
 #   make gpu           every check of the GPU paths, nine minutes at most, with this machine's own python3 and torch
 #
 # Variables: PYTHON (3.11 or newer), ARGS (passed on to the demo or to pytest), and TORCH_PIP_ARGS. PyPI serves the CUDA
-# build of torch on Linux, which works here too but is large; for the small one give the index of CPU wheels:
-#   make setup TORCH_PIP_ARGS="--index-url <index of CPU wheels>"
+# build of torch on Linux, which works here too but is large; for the small one give the index of CPU wheels, as setup says.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_PIP_ARGS ?=
+LARGE := . On Linux PyPI serves the CUDA build: 2.7 GB to download, where the CPU build has 0.2 GB: interrupt this, and type \
+  make setup TORCH_PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu"
 ARGS ?=
 
 LOCK := examples/embedded/requirements.txt
@@ -51,7 +52,7 @@ $(READY):
 	  rm -rf $(VENV).stale; if [ -e $(VENV) ]; then mv $(VENV) $(VENV).stale; rm -rf $(VENV).stale; fi; fi
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	@touch $(VENV)/unfinished && rm -f $(VENV)/ready-*
-	@echo "setup: torch"; $(PIP) $(TORCH_PIP_ARGS) "$(TORCH)"
+	@echo 'setup: torch$(if $(TORCH_PIP_ARGS),,$(LARGE))'; $(PIP) $(TORCH_PIP_ARGS) "$(TORCH)"
 	@echo "setup: $$(grep -c '^[^\#].*==' $(LOCK)) locked packages"; $(PIP) --no-deps -r $(LOCK)
 	@echo "setup: r3channel"; $(PIP) --no-deps --no-build-isolation -e .
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || : # on all cores; pip compiles on one. Some packages ship templates

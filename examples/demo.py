@@ -65,9 +65,8 @@ def family(command: Sequence[str], *, environment: Mapping[str, str]) -> int:
     except _Stopped as stopped:
         _listen(signal.SIG_IGN)
         name = signal.Signals(stopped.number).name
-        _say(
-            f"stopped by {name}: the run, its engines, Ray and trainers, {end_descendants(Process())} processes"
-        )
+        ended = end_descendants(Process())
+        _say(f"stopped by {name}: the run, its engines, Ray and trainers, {ended} processes")
         return 128 + stopped.number
     finally:
         end_descendants(Process())

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from r3channel.errors import ConfigError
+from r3channel.errors import ConfigError, nearest
 from r3channel.transport.select import TRANSPORTS
 
 ENV_PREFIX = "R3CHANNEL_"
@@ -292,7 +292,8 @@ def load_values(
     file: str | Path | None,
     environment: Mapping[str, str],
 ) -> dict[str, tuple[Any, str]]:
-    """name -> (value, origin) for every value that is set somewhere; later origins win."""
+    """name -> (value, origin) for every value that is set somewhere; later origins win. A variable of either class may be set."""
+    _refuse_unknown(environment)
     kinds = {f.name: type(f.default) for f in fields(cls)}
     merged: dict[str, tuple[Any, str]] = {}
     if file:
@@ -310,6 +311,15 @@ def load_values(
         if value is not None:
             merged[name] = (_convert(name, value, kinds[name]), "flag")
     return merged
+
+
+def _refuse_unknown(environment: Mapping[str, str]) -> None:
+    """A mistyped variable would otherwise leave a default in place, and nobody would know."""
+    known = {f.name.upper() for cls in (ChannelConfig, EngineConfig) for f in fields(cls)}
+    names = {key.removeprefix(ENV_PREFIX) for key in environment if key.startswith(ENV_PREFIX)}
+    said = [f"{ENV_PREFIX}{one} is no variable of r3channel{nearest(one, known)}" for one in names - known]
+    if said:
+        raise ConfigError(". ".join(sorted(said)))
 
 
 def _read_toml(file: str | Path) -> dict[str, Any]:

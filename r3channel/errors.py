@@ -8,7 +8,9 @@ of an engine, then those of another process, the network or the machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Self
+from typing import Self, TypeVar
+
+_T = TypeVar("_T")
 
 
 class R3Error(Exception):
@@ -426,6 +428,14 @@ def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
         if error is None:
             raise
         error.add_note(f"r3channel, while closing: {type(found).__name__}: {found}")
+
+
+def expected(value: object, kind: type[_T]) -> _T:
+    """The value. Raises ConfigError where it is of another type: at the call, and not by what breaks later."""
+    if not isinstance(value, kind):
+        made = f". Make one of text with {kind.__name__}.parse(text)" if hasattr(kind, "parse") else ""
+        raise ConfigError(f"{value!r} is a {type(value).__name__}, expected {kind.__name__}{made}")
+    return value
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -23,7 +23,7 @@ _POINTS = 400
 
 def summarise(
     *, args: Any, spec: RoutingSpec, manager: dict[str, Any], trainers: list[dict[str, Any]], steps: list[dict[str, Any]],
-    total: Comparison, reports: list[Any], wall_s: float, spans: dict[str, list[Span]], begin_s: float,
+    total: Comparison, reports: list[Any], wall_s: float, spans: dict[str, list[Span]], begin_s: float, faults: list[str],
 ) -> dict[str, Any]:  # fmt: skip
     """The JSON object of the run; of its spans those that began at `begin_s` or later count."""
     slowest = min(trainers, key=lambda trainer: trainer["coverage"])
@@ -42,6 +42,7 @@ def summarise(
             name: part["coverage"] for name, part in _processes(manager, trainers).items()
         },
         "samples_lost": manager["lost"],
+        "faults": faults,
         "samples_by_outcome": manager.get("outcomes", {}),
         "rejected_by_reason": {why: count for why, count in manager.get("rejected", {}).items() if count},
         "default_bytes_per_token": 4 * spec.num_layers * spec.top_k,
@@ -109,6 +110,7 @@ def table(result: dict[str, Any], trainers: list[dict[str, Any]]) -> str:
         f"|log-prob engine - {result['trainer_dtype']} trainer|, same batch, same weights: replay on "
         f"{diff['replay_on']:.5f}, replay off {diff['replay_off']:.5f}",
     ]
+    lines += result["faults"]
     if result["routing_mismatch"]:
         pairs, different = Counter[int](), Counter[int]()
         for audit in result["routing_mismatch"]:  # of all ranks

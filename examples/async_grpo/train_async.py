@@ -33,6 +33,7 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.observe.trace import read, spans_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.tools.report_page import write_page
+from r3channel.tools.top import Between, Look, faults_of, urls_of
 from r3channel.transport.auth import obtain_token
 
 GENERATE_TIMEOUT_S = 300.0
@@ -115,7 +116,7 @@ def _train(args: argparse.Namespace, cluster: Cluster, begin: float) -> tuple[di
         compared, mismatch = _audit(args, cluster, step, total)
         steps[-1]["routing_mismatch"], cluster.done = mismatch, step + 1
         ids = f", {compared[0]:,} ids compared, {compared[1]} different" if args.delivery == "inband" else ""
-        say(f"step {step}: loss {_mean(steps[-1]['loss']):+.4f}{ids}")
+        say(f"step {step}: loss {np.mean(steps[-1]['loss'] or 0.0):+.4f}{ids}")
         if step + 1 < args.steps:  # no weights change in the middle of a generation
             prefetch(args, cluster, step + 1, coming)
         update_weights(cluster, step + 1, reports)
@@ -126,6 +127,7 @@ def _train(args: argparse.Namespace, cluster: Cluster, begin: float) -> tuple[di
     result = summary.summarise(
         args=args, spec=cluster.spec, manager=manager, trainers=trainers, steps=steps, total=total, reports=reports,
         wall_s=time.monotonic() - begin, spans=spans_of(read(Path(args.r3_trace))[0]), begin_s=begin_s,
+        faults=_page_faults(args),
     )  # fmt: skip
     if args.dump:
         dump(Path(args.dump), total)
@@ -363,6 +365,12 @@ def _engine_pages(args: argparse.Namespace) -> dict[str, str]:
     return {f"engine{number}": f"http://{target}/metrics" for number, target in enumerate(found)}
 
 
+def _page_faults(args: argparse.Namespace) -> list[str]:
+    """What the pages of all processes show at the run's end, in the words of `r3channel top`."""
+    urls = urls_of(args.r3_metrics_dir) if args.use_r3_channel else []
+    return [*faults_of(Between(Look(url, 0.0, []), Look.at(url, timeout_s=10.0)) for url in urls)]
+
+
 def _close(cluster: Cluster) -> None:
     cluster.all("close")
     fetch(cluster.manager.close.remote(), timeout_s=STEP_TIMEOUT_S)
@@ -374,10 +382,6 @@ def _kill(actors: list[Any]) -> None:
     for actor in actors:
         with contextlib.suppress(Exception):  # already gone
             ray.kill(actor)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / max(len(values), 1)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def environment(
     `codec` is its option. Idempotent: applying it to its own result changes nothing.
     """
     env = dict(os.environ if base is None else base)
-    env.update(R3CHANNEL_EMBEDDED="1", SGLANG_USE_CPU_ENGINE="1")
+    env.update(R3DEMO_EMBEDDED="1", SGLANG_USE_CPU_ENGINE="1")
     env["PYTHONPATH"] = _joined_path(str(_SHIMS), str(_PACKAGE_PARENT), env.get("PYTHONPATH", ""))
     env["R3CHANNEL_ENGINE"] = "1" if r3channel else "0"
     if codec is not None:
@@ -117,7 +117,7 @@ class EngineOptions:
         if self.tp > 1:
             env["SGLANG_CPU_OMP_THREADS_BIND"] = _cores_of_ranks(self.tp)
         env.update(self.env)
-        env["R3CHANNEL_PARENT_PID"] = str(os.getpid())
+        env["R3DEMO_PARENT_PID"] = str(os.getpid())
         env["PYTHONSAFEPATH"] = "1"  # a file in the working directory must not shadow a package
         return env
 

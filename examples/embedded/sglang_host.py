@@ -1,9 +1,10 @@
 """SGLang plug-in of the embedded mode: what the host side of SGLang 0.5.23 needs changed on a machine without a GPU.
 
-Does nothing unless R3CHANNEL_EMBEDDED=1. Names relied on: `mem_cache.pool_host.common.ALLOC_MEMORY_FUNCS` (in 0.5.15.post1
+Does nothing unless R3DEMO_EMBEDDED=1. Names relied on: `mem_cache.pool_host.common.ALLOC_MEMORY_FUNCS` (in 0.5.15.post1
 `state_capturer.base.BaseHostCache`, which allocates by itself there),
 `entrypoints.engine._set_envs_and_config` (which ends by choosing the start method of the server's processes),
-`entrypoints.http_server._freeze_gc_after_server_warmup`, `managers.scheduler.Scheduler` (what its loop calls while paused,
+`entrypoints.http_server._freeze_gc_after_server_warmup`, `managers.load_snapshot.shm_path_for`,
+`managers.scheduler.Scheduler` (what its loop calls while paused,
 and `maybe_sleep_on_idle`),
 `layers.attention.torch_native_backend.TorchNativeAttnBackend`.
 """
@@ -21,14 +22,18 @@ _NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBacke
 
 def register() -> None:
     """Entry point `r3channel_embedded` of group `sglang.srt.plugins`, declared in shims/; called once in each SGLang process."""
-    if os.environ.get("R3CHANNEL_EMBEDDED") != "1":
+    if os.environ.get("R3DEMO_EMBEDDED") != "1":
         return
     # Imported here: `make gpu` has the shims on its path too, and SGLang opens this module with the embedded mode off.
+    from sglang.srt.managers import load_snapshot
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.state_capturer import base
 
     from examples.embedded import sglang_chains
 
+    # Named by the engine's first process, as SGLang's other shared memory is: whoever kills the engine can unlink it.
+    engine = os.environ.setdefault("R3DEMO_ENGINE_PID", str(os.getpid()))
+    load_snapshot.shm_path_for = lambda name: f"/dev/shm/sgl_shm_loads_{engine}_{name}"
     if hasattr(base, "ALLOC_MEMORY_FUNCS"):
         # The entry is replaced and not the dict: state_capturer/base.py holds a reference to mem_cache's dict.
         base.ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
@@ -78,7 +83,7 @@ def _fork_workers(result: Any, *_: Any, **__: Any) -> None:
 
     Without a GPU there is no device state that a fork would break, and the launcher has computed nothing yet.
     """
-    if os.environ.get("R3CHANNEL_EMBEDDED_SPAWN") != "1":
+    if os.environ.get("R3DEMO_EMBEDDED_SPAWN") != "1":
         multiprocessing.set_start_method("fork", force=True)
 
 

@@ -1,6 +1,6 @@
 """What the engine's child process runs: SGLang's own server, ended when the process that started it is gone.
 
-R3CHANNEL_PARENT_PID=... python -m examples.embedded.sglang_main --model-path ...   (arguments are SGLang's)
+R3DEMO_PARENT_PID=... python -m examples.embedded.sglang_main --model-path ...   (arguments are SGLang's)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def follow_parent(parent_pid: int) -> None:
 
 
 def main() -> None:
-    parent_pid = os.environ.get("R3CHANNEL_PARENT_PID")
+    parent_pid = os.environ.get("R3DEMO_PARENT_PID")
     if parent_pid:
         threading.Thread(target=follow_parent, args=(int(parent_pid),), daemon=True).start()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

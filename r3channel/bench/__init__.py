@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,23 +25,23 @@ OF_CLONE = ("capture", "e2e", "weights", "replay")
 
 def parts_of(name: str) -> Mapping[str, Callable[..., dict[str, Any]]]:
     """What a benchmark measures, by name of the part. The module is imported here; `replay` shares that of `e2e`."""
-    if name == "replay":
-        return importlib.import_module("r3channel.bench.e2e").REPLAY
-    return importlib.import_module(f"r3channel.bench.{name}").PARTS
+    module, table = ("e2e", "REPLAY") if name == "replay" else (name, "PARTS")
+    return getattr(importlib.import_module(f"r3channel.bench.{module}"), table)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the benchmark named first, with the options behind it."""
+    """Run the benchmark named first, with the options behind it. Without torch its help has all but its parts."""
     if not argv or argv[0] in ("-h", "--help"):
         print("  r3channel bench wire --quick\n\nusage: r3channel bench NAME [options]\n")
         print("\n".join(f"  {name:10s} {text}" for name, text in BENCHES.items()))
         return 0
     if argv[0] not in BENCHES:
         raise ConfigError(f"benchmark {argv[0]!r}, expected one of {', '.join(BENCHES)}")
-    if argv[0] in OF_CLONE and not (Path(__file__).parents[2] / "examples" / "embedded").is_dir():
+    bare = argv[-1] in ("-h", "--help") and not all(map(importlib.util.find_spec, ("ray", "torch")))
+    if argv[0] in OF_CLONE and not (bare or Path(__file__).parents[2].joinpath("examples/embedded").is_dir()):
         raise ConfigError(
             f"bench {argv[0]} starts real engines or trainers with examples/embedded, which is part of the repository and not of "
             "the wheel; clone the repository, type `make setup`, and run the benchmark there"
         )
     harness = importlib.import_module("r3channel.bench.harness")
-    return harness.run(argv, parts_of(argv[0]), about=BENCHES[argv[0]])
+    return harness.run(argv, {} if bare else parts_of(argv[0]), about=BENCHES[argv[0]])

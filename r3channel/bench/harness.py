@@ -48,7 +48,7 @@ def run(argv: Sequence[str], parts: Parts, *, about: str) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.add_argument("--quick", action="store_true", help="little data, few rounds: the result's shape")
     parser.add_argument("--rounds", type=at_least_one, help="interleaved rounds of each part")
-    parser.add_argument("--only", choices=sorted(parts), action="append", help="repeatable; default: all")
+    parser.add_argument("--only", choices=sorted(parts) or None, action="append", help="repeatable")
     options = parser.parse_args(argv[1:])
     load_before = os.getloadavg()[0]
     result: dict[str, Any] = {}

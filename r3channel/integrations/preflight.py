@@ -25,6 +25,8 @@ from r3channel.transport.network import local_address
 
 log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
+NEXT = "\n  "
+"""Stands between the faults of one error."""
 _LAST_PORT = 65535
 MEMINFO = Path("/proc/meminfo")
 
@@ -33,7 +35,7 @@ def refuse(faults: Iterable[str]) -> None:
     """Raises ConfigError with every fault, one a line."""
     found = [fault for fault in faults if fault]
     if found:
-        raise ConfigError("\n  ".join(found))
+        raise ConfigError(NEXT.join(found))
 
 
 def of_channel(config: ChannelConfig, *, ranks: int) -> Iterator[str]:
@@ -42,9 +44,9 @@ def of_channel(config: ChannelConfig, *, ranks: int) -> Iterator[str]:
     pages = {"the relay": 0} | {f"trainer rank {rank}": 1 + rank for rank in range(ranks)}
     for whose, offset in pages.items() if config.metrics_port > 0 else ():
         at = config.metrics_port + offset
-        yield port(f"{_named('metrics_port')}, of {whose}", at, host=host)
+        yield port(f"{_named('metrics_port')}, of {whose}: port ", at, host=host)
     if config.ingest_port:
-        yield port(_named("ingest_port"), config.ingest_port, host=host)
+        yield port(f"{_named('ingest_port')}: port ", config.ingest_port, host=host)
     for name in ("journal", "metrics_dir", "trace"):
         yield folder(_named(name), getattr(config, name))
     if config.token_file and not Path(config.token_file).is_file():
@@ -59,15 +61,15 @@ def _named(field: str) -> str:
     return f"--r3-{field.replace('_', '-')} ({ENV_PREFIX}{field.upper()})"
 
 
-def port(option: str, number: int, *, host: str) -> str:
-    """A fault if the port cannot be bound now; 0 asks for any port."""
+def port(before: str, number: int, *, host: str) -> str:
+    """A fault if the port cannot be bound now, with the option that stands before its number; 0 asks for any port."""
     try:
         if number > _LAST_PORT:  # the C library would count on from 0
             raise OverflowError(f"expected at most {_LAST_PORT}")
         family, *_, address = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0]
         socket.create_server(address, family=family).close()
     except (OSError, OverflowError) as error:
-        wrong = f"{option}: port {number} cannot be bound on {host} ({error})"
+        wrong = f"{before}{number} cannot be bound on {host} ({error})"
         return f"{wrong}; stop what listens there (ss -ltnp), or give another port: 0 takes a free one"
     return ""
 
@@ -120,9 +122,8 @@ def layout(option: str, given: TrainerLayout, model: Mapping[str, Any]) -> str:
 def check_ports(context: CheckContext) -> Iterator[Check]:
     """Whether each port can be bound on loopback now, and, but for an engine, any port at all."""
     for number in context.ports if context.role == "engine" else (0, *context.ports):
-        name = f"port {number}" if number else "a free port"
-        fault = port(name, number, host=LOOPBACK)
-        yield Check(name=name, ok=not fault, found=fault or f"free on {LOOPBACK}")
+        fault = port("", number, host=LOOPBACK)
+        yield Check(name="port", ok=not fault, found=fault or f"{number or 'any'} is free on {LOOPBACK}")
 
 
 def check_memory(context: CheckContext, *, meminfo: Path = MEMINFO) -> Iterator[Check]:

@@ -30,7 +30,7 @@ class Check:
 
     def line(self) -> str:
         text = f"{'ok' if self.ok else 'FAIL':4}  {self.name:22} {self.found}"
-        return text if self.ok else f"{text}; {self.remedy}"
+        return text if self.ok or not self.remedy else f"{text}; {self.remedy}"
 
 
 def has_gpu() -> bool:

@@ -32,6 +32,7 @@ from r3channel.errors import (
     StepError,
     UsageError,
     close_after,
+    expected,
 )
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.metrics import Metrics
@@ -76,17 +77,17 @@ class Relay(Intake):
         metrics: Metrics | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        config = config or ChannelConfig()
-        self.layout, config = layout, replace(config, interface=local_address(config.interface, others=False))
+        config = expected(config or ChannelConfig(), ChannelConfig)
+        config = replace(config, interface=local_address(config.interface, others=False))
         # In no thread: a fork would inherit numba's lock, and a process that ends while LLVM works is aborted.
-        warm(spec)
+        warm(expected(spec, RoutingSpec))
+        self.layout = expected(layout, TrainerLayout)
         if recorder is not None:
             recorder.open(spec, layout)
         clock = clock or StageClock("relay")
         clock.keep(config.trace, "relay")
         metrics = metrics or Metrics.of("relay", config, clock=clock)
-        self.run = uuid.uuid4().hex[:12]
-        self._warned = False
+        self.run, self._warned = uuid.uuid4().hex[:12], False
         self._door: IngestServer | None = None
         with ExitStack() as undo:  # a constructor that fails leaves no folder, port or thread behind
             undo.callback(metrics.close)
@@ -115,12 +116,10 @@ class Relay(Intake):
             raise UsageError("a relay without journal leaves nothing to recover: its memory went with it")
         relay = cls(spec, layout, config, **options)
         try:
-            assert relay._journal is not None
+            own = relay._journal
+            assert own is not None
             found, relay.steps.acked_before = take_over(
-                Path(config.journal),
-                but=relay._journal.folder,
-                keep=relay.restore,
-                keep_step=relay._journal.sealed_before,
+                Path(config.journal), but=own.folder, keep=relay.restore, keep_step=own.sealed_before
             )
             return relay, found
         except BaseException:
@@ -207,7 +206,8 @@ class Relay(Intake):
     def _seal(self, step: int, assignment: Assignment, before: Ticket | None = None) -> Ticket:
         """`before`: the ticket of the relay that sealed it first."""
         self._check_open()
-        check_cut(assignment, self.spec, self.layout)  # before anything waits or is taken
+        # before anything waits or is taken
+        check_cut(expected(assignment, Assignment), self.spec, self.layout)
         names, entries = assignment.sample_ids, self.entries
         with self.steps.sealing(step) as seal:
             self.await_frames(names, step=step, timeout_s=self.config.frame_timeout_s)

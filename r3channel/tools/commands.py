@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import NamedTuple, NoReturn
 
+from r3channel.errors import nearest
+
 
 class Command(NamedTuple):
     module: str
@@ -52,7 +54,7 @@ COMMANDS = {
         ("top report", "top http://10.0.0.5:9100/metrics http://10.0.0.5:9101/metrics", "top targets --once"),
     ),
     "slime": Command(
-        "r3channel.integrations.slime.launch",
+        _TOOLS + "slime",
         "slime's own script with the channel in it",
         ("slime train_async.py $ARGUMENTS --use-r3-channel --r3-delivery direct",),
     ),
@@ -118,7 +120,9 @@ class Parser(argparse.ArgumentParser):
         return "\n".join([*lines, "", super().format_help()]) if lines else super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        """Print the error without the usage, which fills a screen for some commands."""
+        """Print the error without the usage, which fills a screen for some commands, and what a mistyped option is near to."""
+        for word in message.partition("unrecognized arguments: ")[2].split():
+            message += nearest(word.partition("=")[0], self._option_string_actions) * word.startswith("--")
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help tells the options\n")
 
 

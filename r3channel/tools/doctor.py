@@ -38,6 +38,7 @@ CHECKS = (
     Listed(("trainer", "all"), "r3channel.trainer.adapters", "check_adapters"),
     Listed((_ENGINES,), "r3channel.engine.probe", "check_engines"),
     Listed((_SLIME,), "r3channel.integrations.slime.api_check", "check_checkout"),
+    Listed((_SLIME,), "r3channel.tools.slime", "check_arguments"),
 )
 """In the order of the lines: the cheap ones first."""
 

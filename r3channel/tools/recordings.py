@@ -86,8 +86,6 @@ def _parser(command: str) -> argparse.ArgumentParser:
 
 
 def _record_options(parser: commands.Parser) -> commands.Parser:
-    from r3channel.relay.ray_host import NAME
-
     parser.add_argument(
         "record", nargs="?", metavar="REC", help="a folder on the relay's node; new, or of this run"
     )
@@ -97,7 +95,7 @@ def _record_options(parser: commands.Parser) -> commands.Parser:
         "--actor",
         action="append",
         metavar="NAME",
-        help=f"Ray actor that holds a relay (default: {NAME}); repeatable",
+        help="Ray actor that holds a relay; repeatable. Default: the name that `RayRelay` gives it",
     )
     parser.add_argument("--address", default="auto", help="of the running Ray")
     return parser

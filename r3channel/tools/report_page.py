@@ -177,21 +177,23 @@ def page(result: Mapping[str, Any], spans: Mapping[str, Sequence[Span]]) -> str:
 
 
 def verdict_of(result: Mapping[str, Any]) -> tuple[bool | None, str]:
-    """Whether the run was well (None: it compared no ids), in a sentence; what trainers waited for, and which stage of a row's
-    way took longest."""
+    """Whether the run was well (None: it compared no ids), in a sentence, its pages' faults first; what trainers waited for, and
+    a row's longest stage."""
     (process, stage), seconds = _longest(result, _WAY)
     (_, wait), _ = _longest(result, ROUTING_WAITS)
     time = (
-        f"{result['hidden_fraction']:.0%} of the relay's work was hidden; the slowest trainer waited "
-        f"{result['wait_fraction']:.1%} of its time for routing, longest in {wait}; the longest stage of a row's way was "
-        f"{stage} at {process} ({seconds:.1f} s)."
+        f"{result['hidden_fraction']:.0%} of the relay's work was hidden. The slowest trainer waited "
+        f"{result['wait_fraction']:.1%} of its time for routing, longest in {wait}. Of all that moves or judges a row, {stage} "
+        f"at {process} took longest: {seconds:.1f} s."
     )
     if "ids_compared" not in result:
         return None, time
     different = result["ids_different"] + result["digests_different"]
     if different or not result["ids_compared"]:
         return False, f"{different:,} of {result['ids_compared']:,} ids and digests differ. {time}"
-    return True, f"All {result['ids_compared']:,} ids at the routers are those that the engines chose. {time}"
+    well = f"All {result['ids_compared']:,} ids at the routers are those that the engines chose. {time}"
+    faults = result.get("faults", [])
+    return not faults, "; ".join([*faults, well])
 
 
 def _longest(result: Mapping[str, Any], stages: Sequence[str]) -> tuple[tuple[str, str], float]:

@@ -1,7 +1,7 @@
 """`r3channel top`: a running channel on one screen: samples, processes, stages, faults.
 
-Three parts: a process's /metrics page read back, what grew between two looks at it, and the screen that is drawn of them. To
-draw needs rich (extra `metrics`), which is imported then.
+Three parts: a process's /metrics page read back, what grew between two looks at it, and the screen that is drawn of them. What is
+a fault says faults.toml. To draw needs rich (extra `metrics`), which is imported then.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from r3channel.errors import ConfigError
 from r3channel.observe.metric_table import LABELS
 from r3channel.observe.stage_clock import STAGES
 from r3channel.tools import commands
+from r3channel.tools.faults import FAULTS, Series
 from r3channel.tools.report_page import ROUTING_WAITS
 from r3channel.transport.http import urlopen
 
@@ -35,31 +36,13 @@ _SAMPLES, _BYTES, _STAGE = "r3channel_samples_total", "r3channel_bytes_total", "
 _ROLES = ("relay", "trainer", "engine")
 _MOST = 8
 """Lines per role at most: the processes that wait longest for routing."""
-_FAULTS: tuple[tuple[str, dict[str, str], str], ...] = (
-    ("r3channel_rejected_total", {}, "replies, frames or steps refused"),
-    (_SAMPLES, {"outcome": "live"}, "samples left to the live router"),
-    (_SAMPLES, {"outcome": "expired"}, "samples that no step took in time"),
-    ("r3channel_digests_different_total", {}, "digests of rows at routers that are not the engines'"),
-    ("r3channel_group_resets_total", {}, "connections given up"),
-    ("r3channel_fallback_shards_total", {}, "shards over the fallback transport"),
-    ("r3channel_weight_updates_total", {"result": "failed"}, "weight updates failed"),
-    ("r3channel_weight_updates_total", {"result": "unknown"}, "weight updates that may have been committed"),
-    ("r3channel_engine_frames_total", {"way": "given_up"}, "frames given up"),
-    ("r3channel_recording_lost_steps", {}, "steps that a recording could not keep"),
-    ("r3channel_engines_silent", {}, "engines without hello"),
-)
-"""Metric, labels, what a value above 0 means."""
-_MUST_BE_1 = {
-    "r3channel_background_thread_alive": "its thread has ended",
-    "r3channel_engine_greeted": "no relay has taken its hello",
-}
 
 
 def run(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
     from rich.console import Console
     from rich.live import Live
 
-    options = _parser().parse_args(argv)
     console = Console(highlight=False)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         watch = _Watch(options.targets, pool)
@@ -110,7 +93,7 @@ def _listed(url: str) -> list[str]:
     try:
         with urlopen(url, timeout_s=_TIMEOUT_S) as page:
             return _pages(json.loads(page.read()))
-    except OSError:
+    except (OSError, ValueError):  # ValueError: what answers there is no relay
         return [url]
 
 
@@ -143,15 +126,6 @@ class _Watch:
 
 
 # -- a page -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One line of a page."""
-
-    name: str
-    labels: dict[str, str]
-    value: float
 
 
 def read_page(url: str, *, timeout_s: float) -> list[Series]:
@@ -248,15 +222,11 @@ def faults_of(processes: Iterable[Between]) -> Iterator[str]:
     for one in processes:
         if one.now.fault:
             yield f"{one.now.place} does not answer: {one.now.fault}"
-        for name, labels, meaning in _FAULTS:
-            for series in one.now.found(name, **labels):
-                if series.value:
-                    new = one.grew(name, **series.labels)
-                    why = f", reason {series.labels['reason']}" if "reason" in series.labels else ""
-                    yield f"{one.now.role} {one.now.place}: {series.value:,.0f} {meaning}{why} ({new:+,.0f})"
-        for name, meaning in _MUST_BE_1.items():
-            if any(series.value != 1 for series in one.now.found(name)):
-                yield f"{one.now.role} {one.now.place}: {meaning}"
+        for fault in FAULTS:
+            for series in fault.shown(one.now.page):
+                new = one.grew(fault.series, **series.labels)
+                told = f"{fault.says}. {fault.do}".format(value=series.value, new=new, **series.labels)
+                yield f"{one.now.role} {one.now.place}: {told}"
 
 
 def _title(processes: Sequence[Between]) -> Text:

@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass
 
 from r3channel.errors import ConfigError
 from r3channel.tools import commands
-from r3channel.weights.sglang import EngineClient
-from r3channel.weights.store import HeldWeights
 
 _SHOWN = 20
 
@@ -40,6 +38,9 @@ class Difference:
 def run(argv: Sequence[str]) -> int:
     """The command; see the module."""
     options = _parser().parse_args(argv)
+    from r3channel.weights.sglang import EngineClient
+    from r3channel.weights.store import HeldWeights
+
     clients = [EngineClient(url) for url in options.engine]
     held = None if options.manifest is None else HeldWeights.read(options.manifest)
     limit = {"timeout_s": options.timeout_s}

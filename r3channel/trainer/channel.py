@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import UsageError, close_after
+from r3channel.errors import UsageError, close_after, expected
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import ROUTING_WAITS, StageClock
 from r3channel.plan.layout import TrainerLayout
@@ -78,7 +78,7 @@ class TrainerChannel:
         that is not the framework's.
         Whatever is raised, nothing stays attached.
         """
-        config = config or ChannelConfig()
+        config, layout = expected(config or ChannelConfig(), ChannelConfig), expected(layout, TrainerLayout)
         spec = adapter.spec_from_config(chunks)
         driver = ReplayDriver.attach(chunks, spec=spec, layout=layout, adapter=adapter)
         device = next(chunks[0].parameters()).device

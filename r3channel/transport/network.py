@@ -118,31 +118,29 @@ def check_network(context: CheckContext) -> Iterator[Check]:
         found = interfaces()
     except ModuleNotFoundError:
         found = []
-        yield Check(
-            name="network",
-            ok=True,
-            found="interfaces are not listed: psutil is not installed (extra `metrics`)",
-        )
+        text = "interfaces are not listed: psutil is not installed (extra `metrics`)"
+        yield Check(name="network", ok=True, found=text)
     for interface in found:
         yield Check(name=f"network {interface.name}", ok=True, found=_describe(interface))
-    yield check_interface(context.config.interface, found, nodes=context.nodes)
+    relay = context.role in ("relay", "all")
+    yield check_interface(context.config.interface, found, nodes=context.nodes, relay=relay)
     yield check_nccl(context.environment)
 
 
-def check_interface(address: str, found: Sequence[Interface], *, nodes: int) -> Check:
-    """Which interface a relay binds and gloo uses, and whether other machines can reach it. `nodes`: machines of the run."""
+def check_interface(address: str, found: Sequence[Interface], *, nodes: int, relay: bool = False) -> Check:
+    """Which interface a relay binds and gloo uses, and whether other machines can reach it. `nodes`: machines of the run;
+    `relay`: it is to be here, and then the address has to be."""
     try:
         local = local_address(address)
     except ConfigError as error:
         return Check(name="interface", ok=False, found=str(error), remedy=_REMEDY)
     over = next((interface for interface in found if local in interface.addresses), None)
     where = f"{over.name} ({local})" if over is not None else str(local)
-    if nodes > 1 and ipaddress.ip_address(local).is_loopback:
+    ok, said = True, where if local == address else f"{where}, the route to {address}"
+    if nodes > 1 and ipaddress.ip_address(route_to(local) or local).is_loopback:
         ok, said = False, f"{where}, which only this machine reaches; {nodes} nodes are configured"
-    elif local != address:
-        ok, said = True, f"{where}, the route to {address}"
-    else:
-        ok, said = True, where
+    elif relay and local_address(address, others=False) != local:
+        ok, said = False, f"{address} is no address of this machine, and a relay binds it"
     return Check(name="interface", ok=ok, found=said, remedy=_REMEDY)
 
 

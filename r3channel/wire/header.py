@@ -150,7 +150,9 @@ def check_fields(header: Header, *, spec: RoutingSpec, max_rows: int, where: str
     _check_spec(header, spec=spec, where=where)
     _check_reserved(header, where=where)
     if header.rows > max_rows:
-        raise errors.RowCountMismatch(f"{where}: {header.rows} rows, expected at most {max_rows}")
+        raise errors.RowCountMismatch(
+            f"{where}: {header.rows} rows, expected at most {max_rows}. Is the prompt in `tokens`, before the response?"
+        )
     bounds = (
         header.first_row <= MAX_ROWS,
         header.raw_bytes == header.rows * spec.bytes_per_token,
@@ -185,9 +187,7 @@ def _check_spec(header: Header, *, spec: RoutingSpec, where: str) -> None:
         (header.spec_digest, spec.digest, "spec digest"),
     ):
         if seen != expected:
-            raise errors.SpecMismatch(
-                f"{where}: {what} {seen}, expected {expected}. A frame of another model?"
-            )
+            raise errors.SpecMismatch(f"{where}: {what} {seen}, expected {expected}. Another model's frame?")
 
 
 def _counts_fit(header: Header, *, spec: RoutingSpec) -> bool:

@@ -17,7 +17,7 @@ from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.replay import ReplayDriver, ReplayStep
 from tests.delivery import receivers_of, relays
 from tests.samples import SPEC, reply_for
-from tests.unit.test_replay_step import Handle, Router
+from tests.unit.test_replay_step import Router, handle
 
 TOKENS = 9
 ROW_BYTES = len(SPEC.moe_layers) * SPEC.top_k
@@ -27,7 +27,7 @@ ROW_BYTES = len(SPEC.moe_layers) * SPEC.top_k
 def attached(**options: object) -> Iterator[tuple[Relay, TrainerChannel, list[Router]]]:
     routers = [Router(SPEC.num_experts, SPEC.top_k) for _ in SPEC.moe_layers]
     chunk = torch.nn.ModuleList(routers)
-    handles = {layer: Handle(router, layer) for layer, router in zip(SPEC.moe_layers, routers, strict=True)}
+    handles = {layer: handle(router, layer) for layer, router in zip(SPEC.moe_layers, routers, strict=True)}
     with relays() as make:
         relay = make(**options)
         (receiver,) = receivers_of(relay)

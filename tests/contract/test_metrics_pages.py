@@ -228,7 +228,8 @@ def look_at_the_top(targets: Path, relay: Relay, capsys: pytest.CaptureFixture[s
     said = [" ".join(words) for words in lines]
     assert status == 1 and said[0] == "r3channel seven - 4 page(s), 1 down"
     assert "127.0.0.1:9 does not answer" in said[1] and "refused" in said[1]
-    assert said[-1] == f"relay {place('relay')}: 1 replies, frames or steps refused, reason rows (+0)"
+    refused = "1 (+0) replies, frames or steps refused, reason rows. r3channel errors rows"
+    assert " ".join(said[-2:]) == f"relay {place('relay')}: {refused}"
     (targets / "killed.json").unlink()
 
 
@@ -277,7 +278,7 @@ def test_a_stage_that_is_slow_is_found_in_its_own_time(
 
 def diagnosis(stage: str, role: str) -> str:
     where = role.replace("trainer", "trainer0")
-    return f"longest in {stage}" if stage in WAITS else f"way was {stage} at {where} ("
+    return f"longest in {stage}" if stage in WAITS else f"row, {stage} at {where} took longest: "
 
 
 def verdict_since(begin_s: float, relay: Relay, receiver: Receiver) -> str:

@@ -103,6 +103,12 @@ def test_a_step_whose_plan_is_refused_leaves_nothing_behind(make_relay: MakeRela
     add(relay, "a", "b")
     with pytest.raises(errors.ConfigError):
         relay.seal(0, each("a", "b"))  # of one DP rank
+    with pytest.raises(errors.ConfigError, match=r"\['a'\] is a list, expected Assignment"):
+        relay.seal(0, ["a"])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        errors.ConfigError, match=r"'dp=2' is a str, expected TrainerLayout. .*TrainerLayout.parse\(text\)"
+    ):
+        Relay(SPEC, "dp=2")  # pyright: ignore[reportArgumentType]
     check_untouched(relay, "a", "b")
 
 

@@ -44,7 +44,7 @@ def test_the_environment_of_a_child_is_a_fixed_point() -> None:
 
 def test_shims_act_in_embedded_children_only() -> None:
     assert python(HOOKED, environment()).strip() == "1"
-    assert python(HOOKED, {**environment(), "R3CHANNEL_EMBEDDED": "0"}).strip() == "0"
+    assert python(HOOKED, {**environment(), "R3DEMO_EMBEDDED": "0"}).strip() == "0"
 
 
 def test_another_sitecustomize_still_runs_and_a_copy_of_the_shims_declares_once(tmp_path: Path) -> None:

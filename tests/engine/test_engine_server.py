@@ -176,5 +176,7 @@ def test_rows_of_mixed_passes_are_exact_and_of_unknown_kind(model_dir: Path, tmp
 
 @pytest.mark.full
 def test_the_plugin_loads_in_spawned_processes_as_on_a_machine_with_a_gpu(model_dir: Path) -> None:
-    with serving(model_dir, env={"R3CHANNEL_EMBEDDED_SPAWN": "1"}) as server:
+    with serving(model_dir, env={"R3DEMO_EMBEDDED_SPAWN": "1"}) as server:
         assert frame_of(generate(server.url, [5, 6], new_tokens=1)).rows == 2
+        shared = [*Path("/dev/shm").glob(f"sgl*_{server.pid}_*")]
+    assert shared and not any(path.exists() for path in shared)

@@ -34,7 +34,7 @@ def tapped(model: Path, folder: Path, **options: Any) -> Iterator[EngineServer]:
         "SGLANG_TEST_RETRACT": "1",
         "SGLANG_TEST_RETRACT_INTERVAL": "7",  # so that some tokens are decoded in between
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.engine.tapped",
-        "R3CHANNEL_TEST_TAP": str(folder),
+        "R3TEST_TAP": str(folder),
         **options.pop("env", {}),
     }
     with serving(model, env=env, **options) as server:

@@ -14,6 +14,7 @@ import yaml
 
 from r3channel.observe.metric_table import LABELS, METRICS
 from r3channel.tools.dashboard import dashboard, text
+from r3channel.tools.faults import FAULTS
 
 FOLDER = Path(__file__).parents[2] / "dashboards"
 RULES: dict[str, dict[str, Any]] = {
@@ -118,6 +119,16 @@ def test_an_alert_asks_for_known_names_and_has_its_page_in_the_runbook(alert: st
         assert label == "job" or value in LABELS[label], f"{label}={value}"
     assert rule["annotations"]["runbook_url"] == f"dashboards/RUNBOOK.md#{alert.lower()}"
     assert f"\n## {alert}\n" in runbook
+
+
+def test_every_alert_is_a_row_of_the_table_of_faults_and_asks_for_its_series_and_limit() -> None:
+    assert {fault.alert for fault in FAULTS} - {""} == RULES.keys()
+    for fault in (fault for fault in FAULTS if fault.alert):
+        expr = RULES[fault.alert]["expr"]
+        assert fault.series in expr and fault.of in expr
+        assert all(f'{k}="{v}"' in expr or f'{k}!="' in expr for k, v in fault.labels.items())
+        limit = f"== {fault.most - 1:g}" if fault.least else f"> {fault.most:g}"
+        assert not fault.says or limit in expr, fault
 
 
 @needs_promtool

@@ -83,11 +83,6 @@ def test_a_file_that_cannot_be_used_is_named_with_the_value(tmp_path: Path, text
     assert str(file) in str(raised.value) and said in str(raised.value)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.toml"):
-        ChannelConfig.load(file=tmp_path / "none.toml", environment={})
-
-
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
@@ -98,6 +93,14 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_a_variable_of_another_kind_is_named(name: str, value: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=f"R3CHANNEL_{name}='{value}', expected {expected}"):
         ChannelConfig.load(environment={f"R3CHANNEL_{name}": value})
+
+
+def test_a_mistyped_variable_is_named_by_both_sides_and_no_other() -> None:
+    said = "R3CHANNEL_NOBODY is no variable of r3channel. R3CHANNEL_STORE_BYTS .* did you mean STORE_BYTES?"
+    for read in (ChannelConfig.load, EngineConfig.from_environment):
+        assert read(environment={"R3CHANNEL_ENGINE": "1", "R3CHANNEL_BUCKET_BYTES": "9999", "R3OTHER": "1"})
+        with pytest.raises(ConfigError, match=said):
+            read(environment={"R3CHANNEL_STORE_BYTS": "1", "R3CHANNEL_NOBODY": "1"})
 
 
 def test_a_switch_is_set_by_1_and_true_and_left_by_0_false_and_nothing() -> None:

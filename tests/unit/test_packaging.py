@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import pytest
 
 import r3channel
 from examples.embedded.sglang import environment
-from r3channel.bench import OF_CLONE
+from r3channel.bench import BENCHES, OF_CLONE
+from r3channel.tools.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 LOCK = ROOT / "examples" / "embedded" / "requirements.txt"
@@ -105,6 +107,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = set(archive.namelist())
+        entries = archive.read(f"r3channel-{r3channel.__version__}.dist-info/entry_points.txt").decode()
     ours = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "r3channel").rglob("*")
@@ -114,35 +117,10 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
     assert ours - packed == {"r3channel/r3channel.pth"} and "r3channel.pth" in packed
     assert {name for name in packed if not name.startswith("r3channel")} == set()
     assert [n for n in packed if re.search("embedded|demo|test", n)] == ["r3channel/pytest_plugin.py"]
-    with zipfile.ZipFile(wheel) as archive:
-        entries = archive.read(f"r3channel-{r3channel.__version__}.dist-info/entry_points.txt").decode()
     _, plugins = entries.split("[sglang.srt.plugins]\n")
     assert plugins == "r3channel = r3channel.engine.sglang_plugin:register\n"
     patches = {f"r3channel/patches/{path.name}" for path in (ROOT / "patches").iterdir()}
     assert patches and patches <= packed, "`r3channel patch` looks for them there"
-
-
-@pytest.mark.full
-def test_the_wheel_imports_elsewhere(wheel: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path)
-    modules = sorted(
-        path.relative_to(tmp_path).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
-        for path in (tmp_path / "r3channel").rglob("*.py")
-    )
-    # Upstreams that refuse to be imported without a GPU or a shim are the doctor's business.
-    in_slime = (".slime.detached", ".slime.rollout", ".slime.trainer", ".slime.weights")
-    heavy = (".sglang", ".megatron", *in_slime, ".miles.rollout", ".miles.trainer")
-    light = [name for name in modules if not name.endswith(heavy)]
-    program = (
-        f"import sys, importlib; sys.path.insert(0, {str(tmp_path)!r})\n"
-        f"for name in {light!r}:\n"
-        f"    module = importlib.import_module(name); assert module.__file__.startswith({str(tmp_path)!r}), name"
-    )
-    child = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=150
-    )
-    assert child.returncode == 0, child.stderr
 
 
 OUT_OF_PLACE = (
@@ -155,43 +133,65 @@ LACKING = {
     "install the build for this machine's accelerator: pip install ",
     **{f"bench {name} --quick": OUT_OF_PLACE.format(name) for name in OF_CLONE},
 }
-HELPED = ("--help", "bench --help", "bench wire --help", "doctor --help", "plan --help", "slime --help")
+HELPED = [*COMMANDS, *(f"bench {name}" for name in BENCHES), "weights verify", "patch check", "patch apply"]
+WITHOUT_TORCH = {
+    "relay": {"torch"},
+    "engine": {"torch", "sglang"},
+    "trainer": {"torch", "megatron-core", "Megatron names"},
+}
+
+
+@pytest.fixture(scope="module")
+def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The commands of a new environment with the wheel and what it requires: no extra, no torch, and no clone of ours."""
+    folder = tmp_path_factory.mktemp("fresh")
+    venv.create(folder)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for text in importlib.metadata.requires("r3channel") or []:
+        if "extra ==" not in text:  # installed here already: no network is asked
+            found = importlib.metadata.distribution(re.split(r"[^\w-]", text)[0])
+            for part in {file.parts[0] for file in found.files or ()} - {".."}:
+                (site / part).symlink_to(str(found.locate_file(part)))
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(folder / "bin/python"),
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+    ]
+    done = subprocess.run([*pip, str(wheel)], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    return folder / "bin"
+
+
+def type_in(commands: Path, line: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(commands / "r3channel"), *line.split()]
+    return subprocess.run(command, cwd=commands, env=env, capture_output=True, text=True, timeout=150)
 
 
 @pytest.mark.full
-def test_a_wheel_in_a_bare_environment_says_what_each_command_lacks(wheel: Path, tmp_path: Path) -> None:
-    """Only numpy, xxhash and lz4 beside it, as an installation without extras has them; and no clone of ours."""
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path)
-    bare = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "class Bare:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        f"        if name in {MISSING!r}: raise ModuleNotFoundError(f'No module named {{name!r}}', name=name)\n"
-        "sys.meta_path.insert(0, Bare())\n"
-        "from r3channel.cli import main\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-
-    def run(command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", bare, *command.split()],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=150,
-        )
-
+def test_the_wheel_alone_helps_with_every_command_and_says_what_each_lacks(commands: Path) -> None:
     for command, expected in LACKING.items():
-        done = run(command)
+        done = type_in(commands, command)
         (said,) = done.stderr.splitlines()
         assert done.returncode == 2 and said.startswith(f"r3channel: {expected}"), (command, said)
-    for command in ("plan --model qwen3-30b-a3b --layout dp=4 --tokens 1000000", *HELPED):
-        done = run(command)
+    for command in (
+        "plan --model qwen3-30b-a3b --layout dp=4 --tokens 1000000",
+        *(f"{name} --help" for name in HELPED),
+    ):
+        done = type_in(commands, command)
         assert done.returncode == 0 and done.stdout, (command, done.stderr)
 
 
-MISSING = (
-    "examples", "torch", "ray", "sglang", "megatron", "mbridge", "transformers", "numba", "orjson", "pybase64", "h11",
-    "zstandard", "prometheus_client", "matplotlib", "safetensors",
-)  # fmt: skip
+@pytest.mark.full
+def test_the_wheel_alone_has_a_doctor_who_names_what_a_role_lacks(commands: Path) -> None:
+    for role, lacking in WITHOUT_TORCH.items():
+        done = type_in(commands, f"doctor --role {role}")
+        faults = {line[6:28].strip() for line in done.stdout.splitlines() if line.startswith("FAIL")}
+        assert (done.returncode, faults) == (1, lacking), done.stdout + done.stderr
+        assert "pip install torch==" in done.stdout

@@ -51,12 +51,12 @@ def test_the_demo_says_all_that_is_wrong_at_once_and_starts_nothing(tmp_path: Pa
 
 
 def test_a_port_is_bound_in_earnest(taken: int) -> None:
-    assert preflight.port("--port", 0, host="127.0.0.1") == ""
+    assert preflight.port("--port: ", 0, host="127.0.0.1") == ""
     for number in (taken, 65_536):
-        said = preflight.port("--port", number, host="127.0.0.1")
+        said = preflight.port("--port: port ", number, host="127.0.0.1")
         assert said.startswith(f"--port: port {number} cannot be bound on 127.0.0.1")
         assert "0 takes a free one" in said
-    assert "nowhere.invalid" in preflight.port("--port", 0, host="nowhere.invalid")
+    assert "nowhere.invalid" in preflight.port("--port: ", 0, host="nowhere.invalid")
 
 
 def test_every_process_that_serves_a_page_needs_its_port(taken: int) -> None:

@@ -88,7 +88,7 @@ def result(own: dict[str, list[Span]], **changes: Any) -> dict[str, Any]:
         "logprobs": [[-0.1 * n, -0.1 * n - 0.01, -0.1 * n + 0.05] for n in range(40)],
         "rows_by_version": {"0": {"0": 1200}, "1": {"0": 1100, "1": 90}},
         "samples_by_outcome": {"received": 80.0, "delivered": 62.0, "rejected": 2.0, "duplicate": 0.0, "discarded": 16.0},
-        "rejected_by_reason": {"rows": 2.0},
+        "rejected_by_reason": {"rows": 2.0}, "faults": [],
     } | changes  # fmt: skip
 
 
@@ -120,13 +120,18 @@ def test_ink_is_the_themes_own() -> None:
 def test_the_verdict_is_on_the_page_and_names_what_was_slow() -> None:
     """That it is named right: tests/contract/test_metrics_pages.py, with a real relay made slow."""
     made = text_of(page(result(slow := spans(slow="place", extra_s=0.6)), slow))
-    assert "longest in wait_relay; the longest stage of a row&#x27;s way was place at relay (2.8 s)." in made
+    assert (
+        "longest in wait_relay. Of all that moves or judges a row, place at relay took longest: 2.8 s."
+        in made
+    )
 
 
 def test_a_run_with_a_difference_is_not_well() -> None:
     good, verdict = verdict_of(result(spans(), ids_different=3))
     assert not good and "3 of 189,648" in verdict
     assert not verdict_of(result(spans(), ids_compared=0))[0]
+    good, verdict = verdict_of(result(spans(), faults=["relay h:1: its thread has ended"]))
+    assert not good and verdict.startswith("relay h:1: its thread has ended; All 189,648 ids")
 
 
 def written(folder: Path, own: dict[str, list[Span]]) -> dict[str, TraceFile]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
+import sys
 from importlib import metadata
 from itertools import product
 from pathlib import Path
@@ -25,6 +27,7 @@ from r3channel.observe.check import CheckContext
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
+from r3channel.tools import slime as slime_command
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.routing import RowKind
 from tests import slime_checkout
@@ -208,12 +211,83 @@ def test_a_newer_slime_that_moved_on_is_refused_by_name(
         slime_launch.hook()
 
 
+# -- a command line as it is typed ---------------------------------------------------------------------------------------
+
+GOOD = (
+    "--use-r3-channel --r3-delivery direct --r3-store-bytes=100000000 --moe-router-load-balancing-type aux_loss --num-experts 8 "
+    "--sglang-pp-size 1 --sglang-server-concurrency 512 --sglang-mem-fraction-static 0.8 --cuda-graph-impl none "
+    "--sglang-enable-expert-distribution-metrics --update-weight-transport disk"
+)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--r3-transpot host", "--r3-transpot is no option of r3channel; did you mean --r3-transport?"),
+        ("--r3_delivery=direct", "--r3_delivery is no option of r3channel; did you mean --r3-delivery?"),
+        ("--moe-router-load-balancing-type aux_loss sinkhorn", "sinkhorn']: chooses without asking for ids"),
+        ("--moe-expert-capacity-factor 1.0", "--moe-expert-capacity-factor 1.0: drops tokens"),
+        ("--moe-router-fusion", "--moe-router-fusion: the fused router returns before the replay"),
+        ("--sglang-pipeline-parallel-size 2", "--sglang-pp-size 2: each stage holds the ids of its own layers only"),
+        ("--sglang-enable-hierarchical-cache", "[R3CHANNEL_ALLOW=external_cache overrides]"),
+        ("--sglang-enable-hisparse", "--sglang-enable-hisparse: these settings were neither tested nor read"),
+        ("--r3-store-bytes lots", "argument --r3-store-bytes: invalid int value: 'lots'"),
+    ],
+)  # fmt: skip
+def test_a_fault_of_a_command_line_is_named(tmp_path: Path, words: str, said: str) -> None:
+    (fault,) = arguments_found(tmp_path, f"{GOOD} {words}")
+    assert said in fault
+    if "lots" not in words:  # slime's own parser says that
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            slime_command.run(["no_script.py", *GOOD.split(), *words.split()])
+
+
+def arguments_found(folder: Path, words: str, version: str = "0.3.1") -> list[str]:
+    """The faults that the doctor names in a job's arguments."""
+    root = slime_checkout.write(folder, version)
+    job = {"arguments": words.split(), "environment": {"R3CHANNEL_ALLOW": "pdmux"}}
+    checks = [*slime_command.check_arguments(CheckContext(config=None, slime=str(root), **job))]
+    assert {check.name for check in checks} == {"arguments"}
+    return [check.found for check in checks if not check.ok]
+
+
+def test_all_faults_of_a_command_line_come_at_once_but_what_is_allowed(tmp_path: Path) -> None:
+    words = (
+        "--use-r3-chanel --sglang-pp-size 2 --sglang-enable-pdmux --use-routing-replay --r3-sampling-masks"
+    )
+    found = arguments_found(tmp_path, f"{words} --update-weight-transport disk")
+    said = "mean --use-r3-channel?|pp-size 2|nothing of r3channel happens|--num-experts|--use-routing-replay|--r3-sampling-masks"
+    assert [want for want, fault in zip(said.split("|"), found, strict=True) if want not in fault] == []
+    assert arguments_found(tmp_path, GOOD) == []
+
+
 def test_the_doctor_says_of_a_slime_that_it_was_only_read(tmp_path: Path) -> None:
-    root, job = slime_checkout.write(tmp_path, "0.4.0"), ("--num-experts", "8", "--r3-delivery", "direct")
-    context = CheckContext(config=None, slime=str(root), arguments=job)
-    found = {check.name: check for check in api_check.check_checkout(context)}
-    assert "no job of it was run" in found["only read"].found and found["only read"].ok
-    assert "expected --r3-ingest-port" in found["arguments"].found and not found["arguments"].ok
+    context = CheckContext(config=None, slime=str(slime_checkout.write(tmp_path, "0.4.0")))
+    (read,) = (check for check in api_check.check_checkout(context) if check.name == "only read")
+    assert "no job of it was run" in read.found and read.ok
+    assert "expected --r3-ingest-port" in arguments_found(tmp_path, GOOD, "0.4.0")[0]
+
+
+def test_who_cannot_stage_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = tmp_path / "sglang/srt/entrypoints/http_server.py"
+    server.parent.mkdir(parents=True)
+    server.touch()  # as of 0.5.15.post1: no begin_weight_update
+    (tmp_path / "sglang/__init__.py").touch()
+    asked = "--num-experts", "8", "--r3-weights"
+    assert slime_arguments.refusals_of([*asked, "exact"]) == []  # 0.5.23 is installed
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    (exact,), (colocated,), broadcast = (
+        slime_arguments.refusals_of([*asked, way]) for way in ("exact", "colocated", "broadcast")
+    )
+    assert "--r3-weights exact" in exact and "no begin_weight_update" in colocated and not broadcast
+
+
+def test_the_launchers_help_tells_nothing_that_slime_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert slime_launch.run(["--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--r3-on-stale" in said and "--r3-sampling-masks" not in said and "`mask`" not in said
 
 
 # -- a bare flag ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
 from r3channel.errors import ConfigError
+from r3channel.observe.metric_table import LABELS, METRICS
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import STAGES, StageClock
 from r3channel.tools import top
+from r3channel.tools.faults import FAULTS, Fault
 from r3channel.tools.top import Between, Look, faults_of, parse_page, screen, urls_of
 
 
@@ -93,46 +94,44 @@ def test_a_dead_thread_and_a_fault_are_said_with_what_is_new_of_it() -> None:
     relay.inc("r3channel_rejected_total", 3, reason="rows")
     found = between(relay, lambda: relay.inc("r3channel_rejected_total", 2, reason="rows"))
     faults = list(faults_of([found]))
-    assert len(faults) == 2 and faults[0].endswith("5 replies, frames or steps refused, reason rows (+2)")
-    assert faults[1].endswith("its thread has ended")
+    assert len(faults) == 2 and faults[1].endswith(
+        ": 5 (+2) replies, frames or steps refused, reason rows. r3channel errors rows"
+    )
+    assert ": its thread has ended. restart" in faults[0]
 
 
-@pytest.mark.parametrize(
-    ("role", "name", "labels", "said"),
-    [
-        ("relay", "samples_total", {"outcome": "live"}, "samples left to the live router"),
-        ("relay", "samples_total", {"outcome": "expired"}, "samples that no step took in time"),
-        ("trainer", "digests_different_total", {}, "digests of rows at routers that are not the engines'"),
-        ("trainer", "group_resets_total", {}, "connections given up"),
-        ("trainer", "fallback_shards_total", {}, "shards over the fallback transport"),
-        ("trainer", "weight_updates_total", {"result": "failed"}, "weight updates failed"),
-        ("trainer", "weight_updates_total", {"result": "unknown"}, "that may have been committed"),
-        ("engine", "engine_frames_total", {"way": "given_up"}, "frames given up"),
-        ("relay", "recording_lost_steps", {}, "steps that a recording could not keep"),
-        ("relay", "engines_silent", {}, "engines without hello"),
-        ("relay", "background_thread_alive", {}, "its thread has ended"),
-        ("engine", "engine_greeted", {}, "no relay has taken its hello"),
-    ],
-)
-def test_each_fault_is_said_and_no_other(role: str, name: str, labels: dict[str, str], said: str) -> None:
-    metrics, full = Metrics(role), f"r3channel_{name}"
-    must_be_1 = name in ("background_thread_alive", "engine_greeted")
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.says], ids=lambda fault: fault.says)
+def test_each_fault_of_the_table_is_said_of_a_page_that_shows_it_and_of_no_other(fault: Fault) -> None:
+    metric = METRICS[fault.series]
+    labels = {name: LABELS[name][0] for name in metric.labels} | dict(fault.labels)
 
-    def value(bad: bool) -> str:
-        put = metrics.inc if name.endswith("_total") else metrics.set
-        put(full, 2 * bad if not must_be_1 else not bad, **labels)
-        return "\n".join(faults_of([between(metrics, lambda: None)]))
+    def said(value: float) -> str:
+        metrics = Metrics(metric.roles[-1])
+        if fault.of:
+            metrics.set(fault.of, 1000)
+        (metrics.inc if metric.kind == "counter" else metrics.set)(fault.series, value, **labels)
+        return "".join(faults_of([between(metrics, lambda: None)]))
 
-    assert value(False) == "" and said in value(True)
+    whole = 1000 if fault.of else 1
+    assert said(fault.most * whole) == said(fault.least * whole) == ""
+    begins, *rest = fault.says.partition("{value")[0].split(), f". {fault.do.partition('{')[0]}"
+    wrong = said(fault.most * whole + 2)
+    assert all(word in wrong for word in [*begins, *rest]) and wrong.startswith(f"{metric.roles[-1]} h:")
+
+
+@pytest.mark.parametrize("role", LABELS["role"])
+def test_a_process_is_shown_from_its_first_second(role: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(Metrics(role)) as metrics:
+        page = f"http://127.0.0.1:{metrics.serve()}/metrics"
+        assert top.run([page, "--once", "--every", "0.01"]) == 0
+    told = capsys.readouterr().out
+    assert "1 page(s)" in told and "no fault" in told and (role == "manager" or f"\n{role} " in told)
 
 
 def test_a_page_that_does_not_answer_is_a_fault_and_exit_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     down = "http://127.0.0.1:9/metrics"
     assert top.run([down, "--once", "--every", "0.01"]) == 1
     assert "127.0.0.1:9 does not answer: " in " ".join(capsys.readouterr().out.split())
-    with closing(Metrics("trainer")) as metrics:
-        page = f"http://127.0.0.1:{metrics.serve()}/metrics"
-        assert top.run([page, "--once", "--every", "0.01"]) == 0 and "no fault" in capsys.readouterr().out
 
 
 def test_what_is_no_folder_of_targets_is_refused(tmp_path: Path) -> None:

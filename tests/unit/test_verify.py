@@ -180,7 +180,7 @@ def delivering_many_rows(codec: int, reference_first: bool) -> Iterator[None]:
     yield
     deliver(relay, (1, own_copy(data)))
     assert relay.status()["store"] == {"frames": 0, "bytes": 0}
-    with pytest.raises(errors.RowCountMismatch, match="1048576 rows, expected at most 409"):
+    with pytest.raises(errors.RowCountMismatch, match=r"1048576 rows, .* at most 409[56]\. Is the prompt"):
         if reference_first:
             relay.entries.take(["s"], step=0)
         else:

@@ -1,6 +1,6 @@
 """slime's own loop with the channel: its script, its actors, its Megatron, a real SGLang server; no file of theirs is edited.
 
-Needs the sources that slime's image pins (R3CHANNEL_UPSTREAM: archives or checkouts). Jobs run one after another
+Needs the sources that slime's image pins (R3TEST_UPSTREAM: archives or checkouts). Jobs run one after another
 beside another worker's tests, all queued by the first test that wants one.
 """
 
@@ -22,8 +22,8 @@ from tests.upstream.wheels import sources as unpacked_sources
 
 pytestmark = [
     pytest.mark.skipif(
-        not os.environ.get("R3CHANNEL_UPSTREAM"),
-        reason="R3CHANNEL_UPSTREAM names no folder with slime's sources",
+        not os.environ.get("R3TEST_UPSTREAM"),
+        reason="R3TEST_UPSTREAM names no folder with slime's sources",
     ),
     pytest.mark.timeout(1200),
 ]

@@ -1,4 +1,4 @@
-"""Upstreams, unpacked once per test run: published wheels, and the sources in R3CHANNEL_UPSTREAM. Nothing is installed."""
+"""Upstreams, unpacked once per test run: published wheels, and the sources in R3TEST_UPSTREAM. Nothing is installed."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def unpacked(requirement: str) -> Path:
 
 @functools.cache
 def sources(name: str) -> Path:
-    """The checkout or unpacked archive `name` of R3CHANNEL_UPSTREAM. Skips where there is none."""
+    """The checkout or unpacked archive `name` of R3TEST_UPSTREAM. Skips where there is none."""
     given = upstream()
     if given is None:
-        pytest.skip(f"R3CHANNEL_UPSTREAM is not set: a folder with {name}, a checkout or a .tar.gz")
+        pytest.skip(f"R3TEST_UPSTREAM is not set: a folder with {name}, a checkout or a .tar.gz")
     if (given / name).is_dir():
         return given / name
     if not (given / f"{name}.tar.gz").is_file():
-        pytest.skip(f"R3CHANNEL_UPSTREAM has neither {name}/ nor {name}.tar.gz")
+        pytest.skip(f"R3TEST_UPSTREAM has neither {name}/ nor {name}.tar.gz")
     with tarfile.open(given / f"{name}.tar.gz") as archive:
         archive.extractall(Path(_folder().name) / name, filter="data")
     (inner,) = (Path(_folder().name) / name).iterdir()

@@ -1,4 +1,4 @@
-"""Runs at the start of every Python process that has this folder on PYTHONPATH; acts only when R3CHANNEL_EMBEDDED=1.
+"""Runs at the start of every Python process that has this folder on PYTHONPATH; acts only when R3DEMO_EMBEDDED=1.
 
 The torchvision wheel links libtorch_cuda, so beside a CPU torch its operators are never registered and importing it fails
 when its Python side describes `torchvision::nms` and `qnms` (torchvision 0.28, `_meta_registrations.py`). An import hook
@@ -44,6 +44,6 @@ def _run_next_sitecustomize() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-if os.environ.get("R3CHANNEL_EMBEDDED") == "1":
+if os.environ.get("R3DEMO_EMBEDDED") == "1":
     _declare_once()
 _run_next_sitecustomize()

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from r3channel.errors import ConfigError, UsageError
-from r3channel.integrations.slime.arguments import refusal_of
 from r3channel.observe.check import Check, CheckContext
 
 RUN, NEWER = "0.3.1", "0.4.0"
@@ -48,8 +47,8 @@ def check_importable(package: str = "slime") -> str:
 
 
 def check_checkout(context: CheckContext) -> Iterator[Check]:
-    """Which version the checkout of `--slime DIR` is and whether it has every name that the integration uses, which these are,
-    and what a job's arguments ask for that is refused. Nothing of slime is imported."""
+    """Which version the checkout of `--slime DIR` is, whether it has every name that the integration uses, and which these are.
+    Nothing of slime is imported."""
     root = Path(context.slime or "")
     found = nearest(root)
     known = _known(found.version)
@@ -63,10 +62,6 @@ def check_checkout(context: CheckContext) -> Iterator[Check]:
         yield Check(name="only read", ok=True, found=f"slime {found.version}: {_READ}")
     for file, names in () if found.moved else files_of(found.version):
         yield Check(name="used", ok=True, found=f"{file}: {', '.join(filter(names.get, names))}")
-    if context.arguments:
-        fault = refusal_of(context.arguments, detached=found.version == NEWER)
-        well = "nothing that is refused at start"
-        yield Check(name="arguments", ok=not fault, found=fault or well, remedy="change them")
 
 
 def nearest(root: Path, package: str = "slime") -> Found:

@@ -6,8 +6,9 @@ The launcher asks with what slime has parsed, the doctor with a text.
 from __future__ import annotations
 
 import importlib.util
+import re
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -40,7 +41,11 @@ def add_channel(parser: Any) -> Any:
 
 
 def add_arguments(parser: Any) -> Any:
-    group = add_channel(parser).add_argument_group("r3channel in slime")
+    """The channel's options and slime's further ones. What `prepared` always refuses is parsed all the same, but in no help."""
+    for action in add_channel(parser)._actions:
+        told = re.sub(",? `mask`[^,.]*", "", action.help or "")
+        action.help = SUPPRESS if action.dest == "r3_sampling_masks" else told
+    group = parser.add_argument_group("r3channel in slime")
     group.add_argument(
         "--r3-delivery", choices=("inband", "direct"), default="inband",
         help="how engines that slime starts send frames: in the reply, or straight to the relay, named by the reply",
@@ -54,9 +59,9 @@ def add_arguments(parser: Any) -> Any:
     return parser
 
 
-def refusal_of(arguments: Sequence[str], *, detached: bool = False) -> str:
-    """What `prepared` refuses of a job's arguments, empty where it would start. Knows of slime's own those that matter here."""
-    parser = add_arguments(ArgumentParser(add_help=False, allow_abbrev=False))
+def refusals_of(arguments: Sequence[str], *, detached: bool = False) -> list[str]:
+    """What `prepared` refuses of a job's arguments, none where it would start. Knows of slime's own those that matter here."""
+    parser = add_arguments(ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False))
     for name in (*_SWITCHES.split(), "debug-train-only", "debug-rollout-only"):
         parser.add_argument(f"--{name}", action="store_true")
     for name in f"{_NUMBERS} {_LENGTHS}".split():
@@ -69,20 +74,20 @@ def refusal_of(arguments: Sequence[str], *, detached: bool = False) -> str:
     parser.add_argument("--rollout-data-transport", default="object-store")
     try:
         prepared(parser.parse_known_args(list(arguments))[0], detached=detached)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    except (ConfigError, ArgumentError) as error:
+        return str(error).split(preflight.NEXT)
+    return []
 
 
 def prepared(args: Namespace, *, detached: bool = False) -> Namespace:
-    """slime's parsed arguments, checked and with what the channel needs set. Raises `ConfigError` with the argument to change.
+    """slime's parsed arguments, checked and with what the channel needs set. Raises `ConfigError` with every argument to change.
     `detached`: engines start before the manager and outlive it (slime 0.4.0).
 
     Engines and requests are to give routing, so `use_rollout_routing_replay` is on; slime's own replay, which
     `use_routing_replay` turns on, is off: Megatron's routers replay.
     """
     channel = channel_of(args)
-    updates = args.r3_weights != "off"
+    updates, exact = args.r3_weights != "off", args.r3_weights in ("exact", "colocated")
     problem = "" if updates else _weights_problem(args)
     own_gpus = not args.colocate and not args.release_train and args.update_weight_mode == "full"
     direct, transport = args.r3_delivery == "direct", getattr(args, "rollout_data_transport", "object-store")
@@ -103,13 +108,15 @@ def prepared(args: Namespace, *, detached: bool = False) -> Namespace:
         (channel.sampling_masks, "--r3-sampling-masks: slime carries its own (--rollout-top-p); expected it off"),
         (updates and not own_gpus, f"--r3-weights {args.r3_weights} sends whole weights to engines with GPUs of their own; "
          "expected neither --colocate nor --release-train, and --update-weight-mode full"),
-        (args.r3_weights in ("exact", "colocated") and getattr(args, "offload_train", False), f"--r3-weights {args.r3_weights} "
-         "sends parameters from where they lie, and --offload-train puts them to sleep; expected --r3-weights broadcast"),
+        (exact and getattr(args, "offload_train", False), f"--r3-weights {args.r3_weights} sends parameters from "
+         "where they lie, and --offload-train puts them to sleep; expected --r3-weights broadcast"),
+        (exact and _takes_staged() is False, f"--r3-weights {args.r3_weights} stages weights in engines, and this SGLang has no "
+         "begin_weight_update: 0.5.23 has; expected off or broadcast"),
         (updates and direct and not channel.token_file, f"--r3-weights {args.r3_weights} and --r3-delivery "
          "direct: engines ask who sends weights for the run's token; expected --r3-token-file, a path that every node can read"),
         (problem, problem),
     )  # fmt: skip
-    preflight.refuse(text for wrong, text in refusals if wrong)
+    preflight.refuse(str(text) for wrong, text in refusals if wrong)
     if updates:
         args.update_weight_transport = "nccl"  # of slime's ways the one whose updater does it all
     args.r3_channel = asdict(channel) | {"trace": channel.trace and str(Path(channel.trace).absolute())}
@@ -213,13 +220,18 @@ def _weights_problem(args: Namespace) -> str:
     transport = getattr(args, "update_weight_transport", "")
     if args.colocate or args.debug_train_only or args.debug_rollout_only or transport != "nccl":
         return ""
-    found = importlib.util.find_spec("sglang")
-    if found is None or not found.submodule_search_locations:
-        return ""
-    server = Path(found.submodule_search_locations[0], "srt/entrypoints/http_server.py")
-    if not server.is_file() or "begin_weight_update" not in server.read_text():
+    if not _takes_staged():
         return ""
     return (
         "this SGLang takes broadcast weights only between begin_weight_update and end_weight_update, which slime's updater "
         "does not call: the run would hang in its first update. Give --r3-weights broadcast, or --update-weight-transport disk"
     )
+
+
+def _takes_staged() -> bool | None:
+    """Whether the SGLang that is installed here has begin_weight_update; None where there is none, or another one."""
+    found = importlib.util.find_spec("sglang")
+    if found is None or not found.submodule_search_locations:
+        return None
+    server = Path(found.submodule_search_locations[0], "srt/entrypoints/http_server.py")
+    return "begin_weight_update" in server.read_text() if server.is_file() else None

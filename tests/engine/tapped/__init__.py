@@ -2,7 +2,7 @@
 adds noise of its own to the logits, as kernels of different batches do: a token that is prefilled again chooses otherwise.
 
 SGLANG_EXTERNAL_MODEL_PACKAGE names this package, so every scheduler imports it. Lines of JSON go to a file of the process in the
-folder R3CHANNEL_TEST_TAP: [request, first position, whether its last row makes a token, ids [rows][layer][K]].
+folder R3TEST_TAP: [request, first position, whether its last row makes a token, ids [rows][layer][K]].
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _noted(runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     output = _forward(runner, forward_batch, *args, **kwargs)
     if _chosen:
         ids_TLK, at = torch.stack([_chosen[layer] for layer in sorted(_chosen)], 1), 0
-        path = Path(os.environ["R3CHANNEL_TEST_TAP"]) / f"{os.getpid()}.jsonl"
+        path = Path(os.environ["R3TEST_TAP"]) / f"{os.getpid()}.jsonl"
         with path.open("a") as file:
             for *told, count in forward_batch.tapped:
                 line = [*told, ids_TLK[at : at + count].tolist()]

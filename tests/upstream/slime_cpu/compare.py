@@ -1,6 +1,6 @@
 """slime's own way and the channel, from slime's own loop, in turn: bytes on each leg, memory, seconds of each step.
 
-R3CHANNEL_UPSTREAM=FOLDER python -m tests.upstream.slime_cpu.compare --work DIR [--rounds 3] [--dp 2] [--tp 2] [--layers 24] ...
+R3TEST_UPSTREAM=FOLDER python -m tests.upstream.slime_cpu.compare --work DIR [--rounds 3] [--dp 2] [--tp 2] [--layers 24] ...
 """
 
 from __future__ import annotations

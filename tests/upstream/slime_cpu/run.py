@@ -1,6 +1,6 @@
 """slime's train_async.py on a CPU, with the channel or as it is: a checkpoint, real SGLang servers, prompts, then the driver.
 
-    R3CHANNEL_UPSTREAM=FOLDER python -m tests.upstream.slime_cpu.run --work DIR [--tp 2] ... [--stock] [-- slime's arguments]
+    R3TEST_UPSTREAM=FOLDER python -m tests.upstream.slime_cpu.run --work DIR [--tp 2] ... [--stock] [-- slime's arguments]
 
 Prints one JSON object: what routers used beside what engines said, bytes, seconds, memory, and slime's own numbers of each step.
 """
@@ -227,7 +227,7 @@ def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str, ro
             str(cores[rank % len(cores)]) for rank in range(options.world + options.engines)
         )
     names = (
-        "R3CHANNEL_EMBEDDED", "SGLANG_USE_CPU_ENGINE", "GLOO_SOCKET_IFNAME", "HF_HUB_OFFLINE",
+        "R3DEMO_EMBEDDED", "SGLANG_USE_CPU_ENGINE", "GLOO_SOCKET_IFNAME", "HF_HUB_OFFLINE",
         "TRANSFORMERS_OFFLINE",
     )  # fmt: skip
     megatron, slime, extra = sources.path

@@ -1,7 +1,7 @@
 """The sources that slime's image pins, made ready to import: unpacked, Megatron with slime's patch, and what slime needs beside
 our lock.
 
-    R3CHANNEL_UPSTREAM=FOLDER     archives (slime-624b824a.tar.gz, megatron-lm-1dcf0daf.tar.gz) or checkouts of those names
+    R3TEST_UPSTREAM=FOLDER     archives (slime-624b824a.tar.gz, megatron-lm-1dcf0daf.tar.gz) or checkouts of those names
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Sources:
 
 def upstream() -> Path | None:
     """Where the archives or checkouts are; None where nobody says."""
-    named = os.environ.get("R3CHANNEL_UPSTREAM")
+    named = os.environ.get("R3TEST_UPSTREAM")
     return Path(named).resolve() if named else None
 
 
@@ -47,7 +47,7 @@ def ready(folder: Path) -> Sources:
     given = upstream()
     if given is None:
         raise UsageError(
-            f"R3CHANNEL_UPSTREAM is not set; expected a folder with {SLIME} and {MEGATRON}, each a checkout or a .tar.gz"
+            f"R3TEST_UPSTREAM is not set; expected a folder with {SLIME} and {MEGATRON}, each a checkout or a .tar.gz"
         )
     key = hashlib.sha256(_REQUIREMENTS.read_bytes()).hexdigest()[:12]
     return Sources(
