@@ -14,6 +14,7 @@ Nothing of r3channel but this file is imported before a test asks for a fixture.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from r3channel.recordings.step import RecordedStep
 
 _TOLD = 5
+_UNTESTED = "r3channel_untested"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--r3-recording", metavar="PATH", help="a recording (--record) that r3_recording and r3_step read"
     )
+    group.addoption("--r3-steps", metavar="N", type=int, help="its newest N steps (default: all)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,6 +52,33 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("r3_layouts")
     if marker is not None and "r3_layout" in metafunc.fixturenames:
         metafunc.parametrize("r3_layout", marker.args, indirect=True)
+    if "r3_number" in metafunc.fixturenames and (steps := _steps(metafunc)):
+        metafunc.parametrize("r3_number", steps, indirect=True, ids=lambda step: f"step{step}")
+
+
+def _steps(metafunc: pytest.Metafunc) -> list[int]:
+    """All that are to be run; none where the fixtures will say why there is none, or the marker names one."""
+    from r3channel.errors import RecordingInvalid
+    from r3channel.recordings.recording import Recording
+
+    marker, newest = (
+        metafunc.definition.get_closest_marker("r3_recording"),
+        metafunc.config.getoption("--r3-steps"),
+    )
+    path = marker.args[0] if marker is not None else metafunc.config.getoption("--r3-recording")
+    if path is None or (marker is not None and "step" in marker.kwargs):
+        return []
+    with suppress(RecordingInvalid):
+        return list(Recording.open(path).steps)[-(newest or 0) :]
+    return []
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What the recorded steps do not show in the layouts that tests asked for."""
+    reports = [one for kind in ("passed", "failed") for one in terminalreporter.stats.get(kind, ())]
+    told = {what: None for one in reports for name, what in one.user_properties if name == _UNTESTED}
+    for what in told:
+        terminalreporter.write_line(f"r3channel: not tested: {what}")
 
 
 @pytest.fixture
@@ -72,15 +102,27 @@ def r3_recording(request: pytest.FixtureRequest) -> Recording:
 
 
 @pytest.fixture
-def r3_step(r3_recording: Recording, r3_layout: str | None, request: pytest.FixtureRequest) -> StepUnderTest:
-    """A step of the recording (the newest, unless the marker names one), cut for the layout of the matrix."""
+def r3_number(r3_recording: Recording, request: pytest.FixtureRequest) -> int:
+    """The step of this run of the test: each recorded one, unless the marker names one."""
+    marker = request.node.get_closest_marker("r3_recording")
+    named = marker.kwargs.get("step") if marker is not None else None
+    return int(getattr(request, "param", r3_recording.steps[-1] if named is None else named))
+
+
+@pytest.fixture
+def r3_step(
+    r3_recording: Recording, r3_layout: str | None, r3_number: int, request: pytest.FixtureRequest
+) -> StepUnderTest:
+    """A step of the recording, cut for the layout of the matrix in micro-batches of the recorded size."""
     from r3channel.plan.layout import TrainerLayout
     from r3channel.recordings.replay import fitted
 
-    marker = request.node.get_closest_marker("r3_recording")
-    named = marker.kwargs.get("step") if marker is not None else None
-    step = r3_recording.step(r3_recording.steps[-1] if named is None else named)
-    return StepUnderTest(fitted(step, TrainerLayout.parse(r3_layout) if r3_layout is not None else None))
+    step = fitted(
+        r3_recording.step(r3_number), TrainerLayout.parse(r3_layout) if r3_layout is not None else None
+    )
+    for what in step.untested:
+        request.node.user_properties.append((_UNTESTED, f"step {step.number}, {step.ticket.layout}: {what}"))
+    return StepUnderTest(step)
 
 
 @pytest.fixture
@@ -113,7 +155,8 @@ class StepUnderTest:
         """Fail with each mistake by name, unless every recorded row of every layer was used as the engine chose it."""
         __tracebackhide__ = True
         from r3channel.recordings.aligned_pair import AlignedPair
-        from r3channel.recordings.diagnose import NOTES, judge
+        from r3channel.recordings.diagnose import judge
+        from r3channel.recordings.findings import NOTES
 
         found = consumed if consumed is not None else self._joined()
         if unused := _unused(self.recorded, found):

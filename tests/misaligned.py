@@ -18,14 +18,19 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.placement import spread_ids
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.recordings.aligned_pair import AlignedPair
 from r3channel.recordings.consumed import ConsumedRows
-from r3channel.recordings.diagnose import Moves
 from r3channel.recordings.step import RecordedStep
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, as_tokens, hash_tokens
+from tests import combined as mistakes
+from tests.combined import State, made
+from tests.samples import random_ids, span
 
+LAYOUTS = (
+    "", "dp=2", "tp=2", "cp=2", "tp=2,cp=2", "tp=2,cp=2,packing=thd", "pp=2", "dp=2,pp=2,packing=thd", "cp=2,packing=thd",
+    "tp=4,cp=2",
+)  # fmt: skip
 PLAIN = RoutingSpec(num_layers=6, moe_layers=tuple(range(6)), num_experts=64, top_k=4)
 DENSE = RoutingSpec(num_layers=6, moe_layers=(1, 2, 3, 4, 5), num_experts=64, top_k=4)
 WIDE = RoutingSpec(num_layers=6, moe_layers=tuple(range(6)), num_experts=384, top_k=4)
@@ -39,18 +44,28 @@ def engine_step(
     """Two micro-batches on each DP rank; with `shared`, all samples begin with the same so many tokens and rows. Two weight
     versions in each sample: an early part, prefilled, and a later one."""
     rng, cut = np.random.default_rng(seed), TrainerLayout.parse(layout)
-    common = distinct(rng, shared, spec)
+    common = random_ids(shared, spec=spec, seed=rng)
     prompt = rng.integers(4, 512, max(shared, 1))[:shared].astype(np.int32)
     parts = []
     for count in lengths * cut.dp:
-        ids = distinct(rng, count - 1, spec)
+        ids = random_ids(count - 1, spec=spec, seed=rng)
         ids[:shared] = common[: count - 1]
         own = rng.integers(4, 512, count).astype(np.int32)
         own[:shared] = prompt[:count]
         middle = (count - 1) // 2
         spans = _spans((0, middle, 3, RowKind.PREFILLED), (middle, count - 1, 4, RowKind.DECODED))
-        parts.append(_Part(ids, own, [spans]))
-    return _step_of(spec, cut, parts)
+        parts.append(Part(ids, own, [spans]))
+    return step_of(spec, cut, parts)
+
+
+def combined(seed: int) -> tuple[set[str], RecordedStep, RecordedStep]:
+    """One to three mistakes under one of the layouts: (their names, engines' side, routers' side)."""
+    rng, layout = np.random.default_rng(seed + 1_000_000), LAYOUTS[seed % len(LAYOUTS)]
+    spec = PLAIN if "pp=2" in layout else (PLAIN, DENSE, WIDE)[rng.integers(3)]
+    lengths = tuple(rng.integers(20, 60, int(rng.integers(2, 5)) * 2).tolist())
+    step = engine_step(spec, layout, seed=seed, lengths=lengths)
+    names, seen = mistakes.combination(step, seed)
+    return names, step, seen
 
 
 def variation(real: RecordedStep, layout: str = "", *, seed: int = 0) -> RecordedStep:
@@ -67,14 +82,11 @@ def variation(real: RecordedStep, layout: str = "", *, seed: int = 0) -> Recorde
             common = min(int(rng.integers(1, 9)), count - 1, len(parts[-1].ids))
             ids[:common], own[:common] = parts[-1].ids[:common], parts[-1].tokens[:common]
         cuts = sorted({0, *rng.integers(0, count - 1, seed % 4).tolist()})
-        turns = [
-            _turn(rng, start, end, version)
-            for version, (start, end) in enumerate(pairwise([*cuts, count - 1]))
-        ]
+        turns = [_turn(rng, *ends, version) for version, ends in enumerate(pairwise([*cuts, count - 1]))]
         start = int(rng.integers(count - 1))
         gone = ((start, min(start + 3, count - 1)),) if seed % 5 == 4 and index % 2 else ()
-        parts.append(_Part(ids, own, turns, gone))
-    return _step_of(real.spec, cut, parts)
+        parts.append(Part(ids, own, turns, gone))
+    return step_of(real.spec, cut, parts)
 
 
 def _turn(rng: np.random.Generator, start: int, end: int, version: int) -> tuple[ProvenanceSpan, ...]:
@@ -85,15 +97,11 @@ def _turn(rng: np.random.Generator, start: int, end: int, version: int) -> tuple
 
 
 def _spans(*parts: tuple[int, int, int, RowKind]) -> tuple[ProvenanceSpan, ...]:
-    return tuple(
-        ProvenanceSpan(start=start, end=end, weight_version=version, kind=kind)
-        for start, end, version, kind in parts
-        if end > start
-    )
+    return tuple(span(*part) for part in parts if part[1] > part[0])
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """One sample's rows, tokens, and the spans of each of its turns."""
 
     ids: Ids
@@ -124,7 +132,7 @@ class _Part:
         return valid_T if self.invalid else None
 
 
-def _step_of(spec: RoutingSpec, layout: TrainerLayout, parts: list[_Part]) -> RecordedStep:
+def step_of(spec: RoutingSpec, layout: TrainerLayout, parts: list[Part]) -> RecordedStep:
     named = {f"s{index}": part for index, part in enumerate(parts)}
     assignment = given(list(named), dp=layout.dp)
     samples = tuple(named[name].sample(name) for name in assignment.sample_ids)
@@ -138,11 +146,6 @@ def given(names: list[str], *, dp: int) -> Assignment:
     size = len(names) // (2 * dp)
     batches = [names[begin : begin + size] for begin in range(0, len(names), size)]
     return Assignment.given([batches[2 * rank : 2 * rank + 2] for rank in range(dp)])
-
-
-def distinct(rng: np.random.Generator, rows: int, spec: RoutingSpec) -> Ids:
-    scores = rng.random((rows, spec.num_moe_layers, spec.num_experts))
-    return scores.argsort(-1)[..., : spec.top_k].astype(spec.id_dtype)
 
 
 def rows_of(step: RecordedStep) -> Rows:
@@ -163,37 +166,41 @@ def router_step(
     return found.step()
 
 
-def moved(step: RecordedStep, source_R: Ids) -> RecordedStep:
-    """Each row has the ids of another; where none is named it has padding's."""
-    rows = rows_of(step)
-    all_RLK = np.concatenate(list(rows.values()))
-    pads = np.repeat(spread_ids(step.spec, positions_T=np.arange(len(all_RLK)))[:, None], all_RLK.shape[1], 1)
-    taken = np.where((source_R >= 0)[:, None, None], all_RLK[source_R], pads)
-    ends = np.cumsum([len(ids) for ids in rows.values()])[:-1]
-    return router_step(step, dict(zip(rows, np.split(taken, ends), strict=True)))
-
-
-def moves_of(step: RecordedStep) -> Moves:
-    (sides,) = AlignedPair.of(step, router_step(step, rows_of(step)))
-    return Moves(sides)
-
-
 def changed(step: RecordedStep, change: Callable[[str, Ids], Ids], **options: Any) -> RecordedStep:
     return router_step(step, {name: change(name, ids) for name, ids in rows_of(step).items()}, **options)
 
 
-def of_one(name: str, change: Callable[[Ids], Any]) -> Callable[[str, Ids], Ids]:
-    def apply(own: str, ids: Ids) -> Ids:
-        if own == name:
-            change(ids)
-        return ids
-
-    return apply
-
-
 def written(where: Any, what: Callable[[Ids], Any]) -> Callable[[RecordedStep], RecordedStep]:
     """Something else in a part of sample s1."""
-    return lambda step: changed(step, of_one("s1", lambda ids: ids.__setitem__(where, what(ids))))
+
+    def change(name: str, ids: Ids) -> Ids:
+        if name == "s1":
+            ids[where] = what(ids)
+        return ids
+
+    return lambda step: changed(step, change)
+
+
+def layers(order: Callable[[Ids], Any]) -> Callable[[RecordedStep], RecordedStep]:
+    """Layers take each other's ids, by their places."""
+    return lambda step: changed(step, lambda _, ids: ids[:, order(np.arange(ids.shape[1]))])
+
+
+def shifted(by: int) -> Callable[[RecordedStep], RecordedStep]:
+    """Each row has the ids that stand so many rows on."""
+    return lambda step: changed(step, lambda _, ids: ids[(np.arange(len(ids)) + by).clip(0, len(ids) - 1)])
+
+
+def rechunked(order: list[int]) -> Callable[[RecordedStep], RecordedStep]:
+    """The context-parallel chunks of each sample in another order."""
+
+    def change(state: State) -> None:
+        for name in state.names:
+            slots = state.slots(name)
+            chunks = np.array_split(slots, len(order))
+            state.ids_SLK[slots] = state.ids_SLK[np.concatenate([chunks[chunk] for chunk in order])]
+
+    return made(change)
 
 
 def padding_rows(step: RecordedStep) -> RecordedStep:
@@ -217,33 +224,25 @@ def mtp_shift(step: RecordedStep) -> RecordedStep:
 def retraction_overwrite(step: RecordedStep) -> RecordedStep:
     """Decoded rows 20..30 of one sample come back prefilled, with other ids in half of them."""
     rows, sample = rows_of(step), step.ticket.sample("s0")
-    rows["s0"][20:30:2] = distinct(np.random.default_rng(99), 5, step.spec)
-    spans = (
-        sample.provenance[0],
-        sample.provenance[1]._replace(end=20),
-        ProvenanceSpan(start=20, end=30, weight_version=4, kind=RowKind.PREFILLED),
-        sample.provenance[1]._replace(start=30),
-    )
+    rows["s0"][20:30:2] = random_ids(5, spec=step.spec, seed=99)
+    first, second = sample.provenance
+    again = second._replace(start=20, end=30, kind=RowKind.PREFILLED)
+    spans = (first, second._replace(end=20), again, second._replace(start=30))
     return with_spans(step, router_step(step, rows), {"s0": spans})
 
 
-def with_spans(
-    step: RecordedStep, router: RecordedStep, spans: dict[str, tuple[ProvenanceSpan, ...]]
-) -> RecordedStep:
+def with_spans(step: RecordedStep, router: RecordedStep, spans: dict[str, Any]) -> RecordedStep:
     passes = dict(router.passes)
     for name, own in spans.items():
-        ids = router.ids(name)[0]
-        passes["forward", name] = [
-            encode_frame(step.spec, expert_ids_TLK=ids, provenance=own, codec="stored")
-        ]
+        frame = encode_frame(step.spec, expert_ids_TLK=router.ids(name)[0], provenance=own, codec="stored")
+        passes["forward", name] = [frame]
     return replace(router, passes=passes)
 
 
 def versions_said(say: Callable[[TicketSample], Any]) -> Callable[[RecordedStep], RecordedStep]:
     """The rows as they are, under other versions."""
-    return lambda step: with_spans(
-        step, router_step(step, rows_of(step)), {sample.sample_id: say(sample) for sample in step.samples}
-    )
+    told = lambda step: {sample.sample_id: say(sample) for sample in step.samples}  # noqa: E731
+    return lambda step: with_spans(step, router_step(step, rows_of(step)), told(step))
 
 
 def of_last_version(sample: TicketSample) -> Any:
@@ -252,53 +251,31 @@ def of_last_version(sample: TicketSample) -> Any:
 
 
 def one_later(sample: TicketSample) -> Any:
-    return tuple(span._replace(weight_version=span.weight_version + 1) for span in sample.provenance)
+    return tuple(one._replace(weight_version=one.weight_version + 1) for one in sample.provenance)
 
 
-def rows_taken(rows: slice, *, back: bool) -> Callable[[RecordedStep], RecordedStep]:
-    """s2 has rows of s0, and s0 those of s2 where they are given `back`."""
-
-    def mistake(step: RecordedStep) -> RecordedStep:
-        own = rows_of(step)
-        one, other = own["s0"][rows].copy(), own["s2"][rows].copy()
-        own["s2"][rows], own["s0"][rows] = one, other if back else one
-        return router_step(step, own)
-
-    return mistake
-
-
-swapped_samples = rows_taken(slice(None), back=True)
-
-
-def cp_chunks_swapped(step: RecordedStep) -> RecordedStep:
-    size = moves_of(step).chunk_S[0]
-    return rows_taken(slice(size, 2 * size), back=True)(step)
-
-
-def stage_reversed(step: RecordedStep) -> RecordedStep:
-    source = next(iter(moves_of(step).stage_reversed()))
-    return changed(step, lambda _, ids: ids[:, source])
+def cp_chunks_swapped(state: State) -> None:
+    one, other = (np.array_split(state.slots(name), 4)[1] for name in ("s0", "s2"))
+    state.swap(one, other)
 
 
 def physical_ids(step: RecordedStep) -> RecordedStep:
-    table = np.random.default_rng(5).permuted(
-        np.tile(np.arange(step.spec.num_experts), (step.spec.num_moe_layers, 1)), axis=1
-    )
+    plain = np.tile(np.arange(step.spec.num_experts), (step.spec.num_moe_layers, 1))
+    table = np.random.default_rng(5).permuted(plain, axis=1)
     return changed(step, lambda _, ids: table[np.arange(step.spec.num_moe_layers)[None, :, None], ids])
 
 
 def fused_shared_expert(step: RecordedStep) -> RecordedStep:
     more = replace(step.spec, top_k=step.spec.top_k + 1, num_experts=step.spec.num_experts + 1)
-    return changed(
-        step,
-        lambda _, ids: np.concatenate([ids, np.full_like(ids[..., :1], step.spec.num_experts)], axis=-1),
-        spec=more,
-    )
+    width = ((0, 0), (0, 0), (0, 1))
+    return changed(step, lambda _, ids: np.pad(ids, width, constant_values=step.spec.num_experts), spec=more)
+
+
+other_microbatch = made(lambda state: state.take_calls(lambda dp, batch, *part: (dp, 1 - batch, *part)))
 
 
 def recompute_other_microbatch(step: RecordedStep) -> RecordedStep:
-    other = moved(step, moves_of(step).other_microbatch(1))
-    return router_step(step, rows_of(other), of_pass="recompute", beside=rows_of(step))
+    return router_step(step, rows_of(other_microbatch(step)), of_pass="recompute", beside=rows_of(step))
 
 
 def int16_as_uint8(step: RecordedStep) -> RecordedStep:
@@ -310,36 +287,31 @@ CASES: dict[str, list[tuple[RoutingSpec, str, Callable[[RecordedStep], RecordedS
     "zero_rows": [(PLAIN, "", written(slice(5, 9), lambda _: 0))],
     "duplicated_ids": [(PLAIN, "", written((slice(5, 9), 2, 1), lambda ids: ids[5:9, 2, 0]))],
     "padding_rows": [(PLAIN, "", padding_rows)],
-    "off_by_one_row": [
-        (PLAIN, "dp=2", lambda step: moved(step, moves_of(step).shifted(1))),
-        (DENSE, "tp=2", lambda step: moved(step, moves_of(step).shifted(-1))),
-    ],
-    "missing_prefix": [(PLAIN, "", lambda step: moved(step, moves_of(step).shifted(6)))],
-    "shifted_layer": [(PLAIN, "", lambda step: changed(step, lambda _, ids: np.roll(ids, 1, axis=1)))],
+    "off_by_one_row": [(PLAIN, "dp=2", shifted(1)), (DENSE, "tp=2", shifted(-1))],
+    "missing_prefix": [(PLAIN, "", shifted(6))],
+    "shifted_layer": [(PLAIN, "", layers(lambda places: np.roll(places, 1)))],
     "dense_layer_counted": [(DENSE, "", dense_layer_counted)],
     "mtp_shift": [(DENSE, "", mtp_shift)],
     "retraction_overwrite": [(PLAIN, "", retraction_overwrite)],
     "mixed_versions": [(PLAIN, "", versions_said(of_last_version))],
     "version_off_by_one": [(PLAIN, "", versions_said(one_later))],
-    "stale_row": [(PLAIN, "", rows_taken(slice(7), back=False))],
-    "swapped_samples": [(PLAIN, "", swapped_samples), (PLAIN, "cp=2", swapped_samples)],
-    "cp_chunks_swapped": [(PLAIN, "cp=2,packing=thd", cp_chunks_swapped)],
+    "stale_row": [(PLAIN, "", made(lambda state: state.take(state.slots("s2")[:7], state.ids_SLK[state.slots("s0")[:7]])))],
+    "swapped_samples": [(PLAIN, "", made(mistakes.swap)), (PLAIN, "cp=2", made(mistakes.swap))],
+    "cp_chunks_swapped": [(PLAIN, "cp=2,packing=thd", made(cp_chunks_swapped))],
     "zigzag_order": [
-        (PLAIN, "cp=2", lambda step: moved(step, next(iter(moves_of(step).zigzag())))),
-        (DENSE, "cp=4,packing=thd", lambda step: moved(step, list(moves_of(step).zigzag())[1])),
+        (PLAIN, "cp=2", rechunked([0, 2, 3, 1])), (DENSE, "cp=4,packing=thd", rechunked([0, 7, 1, 6, 2, 5, 3, 4])),
     ],
-    "sp_halves_swapped": [
-        (PLAIN, "tp=2", lambda step: moved(step, next(iter(moves_of(step).slots_exchanged()))))
-    ],
-    "stage_reversed": [(PLAIN, "pp=2", stage_reversed), (PLAIN, "", stage_reversed)],
-    "rotated_rows": [
-        (PLAIN, "packing=thd", lambda step: moved(step, moves_of(step).rotated(3))),
-        (PLAIN, "", lambda step: moved(step, moves_of(step).rotated(5))),
-    ],
+    "sp_halves_swapped": [(PLAIN, "tp=2", made(lambda state: state.take_parts([1, 0])))],
+    "stage_reversed": [(PLAIN, "pp=2", made(mistakes.layers_reversed)), (PLAIN, "", made(mistakes.layers_reversed))],
+    "rotated_rows": [(PLAIN, "packing=thd", made(mistakes.roll)), (PLAIN, "", made(mistakes.roll))],
     "physical_ids": [(PLAIN, "", physical_ids), (WIDE, "", physical_ids)],
     "fused_shared_expert": [(PLAIN, "", fused_shared_expert)],
     "recompute_other_microbatch": [(PLAIN, "", recompute_other_microbatch)],
     "int16_as_uint8": [(WIDE, "", int16_as_uint8)],
-    "other_microbatch": [(PLAIN, "", lambda step: moved(step, moves_of(step).other_microbatch(1)))],
-}
+    "swapped_layers": [(PLAIN, "", made(mistakes.layers_exchanged))],
+    "shifted_padding": [(PLAIN, "", made(mistakes.padding_shifted))],
+    "tp_cp_exchanged": [(PLAIN, "tp=2,cp=2", made(mistakes.tp_cp_exchanged)), (PLAIN, "tp=2", made(mistakes.tp_cp_exchanged))],
+    "other_microbatch_size": [(PLAIN, "", made(mistakes.size_changed))],
+    "other_microbatch": [(PLAIN, "", other_microbatch)],
+}  # fmt: skip
 """Name in the catalogue -> (spec, layout, mistake) of each case."""

@@ -20,7 +20,7 @@ def sparse(layers: int, *, experts: int, top_k: int) -> RoutingSpec:
     return RoutingSpec(num_layers=layers, moe_layers=tuple(range(layers)), num_experts=experts, top_k=top_k)
 
 
-def random_ids(rows: int, *, spec: RoutingSpec = SPEC, seed: int = 0) -> Ids:
+def random_ids(rows: int, *, spec: RoutingSpec = SPEC, seed: int | np.random.Generator = 0) -> Ids:
     """[rows, L, K] in `spec.id_dtype`."""
     rng = np.random.default_rng(seed)
     scores = rng.random((rows, spec.num_moe_layers, spec.num_experts))

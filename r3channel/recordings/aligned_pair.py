@@ -26,7 +26,6 @@ class AlignedPair:
     ticket: Ticket
     spec: RoutingSpec
     """The engines' routing shape."""
-    seen_spec: RoutingSpec
     names: tuple[str, ...]
     want_RLK: Ids
     seen_RLK: Ids
@@ -43,28 +42,28 @@ class AlignedPair:
 
     @classmethod
     def of(cls, want: RecordedStep, seen: RecordedStep) -> Iterator[AlignedPair]:
-        """One pair for each pass of the routers' side. Raises RecordingInvalid where the two are not of one step and model."""
+        """One pair for each pass of the routers' side, of the samples that are whole on both; none where none is. Raises
+        RecordingInvalid where the two are not of one step and model."""
         _check_pair(want, seen)
         names = tuple(sample.sample_id for sample in want.samples if sample.sample_id not in seen.cut)
+        if not names:
+            return
         passes = sorted({part for part, _ in seen.passes} or {"forward"})
         engine = [want.ids(name) for name in names]
-        want_RLK = _joined([ids for ids, _ in engine], want.spec)
+        want_RLK = np.concatenate([ids for ids, _ in engine])
         for of_pass in passes:
             router = [seen.ids(name, of_pass=of_pass) for name in names]
-            seen_RLK = _joined([ids for ids, _ in router], seen.spec)
-            own = [index for index, layer in enumerate(seen.spec.moe_layers) if layer in want.spec.moe_layers]
-            more = [
-                index for index, layer in enumerate(seen.spec.moe_layers) if layer >= want.spec.num_layers
-            ]
+            seen_RLK = np.concatenate([ids for ids, _ in router])
+            layers_L = np.asarray(seen.spec.moe_layers)
+            own = np.flatnonzero(np.isin(layers_L, want.spec.moe_layers))
             plain = len(own) == seen.spec.num_moe_layers
             yield cls(
                 ticket=want.ticket,
                 spec=want.spec,
-                seen_spec=seen.spec,
                 names=names,
                 want_RLK=want_RLK,
                 seen_RLK=seen_RLK if plain else seen_RLK[:, own],
-                extra_RLK=seen_RLK[:, more],
+                extra_RLK=seen_RLK[:, np.flatnonzero(layers_L >= want.spec.num_layers)],
                 valid_R=np.concatenate([there for _, there in engine]),
                 there_R=np.concatenate([there for _, there in router]),
                 want_spans=[_spans(want, name) for name in names],
@@ -96,21 +95,23 @@ class AlignedPair:
             return np.zeros(self.want_RLK.shape[:2], bool)
         return (self.want_RLK != self.seen_RLK).any(-1) & self.both_R[:, None]
 
-    @cached_property
+    @property
     def both_R(self) -> Bools:
         return self.valid_R & self.there_R
 
-    def place(self, row: int) -> tuple[str, int]:
-        """(sample, position)."""
-        return self.names[self.sample_R[row]], int(self.position_R[row])
+    def example(self, hit_RL: Bools) -> dict[str, Any]:
+        """The first of these cells: where it is, and both sides' ids."""
+        row, place = (int(index[0]) for index in np.nonzero(hit_RL))
+        return {
+            "sample": self.names[self.sample_R[row]], "position": int(self.position_R[row]),
+            "layer": self.spec.moe_layers[place],
+            "expected": tuple(self.want_RLK[row, place].tolist()), "seen": tuple(self.seen_RLK[row, place].tolist()),
+        }  # fmt: skip
 
 
 def _check_pair(want: RecordedStep, seen: RecordedStep) -> None:
-    told = [{s.sample_id: (s.tokens, s.tokens_hash) for s in step.ticket.samples} for step in (want, seen)]
-    if told[0] != told[1]:
-        other = sorted(
-            name for name in told[0].keys() | told[1].keys() if told[0].get(name) != told[1].get(name)
-        )
+    told = [{(s.sample_id, s.tokens, s.tokens_hash) for s in step.ticket.samples} for step in (want, seen)]
+    if other := sorted({name for name, *_ in told[0] ^ told[1]}):
         raise RecordingInvalid(
             f"step {want.number}: {len(other)} samples are not the same on both sides, the first is {other[0]}; expected two "
             "sides of one run's step",
@@ -121,12 +122,6 @@ def _check_pair(want: RecordedStep, seen: RecordedStep) -> None:
         raise RecordingInvalid(
             f"the routers' side has MoE layers {router.moe_layers}, the engines' {engine.moe_layers}: another model?"
         )
-
-
-def _joined(parts: Sequence[Ids], spec: RoutingSpec) -> Ids:
-    if not parts:
-        return np.empty((0, spec.num_moe_layers, spec.top_k), spec.id_dtype)
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _spans(step: RecordedStep, name: str, of_pass: str = "forward") -> tuple[ProvenanceSpan, ...]:

@@ -15,12 +15,9 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.recordings.recorder import write_step
-from r3channel.recordings.step import PASSES, RecordedStep
+from r3channel.recordings.step import PASSES, RecordedStep, SampleKey
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.routing import Ids
-
-SampleKey = tuple[str, str]
-"""(pass, sample)."""
 
 
 @dataclass
@@ -45,16 +42,11 @@ class ConsumedRows:
                 f"layer {layer}, micro-batch {microbatch}: the router used {len(ids_RK)} rows, the layout says {len(sample_R)}; "
                 "is the model run with the layout, packing and padding of the recording?"
             )
-        for index, name in enumerate(shard.microbatches[microbatch].sample_ids):
-            rows = np.flatnonzero(sample_R == index)
-            self.add_rows(name, position_R[rows], np.asarray(ids_RK)[rows], layer=layer, of_pass=of_pass)
-
-    def add_rows(
-        self, sample_id: str, positions_T: Ids, ids_TK: Ids, *, layer: int, of_pass: str = "forward"
-    ) -> None:
-        ids_TLK, there_TL = self._of((of_pass, sample_id))
         place = self.spec.moe_index(layer)
-        ids_TLK[positions_T, place], there_TL[positions_T, place] = ids_TK, True
+        for index, name in enumerate(shard.microbatches[microbatch].sample_ids):
+            rows, (ids_TLK, there_TL) = np.flatnonzero(sample_R == index), self._of((of_pass, name))
+            ids_TLK[position_R[rows], place] = np.asarray(ids_RK)[rows]
+            there_TL[position_R[rows], place] = True
 
     def _of(self, key: SampleKey) -> tuple[Ids, Ids]:
         if key not in self.ids:
@@ -73,18 +65,9 @@ class ConsumedRows:
 
     def step(self, tokens: Mapping[str, Ids] | None = None) -> RecordedStep:
         """The step as if it had been written and read again."""
-        frames = {key: [self._frame(key)] for key in self.ids}
-        return RecordedStep(
-            ticket=self.ticket,
-            frames={
-                sample.sample_id: frames.get(("forward", sample.sample_id), [])
-                for sample in self.ticket.samples
-            },
-            tokens=tokens or {},
-            spec=self.spec,
-            side="router",
-            passes=frames,
-        )
+        passes, names = {key: [self._frame(key)] for key in self.ids}, self.ticket.assignment.sample_ids
+        frames = {name: passes.get(("forward", name), []) for name in names}
+        return RecordedStep(self.ticket, frames, tokens or {}, self.spec, side="router", passes=passes)
 
     def write(self, folder: Path) -> Path:
         """A routers' side in a folder of its own. Raises RecordingInvalid, OSError."""
@@ -93,9 +76,8 @@ class ConsumedRows:
     def _frame(self, key: SampleKey) -> bytes:
         sample = self.ticket.sample(key[1])
         there_T, spans = np.all(self.there[key], axis=1), sample.provenance if _tiled(sample) else None
-        return encode_frame(
-            self.spec, expert_ids_TLK=self.ids[key], valid_T=there_T, provenance=spans, codec="stored"
-        )
+        told: dict[str, Any] = {"valid_T": there_T, "provenance": spans, "codec": "stored"}
+        return encode_frame(self.spec, expert_ids_TLK=self.ids[key], **told)
 
 
 def _tiled(sample: TicketSample) -> bool:

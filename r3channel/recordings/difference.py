@@ -18,16 +18,13 @@ def compare(first: Recording, second: Recording) -> dict[str, Any]:
     shared = sorted(set(first.steps) & set(second.steps))
     pairs = [(first.step(number), second.step(number)) for number in shared]
     steps = [_step(sides) | _logprobs(*pair) for pair in pairs for sides in AlignedPair.of(*pair)]
+    counts = ("different", "order_only", "missing")
+    differ = any(any([*(step[name] for name in counts), *step["logprobs"].values()]) for step in steps)
     return {
         "only_first": sorted(set(first.steps) - set(second.steps)),
         "only_second": sorted(set(second.steps) - set(first.steps)),
         "steps": steps,
-        "equal": bool(steps)
-        and first.steps == second.steps
-        and not any(
-            step["different"] or step["order_only"] or step["missing"] or any(step["logprobs"].values())
-            for step in steps
-        ),
+        "equal": bool(steps) and first.steps == second.steps and not differ,
     }
 
 
@@ -36,13 +33,12 @@ def _logprobs(first: RecordedStep, second: RecordedStep) -> dict[str, Any]:
     if not (first.logprobs and second.logprobs):
         return {"logprobs": {}}
     _, here, there = np.intersect1d(_places(first), _places(second), return_indices=True)
-    sides = [name for name in SIDES if name in first.logprobs and name in second.logprobs]
-    return {
-        "logprobs": {
-            name: float(np.abs(first.logprobs[name][here] - second.logprobs[name][there]).max(initial=0))
-            for name in sides
-        }
-    }
+    found = dict[str, float]()
+    for name in SIDES:
+        if name in first.logprobs and name in second.logprobs:
+            apart = first.logprobs[name][here] - second.logprobs[name][there]
+            found[name] = float(np.abs(apart).max(initial=0))
+    return {"logprobs": found}
 
 
 def _places(step: RecordedStep) -> Ids:
@@ -52,42 +48,25 @@ def _places(step: RecordedStep) -> Ids:
 
 
 def _step(sides: AlignedPair) -> dict[str, Any]:
-    differs_RL, moe_layers = sides.differs_RL, sides.spec.moe_layers
-    sorted_RL = np.zeros_like(differs_RL)
-    rows, places = np.nonzero(differs_RL)
-    if len(rows) and sides.seen_RLK.shape[2] == sides.spec.top_k:
-        want, seen = sides.want_RLK[rows, places], sides.seen_RLK[rows, places]
-        same = (np.sort(want, -1) == np.sort(seen, -1)).all(-1)
-        sorted_RL[rows[same], places[same]] = True
-    real_RL = differs_RL & ~sorted_RL
-    missing = sides.valid_R & ~sides.there_R
+    real_RL = differs_RL = sides.differs_RL
+    if differs_RL.any() and sides.seen_RLK.shape[2] == sides.spec.top_k:
+        real_RL = differs_RL & (np.sort(sides.want_RLK, -1) != np.sort(sides.seen_RLK, -1)).any(-1)
+    cells = {"different": real_RL, "order_only": differs_RL & ~real_RL}
+    layers = {
+        str(layer): {name: int(hit_RL[:, place].sum()) for name, hit_RL in cells.items()}
+        for place, layer in enumerate(sides.spec.moe_layers)
+        if differs_RL[:, place].any()
+    }
     found: dict[str, Any] = {
         "step": sides.ticket.step,
         "pass": sides.of_pass,
         "rows": int(sides.both_R.sum()),
-        "different": int(real_RL.sum()),
-        "order_only": int(sorted_RL.sum()),
-        "missing": int(missing.sum()),
-        "layers": {
-            str(layer): {
-                "different": int(real_RL[:, place].sum()),
-                "order_only": int(sorted_RL[:, place].sum()),
-            }
-            for place, layer in enumerate(moe_layers)
-            if differs_RL[:, place].any()
-        },
     }
-    for what, cells in (("first", real_RL), ("first_order_only", sorted_RL)):
-        if cells.any():
-            row, place = (int(index[0]) for index in np.nonzero(cells))
-            sample, position = sides.place(row)
-            found[what] = {
-                "sample": sample,
-                "position": position,
-                "layer": moe_layers[place],
-                "expected": sides.want_RLK[row, place].tolist(),
-                "seen": sides.seen_RLK[row, place].tolist(),
-            }
+    found |= {name: int(hit_RL.sum()) for name, hit_RL in cells.items()}
+    found |= {"missing": int((sides.valid_R & ~sides.there_R).sum()), "layers": layers}
+    for what, name in (("first", "different"), ("first_order_only", "order_only")):
+        if cells[name].any():
+            found[what] = sides.example(cells[name])
     return found
 
 

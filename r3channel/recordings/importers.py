@@ -1,7 +1,8 @@
 """Recordings from and to other files: plain .npz arrays, and rollouts that slime or miles saved for debugging.
 
-one .npz per step: `sample` (text), `tokens` (lengths), `token_ids` (all, one after another; may be missing),
-`ids` [all rows, L, K], `valid` [all rows] bool, `version` and `kind` [all rows], `spec` and `layout` (JSON text), `step`
+one .npz per step: `sample` (text), `tokens` (lengths), `token_ids` (all, one after another, -1 where
+they are not known; may be missing), `ids` [all rows, L, K], `valid` [all rows] bool, `version` and `kind` [all rows],
+`spec` and `layout` (JSON text), `step`
 
 A debug dump (`--save-debug-rollout-data`) was read against slime 624b824a (`observability/rollout_data_utils`,
 `Sample.to_dict`) and miles 31f1ca96 (`ray/rollout/debug_data`): {"rollout_id": step, "samples": [{"tokens",
@@ -19,26 +20,30 @@ import pickletools
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partialmethod
+from functools import cache, partial, partialmethod
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from r3channel.errors import R3Error, RecordingInvalid
+from r3channel.errors import RecordingInvalid
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.recordings.diagnose import spread
-from r3channel.recordings.recorder import write_step
+from r3channel.recordings.recorder import segment_name, write_step
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.step import RecordedStep
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, check_shape, hash_tokens
 
+_MOST_UNPACKED = 100
+_DAMAGE = Exception
+"""What a damaged or hostile archive raises in zipfile, zlib, numpy and pickletools is not listed anywhere: all of it."""
 _NEEDED = ("sample", "tokens", "ids", "spec", "step")
 
 
@@ -48,22 +53,27 @@ def export_npz(recording: Recording, folder: Path) -> list[Path]:
     written = []
     for number in recording.steps:
         step, spec = recording.step(number), recording.manifest.spec
+        if step.cut:
+            raise RecordingInvalid(
+                f"step {number}: {len(step.cut)} of {len(step.ticket.samples)} samples are not whole: {step.cut[:5]}; expected "
+                "whole ones, since arrays cannot say what is missing"
+            )
         names = [sample.sample_id for sample in step.samples]
         ids = [step.ids(name) for name in names]
         spans = [spread(sample.provenance, sample.tokens - 1) for sample in step.samples]
+        unknown = {sample.sample_id: np.full(sample.tokens, -1) for sample in step.samples}
         arrays: dict[str, Any] = {
-            "sample": np.asarray(names),
-            "tokens": np.asarray([sample.tokens for sample in step.samples], np.int64),
+            "sample": names,
+            "tokens": [sample.tokens for sample in step.samples],
+            "token_ids": np.concatenate([step.tokens.get(name, unknown[name]) for name in names]),
             "ids": np.concatenate([ids_TLK for ids_TLK, _ in ids]),
             "valid": np.concatenate([there_T for _, there_T in ids]),
             "version": np.concatenate([version for version, _ in spans]),
             "kind": np.concatenate([kind for _, kind in spans]),
-            "spec": np.asarray(json.dumps(spec.to_dict())),
-            "layout": np.asarray(json.dumps(recording.manifest.layout.to_dict())),
-            "step": np.asarray(number),
+            "spec": json.dumps(spec.to_dict()),
+            "layout": json.dumps(recording.manifest.layout.to_dict()),
+            "step": number,
         }
-        if step.tokens:
-            arrays["token_ids"] = np.concatenate([step.tokens[name] for name in names])
         path = folder / f"step-{number:06d}.npz"
         np.savez(path, **arrays)
         written.append(path)
@@ -80,17 +90,23 @@ def write_arrays(path: Path, arrays: dict[str, Any], folder: Path, *, layout: Tr
     """A step of a recording; `path` is where the arrays came from. Raises RecordingInvalid."""
     try:
         step = _step(arrays, layout)
-    except (R3Error, ValueError, TypeError, KeyError, IndexError) as error:
-        raise RecordingInvalid(f"{path}: the arrays do not fit together: {error}") from error
+    except _DAMAGE as error:
+        raise RecordingInvalid(f"{path}: the arrays do not fit together: {error!r}") from error
+    if (folder / segment_name(step.number)).exists():
+        raise RecordingInvalid(
+            f"{path}: step {step.number}, which {folder} has already; expected another folder"
+        )
     write_step(folder, step)
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
+        with zipfile.ZipFile(path) as archive:
+            _check_sizes(path, archive)
         with np.load(path, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise RecordingInvalid(f"{path}: expected an .npz of plain arrays: {error}") from error
+    except _DAMAGE as error:
+        raise RecordingInvalid(f"{path}: expected an .npz of plain arrays: {error!r}") from error
     missing = [name for name in _NEEDED if name not in found]
     if missing:
         raise RecordingInvalid(
@@ -99,24 +115,37 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
+def _check_sizes(path: Path, archive: zipfile.ZipFile) -> None:
+    """Refuse what would unpack to far more than the file has: arrays of ids do not."""
+    names, total = archive.namelist(), sum(part.file_size for part in archive.infolist())
+    packed = Path(path).stat().st_size
+    if len(set(names)) < len(names) or total > _MOST_UNPACKED * packed + (1 << 20):
+        raise ValueError(
+            f"{total} bytes in {len(names)} parts of a file of {packed}; expected {_MOST_UNPACKED} times as many at most and "
+            "each name once"
+        )
+
+
 def _step(arrays: dict[str, Any], layout: TrainerLayout | None) -> RecordedStep:
     spec = RoutingSpec.from_dict(json.loads(str(arrays["spec"])))
-    cut = layout or TrainerLayout.from_dict(json.loads(str(arrays["layout"])) if "layout" in arrays else {})
-    ids_RLK = np.ascontiguousarray(arrays["ids"])
-    check_shape(ids_RLK, spec=spec, where="ids")
+    cut = layout or TrainerLayout.from_dict(json.loads(str(arrays.get("layout", "{}"))))
     names, lengths = [str(name) for name in arrays["sample"]], [int(count) for count in arrays["tokens"]]
-    if sum(lengths) - len(lengths) != len(ids_RLK):
-        raise ValueError(
-            f"{len(ids_RLK)} rows of ids, expected {sum(lengths) - len(lengths)}: a row per token but the last"
-        )
-    samples, frames, tokens, at, token_at = {}, dict[str, list[bytes]](), dict[str, Ids](), 0, 0
-    for name, length in zip(names, lengths, strict=True):
-        own = slice(at, at + length - 1)
-        if "token_ids" in arrays:
-            tokens[name] = arrays["token_ids"][token_at : token_at + length].astype(np.int32)
+    total = sum(lengths)
+    arrays = {"token_ids": np.full(total, -1), **arrays, "ids": np.ascontiguousarray(arrays["ids"])}
+    check_shape(arrays["ids"], spec=spec, where="ids")
+    counts, expected = (len(arrays["ids"]), len(arrays["token_ids"])), (total - len(lengths), total)
+    if counts != expected:
+        raise ValueError(f"{counts} rows and token ids, expected {expected}: a row per token but the last")
+    if len(set(names)) < len(names) or int(arrays["step"]) < 0:
+        raise ValueError(f"step {arrays['step']}, samples {names[:5]}; expected each name once")
+    samples, frames, tokens, at = {}, dict[str, list[bytes]](), dict[str, Ids](), 0
+    for index, (name, length) in enumerate(zip(names, lengths, strict=True)):
+        own, told = slice(at - index, at - index + length - 1), arrays["token_ids"][at : at + length]
+        if (told >= 0).all():
+            tokens[name] = told.astype(np.int32)
         samples[name], frame = _sample(arrays, name, own, tokens.get(name), spec)
         frames[name] = [frame]
-        at, token_at = own.stop, token_at + length
+        at += length
     assignment = Assignment.balanced(dict(zip(names, lengths, strict=True)), dp=cut.dp, microbatch_size=1)
     ordered = tuple(samples[name] for name in assignment.sample_ids)
     ticket = Ticket("imported", int(arrays["step"]), spec, cut, assignment, ordered, 1 << 20)
@@ -132,7 +161,7 @@ def _sample(
     kind_T = arrays["kind"][own] if "kind" in arrays else np.full(rows, RowKind.UNKNOWN)
     spans = _runs(version_T, kind_T.clip(0))
     digests_L = layer_digests(ids_TLK, first_row=0, valid_T=None if valid_T.all() else valid_T)
-    edges = np.flatnonzero(np.diff(np.concatenate([[True], valid_T, [True]]).astype(np.int8))).tolist()
+    edges = np.flatnonzero(np.diff(valid_T, prepend=True, append=True)).tolist()
     invalid = tuple(zip(edges[::2], edges[1::2], strict=True))
     tokens_hash = 0 if tokens is None else hash_tokens(tokens)
     sample = TicketSample(name, rows + 1, tokens_hash, fold(digests_L), spans, invalid)
@@ -166,29 +195,26 @@ class Foreign:
 
 
 @dataclass
-class _Array:
-    """A numpy array whose bytes come in the next BUILD."""
+class Array:
+    """A numpy array, whose bytes come in the BUILD after it was made."""
 
     value: Any = None
 
 
 def read_saved(path: Path) -> Any:
-    """Raises RecordingInvalid for what is no file of `torch.save`, or cut or damaged."""
+    """What was saved, numpy's arrays as `Array`. It may be deep, and hold one list in many places: neither print it nor walk it.
+
+    Raises RecordingInvalid for what is no file of `torch.save`, or cut or damaged.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
+            _check_sizes(path, archive)
             (pickled,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             root = pickled.removesuffix("data.pkl")
-            return _plain(_Machine(lambda key: archive.read(f"{root}data/{key}")).run(archive.read(pickled)))
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        AttributeError,
-        zipfile.BadZipFile,
-    ) as error:
-        raise RecordingInvalid(f"{path}: expected a file that torch.save wrote: {error!r}") from error
+            machine = _Machine(cache(lambda key: archive.read(f"{root}data/{key}")))
+            return machine.run(archive.read(pickled))
+    except _DAMAGE as error:
+        raise RecordingInvalid(f"{path}: expected a file that torch.save wrote: {error!r}"[:500]) from error
 
 
 class _Machine:
@@ -196,6 +222,8 @@ class _Machine:
 
     def __init__(self, storage: Callable[[str], bytes]) -> None:
         self._storage, self._memo = storage, dict[int, Any]()
+        self._bytes = cache(partial(str.encode, encoding="latin1"))
+        """The same each time that the pickle refers to a text again."""
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
 
@@ -220,8 +248,13 @@ class _Machine:
         self._marks.append(self._stack)
         self._stack = []
 
-    def _marked(self) -> list[Any]:
-        items, self._stack = self._stack, self._marks.pop()
+    def _taken(self, count: int = 0) -> list[Any]:
+        """The last so many values, or all since the last mark."""
+        if not count:
+            items, self._stack = self._stack, self._marks.pop()
+            return items
+        items = self._stack[-count:]
+        del self._stack[-count:]
         return items
 
     def _put(self, at: int) -> None:
@@ -233,49 +266,36 @@ class _Machine:
     _binput = _long_binput = _put
     _binget = _long_binget = _get
 
-    def _tuple(self, _: Any) -> None:
-        values = tuple(self._marked())
+    def _tuple(self, _: Any, *, count: int = 0) -> None:
+        values = tuple(self._taken(count))
         self._stack.append(values)
 
-    def _last(self, _: Any, *, count: int) -> None:
-        self._stack[-count:] = [tuple(self._stack[-count:])]
-
-    _tuple1 = partialmethod(_last, count=1)
-    _tuple2 = partialmethod(_last, count=2)
-    _tuple3 = partialmethod(_last, count=3)
-
-    def _append(self, _: Any) -> None:
-        value = self._stack.pop()
-        self._stack[-1].append(value)
-
-    def _appends(self, _: Any) -> None:
-        values = self._marked()
+    def _appends(self, _: Any, *, count: int = 0) -> None:
+        values = self._taken(count)
         self._stack[-1].extend(values)
 
-    def _setitem(self, _: Any) -> None:
-        key, value = self._stack[-2:]
-        del self._stack[-2:]
-        self._set(key, value)
-
-    def _setitems(self, _: Any) -> None:
-        values = self._marked()
+    def _setitems(self, _: Any, *, count: int = 0) -> None:
+        values = self._taken(count)
         for key, value in zip(values[::2], values[1::2], strict=True):
-            self._set(key, value)
+            if isinstance(self._stack[-1], dict):
+                self._stack[-1][_only(str | int | None, key)] = value
 
-    def _set(self, key: Any, value: Any) -> None:
-        if isinstance(self._stack[-1], dict):
-            self._stack[-1][key] = value
+    _tuple1, _tuple2 = partialmethod(_tuple, count=1), partialmethod(_tuple, count=2)
+    _tuple3 = partialmethod(_tuple, count=3)
+    _append, _setitem = partialmethod(_appends, count=1), partialmethod(_setitems, count=2)
 
     def _binpersid(self, _: Any) -> None:
         _, kind, key, _, count = self._stack.pop()
-        found = np.frombuffer(self._storage(key), _STORAGES[kind.name[6:-7]])
+        found = np.frombuffer(self._storage(_only(str, key)), _STORAGES[kind.name[6:-7]])
         if len(found) != count:
             raise ValueError(f"storage {key} has {len(found)} numbers, expected {count}")
         self._stack.append(found)
 
     def _reduce(self, _: Any) -> None:
         arguments, called = self._stack.pop(), self._stack.pop()
-        self._stack.append(_made(called.name if isinstance(called, Foreign) else "", arguments))
+        name = called.name if isinstance(called, Foreign) else ""
+        made = self._bytes(_only(str, arguments[0])) if name == "_codecs encode" else _made(name, arguments)
+        self._stack.append(made)
 
     _newobj = _reduce
 
@@ -283,9 +303,9 @@ class _Machine:
         state, built = self._stack.pop(), self._stack[-1]
         if isinstance(built, np.dtype) and state[1] == ">":
             raise ValueError("an array of big-endian numbers")
-        if isinstance(built, _Array):
+        if isinstance(built, Array):
             _, shape, dtype, fortran, data = state
-            flat = np.frombuffer(data, dtype)
+            flat = np.frombuffer(data, _only(np.dtype, dtype))
             built.value = flat.reshape(shape, order="F" if fortran else "C")
 
 
@@ -296,20 +316,27 @@ def _made(name: str, arguments: tuple[Any, ...]) -> Any:
     if name == "collections OrderedDict":
         return {}
     if name.endswith("multiarray _reconstruct"):
-        return _Array()
-    if name == "numpy dtype":
-        dtype = np.dtype(str(arguments[0]))
-        if dtype.kind not in _NUMBERS:
-            raise ValueError(f"an array of {dtype}")
-        return dtype
-    if name == "_codecs encode":
-        return arguments[0].encode("latin1")
-    return Foreign(name)
+        return Array()
+    if name != "numpy dtype":
+        return Foreign(name)
+    dtype = np.dtype(_only(str, arguments[0]))
+    if dtype.kind not in _NUMBERS:
+        raise ValueError(f"an array of {dtype}")
+    return dtype
+
+
+def _only(kind: Any, value: Any) -> Any:
+    """What a pickle shares with itself has no size that is safe to hash, print or make an array of."""
+    if not isinstance(value, kind):
+        raise TypeError(f"a {type(value).__name__}, expected {kind}")
+    return value
 
 
 def _tensor(storage: Any, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
-    count = int(np.prod(shape, dtype=np.int64))
-    plain = tuple(int(np.prod(shape[at + 1 :], dtype=np.int64)) for at in range(len(shape)))
+    for size in (*shape, *stride, offset):
+        _only(int, size)
+    count = prod(shape)
+    plain = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
     if count and any(size > 1 and a != b for size, a, b in zip(shape, stride, plain, strict=True)):
         raise ValueError(f"a tensor of strides {stride} for shape {shape}; expected a contiguous one")
     if not 0 <= offset <= offset + count <= len(storage):
@@ -317,32 +344,13 @@ def _tensor(storage: Any, offset: int, shape: tuple[int, ...], stride: tuple[int
     return storage[offset : offset + count].reshape(shape)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(own) for key, own in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(own) for own in value]
-    return value.value if isinstance(value, _Array) else value
-
-
 _CONSTANTS: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False,
     "EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple,
 }  # fmt: skip
-_ARGUMENTS = frozenset(
-    [
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG1",
-        "LONG4",
-        "BINFLOAT",
-        "BINUNICODE",
-        "SHORT_BINUNICODE",
-        "BINBYTES",
-        "SHORT_BINBYTES",
-    ]
-)
+_ARGUMENTS = (
+    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES",
+)  # fmt: skip
 
 
 DUMPS = ("slime-debug", "miles-dump")
@@ -359,54 +367,57 @@ def import_dumps(
         )
     for path in files:
         saved = read_saved(path)
-        if not isinstance(saved, dict) or not isinstance(saved.get("samples"), list) or not saved["samples"]:
-            raise RecordingInvalid(
-                f"{path}: expected a dict with 'rollout_id' and 'samples', as --save-debug-rollout-data writes"
-            )
-        write_arrays(path, _arrays(path, saved, spec), folder, layout=layout)
+        try:
+            arrays = _arrays(saved, spec)
+        except _DAMAGE as error:
+            raise RecordingInvalid(f"{path}: no rollout that can be read: {error!r}"[:500]) from error
+        write_arrays(path, arrays, folder, layout=layout)
 
 
-def _arrays(path: Path, saved: dict[str, Any], spec: RoutingSpec) -> dict[str, Any]:
+def _arrays(saved: Any, spec: RoutingSpec) -> dict[str, Any]:
     """A sample's arrays as `import_npz` reads them."""
+    if not isinstance(saved, dict) or not isinstance(saved.get("samples"), list) or not saved["samples"]:
+        raise ValueError(
+            "expected a dict with 'rollout_id' and 'samples', as --save-debug-rollout-data writes"
+        )
     samples = saved["samples"]
-    ids = [_rows(f"{path}: sample {number}", sample, spec) for number, sample in enumerate(samples)]
+    ids = [_rows(f"sample {number}", sample, spec) for number, sample in enumerate(samples)]
+    versions = [np.full(len(own), _version(sample)) for own, sample in zip(ids, samples, strict=True)]
     return {
-        "sample": np.asarray([f"sample{number}" for number in range(len(samples))]),
-        "tokens": np.asarray([len(sample["tokens"]) for sample in samples]),
+        "sample": [f"sample{number}" for number in range(len(samples))],
+        "tokens": [len(sample["tokens"]) for sample in samples],
         "token_ids": np.concatenate([np.asarray(sample["tokens"], np.int64) for sample in samples]),
         "ids": np.concatenate(ids),
-        "version": np.concatenate(
-            [np.full(len(own), _version(sample)) for own, sample in zip(ids, samples, strict=True)]
-        ),
-        "kind": np.full(sum(map(len, ids)), int(RowKind.UNKNOWN)),
-        "spec": np.asarray(json.dumps(spec.to_dict())),
-        "step": np.asarray(int(saved["rollout_id"])),
+        "version": np.concatenate(versions),
+        "spec": json.dumps(spec.to_dict()),
+        "step": int(saved["rollout_id"]),
     }
 
 
 def _rows(where: str, sample: dict[str, Any], spec: RoutingSpec) -> Any:
     """[tokens - 1, MoE layers, K] of the spec's id type."""
     found, tokens = sample.get(_ROWS), sample.get("tokens")
-    if not isinstance(found, np.ndarray) or not isinstance(tokens, list):
-        raise RecordingInvalid(
-            f"{where} has no tensor {_ROWS} or no tokens; was the rollout made with --use-rollout-routing-replay?"
+    found = found.value if isinstance(found, Array) else found
+    if not isinstance(found, np.ndarray) or not isinstance(tokens, list) or {*map(type, tokens)} != {int}:
+        raise ValueError(
+            f"{where} has no tensor {_ROWS} or no tokens; made with --use-rollout-routing-replay?"
         )
     expected = (len(tokens) - 1, spec.num_layers, spec.top_k)
     if found.shape != expected:
-        raise RecordingInvalid(
+        raise ValueError(
             f"{where}: {_ROWS} {found.shape}, expected {expected}: a row per token but the last, all decoder layers; is --model "
             "the rollout's?"
         )
     rows = found[:, list(spec.moe_layers)]
-    if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < spec.num_experts:
-        raise RecordingInvalid(
-            f"{where}: ids {int(rows.min())}..{int(rows.max())}, expected 0..{spec.num_experts - 1}; is --model the rollout's?"
+    if rows.size and not 0 <= (least := int(rows.min())) <= (most := int(rows.max())) < spec.num_experts:
+        raise ValueError(
+            f"{where}: ids {least}..{most}, expected 0..{spec.num_experts - 1}; is --model the rollout's?"
         )
     return rows.astype(spec.id_dtype)
 
 
 def _version(sample: dict[str, Any]) -> int:
     """The version of all rows, where all turns had the same weights; else -1: the dump does not tell it row by row."""
-    versions = {str(version) for version in sample.get("weight_versions") or ()}
+    versions = {str(_only(str | int, version)) for version in sample.get("weight_versions") or ()}
     only = versions.pop() if len(versions) == 1 else ""
     return int(only) if only.isdecimal() else -1

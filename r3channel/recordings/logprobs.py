@@ -40,9 +40,8 @@ def write_logprobs(folder: Path, step: int, rank: int, columns: Mapping[str, Ids
     text += b" " * (-len(text) % 8)
     path = folder / logprobs_glob(step).replace("*", str(rank))
     scratch = path.with_name(f".{path.name}")
-    scratch.write_bytes(
-        b"".join([len(text).to_bytes(8, "little"), text, *(a.tobytes() for a in arrays.values())])
-    )
+    columns_bytes = (own.tobytes() for own in arrays.values())
+    scratch.write_bytes(b"".join([len(text).to_bytes(8, "little"), text, *columns_bytes]))
     return scratch.rename(path)
 
 
@@ -63,7 +62,7 @@ def _read(path: Path) -> dict[str, Ids]:
         found = {name: _view(body, name, head[name]) for name in _DTYPES if name in head}
         if not {*PLACES, "trainer"} <= found.keys() or len({own.shape for own in found.values()}) > 1:
             raise ValueError(f"columns { ({name: own.shape for name, own in found.items()}) }")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RecordingInvalid(f"{path}: expected a safetensors file of log-probs: {error!r}") from error
     return found
 

@@ -44,14 +44,9 @@ class Manifest:
         folder.mkdir(parents=True, exist_ok=True)
         scratch = folder / f".{NAME}-{os.getpid()}-{id(self)}"
         values = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "side": self.side,
-            "spec": self.spec.to_dict(),
-            "layout": self.layout.to_dict(),
-            "tokens": self.tokens,
-            "versions": dict(self.versions or installed()),
-        }
+            "format": _FORMAT, "version": _VERSION, "side": self.side, "spec": self.spec.to_dict(),
+            "layout": self.layout.to_dict(), "tokens": self.tokens, "versions": dict(self.versions or installed()),
+        }  # fmt: skip
         try:
             scratch.write_text(json.dumps(values, indent=1) + "\n")
             with suppress(FileExistsError):
@@ -73,7 +68,7 @@ class Manifest:
         try:
             values = json.loads(path.read_text())
             found = values["format"], values["version"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise RecordingInvalid(
                 f"{folder}: expected a recording's folder, with its {NAME}: {error!r}. Is it the folder that --record was given?"
             ) from error
@@ -91,13 +86,10 @@ class Manifest:
     def _of(cls, values: Mapping[str, Any]) -> Manifest:
         if values["side"] not in SIDES:
             raise ValueError(f"side {values['side']!r}, expected one of {SIDES}")
-        return cls(
-            spec=RoutingSpec.from_dict(values["spec"]),
-            layout=TrainerLayout.from_dict(values["layout"]),
-            side=values["side"],
-            tokens=bool(values["tokens"]),
-            versions={str(name): str(version) for name, version in values["versions"].items()},
-        )
+        versions = {str(name): str(version) for name, version in values["versions"].items()}
+        spec, layout = RoutingSpec.from_dict(values["spec"]), TrainerLayout.from_dict(values["layout"])
+        told = {"side": values["side"], "tokens": bool(values["tokens"]), "versions": versions}
+        return cls(spec=spec, layout=layout, **told)
 
 
 def installed() -> dict[str, str]:

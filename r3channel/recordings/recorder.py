@@ -23,7 +23,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.logprobs import logprobs_glob
 from r3channel.recordings.manifest import Manifest
-from r3channel.recordings.segment import Kind, append, check_room, nbytes_of, pack
+from r3channel.recordings.segment import Kind, Pieces, append, check_room, nbytes_of, pack
 from r3channel.recordings.step import PASSES, RecordedStep
 from r3channel.wire.chunks import stored_entries
 from r3channel.wire.frame import frame_head
@@ -41,18 +41,12 @@ def segment_name(step: int) -> str:
 class TurnRows(Protocol):
     """Rows of one turn, as `relay.verify.VerifiedRows` has them."""
 
-    @property
-    def ids_TLK(self) -> Ids: ...
-    @property
-    def first_row(self) -> int: ...
-    @property
-    def sample_key(self) -> int: ...
-    @property
-    def digests_L(self) -> Ids: ...
-    @property
-    def provenance(self) -> tuple[ProvenanceSpan, ...]: ...
-    @property
-    def invalid(self) -> tuple[tuple[int, int], ...]: ...
+    ids_TLK: Ids
+    first_row: int
+    sample_key: int
+    digests_L: Ids
+    provenance: tuple[ProvenanceSpan, ...]
+    invalid: tuple[tuple[int, int], ...]
 
 
 @dataclass
@@ -78,15 +72,12 @@ class Recorder:
     """Segments and their bytes, the oldest first."""
 
     def __post_init__(self) -> None:
+        self.folder = Path(self.root)
         if min(self.steps, self.max_bytes) < 0 or (self.ring and not self.steps + self.max_bytes):
             raise ConfigError(
                 f"recording: steps={self.steps}, bytes={self.max_bytes}, ring={self.ring}; expected limits of 0 or more, and a "
                 "ring only with one"
             )
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.root)
 
     def open(self, spec: RoutingSpec, layout: TrainerLayout) -> None:
         """Raises RecordingInvalid where another model's or layout's recording lies in the folder, ConfigError where nothing can
@@ -130,9 +121,7 @@ class Recorder:
         self._written.pop(path, None)
         if self.max_bytes and nbytes > self.max_bytes and self.ring:
             self.lost += 1
-            log.warning(
-                "r3channel: %s of %d bytes is over the limit of %d alone", path.name, nbytes, self.max_bytes
-            )
+            log.warning("r3channel: %s: %d bytes, over the limit of %d", path.name, nbytes, self.max_bytes)
             return False
         while self._is_full(nbytes):
             if not self.ring:
@@ -145,10 +134,9 @@ class Recorder:
         return True
 
     def _is_full(self, nbytes: int) -> bool:
-        return bool(self._written or not self.ring) and (
-            bool(self.steps and len(self._written) >= self.steps)
-            or bool(self.max_bytes and sum(self._written.values()) + nbytes > self.max_bytes)
-        )
+        many = 0 < self.steps <= len(self._written)
+        large = 0 < self.max_bytes < sum(self._written.values()) + nbytes
+        return bool(self._written or not self.ring) and (many or large)
 
     def _stop(self, why: str) -> None:
         self.stopped = why
@@ -156,7 +144,7 @@ class Recorder:
         log.warning("r3channel: the recording ends, the channel goes on: %s", why)
 
 
-def write_segment(path: Path, records: Sequence[list[bytes | memoryview]]) -> int:
+def write_segment(path: Path, records: Sequence[Pieces]) -> int:
     """All records and the end, in a new file; its bytes. Raises OSError."""
     records = [*records, pack(Kind.END)]
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
@@ -169,34 +157,34 @@ def write_segment(path: Path, records: Sequence[list[bytes | memoryview]]) -> in
 
 def write_step(folder: Path, step: RecordedStep) -> Path:
     """A whole step at once, of either side. Raises RecordingInvalid, OSError."""
-    Manifest(spec=step.spec, layout=step.ticket.layout, side=step.side, tokens=bool(step.tokens)).write(
-        folder
-    )
+    layout, known = step.ticket.layout, bool(step.tokens)
+    Manifest(spec=step.spec, layout=layout, side=step.side, tokens=known).write(folder)
     path, records = folder / segment_name(step.number), [pack(Kind.TICKET, step.ticket.to_bytes())]
     for place, sample in enumerate(step.ticket.samples):
         name = sample.sample_id
         if name in step.tokens:
-            records.append(
-                pack(Kind.TOKENS, np.ascontiguousarray(step.tokens[name], "<i4").data, sample=place)
-            )
+            records.append(_packed_tokens(step.tokens[name], place))
         for part, of_pass in enumerate(PASSES):
             frames = step.passes.get((of_pass, name), ()) if step.passes or part else step.frames[name]
-            records += [
-                pack(Kind.FRAME, one, sample=place, turn=turn, part=part) for turn, one in enumerate(frames)
-            ]
+            for turn, frame in enumerate(frames):
+                records.append(pack(Kind.FRAME, frame, sample=place, turn=turn, part=part))
     write_segment(path, records)
     return path
 
 
 def _of_samples(
     ticket: Ticket, turns: Sequence[Sequence[TurnRows]], tokens: Sequence[Ids]
-) -> Iterator[list[bytes | memoryview]]:
+) -> Iterator[Pieces]:
     """Sample by sample, so that a torn segment has whole ones."""
     for place, (own, rows) in enumerate(zip(tokens, turns, strict=True)):
         if len(own):
-            yield pack(Kind.TOKENS, np.ascontiguousarray(own, "<i4").data, sample=place)
+            yield _packed_tokens(own, place)
         for number, turn in enumerate(rows):
             yield pack(Kind.FRAME, head_of(turn, ticket.spec), turn.ids_TLK.data, sample=place, turn=number)
+
+
+def _packed_tokens(tokens: Ids, place: int) -> Pieces:
+    return pack(Kind.TOKENS, np.ascontiguousarray(tokens, "<i4").data, sample=place)
 
 
 def head_of(turn: TurnRows, spec: RoutingSpec) -> bytes:
@@ -213,29 +201,19 @@ def head_of(turn: TurnRows, spec: RoutingSpec) -> bytes:
 
 def add_options(parser: ArgumentParser | _ArgumentGroup, *, prefix: str = "") -> None:
     """`--record` and its limits, each after `prefix`."""
-    parser.add_argument(
-        f"--{prefix}record",
-        metavar="DIR",
-        help="keep every step's frames, ticket and tokens there, for offline replay",
-    )
+    told = "keep every step's frames, ticket and tokens there, for offline replay"
+    parser.add_argument(f"--{prefix}record", metavar="DIR", help=told)
     add_limits(parser, prefix=prefix)
 
 
 def add_limits(parser: ArgumentParser | _ArgumentGroup, *, prefix: str = "") -> None:
-    parser.add_argument(
-        f"--{prefix}record-steps", metavar="N", type=int, default=0, help="record so many steps at most"
-    )
-    parser.add_argument(
-        f"--{prefix}record-bytes", metavar="N", type=int, default=0, help="record so many bytes at most"
-    )
-    parser.add_argument(
-        f"--{prefix}record-ring",
-        action="store_true",
-        help="at a limit the oldest step goes, instead of the recording ending",
-    )
-    parser.add_argument(
-        f"--{prefix}record-no-tokens", action="store_true", help="leave token ids out of the recording"
-    )
+    for what in ("steps", "bytes"):
+        told = f"record so many {what} at most"
+        parser.add_argument(f"--{prefix}record-{what}", metavar="N", type=int, default=0, help=told)
+    told = "at a limit the oldest step goes, instead of the recording ending"
+    parser.add_argument(f"--{prefix}record-ring", action="store_true", help=told)
+    told = "leave token ids out of the recording"
+    parser.add_argument(f"--{prefix}record-no-tokens", action="store_true", help=told)
 
 
 def values_of(args: Namespace, *, prefix: str = "") -> dict[str, Any] | None:
@@ -244,12 +222,9 @@ def values_of(args: Namespace, *, prefix: str = "") -> dict[str, Any] | None:
     if not given["record"]:
         return None
     return {
-        "root": given["record"],
-        "steps": given["record_steps"],
-        "max_bytes": given["record_bytes"],
-        "ring": given["record_ring"],
-        "tokens": not given["record_no_tokens"],
-    }
+        "root": given["record"], "steps": given["record_steps"], "max_bytes": given["record_bytes"],
+        "ring": given["record_ring"], "tokens": not given["record_no_tokens"],
+    }  # fmt: skip
 
 
 def recorder_of(args: Namespace, *, prefix: str = "") -> Recorder | None:

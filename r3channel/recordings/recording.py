@@ -12,6 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from r3channel.plan.ticket import Ticket
 from r3channel.recordings.logprobs import read_logprobs
 from r3channel.recordings.manifest import Manifest
 from r3channel.recordings.segment import Kind, Record, read
-from r3channel.recordings.step import PASSES, Bytes, RecordedStep
+from r3channel.recordings.step import PASSES, Bytes, RecordedStep, SampleKey
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.routing import Ids
 
@@ -38,11 +39,6 @@ class Segment:
     @property
     def ended(self) -> bool:
         return bool(self.records) and self.records[-1].kind is Kind.END
-
-    @property
-    def ticket(self) -> bytes:
-        """Empty where the segment ends before its first record does."""
-        return bytes(self.records[0].payload) if self.records else b""
 
 
 @dataclass(frozen=True)
@@ -82,25 +78,18 @@ class Recording:
     def step(self, step: int) -> RecordedStep:
         """Every whole sample of a step; `cut` names the others. Raises RecordingInvalid, TicketMismatch and FrameError."""
         segment = self.segment(step)
-        if not segment.ticket:
-            raise RecordingInvalid(
-                f"{self.folder}: step {step} ends before its ticket does; nothing of it can be read"
-            )
-        ticket = Ticket.from_bytes(segment.ticket)
+        if not segment.records:
+            raise RecordingInvalid(f"{segment.path} ends before its ticket does; nothing of it can be read")
+        ticket = Ticket.from_bytes(bytes(segment.records[0].payload))
         self._check(segment, ticket, step)
         frames, tokens = self._gathered(segment, ticket)
         plain = {name: own for (part, name), own in frames.items() if part in PASSES[:2]}
-        found = RecordedStep(
-            ticket=ticket,
-            frames={sample.sample_id: plain.get(sample.sample_id, []) for sample in ticket.samples},
-            tokens=tokens,
-            spec=self.manifest.spec,
-            side=self.manifest.side,
-            passes=frames if self.manifest.side == "router" else {},
-            logprobs=self._logprobs(ticket),
-        )
-        if segment.ended:
-            return found
+        named = {sample.sample_id: plain.get(sample.sample_id, []) for sample in ticket.samples}
+        router, spec = self.manifest.side == "router", self.manifest.spec
+        told: dict[str, Any] = {"side": self.manifest.side, "logprobs": self._logprobs(ticket)}
+        found = RecordedStep(ticket, named, tokens, spec, passes=frames if router else {}, **told)
+        if segment.ended and router:
+            return found  # rows that no router used are for `check` to tell
         cut = tuple(s.sample_id for s in ticket.samples if not self._is_whole(found, s.sample_id))
         return replace(found, cut=cut)
 
@@ -108,11 +97,9 @@ class Recording:
         found = read_logprobs(self.folder, ticket.step)
         if found:
             sample, position = found["sample"], found["position"]
-            tokens = np.asarray([one.tokens for one in ticket.samples])
-            if (
-                not ((sample >= 0) & (sample < len(tokens)) & (position >= 0)).all()
-                or (position >= tokens[sample] - 1).any()
-            ):
+            rows = np.asarray([one.tokens - 1 for one in ticket.samples])
+            known = (sample >= 0) & (sample < len(rows)) & (position >= 0)
+            if not known.all() or (position >= rows[sample]).any():
                 raise RecordingInvalid(
                     f"{self.folder}: log-probs of step {ticket.step} are of places that its ticket does not have: of another run?"
                 )
@@ -128,27 +115,35 @@ class Recording:
 
     def _gathered(
         self, segment: Segment, ticket: Ticket
-    ) -> tuple[dict[tuple[str, str], list[Bytes]], dict[str, Ids]]:
+    ) -> tuple[dict[SampleKey, list[Bytes]], dict[str, Ids]]:
         names = [sample.sample_id for sample in ticket.samples]
-        frames: dict[tuple[str, str], list[Bytes]] = defaultdict(list)
-        tokens: dict[str, Ids] = {}
-        for record in segment.records[1:]:
+        frames, tokens = defaultdict[SampleKey, list[Bytes]](list), dict[str, Ids]()
+        for index, record in enumerate(segment.records[1:], 2):
             if record.sample >= len(names) or record.part >= len(PASSES):
                 raise RecordingInvalid(
                     f"{segment.path}: a record of sample {record.sample}, pass {record.part}; expected fewer than "
                     f"{len(names)} and {len(PASSES)}"
                 )
-            if record.kind is Kind.TOKENS and record.payload.nbytes % 4 == 0:
-                tokens[names[record.sample]] = np.frombuffer(record.payload, "<i4")
+            if record.kind is Kind.TICKET or (record.kind is Kind.END and index < len(segment.records)):
+                raise RecordingInvalid(
+                    f"{segment.path}: record {index} is a {record.kind.name}; expected one ticket at the start and one end: are "
+                    "two segments in one file?"
+                )
+            if record.kind is Kind.TOKENS:
+                name = names[record.sample]
+                if record.payload.nbytes != 4 * ticket.sample(name).tokens:
+                    raise RecordingInvalid(
+                        f"{segment.path}: {record.payload.nbytes} bytes of token ids of sample {name}, expected 4 for each of "
+                        f"its {ticket.sample(name).tokens} tokens"
+                    )
+                tokens[name] = np.frombuffer(record.payload, "<i4")
             elif record.kind is Kind.FRAME:
                 frames[PASSES[record.part], names[record.sample]].append(record.payload)
         return dict(frames), tokens
 
     def _is_whole(self, step: RecordedStep, name: str) -> bool:
-        """Whether each turn has its frame, and the tokens theirs."""
+        """Whether each turn has its frame. Tokens come before; they are not known of samples from before the recording began."""
         sample = step.ticket.sample(name)
-        if self.manifest.tokens and name not in step.tokens:
-            return False
         there_T = np.zeros(sample.tokens - 1, bool)
         for data in step.frames[name]:
             try:

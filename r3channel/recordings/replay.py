@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from r3channel.errors import RecordingInvalid
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.recordings.consumed import ConsumedRows
 from r3channel.recordings.step import RecordedStep
@@ -12,14 +13,25 @@ from r3channel.wire.routing import Ids
 
 
 def fitted(step: RecordedStep, layout: TrainerLayout | None) -> RecordedStep:
-    """The step as it was recorded, or cut anew for another layout: as many samples as fill its DP ranks alike."""
-    if layout is None or (layout == step.ticket.layout and not step.cut):
+    """The step as it was recorded, or cut anew for another layout in micro-batches of the recorded size: as many samples as fill
+    its DP ranks alike. `untested` says what that leaves out. Raises RecordingInvalid where too few samples are whole."""
+    layout, names = layout or step.ticket.layout, [sample.sample_id for sample in step.samples]
+    if layout == step.ticket.layout and not step.cut:
         return step
-    samples = step.samples
-    count = len(samples) // layout.dp * layout.dp
-    kept = {sample.sample_id for sample in samples[:count]}
-    cut = tuple(s.sample_id for s in step.ticket.samples if s.sample_id not in kept)
-    return replace(step, cut=cut).replan(layout, microbatch_size=1)
+    if len(names) < layout.dp:
+        raise RecordingInvalid(
+            f"step {step.number} has {len(names)} whole samples and {len(step.cut)} others; expected one for each of {layout.dp} "
+            "DP ranks at least. Was the recording cut off?"
+        )
+    sizes = sorted({len(batch) for rank in step.ticket.assignment.ranks for batch in rank})
+    size = min(sizes[-1], len(names) // layout.dp)
+    count = len(names) // (layout.dp * size) * layout.dp * size
+    told = {f"do not fill {layout.dp} DP ranks": names[count:], "are not whole": step.cut}
+    untested = [f"{len(own)} samples {why}: {', '.join(own[:5])}" for why, own in told.items() if own]
+    if sizes != [size]:
+        untested.append(f"order and padding in micro-batches of {sizes} samples, as recorded; here of {size}")
+    kept = replace(step, cut=(*step.cut, *names[count:]), untested=tuple(untested))
+    return kept.replan(layout, microbatch_size=size)
 
 
 def consumed(step: RecordedStep) -> ConsumedRows:
@@ -44,11 +56,9 @@ def _add_shard(found: ConsumedRows, at: RankCoords, data_N: Ids) -> None:
 def described(step: RecordedStep, found: ConsumedRows) -> dict[str, Any]:
     """The counts that `r3channel replay --json` prints."""
     rows = sum(int(there.sum()) for there in found.there.values())
+    expected = sum(sample.tokens - 1 for sample in step.samples) * step.ticket.spec.num_moe_layers
     return {
-        "step": step.number,
-        "layout": str(step.ticket.layout),
-        "ranks": step.ticket.layout.world_size,
-        "samples": len(step.samples),
-        "rows_of_layers": rows,
-        "expected_rows_of_layers": sum(s.tokens - 1 for s in step.samples) * step.ticket.spec.num_moe_layers,
-    }
+        "step": step.number, "layout": str(step.ticket.layout), "ranks": step.ticket.layout.world_size,
+        "samples": len(step.samples), "untested": list(step.untested), "rows_of_layers": rows,
+        "expected_rows_of_layers": expected,
+    }  # fmt: skip

@@ -31,7 +31,6 @@ from r3channel.errors import PeerFailed, UsageError
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.placement import place_shard
 from r3channel.plan.stream import Stream
-from r3channel.plan.ticket import TicketSample
 from r3channel.recordings.consumed import ConsumedRows
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.replay import fitted
@@ -54,12 +53,7 @@ class Rank:
     @cached_property
     def data_N(self) -> Ids:
         """The shard's bytes, of all TP slots: what `RankShard.from_whole` takes, as a tensor."""
-        samples = [
-            TicketSample(name, tokens, 0, 0, ())
-            for batch in self.shard.microbatches
-            for name, tokens in zip(batch.sample_ids, batch.tokens, strict=True)
-        ]
-        return place_shard(Stream(self.shard, samples), ids_of=self.step.rows)
+        return place_shard(Stream.of(self.step.ticket, self.shard), ids_of=self.step.rows)
 
     def tokens(self, microbatch: int) -> Ids:
         """[b, s / cp] int64 ([1, t / cp] for a pack): this rank's model input. 0 where padding is."""
@@ -75,9 +69,8 @@ class Rank:
     def used(self, microbatch: int, layer: int, ids_RK: Any, *, of_pass: str = "forward") -> None:
         """Report what a router used: a tensor or an array [rows, K]."""
         plain = np.asarray(ids_RK.detach().cpu() if hasattr(ids_RK, "detach") else ids_RK)
-        self.consumed.add_call(
-            self.shard, plain, microbatch=microbatch, layer=layer, tp=self.coords.tp, of_pass=of_pass
-        )
+        place: dict[str, Any] = {"microbatch": microbatch, "layer": layer, "tp": self.coords.tp}
+        self.consumed.add_call(self.shard, plain, of_pass=of_pass, **place)
 
 
 def all_ranks(step: RecordedStep) -> list[Rank]:
@@ -103,10 +96,8 @@ def run_ranks(
     """
     name = function.__qualname__
     if "." in name or "<" in name:
-        raise UsageError(
-            f"{name} lies inside of something: expected a function of a module, which a process can load"
-        )
-    total, seconds = ConsumedRows(step.ticket, step.ticket.spec), 0.0
+        raise UsageError(f"{name}: expected a function of a module, not inside of something, to be loaded")
+    total = ConsumedRows(step.ticket, step.ticket.spec)
     with tempfile.TemporaryDirectory(prefix="r3channel-") as work:
         job = {
             "module": function.__module__, "file": inspect.getfile(function), "function": name,
@@ -114,27 +105,21 @@ def run_ranks(
         }  # fmt: skip
         (Path(work) / "job.json").write_text(json.dumps(job))
         _run(Path(work), step.ticket.layout.world_size, timeout_s)
-        for rank in range(step.ticket.layout.world_size):
-            one = _load(Path(work) / f"rank-{rank}.npz", total)
-            total.merge(one.consumed)
-            seconds = max(seconds, one.seconds)
+        ranks = range(step.ticket.layout.world_size)
+        seconds = max(_merge(Path(work) / f"rank-{rank}.npz", total) for rank in ranks)
     return Ran(total, seconds)
 
 
 def _run(work: Path, world_size: int, timeout_s: float) -> None:
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
+    paths = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     children: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(world_size):
             command = [sys.executable, "-m", "r3channel.recordings.run_ranks", str(work), str(rank)]
             with open(work / f"rank-{rank}.log", "wb") as log:
-                children.append(
-                    subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-                )
+                child = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+                children.append(child)
         deadline_s = time.monotonic() + timeout_s
         while (codes := [child.poll() for child in children]) != [0] * world_size:
             failed = [rank for rank, code in enumerate(codes) if code]
@@ -160,16 +145,16 @@ def _save(path: Path, found: ConsumedRows, seconds: float) -> None:
     np.savez(path, **arrays)
 
 
-def _load(path: Path, like: ConsumedRows) -> Ran:
-    found = ConsumedRows(like.ticket, like.spec)
+def _merge(path: Path, total: ConsumedRows) -> float:
+    """Add what one rank used to the total; the seconds that it took."""
+    found = ConsumedRows(total.ticket, total.spec)
     with np.load(path, allow_pickle=False) as arrays:
         for index, text in enumerate(filter(None, arrays["keys"].tolist())):
             of_pass, sample = json.loads(text)
-            found.ids[of_pass, sample], found.there[of_pass, sample] = (
-                arrays[f"ids{index}"],
-                arrays[f"there{index}"],
-            )
-        return Ran(found, float(arrays["seconds"]))
+            found.ids[of_pass, sample] = arrays[f"ids{index}"]
+            found.there[of_pass, sample] = arrays[f"there{index}"]
+        total.merge(found)
+        return float(arrays["seconds"])
 
 
 def _child(work: Path, number: int) -> None:
@@ -178,9 +163,8 @@ def _child(work: Path, number: int) -> None:
     job = json.loads((work / "job.json").read_text())
     layout = TrainerLayout.from_dict(job["layout"])
     function = getattr(_module(job["module"], Path(job["file"])), job["function"])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{work}/rendezvous", rank=number, world_size=layout.world_size
-    )
+    meeting = f"file://{work}/rendezvous"
+    dist.init_process_group("gloo", init_method=meeting, rank=number, world_size=layout.world_size)
     group = _tp_group(dist, layout, number)
     dist.barrier()
     begin_s = time.monotonic()
@@ -211,10 +195,8 @@ def _tp_group(dist: Any, layout: TrainerLayout, number: int) -> Any:
     for rank in range(layout.world_size):
         at = layout.coords(rank)
         members.setdefault((at.dp, at.pp, at.cp), []).append(rank)
-    groups = [dist.new_group(ranks) for ranks in members.values()] if layout.tp > 1 else []
-    return next(
-        (group for group, ranks in zip(groups, members.values(), strict=False) if number in ranks), None
-    )
+    groups = {tuple(ranks): dist.new_group(ranks) for ranks in members.values() if layout.tp > 1}
+    return next((group for ranks, group in groups.items() if number in ranks), None)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,10 @@ class Kind(IntEnum):
     """The last record, empty: all that the relay had is there."""
 
 
+Pieces = list[bytes | memoryview]
+"""A record, as it is written: nothing is copied."""
+
+
 class Record(NamedTuple):
     """`part` says which pass consumed the ids of a frame, on the routers' side; 0 on the engines'."""
 
@@ -52,16 +56,13 @@ class Record(NamedTuple):
     part: int = 0
 
 
-def pack(
-    kind: Kind, *payload: bytes | memoryview, sample: int = 0, turn: int = 0, part: int = 0
-) -> list[bytes | memoryview]:
-    """A record as the pieces to write; the payload's are not copied."""
+def pack(kind: Kind, *payload: bytes | memoryview, sample: int = 0, turn: int = 0, part: int = 0) -> Pieces:
     size = sum(memoryview(piece).nbytes for piece in payload)
     head = _HEAD.pack(_MAGIC, kind, part, sample, turn, size)
     return [head + _hash(head), *payload, bytes(-size % _ALIGNMENT)]
 
 
-def nbytes_of(records: Iterable[list[bytes | memoryview]]) -> int:
+def nbytes_of(records: Iterable[Pieces]) -> int:
     return sum(memoryview(piece).nbytes for pieces in records for piece in pieces)
 
 
@@ -72,7 +73,7 @@ def check_room(file: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def append(file: int, pieces: list[bytes | memoryview]) -> int:
+def append(file: int, pieces: Pieces) -> int:
     """Write all of them at the file's end, as few calls as there can be. Raises OSError."""
     views = [memoryview(piece).cast("B") for piece in pieces if memoryview(piece).nbytes]
     total = sum(view.nbytes for view in views)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from math import perm
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from r3channel.errors import R3Error
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.placement import spread_ids
-from r3channel.recordings.diagnose import FAULTS
-from r3channel.recordings.findings import Finding
+from r3channel.plan.ticket import TicketSample
+from r3channel.recordings.findings import FAULTS, Finding
 from r3channel.recordings.logprobs import SIDES
 from r3channel.recordings.step import RecordedStep
 from r3channel.wire.routing import Ids
@@ -28,6 +30,8 @@ _PAIRS = 200
 """With fewer rows whose token stood before, the first layer's agreement says nothing."""
 _SURE = 4.0
 """Standard errors of a mean that are no chance."""
+_RARE = 1e-3
+"""Rows that may be alike by chance, for those that are alike to be a fault."""
 _CLEARER = 0.1
 """By how much another token must explain the first layer's experts better than the row's own."""
 CANNOT = (
@@ -40,40 +44,39 @@ def judge_alone(step: RecordedStep) -> list[Finding]:
     """Raises what reading does."""
     found: list[Finding] = []
     for sample in step.samples:
-        ids_TLK, there_T = step.ids(sample.sample_id)
-        found += _plain(step, sample.sample_id, ids_TLK, there_T)
+        found += _plain(step, sample)
         if not found and step.side == "engine":
             found += _held(step, sample.sample_id)
     return [*_grouped(found), *_suspicions(step), *log_probs_suspect(step)]
 
 
-def _plain(step: RecordedStep, name: str, ids_TLK: Ids, there_T: Ids) -> Iterator[Finding]:
-    spec = step.spec
-    pads_TK = spread_ids(spec, positions_T=np.arange(len(ids_TLK)))
-    sorted_TLK = np.sort(ids_TLK, -1)
+def _plain(step: RecordedStep, sample: TicketSample) -> Iterator[Finding]:
+    spec, (ids_TLK, there_T) = step.spec, step.ids(sample.sample_id)
+    there_TL = np.repeat(there_T[:, None], spec.num_moe_layers, axis=1)
+    gone_TL = ~there_TL & (step.side == "engine")
+    for start, end in sample.invalid:
+        gone_TL[start:end] = False  # the engine said so itself
+    pads_TK, sorted_TLK = spread_ids(spec, positions_T=np.arange(len(ids_TLK))), np.sort(ids_TLK, -1)
     repeats_TL = (sorted_TLK[..., 1:] == sorted_TLK[..., :-1]).any(-1)
     zero_TL = (ids_TLK == 0).all(-1) & (spec.top_k > 1)
-    padded_TL = np.broadcast_to((ids_TLK == pads_TK[:, None]).all((1, 2))[:, None], zero_TL.shape)
-    tests = {
-        "zero_rows": zero_TL,
-        "padding_rows": padded_TL & (spec.num_moe_layers * spec.top_k > 2),
-        "out_of_range": (sorted_TLK[..., -1] >= spec.num_experts) | (sorted_TLK[..., 0] < 0),
-        "duplicated_ids": repeats_TL & ~zero_TL,
-    }
-    for fault, hit_TL in tests.items():
-        hit_TL = hit_TL & there_T[:, None]
+    padded_TL = (ids_TLK == pads_TK[:, None]).all((1, 2))[:, None] & there_TL
+    outside_TL = (sorted_TLK[..., -1] >= spec.num_experts) | (sorted_TLK[..., 0] < 0)
+    tests = [
+        ("zero_rows", zero_TL & there_TL),
+        ("padding_rows", padded_TL & (len(ids_TLK) * _chance(spec) < _RARE)),
+        ("out_of_range", outside_TL & there_TL),
+        ("duplicated_ids", repeats_TL & ~zero_TL & there_TL),
+        ("missing_prefix" if gone_TL[0].any() else "zero_rows", gone_TL),
+    ]
+    for fault, hit_TL in tests:
         if hit_TL.any():
             row, place = (int(index[0]) for index in np.nonzero(hit_TL))
-            at = {"position": row, "layer": spec.moe_layers[place], "seen": ids_TLK[row, place]}
-            yield _finding(step, fault, name, **at, cells=int(hit_TL.sum()))
-    invalid = step.ticket.sample(name).invalid if step.side == "engine" else ()
-    gone_T = ~there_T
-    for start, end in invalid:
-        gone_T[start:end] = False  # the engine said so itself
-    if gone_T.any() and step.side == "engine":
-        row = int(np.flatnonzero(gone_T)[0])
-        fault = "missing_prefix" if row == 0 else "zero_rows"
-        yield _finding(step, fault, name, position=row, cells=int(gone_T.sum()) * spec.num_moe_layers)
+            at: dict[str, Any] = {
+                "position": row,
+                "layer": spec.moe_layers[place],
+                "cells": int(hit_TL.sum()),
+            }
+            yield _finding(step, fault, sample.sample_id, seen=tuple(ids_TLK[row, place].tolist()), **at)
 
 
 def _held(step: RecordedStep, name: str) -> Iterator[Finding]:
@@ -86,23 +89,43 @@ def _held(step: RecordedStep, name: str) -> Iterator[Finding]:
 
 def _grouped(found: Sequence[Finding]) -> list[Finding]:
     """One finding of each name: its first example, with all its cells."""
-    first: dict[str, Finding] = {}
-    cells: dict[str, int] = {}
+    grouped = dict[str, Finding]()
     for one in found:
-        first.setdefault(one.name, one)
-        cells[one.name] = cells.get(one.name, 0) + one.cells
-    return [replace(one, cells=cells[name]) for name, one in first.items()]
+        before = grouped.get(one.name)
+        grouped[one.name] = replace(before, cells=before.cells + one.cells) if before else one
+    return list(grouped.values())
 
 
 # -- statistics ---------------------------------------------------------------------------------------------------------------
 
 
+class _Rows(NamedTuple):
+    """The rows of all samples whose tokens were recorded; those that were left to the live router are not among them."""
+
+    names: Sequence[str]
+    sample_R: Ids
+    position_R: Ids
+    ids_RLK: Ids
+    token_3R: Ids
+    """The token before, the row's own, and the one after it."""
+    inner_R: Ids
+    """Neither the first nor the last of its sample."""
+
+
 def _suspicions(step: RecordedStep) -> Iterator[Finding]:
     names = [sample.sample_id for sample in step.samples if sample.sample_id in step.tokens]
-    if names:
-        rows = [step.ids(name)[0] for name in names]
-        yield from _twice(step, names, rows)
-        yield from _neighbours(step, names, rows)
+    parts = []
+    for index, name in enumerate(names):
+        ids_TLK, there_T = step.ids(name)
+        own, at = step.tokens[name], np.flatnonzero(there_T)
+        inner = (at > 0) & (at < len(there_T) - 1)
+        around = np.stack([own[at - 1], own[at], own[at + 1]]).T
+        parts.append((np.full(len(at), index), at, ids_TLK[at], around, inner))
+    if parts:
+        sample, position, ids, token, inner = map(np.concatenate, zip(*parts, strict=True))
+        rows = _Rows(names, sample, position, ids, token.T, inner)
+        yield from _twice(step, rows)
+        yield from _neighbours(step, rows)
 
 
 def log_probs_suspect(step: RecordedStep) -> Iterator[Finding]:
@@ -118,62 +141,39 @@ def log_probs_suspect(step: RecordedStep) -> Iterator[Finding]:
         yield _finding(step, "replay_hurts", name, verdict=False, what=what + FAULTS["replay_hurts"])
 
 
-def _twice(step: RecordedStep, names: Sequence[str], rows: Sequence[Ids]) -> Iterator[Finding]:
+def _twice(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
     """The same experts in all layers for several rows on end, of other tokens: a slot that was not written again."""
-    if step.spec.num_moe_layers * step.spec.top_k < 8:
+    count, token = len(rows.ids_RLK), rows.token_3R[1]
+    if count * _chance(step.spec) >= _RARE:
         return
-    words = [row_words(items_of(np.ascontiguousarray(ids).reshape(len(ids), 1, -1))[:, 0]) for ids in rows]
-    own = np.concatenate(words)
-    token = np.concatenate([step.tokens[name][:-1] for name in names])
-    _, inverse, times = np.unique(own, return_inverse=True, return_counts=True)
-    order = np.argsort(inverse, kind="stable")
-    first = order[np.concatenate(([0], np.cumsum(times)[:-1]))][inverse]
-    other = (times[inverse] > 1) & (token != token[first])
-    at = _stretch(other)
-    if at is not None:
-        sample, position = _place(names, rows, at)
-        twin, _ = _place(names, rows, int(first[at]))
+    own = row_words(items_of(np.ascontiguousarray(rows.ids_RLK).reshape(count, 1, -1))[:, 0])
+    _, first, inverse, times = np.unique(own, return_index=True, return_inverse=True, return_counts=True)
+    first, times = first[inverse], times[inverse]
+    other = np.append((times > 1) & (token != token[first]), np.zeros(_STRETCH, bool))
+    at = np.flatnonzero(np.convolve(other, np.ones(_STRETCH), "valid") == _STRETCH)
+    if len(at):
+        twin, sample = (rows.names[int(rows.sample_R[row])] for row in (first[at[0]], at[0]))
         what = f"{_STRETCH} rows and more have the experts of rows of sample {twin}, of other tokens: {FAULTS['stale_row']}"
-        yield _finding(
-            step, "stale_row", sample, position=position, verdict=False, what=what, cells=int(other.sum())
-        )
+        place: dict[str, Any] = {"position": int(rows.position_R[at[0]]), "cells": int(other.sum())}
+        yield _finding(step, "stale_row", sample, verdict=False, what=what, **place)
 
 
-def _stretch(flags: Ids) -> int | None:
-    """Where so many are set on end for the first time."""
-    if len(flags) < _STRETCH:
-        return None
-    sums = np.convolve(flags.astype(np.int64), np.ones(_STRETCH, np.int64), "valid")
-    found = np.flatnonzero(sums == _STRETCH)
-    return int(found[0]) if len(found) else None
-
-
-def _place(names: Sequence[str], rows: Sequence[Ids], at: int) -> tuple[str, int]:
-    ends = np.cumsum([len(ids) for ids in rows])
-    index = int(np.searchsorted(ends, at, side="right"))
-    return names[index], at - int(ends[index - 1] if index else 0)
-
-
-def _neighbours(step: RecordedStep, names: Sequence[str], rows: Sequence[Ids]) -> Iterator[Finding]:
+def _neighbours(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
     """The first layer sees little but the token itself, so equal tokens choose alike; if the neighbours' do more, rows moved."""
-    agreement = {by: _agreement(step, names, rows, by) for by in (-1, 0, 1)}
+    agreement = {by: _agreement(rows, by) for by in (-1, 0, 1)}
     best = max(agreement, key=lambda by: agreement[by])
     if best and agreement[best] > agreement[0] + _CLEARER:
         what = (
             f"the first MoE layer agrees with the token {best:+d} positions on in {agreement[best]:.0%} of its experts, with its "
             f"own in {agreement[0]:.0%}: {FAULTS['off_by_one_row']}"
         )
-        yield _finding(
-            step, "off_by_one_row", names[0], verdict=False, what=what, layer=step.spec.moe_layers[0]
-        )
+        told: dict[str, Any] = {"verdict": False, "what": what, "layer": step.spec.moe_layers[0]}
+        yield _finding(step, "off_by_one_row", rows.names[0], **told)
 
 
-def _agreement(step: RecordedStep, names: Sequence[str], rows: Sequence[Ids], by: int) -> float:
+def _agreement(rows: _Rows, by: int) -> float:
     """Mean share of experts that a row of the first layer has in common with the row before it of the same token."""
-    ids_RK = np.concatenate([ids[1:-1, 0] for ids in rows])
-    token_R = np.concatenate(
-        [step.tokens[name][1 + by : len(ids) - 1 + by] for name, ids in zip(names, rows, strict=True)]
-    )
+    ids_RK, token_R = rows.ids_RLK[rows.inner_R, 0], rows.token_3R[1 + by, rows.inner_R]
     order = np.argsort(token_R, kind="stable")
     same = np.flatnonzero(token_R[order][1:] == token_R[order][:-1])
     if len(same) < _PAIRS:
@@ -182,7 +182,11 @@ def _agreement(step: RecordedStep, names: Sequence[str], rows: Sequence[Ids], by
     return float((left[:, :, None] == right[:, None, :]).any(-1).mean())
 
 
+def _chance(spec: RoutingSpec) -> float:
+    """How probable it is that a row has the very ids of another: not small in models of one layer, or of few experts."""
+    return float(perm(spec.num_experts, min(spec.top_k, spec.num_experts))) ** -spec.num_moe_layers
+
+
 def _finding(step: RecordedStep, name: str, sample: str, **values: Any) -> Finding:
-    seen = tuple(int(one) for one in values.pop("seen", ()))
     options = {"verdict": True, "what": FAULTS[name]} | values
-    return Finding(name=name, step=step.number, sample=sample, seen=seen, **options)
+    return Finding(name=name, step=step.number, sample=sample, **options)

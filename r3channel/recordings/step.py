@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from r3channel.wire.frame import Frame, parse_frame
 from r3channel.wire.routing import Ids, hash_tokens
 
 Bytes = bytes | memoryview
+SampleKey = tuple[str, str]
+"""(pass, sample)."""
 PASSES = ("engine", "forward", "recompute", "logprob")
 """The pass of a frame, by the `part` of its record."""
 
@@ -37,10 +40,12 @@ class RecordedStep:
     side: str = "engine"
     cut: tuple[str, ...] = ()
     """Samples that are not whole: the recorder ended, or a relay's segment is not there."""
-    passes: Mapping[tuple[str, str], Sequence[Bytes]] = field(default_factory=dict)
+    passes: Mapping[SampleKey, Sequence[Bytes]] = field(default_factory=dict)
     """(pass, sample) -> frames, on the routers' side; `frames` are those of `forward`."""
     logprobs: Mapping[str, Ids] = field(default_factory=dict)
     """Columns in the form of `logprobs`; empty where none were written."""
+    untested: tuple[str, ...] = ()
+    """What this cut of the step leaves out, or cannot show, in sentences."""
 
     @property
     def number(self) -> int:
@@ -57,17 +62,13 @@ class RecordedStep:
         if sample_id in self.cut:
             raise RecordingInvalid(
                 f"sample {sample_id} of step {self.number} was cut off when the recording ended, or a relay's segment is not "
-                f"here; {len(self.samples)} other samples are whole",
-                samples=[sample_id],
-                step=self.number,
-            )
+                f"here; {len(self.samples)} other samples are whole", samples=[sample_id], step=self.number,
+            )  # fmt: skip
         frames = self.passes.get((of_pass, sample_id), self.frames.get(sample_id))
         if frames is None:
             raise SampleUnknown(f"sample {sample_id} is not in the recording of step {self.number}")
-        return [
-            parse_frame(data, spec=self.spec, sample_id=sample_id, engine="recording", max_rows=known.tokens)
-            for data in frames
-        ]
+        options: dict[str, Any] = {"spec": self.spec, "engine": "recording", "max_rows": known.tokens}
+        return [parse_frame(data, sample_id=sample_id, **options) for data in frames]
 
     def rows(self, sample_id: str) -> Ids:
         """[tokens - 1, L, K] of a sample, every id checked and, on the engines' side, held against the ticket; rows without
@@ -76,7 +77,8 @@ class RecordedStep:
         Raises `TicketMismatch` for another sample's bytes, and as `Frame.verify`.
         """
         frames = self.parsed(sample_id)
-        rows_TLK = self._padded(sample_id)
+        pads_TK = spread_ids(self.spec, positions_T=np.arange(self.ticket.sample(sample_id).tokens - 1))
+        rows_TLK = np.repeat(pads_TK[:, None], self.spec.num_moe_layers, axis=1)
         digest_L = np.zeros(self.spec.num_moe_layers, np.uint64)
         for frame in frames:
             own_TLK = rows_TLK[frame.first_row : frame.first_row + frame.rows]
@@ -98,11 +100,6 @@ class RecordedStep:
             found_TLK[own], there_T[own] = frame.ids(), frame.valid_T
         return found_TLK, there_T
 
-    def _padded(self, sample_id: str) -> Ids:
-        rows = self.ticket.sample(sample_id).tokens - 1
-        pads_TK = spread_ids(self.spec, positions_T=np.arange(rows))
-        return np.repeat(pads_TK[:, None], self.spec.num_moe_layers, axis=1)
-
     def _hold(self, sample_id: str, digest: int) -> None:
         known = self.ticket.sample(sample_id)
         own = self.tokens.get(sample_id)
@@ -119,12 +116,8 @@ class RecordedStep:
         lengths = {name: sample.tokens for name, sample in by_id.items()}
         assignment = Assignment.balanced(lengths, dp=layout.dp, microbatch_size=microbatch_size)
         samples = tuple(by_id[name] for name in assignment.sample_ids)
-        return replace(
-            self,
-            ticket=replace(self.ticket, layout=layout, assignment=assignment, samples=samples),
-            cut=(),
-            logprobs={},  # of the places that samples had
-        )
+        ticket = replace(self.ticket, layout=layout, assignment=assignment, samples=samples)
+        return replace(self, ticket=ticket, cut=(), logprobs={})  # those are of the places that samples had
 
     def shards(self, *, dp: int) -> dict[ShardKey, Ids]:
         """The uint8 shards of all pipeline stages and CP ranks of one DP rank, by (dp, pp, cp): what receivers end with."""

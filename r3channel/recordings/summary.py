@@ -18,17 +18,12 @@ def summarize(recording: Recording) -> dict[str, Any]:
     load_LE = np.zeros((spec.num_moe_layers, spec.num_experts), np.int64)
     steps = [_step(recording, number, load_LE) for number in recording.steps]
     return {
-        "side": manifest.side,
-        "spec": spec.to_dict(),
-        "layout": str(manifest.layout),
-        "tokens": manifest.tokens,
+        "side": manifest.side, "spec": spec.to_dict(), "layout": str(manifest.layout), "tokens": manifest.tokens,
         "versions": dict(manifest.versions),
         "steps": steps,
-        "samples": sum(step["samples"] for step in steps),
-        "rows": sum(step["rows"] for step in steps),
-        "bytes": sum(step["bytes"] for step in steps),
+        **{name: sum(step[name] for step in steps) for name in ("samples", "rows", "bytes")},
         "load": [_load(layer, load_E) for layer, load_E in zip(spec.moe_layers, load_LE, strict=True)],
-    }
+    }  # fmt: skip
 
 
 def _step(recording: Recording, number: int, load_LE: Ids) -> dict[str, Any]:
@@ -41,17 +36,11 @@ def _step(recording: Recording, number: int, load_LE: Ids) -> dict[str, Any]:
         for span in sample.provenance:
             kinds[RowKind(span.kind).name.lower()] += span.end - span.start
     return {
-        "step": number,
-        "samples": len(step.samples),
-        "cut": list(step.cut),
-        "rows": rows,
-        "turns": sum(map(len, step.frames.values())),
-        "weight_versions": list(step.ticket.weight_versions),
-        "kinds": dict(kinds),
-        "torn_bytes": recording.segment(number).torn_bytes,
-        "bytes": recording.nbytes(number),
+        "step": number, "samples": len(step.samples), "cut": list(step.cut), "rows": rows,
+        "turns": sum(map(len, step.frames.values())), "weight_versions": list(step.ticket.weight_versions),
+        "kinds": dict(kinds), "torn_bytes": recording.segment(number).torn_bytes, "bytes": recording.nbytes(number),
         "logprobs": _logprobs(step.logprobs),
-    }
+    }  # fmt: skip
 
 
 def _logprobs(columns: Mapping[str, Ids]) -> dict[str, float]:
@@ -73,12 +62,10 @@ def _count(load_LE: Ids, ids_TLK: Ids) -> None:
 
 
 def _load(layer: int, load_E: Ids) -> dict[str, Any]:
-    total = int(load_E.sum())
-    mean = total / len(load_E)
     return {
         "layer": layer,
         "busiest": int(load_E.argmax()),
-        "busiest_over_mean": round(float(load_E.max()) / mean, 3) if total else 0.0,
+        "busiest_over_mean": round(float(load_E.max() / load_E.mean()), 3) if load_E.any() else 0.0,
         "idle_experts": int((load_E == 0).sum()),
     }
 

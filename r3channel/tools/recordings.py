@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings import difference, importers, summary
 from r3channel.recordings.aligned_pair import AlignedPair
 from r3channel.recordings.consumed import ConsumedRows
-from r3channel.recordings.diagnose import NOTES, judge
-from r3channel.recordings.findings import Finding
+from r3channel.recordings.diagnose import judge
+from r3channel.recordings.findings import NOTES, Finding
 from r3channel.recordings.importers import DUMPS, import_dumps
 from r3channel.recordings.recorder import add_limits, values_of
 from r3channel.recordings.recording import Recording
@@ -51,11 +52,8 @@ def _parser(command: str) -> argparse.ArgumentParser:
     if command == "import":
         parser.add_argument("source", nargs="+", type=Path, metavar="FILE")
         parser.add_argument("--out", type=Path, required=True, metavar="REC")
-        parser.add_argument(
-            "--model",
-            metavar="FOLDER",
-            help="the checkpoint of a dump, which does not say where its experts are",
-        )
+        told = "the checkpoint of a dump, which does not say where its experts are"
+        parser.add_argument("--model", metavar="FOLDER", help=told)
     else:
         parser.add_argument("recording", type=Path, metavar="REC")
     if command == "export":
@@ -66,20 +64,15 @@ def _parser(command: str) -> argparse.ArgumentParser:
     if command == "diff":
         parser.add_argument("other", type=Path, metavar="REC")
     if command == "check":
-        parser.add_argument(
-            "router", type=Path, nargs="?", metavar="ROUTER_REC", help="what routers used, as a recording"
-        )
+        told = "what routers used, as a recording"
+        parser.add_argument("router", type=Path, nargs="?", metavar="ROUTER_REC", help=told)
         parser.add_argument("--strict", action="store_true", help="a suspicion is exit 1, too")
     if command in ("replay", "import"):
-        parser.add_argument(
-            "--layout", type=TrainerLayout.parse, help="dp=2,tp=2,...; default: the recorded one"
-        )
+        told = "dp=2,tp=2,...; default: the recorded one"
+        parser.add_argument("--layout", type=TrainerLayout.parse, help=told)
     if command == "replay":
-        parser.add_argument(
-            "--gloo",
-            action="store_true",
-            help="a gloo process for each rank; default: all ranks in this process",
-        )
+        told = "a gloo process for each rank; default: all ranks in this process"
+        parser.add_argument("--gloo", action="store_true", help=told)
     if command in ("inspect", "diff", "replay", "check"):
         parser.add_argument("--json", action="store_true", help="one JSON object")
     return parser
@@ -119,7 +112,7 @@ def _record(options: argparse.Namespace) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     found = summary.summarize(Recording.open(options.recording))
     _print(options, found, summary.table)
-    return int(any(step["cut"] for step in found["steps"]))
+    return int(not found["steps"] or any(step["cut"] for step in found["steps"]))
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -135,7 +128,7 @@ def _replay(options: argparse.Namespace) -> int:
         rows, seconds = _consumed(options, step)
         told.append(described(step, rows) | {"seconds": round(seconds, 3)})
         found += [one for sides in AlignedPair.of(step, rows.step()) for one in judge(sides)]
-    _print(options, {"steps": told, "findings": [one.to_dict() for one in found]}, _replayed)
+    _print(options, {"steps": told, "findings": [asdict(one) for one in found]}, _replayed)
     lost = any(one["rows_of_layers"] != one["expected_rows_of_layers"] for one in told)
     return int(bool(found) or lost)
 
@@ -178,45 +171,52 @@ def _replayed(found: dict[str, Any]) -> str:
         f"{one['expected_rows_of_layers']:,}; {one['seconds']:.2f} s"
         for one in found["steps"]
     ]
+    lines += [f"step {one['step']}: not tested: {what}" for one in found["steps"] for what in one["untested"]]
     return "\n".join([*lines, *(str(Finding(**one)) for one in found["findings"])])
 
 
 def _check(options: argparse.Namespace) -> int:
-    engine = Recording.open(options.recording)
-    router = Recording.open(options.router) if options.router else None
-    found = list(_alone(engine) if router is None else _pair(engine, router))
-    values = {
-        "findings": [one.to_dict() for one in found],
-        "steps": list(engine.steps),
-        "cannot_know": CANNOT if router is None else "",
+    sides = [Recording.open(path) for path in (options.recording, options.router) if path]
+    steps, found, untested = _shared(sides), list[Finding](), list[str]()
+    for number in sorted(set().union(*(side.steps for side in sides)) - set(steps)):
+        untested.append(f"step {number}, which one side has alone")
+    whole = bool(steps)
+    for number in steps:
+        read = [side.step(number) for side in sides]
+        for names in (step.cut for step in read if step.cut):
+            untested.append(f"step {number}: {len(names)} samples that are not whole: {', '.join(names[:5])}")
+            whole = False
+        found += judge_alone(*read) if len(read) == 1 else _judge_pair(*read)
+    values: dict[str, Any] = {
+        "findings": [asdict(one) for one in found],
+        "steps": steps,
+        "untested": untested,
     }
+    values["cannot_know"] = CANNOT if len(sides) == 1 else ""
     _print(options, values, _checked)
     verdicts = [one for one in found if (one.verdict or options.strict) and one.name not in NOTES]
-    return int(bool(verdicts))
+    return int(bool(verdicts) or not whole)
 
 
-def _alone(recording: Recording) -> Iterator[Finding]:
-    for number in recording.steps:
-        yield from judge_alone(recording.step(number))
+def _shared(sides: Sequence[Recording]) -> list[int]:
+    """Steps that all sides have."""
+    shared = sorted(set.intersection(*(set(side.steps) for side in sides)))
+    if len(sides) > 1 and not shared:
+        has = [list(side.steps)[:10] for side in sides]
+        raise ConfigError(f"engines' steps {has[0]}, routers' steps {has[1]}: expected one in both")
+    return shared
 
 
-def _pair(engine: Recording, router: Recording) -> Iterator[Finding]:
-    shared = sorted(set(engine.steps) & set(router.steps))
-    if not shared:
-        raise ConfigError(
-            f"the engines' side has steps {list(engine.steps)[:10]}, the routers' {list(router.steps)[:10]}: expected one in both"
-        )
-    for number in shared:
-        step = engine.step(number)
-        for sides in AlignedPair.of(step, router.step(number)):
-            yield from judge(sides)
-        yield from log_probs_suspect(step)
+def _judge_pair(engine: RecordedStep, router: RecordedStep) -> list[Finding]:
+    found = [one for sides in AlignedPair.of(engine, router) for one in judge(sides)]
+    return [*found, *log_probs_suspect(engine)]
 
 
 def _checked(values: dict[str, Any]) -> str:
     lines = [str(Finding(**one)) for one in values["findings"]]
-    clean = f"{len(values['steps'])} steps: nothing found"
-    return "\n".join([*(lines or [clean]), *filter(None, [values["cannot_know"]])])
+    lines = lines or [f"{len(values['steps'])} steps: nothing found"]
+    lines += [f"not tested: {what}" for what in values["untested"]]
+    return "\n".join([*lines, *filter(None, [values["cannot_know"]])])
 
 
 def _import(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from r3channel.config import ChannelConfig
 from r3channel.errors import DigestMismatch, R3Error, RowsStale
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.placement import place_samples
-from r3channel.recordings.diagnose import FAULTS
+from r3channel.recordings.findings import FAULTS
 from r3channel.recordings.step import RecordedStep
 from r3channel.relay.relay import Relay
 from r3channel.trainer.rank_shard import RankShard
@@ -60,7 +60,8 @@ def is_noticed(want: RecordedStep, rows: Rows) -> bool:
     names = [name for batch in shard.microbatches for name in batch.sample_ids]
     digests_SL = np.stack([layer_digests(want.ids(name)[0], first_row=0) for name in names])
     whole_N = torch.from_numpy(place_samples(want.ticket.plan, dp=0, ids_of=rows.__getitem__)[shard.key])
-    expected_SL = torch.from_numpy(_of_layers(digests_SL, want, shard.layers).view(np.int64))
+    layers = [want.spec.moe_index(layer) for layer in shard.layers]
+    expected_SL = torch.from_numpy(np.ascontiguousarray(digests_SL[:, layers]).view(np.int64))
     own = RankShard(want.ticket, shard, whole_N, tp=0, digests_SL=expected_SL)
     try:
         for microbatch in range(own.num_microbatches):
@@ -71,10 +72,6 @@ def is_noticed(want: RecordedStep, rows: Rows) -> bool:
         return True
     assert (own.digests.checked, own.digests.different) == (digests_SL.size, 0)
     return False
-
-
-def _of_layers(digests_SL: np.ndarray, want: RecordedStep, layers: tuple[int, ...]) -> np.ndarray:
-    return np.ascontiguousarray(digests_SL[:, [want.spec.moe_index(layer) for layer in layers]])
 
 
 def test_versions_that_are_one_off_are_ahead_of_the_trainers(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,9 +41,8 @@ class Rank:
         self.layout = layout
         self.recording = Recording.open(run["recording"]).step(0)
         self.plan, self.at = self.recording.ticket.plan, megatron.parallel_coords()
-        self.model = embedded.build(
-            job["model"], layout, dtype=run["dtype"], lr=1e-3, config_changes=NO_AUX_LOSS
-        )
+        how = {"dtype": run["dtype"], "lr": 1e-3, "config_changes": NO_AUX_LOSS}
+        self.model = embedded.build(job["model"], layout, **how)
         self.metrics = Metrics("trainer")
         self.channel = TrainerChannel.attach(
             self.model.chunks, TcpControl(run["port"]), layout=layout, config=ChannelConfig(bucket_bytes=4096),

@@ -52,10 +52,9 @@ def _deepseek(folder: Path) -> Path:
     return folder / "deepseek_v3"
 
 
+SPARSE: dict[str, Any] = {"layers": 6, "dense_layers": (), "experts": 16, "top_k": 2}
 CLEAN = {
-    "clean_all_sparse": Source(
-        "dp=2,tp=2", lambda folder: write_model(folder, layers=6, dense_layers=(), experts=16, top_k=2)
-    ),
+    "clean_all_sparse": Source("dp=2,tp=2", lambda folder: write_model(folder, **SPARSE)),
     "clean_deepseek": Source("cp=2,packing=thd", _deepseek, {"env": ON_CPU}),
     "clean_wide": Source("pp=2", lambda folder: write_model(folder, layers=6, experts=384, top_k=4)),
 }
@@ -80,12 +79,12 @@ def record(source: Source, folder: Path) -> None:
         model = source.write(Path(work) / "model")
         layout = TrainerLayout.parse(source.layout)
         recorder = Recorder(folder / "engine")
-        with (
-            EngineServer(EngineOptions(model=model, weight_version="3", **source.options)) as server,
-            closing(
-                Relay(RoutingSpec.from_hf_config(model), layout, ChannelConfig(), recorder=recorder)
-            ) as relay,
-        ):
+        options, spec = (
+            EngineOptions(model=model, weight_version="3", **source.options),
+            RoutingSpec.from_hf_config(model),
+        )
+        relay = Relay(spec, layout, ChannelConfig(), recorder=recorder)
+        with EngineServer(options) as server, closing(relay):
             server.wait_ready(_READY_S)
             lengths = _generate(server.url, relay, layout)
             relay.seal(STEP, given(list(lengths), dp=layout.dp))
@@ -107,9 +106,8 @@ def _generate(url: str, relay: Relay, layout: TrainerLayout) -> list[str]:
         if index % 2:
             set_weight_version(url, "4")
             held = relay.rows_held(name)
-            rest = generate(
-                url, first.tokens, new_tokens=length - len(first.tokens), routed_experts_start_len=held
-            )
+            more = length - len(first.tokens)
+            rest = generate(url, first.tokens, new_tokens=more, routed_experts_start_len=held)
             relay.add(name, {"meta_info": rest.meta}, rest.tokens, append=True)
         names.append(name)
     return names

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import venv
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
@@ -17,7 +18,9 @@ from xml.etree import ElementTree
 import pytest
 from packaging.requirements import Requirement
 
+from r3channel.recordings.recorder import write_step
 from tests import children
+from tests.misaligned import engine_step
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE, GOLDEN = ROOT / "examples" / "04_pytest", ROOT / "tests" / "golden" / "recording"
@@ -26,7 +29,7 @@ ABSENT = (
     "sglang", "ray", "megatron", "transformers", "numba", "prometheus_client", "safetensors", "pydantic",
 )  # fmt: skip
 SABOTAGES = {
-    "rows": ("replay(router.layer))", "replay(router.layer).roll(-1, 0))", "dp=1", "off_by_one_row"),
+    "rows": ("replay(router.layer))", "replay(router.layer).roll(-1, 0))", "dp=1", "rotated_rows"),
     "layers": (
         "for router in self.routers:", "for router, other in zip(self.routers, reversed(self.routers)):", "dp=1",
         "stage_reversed",
@@ -89,17 +92,13 @@ def link(distribution: metadata.Distribution, site: Path) -> None:
 
 
 def pytested(python: Path, *arguments: str) -> str:
-    return run(
-        [str(python), "-m", "pytest", "-c", os.devnull, "-p", "no:cacheprovider", "-q", "-rA", *arguments]
-    )
+    shared = ["-m", "pytest", "-c", os.devnull, "-p", "no:cacheprovider", "-q", "-rA"]
+    return run([str(python), *shared, *arguments])
 
 
 def test_the_environment_has_the_wheel_and_no_upstream(python: Path) -> None:
-    program = (
-        "import importlib.util as u, r3channel, torch, numpy\n"
-        f"print([name for name in {ABSENT} if u.find_spec(name)], r3channel.__file__)"
-    )
-    said = run([str(python), "-c", program])
+    absent = f"print([name for name in {ABSENT} if u.find_spec(name)], r3channel.__file__)"
+    said = run([str(python), "-c", f"import importlib.util as u, r3channel, torch, numpy\n{absent}"])
     assert said.startswith(f"[] {python.parents[1]}"), said
 
 
@@ -111,9 +110,8 @@ def test_the_examples_test_fails_for_each_sabotaged_model_and_says_why(python: P
         if name == "layers":
             changed = changed.replace("replay(router.layer))", "replay(other.layer))", 1)
         (tmp_path / f"model_{name}.py").write_text(changed)
-        (tmp_path / f"test_{name}.py").write_text(
-            users.replace("from model import", f"from model_{name} import")
-        )
+        own = users.replace("from model import", f"from model_{name} import")
+        (tmp_path / f"test_{name}.py").write_text(own)
     report = tmp_path / "report.xml"
     said = pytested(
         python, "--rootdir", str(tmp_path), "--r3-recording", str(GOLDEN), "-k", "consumes", f"--junitxml={report}",
@@ -121,13 +119,13 @@ def test_the_examples_test_fails_for_each_sabotaged_model_and_says_why(python: P
     )  # fmt: skip
     assert report.is_file(), said
     failures = {
-        (case.attrib["classname"], case.attrib["name"].partition("[")[2].rstrip("]")): one.attrib["message"]
+        (case.attrib["classname"], case.attrib["name"].partition("[")[2]): one.attrib["message"]
         for case in ElementTree.parse(report).iter("testcase")
         for one in [*case.iter("failure"), *case.iter("error")]
     }
     assert not [failed for failed in failures if failed[0] == "test_good"] and " 0 passed" not in said
     for name, (_, _, layout, named) in SABOTAGES.items():
-        told = failures[f"test_{name}", layout]
+        told = failures[f"test_{name}", f"{layout}-step2]"]
         assert named in told, told
         words = () if name == "silent" else ("sample step2/sample", "position", "expected [", "seen [")
         assert all(word in told for word in words), told
@@ -147,6 +145,31 @@ def test_the_examples_own_command_finds_its_tests() -> None:
     done = children.run("-m", *words, "--collect-only", "-q")
     assert done.returncode == 0, done.stdout
     assert "test_my_model_consumes_what_the_engine_chose[dp=1" in done.stdout
+
+
+SWAPS = """
+import pytest
+@pytest.mark.r3_layouts("dp=2", "dp=3")
+def test_swaps(r3_step):
+    for rank in r3_step.ranks():
+        for m, layer in ((m, layer) for m in rank.microbatches for layer in rank.layers):
+            ids = rank.rows(m, layer).reshape(-1, len(rank.shard.microbatches[m].sample_ids), 4)
+            rank.used(m, layer, ids[:, [1, 0, *range(2, ids.shape[1])]].reshape(-1, 4))
+    r3_step.check()
+"""
+
+
+def test_every_recorded_step_runs_and_what_is_not_tested_is_said(tmp_path: Path) -> None:
+    for number in (3, 7):
+        step = engine_step(seed=number, lengths=(33, 25, 33, 25, 40, 41, 42, 43))
+        write_step(tmp_path / "rec", replace(step, ticket=replace(step.ticket, step=number)))
+    (tmp_path / "test_swaps.py").write_text(SWAPS)
+    shared = f"-m pytest -c {os.devnull} -p no:cacheprovider -q --rootdir {tmp_path} --r3-recording {tmp_path}/rec {tmp_path}"
+    every = children.run(*shared.split()).stdout
+    assert all(f"test_swaps[dp={dp}-step{number}]" in every for dp in (2, 3) for number in (3, 7)), every
+    assert "4 failed" in every and every.count("swapped_samples (") >= 4, every
+    assert "not tested: step 7, dp=3" in every and "2 samples do not fill 3 DP ranks: s6, s7" in every
+    assert "2 failed" in children.run(*shared.split(), "--r3-steps", "1").stdout
 
 
 def test_loading_the_plugin_imports_nothing_of_it() -> None:

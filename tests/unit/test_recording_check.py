@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+import zipfile
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,21 +15,21 @@ import torch
 
 from r3channel.cli import main
 from r3channel.errors import RecordingInvalid
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.aligned_pair import AlignedPair
 from r3channel.recordings.consumed import ConsumedRows
-from r3channel.recordings.diagnose import FAULTS, NOTES, judge
-from r3channel.recordings.findings import Finding
+from r3channel.recordings.diagnose import judge
+from r3channel.recordings.findings import FAULTS, NOTES, Finding
 from r3channel.recordings.importers import export_npz, import_npz, read_saved
-from r3channel.recordings.recorder import segment_name, write_step
+from r3channel.recordings.recorder import write_step
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.replay import consumed, fitted
 from r3channel.recordings.single_side import judge_alone
 from r3channel.recordings.step import RecordedStep
-from r3channel.wire.digest import fold, layer_digests
-from r3channel.wire.frame import encode_frame
+from tests import misaligned
 from tests.golden import corpus
-from tests.misaligned import CASES, PLAIN, changed, engine_step, router_step, rows_of, variation
+from tests.misaligned import CASES, PLAIN, Rows, changed, engine_step, router_step, rows_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "recording"
 
@@ -40,10 +42,9 @@ CASE_LIST = [(name, *case) for name, cases in CASES.items() for case in cases]
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(
-    ("name", "spec", "layout", "mistake"), CASE_LIST, ids=[f"{n}-{i}" for i, (n, *_) in enumerate(CASE_LIST)]
-)
-def test_each_mistake_is_found_and_named(name, spec, layout, mistake, seed: int) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("case", CASE_LIST, ids=[f"{n}-{i}" for i, (n, *_) in enumerate(CASE_LIST)])
+def test_each_mistake_is_found_and_named(case: Any, seed: int) -> None:
+    name, spec, layout, mistake = case
     want = engine_step(spec, layout, seed=seed)
     told = found(want, mistake(want))
     assert {(one.verdict, one.name) for one in told} == {(True, name)}, [str(one) for one in told]
@@ -55,9 +56,7 @@ def test_every_name_of_the_catalogue_has_a_case_or_is_a_remainder() -> None:
     assert set(FAULTS) - set(CASES) == {"row_order", "unexplained", "out_of_range", "replay_hurts"}
 
 
-LAYOUTS = (
-    "", "dp=2", "tp=2", "cp=2", "pp=2", "dp=2,tp=2", "cp=2,packing=thd", "tp=2,cp=2,packing=thd", "pp=2,vpp=3", "cp=4",
-)  # fmt: skip
+LAYOUTS = (*misaligned.LAYOUTS, "pp=2,vpp=3", "cp=4")
 
 
 def real_steps() -> dict[str, RecordedStep]:
@@ -75,7 +74,7 @@ def test_no_false_alarm_on_200_clean_variations_of_real_recordings(layout: str) 
             continue
         for number in range(6):
             seed = LAYOUTS.index(layout) * 6 + number
-            want = variation(real, layout, seed=seed)
+            want = misaligned.variation(real, layout, seed=seed)
             assert found(want, consumed(want).step()) == [], (name, seed)
             assert judge_alone(want) == [], (name, seed)
 
@@ -92,31 +91,32 @@ def test_what_no_mistake_explains_is_said_with_its_place() -> None:
     rows["s1"][3, 2] = (rows["s1"][3, 2] + 1) % PLAIN.num_experts
     (only,) = found(want, router_step(want, rows))
     assert (only.name, only.sample, only.position, only.layer) == ("unexplained", "s1", 3, 2)
-    ids = [own["s1"][3, 2].tolist() for own in (rows_of(want), rows)]
-    assert [list(only.expected), list(only.seen)] == ids
+    assert [only.expected, only.seen] == [tuple(own["s1"][3, 2].tolist()) for own in (rows_of(want), rows)]
 
 
-def test_two_mistakes_at_once_are_both_named() -> None:
-    want = engine_step()
-    rows = rows_of(want)
-    rows["s0"][2:5] = 0
-    rows["s1"] = np.roll(rows["s1"], 1, axis=1)
-    assert {one.name for one in found(want, router_step(want, rows))} == {"zero_rows", "shifted_layer"}
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 500), marks=pytest.mark.full)], ids=str)
+def test_of_several_mistakes_the_first_name_is_right_in_95_percent(seeds: range) -> None:
+    """Names are of mistakes that changed ids; where all together changed none there is nothing to name."""
+    wrong, made = dict[int, tuple[set[str], list[str]]](), 0
+    for seed in seeds:
+        names, want, seen = misaligned.combined(seed)
+        told = [one.name for one in found(want, seen) if one.name not in NOTES]
+        made += bool(names)
+        if names and not (told and told[0] in names):
+            wrong[seed] = names, told
+    print(f"{made} combinations, {len(wrong)} with a wrong first name: {wrong}")
+    assert made > 0.9 * len(seeds) and len(wrong) <= 0.05 * made, wrong
 
 
 # -- one side ----------------------------------------------------------------------------------------------------------------
 
 
-def with_rows(step: RecordedStep, rows: dict[str, np.ndarray]) -> RecordedStep:
+def with_rows(step: RecordedStep, rows: Rows) -> RecordedStep:
     """As an engine that made the mistake would say it: digests are of what it sent."""
-    samples, frames = [], {}
-    for s in step.ticket.samples:
-        ids = rows[s.sample_id]
-        samples.append(s._replace(digest=fold(layer_digests(ids, first_row=0))))
-        frames[s.sample_id] = [
-            encode_frame(step.spec, expert_ids_TLK=ids, provenance=s.provenance, codec="stored")
-        ]
-    return RecordedStep(replace(step.ticket, samples=samples), frames, step.tokens, step.spec)
+    parts = [
+        misaligned.Part(rows[s.sample_id], step.tokens[s.sample_id], [s.provenance]) for s in step.samples
+    ]
+    return misaligned.step_of(step.spec, step.ticket.layout, parts)
 
 
 @pytest.mark.parametrize("name", ["zero_rows", "duplicated_ids", "padding_rows"])
@@ -141,6 +141,24 @@ def test_one_side_raises_a_suspicion_and_no_verdict_where_only_statistics_speak(
     assert (stale.name, stale.verdict, stale.sample, stale.position) == ("stale_row", False, "s1", 40)
 
 
+def test_rows_left_to_the_live_router_are_not_judged(tmp_path: Path, capsys: Any) -> None:
+    step = engine_step(lengths=(60, 50, 60, 50))
+    samples = list(step.ticket.samples)
+    samples[1] = samples[1]._replace(invalid=((0, samples[1].tokens - 1),), provenance=(), digest=0)
+    step = replace(step, ticket=replace(step.ticket, samples=samples), frames={**step.frames, "s1": []})
+    write_step(tmp_path, step)
+    consumed(step).write(tmp_path / "router")
+    assert main(["check", str(tmp_path), "--strict"]) == 0 and "one side alone" in capsys.readouterr().out
+    assert main(["check", str(tmp_path), str(tmp_path / "router")]) == 0
+    assert "nothing found" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("layers", "experts", "top_k"), [(1, 8, 3), (2, 8, 2), (4, 4, 1), (8, 2, 2)])
+def test_small_models_have_no_faults_by_chance(layers: int, experts: int, top_k: int) -> None:
+    spec = RoutingSpec(num_layers=layers, moe_layers=tuple(range(layers)), num_experts=experts, top_k=top_k)
+    assert judge_alone(engine_step(spec, lengths=(2001,) * 4)) == []
+
+
 # -- recordings of a real engine, on disk --------------------------------------------------------------------------------------
 
 
@@ -152,68 +170,11 @@ def test_faulty_recordings_are_named_clean_ones_not(name: str, capsys: pytest.Ca
     assert (status, named) == ((1, {name}) if name in corpus.FAULTY else (0, set()))
 
 
-SAME = {
-    "clean_all_sparse": {
-        "dense_layer_counted": "no dense layer", "zigzag_order": "no context parallelism",
-        "cp_chunks_swapped": "no context parallelism", "int16_as_uint8": "ids of one byte",
-    },
-    "clean_deepseek": {
-        "duplicated_ids": "made in a third layer",
-        "shifted_layer": "of two layers, the same as reversed ones",
-        "sp_halves_swapped": "no sequence parallelism",
-        "int16_as_uint8": "ids of one byte",
-    },
-    "clean_wide": {
-        "shifted_layer": "the same as counting the dense layer",
-        "sp_halves_swapped": "no sequence parallelism",
-        "zigzag_order": "no context parallelism",
-        "cp_chunks_swapped": "no context parallelism",
-    },
-}  # fmt: skip
-"""Mistakes that cannot be made there, or that are another one there, by name."""
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_each_mistake_is_named_in_every_real_recording_where_it_can_be_made(name: str) -> None:
-    steps = real_steps()
-    for clean in (clean for clean, same in SAME.items() if name not in same):
-        told = {one.name for one in found(steps[clean], CASES[name][0][2](steps[clean]))} - NOTES
-        assert told == {name}, clean
-
-
-def test_the_corpus_is_small_and_every_folder_of_it_is_named() -> None:
+def test_every_folder_of_the_corpus_is_named() -> None:
     assert {path.name for path in corpus.FOLDER.iterdir()} == {*corpus.FAULTY, *corpus.CLEAN}
-    golden = [
-        path for path in corpus.FOLDER.parent.rglob("*") if path.is_file() and "__pycache__" not in path.parts
-    ]
-    assert sum(path.stat().st_size for path in golden) < 300_000
-    specs = {name: real.spec for name, real in real_steps().items()}
-    assert len({(s.num_experts, s.top_k, s.moe_layers) for s in specs.values()}) == 4
 
 
 # -- the commands ------------------------------------------------------------------------------------------------------------
-
-
-def router_side(folder: Path, *, shift: int = 0) -> Path:
-    step = Recording.open(GOLDEN).step(2)
-    rows = consumed(step)
-    for key, ids in rows.ids.items():
-        rows.ids[key] = np.roll(ids, shift, axis=1)
-    rows.write(folder)
-    return folder
-
-
-def test_check_of_two_sides_exits_1_with_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(GOLDEN), str(router_side(tmp_path / "good"))]) == 0
-    assert "nothing found" in capsys.readouterr().out
-    assert main(["check", str(GOLDEN), str(router_side(tmp_path / "bad", shift=1)), "--json"]) == 1
-    findings = json.loads(capsys.readouterr().out)["findings"]
-    assert findings[0]["name"] in ("shifted_layer", "dense_layer_counted") and findings[0]["cells"] > 1000
-
-
-def test_check_of_one_side_says_what_it_cannot_know(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(GOLDEN)]) == 0
-    assert "one side alone" in capsys.readouterr().out
 
 
 def test_what_cannot_be_read_is_a_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,9 +201,10 @@ def test_inspect_counts_what_is_there(capsys: pytest.CaptureFixture[str]) -> Non
     ids_TLK = np.concatenate([step.rows(sample.sample_id) for sample in step.samples])
     for place, found in enumerate(told["load"]):
         load_E = np.bincount(ids_TLK[:, place].ravel(), minlength=step.spec.num_experts)
-        assert found["layer"] == step.spec.moe_layers[place] and found["busiest"] == int(load_E.argmax())
-        assert found["busiest_over_mean"] == round(load_E.max() / load_E.mean(), 3)
-        assert found["idle_experts"] == int((load_E == 0).sum())
+        assert found == {
+            "layer": step.spec.moe_layers[place], "busiest": int(load_E.argmax()), "idle_experts": int((load_E == 0).sum()),
+            "busiest_over_mean": round(load_E.max() / load_E.mean(), 3),
+        }  # fmt: skip
 
 
 def test_diff_names_the_first_place_and_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,6 +230,17 @@ def test_replay_hands_every_row_of_every_layer_to_its_router_under_any_layout(la
     assert all(there.all() for there in rows.there.values()) and len(rows.there) == 16
 
 
+def test_another_layout_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    want = engine_step(lengths=(33, 25, 33, 25, 40, 41, 42, 43))  # micro-batches of 4
+    cut = fitted(want, TrainerLayout.parse("dp=2"))
+    assert [len(batch) for rank in cut.ticket.assignment.ranks for batch in rank] == [4, 4]
+    assert cut.untested == () and fitted(want, None) is want
+    write_step(tmp_path, want)
+    assert main(["replay", str(tmp_path), "--layout", "dp=3"]) == 0
+    said = capsys.readouterr().out
+    assert "2 samples do not fill 3 DP ranks: s6, s7" in said and "micro-batches of [4] samples" in said
+
+
 def test_a_recording_goes_out_as_arrays_and_comes_back_the_same(tmp_path: Path) -> None:
     assert main(["export", str(GOLDEN), "--format", "npz", "--out", str(tmp_path / "npz")]) == 0
     exported, rec = str(tmp_path / "npz" / "step-000002.npz"), str(tmp_path / "r")
@@ -284,7 +257,7 @@ def test_a_recording_goes_out_as_arrays_and_comes_back_the_same(tmp_path: Path) 
 
 
 def test_rows_without_routing_go_out_as_arrays_and_come_back_without(tmp_path: Path) -> None:
-    first = variation(Recording.open(GOLDEN).step(2), seed=4)
+    first = misaligned.variation(Recording.open(GOLDEN).step(2), seed=4)
     write_step(tmp_path / "a", first)
     import_npz(export_npz(Recording.open(tmp_path / "a"), tmp_path / "npz"), tmp_path / "b")
     second, invalid = Recording.open(tmp_path / "b").step(7), [one.invalid for one in first.samples]
@@ -294,24 +267,73 @@ def test_rows_without_routing_go_out_as_arrays_and_come_back_without(tmp_path: P
         assert np.array_equal(there, there_again) and np.array_equal(ids[there], again[there])
 
 
-@pytest.mark.parametrize("order", "<>")
-def test_saved_numbers_in_another_byte_order_are_refused(tmp_path: Path, order: str) -> None:
-    torch.save({"ids": np.arange(3).astype(f"{order}i4")}, path := tmp_path / "0.pt")
-    with nullcontext() if order == "<" else pytest.raises(RecordingInvalid, match="big-endian"):
-        assert read_saved(path)["ids"].tolist() == [0, 1, 2]
+TWO = {
+    "sample": np.array(["a", "b"]), "tokens": np.array([31, 31]), "ids": np.tile(np.arange(4, dtype=np.uint8), (60, 6, 1)),
+    "spec": np.array(json.dumps(PLAIN.to_dict())), "step": np.array(1), "token_ids": np.arange(62),
+}  # fmt: skip
+"""Arrays that are a step."""
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"sample": np.array(["a", "a"])}, "each name once"),
+        ({"token_ids": np.arange(31)}, r"\(60, 31\) rows .* expected \(60, 62\)"),
+        ({"step": np.array(-1)}, "step -1"),
+        ({"spec": np.array("[" * 100_000)}, "RecursionError"),
+        ({"more": np.zeros(50_000_000, np.uint8)}, "times as many at most"),
+        ({}, "has already"),
+    ],
+)  # fmt: skip
+def test_arrays_that_cannot_be_a_step_are_refused(tmp_path: Path, changed: Any, said: str) -> None:
+    """Nor is a step written over; a damaged archive is a typed error, wherever the damage is."""
+    np.savez_compressed(path := tmp_path / "x.npz", **{**TWO, **changed})
+    if not changed:
+        import_npz([path], tmp_path / "rec")
+    with pytest.raises(RecordingInvalid, match=said):
+        import_npz([path], tmp_path / "rec")
+    data = path.read_bytes()
+    for at in range(40, len(data) if not changed else 0, 97):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :])
+        with suppress(RecordingInvalid):
+            import_npz([path], tmp_path / f"rec{at}")
+
+
+def shared_lists(levels: int) -> bytes:
+    """Lists that hold the one before twice: 2 ** levels leaves in a few bytes."""
+    body = b"".join(b"]q%c(h%ch%ce" % (at + 1, at, at) for at in range(levels))
+    return b"\x80\x02]q\x00" + body
+
+
+BOMBS = {
+    "shared": (shared_lists(60) + b".", None),
+    "deep": (b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".", None),
+    "a key": (
+        b"\x80\x02)q\x00" + b"".join(b"h%ch%c\x86q%c" % (at, at, at + 1) for at in range(60)) + b"}h\x3cNs.", "expected",
+    ),
+    "packed": (b"\x80\x02N" + b"0N" * 4_000_000 + b".", "times as many"),
+}  # fmt: skip
+"""Name -> (pickle, what is said of it; None: it is read)."""
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_pickle_takes_no_more_memory_than_its_bytes(tmp_path: Path, name: str) -> None:
+    pickled, said = BOMBS[name]
+    with zipfile.ZipFile(path := tmp_path / "0.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", pickled)
+    with nullcontext() if said is None else pytest.raises(RecordingInvalid, match=said):
+        read_saved(path)
+
+
+def test_saved_numbers_in_another_byte_order_are_refused(tmp_path: Path) -> None:
+    torch.save({"ids": np.arange(3).astype(">i4")}, path := tmp_path / "0.pt")
+    with pytest.raises(RecordingInvalid, match="big-endian"):
+        read_saved(path)
 
 
 def test_two_sides_of_different_runs_are_refused() -> None:
     with pytest.raises(RecordingInvalid, match="not the same on both sides"):
         found(engine_step(seed=0), consumed(engine_step(seed=1)).step())
-
-
-def test_the_routers_side_is_written_and_read_again(tmp_path: Path) -> None:
-    step = engine_step(PLAIN, "tp=2")
-    rows = consumed(step)
-    assert rows.write(tmp_path).name == segment_name(7)
-    again = Recording.open(tmp_path)
-    assert again.manifest.side == "router" and found(step, again.step(7)) == []
 
 
 def test_rows_that_do_not_fit_the_layout_are_refused_with_both_numbers() -> None:
