@@ -38,6 +38,7 @@ from tests.delivery import (
     ticket_of,
     until,
 )
+from tests.direct import until
 from tests.samples import SPEC, random_ids, reply_for
 
 ROWS = 3 * sum(n - 1 for n in TOKENS.values())
@@ -118,6 +119,10 @@ def test_a_receiver_that_comes_twice_is_served_on_its_newest_connection(make_rel
     relay = make_relay_over("dp=1")
     first, second = receivers_of(relay)[0], receivers_of(relay)[0]
     first.join(timeout_s=LIMIT_S)
+    until(
+        lambda: relay.status()["receivers"]["connected"],
+        "the relay knows of a connection a moment after its peer does",
+    )
     second.join(timeout_s=LIMIT_S)
     check_rows(second.receive(sealed(relay)))
     assert relay.status()["receivers"] == {"connected": [(0, 0, 0)], "lives": {(0, 0, 0): 2}}
