@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.manifest import Bucket, TensorMeta
 from r3channel.weights.receiver import Receiver, opened, update
-from r3channel.weights.sglang import COMMIT_FORMAT, LOAD_FORMAT, OPEN_FORMAT
+from r3channel.weights.wires import COMMIT_FORMAT, OPEN_FORMAT
 
 Answer = dict[str, Any]
 UPDATE = "/update_weights_from_distributed"
@@ -133,7 +133,7 @@ class FakeEngine:
     def answer(self, route: str, body: Answer) -> Answer | None:
         if self.dead.is_set():
             return None
-        if body.get("load_format") in (LOAD_FORMAT, COMMIT_FORMAT, OPEN_FORMAT):
+        if body.get("load_format") in (COMMIT_FORMAT, OPEN_FORMAT):
             route = "order/" + json.loads(body["names"][0])["op"]
         count = self._counts[route] = self._counts.get(route, -1) + 1
         self.calls.append(route)

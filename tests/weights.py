@@ -31,7 +31,7 @@ def serving() -> FakeEngine:
 def session(*engines: Any, **options: Any) -> WeightSync:
     """A connected one that stages."""
     values: dict[str, Any] = {"bucket_bytes": 2048, "staged": True, **options}
-    opened = WeightSync([engine.url for engine in engines], **values)
+    opened = WeightSync.whole([engine.url for engine in engines], **values)
     opened.connect(timeout_s=20)
     return opened
 

@@ -7,6 +7,7 @@ import shutil
 import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ import torch.distributed as dist
 from r3channel.observe.metrics import Metrics
 from r3channel.transport.http import urlopen
 from r3channel.weights.convert import Shard
+from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import UpdateReport, WeightSync
-from r3channel.weights.sglang import EngineClient
 
 WEIGHT_TIMEOUT_S = 120.0
 GREEDY_PROMPTS = ([5, 6, 7, 8, 9, 10, 11, 12], [301, 17, 44, 260, 8, 99], [400, 401, 402])
@@ -54,15 +55,14 @@ class Publisher:
         `weights`: `broadcast` (which tells no manifest), `exact` or `colocated`.
         """
         self._manifest = manifest
-        engines = [EngineClient(url) for url in urls]
+        engines = [EngineHandle(url) for url in urls]
         for engine in engines:
             engine.learn_versions(timeout_s=WEIGHT_TIMEOUT_S)  # they are compared with ours when it joins
-        exact = weights == "exact"
-        self._sync = WeightSync(
+        exact = partial(WeightSync.sharded, group=dist.group.WORLD)
+        make = exact if weights == "exact" else WeightSync.whole
+        self._sync = make(
             engines,
             staged=weights != "broadcast",
-            plan="exact" if exact else "broadcast",
-            group=dist.group.WORLD if exact else None,
             wire="shared_memory" if weights == "colocated" else "tcp",
             bucket_bytes=bucket_bytes,
             verify=weights != "broadcast" or manifest is not None,
@@ -94,10 +94,10 @@ def export(weights: Weights, folder: Path, *, model: Path) -> None:
 
 def ask_engines(urls: list[str]) -> dict[str, Any]:
     """By engine: its version, its parameters' checksums, and what it answers greedily to a few prompts."""
-    return {url: _ask_engine(EngineClient(url)) for url in urls}
+    return {url: _ask_engine(EngineHandle(url)) for url in urls}
 
 
-def _ask_engine(client: EngineClient) -> dict[str, Any]:
+def _ask_engine(client: EngineHandle) -> dict[str, Any]:
     answers = [_greedy(client.url, prompt) for prompt in GREEDY_PROMPTS]
     return {
         "version": client.weight_version(timeout_s=WEIGHT_TIMEOUT_S),

@@ -22,11 +22,11 @@ import torch
 
 from r3channel.bench.harness import Effort, Parts, timed
 from r3channel.transport.process_group import in_background
+from r3channel.weights.engine import EngineHandle
 from r3channel.weights.group import WeightGroup
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import UpdateReport
 from r3channel.weights.session import WeightSync
-from r3channel.weights.sglang import EngineClient
 
 TARGETS = {
     "own_loader_vs_per_tensor": 7.0,
@@ -70,7 +70,7 @@ def _updates(url: str, named: Named, rounds: int) -> dict[str, Any]:
     """Medians by way, one way after another: a session holds its engine."""
     reports: dict[str, list[UpdateReport]] = {}
     for name, options in WAYS.items():
-        with WeightSync([url], **options) as sync:
+        with WeightSync.whole([url], **options) as sync:
             sync.connect(timeout_s=_TIMEOUT_S)
             found = [sync.update(iter(named), version=1, timeout_s=_TIMEOUT_S) for _ in range(rounds + 1)]
             reports[name] = found[1:]
@@ -94,7 +94,7 @@ def _pause_s(report: UpdateReport) -> float:
 def engine(effort: Effort) -> dict[str, Any]:
     rounds = effort.rounds_of(12, 3)
     with _engine() as (url, named, _):
-        with _per_tensor(EngineClient(url), named) as peer:
+        with _per_tensor(EngineHandle(url), named) as peer:
             update = timed(peer, clock=time.monotonic)
             per_tensor_s = median([update() for _ in range(rounds + 1)][1:])
         found = _updates(url, named, rounds)
@@ -154,14 +154,13 @@ def _raw_gloo_s(nbytes: int, rounds: int) -> float:
 
 
 @contextmanager
-def _per_tensor(client: EngineClient, named: Named) -> Iterator[Callable[[], None]]:
+def _per_tensor(client: EngineHandle, named: Named) -> Iterator[Callable[[], None]]:
     """SGLang's distributed update at its best: one call that names all tensors, their broadcasts posted at once."""
     metas = [TensorMeta.of(name, tensor) for name, tensor in named]
     flats = [tensor.view(-1).view(torch.uint8) for _, tensor in named]
     group = WeightGroup("r3channel-bench-per-tensor", world_size=2)
     wait: dict[str, Any] = {"timeout_s": _TIMEOUT_S}
-    where = {"host": group.host, "port": group.port, "group_name": group.name, "backend": "gloo"}
-    joining = in_background(lambda: client.init_group(**where, world_size=2, **wait), name="bench")
+    joining = in_background(lambda: client.init_group(group, **wait), name="bench")
     group.join(**wait)
     joining.result(_TIMEOUT_S)
     wire = group.wire
@@ -176,7 +175,7 @@ def _per_tensor(client: EngineClient, named: Named) -> Iterator[Callable[[], Non
             sending.wait(**wait)
         loading.result(_TIMEOUT_S)
         client.end(**wait)
-        client.set_version(1, **wait)
+        client.commit(1, **wait)
         client.resume(**wait)
 
     try:
@@ -221,7 +220,7 @@ def _trainer_rank(job: dict[str, Any]) -> dict[str, Any]:
     layout = TrainerLayout.parse(f"tp={_TRAINERS}")
     megatron.init_distributed(rank=job["rank"], world_size=_TRAINERS, init_method=job["meet"], layout=layout)
     trained = megatron.build(job["model"], layout, dtype="float32")
-    with WeightSync([job["url"]], plan="exact", group=torch.distributed.group.WORLD) as sync:
+    with WeightSync.sharded([job["url"]], group=torch.distributed.group.WORLD) as sync:
         sync.connect(timeout_s=_READY_TIMEOUT_S)
         shards = hf_shards(trained.bridge, trained.chunks)
         versions = range(1, job["rounds"] + 2)

@@ -38,10 +38,10 @@ class Difference:
 def run(argv: Sequence[str]) -> int:
     """The command; see the module."""
     options = _parser().parse_args(argv)
-    from r3channel.weights.sglang import EngineClient
+    from r3channel.weights.engine import EngineHandle
     from r3channel.weights.store import HeldWeights
 
-    clients = [EngineClient(url) for url in options.engine]
+    clients = [EngineHandle(url) for url in options.engine]
     held = None if options.manifest is None else HeldWeights.read(options.manifest)
     limit = {"timeout_s": options.timeout_s}
     engines = [(client.weight_version(**limit), client.weight_checksums(**limit)) for client in clients]

@@ -1,7 +1,4 @@
-"""`urlopen` that asks the named machine itself, whatever proxy the environment names: engines are on the cluster's own network.
-
-`weights.sglang` does the same with connections of its own.
-"""
+"""`urlopen` that asks the named machine itself, whatever proxy the environment names: engines are on the cluster's network."""
 
 from __future__ import annotations
 

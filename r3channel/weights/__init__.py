@@ -5,8 +5,8 @@
     pack       a bucket's bytes: NaN, digests                      store      checkpoints, the file of what is held
     geometry   boxes, layouts, who holds what                      plan       the exact plan, byte-balanced
     wires      a link to an engine's rank; shared memory           stages     all links: who connects, what is sent to whom
-    dryrun, hold, receiver   the half inside the engine            sglang     the HTTP contract of one engine
-    member     one engine's states and calls                       fleet      a session's engines; who may serve
+    dryrun, hold, receiver   the half inside the engine            engine     one engine: routes, state, links; who may serve
+    ranks      what trainer ranks agree on                         config     what a session is told once
     executor   what an update asks of engines                      joint      one staged update by all trainer ranks together
     broadcast, group, checksums   without our half                 session    `WeightSync`
     progress   deadlines, stages, reports

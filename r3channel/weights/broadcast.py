@@ -13,12 +13,12 @@ import torch
 from r3channel.errors import ManifestMismatch
 from r3channel.transport.process_group import in_background
 from r3channel.weights.checksums import engine_names
+from r3channel.weights.engine import EngineHandle, EngineState
 from r3channel.weights.executor import Feed, Work
 from r3channel.weights.group import WeightGroup
 from r3channel.weights.manifest import Bucket, is_scale
-from r3channel.weights.member import EngineState, Member
 from r3channel.weights.pack import Packer
-from r3channel.weights.progress import CONTROL_S, REPAIR_S, background, wait_all
+from r3channel.weights.progress import REPAIR_S, background, wait_all
 from r3channel.weights.stages import Given
 
 _SHOWN = 3
@@ -41,7 +41,7 @@ class Broadcast(Work):
         assert given.manifest is not None
         self._buckets = given.manifest.buckets
         scale = next((meta.name for meta, _ in given.held if is_scale(meta.name)), None)
-        if scale is not None and not self._rules.check_names:  # SGLang skips a name that it does not have
+        if scale is not None and self._config.expected is None:  # SGLang skips a name that it does not have
             raise ManifestMismatch(
                 f"tensor {scale} is the scale of a float8 weight, and an engine of plain weights would serve float8 ones without "
                 "it; expected=None does not look"
@@ -52,18 +52,19 @@ class Broadcast(Work):
         self.pause()
         self._hold()
         with self._run.stage("begin"):
-            self.each(Member.begin, within_s=CONTROL_S)
-        self.each(Member.take_over, within_s=CONTROL_S)
-        if self._rules.check_names:
+            self.each(EngineHandle.begin, within_s=self._config.engine_timeout_s)
+        if self._config.expected is not None:
             names = engine_names(name for bucket in self._buckets for name in bucket.names)
             self.each(lambda member, left_s: _check_names(member, names, left_s))
 
     def _hold(self) -> None:
         """Open links that ask for no tensors: while they stand, our half refuses weights from other sessions."""
-        fresh = [m for m in self.members if m.client.takes_orders and not m.staged(()) and not m.unheld]
+        fresh = [m for m in self.members if m.takes_orders and not m.staged(()) and not m.unheld]
         orders = {m: self._stages.order(m.url, op="hold") for m in fresh}
-        held = self.each(lambda m, left_s: m.hold(orders[m], left_s), within_s=CONTROL_S, among=fresh)
-        wanted = {member.url: member.client.ranks for member, could in held.items() if could}
+        held = self.each(
+            lambda m, left_s: m.hold(orders[m], left_s), within_s=self._config.engine_timeout_s, among=fresh
+        )
+        wanted = {member.url: member.size for member, could in held.items() if could}
         links = self._stages.accept(wanted, self._run.deadline) if wanted else {}
         for member in fresh:
             member.ranks, member.metas, member.gives = links.get(member.url, []), (), None
@@ -75,10 +76,8 @@ class Broadcast(Work):
         with self._run.stage("wait_send"):
             self._finish()
         with self._run.stage("end"):
-            self.each(Member.end, within_s=self._rules.engine_timeout_s)
-        with self._run.stage("commit"):
-            self._set_version()
-        self.outcome = self.resume()
+            self.each(EngineHandle.end, within_s=self._config.engine_timeout_s)
+        self.outcome = self.commit(lambda member, left_s: member.commit(self._version, left_s))
 
     def _push(self, tensors: Sequence[torch.Tensor]) -> None:
         """Pack the next bucket, wait for the one before, then send it; raises the error of the one before."""
@@ -93,7 +92,7 @@ class Broadcast(Work):
         """Free everything that waits, then let the engines that still hold whole weights serve."""
         if self._sending is not None:  # a healthy bucket has the time to end
             wait([self._sending], timeout=REPAIR_S)
-        broken = [member for member in self._all if member.state is EngineState.DIRTY]
+        broken = [member for member in self._all if member.state is EngineState.FENCED]
         wait([background(member.leave) for member in broken], timeout=2 * REPAIR_S)
         self.roll_back()
 
@@ -103,35 +102,18 @@ class Broadcast(Work):
         if sending is not None:
             sending.result()
 
-    def _set_version(self) -> None:
-        """The first engine that takes the version decides for all: a failure is raised only if none has taken it."""
-        try:
-            self.each(lambda member, left_s: member.commit(self._version, left_s), within_s=CONTROL_S)
-        except Exception:
-            if not any(member.state is EngineState.COMMITTED for member in self.members):
-                raise
-
-    def _link(self, member: Member, left_s: float) -> None:
+    def _link(self, member: EngineHandle, left_s: float) -> None:
         if member.group is not None:
             return
-        rules = self._rules
+        config = self._config
         group = WeightGroup(
             f"{self._stages.session}-{secrets.token_hex(4)}",  # SGLang refuses a name that it has seen
-            world_size=1 + member.client.ranks,
-            host=rules.host,
-            backend=rules.backend,
-        )
-        join = partial(
-            member.client.init_group,
-            host=group.host,
-            port=group.port,
-            group_name=group.name,
-            backend=group.backend,
-            world_size=group.world_size,
-            timeout_s=left_s,
+            world_size=1 + member.size,
+            host=config.host,
+            backend=config.backend,
         )
         calls = {
-            background(join): member.url,
+            background(partial(member.init_group, group, timeout_s=left_s)): member.url,
             in_background(partial(group.join, timeout_s=left_s), name="weights-join"): "rank 0",
         }
         try:
@@ -143,37 +125,28 @@ class Broadcast(Work):
 
     def _send(self, number: int, bucket: Bucket, payload: torch.Tensor) -> None:
         begun_s, wires = self._run.deadline.elapsed_s, []
-        flush = number == len(self._buckets) - 1 and self.flush
+        flush = number == len(self._buckets) - 1 and self._config.flush
 
-        def one(member: Member, left_s: float) -> None:
+        def one(member: EngineHandle, left_s: float) -> None:
             group = member.group
             assert group is not None
-            load = background(partial(self._load, member, bucket, flush, left_s))
+            how = {"group_name": group.name, "flush_cache": flush, "timeout_s": left_s}
+            load = background(partial(member.update_tensors, bucket.tensors, **how))
             wire = in_background(partial(group.broadcast, payload, timeout_s=left_s), name="weights-send")
             what = {load: member.url, wire: f"the broadcast to {member.url}"}
             wait_all(what, f"bucket {number} ({bucket})", left_s)
             wires.append(wire.result())
 
-        self.each(one, within_s=self._rules.engine_timeout_s)
+        self.each(one, within_s=self._config.engine_timeout_s)
         self._run.add("wire", max(wires))
         self._run.add("apply", max(self._run.deadline.elapsed_s - begun_s - max(wires), 0.0))
 
-    @staticmethod
-    def _load(member: Member, bucket: Bucket, flush_cache: bool, timeout_s: float) -> None:
-        """Receive one broadcast of its group and load it."""
-        assert member.group is not None
-        member.enter(EngineState.DIRTY)
-        with member.flush_may_be_refused():
-            member.client.update_tensors(
-                bucket.tensors, group_name=member.group.name, flush_cache=flush_cache, timeout_s=timeout_s
-            )
 
-
-def _check_names(member: Member, names: frozenset[str], timeout_s: float) -> None:
+def _check_names(member: EngineHandle, names: frozenset[str], timeout_s: float) -> None:
     """ManifestMismatch unless an update of these names (the engine's own) fills every parameter and has no other."""
     if names == member.names:
         return
-    held = {name for sums in member.client.weight_checksums(timeout_s=timeout_s) for name in sums}
+    held = {name for sums in member.weight_checksums(timeout_s=timeout_s) for name in sums}
     missing, unknown = sorted(held - names), sorted(names - held)
     if held and (missing or unknown):
         raise ManifestMismatch(

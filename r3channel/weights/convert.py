@@ -11,10 +11,8 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -168,29 +166,21 @@ def _all_stages(bridge: Any, mine: Sequence[_Shard], *, device: torch.device) ->
     if bridge.mpu.pp_size == 1:
         return list(mine)
     text = json.dumps([asdict(shard) for shard in mine]).encode()
-    texts = gathered_bytes(text, group=bridge.mpu.pp_group, device=device)
+    texts = _gathered_bytes(text, group=bridge.mpu.pp_group, device=device)
     rows = [row for text in texts for row in json.loads(text)]
     return [_Shard(**{**row, "shape": tuple(row["shape"])}) for row in rows]
 
 
-def gathered_bytes(
-    raw: bytes, *, group: Any, device: torch.device, until_s: float | None = None
-) -> list[bytes]:
-    """Every rank's bytes, of any length, by rank. torch's RuntimeError when a rank is gone, or at `until_s` (monotonic)."""
+def _gathered_bytes(raw: bytes, *, group: Any, device: torch.device) -> list[bytes]:
+    """Every rank's bytes, of any length, by rank. torch's RuntimeError when a rank is gone."""
     size = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
-    _gather(lengths, torch.tensor([len(raw)], device=device), group, until_s)
+    dist.all_gather(lengths, torch.tensor([len(raw)], device=device), group=group)
     longest = max(1, *(int(length) for length in lengths))
     mine = torch.frombuffer(bytearray(raw.ljust(longest)), dtype=torch.uint8).to(device)
     rows = [torch.zeros_like(mine) for _ in range(size)]
-    _gather(rows, mine, group, until_s)
+    dist.all_gather(rows, mine, group=group)
     return [row.cpu().numpy()[: int(n)].tobytes() for row, n in zip(rows, lengths, strict=True)]
-
-
-def _gather(out: list[torch.Tensor], mine: torch.Tensor, group: Any, until_s: float | None) -> None:
-    work: Any = dist.all_gather(out, mine, group=group, async_op=True)
-    left = () if until_s is None else (timedelta(seconds=max(0.001, until_s - time.monotonic())),)
-    work.wait(*left)
 
 
 def _from_stage(
@@ -320,7 +310,7 @@ Convert = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
 def hf_shards(
     bridge: Any, chunks: Sequence[torch.nn.Module], *, dtype: torch.dtype | None = None
 ) -> list[Shard]:
-    """This rank's part of every checkpoint tensor, for `WeightSync(plan="exact")`. No communication, no copy.
+    """This rank's part of every checkpoint tensor, for `WeightSync.sharded`. No communication, no copy.
 
     Arguments as of `hf_weights`; see `shards_of`.
     """

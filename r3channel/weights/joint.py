@@ -18,27 +18,19 @@ from typing import Any
 import torch
 
 from r3channel.errors import (
-    CannotStage,
     EngineLeftBehind,
     EngineUnavailable,
-    GiverChanged,
     ManifestMismatch,
-    NonFiniteWeights,
-    R3Error,
     TrainerRankLost,
     TransportError,
     UsageError,
     WeightsCorrupt,
-    WeightsError,
 )
+from r3channel.weights.engine import EngineHandle, describe_states
 from r3channel.weights.executor import Feed, Work
-from r3channel.weights.member import EngineState, Member, told
-from r3channel.weights.progress import CONTROL_S, GRACE_S, REPAIR_S, background
+from r3channel.weights.progress import GRACE_S, REPAIR_S, background
 from r3channel.weights.stages import Given, Sums, check_complete
 from r3channel.weights.wires import RankLink
-
-_TOLD = {kind.__name__: kind for kind in (NonFiniteWeights, CannotStage, GiverChanged)}
-"""Failures of another rank that are raised under their own class."""
 
 
 class Staged(Work):
@@ -51,12 +43,10 @@ class Staged(Work):
         """Whether engines may hold the new version by now."""
         self._coming: dict[int, tuple[str, Sums]] = {}
         self._bucket = 0
-        self._sending: dict[Future[int], Member] = {}
+        self._sending: dict[Future[int], EngineHandle] = {}
         self._over = False
         self._lost: dict[str, str] = {}
         """Engines that this trainer could not reach."""
-        self._before: dict[Member, EngineState] = {}
-        """The states that engines had before they were told to change over."""
 
     def open(self, given: Given) -> None:
         """Link all engines and tell each what will come. Raises on every rank; CannotStage means that nothing has changed."""
@@ -66,38 +56,35 @@ class Staged(Work):
         with run.stage("join"):
             self._link()
             self._check_rounded(given)
-        with run.stage("plan"):
             links = [link for _, link in self._links()]
-            if changed or not stages.aimed_at(links, given.ends):
+            # asked of all: one that failed alone, or came late, has another plan than the others
+            aimed = not changed and stages.aimed_at(links, given.ends)
+            agreed = all(self._ranks.exchange(aimed, run.deadline))
+        with run.stage("plan"):
+            if not agreed:
                 stages.aim(links, given.ends, run.deadline)
 
     def deliver(self, feed: Feed) -> None:
-        failure: Exception | None = None
-        try:
-            feed(self._push)
-            self._landed()
-            left_s = self._run.deadline.left_s()
-            self._start(lambda link: link.end(timeout_s=left_s) or 0)
-            self._landed()
-        except BaseException as error:
-            self._settle()
-            if not isinstance(error, Exception):
-                raise
-            failure = error
-        self._together(failure)
+        feed(self._push)
+        self._landed()
+        left_s = self._run.deadline.left_s()
+        self._start(lambda link: link.end(timeout_s=left_s) or 0)
+        self._landed()
         self._leave_out_the_lost()
         self._deciding = True
         left = self._lead(self._commit).get("left")
         self.outcome = EngineLeftBehind(left) if left else self.outcome
 
     def abort(self) -> None:
-        """Bring the old weights back, bit for bit: they lie beside the new ones."""
-        undo, calls = self._order("undo"), list[Future[None]]()
-        for member, before in self._before.items():
-            if member.state in (EngineState.CHANGED, EngineState.DIRTY):
-                calls.append(background(partial(member.change_back, undo, before, self.flush, REPAIR_S)))
-        wait(calls, timeout=2 * REPAIR_S)
-        self.roll_back()
+        """Send no more, and let all serve as before: no parameter was touched, but at engines that are FENCED. Links that are
+        still in use are given up."""
+        self._over = True
+        wait(self._sending, timeout=REPAIR_S)
+        for call, member in self._sending.items():
+            if not call.done():
+                member.unlink()
+        if self._ranks.leads:
+            self.roll_back()
 
     # -- links ---------------------------------------------------------------------------------------------------------
 
@@ -108,18 +95,13 @@ class Staged(Work):
         without = set(itertools.chain(*self._ranks.exchange(mine, deadline)))
         told = self._lead(lambda: self._ask(without))
         for member in self.members:
-            member.client.ranks = told["all"][member.url]
+            member.size = told["all"][member.url]
         fresh = [member for member in self.members if member.url in told["fresh"]]
         self._stages.attempts.update(told["fresh"])
         for member in fresh:
             if not self._ranks.leads:
                 member.unlink()
-        failure: Exception | None = None
-        try:
-            self._take(fresh)
-        except R3Error as error:
-            failure = error
-        self._together(failure)
+        self._take(fresh)
 
     def _ask(self, without: Collection[str]) -> dict[str, Any]:
         """Have engines connect that have no links, or are named as such."""
@@ -129,16 +111,16 @@ class Staged(Work):
         # A dry run may take all the time there is: engine_timeout_s is meant for a bucket, and it grows with the tensors.
         fresh = self.each(lambda m, left_s: m.open(orders[m], left_s), among=unlinked)
         attempts = {member.url: self._stages.attempts[member.url] for member in fresh}
-        return {"all": {m.url: m.client.ranks for m in self.members}, "fresh": attempts}
+        return {"all": {m.url: m.size for m in self.members}, "fresh": attempts}
 
-    def _take(self, fresh: Sequence[Member]) -> None:
+    def _take(self, fresh: Sequence[EngineHandle]) -> None:
         """Accept their links. ManifestMismatch where parameters are not given."""
         if fresh:
-            links = self._stages.accept({m.url: m.client.ranks for m in fresh}, self._run.deadline)
+            links = self._stages.accept({m.url: m.size for m in fresh}, self._run.deadline)
             for member in fresh:
                 member.ranks, member.metas = links[member.url], self._stages.metas
         ranks = [rank for member in self.members for rank in member.ranks]
-        metas, names = self._stages.metas, self._rules.check_names
+        metas, names = self._stages.metas, self._config.expected is not None
         self._run.report.rounded, self._run.report.skipped = check_complete(ranks, metas, names=names)
         self._run.report.loaded = next((rank.whole for rank in ranks if rank.whole), "")
 
@@ -154,7 +136,7 @@ class Staged(Work):
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
-    def _links(self) -> Iterator[tuple[Member, RankLink]]:
+    def _links(self) -> Iterator[tuple[EngineHandle, RankLink]]:
         for member in self.members:
             if member.url not in self._lost:
                 yield from ((member, link) for link in member.ranks)
@@ -163,11 +145,12 @@ class Staged(Work):
         """Send this bucket while the caller makes the next one ready."""
         if self._over:
             raise UsageError("the update has ended")
+        self._ranks.check()
         self._landed()
-        number, rules = self._bucket, self._rules
-        how = {"look": rules.look, "deadline": self._run.deadline, "record_timeout_s": rules.engine_timeout_s}
+        number, limit_s = self._bucket, self._config.engine_timeout_s
+        how = {"deadline": self._run.deadline, "record_timeout_s": limit_s}
         self._bucket += 1
-        self._start(lambda link: link.send(self._version, number, tensors, **how))
+        self._start(lambda link: link.send(self._ranks.update, number, tensors, **how))
 
     def _start(self, call: Callable[[RankLink], int]) -> None:
         with self._run.stage("wait_send"):  # a new thread may have to wait for the interpreter
@@ -194,14 +177,6 @@ class Staged(Work):
         if not any(True for _ in self._links()):
             raise EngineUnavailable("; ".join(f"engine {url}: {why}" for url, why in self._lost.items()))
 
-    def _settle(self) -> None:
-        """After a failure nobody sends any more: links that are still in use are given up."""
-        self._over = True
-        wait(self._sending, timeout=REPAIR_S)
-        for call, member in self._sending.items():
-            if not call.done():
-                member.unlink()
-
     def _leave_out_the_lost(self) -> None:
         """Engines that any trainer could not reach are lost to all."""
         words = self._ranks.exchange(self._lost, self._run.deadline.at_least(GRACE_S * 10))
@@ -211,50 +186,26 @@ class Staged(Work):
 
     # -- all ranks together --------------------------------------------------------------------------------------------
 
-    def _together(self, error: Exception | None) -> None:
-        """Return if all ranks did their step; else all raise."""
-        word = "" if error is None else f"{type(error).__name__}: {error}"
-        words = self._ranks.exchange(word, self._run.deadline.at_least(GRACE_S * 10))
-        if error is not None:
-            raise error
-        self._raise([f"trainer rank {rank}: {word}" for rank, word in enumerate(words) if word])
-
-    def _raise(self, words: Sequence[str]) -> None:
-        if words:
-            kind = next((kind for name, kind in _TOLD.items() if f"{name}:" in words[0]), WeightsError)
-            raise kind("; ".join(words))
-
     def _lead(self, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Let the first rank alone act and tell the others; its failure is raised on all."""
-        told: dict[str, Any] = {}
-        error: BaseException | None = None
-        if self._ranks.leads:
-            try:
-                told = call()
-            except Exception as failure:
-                error = failure
-                told = {"error": f"{type(failure).__name__}: {failure}"}
-            told["evicted"] = self._run.report.evicted
+        told = call() | {"evicted": self._run.report.evicted} if self._ranks.leads else {}
         try:
             told = self._ranks.exchange(told, self._run.deadline.at_least(GRACE_S * 10))[0]
         except TransportError as gone:
-            error = error or gone
-            if self._deciding and error is gone:
-                self.outcome = error = TrainerRankLost(self._known(str(gone)))
-                if self._ranks.leads:
-                    return told
-        if error is not None:
-            raise error
+            if not self._deciding:
+                raise
+            self.outcome = lost = TrainerRankLost(self._known(str(gone)))
+            if not self._ranks.leads:
+                raise lost from gone
         for member in [m for m in self.members if m.url in told["evicted"]]:
             self.leave_out(member, told["evicted"][member.url])
-        self._raise([told["error"]] if "error" in told else [])
         return told
 
     def _known(self, gone: str) -> str:
         """What engines hold, for an error. The rank that commits knows it; the others ask."""
         version, members = self._version, self.members
         if self._ranks.leads:
-            states = f"[engines now: {told(members)}]"
+            states = f"[engines now: {describe_states(members)}]"
             return (
                 f"weight version {version} is committed, but not told to every trainer rank: {gone} {states}"
             )
@@ -264,18 +215,14 @@ class Staged(Work):
     # -- rank 0 alone --------------------------------------------------------------------------------------------------
 
     def _commit(self) -> dict[str, Any]:
-        """Verify, pause, and change over everywhere; a failure is undone everywhere (`abort`)."""
+        """Verify, pause, and change over everywhere."""
         self._verify()
         self.pause()
-        with self._run.stage("commit"):
-            order, version = self._order("commit"), self._version
-            self._before = {member: member.state for member in self.members}
-            self.each(lambda m, left_s: m.change_over(order, version, self.flush, left_s), within_s=CONTROL_S)
+        order = {"op": "commit", "session": self._stages.session, "update": self._ranks.update}
+        order["version"] = self._version
+        flush = self._config.flush
+        left = self.commit(lambda m, left_s: m.change_over(order, self._version, flush, left_s))
         self._stages.committed = self._coming
-        for member in self.members:
-            member.take(version)
-            member.gives = version
-        left = self.resume()
         return {} if left is None else {"left": str(left)}
 
     def _verify(self) -> None:
@@ -294,12 +241,9 @@ class Staged(Work):
                 )
         self._coming = {ranks: ("was committed", sums) for ranks, (_, sums) in first.items()}
         self._run.report.verified = sum(rank.compared for rank in next(iter(found)).ranks)
-        if self._rules.verify and not self._run.report.loaded:
+        if self._config.verify and not self._run.report.loaded:
             self._run.checksums = {str(n): [own for _, own in sums] for n, (_, sums) in first.items()}
 
-    def _verified(self, member: Member, left_s: float) -> Sums:
-        wanted = self._rules.verify
-        return [rank.verify(self._version, checksums=wanted, timeout_s=left_s) for rank in member.ranks]
-
-    def _order(self, op: str) -> dict[str, Any]:
-        return {"op": op, "session": self._stages.session, "version": self._version}
+    def _verified(self, member: EngineHandle, left_s: float) -> Sums:
+        wanted = self._config.verify
+        return [rank.verify(self._ranks.update, checksums=wanted, timeout_s=left_s) for rank in member.ranks]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Literal
 
 import numpy as np
 import torch
@@ -12,9 +11,6 @@ import torch
 from r3channel.errors import NonFiniteWeights
 from r3channel.weights.manifest import Bucket, TensorMeta
 from r3channel.weights.progress import Run
-
-OnNonfinite = Literal["error", "allow"]
-"""What to do with a tensor that holds NaN or Inf."""
 
 _FIRST_NOT_FINITE: Mapping[torch.dtype, int] = {
     torch.float64: 0x7FF0_0000_0000_0000,
@@ -76,7 +72,7 @@ def _finite_on_host(values: torch.Tensor) -> bool:
 class Packer:
     """Packs buckets into two buffers in turn, one of which leaves meanwhile, and looks at what it packs. One thread."""
 
-    def __init__(self, device: torch.device, *, look: bool) -> None:
+    def __init__(self, device: torch.device, *, look: bool = True) -> None:
         """`look`: refuse NaN and Inf."""
         self._device, self._look = device, look
         self._rooms = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -110,6 +106,4 @@ class Packer:
 
 def nonfinite(where: str, meta: TensorMeta) -> NonFiniteWeights:
     """The error for a tensor, and where it was."""
-    return NonFiniteWeights(
-        f"{where}: tensor {meta} holds NaN or Inf. Did the last train step diverge? on_nonfinite='allow' sends them"
-    )
+    return NonFiniteWeights(f"{where}: tensor {meta} holds NaN or Inf. Did the last train step diverge?")

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from r3channel.weights.dryrun import Part
+from r3channel.weights.engine import EngineHandle, EngineState
 from r3channel.weights.executor import Feed
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.member import EngineState, Member
 from r3channel.weights.progress import Run
 from r3channel.weights.stages import Given, Push, Stages, cast_by
 from r3channel.weights.wires import RankLink
@@ -29,7 +29,7 @@ class _Read:
 
 
 def from_peer(
-    members: Sequence[Member], stages: Stages, version: int, *, cap_bytes: int, run: Run
+    members: Sequence[EngineHandle], stages: Stages, version: int, *, cap_bytes: int, run: Run
 ) -> tuple[Given, Feed] | None:
     """What this trainer rank gives of `version`, and its values, out of one of `members`; None where none can give it.
 
@@ -65,7 +65,7 @@ def from_peer(
     return Given(tuple(held), tuple(ends), None, peer.metas, rounded, peer.url), feed
 
 
-def _chosen(members: Sequence[Member], stages: Stages, version: int, run: Run) -> Member | None:
+def _chosen(members: Sequence[EngineHandle], stages: Stages, version: int, run: Run) -> EngineHandle | None:
     """The engine to read, the same on every trainer rank: all have links to it, and the first knows what it serves."""
     able = [m for m in members if m.staged(m.metas) and not any(rank.whole for rank in m.ranks)]
     if stages.ranks.leads:

@@ -19,7 +19,10 @@ _ANSWER_S = 0.15
 GRACE_S = 2 * _ANSWER_S  # of one call in a thread, which may make several
 
 CONTROL_S = 10.0
-"""The limit of a pause, begin, change-over, version or resume: a slower engine does not keep the others paused."""
+"""How long an engine may take to say that it is there."""
+
+AGAIN_S = 2.0
+"""The same, of one that the last update went on without: the others wait for it at each update."""
 
 
 REPAIR_S = 5.0
@@ -93,7 +96,7 @@ class UpdateReport:
     loaded: str = ""
     """Why the model's own loader placed the staged tensors, which cannot be undone; empty where we placed them."""
     evicted: dict[str, str] = field(default_factory=dict)
-    """Engines that were lost during this update, and why: it was made without them. `update_one` brings one back."""
+    """Engines that this update was made without, and why. The next one tries them again, or `update_one`."""
     rounded: Mapping[str, str] = field(default_factory=dict)
     """Tensors that engines keep in another dtype: name -> `float32 -> bfloat16`. Known of staged updates only."""
     skipped: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ Named = tuple[str, torch.Tensor]
 
 
 def read_first(
-    given: Iterator[Named], run: Run, *, cap_bytes: int, look: bool
+    given: Iterator[Named], run: Run, *, cap_bytes: int
 ) -> tuple[Manifest, list[list[torch.Tensor]]]:
     """All that comes, copied to the host, by bucket. Raises ManifestMismatch, NonFiniteWeights, and what the iterator raises."""
     metas, held = list[TensorMeta](), dict[str, torch.Tensor]()
@@ -29,7 +29,7 @@ def read_first(
         with run.stage("pack"):
             kept = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         with run.stage("digest"):
-            if look and not finite(kept):
+            if not finite(kept):
                 raise nonfinite(f"after {len(metas)} tensors", meta)
         metas.append(meta)
         held[name] = kept

@@ -1,6 +1,6 @@
 """The half inside an engine's rank: it stages bytes beside the parameters while the engine serves, and changes over on order.
 
-    open (dry run, links to the trainers) -> staged by version -> commit under a pause -> undo, if others could not
+    open (dry run, links to the trainers) -> staged by update -> commit under a pause
                                           -> dropped: nothing was touched
 
 An order comes from the scheduler's thread and may read and write parameters. A rank answers it after all ranks of its engine
@@ -29,14 +29,7 @@ from r3channel.weights.dryrun import Learned, learn
 from r3channel.weights.hold import WORD_BYTES, Hold
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.refusals import refused_model
-from r3channel.weights.sglang import (
-    COMMIT_FORMAT,
-    FLUSH_REFUSED,
-    FOUND_OPEN,
-    LOAD_FORMAT,
-    OPEN_FORMAT,
-    UNTOUCHED,
-)
+from r3channel.weights.wires import COMMIT_FORMAT, FLUSH_REFUSED, FOUND_OPEN, OPEN_FORMAT, UNTOUCHED
 
 
 class Receiver:
@@ -50,17 +43,15 @@ class Receiver:
 
     def order(self, model: torch.nn.Module, order: Mapping[str, Any]) -> None:
         """Raises WeightsError with every rank's reason unless all ranks did it."""
-        version = order.get("version", -1)
         acts: dict[str, tuple[Callable[[], None], ...]] = {
-            "open": (lambda: self._free_for(order["session"], model), lambda: self._open(model, order)),
             "commit": (
-                lambda: self._mine(order).check(model, version),
-                lambda: self._mine(order).change_over(model),
+                lambda: self._mine(order).check(model, order["update"]),
+                lambda: self._mine(order).change_over(model, order["version"]),
             ),
-            "undo": (lambda: self._mine(order).undo(model, version),),
             "look": (),
         }
-        for number, step in enumerate(acts["open" if order["op"] == "hold" else order["op"]]):
+        opens = (lambda: self._free_for(order["session"], model), lambda: self._open(model, order))
+        for number, step in enumerate(acts.get(order["op"], opens)):
             self._together(step, UNTOUCHED if order["op"] == "commit" and not number else "")
 
     def holder(self) -> str:
@@ -194,9 +185,9 @@ def update(original: Any, manager: Any, recv_req: Any) -> Any:
 def receive(
     original: Any, updater: Any, *, names: Any, group_name: str, load_format: Any = None, **rest: Any
 ) -> Any:
-    """Wraps a rank's update. It carries out an order of ours; other updates pass, unless a session holds this engine."""
+    """Wraps a rank's update. It carries out a commit of ours; other updates pass, unless a session holds this engine."""
     receiver = _own()
-    if load_format not in (LOAD_FORMAT, COMMIT_FORMAT):
+    if load_format != COMMIT_FORMAT:
         holder = receiver.holder()
         if holder and not group_name.startswith(holder):
             raise WeightsError(f"the engine is held by weight session {holder}, whose trainer lives")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,31 +10,28 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from r3channel.errors import (
     CannotStage,
-    DeadlineExceeded,
     ManifestMismatch,
-    PeerFailed,
 )
+from r3channel.transport.auth import read_token
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
-from r3channel.weights.convert import gathered_bytes
+from r3channel.weights.config import SyncConfig
 from r3channel.weights.dryrun import Needs, Part
 from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
 from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
 from r3channel.weights.plan import plan_reshard
 from r3channel.weights.progress import Deadline
+from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.wires import (
     NEEDS,
     RECORD_BYTES,
     Entry,
     Piece,
     RankLink,
-    Wire,
     expect_json,
-    session_token,
     shared_views,
 )
 
@@ -71,56 +66,14 @@ class Given:
         return cls(held, tuple(accumulate(len(bucket.tensors) for bucket in manifest.buckets)), manifest)
 
 
-class TrainerRanks:
-    """The ranks of one torch process group; without a group this rank alone."""
-
-    def __init__(self, group: Any = None) -> None:
-        self._group, self.rank, self.size = group, 0, 1
-        if group is not None:
-            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-            nccl = dist.get_backend(group) == "nccl"
-            self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank speaks to engines."""
-        return self.rank == 0
-
-    def exchange(self, value: Any, deadline: Deadline) -> list[Any]:
-        """Every rank's value (plain, as JSON), by rank. DeadlineExceeded, or PeerFailed when a rank has died."""
-        if self._group is None:
-            return [value]
-        return [json.loads(raw) for raw in self.exchange_bytes(json.dumps(value).encode(), deadline)]
-
-    def exchange_bytes(self, raw: bytes, deadline: Deadline) -> list[bytes]:
-        if self._group is None:
-            return [raw]
-        left_s, begun_s = deadline.left_s(), time.monotonic()
-        try:
-            return gathered_bytes(raw, group=self._group, device=self._device, until_s=begun_s + left_s)
-        except RuntimeError as error:
-            if time.monotonic() - begun_s >= left_s:
-                raise DeadlineExceeded(f"a trainer rank did not come along within {left_s:.1f} s") from error
-            raise PeerFailed(f"a trainer rank is gone: {str(error).splitlines()[0]}") from error
-
-
 class Stages:
     """OPEN -> CLOSED. One thread."""
 
-    def __init__(
-        self,
-        ranks: TrainerRanks,
-        *,
-        host: str,
-        session: str,
-        run_token: str,
-        staged: bool | str,
-        wire: Wire,
-    ) -> None:
-        """`staged`: `auto` lets a rank without memory for a staged copy refuse."""
-        self.session, self.nonce = session, ""
-        self.ranks, self._host, self._run_token = ranks, host, run_token
-        self._how = {"staged": "auto" if staged == "auto" else "yes", "wire": wire}
+    def __init__(self, ranks: TrainerRanks, config: SyncConfig) -> None:
+        self.session = self.nonce = ""
+        self.ranks, self._config = ranks, config
+        # `auto` lets a rank without memory for a staged copy refuse
+        self._how = {"staged": "auto" if config.staged == "auto" else "yes", "wire": config.wire}
         self._listener: Listener | None = None
         self.attempts: dict[str, int] = {}
         """The last order to connect, by engine. Links of an order that was given up may still come."""
@@ -137,11 +90,10 @@ class Stages:
 
     def connect(self, deadline: Deadline) -> None:
         """Let all trainers listen, with the first one's secret, and exchange their addresses."""
-        told = [self.session, secrets.token_hex(16)]
-        self.session, self.nonce = self.ranks.exchange(told, deadline)[0]
-        token = session_token(self._run_token, self.nonce)
-        self._listener = Listener(self._host, token=token)
-        mine = (self._host, self._listener.port)
+        config = self._config
+        run_token = read_token(config.token_file) if config.token_file else ""
+        self.session, self.nonce, self._listener = self.ranks.connect(config.host, run_token, deadline)
+        mine = (config.host, self._listener.port)
         self._trainers = [tuple(where) for where in self.ranks.exchange(mine, deadline)]
 
     def order(self, engine: str, *, op: str = "open") -> dict[str, Any]:
@@ -180,11 +132,12 @@ class Stages:
         while True:
             link = self._listener.accept(deadline.left_s())
             hello = json.loads(link.hello)
-            if hello["engine"] in wanted and hello["attempt"] == self.attempts[hello["engine"]]:
+            if hello.get("engine") in wanted and hello["attempt"] == self.attempts[hello["engine"]]:
                 return hello, link
             link.close()
 
     def close(self) -> None:
+        self.ranks.close()
         if self._listener is not None:
             self._listener.close()
 

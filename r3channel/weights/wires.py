@@ -1,4 +1,4 @@
-"""Links to our half in engines' ranks: their messages, and how pieces of weights cross them.
+"""Links to our half in engines' ranks: their messages, the words of orders to it, and how pieces of weights cross them.
 
 A trainer sends pieces in the order in which they lie in the rank's staged copy, so that the rank receives neighbours at once
 (of a small Qwen3-MoE 47 runs in 10 records, instead of 1,193 copies) and both ends do little work in Python. Records are small
@@ -35,13 +35,25 @@ Wire = Literal["tcp", "shared_memory"]
 
 NEEDS, TABLE, DATA, END, VERIFY, PLACED, GIVE = range(1, 8)
 HEAD = struct.Struct("<qIIQ")
-"""DATA's head: version, first entry of the table, entries, xxh3 of the bytes that follow."""
+"""DATA's head: the update's number, first entry of the table, entries, xxh3 of the bytes that follow."""
 ASK = struct.Struct("<q?")
-"""VERIFY's body: version, and whether checksums as SGLang's own are wanted too."""
+"""VERIFY's body: the update's number, and whether checksums as SGLang's own are wanted too."""
 PARAM = struct.Struct("<qI")
 """GIVE's body: version, and which parameter."""
 RECORD_BYTES = 1 << 20
 """A record's bytes at most. Among 256 KiB to 8 MiB it was the fastest (AMD EPYC, 1 MiB of second-level cache a core)."""
+ORDERS_GROUP = "r3channel"
+"""The `group_name` of orders to our half: `/update_weights_from_distributed` whose one name is an order in JSON."""
+COMMIT_FORMAT = "r3channel-commit"
+"""The `load_format` of an order to change over. It comes without begin and end around it: our half makes both."""
+OPEN_FORMAT = "r3channel-open"
+"""The `load_format` of an order that loads nothing and has no begin and end, which would process old weights again."""
+FOUND_OPEN = "an update was begun and not ended: "
+"""The beginning of an answer to an order that loads nothing, where a begin is without its end."""
+UNTOUCHED = "nothing was touched: "
+"""The beginning of the reason why all ranks refused a commit before a parameter changed; without it any may have changed."""
+FLUSH_REFUSED = "cache was not flushed"
+"""SGLang's words when requests wait for their grammar; the weights are in nevertheless."""
 _MOST_BYTES = 256 << 20
 """A blob's bytes at most: the needs of 100,000 tensors are 15 MB."""
 
@@ -242,11 +254,10 @@ class RankLink:
 
     def send(
         self,
-        version: int,
+        update: int,
         bucket: int,
         shards: Sequence[torch.Tensor],
         *,
-        look: bool,
         deadline: Deadline,
         record_timeout_s: float,
     ) -> int:
@@ -258,13 +269,13 @@ class RankLink:
         for record in self.buckets[bucket]:
             timeout_s = min(deadline.left_s(), record_timeout_s)
             flats = self._gathered(record, [piece.of(shards, record.dtype) for piece in record.pieces])
-            if look and not all(map(finite, flats)):
+            if not all(map(finite, flats)):
                 raise self._nonfinite(record, shards, bucket)
             digest = xxhash.xxh3_64()
             data = [host_bytes(flat) for flat in flats]
             for part in data:
                 digest.update(part)
-            head = HEAD.pack(version, record.first, len(record.pieces), digest.intdigest())
+            head = HEAD.pack(update, record.first, len(record.pieces), digest.intdigest())
             self.link.send_record(PLACED if self.shared else DATA, head, timeout_s=timeout_s)
             if not self.shared:
                 self.link.send(data, timeout_s=timeout_s)
@@ -279,10 +290,10 @@ class RankLink:
             raise WeightsCorrupt(f"engine {self.engine} rank {self.rank}: {word.decode(errors='replace')}")
 
     def verify(
-        self, version: int, *, checksums: bool, timeout_s: float
+        self, update: int, *, checksums: bool, timeout_s: float
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Digests, and checksums as SGLang's own if asked, by parameter, of what the rank would hold."""
-        self.link.send_record(VERIFY, ASK.pack(version, checksums), timeout_s=timeout_s)
+        self.link.send_record(VERIFY, ASK.pack(update, checksums), timeout_s=timeout_s)
         told = expect_json(self.link, VERIFY, timeout_s=timeout_s)
         if "error" in told:
             raise WeightsError(f"engine {self.engine} rank {self.rank}: {told['error']}")

@@ -1,25 +1,34 @@
-"""One of two trainer ranks, each with half of the rows of every tensor."""
+"""One of two or three trainer ranks, each with half of the rows of every tensor; the third has what the second has."""
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from examples.float8_blocks import float8_blocks
 from r3channel.errors import R3Error
+from r3channel.transport.collective_lock import Slot
 from r3channel.weights.convert import Shard
+from r3channel.weights.engine import EngineHandle
 from r3channel.weights.geometry import Box
 from r3channel.weights.joint import Staged
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.session import WeightSync
-from r3channel.weights.sglang import EngineClient
+from r3channel.weights.stages import Stages
+from r3channel.weights.wires import RankLink
 from tests.dist.ranks import write_result
 
 NAMES = [f"model.layers.{index}.mlp.gate.weight" for index in range(4)]
@@ -38,9 +47,10 @@ def plain() -> torch.Tensor:
 
 
 def shards(rank: int, version: int) -> list[Shard]:
-    box = Box((4 * rank, 0), (4 * rank + 4, 8))
+    at = 4 * min(rank, 1)
+    box = Box((at, 0), (at + 4, 8))
     return [
-        Shard(TensorMeta.of(name, tensor), box, tensor[4 * rank : 4 * rank + 4])
+        Shard(TensorMeta.of(name, tensor), box, tensor[at : at + 4])
         for name, tensor in weights(version).items()
     ]
 
@@ -49,7 +59,7 @@ def die_after_the_commit(job: dict[str, Any], version: int) -> None:
     """This rank ends once every engine serves the version: before it is told so, or before it tells."""
 
     def dying() -> Any:
-        clients = [EngineClient(url) for url in job["engines"]]
+        clients = [EngineHandle(url) for url in job["engines"]]
         while any(client.weight_version(timeout_s=5) != str(version) for client in clients):
             time.sleep(0.01)
         write_result(job, {})
@@ -64,8 +74,11 @@ def die_after_the_commit(job: dict[str, Any], version: int) -> None:
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     gc.disable()  # a session without an error must not need it to end
-    dist.init_process_group("gloo", init_method=job["init_method"], rank=job["rank"], world_size=2)
-    result = float8(job) if "like" in job else plain_weights(job)
+    dist.init_process_group(
+        "gloo", init_method=job["init_method"], rank=job["rank"], world_size=job["world_size"]
+    )
+    what = {"like": float8, "stops": stopping, "late": late}
+    result = next((call for key, call in what.items() if key in job), plain_weights)(job)
     if "like" not in job:
         gc.collect()  # a kept error's traceback holds the session
     dist.destroy_process_group()
@@ -78,7 +91,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 def plain_weights(job: dict[str, Any]) -> dict[str, Any]:
     """Updates that succeed, that fail, and one in which a rank dies."""
     rank, result = job["rank"], dict[str, Any]()
-    with WeightSync(job["engines"], plan="exact", group=dist.group.WORLD, verify=True) as sync:
+    with WeightSync.sharded(job["engines"], group=dist.group.WORLD, verify=True) as sync:
         sync.connect(timeout_s=60)
         report = sync.update(shards(rank, 1), version=1, timeout_s=60)
         result["sent"] = report.sent_bytes
@@ -100,11 +113,94 @@ def plain_weights(job: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def stopping(job: dict[str, Any]) -> dict[str, Any]:
+    """Rank 1 stops alone in each of these ways, one update after another, the last for good: what the others are told, when."""
+    rank, told = job["rank"], dict[str, Any]()
+    with WeightSync.sharded(job["engines"], group=dist.group.WORLD) as sync:
+        sync.connect(timeout_s=60)
+        sync.update(shards(rank, 1), version=1, timeout_s=60)
+        for version, how in enumerate(job["stops"], start=2):
+            dist.barrier()  # the test's own
+            begun_s = time.monotonic()
+            with stopped(how) if rank == 1 else nullcontext():
+                given = failing(job, how, shards(rank, version)) if rank == 1 else shards(rank, version)
+                said = failure(lambda given=given, v=version: sync.update(given, version=v, timeout_s=20))
+            told[how] = [time.monotonic() - begun_s, *said]
+            if how != "kill":
+                dist.barrier()
+                sync.update(shards(rank, version), version=version, timeout_s=20)
+    return told
+
+
+@contextmanager
+def stopped(how: str) -> Iterator[None]:
+    """Something of this rank that an update uses is in use, or fails."""
+    if how == "slot":
+        busy = Slot()
+        with ThreadPoolExecutor(1) as pool, patch("r3channel.weights.session.PROCESS_SLOT", busy):
+            held = busy.use("routing", "step 3", timeout_s=1)
+            pool.submit(held.__enter__).result()
+            with patch.object(busy, "use", partial(_soon, busy.use)):
+                yield
+    elif how == "link":
+        with patch.object(RankLink, "send", side_effect=OSError("no buffer space")):
+            yield
+    elif how == "plan":  # when the other one has its plan
+        with (
+            patch.object(Stages, "aim", forgetful(Stages.aim)),
+            patch.object(Stages, "aimed_at", return_value=False),
+        ):
+            yield
+    else:
+        yield
+
+
+def forgetful(aim: Callable[..., None]) -> Callable[..., None]:
+    def aimed(self: Stages, *values: Any) -> None:
+        aim(self, *values)
+        self._planned = set(), ()
+        raise OSError("no memory")
+
+    return aimed
+
+
+def _soon(use: Any, kind: str, what: str, *, timeout_s: float) -> Any:
+    return use(kind, what, timeout_s=0.2)
+
+
+def failing(job: dict[str, Any], how: str, given: list[Shard]) -> Iterator[Shard]:
+    for number, shard in enumerate(given):
+        if number == 2 and how == "convert":
+            raise ValueError("gather failed")
+        if number == 2 and how == "kill":
+            write_result(job, {})
+            os._exit(0)
+        yield shard
+
+
+def late(job: dict[str, Any]) -> dict[str, Any]:
+    """Rank 1 stands still beyond the deadline of every second update; then both go on."""
+    rank, told = job["rank"], list[Any]()
+    with WeightSync.sharded(job["engines"], group=dist.group.WORLD) as sync:
+        sync.connect(timeout_s=60)
+        for version in range(1, 2 * job["late"] + 1):
+            stands_still = version % 2 == 0
+            if rank and stands_still:
+                waking = subprocess.Popen(["sh", "-c", f"sleep 1.2; kill -CONT {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
+                waking.wait()
+            limit_s = 0.6 if stands_still else 20
+            told.append(
+                failure(lambda v=version, s=limit_s: sync.update(shards(rank, v), version=v, timeout_s=s))
+            )
+    return {"told": told}
+
+
 def float8(job: dict[str, Any]) -> dict[str, Any]:
     """An update of an engine of float8 weights, from this rank's rows; then the joining of a second one."""
     half = Box((256 * job["rank"], 0), (256 * job["rank"] + 256, 200))
     given = Shard(TensorMeta.of(FLOAT8, plain()), half, plain()[half.within(Box.whole((512, 200)))])
-    with WeightSync(job["engines"], plan="exact", group=dist.group.WORLD) as sync:
+    with WeightSync.sharded(job["engines"], group=dist.group.WORLD) as sync:
         sync.connect(timeout_s=60)
         report = sync.update(float8_blocks([given], like=job["like"]), version=1, timeout_s=60)
         joined = sync.add_engine(job["joins"], timeout_s=60)

@@ -176,7 +176,9 @@ def engine_hangs_while_others_are_updated(place: Place) -> None:
         outlet.metrics.watch("r3channel_weight_version", lambda engine=engine: int(engine.version))
         place.stack.callback(outlet.close)
         place.served.append(outlet.metrics)
-    sync = place.stack.enter_context(WeightSync([one.url for one in engines], metrics=place.receiver.metrics))
+    sync = place.stack.enter_context(
+        WeightSync.whole([one.url for one in engines], metrics=place.receiver.metrics, engine_timeout_s=2)
+    )
     sync.connect(timeout_s=20)
     hung = engines[1]
     for version in (1, 2, 3):
@@ -210,7 +212,7 @@ def engines_log_probs_are_of_other_weights(place: Place) -> None:
 def an_update_has_no_numbers(place: Place) -> None:
     engine = FakeEngine(receives={"model.norm.weight": torch.zeros(4)})
     place.stack.callback(engine.die)
-    sync = place.stack.enter_context(WeightSync([engine.url], metrics=place.receiver.metrics))
+    sync = place.stack.enter_context(WeightSync.whole([engine.url], metrics=place.receiver.metrics))
     sync.connect(timeout_s=20)
     place.look_again()
     with pytest.raises(errors.R3Error):

@@ -38,7 +38,6 @@ from tests.delivery import (
     ticket_of,
     until,
 )
-from tests.direct import until
 from tests.samples import SPEC, random_ids, reply_for
 
 ROWS = 3 * sum(n - 1 for n in TOKENS.values())

@@ -97,7 +97,7 @@ def test_a_receive_waits_for_the_end_of_a_weight_update_and_rows_over_tcp_do_not
 
 
 def test_a_weight_update_waits_for_the_end_of_a_receive() -> None:
-    sync = WeightSync(["http://127.0.0.1:9"], bucket_bytes=1 << 10)
+    sync = WeightSync.whole(["http://127.0.0.1:9"], bucket_bytes=1 << 10)
     read: list[str] = []
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,10 +13,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from r3channel.errors import ConfigError, DeadlineExceeded, EngineRefused, EngineUnavailable
-from r3channel.weights.sglang import EngineClient
+from r3channel.weights.engine import EngineHandle
 from tests.direct import hello_of
 
-Serve = Callable[[int, bytes], EngineClient]
+Serve = Callable[[int, bytes], EngineHandle]
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def serve() -> Iterator[Serve]:
     """Start servers that give one answer to everything."""
     servers: list[ThreadingHTTPServer] = []
 
-    def start(status: int, body: bytes) -> EngineClient:
+    def start(status: int, body: bytes) -> EngineHandle:
         class Answer(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))
@@ -41,7 +41,7 @@ def serve() -> Iterator[Serve]:
         server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         servers.append(server)
-        return EngineClient(f"http://127.0.0.1:{server.server_port}")
+        return EngineHandle(f"http://127.0.0.1:{server.server_port}")
 
     yield start
     for server in servers:
@@ -76,7 +76,7 @@ def test_checksums_of_another_form_are_a_refusal(serve: Serve) -> None:
 
 def test_a_silent_engine_ends_at_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = EngineClient(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        client = EngineHandle(f"http://127.0.0.1:{listener.getsockname()[1]}")
         begun_s = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"/pause_generation: no answer within 0\.3 s"):
             client.pause("retract", timeout_s=0.3)
@@ -85,13 +85,13 @@ def test_a_silent_engine_ends_at_the_deadline() -> None:
 
 def test_a_refused_connection_names_the_engine() -> None:
     with pytest.raises(EngineUnavailable, match=r"http://127\.0\.0\.1:9 /continue_generation"):
-        EngineClient("http://127.0.0.1:9").resume(timeout_s=5)
+        EngineHandle("http://127.0.0.1:9").resume(timeout_s=5)
 
 
 @pytest.mark.parametrize("key", ["key-of-ours\n", "key-of-ours\u20ac"])
 def test_an_api_key_that_fits_into_no_header_is_refused_and_not_shown(key: str) -> None:
     with pytest.raises(ConfigError, match="api_key") as refused:
-        EngineClient("http://127.0.0.1:9", api_key=key)
+        EngineHandle("http://127.0.0.1:9", api_key=key)
     assert "key-of-ours" not in str(refused.value)
 
 
@@ -133,4 +133,4 @@ def test_an_engine_that_names_no_versions_leaves_them_unknown(serve: Serve, stat
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://engine", "http://"])
 def test_an_address_without_scheme_or_host_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="expected http://host:port"):
-        EngineClient(url)
+        EngineHandle(url)

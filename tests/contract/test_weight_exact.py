@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,7 @@ def test_an_error_of_either_trainer_rank_says_what_version_engines_hold(tmp_path
     metas = [TensorMeta.of(*named) for named in tensors.items()]
     # what torch imports for a first one takes its time, which an engine has not
     dry_run(Model(tensors), metas)
-    pair = [FakeEngine(receives={n: torch.zeros_like(t) for n, t in tensors.items()}) for _ in range(2)]
+    pair = empty(2)
     urls = [engine.url for engine in pair]
     job = {"engines": urls, "dies": dies}
     results = run_ranks(RANK, tmp_path, world_size=2, job=job, timeout_s=240)
@@ -47,6 +49,42 @@ def test_an_error_of_either_trainer_rank_says_what_version_engines_hold(tmp_path
     else:
         assert "rank 0 was committing weight version 2" in lost and left["after"] == 1
         assert all(f"{url}: version 2" in lost for url in urls)
+
+
+def empty(count: int) -> list[FakeEngine]:
+    return [
+        FakeEngine(receives={n: torch.zeros_like(t) for n, t in weights(1).items()}) for _ in range(count)
+    ]
+
+
+def test_a_rank_that_stops_alone_is_named_to_the_others_at_once_and_the_next_update_succeeds(
+    tmp_path: Path,
+) -> None:
+    said = {
+        "slot": "DeadlineExceeded: .*waited 0.2 s for step 3", "plan": "OSError: no memory", "link": "OSError: no buffer",
+        "convert": "ValueError: gather failed", "kill": "is gone",
+    }  # fmt: skip
+    (engine,) = empty(1)
+    job = {"engines": [engine.url], "stops": list(said)}
+    first, _, third = run_ranks(RANK, tmp_path, world_size=3, job=job, timeout_s=120)
+    for found, (how, words) in itertools.product((first, third), said.items()):
+        seconds, kind, error = found[how]
+        assert kind == "WeightUpdateFailed" and re.search(f"trainer rank 1.*{words}", error), (how, error)
+        assert seconds < 2, how
+    assert engine.version == str(len(said)) and not engine.paused
+
+
+def test_a_rank_that_stands_still_beyond_a_deadline_fails_that_update_and_no_other(tmp_path: Path) -> None:
+    (engine,) = empty(1)
+    job = {"engines": [engine.url], "late": 10}
+    first, second = (
+        found["told"] for found in run_ranks(RANK, tmp_path, world_size=2, job=job, timeout_s=240)
+    )
+    assert first[::2] == second[::2] == [[]] * 10
+    assert all("trainer ranks [1] did not come along" in error for _, error in first[1::2])
+    assert [error for _, error in second[1::2] if "trainer rank 0" not in error] == []
+    assert engine.version == "19" and not engine.paused
+    assert "has waited" not in (tmp_path / "log.0").read_text()
 
 
 def test_shards_of_two_trainer_ranks_become_float8_at_an_engine_and_at_one_that_joins(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from r3channel import errors
+from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
-from r3channel.weights.sglang import EngineClient
 from tests.fake_engine import FakeEngine
 from tests.weights import again_to, broadcasting, give, weights
 
@@ -24,20 +24,20 @@ def urls(*engines: FakeEngine) -> tuple[str, ...]:
 def test_awex_handshake_refuses_an_engine_of_other_versions_before_a_group_is_formed(
     what: str, theirs: str, ours: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("r3channel.weights.fleet.nccl_version", lambda: "2.27.3")
+    monkeypatch.setattr("r3channel.weights.engine.nccl_version", lambda: "2.27.3")
     monkeypatch.setattr("r3channel.weights.session.group_device", lambda _: torch.device("cpu"))
     good, bad = FakeEngine(), FakeEngine()
-    other = EngineClient(bad.url)
+    other = EngineHandle(bad.url)
     setattr(other, what, theirs)
     unlike = rf"{bad.url} runs {what} {theirs}, the trainer {ours.split('+')[0]}"
     refused = pytest.raises(errors.RegistryRefused, match=unlike)
-    with WeightSync([good.url, other], backend="nccl") as sync, refused:
+    with WeightSync.whole([good.url, other], backend="nccl") as sync, refused:
         sync.connect(timeout_s=20)
     assert "/init_weights_update_group" not in good.calls + bad.calls
 
     with broadcasting(good) as sync:
         give(sync, 1)
-        monkeypatch.setattr(sync._fleet, "_ours", {"torch": OURS.split("+")[0], "nccl": "2.27.3"})
+        monkeypatch.setattr(sync._engines, "_ours", {"torch": OURS.split("+")[0], "nccl": "2.27.3"})
         with pytest.raises(errors.RegistryRefused, match=f"{what} {theirs}"):
             sync.add_engine(other, timeout_s=20)
         assert sync.routable() == urls(good) == tuple(sync.engine_states)

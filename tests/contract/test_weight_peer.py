@@ -49,11 +49,11 @@ def test_a_restarted_engine_is_filled_while_the_others_get_no_call(trio: Trio) -
         assert all(holds(engine, 2) for engine in (one, other, again))
 
 
-@pytest.mark.parametrize("fails", ["staging", "commit"])
+@pytest.mark.parametrize("fails", ["staging", "pause"])
 def test_an_update_that_failed_leaves_the_version_before_it_to_be_given(trio: Trio, fails: str) -> None:
     sync, one, other, lost = trio
-    if fails == "commit":  # one has changed over then
-        other.script["order/commit", other._counts["order/commit"] + 1] = "refuse"
+    if fails == "pause":
+        other.script["/pause_generation", other._counts["/pause_generation"] + 1] = "refuse"
     tensors = dict(backwards(2))
     if fails == "staging":
         tensors[NAMES[0]] = torch.full((16, 16), float("nan"))
@@ -91,7 +91,7 @@ def test_weights_that_somebody_changed_are_not_passed_on_and_their_engine_is_not
 
 def test_an_engine_that_lost_its_links_since_its_commit_is_not_asked(trio: Trio) -> None:
     sync, one, other, lost = trio
-    sync._fleet.member(one.url).ranks[0].link.abort("as if the network had ended it")
+    sync._engines.at(one.url).ranks[0].link.abort("as if the network had ended it")
     spoiled = dict(backwards(2)) | {NAMES[0]: torch.full((16, 16), float("nan"))}
     with sync:
         with pytest.raises(WeightUpdateFailed, match="NaN"):  # it is linked again, and nothing committed
@@ -122,7 +122,7 @@ def test_an_engine_that_dies_while_read_spares_the_other(trio: Trio, monkeypatch
 
 def test_an_engine_with_another_version_is_asked_for_nothing(trio: Trio) -> None:
     sync, one, *_ = trio
-    (link,) = next(member.ranks for member in sync._fleet.members if member.url == one.url)
+    (link,) = sync._engines.at(one.url).ranks
     with sync:
         assert torch.equal(link.fetch(1, 0, timeout_s=5).view(16, 16), weights(1)[NAMES[0]])
         with pytest.raises(WeightsError, match="version 2 is asked for, version 1 was committed last"):
@@ -180,7 +180,7 @@ def test_an_engine_that_joins_without_our_half_waits_for_the_next_update(staged:
 @pytest.mark.parametrize("route", ["/init_weights_update_group", "/weights_checker", UPDATE])
 def test_a_broadcast_that_failed_leaves_engines_to_read_that_it_did_not_reach(route: str) -> None:
     one, lost, plain = serving(), serving(), FakeEngine()
-    with session(one, lost, staged="auto", on_engine_loss="abort") as sync:
+    with session(one, lost, staged="auto") as sync:
         give(sync, 1)
         assert sync.add_engine(plain.url, timeout_s=20) is None
         plain.script[route, 0] = "refuse"

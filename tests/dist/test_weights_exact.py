@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from examples.embedded.sglang import EngineOptions, EngineServer
 from r3channel.cli import main
 from r3channel.transport.process_group import in_background
+from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
-from r3channel.weights.sglang import EngineClient
 from tests.dist.ranks import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.engine, pytest.mark.timeout(600)]
@@ -44,7 +44,7 @@ def engines(servers: list[EngineServer]) -> list[str]:
 
 
 def checksums(urls: list[str]) -> list[list[dict[str, str]]]:
-    return [EngineClient(url).weight_checksums(timeout_s=60) for url in urls]
+    return [EngineHandle(url).weight_checksums(timeout_s=60) for url in urls]
 
 
 LAYOUTS = [
@@ -73,7 +73,7 @@ def test_every_parameter_of_every_rank_equals_what_sglang_loads_itself(
     got = checksums(engines)
 
     expected = {n: 4 * (t if dtype == "float32" else t.to(torch.bfloat16).float()) for n, t in whole.items()}
-    with WeightSync(engines, staged=False) as sync:  # ranks are asked of the engines
+    with WeightSync.whole(engines, staged=False) as sync:  # ranks are asked of the engines
         sync.connect(timeout_s=60)
         sync.update(expected.items(), version=3, timeout_s=120)
     assert got == checksums(engines) and len(got[0]) == 2
@@ -105,14 +105,14 @@ def test_an_engine_of_one_rank_is_filled_from_the_memory_of_two(engines: list[st
         EngineOptions(model=model_dir, extra_args=("--load-format", "dummy"), **PLAIN)
     ) as dummy:
         dummy.wait_ready(300)
-        with WeightSync(engines[:1], staged=True) as sync:
+        with WeightSync.whole(engines[:1], staged=True) as sync:
             sync.connect(timeout_s=60)
             sync.update(tensors.items(), version=5, timeout_s=120)
             report = sync.add_engine(dummy.url, timeout_s=120)
             assert report is not None and (report.version, report.verified) == (5, PARAMETERS)
             assert set(sync.routable()) == {engines[0], dummy.url}
         got = checksums([dummy.url])
-        with WeightSync([dummy.url], staged=False) as sync:
+        with WeightSync.whole([dummy.url], staged=False) as sync:
             sync.connect(timeout_s=60)
             sync.update(tensors.items(), version=6, timeout_s=120)
         assert got == checksums([dummy.url])

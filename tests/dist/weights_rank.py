@@ -15,8 +15,8 @@ from examples.embedded import megatron
 from r3channel.errors import WeightUpdateFailed
 from r3channel.plan.layout import TrainerLayout
 from r3channel.weights.convert import hf_shards, hf_weights
+from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
-from r3channel.weights.sglang import EngineClient
 from tests.dist.ranks import ROOT, megatron_world
 
 
@@ -38,8 +38,7 @@ def exact(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
     """Publishes to engines, also what is spoilt."""
     model = megatron.build(job["model"], layout, dtype=job["dtype"])
     result: dict[str, Any] = {"reports": []}
-    how: dict[str, Any] = {"plan": "exact", "verify": True, "staged": True}
-    with WeightSync(job["engines"], group=dist.group.WORLD, **how) as sync:
+    with WeightSync.sharded(job["engines"], group=dist.group.WORLD, verify=True) as sync:
         sync.connect(timeout_s=60)
         for version in (1, 2):
             scale(model.chunks, 2.0)
@@ -78,7 +77,7 @@ def readme(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
             while not Path("killed").exists():
                 time.sleep(0.1)
         if version == 3 and job["rank"] == 0:
-            one, other = (EngineClient(url).weight_checksums(timeout_s=60) for url in job["engines"])
+            one, other = (EngineHandle(url).weight_checksums(timeout_s=60) for url in job["engines"])
             print("the engines are", "equal" if one == other else "not equal")
 
     own = {"bridge": model.bridge, "chunks": model.chunks, "engines": job["engines"], "train": train}

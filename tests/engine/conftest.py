@@ -32,6 +32,6 @@ def changed(original: Weights) -> Weights:
 def restored(engine_url: str, original: Weights) -> Iterator[None]:
     """The shared engine serves its first weights as version 0 again, however a test left it."""
     yield
-    with WeightSync([engine_url], verify=True) as repair:
+    with WeightSync.whole([engine_url], verify=True) as repair:
         repair.connect(timeout_s=30)
         repair.update(original.items(), version=0, timeout_s=60)

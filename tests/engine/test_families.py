@@ -14,8 +14,8 @@ from r3channel.errors import WeightUpdateFailed
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
+from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
-from r3channel.weights.sglang import EngineClient
 from r3channel.wire.routing import Ids
 from tests.direct import rows_here
 from tests.engine.client import Reply, generate, generate_together, prompts_of, random_prompt, serving
@@ -73,12 +73,12 @@ def _served(model: Path, options: dict[str, Any]) -> list[Reply]:
 
 def _hold_weights_to_names(url: str, model: Path) -> None:
     """By parts or by whole tensors, as the family's loader is: a misspelt name is found, the right ones change nothing."""
-    client = EngineClient(url)
+    client = EngineHandle(url)
     (before,) = client.weight_checksums(timeout_s=60)
     given = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
     named = next(name for name in given if name.endswith("self_attn.o_proj.weight"))
     misspelt = {name.replace("o_proj", "o_prj") if name == named else name: t for name, t in given.items()}
-    with WeightSync([url], staged=True) as sync:
+    with WeightSync.whole([url], staged=True) as sync:
         sync.connect(timeout_s=60)
         with pytest.raises(WeightUpdateFailed, match=r"o_prj\.weight.*serving the committed weights"):
             sync.update(misspelt.items(), version=1, timeout_s=100)

@@ -17,8 +17,8 @@ from r3channel.errors import CannotStage, WeightUpdateFailed
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
+from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
-from r3channel.weights.sglang import EngineClient
 from r3channel.wire.frame import Frame, parse_frame
 from r3channel.wire.routing import RowKind
 from tests.conftest import READY_TIMEOUT_S
@@ -83,10 +83,10 @@ def batch(engine_url: str) -> list[Reply]:
 def test_an_update_that_would_leave_the_draft_old_is_refused_before_the_engine_is_linked(
     engine_url: str, models: Models
 ) -> None:
-    client, weights = EngineClient(engine_url), load_file(models.target / "model.safetensors")
+    client, weights = EngineHandle(engine_url), load_file(models.target / "model.safetensors")
     before = client.weight_checksums(timeout_s=60), client.weight_version(timeout_s=10)
     assert any(name.startswith("draft.") for name in before[0][0]), "the engine holds a draft's weights"
-    with WeightSync([client], staged=True) as sync:
+    with WeightSync.whole([client], staged=True) as sync:
         sync.connect(timeout_s=60)
         said = "speculative_algorithm=EAGLE: the draft would stay old.*without or with NGRAM"
         with pytest.raises(WeightUpdateFailed, match=f"(?s){said}") as failure:

@@ -17,9 +17,8 @@ import torch
 
 from examples.embedded.sglang import EngineOptions, EngineServer, kill_family
 from r3channel.cli import main
-from r3channel.weights.member import EngineState
+from r3channel.weights.engine import EngineHandle, EngineState
 from r3channel.weights.session import WeightSync
-from r3channel.weights.sglang import EngineClient
 from r3channel.weights.store import checkpoint_tensors
 from tests.engine.client import greedy, serving
 from tests.engine.conftest import Weights
@@ -32,7 +31,7 @@ BUCKET_BYTES = 1 << 20
 PLUGIN = {"R3CHANNEL_WEIGHTS": "1"}
 
 
-class Watched(EngineClient):
+class Watched(EngineHandle):
     """Notes every command that reaches the engine."""
 
     def __init__(self, url: str) -> None:
@@ -53,7 +52,7 @@ def dummy(model_dir: Path) -> Iterator[EngineServer]:
 
 def two(url: str, **options: Any) -> tuple[WeightSync, Watched]:
     watched = Watched(url)
-    session = WeightSync([watched], bucket_bytes=BUCKET_BYTES, **options)
+    session = WeightSync.whole([watched], bucket_bytes=BUCKET_BYTES, **options)
     session.connect(timeout_s=30)
     return session, watched
 
@@ -84,12 +83,12 @@ def test_checkpoint_engine_a_dummy_engine_is_filled_from_a_checkpoint_alone(
 ) -> None:
     """No trainer and no other engine takes part; the outputs equal those of an engine that loaded the checkpoint itself."""
     tokens, _ = greedy(engine_url)
-    with WeightSync([dummy.url], bucket_bytes=BUCKET_BYTES) as alone:
+    with WeightSync.whole([dummy.url], bucket_bytes=BUCKET_BYTES) as alone:
         alone.connect(timeout_s=60)
         report = alone.update(checkpoint_tensors(model_dir), version=3, timeout_s=60)
         assert report.verified == 38 and alone.routable() == (dummy.url,)
     assert greedy(dummy.url) == (tokens, "3")
-    checksums = [EngineClient(url).weight_checksums(timeout_s=30) for url in (engine_url, dummy.url)]
+    checksums = [EngineHandle(url).weight_checksums(timeout_s=30) for url in (engine_url, dummy.url)]
     assert checksums[0] == checksums[1]
 
 
@@ -120,7 +119,7 @@ def test_the_verify_command_names_the_one_tensor_that_differs(
 ) -> None:
     manifest = str(tmp_path / "committed.json")
     one, both = ["--engine", engine_url], ["--engine", engine_url, "--engine", dummy.url]
-    with WeightSync([engine_url, dummy.url], verify=True) as sync:
+    with WeightSync.whole([engine_url, dummy.url], verify=True) as sync:
         sync.connect(timeout_s=30)
         sync.update(changed.items(), version=5, timeout_s=60)
         assert sync.held is not None
@@ -165,7 +164,7 @@ def test_one_engine_that_dies_is_left_out_and_a_new_one_takes_its_place(
         spare.wait_ready(150)
         sync.add_engine(spare.url, timeout_s=60)
         assert greedy(spare.url) == answer and watched.routes == []
-        sums = [client.weight_checksums(timeout_s=30) for client in (EngineClient(spare.url), watched)]
+        sums = [client.weight_checksums(timeout_s=30) for client in (EngineHandle(spare.url), watched)]
         assert sums[0] == sums[1]
 
 
@@ -189,7 +188,7 @@ def slowly(weights):
 
 url, path, way = sys.argv[1:]
 weights = load_file(path)
-with WeightSync([url], bucket_bytes=1 << 20, staged=way == "staged") as sync:
+with WeightSync.whole([url], bucket_bytes=1 << 20, staged=way == "staged") as sync:
     sync.connect(timeout_s=30)
     sync.update(weights.items(), version=7, timeout_s=60)
     sync.update(slowly({name: weight + 1 for name, weight in weights.items()}), version=8, timeout_s=100)
@@ -210,12 +209,12 @@ def trainer_that_dies(url: str, model_dir: Path, way: str) -> None:
 def test_a_trainer_that_dies_while_it_stages_leaves_an_engine_that_serves_as_before(
     restored: None, engine_url: str, model_dir: Path, changed: Weights
 ) -> None:
-    client, (tokens, _) = EngineClient(engine_url), greedy(engine_url)
+    client, (tokens, _) = EngineHandle(engine_url), greedy(engine_url)
     before = client.weight_checksums(timeout_s=30)
     trainer_that_dies(engine_url, model_dir, "staged")
     assert greedy(engine_url) == (tokens, "7") and client.weight_checksums(timeout_s=30) == before
 
-    with WeightSync([engine_url], verify=True, staged=True) as sync:
+    with WeightSync.whole([engine_url], verify=True, staged=True) as sync:
         sync.connect(timeout_s=30)
         assert sync.update(changed.items(), version=9, timeout_s=60).verified == 38
         assert greedy(engine_url)[1] == "9" and greedy(engine_url)[0] != tokens
@@ -226,7 +225,7 @@ def test_a_trainer_that_dies_while_it_broadcasts_leaves_an_engine_that_serves_no
     restored: None, engine_url: str, model_dir: Path, changed: Weights
 ) -> None:
     trainer_that_dies(engine_url, model_dir, "broadcast")
-    client = EngineClient(engine_url)
+    client = EngineHandle(engine_url)
     assert client.weight_version(timeout_s=10) == "7"
     waiting: list[tuple[list[int], str]] = []
     asked = threading.Thread(target=lambda: waiting.append(greedy(engine_url)))
@@ -234,7 +233,7 @@ def test_a_trainer_that_dies_while_it_broadcasts_leaves_an_engine_that_serves_no
     asked.join(1.0)
     assert not waiting
 
-    with WeightSync([engine_url]) as sync:
+    with WeightSync.whole([engine_url]) as sync:
         sync.connect(timeout_s=30)
         sync.update(changed.items(), version=8, timeout_s=60)
         asked.join(60)

@@ -15,9 +15,8 @@ from examples.embedded.sglang import EngineServer
 from r3channel import errors
 from r3channel.model.spec import RoutingSpec
 from r3channel.weights.checksums import tensor_checksum
-from r3channel.weights.member import EngineState
+from r3channel.weights.engine import EngineHandle, EngineState, PauseMode
 from r3channel.weights.session import WeightSync
-from r3channel.weights.sglang import EngineClient, PauseMode
 from r3channel.weights.wires import Wire
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.routing import RowKind
@@ -32,8 +31,8 @@ BUCKET_BYTES = 1 << 20  # ten buckets of this model
 
 
 @pytest.fixture(scope="module")
-def client(engine_url: str) -> EngineClient:
-    return EngineClient(engine_url)
+def client(engine_url: str) -> EngineHandle:
+    return EngineHandle(engine_url)
 
 
 @pytest.fixture(params=["staged", "shared_memory", "broadcast"])
@@ -51,7 +50,7 @@ def broadcasting(restored: None, engine_url: str) -> Iterator[WeightSync]:
 
 def session(engine_url: str, way: str) -> WeightSync:
     wire: Wire = "shared_memory" if way == "shared_memory" else "tcp"
-    opened = WeightSync([engine_url], bucket_bytes=BUCKET_BYTES, staged=way != "broadcast", wire=wire)
+    opened = WeightSync.whole([engine_url], bucket_bytes=BUCKET_BYTES, staged=way != "broadcast", wire=wire)
     opened.connect(timeout_s=30)
     return opened
 
@@ -59,17 +58,17 @@ def session(engine_url: str, way: str) -> WeightSync:
 def test_an_engine_tells_its_versions_and_others_than_the_trainers_are_refused(
     engine_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = EngineClient(engine_url)
+    client = EngineHandle(engine_url)
     client.learn_versions(timeout_s=30)
     assert client.torch == torch.__version__
-    monkeypatch.setattr("r3channel.weights.fleet.torch_version", lambda: "1.13.1")
-    with WeightSync([client]) as sync, pytest.raises(errors.RegistryRefused) as raised:
+    monkeypatch.setattr("r3channel.weights.engine.torch_version", lambda: "1.13.1")
+    with WeightSync.whole([client]) as sync, pytest.raises(errors.RegistryRefused) as raised:
         sync.connect(timeout_s=30)
     assert "1.13.1" in str(raised.value) and torch.__version__.split("+")[0] in str(raised.value)
 
 
 def test_every_parameter_of_the_engine_equals_the_trainers_bit_for_bit(
-    sync: WeightSync, client: EngineClient, original: Weights, changed: Weights
+    sync: WeightSync, client: EngineHandle, original: Weights, changed: Weights
 ) -> None:
     (before,) = client.weight_checksums(timeout_s=30)
     sync.update(changed.items(), version=1, timeout_s=60)
@@ -108,7 +107,7 @@ def test_the_report_counts_every_byte_and_its_stages_add_up(sync: WeightSync, ch
 
 
 def test_a_wrong_shape_keeps_the_version_pauses_the_engine_and_the_next_update_repairs(
-    broadcasting: WeightSync, client: EngineClient, engine_url: str, original: Weights, changed: Weights
+    broadcasting: WeightSync, client: EngineHandle, engine_url: str, original: Weights, changed: Weights
 ) -> None:
     sync = broadcasting
     tokens, _ = greedy(engine_url)
@@ -118,7 +117,7 @@ def test_a_wrong_shape_keeps_the_version_pauses_the_engine_and_the_next_update_r
         sync.update(wrong.items(), version=1, timeout_s=60)
 
     assert engine_url in str(failure.value) and isinstance(failure.value.__cause__, errors.EngineRefused)
-    assert sync.engine_states == {engine_url: EngineState.DIRTY} and sync.version is None
+    assert sync.engine_states == {engine_url: EngineState.FENCED} and sync.version is None
     assert client.weight_version(timeout_s=10) == "0"
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(greedy, engine_url)
@@ -131,11 +130,11 @@ def test_a_wrong_shape_keeps_the_version_pauses_the_engine_and_the_next_update_r
 
 
 def test_an_engine_that_refuses_fails_the_update_fast_and_exhausts_the_iterator(
-    broadcasting: WeightSync, client: EngineClient, original: Weights, changed: Weights
+    broadcasting: WeightSync, client: EngineHandle, original: Weights, changed: Weights
 ) -> None:
     sync = broadcasting
     sync.update(changed.items(), version=1, timeout_s=60)
-    group = sync._fleet.members[0].group
+    group = sync._engines.all[0].group
     assert group is not None
     client.destroy_group(group.name, timeout_s=10)  # the engine left behind our back
     read = []
@@ -154,18 +153,8 @@ def test_an_engine_that_refuses_fails_the_update_fast_and_exhausts_the_iterator(
     assert client.weight_version(timeout_s=10) == "2"
 
 
-def test_a_conversion_that_fails_before_the_first_bucket_leaves_the_engine_serving(
-    sync: WeightSync, engine_url: str, changed: Weights
-) -> None:
-    tokens = greedy(engine_url)
-    with pytest.raises(errors.WeightUpdateFailed, match="not committed, version None stays: gather failed"):
-        sync.update(_failing(changed, after=3), version=1, timeout_s=60)
-    assert sync.engine_states == {engine_url: EngineState.SERVING}
-    assert greedy(engine_url) == tokens
-
-
 def test_a_conversion_that_fails_half_way_is_repaired_by_the_next_update(
-    sync: WeightSync, client: EngineClient, engine_url: str, original: Weights, changed: Weights
+    sync: WeightSync, client: EngineHandle, engine_url: str, original: Weights, changed: Weights
 ) -> None:
     sync.update(original.items(), version=1, timeout_s=60)
     before = client.weight_checksums(timeout_s=30)
@@ -175,7 +164,7 @@ def test_a_conversion_that_fails_half_way_is_repaired_by_the_next_update(
         assert client.weight_checksums(timeout_s=30) == before
         assert sync.engine_states == {engine_url: EngineState.SERVING}
     else:
-        assert sync.engine_states == {engine_url: EngineState.DIRTY}
+        assert sync.engine_states == {engine_url: EngineState.FENCED}
 
     sync.update(changed.items(), version=2, timeout_s=60)
     kept = {name: tensor_checksum(w) for name, w in as_engine_keeps(changed).items()}
@@ -211,7 +200,7 @@ def test_a_running_request_survives_an_update_with_all_its_rows(
 ) -> None:
     new_tokens = 300
     with (
-        WeightSync([engine_url], pause=mode, staged=sync._must_stage) as session,
+        WeightSync.whole([engine_url], pause=mode, staged=sync._must_stage) as session,
         ThreadPoolExecutor(1) as pool,
     ):
         session.connect(timeout_s=30)
@@ -235,21 +224,12 @@ def test_a_running_request_survives_an_update_with_all_its_rows(
 
 
 def test_a_bracket_left_open_by_a_trainer_that_died_is_taken_over(
-    sync: WeightSync, client: EngineClient, changed: Weights
+    sync: WeightSync, client: EngineHandle, changed: Weights
 ) -> None:
     client.pause("retract", timeout_s=10)
     client.begin(timeout_s=10)
     sync.update(changed.items(), version=1, timeout_s=60)
     assert client.weight_version(timeout_s=10) == "1"
-
-
-def test_an_absent_engine_leaves_the_others_serving(broadcasting: WeightSync, engine_url: str) -> None:
-    with (
-        WeightSync([engine_url, "http://127.0.0.1:9"]) as pair,
-        pytest.raises(errors.EngineUnavailable, match=r"127\.0\.0\.1:9"),
-    ):
-        pair.connect(timeout_s=30)
-    assert greedy(engine_url)[1] == "0"
 
 
 def test_misuse_is_named(broadcasting: WeightSync, changed: Weights) -> None:
@@ -285,7 +265,7 @@ def test_a_hung_engine_ends_the_update_at_its_deadline_and_is_repaired_when_it_w
             sync.update(stream(), version=1, timeout_s=2)
     finally:
         scheduler.resume()
-    assert 2 <= time.monotonic() - begun_s < 17 and sync.engine_states == {engine_url: EngineState.DIRTY}
+    assert 2 <= time.monotonic() - begun_s < 17 and sync.engine_states == {engine_url: EngineState.FENCED}
 
     sync.update(changed.items(), version=1, timeout_s=60)
     assert greedy(engine_url)[1] == "1"

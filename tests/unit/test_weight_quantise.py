@@ -73,11 +73,11 @@ def test_an_engine_of_float8_weights_is_filled_from_float32_ones(checkpoint: Pat
     engine = FakeEngine(receives={name: tensor.clone() for name, tensor in held.items()})
     new = {WEIGHT: random(*SHAPE, seed=9), ROUTER: torch.ones(4, 4)}
     try:
-        with WeightSync([engine.url], staged=True) as sync:
+        with WeightSync.whole([engine.url], staged=True) as sync:
             sync.connect(timeout_s=20)
             with pytest.raises(WeightUpdateFailed, match="Give float8 tensors"):
                 sync.update(new.items(), version=1, timeout_s=20)
-        with WeightSync([engine.url], staged=True) as sync:
+        with WeightSync.whole([engine.url], staged=True) as sync:
             sync.connect(timeout_s=20)
             report = sync.update(float8_blocks(new.items(), like=checkpoint), version=1, timeout_s=20)
         assert report.tensors == 3 and not report.skipped

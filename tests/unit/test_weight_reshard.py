@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3channel.errors import ManifestMismatch
+from r3channel.weights.config import SyncConfig
 from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.plan import RankPlan, deal, plan_reshard
 from r3channel.weights.progress import Deadline
-from r3channel.weights.stages import Given, Stages, TrainerRanks
+from r3channel.weights.ranks import TrainerRanks
+from r3channel.weights.stages import Given, Stages
 from tests.reshard_cases import cases, side
 from tests.reshard_model import chunked, figures, held_by, replicated
 from tests.reshard_model import side as model_side
@@ -149,7 +151,7 @@ class OneRankOfTwo(TrainerRanks):
 @pytest.mark.parametrize("other", ["", "another hash"])
 def test_trainers_that_planned_otherwise_are_told_both_hashes_before_a_byte(other: str) -> None:
     meta = TensorMeta(name="w", dtype=torch.float32, shape=(8,))
-    stages = Stages(OneRankOfTwo(other), host="127.0.0.1", session="s", run_token="", staged=True, wire="tcp")
+    stages = Stages(OneRankOfTwo(other), SyncConfig(engines=[]))
     deadline, held = Deadline(20, "test"), ((meta, Box.whole(meta.shape)),)
     assert stages.survey(Given(held, (1,), None), deadline) and not stages.survey(
         Given(held, (1,), None), deadline

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -53,12 +54,12 @@ class ChannelUpdater:
             return
         self.disconnect_rollout_engines()
         urls = ray.get([engine.get_url.remote() for engine in rollout_engines])
-        exact = {"plan": "exact", "group": get_gloo_group()} if self._exact else {}
-        self._sync = WeightSync(
+        make = partial(WeightSync.sharded, group=get_gloo_group()) if self._exact else WeightSync.whole
+        self._sync = make(
             urls, host=local_address(interface_of(self.args)), token_file=self.args.r3_channel["token_file"],
             backend="nccl" if torch.cuda.is_available() else "gloo",
             wire="shared_memory" if self.args.r3_weights == "colocated" else "tcp",
-            metrics=self._actor.channel and self._actor.channel.metrics, **exact,
+            metrics=self._actor.channel and self._actor.channel.metrics,
         )  # fmt: skip
         self._sync.connect(timeout_s=self.args.r3_channel["join_timeout_s"])
 

@@ -1,0 +1,541 @@
+"""One SGLang engine as a session sees it: its HTTP routes, what it holds and does, and our links to its ranks; and a set of them.
+
+Read against SGLang 0.5.23 (`srt/entrypoints/http_server.py`, `srt/managers/io_struct.py`, `srt/utils/weight_checker.py`), and
+the only place that knows its routes and field names. SGLang itself is not imported.
+
+The state that a call may cause is entered before the call, so that a lost answer leaves the more careful state.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from enum import Enum
+from functools import partial
+from http.client import HTTPException
+from typing import Any, Literal
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request
+
+from r3channel.errors import (
+    CannotStage,
+    ConfigError,
+    DeadlineExceeded,
+    EngineRefused,
+    EngineUnavailable,
+    FrameCorrupt,
+    R3Error,
+    RegistryRefused,
+)
+from r3channel.transport.http import urlopen
+from r3channel.transport.process_group import nccl_version, torch_version
+from r3channel.weights.group import WeightGroup
+from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.progress import CONTROL_S, GRACE_S, REPAIR_S, background
+from r3channel.weights.refusals import ANY_WAY, OLD, STAGED, refused
+from r3channel.weights.wires import (
+    COMMIT_FORMAT,
+    FLUSH_REFUSED,
+    FOUND_OPEN,
+    OPEN_FORMAT,
+    ORDERS_GROUP,
+    UNTOUCHED,
+    RankLink,
+)
+from r3channel.wire.hello import Hello, probe_body
+
+PauseMode = Literal["retract", "in_place", "abort"]
+
+_NO_PLUGIN = ("must run between", "init_weights_update_group")
+"""What SGLang itself says to our order: that begin comes first, or, inside of it, that it knows no group of this name."""
+_ASK_S = 1.0
+_MAX_REPLY_BYTES = 64 << 20
+_SHOWN_CHARS = 500
+
+
+class EngineState(Enum):
+    """What an engine holds and does, as far as we know; entered before the call that may cause it."""
+
+    SERVING = "serving the committed weights"
+    PAUSED = "paused, weights untouched"
+    OPEN = "paused, update begun, weights untouched"
+    FENCED = "paused, holding parts of an update"
+    NEW = "paused, holding the new weights and version"
+
+
+class EngineHandle:
+    """One engine, by its base URL. Every call opens a connection; one thread at a time makes calls that change the engine, any
+    thread may ask.
+
+    Each call ends within about its `timeout_s` and raises EngineUnavailable (no connection, connection lost),
+    DeadlineExceeded (no answer in time) or EngineRefused (an answer that says no), naming engine and route.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        try:
+            parts = urlsplit(url)
+            fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # of the port
+            fits = False
+        if not fits:
+            raise ConfigError(f"engine address {url!r}: expected http://host:port")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigError(  # http.client would show it
+                f"engine {url}: api_key has a character that no HTTP header takes; has it a line break at its end?"
+            )
+        self.url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        self._headers |= {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self.size = 1
+        """Its tensor-parallel size, once the engine was asked (`meet`), or a trainer rank that does not ask itself was told."""
+        self.unstaged, self.takes_orders = "", True
+        """Why it takes no staged bytes, and whether it may be given orders, as far as its settings tell (`meet`)."""
+        self.torch = self.nccl = ""
+        """The versions that it runs; empty is unknown. SGLang 0.5.23 tells neither over HTTP, our plug-in both."""
+        self.state = EngineState.SERVING
+        self.group: WeightGroup | None = None
+        """The group of broadcasts."""
+        self.ranks: list[RankLink] = []
+        """The links of staged updates, by rank."""
+        self.metas: tuple[TensorMeta, ...] = ()
+        """The tensors that its ranks were told when they linked; what they need refers to these by index."""
+        self.gives: int | None = None
+        """The version that was committed over these links, and can be read back; rank 0 knows."""
+        self.holds: int | None = None
+        """The version that it committed, as long as nothing says that it holds other weights."""
+        self.boot_id = ""
+        """The engine's life that was met; empty before, and where another one is known to have begun."""
+        self.evicted = ""
+        """Why the last update went on without it."""
+        self.names: frozenset[str] = frozenset()
+        """The tensor names that this life of the engine takes."""
+        self.unheld = False
+        """Whether the engine has no plug-in of ours that keeps other sessions out."""
+        self.foreign = False
+        """Whether another session, or one that died, opened the bracket that is open."""
+
+    def __repr__(self) -> str:
+        return f"EngineHandle({self.url!r}, size={self.size})"
+
+    # -- what it is, holds and takes -----------------------------------------------------------------------------------
+
+    def learn_versions(self, *, timeout_s: float) -> None:
+        """Ask the engine's plug-in which torch and NCCL it runs, by a request of two tokens; without a plug-in both stay unknown.
+        Call it before the handshake (`WeightSync.connect`), because the requests of a paused engine wait."""
+        try:
+            reply = self._call("POST", "/generate", probe_body(), timeout_s=timeout_s)
+            hello, _ = Hello.split(base64.b64decode(reply["meta_info"]["routed_experts"], validate=True))
+        except (EngineRefused, FrameCorrupt, KeyError, TypeError, ValueError):
+            return  # no plug-in: it refuses the question, or answers it with something else
+        if hello is not None:
+            self.torch, self.nccl = hello.torch, hello.nccl
+
+    def meet(self, timeout_s: float) -> None:
+        """Ask the engine whether it is there, for its ranks and for its boot id. What was known of another life is forgotten.
+
+        ConfigError where it was started with what an update would leave old (`refusals`)."""
+        self.unlink()
+        info = self._call("GET", "/server_info", None, timeout_s=timeout_s)
+        if why := refused(info, ANY_WAY):
+            raise ConfigError(f"engine {self.url} was started with {why}")
+        self.unstaged, self.takes_orders = refused(info, STAGED), not refused(info, (OLD,))
+        self.size = int(info.get("tp_size") or 1)
+        self.boot_id, self.holds = _boot_id(info), None
+
+    def lives(self, timeout_s: float) -> str:
+        """Names this life of the engine: a digest of what `/server_info` says of its start, which took its own time.
+
+        SGLang has no such name itself. Of the stages' seconds (`startup_time`) and the random seed at least one differs
+        after a restart, unless somebody fixed the seed and every stage took as many microseconds as before.
+        """
+        return _boot_id(self._call("GET", "/server_info", None, timeout_s=timeout_s))
+
+    def healthy(self, *, timeout_s: float) -> bool:
+        """Whether the engine answers its health route with 200."""
+        try:
+            status, _ = self._exchange("GET", "/health", None, timeout_s=timeout_s)
+        except (EngineUnavailable, DeadlineExceeded):
+            return False
+        return status == 200
+
+    def weight_version(self, *, timeout_s: float) -> str:
+        """The version that the engine puts into replies, as its own text."""
+        version = self._call("GET", "/model_info", None, timeout_s=timeout_s).get("weight_version")
+        if not isinstance(version, str):
+            raise EngineRefused(f"engine {self.url} /model_info has no weight_version; is it SGLang 0.5.23?")
+        return version
+
+    def version_now(self) -> str:
+        """The version that the engine serves, asked just now, for an error."""
+        try:
+            return f"version {self.weight_version(timeout_s=_ASK_S)}"
+        except R3Error as error:
+            return f"unknown ({type(error).__name__})"
+
+    def weight_checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
+        """By rank the engine's own checksum of each of its parameters, by its own names (fused ones included).
+
+        On a CPU engine it equals `checksums.tensor_checksum` of the bytes; on CUDA the engine uses another hash.
+        """
+        reply = self._command("/weights_checker", {"action": "checksum"}, timeout_s=timeout_s)
+        try:
+            ranks = [rank["checksums"] for rank in reply["ranks"]]
+            return [{str(name): str(checksum) for name, checksum in sums.items()} for sums in ranks]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise EngineRefused(
+                f"engine {self.url} /weights_checker: no checksums in {_shown(reply)}"
+            ) from error
+
+    def staged(self, metas: tuple[TensorMeta, ...]) -> bool:
+        """Whether links to all of its ranks stand, for these tensors."""
+        return self.metas == metas and bool(self.ranks) and all(rank.link.alive for rank in self.ranks)
+
+    # -- SGLang's own loading ------------------------------------------------------------------------------------------
+
+    def init_group(self, group: WeightGroup, *, timeout_s: float) -> None:
+        """Join the weight group as ranks 1 and following; returns when all members have joined."""
+        body = {"master_address": group.host, "master_port": group.port, "group_name": group.name}
+        body |= {"backend": group.backend, "rank_offset": 1, "world_size": group.world_size}
+        self._command("/init_weights_update_group", body, timeout_s=timeout_s)
+
+    def destroy_group(self, group_name: str, *, timeout_s: float) -> None:
+        """Leave the group; the engine's sockets close, which ends a broadcast that its peers wait in."""
+        self._command("/destroy_weights_update_group", {"group_name": group_name}, timeout_s=timeout_s)
+
+    def begin(self, timeout_s: float) -> None:
+        """Open the bracket in which buckets are accepted, on a paused engine. If it is open already, somebody failed in it: these
+        weights are unknown, so the engine is FENCED until it has whole ones; that bracket is closed, and one of ours opened."""
+        self._enter(EngineState.OPEN)
+        self.foreign = False
+        if not self.takes_orders:  # nor has it a begin
+            return
+        try:
+            self._command("/begin_weight_update", {}, timeout_s=timeout_s)
+        except EngineRefused:
+            self._enter(EngineState.FENCED)
+            self.foreign = True
+            with contextlib.suppress(EngineRefused):
+                self.end(timeout_s)
+            self._command("/begin_weight_update", {}, timeout_s=timeout_s)
+            self.foreign = False
+
+    def update_tensors(
+        self,
+        tensors: Sequence[TensorMeta],
+        *,
+        group_name: str,
+        flush_cache: bool,
+        timeout_s: float,
+        load_format: str | None = "flattened_bucket",
+    ) -> None:
+        """Receive one broadcast of the flat bytes of a bucket's tensors from rank 0 and load them; returns when they are loaded.
+
+        No version travels here: SGLang would record it as soon as this bucket is in. `flush_cache` drops the KV cache of
+        the old weights. Without `load_format` one broadcast per tensor is expected, each in its dtype.
+        """
+        body: dict[str, Any] = {
+            "names": [meta.name for meta in tensors],
+            "dtypes": [meta.dtype_name for meta in tensors],
+            "shapes": [list(meta.shape) for meta in tensors],
+            "group_name": group_name,
+            "flush_cache": flush_cache,
+        }
+        body |= {} if load_format is None else {"load_format": load_format}
+        self._enter(EngineState.FENCED)
+        with self._flush_may_be_refused():
+            self._command("/update_weights_from_distributed", body, timeout_s=timeout_s)
+
+    def end(self, timeout_s: float) -> None:
+        """Close the bracket. Refused when none is open."""
+        if self.takes_orders:
+            self._command("/end_weight_update", {}, timeout_s=timeout_s)
+
+    def commit(self, version: int, timeout_s: float) -> None:
+        """Name the weights that SGLang has loaded; running requests go on (SGLang's default would abort them)."""
+        self._set_version(version, timeout_s)
+        self._take(version)
+
+    # -- our half in the engine ----------------------------------------------------------------------------------------
+
+    def open(self, order: Mapping[str, Any], timeout_s: float) -> None:
+        """Have its ranks connect to us, under a short pause that keeps every request's cache. CannotStage without our half, and
+        where bytes beside its parameters would leave something old. An update that is found begun was left by somebody who failed
+        or died, or belongs to another session: then the engine is FENCED."""
+        if self.unstaged:
+            raise CannotStage(f"engine {self.url} takes no staged bytes: {self.unstaged}")
+        self.unlink()
+        control_s = min(CONTROL_S, timeout_s)  # one that hangs is found here, not by the order
+        self.pause("in_place", control_s)
+        answer = ""
+        try:
+            answer = self._order(order, timeout_s=timeout_s)
+        except EngineRefused as error:
+            answer = str(error)
+            if any(word in answer for word in _NO_PLUGIN):
+                raise CannotStage(
+                    f"engine {self.url} runs without our half; start it with R3CHANNEL_WEIGHTS=1"
+                ) from error
+            raise
+        finally:
+            # that order had no answer
+            answer = answer or self._order({"op": "look"}, timeout_s=control_s)
+            self._look_for_begun(answer)
+            if not self.foreign:  # else it was paused, and stays so, by whom the bracket belongs to
+                self.undo(control_s)
+
+    def hold(self, order: Mapping[str, Any], timeout_s: float) -> bool:
+        """Keep other sessions from this engine, and return whether our half could. Raises EngineRefused while another session
+        holds it, and where an update would leave something old."""
+        try:
+            self._look_for_begun(self._order(order, timeout_s=timeout_s))
+        except EngineRefused as error:
+            self._look_for_begun(str(error))
+            if any(word in str(error) for word in _NO_PLUGIN):
+                return False
+            raise
+        return True
+
+    def change_over(
+        self, order: Mapping[str, Any], version: int, flush_cache: bool, timeout_s: float
+    ) -> None:
+        """Let the parameters become what is staged, under the new version. There is no way back."""
+        before = self.state
+        self._enter(EngineState.FENCED)
+        try:
+            with self._flush_may_be_refused() as unflushed:
+                self._order(order, flush_cache=flush_cache, weight_version=str(version), timeout_s=timeout_s)
+            if unflushed:  # then SGLang has not told its front of the version
+                self._set_version(version, timeout_s)
+        except EngineRefused as error:
+            if UNTOUCHED in str(error):
+                self.state = before
+            raise
+        self._take(version)
+        self.gives = version
+
+    def _order(
+        self,
+        order: Mapping[str, Any],
+        *,
+        flush_cache: bool = False,
+        weight_version: str | None = None,
+        timeout_s: float,
+    ) -> str:
+        """Send an order to our half in the engine and return the answer. `weight_version` names the weights that are served once
+        it is carried out."""
+        form = COMMIT_FORMAT if order["op"] == "commit" else OPEN_FORMAT
+        body = {"names": [json.dumps(order)], "dtypes": [], "shapes": [], "group_name": ORDERS_GROUP}
+        body |= {"load_format": form, "flush_cache": flush_cache, "weight_version": weight_version}
+        reply = self._command("/update_weights_from_distributed", body, timeout_s=timeout_s)
+        return str(reply.get("message", ""))
+
+    def _look_for_begun(self, answer: str) -> None:
+        self.foreign = FOUND_OPEN in answer
+        if self.foreign:
+            self._enter(EngineState.FENCED)
+
+    # -- what it does --------------------------------------------------------------------------------------------------
+
+    def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        """Stop generating; new requests wait. `retract` recomputes running ones later, `in_place` keeps their KV cache.
+
+        Pausing a paused engine is harmless.
+        """
+        self._enter(EngineState.PAUSED)
+        self._command("/pause_generation", {"mode": mode}, timeout_s=timeout_s)
+
+    def resume(self, timeout_s: float) -> None:
+        self._command("/continue_generation", {}, timeout_s=timeout_s)
+        self._enter(EngineState.SERVING)
+
+    def undo(self, timeout_s: float) -> None:
+        """Serve again if no byte of an update came, or all of them and the version; stay paused otherwise."""
+        if self.state is EngineState.OPEN:
+            with contextlib.suppress(EngineRefused):  # none is open: it never got our begin
+                self.end(timeout_s)
+            self._enter(EngineState.PAUSED)
+        if self.state in (EngineState.PAUSED, EngineState.NEW):
+            self.resume(timeout_s)
+
+    def unlink(self) -> None:
+        """Forget the links and the group, without a call to the engine."""
+        ranks, group = self.ranks, self.group
+        self.names, self.unheld = frozenset(), False
+        self.ranks, self.metas, self.gives, self.group = [], (), None, None  # at once: closing takes its time
+        for rank in ranks:
+            rank.link.close()
+        if group is not None:
+            group.close()
+
+    def leave(self) -> None:
+        """End our hold on both sides, also when the engine is stuck in a broadcast; nothing else changes there.
+
+        An engine that leaves closes its sockets, which ends our broadcast; dropping our end frees an engine that waits in one.
+        """
+        leaving = []
+        if self.group is not None:
+            leaving = [background(partial(self.destroy_group, self.group.name, timeout_s=REPAIR_S))]
+            self.group.wait_quiet(1.0)
+        self.unlink()
+        self.boot_id, self.holds = "", None
+        wait(leaving, timeout=REPAIR_S)
+
+    def _enter(self, state: EngineState) -> None:
+        """Change state; a FENCED engine becomes clean only by a commit."""
+        if self.state is not EngineState.FENCED or state is EngineState.NEW:
+            self.state = state
+
+    def _take(self, version: int) -> None:
+        self.holds, self.foreign = version, False
+        self._enter(EngineState.NEW)
+
+    def _set_version(self, version: int, timeout_s: float) -> None:
+        body = {"new_version": str(version), "abort_all_requests": False}
+        self._command("/update_weight_version", body, timeout_s=timeout_s)
+
+    @contextlib.contextmanager
+    def _flush_may_be_refused(self) -> Iterator[list[EngineRefused]]:
+        """Let SGLang refuse to flush while requests wait for their grammar: the weights are in. Gives what it said."""
+        unflushed: list[EngineRefused] = []
+        try:
+            yield unflushed
+        except EngineRefused as error:
+            if FLUSH_REFUSED not in str(error):
+                raise
+            unflushed.append(error)
+
+    # -- HTTP ----------------------------------------------------------------------------------------------------------
+
+    def _command(self, route: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """Make a call whose answer must not say `success: false`."""
+        reply = self._call("POST", route, body, timeout_s=timeout_s)
+        if reply.get("success", True) is not True:
+            raise EngineRefused(f"engine {self.url} {route} answered {_shown(reply)}")
+        return reply
+
+    def _call(
+        self, method: str, route: str, body: Mapping[str, Any] | None, *, timeout_s: float
+    ) -> dict[str, Any]:
+        status, data = self._exchange(method, route, body, timeout_s=timeout_s)
+        text = data.decode("utf-8", "replace")
+        if status != 200:
+            raise EngineRefused(f"engine {self.url} {route} answered HTTP {status}: {_shown(text)}")
+        try:
+            reply = json.loads(text)
+        except ValueError as error:
+            raise EngineRefused(f"engine {self.url} {route} answered no JSON: {_shown(text)}") from error
+        if not isinstance(reply, dict):
+            raise EngineRefused(f"engine {self.url} {route} answered {_shown(reply)}; expected a JSON object")
+        return reply
+
+    def _exchange(
+        self, method: str, route: str, body: Mapping[str, Any] | None, *, timeout_s: float
+    ) -> tuple[int, bytes]:
+        payload = None if body is None else json.dumps(body).encode()
+        request = Request(self.url + route, data=payload, headers=self._headers, method=method)
+        try:
+            with urlopen(request, timeout_s=timeout_s) as reply:
+                status, data = reply.status, reply.read(_MAX_REPLY_BYTES)
+                if reply.read(1):
+                    raise EngineRefused(f"engine {self.url} {route} answered more than {len(data)} bytes")
+                return status, data
+        except HTTPError as error:
+            return error.code, error.read(_MAX_REPLY_BYTES)
+        except (OSError, HTTPException) as error:
+            if isinstance(getattr(error, "reason", error), TimeoutError):
+                raise DeadlineExceeded(
+                    f"engine {self.url} {route}: no answer within {timeout_s:.1f} s"
+                ) from error
+            raise EngineUnavailable(
+                f"engine {self.url} {route}: {type(error).__name__}: {error}; is it up, and is this its address?"
+            ) from error
+
+
+def _boot_id(told: Mapping[str, Any]) -> str:
+    start = [told.get(key) for key in ("startup_time", "random_seed")]
+    return hashlib.sha256(json.dumps(start, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _shown(reply: Any) -> str:
+    text = reply if isinstance(reply, str) else json.dumps(reply)
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+
+
+class Engines:
+    """The engines of a session: who belongs, in which versions of torch and NCCL, and who may serve. One thread calls."""
+
+    def __init__(self, engines: Sequence[EngineHandle | str], backend: str) -> None:
+        """Raises ConfigError for no engine, or for one given twice."""
+        if isinstance(engines, str):  # whose letters would be taken for engines
+            raise ConfigError(f"engines is {engines!r}, one address; expected a list of them")
+        self.all = _distinct([handle_of(engine) for engine in engines])
+        self.version: int | None = None
+        """The newest version that any of them has committed."""
+        self._ours = {"torch": torch_version(), "nccl": nccl_version() if backend == "nccl" else ""}
+
+    def at(self, url: str) -> EngineHandle:
+        """The engine of this address. Raises ConfigError for one that is not in the session."""
+        for engine in self.all:
+            if engine.url == url.rstrip("/"):
+                return engine
+        raise ConfigError(f"engine {url} is not one of {[engine.url for engine in self.all]}")
+
+    @property
+    def evicted(self) -> dict[str, str]:
+        """Engines that the last update went on without, and why."""
+        return {engine.url: engine.evicted for engine in self.all if engine.evicted}
+
+    def add(self, engine: EngineHandle) -> None:
+        self.all = _distinct([*self.all, engine])
+
+    def drop(self, engine: EngineHandle) -> None:
+        """Leave this engine and forget it. ConfigError for the last one."""
+        rest = _distinct([other for other in self.all if other is not engine])
+        engine.leave()
+        self.all = rest
+
+    def check_versions(self, engines: Iterable[EngineHandle]) -> None:
+        """RegistryRefused, with both values, for an engine of other versions: NCCL hangs or fails between them, and torch's wire
+        formats follow its own. One that is not known is not compared."""
+        for engine in engines:
+            for name, ours in self._ours.items():
+                theirs = getattr(engine, name)
+                if theirs and ours and theirs != ours:
+                    raise RegistryRefused(
+                        f"engine {engine.url} runs {name} {theirs}, the trainer {ours}; expected equal versions"
+                    )
+
+    def routable(self, timeout_s: float) -> tuple[str, ...]:
+        """Engines that serve the newest version, of those that answer within `timeout_s`; 0 asks none. One that was restarted
+        has unknown weights, and is met anew by the next update. Any thread."""
+        version = self.version
+        able = [e for e in self.all if e.holds == version is not None and e.state is EngineState.SERVING]
+        if timeout_s:
+            calls = {engine: background(partial(engine.lives, timeout_s)) for engine in able}
+            wait(calls.values(), timeout=timeout_s + GRACE_S)
+            lives = {e: call.result() for e, call in calls.items() if call.done() and not call.exception()}
+            for engine in [engine for engine in lives if lives[engine] != engine.boot_id]:
+                engine.boot_id, engine.holds = "", None
+            able = [engine for engine in lives if engine.holds == version and engine in self.all]
+        return tuple(sorted(engine.url for engine in able))
+
+
+def handle_of(engine: EngineHandle | str) -> EngineHandle:
+    return EngineHandle(engine) if isinstance(engine, str) else engine
+
+
+def describe_states(engines: Iterable[EngineHandle]) -> str:
+    """Each engine's state, for an error."""
+    return ", ".join(f"{engine.url}: {engine.state.value}" for engine in engines)
+
+
+def _distinct(engines: list[EngineHandle]) -> list[EngineHandle]:
+    urls = [engine.url for engine in engines]
+    if not engines or len(set(urls)) != len(urls):
+        raise ConfigError(f"engines {urls}: expected at least one, each once")
+    return engines

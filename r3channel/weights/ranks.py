@@ -1,0 +1,230 @@
+"""The trainer ranks of a session, and how they agree: over links of our own, with rank 0 as the hub.
+
+Each message carries the number of its update and of its step there. A rank that comes late finds that its update has failed; what
+it still says of it is dropped, and the next update is another one. A rank that fails alone says so at once, whoever is waiting
+for what. Nothing here travels on the caller's process group, whose collectives have no number.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from r3channel.errors import (
+    CannotStage,
+    DeadlineExceeded,
+    GiverChanged,
+    NonFiniteWeights,
+    PeerFailed,
+    TransportError,
+    WeightsError,
+)
+from r3channel.transport.connection import Connection
+from r3channel.transport.listener import Listener, connect
+from r3channel.weights.progress import Deadline
+from r3channel.weights.wires import receive_blob, session_token
+
+WELCOME, VALUE, FAILED, GONE = range(4)
+_HEAD = struct.Struct("<qII")
+"""Update, step, and the rank that says it; the length of what it says follows."""
+_SILENT_S = 2.0
+"""After so long a wait it is said in the log who is waited for."""
+_RETRY_S = 0.1
+_KINDS = {kind.__name__: kind for kind in (NonFiniteWeights, CannotStage, GiverChanged)}
+"""Failures of another rank that are raised under their own class."""
+
+log = logging.getLogger(__name__)
+
+
+class TrainerRanks:
+    """The ranks of a torch process group; without a group this rank alone. NEW -> `connect` -> `close`. One thread calls."""
+
+    def __init__(self, group: Any = None) -> None:
+        self._key, self.rank, self.size = "", 0, 1
+        if group is not None:  # which is not kept: gloo's threads would outlive it
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+            self._key = f"r3channel/weights/{dist.get_process_group_ranks(group)}"
+        self.update = 0
+        """The number of the update under way, the same on every rank: each counts the calls."""
+        self._step, self._given_up = 0, -1
+        self._outgoing: dict[int, queue.SimpleQueue[tuple[int, bytes, bytes] | None]] = {}
+        self._changed = threading.Condition()
+        """Guards the three below."""
+        self._values: dict[tuple[int, int], dict[int, bytes]] = {}
+        self._failed: dict[tuple[int, int], bytes] = {}
+        """By update and rank: why it will say no more in this update."""
+        self._gone: dict[int, str] = {}
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks to engines."""
+        return self.rank == 0
+
+    def connect(self, host: str, run_token: str, deadline: Deadline) -> tuple[str, str, Listener]:
+        """Link all ranks. Returns the session's name, its secret, and where this rank listens, for engines too."""
+        if not self.leads:
+            told, link = self._to_hub(run_token, deadline)
+            self._begin_link(0, link)
+            return (
+                told["session"],
+                told["nonce"],
+                Listener(host, token=session_token(run_token, told["nonce"])),
+            )
+        told: dict[str, Any] = {
+            "session": f"r3channel-weights-{secrets.token_hex(4)}",
+            "nonce": secrets.token_hex(16),
+        }
+        listener = Listener(host, token=session_token(run_token, told["nonce"]))
+        if self.size > 1:
+            self._store.set(self._key, json.dumps(told | {"host": host, "port": listener.port}))
+        links: dict[int, Connection] = {}
+        while len(links) < self.size - 1:
+            link = listener.accept(deadline.left_s())
+            link.send_record(WELCOME, timeout_s=deadline.left_s())
+            links[json.loads(link.hello)["trainer"]] = link
+        for rank in links:  # before any link is read: to whom words are passed on
+            self._outgoing[rank] = queue.SimpleQueue()
+        for rank, link in links.items():
+            self._begin_link(rank, link)
+        return told["session"], told["nonce"], listener
+
+    @property
+    def _store(self) -> Any:
+        """Where the hub's address lies: the store in which the caller's ranks met, so that no collective is needed."""
+        return distributed_c10d._get_default_store()
+
+    def _to_hub(self, run_token: str, deadline: Deadline) -> tuple[dict[str, Any], Connection]:
+        """The link to rank 0. A session that was closed may have left its address: until this one's is there, ask again."""
+        while True:
+            try:
+                self._store.wait([self._key], timedelta(seconds=deadline.left_s()))
+                told = json.loads(self._store.get(self._key))
+                token, hello = session_token(run_token, told["nonce"]), json.dumps({"trainer": self.rank})
+                left_s = deadline.left_s()
+                link = connect(told["host"], told["port"], token, timeout_s=left_s, hello=hello.encode())
+                link.recv_record(timeout_s=left_s)
+                return told, link
+            except TransportError as error:
+                log.debug("trainer rank %d does not reach rank 0 yet: %s", self.rank, error)
+                time.sleep(min(_RETRY_S, deadline.left_s()))
+            except RuntimeError as error:
+                raise DeadlineExceeded(f"trainer rank 0 did not say where it listens: {error}") from error
+
+    def close(self) -> None:
+        for outgoing in self._outgoing.values():
+            outgoing.put(None)
+
+    # -- what ranks tell one another -----------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The next update begins on this rank; what was said of those before is void."""
+        with self._changed:
+            self.update, self._step = self.update + 1, 0
+            self._values = {key: said for key, said in self._values.items() if key[0] >= self.update}
+            self._failed = {key: why for key, why in self._failed.items() if key[0] >= self.update}
+
+    def fail(self, error: BaseException) -> None:
+        """Say that this rank has given the update up, once; the others raise where they wait for it, or `check`."""
+        if self._given_up == self.update:
+            return
+        self._given_up = self.update
+        told = {"kind": type(error).__name__, "why": str(error), "engines": getattr(error, "engines", ())}
+        self._say(FAILED, self._step, json.dumps(told).encode())
+
+    def check(self) -> None:
+        """Raise what another rank has failed with."""
+        with self._changed:
+            self._raise_for(range(self.size))
+
+    def exchange(self, value: Any, deadline: Deadline) -> list[Any]:
+        """Every rank's value (plain, as JSON), by rank. Raises DeadlineExceeded naming who did not come along, PeerFailed when a
+        rank has died, WeightsError (or NonFiniteWeights, CannotStage, GiverChanged) when one has failed."""
+        return [json.loads(raw) for raw in self.exchange_bytes(json.dumps(value).encode(), deadline)]
+
+    def exchange_bytes(self, raw: bytes, deadline: Deadline) -> list[bytes]:
+        step, self._step = self._step, self._step + 1
+        self._say(VALUE, step, raw)
+        begun_s, noticed = time.monotonic(), False
+        with self._changed:
+            said = self._values.setdefault((self.update, step), {})
+            said[self.rank] = raw
+            while late := [rank for rank in range(self.size) if rank not in said]:
+                self._raise_for(late)
+                waited_s = time.monotonic() - begun_s
+                if not noticed and waited_s >= _SILENT_S:
+                    noticed = True
+                    log.warning(
+                        "trainer rank %d has waited %.0f s for trainer ranks %s", self.rank, waited_s, late
+                    )
+                try:
+                    left_s = deadline.left_s()
+                except DeadlineExceeded as error:
+                    raise DeadlineExceeded(f"trainer ranks {late} did not come along: {error}") from error
+                self._changed.wait(left_s if noticed else min(left_s, _SILENT_S))
+            return [said[rank] for rank in range(self.size)]
+
+    def _raise_for(self, ranks: Iterable[int]) -> None:
+        through = () if self.leads else (0,)  # what others say comes through the hub
+        for rank in (*ranks, *(hub for hub in through if hub in self._gone)):
+            if told := self._failed.get((self.update, rank)):
+                error = json.loads(told)
+                why = f"trainer rank {rank}: {error['kind']}: {error['why']}"
+                raise _KINDS.get(error["kind"], WeightsError)(why, engines=error["engines"])
+            if rank in self._gone:
+                raise PeerFailed(f"trainer rank {rank} is gone: {self._gone[rank]}")
+
+    # -- links ---------------------------------------------------------------------------------------------------------
+
+    def _begin_link(self, rank: int, link: Connection) -> None:
+        self._outgoing.setdefault(rank, queue.SimpleQueue())
+        for call in (self._send, self._receive):
+            threading.Thread(target=call, args=(rank, link), name=f"weights-rank-{rank}", daemon=True).start()
+
+    def _say(self, kind: int, step: int, raw: bytes) -> None:
+        for outgoing in self._outgoing.values():
+            outgoing.put((kind, _HEAD.pack(self.update, step, self.rank), raw))
+
+    def _send(self, rank: int, link: Connection) -> None:
+        """A link's own thread: a rank that stands still keeps nobody from telling the others."""
+        with suppress(TransportError):
+            while (message := self._outgoing[rank].get()) is not None:
+                kind, head, raw = message
+                link.send_record(kind, head + len(raw).to_bytes(8, "little"), timeout_s=None)
+                link.send([raw], timeout_s=None)
+        link.close()
+
+    def _receive(self, rank: int, link: Connection) -> None:
+        """A link's own thread: notes what comes, and passes it on at the hub."""
+        try:
+            while True:
+                kind, head = link.recv_record(timeout_s=None)
+                self._note(kind, head[: _HEAD.size], receive_blob(link, head[_HEAD.size :]), came_from=rank)
+        except TransportError as error:
+            self._note(GONE, _HEAD.pack(1 << 62, 0, rank), str(error).encode(), came_from=rank)
+
+    def _note(self, kind: int, head: bytes, raw: bytes, *, came_from: int) -> None:
+        update, step, rank = _HEAD.unpack(head)
+        with self._changed:
+            if update < self.update:
+                return  # a late rank's word of an update that has failed
+            if kind == VALUE:
+                self._values.setdefault((update, step), {})[rank] = raw
+            elif kind == FAILED:
+                self._failed[update, rank] = raw
+            else:
+                self._gone[rank] = raw.decode(errors="replace")
+            for other in self._outgoing.keys() - {came_from} if self.leads else ():
+                self._outgoing[other].put((kind, head, raw))
+            self._changed.notify_all()
