@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from urllib.parse import urlsplit
@@ -66,6 +66,8 @@ class Outlet:
         clock.keep(config.trace, f"engine {hello.engine}")
         address = partial(local_address, towards=urlsplit(config.relay_url).hostname or "")
         self.metrics = Metrics.of("engine", config, clock=clock, offset=replica, address=address)
+        self.stage = clock.span if self.metrics.url or clock.trace else nullcontext
+        """Times what an engine does for us, by its stage; the scheduler's thread pays nothing where nobody reads it."""
         self._hello = hello = replace(hello, page=self.metrics.target, replica=replica)
         self.metrics.measure("r3channel_engine_frames_total", way="inband")
         self.metrics.measure("r3channel_engine_kept_rows_total")
@@ -87,11 +89,6 @@ class Outlet:
     def encodes_here(self) -> bool:
         """Whether `reply` encodes, and not the sender's thread."""
         return self._sender is None
-
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        """Times what an engine does for us; the scheduler's thread pays nothing where nobody reads it."""
-        clock = self.metrics.clock
-        return clock.span(name) if self.metrics.url or clock.trace else nullcontext()
 
     def close(self) -> None:
         if self._sender is not None:

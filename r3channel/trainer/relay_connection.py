@@ -24,12 +24,12 @@ from r3channel.plan.layout import RankCoords
 from r3channel.plan.masks import brings_masks, mask_rows
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket
+from r3channel.trainer.shard_buffer import RelaySink, table_bytes
 from r3channel.transport.base import RELAY_RANK, Pending, Rendezvous, Transport
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
 from r3channel.transport.select import TRANSPORTS, gpu_of, join
 from r3channel.wire import row_protocol as wire
-from r3channel.wire.routing import Ids
 
 _ACK_S = 10.0
 _PLACE = tuple(field.name for field in fields(Rendezvous))
@@ -42,22 +42,6 @@ class Control(Protocol):
 
     def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
         """Where this receiver connects, and how its rows can travel: {host, port, token, run, transport, gpu}."""
-        ...
-
-
-class Sink(Protocol):
-    """Where the rows go. One attempt: `rows` in order, then `verify`."""
-
-    def rows(self, ids_TCK: Ids, *, begin: int) -> None:
-        """Take rows [begin, begin + T) of the stream; the memory is reused when this returns."""
-        ...
-
-    def verify(self, digests: bytes) -> list[str]:
-        """The samples whose rows are not what the engines hashed. Raises TicketMismatch for whole rows of other samples."""
-        ...
-
-    def masks(self, data: bytearray) -> None:
-        """Take the sampling masks, before `verify`."""
         ...
 
 
@@ -126,7 +110,7 @@ class RelayConnection:
         if self._metrics.target and call is not None:
             call(f"trainer {self._coords}", "" if ended else self._metrics.target)
 
-    def receive(self, ticket: Ticket, stream: Stream, sink: Callable[[], Sink]) -> None:
+    def receive(self, ticket: Ticket, stream: Stream, sink: Callable[[], RelaySink]) -> None:
         """Receive this receiver's rows of a step, verified and acknowledged, into the sink of the last attempt.
 
         A connection that is cut, or silent for `send_timeout_s`, or not to be had, is made again with pauses that grow, until
@@ -166,7 +150,9 @@ class RelayConnection:
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
-    def _attempt(self, ticket: Ticket, stream: Stream, sink: Sink, *, group: bool, deadline_s: float) -> None:
+    def _attempt(
+        self, ticket: Ticket, stream: Stream, sink: RelaySink, *, group: bool, deadline_s: float
+    ) -> None:
         join_by_s = min(time.monotonic() + self._config.join_timeout_s, deadline_s)
         self._connect(timeout_s=_left(join_by_s))
         step, clock = ticket.step, self._clock
@@ -177,7 +163,7 @@ class RelayConnection:
             self._say(wire.READY, **wire.seal_of(ticket.identity), group=group)
             announced = self._hear(wire.ROWS, deadline_s, names=("nbytes", "digests", "hash"))
         self.announced.set()
-        expected = _table_bytes(stream)
+        expected = table_bytes(stream)
         if (announced["nbytes"], announced["digests"]) != (stream.nbytes, expected):
             raise BucketCorrupt(
                 f"step {step}: the relay announces {announced}, the ticket says {stream.nbytes} bytes of rows and "
@@ -228,7 +214,7 @@ class RelayConnection:
             self._recv(memoryview(out)[at : at + bucket_bytes], deadline_s)
 
     def _receive_rows(
-        self, ticket: Ticket, stream: Stream, sink: Sink, *, group: bool, deadline_s: float
+        self, ticket: Ticket, stream: Stream, sink: RelaySink, *, group: bool, deadline_s: float
     ) -> None:
         """Receive the rows bucket by bucket, and write each bucket to its place while it is in the cache."""
         step = ticket.step
@@ -351,14 +337,3 @@ def _left(deadline_s: float) -> float:
     if left_s <= 0:
         raise DeadlineExceeded("its time is over: step_timeout_s, or join_timeout_s for a connection")
     return left_s
-
-
-def _table_bytes(stream: Stream) -> int:
-    return 8 * len(stream.samples) * (stream.shard.spec.num_moe_layers + len(stream.columns))
-
-
-def read_tables(stream: Stream, digests: bytes) -> tuple[Ids, Ids]:
-    """(what the engines made of each sample [S, L], what the rows that travel must have [S, columns]), both uint64."""
-    samples, layers = len(stream.samples), stream.shard.spec.num_moe_layers
-    both = np.frombuffer(digests, "<u8")
-    return both[: samples * layers].reshape(samples, layers), both[samples * layers :].reshape(samples, -1)

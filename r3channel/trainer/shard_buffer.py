@@ -14,7 +14,6 @@ from r3channel.plan.placement import Placement
 from r3channel.plan.shards import Shard
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket
-from r3channel.trainer.relay_connection import read_tables
 from r3channel.wire.digest import fold
 from r3channel.wire.routing import Ids
 
@@ -60,7 +59,7 @@ class ShardBuffer:
 
 
 class RelaySink:
-    """See `trainer.relay_connection.Sink`."""
+    """Where one attempt writes a shard that comes from the relay: masks and `rows` in order, then `verify`."""
 
     def __init__(self, landed: ShardBuffer) -> None:
         self._landed = landed
@@ -76,13 +75,23 @@ class RelaySink:
     def verify(self, digests: bytes) -> list[str]:
         """Compare the rows with what the relay announced, and that with what the engines hashed."""
         stream, shard = self._landed.stream, self._landed.shard
-        engine_SL, part_SC = read_tables(stream, digests)
+        engine_SL, part_SC = _read_tables(stream, digests)
         columns = [stream.columns.index(source) for source in shard.sources]
         wrong_S = (self._digests_CSL.sum(axis=0, dtype=np.uint64) != part_SC[:, columns]).any(axis=1)
-        if (
-            shard.cp_size == 1
-        ):  # then this process has all rows of its layers, and needs nobody's word for them
+        if shard.cp_size == 1:  # this process has all rows of its layers, and needs nobody's word for them
             wrong_S |= (part_SC != engine_SL[:, list(stream.columns)]).any(axis=1)
         if not wrong_S.any():
             self._landed.add(engine_SL, self._digests_CSL)
         return [stream.samples[index].sample_id for index in np.flatnonzero(wrong_S).tolist()]
+
+
+def table_bytes(stream: Stream) -> int:
+    """Bytes of the digests that follow the rows of a stream."""
+    return 8 * len(stream.samples) * (stream.shard.spec.num_moe_layers + len(stream.columns))
+
+
+def _read_tables(stream: Stream, digests: bytes) -> tuple[Ids, Ids]:
+    """(what the engines made of each sample [S, L], what the rows that travel must have [S, columns]), both uint64."""
+    samples, layers = len(stream.samples), stream.shard.spec.num_moe_layers
+    both = np.frombuffer(digests, "<u8")
+    return both[: samples * layers].reshape(samples, layers), both[samples * layers :].reshape(samples, -1)

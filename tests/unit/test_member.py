@@ -26,6 +26,7 @@ from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.trainer import relay_connection as member_module
 from r3channel.trainer.relay_connection import RelayConnection
+from r3channel.trainer.shard_buffer import RelaySink
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
 from r3channel.wire import row_protocol as wire
@@ -139,7 +140,7 @@ def play() -> Iterator[Play]:
         assert not stage.failures
 
 
-class Sink:
+class Sink(RelaySink):
     """Keeps what comes; says what it is told to."""
 
     def __init__(self, damaged: list[str]) -> None:
