@@ -147,7 +147,7 @@ class Connection:
             yield time.monotonic() + min(_LONGEST_WAIT_S if timeout_s is None else timeout_s, _LONGEST_WAIT_S)
         except (OSError, TransportError) as error:
             kind = DeadlineExceeded if isinstance(error, DeadlineExceeded) else TransportError
-            within = "" if timeout_s is None else f" within {timeout_s:.1f} s"
+            within = "" if timeout_s is None or kind is TransportError else f" within {timeout_s:.1f} s"
             message = f"could not {what}{within}: {self._end or error}"
             self.abort(message)
             raise kind(f"link to {self.peer}: {message}") from error
