@@ -547,37 +547,6 @@ def flip(shard: RankShard, microbatch: int, layer: int, row: int) -> None:
     shard.layer_ids(microbatch, layer)[row, -1] ^= 1
 
 
-def test_every_real_row_of_a_shard_counts_and_no_padding(make_relay: MakeRelay, spec: RoutingSpec) -> None:
-    relay = make_relay(spec=spec)
-    (shard,) = receive(receivers_of(relay), sealed(relay))
-    sample_R, _ = shard.shard.row_map(0, tp=0)
-    for layer in shard.shard.layers:
-        ids_RK = shard.layer_ids(0, layer)
-        for row, sample in enumerate(sample_R.tolist()):
-            ids_RK[row, row % spec.top_k] ^= 1
-            if sample < 0:
-                shard.check_digest(0, layer, ids_RK)
-            else:
-                with pytest.raises(errors.DigestMismatch) as told:
-                    shard.check_digest(0, layer, ids_RK)
-                assert told.value.samples == (NAMES[sample],)
-            ids_RK[row, row % spec.top_k] ^= 1
-    hand(shard)
-
-
-def test_rows_of_another_layer_or_micro_batch_are_not_what_a_router_is_due(make_relay: MakeRelay) -> None:
-    relay = make_relay()
-    for seed, name in enumerate("ab"):
-        relay.add(name, reply_for(name, 33, seed=seed), range(33))
-    (shard,) = receive(receivers_of(relay), relay.seal(0, Assignment.given([[["a"], ["b"]]])))
-    first, second, _ = shard.shard.layers
-    shard.check_digest(0, first, shard.layer_ids(0, first))
-    with pytest.raises(errors.DigestMismatch, match=f"layer {first}"):
-        shard.check_digest(0, first, shard.layer_ids(0, second))
-    with pytest.raises(errors.DigestMismatch, match="micro-batch 0"):
-        shard.check_digest(0, first, shard.layer_ids(1, first))
-
-
 # -- (d) after the scatter over tensor ranks ---------------------------------------------------------------------------
 
 

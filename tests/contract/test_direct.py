@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from r3channel import errors
-from r3channel.config import ChannelConfig, EngineConfig
+from r3channel.config import ChannelConfig
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
@@ -434,9 +434,6 @@ def test_a_body_that_is_cut_leaves_nothing_of_itself(place: Place) -> None:
     assert place.post(body) == 200 and unclaimed(place) == 1
 
 
-# -- turns ---------------------------------------------------------------------------------------------------------------
-
-
 # -- the door ------------------------------------------------------------------------------------------------------------
 
 
@@ -499,8 +496,3 @@ def test_a_probe_is_answered_in_band_with_hello_and_frame(place: Place) -> None:
         place.relay.expect_engines(["http://known-as:2"], timeout_s=0.1)
         place.relay.check_engine(reply, engine="http://known-as:2", tokens=3)
     assert "SGLang 0.5.23" in place.relay.status()["engines"]["http://known-as:2"]
-
-
-def test_refusals_are_overridden_by_word() -> None:
-    config = EngineConfig.from_environment({"R3CHANNEL_ALLOW": "speculative, pp"})
-    assert config.allowed == {"speculative", "pp"}

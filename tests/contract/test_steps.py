@@ -78,26 +78,6 @@ def test_a_step_that_cannot_be_taken_leaves_nothing(make_relay: MakeRelay, names
     assert relay.status()["steps"].keys() == {1} and relay.status()["pending"] == []
 
 
-def test_a_disk_that_is_full_when_a_ticket_is_to_be_kept_leaves_nothing_behind(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    relay = make_relay()
-    add(relay, "a", "b")
-
-    def full(path: Path, data: bytes) -> int:
-        with open(path, "wb") as file:
-            file.write(data[:10])
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_bytes", full)
-        with pytest.raises(errors.StoreFull, match=r"step 0: no room for its ticket.*No space") as told:
-            relay.seal(0, each("a", "b"))
-    assert told.value.step == 0
-    check_untouched(relay, "a", "b")
-    check_delivered(relay, relay.seal(0, each("a", "b")))
-
-
 def test_a_step_whose_plan_is_refused_leaves_nothing_behind(make_relay: MakeRelay) -> None:
     relay = make_relay("dp=2")
     add(relay, "a", "b")
@@ -152,37 +132,6 @@ def check_delivered(relay: Relay, ticket: Ticket) -> list[RankShard]:
 
 
 # -- given up ----------------------------------------------------------------------------------------------------------
-
-
-def test_steps_may_be_abandoned_in_any_order_and_their_samples_sealed_again(make_relay: MakeRelay) -> None:
-    relay = make_relay()
-    add(relay, "a", "b")
-    relay.seal(5, each("a"))
-    relay.seal(6, each("b"))
-    assert [relay.abandon(step) for step in (5, 6, 7, 5)] == [1, 1, 0, 0]
-    check_untouched(relay, "a", "b")
-    again = relay.seal(5, each("a"))
-    assert again.seal == 1 and Ticket.from_bytes(again.to_bytes()).seal == 1
-    check_delivered(relay, again)
-    with pytest.raises(errors.StepError, match="not newer than step 6"):
-        relay.seal(5, each("b"))
-    check_delivered(relay, relay.seal(7, each("b")))
-    assert relay.abandon(7) == 0
-    until(lambda: relay.status()["store"]["frames"] == 0)
-
-
-def test_receivers_of_an_abandoned_step_are_told_and_go_on_with_the_next(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=2")
-    receivers = receivers_of(relay)
-    ticket = sealed(relay)
-    check_rows(receivers[0].receive(ticket))
-    assert relay.abandon(0) == 4
-    with pytest.raises(errors.TicketMismatch, match=r"\(1, 0, 0\) asks for step 0: abandoned") as told:
-        receivers[1].receive(ticket)
-    assert (told.value.step, told.value.ranks) == (0, ((1, 0, 0),))
-    for shard in receive(receivers, relay.seal(1, ticket.assignment)):
-        check_rows(shard)
-    relay.join_previous(timeout_s=LIMIT_S)
 
 
 def test_a_receiver_that_waits_for_a_step_is_told_when_it_is_abandoned(
@@ -264,19 +213,6 @@ def test_of_two_seals_at_once_one_wins(make_relay: MakeRelay, monkeypatch: pytes
         go_on.set()
         assert winner.result(LIMIT_S).assignment == each("a")
     assert relay.discard("ab") == 1 and relay.abandon(5) == 1 and relay.discard("a") == 1
-
-
-@pytest.mark.parametrize("stale", [{"run": "another"}, {"seal": 0}])
-def test_a_stale_acknowledgement_frees_nothing(make_relay: MakeRelay, stale: dict[str, Any]) -> None:
-    relay = make_relay()
-    add(relay, "a")
-    relay.seal(7, each("a"))
-    assert relay.abandon(7) == 1
-    ticket = relay.seal(7, each("a"))
-    run, step, seal = (value for value in (wire.seal_of(ticket.identity) | stale).values())
-    relay.steps.acknowledge((run, step, seal), (0, 0, 0))
-    assert relay.undelivered(wait_s=0) == {7: ((0, 0, 0),)}
-    check_delivered(relay, ticket)
 
 
 def test_an_error_of_the_users_block_comes_through_and_undelivered_steps_are_a_note_on_it(

@@ -225,12 +225,3 @@ def test_an_interrupt_while_weights_are_given_again_leaves_an_engine_as_any_fail
     assert sync.engine_states[engine.url] is state and engine.paused is not first
     again_to(sync, engine, version=1)
     assert holds(engine, 1)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_number_is_named_by_bucket_and_tensor(sync: WeightSync, pair: Pair, value: float) -> None:
-    bad = weights(2)
-    bad[NAMES[5]].view(-1)[17] = value
-    refused(sync, 2, rf"bucket 2: tensor {NAMES[5]} .*NaN or Inf", bad.items(), cause=errors.NonFiniteWeights)
-    give(sync, 2)
-    assert holds(pair[0], 2) and holds(pair[1], 2)

@@ -68,17 +68,3 @@ def test_awex_engines_are_routable_from_their_commit_on_and_not_while_an_update_
         assert sync.routable() == urls(*pair, newcomer)
         sync.remove_engine(newcomer.url)
         assert sync.routable() == urls(*pair)
-
-
-def test_a_restarted_engine_that_nobody_updated_is_not_routable() -> None:
-    """miles#1724: a restarted engine served base weights."""
-    good, bad = FakeEngine(), FakeEngine()
-    with broadcasting(good, bad) as sync:
-        give(sync, 1)
-        again = bad.restarted()
-        assert sync.routable() == urls(good, again)  # nobody asked
-        assert sync.routable(timeout_s=10) == (good.url,) == sync.routable()
-        assert give(sync, 2).evicted == {} and sync.routable(timeout_s=10) == urls(good, again)
-        assert again.version == "2"
-        good.die()
-        assert sync.routable(timeout_s=10) == (again.url,)

@@ -49,14 +49,6 @@ def test_rows_that_never_came_are_live_where_the_channel_says_so_and_nobody_aske
     assert [policy(on_missing="live", invalid_rows=rows) for rows in ("live", "mask")] == ["live", "mask"]
 
 
-def test_options_that_are_gone_are_refused_by_name() -> None:
-    for name in (
-        "staging", "shard_memory_bytes", "memory_bytes", "place_threads", "unclaimed_bytes", "relays", "prefetch",
-    ):  # fmt: skip
-        with pytest.raises(ConfigError, match=f"unknown flag '{name}'"):
-            ChannelConfig.load(flags={name: 1}, environment={})
-
-
 def test_every_option_has_a_flag_with_a_text() -> None:
     said = " ".join(add_arguments(argparse.ArgumentParser()).format_help().split())
     for field in fields(ChannelConfig):

@@ -254,15 +254,6 @@ def test_interfaces_are_unlisted_without_psutil_and_the_rest_is_told(monkeypatch
     assert first.ok and "psutil is not installed" in first.found and interface.found == "127.0.0.1"
 
 
-def test_what_nccl_is_told_is_said() -> None:
-    told = {"NCCL_SOCKET_IFNAME": "=ens1f0", "NCCL_IB_DISABLE": "1", "NCCL_ALGO": "Ring"}
-    assert [network.check_nccl(found).found for found in (told, {})] == [
-        "NCCL_SOCKET_IFNAME==ens1f0, NCCL_IB_DISABLE=1. NCCL_DEBUG=INFO prints what it takes",
-        "it chooses by itself; NCCL_SOCKET_IFNAME, NCCL_IB_HCA, NCCL_IB_DISABLE, NCCL_CONF_FILE are not set. "
-        "NCCL_DEBUG=INFO prints what it takes",
-    ]
-
-
 def test_loopback_is_a_fault_with_several_machines_and_no_route_with_one() -> None:
     found = network.interfaces()
     alone = network.check_interface("127.0.0.1", found, nodes=1)

@@ -78,24 +78,6 @@ def test_what_proves_rows_right_comes_first_and_all_fit_into_the_limit() -> None
     assert sum(check.limit_s for check in command.CHECKS) <= command.LIMIT_S == 540
 
 
-def test_a_check_keeps_its_time_whatever_others_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: dict[str, float] = {}
-
-    def child(check: command.Check, *_: Any, timeout_s: float) -> subprocess.CompletedProcess[str]:
-        limits[check.name] = timeout_s
-        clock[0] += timeout_s  # each takes all that it may
-        return ended(Facts())
-
-    clock = [0.0]
-    monkeypatch.setattr(command, "child", child)
-    monkeypatch.setattr(command, "look_at", lambda environment: {**MACHINE, "GPUs": 2})
-    monkeypatch.setattr(command.time, "monotonic", lambda: clock[0])
-    assert command.main(["--out", str(tmp_path / "gpu.json")]) == 0
-    assert limits == {check.name: check.limit_s for check in command.CHECKS}
-    outcome = command.run(HOST_PATH, options_of("cuda"), {}, MACHINE, clock[0])
-    assert outcome.status == "not run" and "took all the time" in outcome.line()
-
-
 def test_a_missed_limit_fails_its_row_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts, out = Facts(small=False), tmp_path / "gpu.json"
     facts.limit("replay, percent of a step", 3.25, False, "at most 1")

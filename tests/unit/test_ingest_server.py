@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import h11
-import numpy as np
 import pytest
 
 from r3channel import errors
@@ -28,12 +27,10 @@ from r3channel.relay.ingest_server import (
     Request,
 )
 from r3channel.transport.auth import create_token, read_token
-from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import Hello
 from r3channel.wire.parcel import Status, frames_in, pack_parcel
 from r3channel.wire.source import Source
 from tests.direct import Engine, hello_of
-from tests.samples import SPEC, random_ids
 
 LIMIT_S = 20.0
 NEVER_S = 1000.0
@@ -444,18 +441,6 @@ def token_file(tmp_path: Path) -> Path:
 def engine_of(open_door: Open, token_file: Path) -> Callable[..., Engine]:
     """An engine that delivers to a door."""
     return partial(Engine, open_door(token=read_token(token_file)).url, token_file)
-
-
-def test_a_parcel_that_came_damaged_is_sent_again(engine_of: Callable[..., Engine], intake: Kept) -> None:
-    ids_TLK = random_ids(309)
-    intake.failures = [errors.FrameCorrupt("damaged on the way")] * 3
-    with engine_of() as engine:
-        engine.finish("r1", 310, ids_TLK=ids_TLK)
-        assert intake.ended.acquire(timeout=LIMIT_S)
-    assert intake.tried == [[1]] * 4
-    [[(_, frame)]] = intake.taken
-    assert np.array_equal(parse_frame(frame, spec=SPEC).ids(), ids_TLK)
-    assert engine.frames("given_up") == 0
 
 
 def test_a_parcel_that_is_always_damaged_is_given_up(

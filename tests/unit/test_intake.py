@@ -113,11 +113,6 @@ def test_a_bad_reply_is_refused_by_its_error_and_not_kept(relay: Relay, name: st
     assert relay.metrics.value("r3channel_rejected_total", reason=error.reason) == 1
 
 
-def test_the_layer_of_a_bad_id_is_the_global_one(relay: Relay) -> None:
-    with pytest.raises(errors.ExpertIdInvalid, match=r"row 2, layer 2, slot 3 has id 200; expected 0..127"):
-        verify(relay, with_ids(lambda ids: put(ids, (2, 1, 3), 200)))
-
-
 def test_characters_that_json_escapes_are_what_json_says(relay: Relay) -> None:
     body = json.dumps(reply_for("r0", LENGTH, seed=3)).encode()
     assert b"/" in body
@@ -274,16 +269,6 @@ def on_disk(tmp_path: Path) -> Iterator[Relay]:
 
 def full(*_: Any, **__: Any) -> None:
     raise errors.StoreFull("no room")
-
-
-def test_a_sample_that_cannot_be_kept_is_told(on_disk: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch, pytest.raises(errors.StoreFull):
-        patch.setattr(Journal, "frame", full)
-        on_disk.add("s", turn(0, 10), TOKENS[:11])
-    assert on_disk.status()["store"]["frames"] == 0
-    for name in ("s", "t"):
-        on_disk.add(name, turn(0, 10), TOKENS[:11])
-    assert on_disk.discard(["s", "t"]) == 2
 
 
 def test_rows_whose_note_cannot_be_written_stay_the_samples_own(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import RankCoords, TrainerLayout
-from r3channel.tools.pages import LAYOUTS, PROVEN, WHEN
+from r3channel.tools.pages import LAYOUTS, PROVEN
 
 
 @pytest.mark.parametrize("rank", range(16))
@@ -102,19 +101,6 @@ ROOT = Path(__file__).parents[2]
 ASKED = (
     "dp=1", "tp=2", "dp=2,ep=2", "pp=2", "pp=2,vpp=2", "cp=2", "cp=2,packing=thd", "tp=2,cp=2,packing=thd", "dp=2,tp=2",
 )  # fmt: skip
-
-
-def test_the_tests_on_real_megatron_take_their_layouts_from_the_table() -> None:
-    tree = ast.parse((ROOT / "tests" / "dist" / "test_layouts.py").read_text())
-    parametrised = {
-        ast.unparse(decorator.args[1])
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_ids_gradients_and_bytes")
-        for decorator in node.decorator_list
-        if isinstance(decorator, ast.Call)
-    }
-    assert parametrised == {"[*QUICK, *(pytest.param(text, marks=pytest.mark.full) for text in SLOW)]"}
-    assert set(WHEN.values()) == {"make test", "make test-full"}
 
 
 def test_every_layout_that_was_asked_for_is_proven_and_fits_four_processes() -> None:

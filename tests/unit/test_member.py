@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from r3channel import errors
 from r3channel.config import ChannelConfig
-from r3channel.errors import BucketCorrupt, DeadlineExceeded, FrameCorrupt, TicketMismatch, TransportError
+from r3channel.errors import BucketCorrupt, DeadlineExceeded, FrameCorrupt, TransportError
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.assignment import Assignment
@@ -409,9 +409,3 @@ def test_acknowledgements_repeat_until_the_deadline(play: Play, monkeypatch: pyt
     with pytest.raises(TransportError):
         receive(stage, step_timeout_s=0.3)
     assert stage.played > 3
-
-
-def test_a_relay_of_another_run_is_told_by_its_own_words(play: Play) -> None:
-    error = TicketMismatch("ticket of run run, this relay is run other", step=3)
-    with pytest.raises(TicketMismatch, match="this relay is run other"):
-        receive(play(lambda relay: relay.refuse(error, run="run")))

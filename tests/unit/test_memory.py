@@ -52,13 +52,24 @@ def free(*blocks: object) -> None:
         block.free()
 
 
-def books(store: Store) -> tuple[int, int, int]:
-    """Bytes in use and kept, and blocks."""
-    return store.live_bytes, store.held_bytes, len(store)
-
-
 def check(block: Block, mark: int) -> None:
     assert (np.frombuffer(block.view, np.uint8) == mark % 251).all()
+
+
+def begun(store: Store, size: int, *, timeout_s: float = WAIT_S) -> tuple[threading.Thread, list[object]]:
+    """A thread that asks for so much and waits, or has ended; what it got or raised."""
+    answer, ahead = list[object](), len(store._waiting)
+
+    def take() -> None:
+        try:
+            answer.append(store.allocate(size, timeout_s=timeout_s))
+        except Exception as error:
+            answer.append(error)
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    until(lambda: answer or len(store._waiting) > ahead)
+    return thread, answer
 
 
 class Machine(RuleBasedStateMachine):
@@ -76,6 +87,7 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.store.close()
+        self.store.close()
         for size, thread, answer in self.waiting:
             ended(thread)
             assert isinstance(answer[0], UsageError), (size, answer)
@@ -91,16 +103,18 @@ class Machine(RuleBasedStateMachine):
         return sum(size for _, size, _ in self.live)
 
     def fits(self, size: int) -> bool:
+        """Also a small block waits while others do: it would starve a large one."""
         return not self.waiting and self.used() + size <= MIB
 
     @rule(size=SIZES)
     def allocate(self, size: int) -> None:
+        could = self.fits(size)
         try:
             self.keep(self.store.allocate(size, what="mine"), size)
         except StoreFull as error:
-            assert not self.fits(size) and "mine" in str(error)
+            assert not could and "mine" in str(error)
         else:
-            assert self.used() <= MIB
+            assert could
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 1 << 16), again=st.booleans())
@@ -115,19 +129,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.waiting) < 4)
     @rule(size=SIZES.filter(lambda size: size <= MIB))
     def wait(self, size: int) -> None:
-        answer: list[object] = []
-
-        def take() -> None:
-            try:
-                answer.append(self.store.allocate(size, timeout_s=WAIT_S))
-            except BaseException as error:
-                answer.append(error)
-
-        ahead = len(self.store._waiting)
-        thread = threading.Thread(target=take, daemon=True)
-        thread.start()
-        until(lambda: answer or len(self.store._waiting) > ahead)
-        self.waiting.append((size, thread, answer))
+        self.waiting.append((size, *begun(self.store, size)))
         self.serve()
 
     @rule()
@@ -233,57 +235,10 @@ def test_what_was_idle_longest_makes_way_for_what_is_needed() -> None:
 # -- waiting -----------------------------------------------------------------------------------------------------------
 
 
-def begun(store: Store, sizes: list[int], *, timeout_s: float) -> tuple[list[threading.Thread], list[object]]:
-    """One thread for each size, which waits in this order; what each got or raised."""
-    found: list[object] = [None] * len(sizes)
-
-    def take(number: int) -> None:
-        try:
-            found[number] = store.allocate(sizes[number], timeout_s=timeout_s)
-        except Exception as error:
-            found[number] = error
-
-    threads = [threading.Thread(target=take, args=(number,), daemon=True) for number in range(len(sizes))]
-    for thread in threads:
-        ahead = len(store._waiting)
-        thread.start()
-        until(lambda thread=thread, ahead=ahead: not thread.is_alive() or len(store._waiting) > ahead)
-    return threads, found
-
-
-def test_a_herd_that_waits_gets_all_the_room_there_is_and_nobody_is_refused_early(store: Store) -> None:
-    size = store.ceiling_bytes // 8
-    old = [store.allocate(size) for _ in range(8)]
-    threads, found = begun(store, [size] * 12, timeout_s=WAIT_S)
-    free(*old)
-    ended(*threads[:8])
-    assert all(isinstance(block, Block) for block in found[:8]), found
-    assert found[8:] == [None] * 4, "the others still wait"
-    free(*found[:4])
-    ended(*threads)
-    assert all(isinstance(block, Block) for block in found)
-    assert store.live_bytes == store.ceiling_bytes
-
-
-def test_small_ones_that_came_later_do_not_starve_a_large_one(store: Store) -> None:
-    old = [store.allocate(store.ceiling_bytes // 4) for _ in range(4)]
-    threads, found = begun(store, [store.ceiling_bytes // 2, 10], timeout_s=WAIT_S)
-    old[0].free()  # room for the small one, which is not its turn
-    with pytest.raises(StoreFull):
-        store.allocate(10)
-    assert found == [None, None]
-    old[1].free()
-    ended(threads[0])
-    assert isinstance(found[0], Block)
-    old[2].free()
-    ended(threads[1])
-    assert isinstance(found[1], Block)
-
-
 def test_those_behind_one_that_gives_up_are_served_at_once(store: Store) -> None:
     store.allocate(store.ceiling_bytes - 100)
-    (large,), refused = begun(store, [200], timeout_s=0.2)
-    (small,), given = begun(store, [50], timeout_s=WAIT_S)
+    large, refused = begun(store, 200, timeout_s=0.2)
+    small, given = begun(store, 50)
     ended(large, small)
     assert isinstance(refused[0], StoreFull) and isinstance(given[0], Block)
 
@@ -317,7 +272,7 @@ def test_many_threads_end_with_the_books_in_order(store: Store) -> None:
     assert store.held_bytes == 0
 
 
-# -- no memory, and the end --------------------------------------------------------------------------------------------
+# -- no memory ----------------------------------------------------------------------------------------------------
 
 
 def test_memory_that_is_not_to_be_had_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,15 +284,6 @@ def test_memory_that_is_not_to_be_had_leaves_nothing(store: Store, monkeypatch: 
         with pytest.raises(MemoryError):
             store.allocate(10)
     assert store.live_bytes == len(store) == 0
-
-
-def test_close_ends_every_wait_and_may_be_repeated(store: Store) -> None:
-    store.allocate(store.ceiling_bytes)
-    threads, found = begun(store, [10, 10], timeout_s=WAIT_S)
-    store.close()
-    store.close()
-    ended(*threads)
-    assert [type(error) for error in found] == [UsageError, UsageError]
 
 
 # -- its host memory, in a process of its own, so that what the kernel counts (RssAnon) is the store's ------------------------

@@ -46,36 +46,24 @@ def test_an_outer_span_pauses_while_an_inner_one_runs(monkeypatch: pytest.Monkey
         with clock.span("verify"):
             now[0] += 30
         now[0] += 2
-    assert clock.totals() == {"ingest": 3.0, "verify": 30.0}
-    assert [span.stage for span in clock.spans()] == ["ingest", "verify", "ingest"]
+    assert clock.totals() == {"ingest": 3.0, "verify": 30.0} == clock.totals(step=3), (
+        "the inner one's step too"
+    )
+    assert clock.totals(step=4) == {} and [span.stage for span in clock.spans()] == [
+        "ingest",
+        "verify",
+        "ingest",
+    ]
 
 
-def test_an_inner_span_takes_the_step_of_the_outer() -> None:
-    clock = StageClock("relay")
-    with clock.span("ingest", step=3), clock.span("verify"):
-        time.sleep(0.001)
-    assert clock.totals(step=3).keys() == {"ingest", "verify"}
-    assert clock.totals(step=4) == {}
-
-
-def test_a_profilers_ranges_nest_as_the_spans_do() -> None:
+def test_a_profilers_ranges_nest_as_the_spans_do_which_end_where_their_body_raises() -> None:
     clock, ranges = StageClock("trainer"), list[str]()
     with clock.span("ingest"):  # began before anybody looked, so it ends unseen
         clock.mark(ranges.append, lambda: ranges.append("end"))
         with pytest.raises(ZeroDivisionError), clock.span("place"), clock.span("h2d"):
             _ = 1 / 0
     assert ranges == ["place", "h2d", "end", "end"]
-
-
-def test_a_span_ends_when_its_body_raises() -> None:
-    clock = StageClock("relay")
-    with pytest.raises(ZeroDivisionError), clock.span("ingest"):
-        time.sleep(0.002)
-        _ = 1 / 0
-    with clock.span("send"):
-        time.sleep(0.001)
-    assert clock.totals()["ingest"] >= 0.002
-    assert clock.spans()[-1].stage == "send"
+    assert clock.totals().keys() == {"ingest", "place", "h2d"}
 
 
 def test_threads_measure_apart() -> None:
@@ -183,12 +171,6 @@ def test_what_the_table_does_not_know_is_refused(name: str, labels: dict[str, st
 def test_a_counter_cannot_fall() -> None:
     with pytest.raises(UsageError, match="fall"):
         Metrics("relay").inc("r3channel_rows_total", -1)
-
-
-def test_a_role_label_is_filled_in() -> None:
-    metrics = Metrics("trainer")
-    metrics.set("r3channel_weight_version", 7)
-    assert metrics.value("r3channel_weight_version", role="trainer") == 7
 
 
 def test_threads_lose_no_count() -> None:
@@ -330,13 +312,6 @@ def test_spans_reach_the_stage_histogram() -> None:
         assert f'r3channel_stage_seconds_count{{role="relay",stage="{stage}"}} 1.0' in text
 
 
-def test_two_objects_in_one_process_do_not_meet() -> None:
-    with closing(Metrics("relay")) as relay, closing(Metrics("trainer")) as trainer:
-        relay.inc("r3channel_rows_total", 5)
-        assert "r3channel_rows_total 5.0" in page(relay.serve())
-        assert "r3channel_rows_total" not in page(trainer.serve())
-
-
 def test_close_frees_the_port_and_may_be_repeated() -> None:
     metrics = Metrics("relay")
     port = metrics.serve()
@@ -388,6 +363,7 @@ def test_a_trainers_waits_are_added_up_by_step() -> None:
 
 WAITED = {
     "outside of every wait": ([(0, 1), (2, 4)], spans("wait_relay", (1, 2), (4, 5)), 1.0),
+    "no send": ([], spans("wait_wire", (0, 5)), 0.0),
     "within a wait": ([(1, 2)], spans("wait_wire", (0, 5)), 0.0),
     "two at the same time each count": ([(0, 2), (0, 2)], spans("wait_relay", (0, 1)), 0.5),
     "waits of several trainers that overlap expose a moment once": (
@@ -399,7 +375,3 @@ WAITED = {
 @pytest.mark.parametrize(("sends", "waits", "hidden"), WAITED.values(), ids=WAITED)
 def test_a_send_is_hidden_where_nobody_waits(sends: list[tuple], waits: list[Span], hidden: float) -> None:
     assert hidden_share(spans("send", *sends), waits) == pytest.approx(hidden, abs=0)
-
-
-def test_no_send_shows_nothing_hidden() -> None:
-    assert hidden_share([], spans("wait_wire", (0, 5))) == 0.0

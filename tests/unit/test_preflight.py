@@ -50,15 +50,6 @@ def test_the_demo_says_all_that_is_wrong_at_once_and_starts_nothing(tmp_path: Pa
     assert not imported & {"ray", "torch", "sglang"}  # they take several seconds
 
 
-def test_a_port_is_bound_in_earnest(taken: int) -> None:
-    assert preflight.port("--port: ", 0, host="127.0.0.1") == ""
-    for number in (taken, 65_536):
-        said = preflight.port("--port: port ", number, host="127.0.0.1")
-        assert said.startswith(f"--port: port {number} cannot be bound on 127.0.0.1")
-        assert "0 takes a free one" in said
-    assert "nowhere.invalid" in preflight.port("--port: ", 0, host="nowhere.invalid")
-
-
 def test_every_process_that_serves_a_page_needs_its_port(taken: int) -> None:
     config = ChannelConfig(
         metrics_port=taken - 4
@@ -85,14 +76,6 @@ def test_a_folder_is_written_in_earnest_and_nothing_stays(tmp_path: Path) -> Non
         "--r3-metrics-dir",
         "--r3-token-file",
     ]
-
-
-def test_memory_that_is_not_there_is_missed(tmp_path: Path) -> None:
-    (meminfo := tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   2097152 kB\n")
-    assert preflight.memory(2 << 30, remedy="take less", meminfo=meminfo) == ""
-    said = preflight.memory(3 << 30, remedy="take less", meminfo=meminfo)
-    assert said == "2.0 GiB of memory are free, and 3.0 GiB are needed; take less"
-    assert preflight.memory(1 << 60, remedy="", meminfo=tmp_path / "none") == ""
 
 
 def test_a_package_in_a_version_that_was_not_read_is_named() -> None:

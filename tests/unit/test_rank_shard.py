@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3channel.errors import DigestMismatch, RowsInvalid, RowsStale, TicketMismatch, UsageError
+from r3channel.errors import DigestMismatch, RowsInvalid, RowsStale, UsageError
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
@@ -19,7 +19,6 @@ from r3channel.plan.shards import Shard
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.trainer.rank_shard import RankShard, slot_parts
-from r3channel.trainer.receiver import check_lengths
 from r3channel.trainer.staleness import UNKNOWN
 from r3channel.wire.routing import RowKind
 from tests.plans import Step, steps
@@ -95,22 +94,6 @@ def test_padding_is_where_no_token_is_and_padding_rows_are_where_no_engine_row_i
     assert shard.padding_mask(0).tolist() == [[False] * 9, [False] * 5 + [True] * 4]
     rows = shard.padding_rows(0).view(9, 2).T  # row = position * samples + sample
     assert rows.tolist() == [[False] * 8 + [True], [False] * 4 + [True] * 5]
-
-
-def test_another_number_of_micro_batches_is_refused_with_both_numbers() -> None:
-    shard = make(TrainerLayout(), policy="live")
-    with pytest.raises(TicketMismatch, match=r"1 micro-batches planned, this trainer runs 2") as refusal:
-        check_lengths(shard.ticket, shard.shard, [[9], [5]])
-    assert (refusal.value.ranks, refusal.value.step) == (((0, 0, 0),), 3)
-
-
-def test_other_sequence_lengths_are_refused_with_both_values() -> None:
-    shard = make(TrainerLayout(), policy="live")
-    check_lengths(shard.ticket, shard.shard, [[9, 5]])
-    said = r"micro-batch 0: samples of \(9, 5\) tokens planned.*\(9, 6\)"
-    with pytest.raises(TicketMismatch, match=said) as refusal:
-        check_lengths(shard.ticket, shard.shard, [[9, 6]])
-    assert (refusal.value.samples, refusal.value.ranks) == (("a", "b"), ((0, 0, 0),))
 
 
 # -- rows as a router is handed them, beside the engine's digests ---------------------------------------------------------

@@ -72,13 +72,6 @@ def check(folder: Path, step: int) -> None:
         assert found.tokens[name].tolist() == list(range(tokens))
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
-    record(Recorder(tmp_path), 0, 3)
-    assert Recording.open(tmp_path).steps == (0, 3)
-    for step in (0, 3):
-        check(tmp_path, step)
-
-
 def test_a_segments_bytes_are_as_its_description_says(tmp_path: Path) -> None:
     record(Recorder(tmp_path), 0)
     data, kinds = (tmp_path / segment_name(0)).read_bytes(), []

@@ -7,12 +7,9 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given, settings
 
-from r3channel.plan.assignment import Assignment
-from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.stream import Stream, Stretches, step_streams
-from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.plan.ticket import Ticket
 from tests.plans import Step, steps
-from tests.samples import SPEC
 
 Row = tuple[int, int]
 """(sample of the DP rank, position)."""
@@ -75,15 +72,6 @@ def test_a_receiver_that_has_only_the_tickets_bytes_computes_the_same(step: Step
             assert np.array_equal(found.run, expected.run)
             assert np.array_equal(found.position, expected.position)
             assert np.array_equal(found.rows, expected.rows)
-
-
-def test_pieces_of_one_sample_join_over_the_ranks_own_cuts_and_end_at_holes() -> None:
-    """Sequence parallelism cuts a sample into runs; it travels whole all the same."""
-    sample = TicketSample("a", 17, 0, 0, (), ((3, 5),))
-    ticket = Ticket("run", 1, SPEC, TrainerLayout(tp=4), Assignment.given([[["a"]]]), [sample], 1 << 20)
-    stream = Stream.of(ticket, ticket.plan.shard(dp=0, pp=0))
-    assert len(stream.stretches.run) > 3
-    assert list(stream.sends()) == [(0, 0, 3), (0, 5, 11)]
 
 
 @settings(max_examples=40)

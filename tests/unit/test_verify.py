@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,14 +26,13 @@ from r3channel.wire.codec import CODECS
 from r3channel.wire.digest import coefficients, layer_digests
 from r3channel.wire.frame import encode_frame, sample_key
 from r3channel.wire.header import FLAG_UNORDERED, MAX_ROWS, Header, assemble, padding
-from tests.direct import deliver, hello_of, reference_reply, turns_here
+from tests.direct import deliver, hello_of, reference_reply
 from tests.memory import growth_of
 from tests.samples import SPEC, frame_of, random_ids, reply_of, span
 
 MIB = 1 << 20
 LZ4, SET = 1, 3
 SPAN, RANGE = SPAN_BYTES, _RANGE_BYTES
-GOLDEN, SHARED = Path(__file__).parents[1] / "golden", ("uint8_prefix", "uint8_after_prefix")
 
 
 @pytest.fixture
@@ -101,15 +99,6 @@ def test_coded_rows_are_decoded_once_and_stay_decoded(relay: Relay, codec: str) 
     assert relay.status()["store"] == {"frames": 1, "bytes": ids.nbytes + SPAN}
 
 
-def test_rows_without_routing_are_ranges_of_the_sample() -> None:
-    relay, valid_T = opened(invalid_rows="live"), np.ones(20, bool)
-    valid_T[[0, 1, 7, 19]] = False
-    frame = encode_frame(SPEC, expert_ids_TLK=random_ids(20), valid_T=valid_T, first_row=0)
-    relay.add_frame("s", frame, range(21))
-    assert turns_here(relay, "s")[0].invalid == ((0, 2), (7, 8), (19, 20))
-    relay.close()
-
-
 def test_frames_that_are_refused_leave_no_memory_taken(relay: Relay) -> None:
     good = frame_of(50)
     for bad in (good[:-4] + bytes([good[-4] ^ 1]) + good[-3:], good[:-3], b"x" * 200, good[:110]):
@@ -124,15 +113,6 @@ def test_frames_that_are_refused_leave_no_memory_taken(relay: Relay) -> None:
         kept = relay.entries._unclaimed[11, serial].what
         assert isinstance(kept, errors.R3Error)
         assert kept.__traceback__ is kept.__cause__ is kept.__context__ is None  # they would hold its memory
-    assert relay.status()["store"] == {"frames": 0, "bytes": 0}
-
-
-def test_frames_of_another_release_that_share_rows_are_refused_by_name(relay: Relay) -> None:
-    parcel = [(number, (GOLDEN / f"frame_v2_{name}.bin").read_bytes()) for number, name in enumerate(SHARED)]
-    deliver(relay, *parcel)
-    assert relay.metrics.value("r3channel_rejected_total", reason="wire_version") == 2
-    with pytest.raises(errors.FrameVersionMismatch, match=r"flag 4: .*of another release"):
-        claim(relay, "s", 13, serial=1)
     assert relay.status()["store"] == {"frames": 0, "bytes": 0}
 
 

@@ -179,15 +179,6 @@ def test_what_ranks_report_is_gathered_to_the_map_that_they_have() -> None:
 # -- boxes and splits --------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(0, 40), st.integers(1, 13))
-def test_parts_are_those_of_torch_chunk(size: int, parts: int) -> None:
-    pieces = torch.arange(size).chunk(parts) if size else ()
-    expected = [(int(p[0]), int(p[-1]) + 1) for p in pieces if len(p)]
-    layout = chunked((size, 2), 0, [[rank] for rank in range(parts)])
-    bounds = list(zip(layout.starts_ND[:, 0].tolist(), layout.stops_ND[:, 0].tolist(), strict=True))
-    assert len(bounds) == parts and [b for b in bounds if b[0] < b[1]] == expected
-
-
 @st.composite
 def boxes(draw: st.DrawFn, axes: int) -> Box:
     corners = [sorted((draw(st.integers(0, 6)), draw(st.integers(0, 6)))) for _ in range(axes)]
