@@ -147,7 +147,7 @@ class Manager(RelayHost):
         return os.getpid()
 
     def rendezvous(self, rank: int) -> dict[str, Any]:
-        return self._raw.rendezvous(rank, 1).to_dict()
+        return asdict(self._raw.rendezvous(rank, 1))
 
     def join(self) -> None:
         self._raw.join()

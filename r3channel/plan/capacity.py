@@ -180,8 +180,8 @@ def add_up(plan: Plan, *, machines: Machines) -> Capacity:
 
 def _received(shard: Shard) -> int:
     """Bytes of the rows that travel, where every row has routing; an MTP layer shares those of the layer that it replays."""
-    rows = shard.table.of_microbatches(cp=shard.cp, first=0, last=len(shard.microbatches)).real.sum()
-    return int(rows) * len(set(shard.sources)) * shard.spec.top_k * shard.spec.id_dtype.itemsize
+    rows = int(shard.table.of_rank(shard.cp).real.sum())
+    return rows * len(set(shard.sources)) * shard.spec.top_k * shard.spec.id_dtype.itemsize
 
 
 def lognormal_lengths(*, samples: int, tokens: int, seed: int = 0) -> list[int]:

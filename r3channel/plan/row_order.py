@@ -124,10 +124,9 @@ class RowTable:
         columns = (found.position, found.slot, found.local, found.length, found.real)
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
-    def of_microbatches(self, *, cp: int, first: int, last: int) -> Runs:
-        """All runs of the micro-batches [first, last) on one CP rank, tails included, in order."""
-        bounds = self._key(cp, np.asarray([first, last]), -1)
-        begin, end = np.searchsorted(self._keys, bounds)
+    def of_rank(self, cp: int) -> Runs:
+        """All runs of one CP rank, tails included, in order."""
+        begin, end = np.searchsorted(self.runs.cp, (cp, cp + 1))
         return self.runs.take(slice(begin, end))
 
     def row_map(self, *, cp: int, microbatch: int) -> tuple[Ints, Ints]:

@@ -69,8 +69,7 @@ class Stream:
     @cached_property
     def runs(self) -> Runs:
         """All runs of the shard's rows, padding and tails included."""
-        shard = self.shard
-        return shard.table.of_microbatches(cp=shard.cp, first=0, last=len(shard.microbatches))
+        return self.shard.table.of_rank(self.shard.cp)
 
     @cached_property
     def sample_of(self) -> Ints:

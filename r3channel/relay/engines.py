@@ -107,14 +107,13 @@ class EngineRegistry:
     def reports(self) -> dict[str, str]:
         """Engine -> what is known about it, in words."""
         with self._changed:
-            silent = dict.fromkeys(self._deadlines_s, "no hello yet")
-            greeted = {
-                name: f"SGLang {hello.sglang}, r3channel {hello.r3channel}, {hello.delivery}"
-                if hello
-                else "frames seen"
-                for name, hello in self._greeted.items()
-            }
-            return silent | greeted | {name: f"refused: {why}" for name, why in self._refused.items()}
+            known = dict.fromkeys(self._deadlines_s, "no hello yet") | dict.fromkeys(
+                self._greeted, "frames seen"
+            )
+            for name, hello in self._greeted.items():
+                if hello is not None:
+                    known[name] = f"SGLang {hello.sglang}, r3channel {hello.r3channel}, {hello.delivery}"
+            return known | {name: f"refused: {why}" for name, why in self._refused.items()}
 
     def _reason(self, hello: Hello) -> str:
         if hello.spec_digest == self.spec.digest:

@@ -21,6 +21,7 @@ from typing import Protocol
 
 from r3channel import errors
 from r3channel.observe.stage_clock import StageClock
+from r3channel.relay.engines import EngineRegistry
 from r3channel.transport.auth import is_authorized
 from r3channel.wire.hello import MAX_HELLO_BYTES, Hello
 from r3channel.wire.parcel import ADDRESS_HEADER, FRAMES_PATH, HELLO_PATH, SESSION_HEADER, Status, open_parcel
@@ -61,11 +62,7 @@ class Intake(Protocol):
     """What is behind the door. All calls come from its threads."""
 
     clock: StageClock
-
-    def greet(self, hello: Hello) -> None:
-        """Raises `PluginNotApplied` with the reason of a refusal."""
-
-    def knows(self, boot_id: int) -> bool: ...
+    engines: EngineRegistry
 
     def deliver(self, boot_id: int, count: int, body: Source) -> None:
         """Read an opened parcel with `wire.parcel.frames_in` and keep its frames; what it returned for is not dropped.
@@ -342,7 +339,7 @@ class IngestServer:
             return Status.NO_PARCEL, str(error)
         if hello is None or rest:
             return Status.NO_PARCEL, "the body is no hello"
-        self._intake.greet(hello)
+        self._intake.engines.greet(hello)
         session = secrets.token_hex(16)
         with self._lock:
             # of engines that have ended, or of names that somebody invents
@@ -356,7 +353,7 @@ class IngestServer:
         boot_id, count = open_parcel(body)
         session, _ = self._sessions.get(boot_id, ("", None))
         same = session and compare_digest(session.encode(), request.session.encode())
-        if not (same and self._intake.knows(boot_id)):
+        if not (same and self._intake.engines.knows(boot_id)):
             return Status.HELLO_FIRST, "no hello of this engine has that session, or it was refused"
         with self._lock:
             self._sessions[boot_id] = session, body.sock if request.direct else None

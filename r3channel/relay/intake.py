@@ -12,30 +12,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from r3channel import errors
 from r3channel.config import ChannelConfig
-from r3channel.errors import (
-    FrameMissing,
-    FrameReferenceInvalid,
-    R3Error,
-    RoutingError,
-    RoutingMissing,
-    SampleTwice,
-    StoreFull,
-    UsageError,
-)
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.engines import EngineRegistry
-from r3channel.relay.journal import Journal, SavedSample
+from r3channel.relay.journal import Journal, SavedTurn
 from r3channel.relay.memory import Store
 from r3channel.relay.reply import Base64Text, NotBase64, key_of, no_base64, parsed, routing_text, split_reply
 from r3channel.relay.sample_table import Reply, Sample, SampleTable, Turn
 from r3channel.relay.token_tensors import HeldMasks, keep_masks
 from r3channel.relay.verify import DAMAGED, MOST_ROWS, FrameVerifier, VerifiedRows
 from r3channel.wire.header import MAX_ROWS
-from r3channel.wire.hello import Hello
 from r3channel.wire.parcel import REFERENCE_BYTES, REFERENCE_MAGIC, FrameName, FrameReference, frames_in
 from r3channel.wire.routing import Ids, as_tokens, hash_tokens, hashes_of
 from r3channel.wire.source import InHand, Source
@@ -86,13 +76,6 @@ class Intake:
 
     # -- engines' frames, from the door's threads ------------------------------------------------------------------
 
-    def greet(self, hello: Hello) -> None:
-        """An engine says what it is. Raises PluginNotApplied with the reason of a refusal."""
-        self.engines.greet(hello)
-
-    def knows(self, boot_id: int) -> bool:
-        return self.engines.knows(boot_id)
-
     def deliver(self, boot_id: int, count: int, body: Source) -> None:
         """Take an opened parcel of `count` frames. Repeating it does no harm; what its engine made wrong is told to its reply.
 
@@ -102,7 +85,7 @@ class Intake:
         """
         self.metrics.inc("r3channel_bytes_total", body.left, leg="engine_direct")
         self.expire()  # frames may come whose replies never do
-        damaged: R3Error | None = None
+        damaged: errors.R3Error | None = None
         for serial, frame in frames_in(body, count, boot_id=boot_id):
             with self._changed:
                 most_rows = self._most_rows((boot_id, serial))
@@ -120,18 +103,18 @@ class Intake:
             return owner[1].end_row - owner[1].first_row
         return min(self.engines.context_of(name[0]), MOST_ROWS) or MOST_ROWS
 
-    def _land(self, name: FrameName, frame: Source, most_rows: int) -> R3Error | None:
+    def _land(self, name: FrameName, frame: Source, most_rows: int) -> errors.R3Error | None:
         """Keep a frame, or why it cannot be used; returns what became of it on its way."""
         try:
             where = f"sample of frame {name[1]} from engine {self.engines.name_of(name[0])}"
             what = self.verifier.keep(frame, where=where, max_rows=most_rows)
-        except RoutingError as error:
+        except errors.RoutingError as error:
             error.__cause__ = error.__context__ = None
             what = error.with_traceback(None)  # it is kept; what was refused is not
         self.arrive(name, what)
         return what if isinstance(what, DAMAGED) else None
 
-    def arrive(self, name: FrameName, what: VerifiedRows | R3Error) -> None:
+    def arrive(self, name: FrameName, what: VerifiedRows | errors.R3Error) -> None:
         """A frame came: its rows, or why it cannot be used."""
         with self._changed:
             owner = self.entries.owner(name)
@@ -141,7 +124,7 @@ class Intake:
             self._changed.notify_all()
         if isinstance(what, VerifiedRows) and not taken:
             self.free([what])
-        if isinstance(what, R3Error):
+        if isinstance(what, errors.R3Error):
             self.reject(what)
 
     # -- replies ---------------------------------------------------------------------------------------------------
@@ -216,27 +199,27 @@ class Intake:
         take = partial(self._add, sample_id, _NOTHING, None, tokens, engine="?", append=append)
         self._judged(take, sample_id, "?", new=not append)
 
-    def restore(self, saved: SavedSample) -> int:
+    def restore(self, sample_id: str, turns: Sequence[SavedTurn]) -> int:
         """A sample as another relay left it -> its tokens. Raises as `add`; then nothing of it is kept."""
-        number, where = 0, f"sample {saved.sample_id} from engine recovered"
+        number, where = 0, f"sample {sample_id} from engine recovered"
         self._became("received")
         try:
-            for number, turn in enumerate(saved.turns):
+            for number, turn in enumerate(turns):
                 rows = self.verifier.keep(turn.source(), where=where, max_rows=MAX_ROWS)
                 hashes = turn.tokens_hash, turn.prefix_hash
-                reply = Reply(saved.sample_id, "recovered", turn.key, rows.end_row + 1, *hashes)
+                reply = Reply(sample_id, "recovered", turn.key, rows.end_row + 1, *hashes)
                 try:
                     with self._changed:
                         taken = self.entries.reply(reply, rows, append=number > 0, now_s=time.monotonic())
-                        self._note(self.entries.samples[saved.sample_id], taken)
+                        self._note(self.entries.samples[sample_id], taken)
                 except BaseException:
                     self.free([rows])
                     raise
-        except R3Error:
-            if not self.drop([saved.sample_id] if number else [], outcome="rejected"):
+        except errors.R3Error:
+            if not self.drop([sample_id] if number else [], outcome="rejected"):
                 self._became("rejected")
             raise
-        return self.rows_held(saved.sample_id) + 1
+        return self.rows_held(sample_id) + 1
 
     def rows_held(self, sample_id: str, tokens: Tokens | None = None) -> int:
         """Rows of a sample that are here or on their way: `routed_experts_start_len` of its next turn.
@@ -261,7 +244,7 @@ class Intake:
         """Nothing where there is none and the live router may choose."""
         try:
             return Base64Text(routing_text(reply, sample_id=sample_id, engine=engine))
-        except RoutingMissing:
+        except errors.RoutingMissing:
             if self.config.on_missing != "live":
                 raise
             return _NOTHING
@@ -307,7 +290,7 @@ class Intake:
 
     def _reference(self, begun: memoryview, source: Source) -> FrameReference:
         if source.left and not self.config.sampling_masks:
-            raise FrameReferenceInvalid(
+            raise errors.FrameReferenceInvalid(
                 f"{len(begun) + source.left} bytes, expected {REFERENCE_BYTES}; are those behind the frame reference sampling "
                 "masks, and sampling_masks off?"
             )
@@ -333,12 +316,12 @@ class Intake:
                 turn.rows.ref, sample_id=sample.name, turn=sample.turns.index(turn), key=turn.key,
                 tokens_hash=sample.tokens_hash, prefix_hash=sample.prefix_hash,
             )  # fmt: skip
-        except StoreFull as error:
+        except errors.StoreFull as error:
             log.warning("r3channel: sample %s would not survive a kill: %s", sample.name, error)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise UsageError("this relay is closed")
+            raise errors.UsageError("this relay is closed")
 
     def _close_storage(self) -> None:
         if self._journal is not None:
@@ -359,7 +342,7 @@ class Intake:
             while late and (now_s := time.monotonic()) < begun_s + timeout_s:
                 heard_s |= {boot_id: now_s for boot_id in heard_s if self._hears(boot_id)}
                 # an event looks at the last one alone, not at thousands
-                if not self.entries.still(late[-1:]) or now_s >= heard_s[_boot_id(late[-1])] + _GONE_S:
+                if not self.entries.still(*late[-1]) or now_s >= heard_s[_boot_id(late[-1])] + _GONE_S:
                     late.pop()
                 else:
                     self._changed.wait(min(begun_s + timeout_s - now_s, _LOOK_S))
@@ -373,11 +356,13 @@ class Intake:
             self.reject(missing)
             log.warning("r3channel: left to the live router: %s", missing)
 
-    def _missing(self, late: Sequence[tuple[Sample, Turn]], *, step: int, waited_s: float) -> FrameMissing:
+    def _missing(
+        self, late: Sequence[tuple[Sample, Turn]], *, step: int, waited_s: float
+    ) -> errors.FrameMissing:
         told = [self._describe(*each) for each in late[:5]]
         text = "; ".join(told) + (f"; and {len(late) - 5} more" if len(late) > 5 else "")
         text += f". The store holds {self._store.live_bytes} of {self._store.ceiling_bytes} bytes"
-        return FrameMissing(
+        return errors.FrameMissing(
             f"step {step}: waited {waited_s:.1f} s for {len(late)} frames whose frame references came: {text}",
             samples=dict.fromkeys(sample.name for sample, _ in late),
             engines=dict.fromkeys(turn.engine for _, turn in late),
@@ -455,7 +440,9 @@ class Intake:
         another turn of one that is in flight."""
         self._check_open()
         if not isinstance(sample_id, str):
-            raise UsageError(f"sample id {sample_id!r} is a {type(sample_id).__name__}, expected a string")
+            raise errors.UsageError(
+                f"sample id {sample_id!r} is a {type(sample_id).__name__}, expected a string"
+            )
         if new:
             self._became("received")
             if self.clock.trace is not None:
@@ -465,16 +452,16 @@ class Intake:
                 return take()
         except BaseException as error:  # also where the caller's `tokens` failed, or memory is not to be had
             told = no_base64(error, sample_id, engine) if isinstance(error, NotBase64) else error
-            if isinstance(told, R3Error):  # a frame's own errors know their names as text only
+            if isinstance(told, errors.R3Error):  # a frame's own errors know their names as text only
                 told.samples, told.engines = told.samples or (sample_id,), told.engines or (engine,)
                 self.reject(told)
             if new:
-                self._became("duplicate" if isinstance(told, SampleTwice) else "rejected")
+                self._became("duplicate" if isinstance(told, errors.SampleTwice) else "rejected")
             if told is error:
                 raise
             raise told from error
 
-    def reject(self, error: R3Error) -> None:
+    def reject(self, error: errors.R3Error) -> None:
         """A reply, a frame or a step was refused."""
         self.metrics.inc("r3channel_rejected_total", reason=error.reason)
 
@@ -506,7 +493,7 @@ def _read(read: Callable[[bytes], Any], body: bytes, sample_id: str, engine: str
     try:
         return read(body)
     except ValueError as error:
-        raise RoutingMissing(
+        raise errors.RoutingMissing(
             f"sample {sample_id} from engine {engine}: {len(body)} bytes beginning with {body[:40]!r} are no JSON, "
             f"expected a reply: {error}",
             samples=[sample_id],

@@ -26,17 +26,9 @@ from typing import Any
 
 import xxhash
 
-from r3channel.errors import (
-    ConfigError,
-    FrameError,
-    RoutingError,
-    SampleTwice,
-    StoreFull,
-    TicketMismatch,
-    UsageError,
-)
+from r3channel import errors
 from r3channel.plan.shards import ShardKey
-from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.plan.ticket import Ticket
 from r3channel.wire.header import HEADER_BYTES, announced_bytes, read_header
 from r3channel.wire.source import InHand
 
@@ -55,7 +47,9 @@ class Journal:
         try:
             self.folder.mkdir(parents=True)
         except OSError as error:
-            raise ConfigError(f"journal {root} cannot be written: {error}; give a folder that can") from error
+            raise errors.ConfigError(
+                f"journal {root} cannot be written: {error}; give a folder that can"
+            ) from error
         self._lock = os.open(self.folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -71,7 +65,9 @@ class Journal:
         except OSError as error:
             path.unlink(missing_ok=True)
             size = sum(map(len, parts))
-            raise StoreFull(f"no room for a frame of {size} bytes in {self.folder}: {error}") from error
+            raise errors.StoreFull(
+                f"no room for a frame of {size} bytes in {self.folder}: {error}"
+            ) from error
 
     def note(self, ref: int, **values: Any) -> None:
         """Say whose frame it is. Raises StoreFull."""
@@ -92,7 +88,7 @@ class Journal:
             scratch.rename(path)
         except OSError as error:
             scratch.unlink(missing_ok=True)
-            raise StoreFull(
+            raise errors.StoreFull(
                 f"step {step}: no room for its ticket in {self.folder}: {error}", step=step
             ) from error
 
@@ -106,7 +102,7 @@ class Journal:
         """What cannot be written is said in the log: after a kill that receiver is waited for once more."""
         try:
             self._append(self._step(step, "acks"), f"{json.dumps(member)}\n".encode())
-        except StoreFull as error:
+        except errors.StoreFull as error:
             log.warning("r3channel: %s", error)
 
     def done(self, step: int) -> None:
@@ -126,7 +122,7 @@ class Journal:
             with open(path, "ab") as file:
                 file.write(data)
         except OSError as error:
-            raise StoreFull(f"no room for {len(data)} bytes at the end of {path}: {error}") from error
+            raise errors.StoreFull(f"no room for {len(data)} bytes at the end of {path}: {error}") from error
 
     def _frame(self, ref: int) -> Path:
         return self.folder / f"{ref:012d}.frame"
@@ -153,14 +149,6 @@ class SavedTurn:
 
 
 @dataclass(slots=True)
-class SavedSample:
-    """Its turns, in any order."""
-
-    sample_id: str
-    turns: list[SavedTurn] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class SavedStep:
     ticket: bytes
     acked: set[ShardKey] = field(default_factory=set)
@@ -171,7 +159,8 @@ class Remains:
     """All that one relay left."""
 
     folder: Path
-    samples: dict[str, SavedSample] = field(default_factory=dict)
+    samples: dict[str, list[SavedTurn]] = field(default_factory=dict)
+    """Their turns, in any order."""
     steps: dict[int, SavedStep] = field(default_factory=dict)
     unclaimed: int = 0
     """Frames that came directly and whose replies never did: nobody knows their samples."""
@@ -201,7 +190,7 @@ def _read_frame(path: Path, remains: Remains) -> None:
         head = file.read(HEADER_BYTES)
         try:
             end = read_header(memoryview(head), nbytes=path.stat().st_size, where=path.name, more=True).nbytes
-        except FrameError as error:
+        except errors.FrameError as error:
             remains.damaged.append(f"{path.name}: {error}")
             return
         file.seek(end)
@@ -215,9 +204,8 @@ def _read_frame(path: Path, remains: Remains) -> None:
         remains.damaged.append(f"{path.name}: its note was being written when the relay ended")
         return
     values = json.loads(body)
-    name = values.pop("sample_id")
-    sample = remains.samples.setdefault(name, SavedSample(name))
-    sample.turns.append(SavedTurn(path=path, head=head, **values))
+    turns = remains.samples.setdefault(values.pop("sample_id"), [])
+    turns.append(SavedTurn(path=path, head=head, **values))
 
 
 @contextmanager
@@ -234,7 +222,7 @@ def dead_relays(root: Path, *, but: Path) -> Iterator[list[Remains]]:
                     locks[path] = _lock(path)
         free = [path for path, lock in locks.items() if lock is not None]
         if locks and not free:
-            raise UsageError(f"{sorted(map(str, locks))} belong to relays that live; end those first")
+            raise errors.UsageError(f"{sorted(map(str, locks))} belong to relays that live; end those first")
         yield [read_remains(path) for path in sorted(free, key=lambda path: path.stat().st_mtime)]
     finally:
         for lock in locks.values():
@@ -271,11 +259,15 @@ class Recovery:
     """Frames that came directly and whose replies never did: nobody knows their samples."""
 
 
+Keep = Callable[[str, list[SavedTurn]], int]
+"""Takes a sample and its turns, in order -> its tokens."""
+
+
 def take_over(
-    root: Path, *, but: Path, keep: Callable[[SavedSample], int], keep_step: Callable[[int, SavedStep], None]
+    root: Path, *, but: Path, keep: Keep, keep_step: Callable[[int, SavedStep], None]
 ) -> tuple[Recovery, dict[int, set[ShardKey]]]:
-    """Give `keep`, which returns a sample's tokens, what dead relays left in `root`, the folder `but` aside; and delete it. What
-    `keep_step` is given is written elsewhere before that, so that a second kill forgets no acknowledgement.
+    """Give `keep` what dead relays left in `root`, the folder `but` aside; and delete it. What `keep_step` is given is written
+    elsewhere before that, so that a second kill forgets no acknowledgement.
 
     Returns the recovery, and for each step the receivers that had acknowledged it.
     """
@@ -285,8 +277,11 @@ def take_over(
             recovery.damaged += remains.damaged
             recovery.unclaimed += remains.unclaimed
         here: dict[str, int] = {}
-        for sample in _joined(found, recovery):
-            _hand_over(sample, keep, here, recovery)
+        for name, turns in _joined(found, recovery):
+            try:
+                here[name] = keep(name, turns)
+            except (errors.RoutingError, errors.SampleTwice) as error:
+                recovery.damaged.append(str(error))
         recovery.pending = list(here)
         for remains in found:
             for step, saved in remains.steps.items():
@@ -299,47 +294,32 @@ def take_over(
     return recovery, acked
 
 
-def _joined(found: list[Remains], recovery: Recovery) -> Iterator[SavedSample]:
+def _joined(found: list[Remains], recovery: Recovery) -> Iterator[tuple[str, list[SavedTurn]]]:
     """Every sample with its turns in order; from a turn on that is not there, none."""
     samples: dict[str, dict[int, SavedTurn]] = {}
-    for sample in (one for remains in found for one in remains.samples.values()):
-        turns = samples.setdefault(sample.sample_id, {})
+    for name, saved in (sample for remains in found for sample in remains.samples.items()):
+        turns = samples.setdefault(name, {})
         if not turns:
-            turns.update((turn.turn, turn) for turn in sample.turns)
-        elif any(turns.get(turn.turn) != turn for turn in sample.turns):  # equal ones: a recovery was killed
-            recovery.damaged.append(f"sample {sample.sample_id} was left by two relays; the older is taken")
+            turns.update((turn.turn, turn) for turn in saved)
+        elif any(turns.get(turn.turn) != turn for turn in saved):  # equal ones: a recovery was killed
+            recovery.damaged.append(f"sample {name} was left by two relays; the older is taken")
     for name, turns in samples.items():
         whole = [turns[number] for number in itertools.takewhile(turns.__contains__, itertools.count())]
         if len(whole) < len(turns):
             recovery.damaged.append(f"sample {name}: turn {max(turns)} is here, turn {len(whole)} is not")
         if whole:
-            yield SavedSample(name, whole)
+            yield name, whole
 
 
 def _sort_in(step: int, saved: SavedStep, here: dict[str, int], recovery: Recovery) -> None:
     """`here`: tokens of the samples that were handed over; a sample that has lost turns is lost to its step."""
     try:
         ticket = Ticket.from_bytes(saved.ticket)
-    except TicketMismatch as error:
+    except errors.TicketMismatch as error:
         recovery.damaged.append(f"step {step}: {error}")
         return
-    lost = [s for s in ticket.samples if here.get(s.sample_id) != s.tokens and not _nobody_has(s)]
-    if lost:
-        names = [sample.sample_id for sample in lost]
+    known = [s for s in ticket.samples if s.invalid != ((0, s.tokens - 1),)]  # the rest was the live router's
+    if names := [sample.sample_id for sample in known if here.get(sample.sample_id) != sample.tokens]:
         recovery.damaged.append(f"step {step}: its samples {names[:5]} are lost, {len(names)} in all")
     else:
         recovery.steps[step] = ticket
-
-
-def _nobody_has(sample: TicketSample) -> bool:
-    """Left to the live router whole."""
-    return sample.invalid == ((0, sample.tokens - 1),)
-
-
-def _hand_over(
-    sample: SavedSample, keep: Callable[[SavedSample], int], here: dict[str, int], recovery: Recovery
-) -> None:
-    try:
-        here[sample.sample_id] = keep(sample)
-    except (RoutingError, SampleTwice) as error:
-        recovery.damaged.append(str(error))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,12 +51,9 @@ class Store:
     ceiling_bytes: int
     live_bytes: int = 0
     _blocks: int = 0
-    _idle: OrderedDict[int, tuple[float, _Memory]] = field(default_factory=OrderedDict)
-    """Freed memory by its number, with the time since when; the longest idle first."""
+    _idle: dict[int, list[tuple[float, _Memory]]] = field(default_factory=dict)
+    """Freed memory by its size, with the time since when; the longest idle first. There are eight sizes of each magnitude."""
     _idle_bytes: int = 0
-    _of_size: dict[int, list[int]] = field(default_factory=dict)
-    """Size -> numbers of idle memory, the one freed last at the end."""
-    _serial: int = 0
     _closed: bool = False
     _waiting: deque[_Waiter] = field(default_factory=deque)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -82,15 +79,14 @@ class Store:
         """Give memory back to the system that nobody took for so long."""
         limit_s = time.monotonic() - idle_s
         with self._changed:
-            while self._idle and next(iter(self._idle.values()))[0] <= limit_s:
-                self._drop_oldest()
+            while self._idle and self._idle[self._oldest()][0][0] <= limit_s:
+                self._take_out(self._oldest(), 0)
 
     def close(self) -> None:
         """End every wait; blocks stay memory until nobody has a view of them. Idempotent."""
         with self._changed:
             self._closed = True
             self._idle.clear()
-            self._of_size.clear()
             self._idle_bytes = 0
             self._changed.notify_all()
 
@@ -156,32 +152,32 @@ class Store:
                 return
             block.view, block._memory = memoryview(b""), None
             if len(memory) >= SMALL_BYTES and not self._closed:
-                self._serial += 1
-                self._idle[self._serial] = time.monotonic(), memory
-                self._of_size.setdefault(len(memory), []).append(self._serial)
+                self._idle.setdefault(len(memory), []).append((time.monotonic(), memory))
                 self._idle_bytes += len(memory)
             self._give_back(block._counted)  # the lock may be taken twice
             self._make_way()
 
     def _used_before(self, size: int) -> _Memory | None:
         """With the lock held: the memory of this size that was freed last."""
-        numbers = self._of_size.get(size)
-        if not numbers:
-            self._make_way()
-            return None
-        number = numbers.pop()
-        self._idle_bytes -= size
-        return self._idle.pop(number)[1]
+        if size in self._idle:
+            return self._take_out(size, -1)
+        self._make_way()
+        return None
 
     def _make_way(self) -> None:
         """With the lock held: what is live takes the place of what is only kept."""
         while self._idle and self.held_bytes > self.ceiling_bytes:
-            self._drop_oldest()
+            self._take_out(self._oldest(), 0)
 
-    def _drop_oldest(self) -> None:
-        number, (_, memory) = self._idle.popitem(last=False)
-        self._of_size[len(memory)].remove(number)
-        self._idle_bytes -= len(memory)
+    def _oldest(self) -> int:
+        return min(self._idle, key=lambda size: self._idle[size][0][0])
+
+    def _take_out(self, size: int, at: int) -> _Memory:
+        _, memory = self._idle[size].pop(at)
+        self._idle_bytes -= size
+        if not self._idle[size]:
+            del self._idle[size]
+        return memory
 
 
 def _rounded(nbytes: int) -> int:

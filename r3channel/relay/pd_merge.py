@@ -58,10 +58,6 @@ def merged_frame(
         halves.append(frame.routing(sample_id=sample_id))
     whole = merge(*halves)
     return encode_frame(
-        spec,
-        expert_ids_TLK=whole.expert_ids_TLK,
-        first_row=whole.first_row,
-        valid_T=whole.valid_T,
-        provenance=whole.provenance,
-        sample_key=key_of(decode) or 0,
-    )
+        spec, expert_ids_TLK=whole.expert_ids_TLK, first_row=whole.first_row, valid_T=whole.valid_T,
+        provenance=whole.provenance, sample_key=key_of(decode) or 0,
+    )  # fmt: skip

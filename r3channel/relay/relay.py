@@ -23,17 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from r3channel import errors
 from r3channel.config import ChannelConfig
-from r3channel.errors import (
-    BackgroundFailed,
-    DeadlineExceeded,
-    PluginNotApplied,
-    RoutingError,
-    StepError,
-    UsageError,
-    close_after,
-    expected,
-)
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
@@ -77,11 +68,11 @@ class Relay(Intake):
         metrics: Metrics | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        config = expected(config or ChannelConfig(), ChannelConfig)
+        config = errors.expected(config or ChannelConfig(), ChannelConfig)
         config = replace(config, interface=local_address(config.interface, others=False))
         # In no thread: a fork would inherit numba's lock, and a process that ends while LLVM works is aborted.
-        warm(expected(spec, RoutingSpec))
-        self.layout = expected(layout, TrainerLayout)
+        warm(errors.expected(spec, RoutingSpec))
+        self.layout = errors.expected(layout, TrainerLayout)
         if recorder is not None:
             recorder.open(spec, layout)
         clock = clock or StageClock("relay")
@@ -113,7 +104,9 @@ class Relay(Intake):
         was read is deleted. Raises `UsageError` where the only stores there belong to relays that live.
         """
         if not config.journal:
-            raise UsageError("a relay without journal leaves nothing to recover: its memory went with it")
+            raise errors.UsageError(
+                "a relay without journal leaves nothing to recover: its memory went with it"
+            )
         relay = cls(spec, layout, config, **options)
         try:
             own = relay._journal
@@ -136,10 +129,10 @@ class Relay(Intake):
         """
         self._check_open()
         if self._door is not None:
-            raise UsageError(f"the ingest is open already, at {self._door.url}")
+            raise errors.UsageError(f"the ingest is open already, at {self._door.url}")
         path = Path(token_file or self.config.token_file or "")
         if not path.name:
-            raise UsageError("direct delivery needs a token_file, or R3CHANNEL_TOKEN_FILE")
+            raise errors.UsageError("direct delivery needs a token_file, or R3CHANNEL_TOKEN_FILE")
         from r3channel.relay.ingest_server import IngestServer  # needs the extra `direct`
 
         self._door = IngestServer(
@@ -164,7 +157,7 @@ class Relay(Intake):
             if hello is not None:
                 self.engines.greet(hello, engine=engine)
             if data[:3] != FRAME_MAGIC[:3]:
-                raise PluginNotApplied(
+                raise errors.PluginNotApplied(
                     f"engine {engine} answers with {len(data)} bytes of stock routing, expected a frame. Is r3channel "
                     "installed in the engine's environment, and was R3CHANNEL_ENGINE=1 set when it started? The engine's "
                     "log names a hook that failed"
@@ -173,9 +166,11 @@ class Relay(Intake):
             rows = self.verifier.keep(InHand(data), where=where, max_rows=tokens)
             self.free([rows])
             if rows.end_row != tokens - 1:
-                raise RoutingError(f"{where}: {rows.end_row} rows for {tokens} tokens, expected {tokens - 1}")
-        except RoutingError as error:
-            raise PluginNotApplied(f"engine {engine} does not send usable frames: {error}") from error
+                raise errors.RoutingError(
+                    f"{where}: {rows.end_row} rows for {tokens} tokens, expected {tokens - 1}"
+                )
+        except errors.RoutingError as error:
+            raise errors.PluginNotApplied(f"engine {engine} does not send usable frames: {error}") from error
         if hello is None:
             self.engines.vouch(engine)
 
@@ -207,7 +202,7 @@ class Relay(Intake):
         """`before`: the ticket of the relay that sealed it first."""
         self._check_open()
         # before anything waits or is taken
-        check_cut(expected(assignment, Assignment), self.spec, self.layout)
+        check_cut(errors.expected(assignment, Assignment), self.spec, self.layout)
         names, entries = assignment.sample_ids, self.entries
         with self.steps.sealing(step) as seal:
             self.await_frames(names, step=step, timeout_s=self.config.frame_timeout_s)
@@ -217,16 +212,9 @@ class Relay(Intake):
                     samples = entries.take(names, step=step)
                     undo.callback(entries.give_back, samples)
                 ticket = before or Ticket(
-                    self.run,
-                    step,
-                    self.spec,
-                    self.layout,
-                    assignment,
-                    ticket_samples(names, samples),
-                    self.config.bucket_bytes,
-                    sampling_masks=self.config.sampling_masks,
-                    seal=seal,
-                )
+                    self.run, step, self.spec, self.layout, assignment, ticket_samples(names, samples),
+                    self.config.bucket_bytes, sampling_masks=self.config.sampling_masks, seal=seal,
+                )  # fmt: skip
                 ticket.check()
                 self._check_live(step, samples)
                 masked = samples if self.config.sampling_masks else ()
@@ -245,7 +233,7 @@ class Relay(Intake):
         text = f"step {step}: {left} of {rows} rows are left to the live router, of samples {[*live]}"
         if left > (share := self.config.max_live) * rows:
             text += f"; max_live allows a share of {share:g}. The log says why"
-            raise StepError(text, samples=live, step=step)
+            raise errors.StepError(text, samples=live, step=step)
         if live:
             log.warning("r3channel: %s", text)
 
@@ -287,7 +275,7 @@ class Relay(Intake):
         with self.clock.span("wait_join"):
             steps = self.undelivered(wait_s=limit)
         if steps:
-            raise DeadlineExceeded(
+            raise errors.DeadlineExceeded(
                 f"waited {limit:.1f} s for the send of step(s) {sorted(steps)}; not acknowledged by (dp, pp, cp) "
                 f"{_listed(steps)}. Have those trainers entered the step? A send cannot finish before its receiver starts",
                 ranks=[key for keys in steps.values() for key in keys],
@@ -309,23 +297,14 @@ class Relay(Intake):
         """Where every sample of every step is."""
         with self._changed:
             found = {"run": self.run, **self.samples_status(), "steps": self.steps.status()}
-        store = {"frames": len(self._store), "bytes": self._store.live_bytes}
-        return found | {
-            "engines": self.engines.reports(),
-            "receivers": self._delivery.status(),
-            "store": store,
-        }
-
-    @property
-    def peak_staging_bytes(self) -> int:
-        """See `RowServer.peak_staging_bytes`."""
-        return self._delivery.peak_staging_bytes
+        found |= {"engines": self.engines.reports(), "receivers": self._delivery.status()}
+        return found | {"store": {"frames": len(self._store), "bytes": self._store.live_bytes}}
 
     def __enter__(self) -> Relay:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        close_after(error, self.close)
+        errors.close_after(error, self.close)
 
     def close(self, *, timeout_s: float = 10.0) -> None:
         """Stop the background and delete the store. Raises `StepError` naming undelivered steps; idempotent."""
@@ -342,7 +321,7 @@ class Relay(Intake):
         self._close_storage()
         self.metrics.close()
         if undelivered or alive:
-            raise StepError(
+            raise errors.StepError(
                 f"closed with undelivered steps {_listed(undelivered)} (step: (dp, pp, cp) not acknowledged); "
                 f"still running: {alive}",
                 ranks=[key for keys in undelivered.values() for key in keys],
@@ -351,7 +330,7 @@ class Relay(Intake):
     def _check_open(self) -> None:
         super()._check_open()
         if (error := self.steps.error) is not None:
-            raise BackgroundFailed(f"a background thread of the relay died: {error!r}") from error
+            raise errors.BackgroundFailed(f"a background thread of the relay died: {error!r}") from error
 
     def _watch(self) -> None:
         watch, registry = self.metrics.watch, self.engines
@@ -361,7 +340,7 @@ class Relay(Intake):
         watch("r3channel_frames_unclaimed", lambda: self.entries.unclaimed)
         watch("r3channel_expiry_in_seconds", self.expiry_in_s)
         watch("r3channel_steps_in_flight", lambda: len(self.steps.undelivered(wait_s=0)))
-        watch("r3channel_staging_peak_bytes", lambda: self.peak_staging_bytes)
+        watch("r3channel_staging_peak_bytes", lambda: self._delivery.peak_staging_bytes)
         watch("r3channel_engines_silent", lambda: registry.counts()[1])
         watch("r3channel_engines_greeted", lambda: registry.counts()[0])
         watch("r3channel_frames_in_store", lambda: len(self._store))

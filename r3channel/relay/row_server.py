@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -277,6 +277,6 @@ class _Served:
         ours = Rendezvous(
             backend=config.transport, name=name, connection=self.life, rank=0, world_size=2, host=store.host, port=store.port
         )  # fmt: skip
-        self._say(wire.GROUP, **replace(ours, rank=1).to_dict())
+        self._say(wire.GROUP, **asdict(replace(ours, rank=1)))
         with self._delivery.staging.placed():
             self._group = join(ours, timeout_s=config.join_timeout_s)

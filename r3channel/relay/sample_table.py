@@ -159,11 +159,9 @@ class SampleTable:
         first_row = self.rows_announced(reply.sample_id)
         turn = Turn(first_row, reply.tokens - 1, reply.engine, reply.key, masks=reply.masks, live=reply.live)
         if reply.reference is not None:
-            turn.name, rows = self._claimed(reply, reply.reference)
-            turn.key = reply.reference.sample_key  # the same; a reply may not name its request
-        source = rows or reply.reference
-        if source is not None:
-            _check_fit(reply, source, held_rows=first_row)
+            rows = self._claimed(reply, reply.reference, turn)
+        elif rows is not None:
+            _check_fit(reply, rows, held_rows=first_row)
         if sample is not None and reply.held_hash not in (None, sample.prefix_hash):
             raise errors.TurnMismatch(
                 f"{reply.where}: the first {first_row} tokens differ from those that the held rows were made for; expected the "
@@ -195,38 +193,29 @@ class SampleTable:
             )
         return sample
 
-    def _claimed(self, reply: Reply, reference: FrameReference) -> tuple[FrameName, Rows | None]:
-        """The frame's name, and its rows where they are here. Raises what is wrong with a frame that is here."""
+    def _claimed(self, reply: Reply, reference: FrameReference, turn: Turn) -> Rows | None:
+        """Name the frame of a turn; its rows where they are here. Raises what is wrong with a frame that is here."""
         if reply.key is not None and reference.sample_key != reply.key:
             raise errors.FrameReferenceInvalid(
                 f"{reply.where}: the frame reference is for request key {reference.sample_key:#x}, the reply for "
-                f"{reply.key:#x}; were "
-                "replies swapped?",
+                f"{reply.key:#x}; were replies swapped?",
                 samples=[reply.sample_id],
             )
+        _check_fit(reply, reference, held_rows=turn.first_row)
+        turn.name, turn.key = reference.name, reference.sample_key  # a reply may not name its request
         kept = self._unclaimed.get(reference.name)
         if kept is None:
-            return reference.name, None
-        if isinstance(kept.what, R3Error):
-            raise _of_sample(kept.what, reply.sample_id)
-        if kept.what.sample_key != reference.sample_key:
-            raise errors.FrameCorrupt(
-                f"{reply.where}: the frame belongs to request key {kept.what.sample_key:#x}, its frame reference says "
-                f"{reference.sample_key:#x}; were replies swapped?",
-                samples=[reply.sample_id],
-            )
-        return reference.name, kept.what
+            return None
+        if error := _misfit(reply.sample_id, turn, kept.what):
+            raise error
+        assert not isinstance(kept.what, R3Error)
+        return kept.what
 
     def _put(self, reply: Reply, *, now_s: float) -> Sample:
         """To the end: its newest reply has come now."""
-        before = self.samples.pop(reply.sample_id, None)
-        sample = before or Sample(reply.sample_id, 0, 0, 0, now_s)
-        sample.tokens, sample.tokens_hash, sample.prefix_hash = (
-            reply.tokens,
-            reply.tokens_hash,
-            reply.prefix_hash,
-        )
-        sample.since_s = now_s
+        sample = self.samples.pop(reply.sample_id, None) or Sample(reply.sample_id, 0, 0, 0, now_s)
+        sample.tokens, sample.since_s = reply.tokens, now_s
+        sample.tokens_hash, sample.prefix_hash = reply.tokens_hash, reply.prefix_hash
         self.samples[reply.sample_id] = sample
         return sample
 
@@ -250,7 +239,7 @@ class SampleTable:
             self._unclaimed[name] = _Unclaimed(what, now_s)
             return True
         sample, turn = self._awaited[name]
-        turn.error = _misfit(sample, turn, what)
+        turn.error = _misfit(sample.name, turn, what)
         if turn.error is not None:
             return False
         assert not isinstance(what, R3Error)
@@ -296,13 +285,9 @@ class SampleTable:
         late = [self._incomplete[name] for name in names if name in self._incomplete]
         return [(sample, turn) for sample in late for turn in sample.awaited]
 
-    def still(self, late: Iterable[tuple[Sample, Turn]]) -> list[tuple[Sample, Turn]]:
-        """Those of what was outstanding that are so now; samples that have gone meanwhile are not."""
-        return [
-            (sample, turn)
-            for sample, turn in late
-            if turn.state == EXPECTED and self.samples.get(sample.name) is sample
-        ]
+    def still(self, sample: Sample, turn: Turn) -> bool:
+        """Whether what was outstanding is so now; that of a sample that has gone meanwhile is not."""
+        return turn.state == EXPECTED and self.samples.get(sample.name) is sample
 
     def take(self, names: Sequence[str], *, step: int) -> list[Sample]:
         """Hand whole samples over to a step. All or none: SampleUnknown, the error of a frame that failed, or StepError where
@@ -370,28 +355,24 @@ class SampleTable:
         return len(self._unclaimed)
 
 
-def _misfit(sample: Sample, turn: Turn, what: Rows | R3Error) -> R3Error | None:
-    """Why a frame that came for a turn cannot be its rows."""
+def _misfit(name: str, turn: Turn, what: Rows | R3Error) -> R3Error | None:
+    """Why a frame that came for a turn of this sample cannot be its rows."""
     if isinstance(what, R3Error):
-        return _of_sample(what, sample.name)
-    where = f"sample {sample.name} from engine {turn.engine}"
+        return type(what)(f"sample {name}: {what}", samples=[name], engines=what.engines)
+    where = f"sample {name} from engine {turn.engine}"
     if turn.key is not None and what.sample_key != turn.key:
         return errors.FrameCorrupt(
             f"{where}: the frame belongs to request key {what.sample_key:#x}, expected the reply's {turn.key:#x}; were replies "
             "swapped?",
-            samples=[sample.name],
+            samples=[name],
         )
     if (what.first_row, what.end_row) != (turn.first_row, turn.end_row):
         return errors.RowCountMismatch(
             f"{where}: the frame has rows {what.first_row}..{what.end_row}, its frame reference said "
             f"{turn.first_row}..{turn.end_row}",
-            samples=[sample.name],
+            samples=[name],
         )
     return None
-
-
-def _of_sample(error: R3Error, name: str) -> R3Error:
-    return type(error)(f"sample {name}: {error}", samples=[name], engines=error.engines)
 
 
 def _check_fit(reply: Reply, source: Rows | FrameReference, *, held_rows: int) -> None:

@@ -202,9 +202,8 @@ def _replace(target: Path, made: Mapping[str, bytes]) -> None:
             _beside(target / file).write_bytes(content)
             shutil.copymode(target / file, _beside(target / file))
         for file in made:
-            os.replace(
-                _beside(target / file), target / file
-            )  # hard links, as of a package cache, keep the old content
+            # hard links, as of a package cache, keep the old content
+            os.replace(_beside(target / file), target / file)
             done.append(file)
     except BaseException as error:
         for file in done:

@@ -12,8 +12,8 @@ transport can detect.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +35,6 @@ class Rendezvous:
     host: str
     port: int
     """Where rank 0's store listens."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Pending(Protocol):

@@ -111,10 +111,8 @@ class Listener:
             try:
                 connected, address = self._socket.accept()
                 self._receive(Connection(connected, f"{address[0]}:{address[1]}"))
-            except (
-                OSError,
-                RuntimeError,
-            ) as error:  # no descriptor or no thread is left, or the peer is gone
+            # no descriptor or no thread is left, or the peer is gone
+            except (OSError, RuntimeError) as error:
                 if not self._closed.wait(0.1):
                     log.warning("%s could not accept a connection: %s", self._where, error)
 

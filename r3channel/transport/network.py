@@ -59,9 +59,10 @@ def interfaces() -> list[Interface]:
 
 
 def route_to(address: str) -> str | None:
-    """This machine's address on the route to an IPv4 address; None when there is no route."""
+    """This machine's address on the route to an address; None when there is no route."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address, _ANY_PORT))
             return str(probe.getsockname()[0])
     except OSError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from torch.cuda import nccl
 from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.transport.base import Pending, Rendezvous, Transport
 from r3channel.transport.listener import bound
+from r3channel.transport.network import route_to
 
 T = TypeVar("T")
 
@@ -150,7 +150,8 @@ class ProcessGroupTransport(Transport):
         gloo: Any = dist.ProcessGroupGloo  # the stubs lack its options
         options = gloo._Options()
         options._timeout = limit
-        options._devices = [gloo.create_device(hostname=_local_address(rendezvous.host))]
+        # it listens on the route to the relay and nowhere else
+        options._devices = [gloo.create_device(hostname=route_to(rendezvous.host) or rendezvous.host)]
         return gloo(store, self.rank, self.world_size, options)
 
     def _connect(self, deadline_s: float) -> None:
@@ -339,14 +340,6 @@ def device_of(backend: str) -> torch.device:
 
 def _left(deadline_s: float) -> float:
     return max(0.001, deadline_s - time.monotonic())
-
-
-def _local_address(host: str) -> str:
-    """This machine's address on the route to `host`; gloo listens there and nowhere else."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 1))
-        return str(probe.getsockname()[0])
 
 
 def torch_version() -> str:

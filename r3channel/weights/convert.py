@@ -52,12 +52,10 @@ class NamedView:
     def state_dict(self) -> dict[str, torch.Tensor]:
         # Kept: mbridge's load_weights asks once per tensor. The tensors alias the parameters.
         if self._state is None:
-            state = self.model.state_dict()
-            self._state = {
-                te_name(name, latent=self._latent): value
-                for name, value in state.items()
-                if torch.is_tensor(value)
-            }
+            named = [
+                (name, value) for name, value in self.model.state_dict().items() if torch.is_tensor(value)
+            ]
+            self._state = {te_name(name, latent=self._latent): value for name, value in named}
         return self._state
 
 
@@ -198,20 +196,16 @@ def _from_stage(
 
 
 def _converted(bridge: Any, shard: _Shard, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    mpu = bridge.mpu
-    if _EXPERT not in shard.name:
-        whole = _merged(bridge, shard, weight, group=mpu.tp_group, size=mpu.tp_size)
-        yield from _named(bridge, shard.name, whole)
-        return
-    for name, expert in _experts(bridge, shard, weight):
-        whole = _merged(bridge, shard, expert, group=mpu.etp_group, size=mpu.etp_size)
-        yield from _named(bridge, name, whole)
+    mpu, expert = bridge.mpu, _EXPERT in shard.name
+    group, size = (mpu.etp_group, mpu.etp_size) if expert else (mpu.tp_group, mpu.tp_size)
+    for name, part in _experts(bridge, shard, weight):
+        yield from _named(bridge, name, _merged(bridge, shard, part, group=group, size=size))
 
 
 def _experts(bridge: Any, shard: _Shard, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The same local expert of every EP rank, under its global number."""
+    """The same local expert of every EP rank, under its global number; any other parameter as it is."""
     mpu = bridge.mpu
-    if mpu.ep_size == 1:
+    if mpu.ep_size == 1 or _EXPERT not in shard.name:
         return [(shard.name, weight)]
     gathered = _gathered(weight, group=mpu.ep_group, size=mpu.ep_size)
     return [(_global_expert(bridge, shard.name, rank), part) for rank, part in enumerate(gathered)]
@@ -273,11 +267,7 @@ class Part:
     partition_dim: int  # -1: replicated over TP
     rank: int
     size: int
-
-    @property
-    def ranks(self) -> tuple[int, int]:
-        """(rank, size) in the group whose ranks hold other parts of it."""
-        return (0, 1) if self.partition_dim < 0 else (self.rank, self.size)
+    """Its rank in the group whose ranks hold other parts of it, and their number."""
 
 
 def parts_of(
@@ -342,6 +332,7 @@ class _Place:
     strides: tuple[int, ...]
 
 
+@torch.no_grad()
 def shards_of(
     parts: Iterable[Part], merge: Merge, convert: Convert, *, dtype: torch.dtype | None = None
 ) -> list[Shard]:
@@ -352,35 +343,26 @@ def shards_of(
     """
     known: dict[Any, tuple[torch.Tensor, list[_Place]]] = {}
     shards: list[Shard] = []
-    with torch.no_grad():
-        for part in parts:
-            shards += _shards(part, merge, convert, known, dtype)
+    for part in parts:
+        weight, name = part.tensor.detach().contiguous(), part.name
+        kind = (re.sub(r"\d+", "#", name), weight.shape, part.partition_dim)
+        if kind not in known:
+            known[kind] = _places(part, merge, convert)
+        whole, places = known[kind]
+        names = [named for named, _ in convert(name, whole)]
+        sent = _sent_dtype(name, weight.dtype, dtype)
+        for place in places:
+            meta = TensorMeta(name=names[place.tensor], dtype=sent, shape=place.shape)
+            offset = weight.storage_offset() + place.offset
+            own = torch.as_strided(weight, place.box.shape, place.strides, offset)
+            shards.append(Shard(meta, place.box, own))
     return shards
-
-
-def _shards(
-    part: Part,
-    merge: Merge,
-    convert: Convert,
-    known: dict[Any, tuple[torch.Tensor, list[_Place]]],
-    dtype: torch.dtype | None,
-) -> Iterator[Shard]:
-    weight, name = part.tensor.detach().contiguous(), part.name
-    kind = (re.sub(r"\d+", "#", name), weight.shape, part.partition_dim)
-    if kind not in known:
-        known[kind] = _places(part, merge, convert)
-    whole, places = known[kind]
-    names = [named for named, _ in convert(name, whole)]
-    sent = _sent_dtype(name, weight.dtype, dtype)
-    for place in places:
-        meta = TensorMeta(name=names[place.tensor], dtype=sent, shape=place.shape)
-        offset = weight.storage_offset() + place.offset
-        yield Shard(meta, place.box, torch.as_strided(weight, place.box.shape, place.strides, offset))
 
 
 def _places(part: Part, merge: Merge, convert: Convert) -> tuple[torch.Tensor, list[_Place]]:
     """Where a parameter's elements go, and a whole one without values, of which `convert` tells the names."""
-    items, (rank, size), found = part.tensor.numel(), part.ranks, list[_Place]()
+    rank, size = (0, 1) if part.partition_dim < 0 else (part.rank, part.size)
+    items, found = part.tensor.numel(), list[_Place]()
     # The whole parameter with every element's number instead of its value: rank by rank, in memory order.
     numbers = torch.arange(size * items).view(size, *part.tensor.shape)
     whole = numbers[0] if size == 1 else merge(part.name, list(numbers), part.partition_dim)

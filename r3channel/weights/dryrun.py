@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from r3channel.errors import ManifestMismatch
 from r3channel.weights.geometry import Box
@@ -309,27 +309,24 @@ class _Recorder(TorchDispatchMode):
         return True
 
     def _noted(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
+        """Whether this copy of a tensor into a parameter is one of boxes; what else it is, is refused."""
+        param = self._index.get(_storage(dst))
+        byte, tensor = src.storage_offset() * src.dtype.itemsize, self._tensor_at(src)
+        meta, src = self._tensors[tensor], src.expand(dst.shape)
         try:
-            self._note(dst, src)
+            if param is None:
+                raise NotReplayable(f"a copy into memory that is no parameter, of shape {list(dst.shape)}")
+            if src.dtype != meta.dtype:
+                raise NotReplayable(f"{meta.name} is read as {src.dtype}")
+            first = (byte - self._starts[tensor]) // meta.dtype.itemsize
+            offset = int(dst.storage_offset()) - self.base(param)
+            dims = list(zip(dst.shape, src.stride(), dst.stride(), strict=True))
+            pieces = _boxes(meta, dims, first, offset)
         except NotReplayable as error:
             self.refuse(str(error))
             return False
-        return True
-
-    def _note(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        param = self._index.get(_storage(dst))
-        if param is None:
-            raise NotReplayable(f"a copy into memory that is no parameter, of shape {list(dst.shape)}")
-        byte = src.storage_offset() * src.dtype.itemsize
-        tensor = self._tensor_at(src)
-        meta, src = self._tensors[tensor], src.expand(dst.shape)
-        if src.dtype != meta.dtype:
-            raise NotReplayable(f"{meta.name} is read as {src.dtype}")
-        first = (byte - self._starts[tensor]) // meta.dtype.itemsize
-        offset = int(dst.storage_offset()) - self.base(param)
-        dims = list(zip(dst.shape, src.stride(), dst.stride(), strict=True))
-        pieces = _boxes(meta, dims, first, offset)
         self.parts += [Part(tensor, box, param, at, strides) for box, at, strides in pieces]
+        return True
 
 
 _Dims = list[tuple[int, int, int]]
@@ -419,11 +416,7 @@ def _view(counts: torch.Tensor, view: torch.Tensor, base: int) -> torch.Tensor:
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     """The tensors among an operator's arguments or results, also in lists."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (one for one in value if isinstance(one, torch.Tensor))
+    return (value for value in tree_leaves([*values]) if isinstance(value, torch.Tensor))
 
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:

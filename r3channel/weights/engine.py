@@ -22,31 +22,14 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request
 
-from r3channel.errors import (
-    CannotStage,
-    ConfigError,
-    DeadlineExceeded,
-    EngineRefused,
-    EngineUnavailable,
-    FrameCorrupt,
-    R3Error,
-    RegistryRefused,
-)
+from r3channel import errors
 from r3channel.transport.http import urlopen
 from r3channel.transport.process_group import nccl_version, torch_version
+from r3channel.weights import wires
 from r3channel.weights.group import WeightGroup
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import CONTROL_S, GRACE_S, REPAIR_S, background
 from r3channel.weights.refusals import ANY_WAY, OLD, STAGED, refused
-from r3channel.weights.wires import (
-    COMMIT_FORMAT,
-    FLUSH_REFUSED,
-    FOUND_OPEN,
-    OPEN_FORMAT,
-    ORDERS_GROUP,
-    UNTOUCHED,
-    RankLink,
-)
 from r3channel.wire.hello import Hello, probe_body
 
 PauseMode = Literal["retract", "in_place", "abort"]
@@ -83,9 +66,9 @@ class EngineHandle:
         except ValueError:  # of the port
             fits = False
         if not fits:
-            raise ConfigError(f"engine address {url!r}: expected http://host:port")
+            raise errors.ConfigError(f"engine address {url!r}: expected http://host:port")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise ConfigError(  # http.client would show it
+            raise errors.ConfigError(  # http.client would show it
                 f"engine {url}: api_key has a character that no HTTP header takes; has it a line break at its end?"
             )
         self.url = url.rstrip("/")
@@ -100,7 +83,7 @@ class EngineHandle:
         self.state = EngineState.SERVING
         self.group: WeightGroup | None = None
         """The group of broadcasts."""
-        self.ranks: list[RankLink] = []
+        self.ranks: list[wires.RankLink] = []
         """The links of staged updates, by rank."""
         self.metas: tuple[TensorMeta, ...] = ()
         """The tensors that its ranks were told when they linked; what they need refers to these by index."""
@@ -130,7 +113,7 @@ class EngineHandle:
         try:
             reply = self._call("POST", "/generate", probe_body(), timeout_s=timeout_s)
             hello, _ = Hello.split(base64.b64decode(reply["meta_info"]["routed_experts"], validate=True))
-        except (EngineRefused, FrameCorrupt, KeyError, TypeError, ValueError):
+        except (errors.EngineRefused, errors.FrameCorrupt, KeyError, TypeError, ValueError):
             return  # no plug-in: it refuses the question, or answers it with something else
         if hello is not None:
             self.torch, self.nccl = hello.torch, hello.nccl
@@ -142,7 +125,7 @@ class EngineHandle:
         self.unlink()
         info = self._call("GET", "/server_info", None, timeout_s=timeout_s)
         if why := refused(info, ANY_WAY):
-            raise ConfigError(f"engine {self.url} was started with {why}")
+            raise errors.ConfigError(f"engine {self.url} was started with {why}")
         self.unstaged, self.takes_orders = refused(info, STAGED), not refused(info, (OLD,))
         self.size = int(info.get("tp_size") or 1)
         self.boot_id, self.holds = _boot_id(info), None
@@ -159,7 +142,7 @@ class EngineHandle:
         """Whether the engine answers its health route with 200."""
         try:
             status, _ = self._exchange("GET", "/health", None, timeout_s=timeout_s)
-        except (EngineUnavailable, DeadlineExceeded):
+        except (errors.EngineUnavailable, errors.DeadlineExceeded):
             return False
         return status == 200
 
@@ -167,14 +150,16 @@ class EngineHandle:
         """The version that the engine puts into replies, as its own text."""
         version = self._call("GET", "/model_info", None, timeout_s=timeout_s).get("weight_version")
         if not isinstance(version, str):
-            raise EngineRefused(f"engine {self.url} /model_info has no weight_version; is it SGLang 0.5.23?")
+            raise errors.EngineRefused(
+                f"engine {self.url} /model_info has no weight_version; is it SGLang 0.5.23?"
+            )
         return version
 
     def version_now(self) -> str:
         """The version that the engine serves, asked just now, for an error."""
         try:
             return f"version {self.weight_version(timeout_s=_ASK_S)}"
-        except R3Error as error:
+        except errors.R3Error as error:
             return f"unknown ({type(error).__name__})"
 
     def weight_checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
@@ -187,7 +172,7 @@ class EngineHandle:
             ranks = [rank["checksums"] for rank in reply["ranks"]]
             return [{str(name): str(checksum) for name, checksum in sums.items()} for sums in ranks]
         except (KeyError, TypeError, AttributeError) as error:
-            raise EngineRefused(
+            raise errors.EngineRefused(
                 f"engine {self.url} /weights_checker: no checksums in {_shown(reply)}"
             ) from error
 
@@ -216,10 +201,10 @@ class EngineHandle:
             return
         try:
             self._command("/begin_weight_update", {}, timeout_s=timeout_s)
-        except EngineRefused:
+        except errors.EngineRefused:
             self._enter(EngineState.FENCED)
             self.foreign = True
-            with contextlib.suppress(EngineRefused):
+            with contextlib.suppress(errors.EngineRefused):
                 self.end(timeout_s)
             self._command("/begin_weight_update", {}, timeout_s=timeout_s)
             self.foreign = False
@@ -267,23 +252,23 @@ class EngineHandle:
         where bytes beside its parameters would leave something old. An update that is found begun was left by somebody who failed
         or died, or belongs to another session: then the engine is FENCED."""
         if self.unstaged:
-            raise CannotStage(f"engine {self.url} takes no staged bytes: {self.unstaged}")
+            raise errors.CannotStage(f"engine {self.url} takes no staged bytes: {self.unstaged}")
         self.unlink()
         control_s = min(CONTROL_S, timeout_s)  # one that hangs is found here, not by the order
         self.pause("in_place", control_s)
         answer = ""
         try:
-            answer = self._order(order, timeout_s=timeout_s)
-        except EngineRefused as error:
+            answer = self._order(order, timeout_s)
+        except errors.EngineRefused as error:
             answer = str(error)
             if any(word in answer for word in _NO_PLUGIN):
-                raise CannotStage(
+                raise errors.CannotStage(
                     f"engine {self.url} runs without our half; start it with R3CHANNEL_WEIGHTS=1"
                 ) from error
             raise
         finally:
             # that order had no answer
-            answer = answer or self._order({"op": "look"}, timeout_s=control_s)
+            answer = answer or self._order({"op": "look"}, control_s)
             self._look_for_begun(answer)
             if not self.foreign:  # else it was paused, and stays so, by whom the bracket belongs to
                 self.undo(control_s)
@@ -292,8 +277,8 @@ class EngineHandle:
         """Keep other sessions from this engine, and return whether our half could. Raises EngineRefused while another session
         holds it, and where an update would leave something old."""
         try:
-            self._look_for_begun(self._order(order, timeout_s=timeout_s))
-        except EngineRefused as error:
+            self._look_for_begun(self._order(order, timeout_s))
+        except errors.EngineRefused as error:
             self._look_for_begun(str(error))
             if any(word in str(error) for word in _NO_PLUGIN):
                 return False
@@ -308,34 +293,27 @@ class EngineHandle:
         self._enter(EngineState.FENCED)
         try:
             with self._flush_may_be_refused() as unflushed:
-                self._order(order, flush_cache=flush_cache, weight_version=str(version), timeout_s=timeout_s)
+                self._order(order, timeout_s, flush_cache=flush_cache, weight_version=str(version))
             if unflushed:  # then SGLang has not told its front of the version
                 self._set_version(version, timeout_s)
-        except EngineRefused as error:
-            if UNTOUCHED in str(error):
+        except errors.EngineRefused as error:
+            if wires.UNTOUCHED in str(error):
                 self.state = before
             raise
         self._take(version)
         self.gives = version
 
-    def _order(
-        self,
-        order: Mapping[str, Any],
-        *,
-        flush_cache: bool = False,
-        weight_version: str | None = None,
-        timeout_s: float,
-    ) -> str:
-        """Send an order to our half in the engine and return the answer. `weight_version` names the weights that are served once
-        it is carried out."""
-        form = COMMIT_FORMAT if order["op"] == "commit" else OPEN_FORMAT
-        body = {"names": [json.dumps(order)], "dtypes": [], "shapes": [], "group_name": ORDERS_GROUP}
-        body |= {"load_format": form, "flush_cache": flush_cache, "weight_version": weight_version}
+    def _order(self, order: Mapping[str, Any], timeout_s: float, **served: Any) -> str:
+        """Send an order to our half in the engine and return the answer. `served`: `flush_cache`, and `weight_version`, which
+        names the weights that are served once it is carried out."""
+        form = wires.COMMIT_FORMAT if order["op"] == "commit" else wires.OPEN_FORMAT
+        body = {"names": [json.dumps(order)], "dtypes": [], "shapes": [], "group_name": wires.ORDERS_GROUP}
+        body |= {"load_format": form, "flush_cache": False, "weight_version": None, **served}
         reply = self._command("/update_weights_from_distributed", body, timeout_s=timeout_s)
         return str(reply.get("message", ""))
 
     def _look_for_begun(self, answer: str) -> None:
-        self.foreign = FOUND_OPEN in answer
+        self.foreign = wires.FOUND_OPEN in answer
         if self.foreign:
             self._enter(EngineState.FENCED)
 
@@ -356,7 +334,7 @@ class EngineHandle:
     def undo(self, timeout_s: float) -> None:
         """Serve again if no byte of an update came, or all of them and the version; stay paused otherwise."""
         if self.state is EngineState.OPEN:
-            with contextlib.suppress(EngineRefused):  # none is open: it never got our begin
+            with contextlib.suppress(errors.EngineRefused):  # none is open: it never got our begin
                 self.end(timeout_s)
             self._enter(EngineState.PAUSED)
         if self.state in (EngineState.PAUSED, EngineState.NEW):
@@ -399,13 +377,13 @@ class EngineHandle:
         self._command("/update_weight_version", body, timeout_s=timeout_s)
 
     @contextlib.contextmanager
-    def _flush_may_be_refused(self) -> Iterator[list[EngineRefused]]:
+    def _flush_may_be_refused(self) -> Iterator[list[errors.EngineRefused]]:
         """Let SGLang refuse to flush while requests wait for their grammar: the weights are in. Gives what it said."""
-        unflushed: list[EngineRefused] = []
+        unflushed: list[errors.EngineRefused] = []
         try:
             yield unflushed
-        except EngineRefused as error:
-            if FLUSH_REFUSED not in str(error):
+        except errors.EngineRefused as error:
+            if wires.FLUSH_REFUSED not in str(error):
                 raise
             unflushed.append(error)
 
@@ -415,7 +393,7 @@ class EngineHandle:
         """Make a call whose answer must not say `success: false`."""
         reply = self._call("POST", route, body, timeout_s=timeout_s)
         if reply.get("success", True) is not True:
-            raise EngineRefused(f"engine {self.url} {route} answered {_shown(reply)}")
+            raise errors.EngineRefused(f"engine {self.url} {route} answered {_shown(reply)}")
         return reply
 
     def _call(
@@ -424,13 +402,17 @@ class EngineHandle:
         status, data = self._exchange(method, route, body, timeout_s=timeout_s)
         text = data.decode("utf-8", "replace")
         if status != 200:
-            raise EngineRefused(f"engine {self.url} {route} answered HTTP {status}: {_shown(text)}")
+            raise errors.EngineRefused(f"engine {self.url} {route} answered HTTP {status}: {_shown(text)}")
         try:
             reply = json.loads(text)
         except ValueError as error:
-            raise EngineRefused(f"engine {self.url} {route} answered no JSON: {_shown(text)}") from error
+            raise errors.EngineRefused(
+                f"engine {self.url} {route} answered no JSON: {_shown(text)}"
+            ) from error
         if not isinstance(reply, dict):
-            raise EngineRefused(f"engine {self.url} {route} answered {_shown(reply)}; expected a JSON object")
+            raise errors.EngineRefused(
+                f"engine {self.url} {route} answered {_shown(reply)}; expected a JSON object"
+            )
         return reply
 
     def _exchange(
@@ -442,16 +424,18 @@ class EngineHandle:
             with urlopen(request, timeout_s=timeout_s) as reply:
                 status, data = reply.status, reply.read(_MAX_REPLY_BYTES)
                 if reply.read(1):
-                    raise EngineRefused(f"engine {self.url} {route} answered more than {len(data)} bytes")
+                    raise errors.EngineRefused(
+                        f"engine {self.url} {route} answered more than {len(data)} bytes"
+                    )
                 return status, data
         except HTTPError as error:
             return error.code, error.read(_MAX_REPLY_BYTES)
         except (OSError, HTTPException) as error:
             if isinstance(getattr(error, "reason", error), TimeoutError):
-                raise DeadlineExceeded(
+                raise errors.DeadlineExceeded(
                     f"engine {self.url} {route}: no answer within {timeout_s:.1f} s"
                 ) from error
-            raise EngineUnavailable(
+            raise errors.EngineUnavailable(
                 f"engine {self.url} {route}: {type(error).__name__}: {error}; is it up, and is this its address?"
             ) from error
 
@@ -472,7 +456,7 @@ class Engines:
     def __init__(self, engines: Sequence[EngineHandle | str], backend: str) -> None:
         """Raises ConfigError for no engine, or for one given twice."""
         if isinstance(engines, str):  # whose letters would be taken for engines
-            raise ConfigError(f"engines is {engines!r}, one address; expected a list of them")
+            raise errors.ConfigError(f"engines is {engines!r}, one address; expected a list of them")
         self.all = _distinct([handle_of(engine) for engine in engines])
         self.version: int | None = None
         """The newest version that any of them has committed."""
@@ -483,7 +467,7 @@ class Engines:
         for engine in self.all:
             if engine.url == url.rstrip("/"):
                 return engine
-        raise ConfigError(f"engine {url} is not one of {[engine.url for engine in self.all]}")
+        raise errors.ConfigError(f"engine {url} is not one of {[engine.url for engine in self.all]}")
 
     @property
     def evicted(self) -> dict[str, str]:
@@ -506,7 +490,7 @@ class Engines:
             for name, ours in self._ours.items():
                 theirs = getattr(engine, name)
                 if theirs and ours and theirs != ours:
-                    raise RegistryRefused(
+                    raise errors.RegistryRefused(
                         f"engine {engine.url} runs {name} {theirs}, the trainer {ours}; expected equal versions"
                     )
 
@@ -537,5 +521,5 @@ def describe_states(engines: Iterable[EngineHandle]) -> str:
 def _distinct(engines: list[EngineHandle]) -> list[EngineHandle]:
     urls = [engine.url for engine in engines]
     if not engines or len(set(urls)) != len(urls):
-        raise ConfigError(f"engines {urls}: expected at least one, each once")
+        raise errors.ConfigError(f"engines {urls}: expected at least one, each once")
     return engines

@@ -133,7 +133,11 @@ class ShardMap:
         self.layout_of: tuple[int, ...] = tuple(indexes)
         """Index into `layouts`, per tensor."""
         self.index_of: Mapping[str, int] = {meta.name: i for i, meta in enumerate(metas)}
-        self.digest: str = self._digest()
+        rows = [[*meta.row(), index] for meta, index in zip(metas, indexes, strict=True)]
+        digest = xxhash.xxh3_128(json.dumps(rows, separators=(",", ":")).encode())
+        for layout in self.layouts:
+            digest.update(layout.digest)
+        self.digest: str = digest.hexdigest()
 
     @classmethod
     def gathered(cls, reports: Sequence[bytes]) -> ShardMap:
@@ -165,13 +169,6 @@ class ShardMap:
                 known[key] = Layout.of(shape, boxes)
             tensors.append((TensorMeta.from_row([name, dtype, shape]), known[key]))
         return cls(tensors)
-
-    def _digest(self) -> str:
-        rows = [[*meta.row(), index] for meta, index in zip(self.metas, self.layout_of, strict=True)]
-        digest = xxhash.xxh3_128(json.dumps(rows, separators=(",", ":")).encode())
-        for layout in self.layouts:
-            digest.update(layout.digest)
-        return digest.hexdigest()
 
 
 def report_of(held: Iterable[tuple[TensorMeta, Box]]) -> bytes:

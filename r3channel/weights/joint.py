@@ -17,15 +17,7 @@ from typing import Any
 
 import torch
 
-from r3channel.errors import (
-    EngineLeftBehind,
-    EngineUnavailable,
-    ManifestMismatch,
-    TrainerRankLost,
-    TransportError,
-    UsageError,
-    WeightsCorrupt,
-)
+from r3channel import errors
 from r3channel.weights.engine import EngineHandle, describe_states
 from r3channel.weights.executor import Feed, Work
 from r3channel.weights.progress import GRACE_S, REPAIR_S, background
@@ -73,7 +65,7 @@ class Staged(Work):
         self._leave_out_the_lost()
         self._deciding = True
         left = self._lead(self._commit).get("left")
-        self.outcome = EngineLeftBehind(left) if left else self.outcome
+        self.outcome = errors.EngineLeftBehind(left) if left else self.outcome
 
     def abort(self) -> None:
         """Send no more, and let all serve as before: no parameter was touched, but at engines that are FENCED. Links that are
@@ -129,7 +121,7 @@ class Staged(Work):
         kept = self._run.report.rounded
         lost = next((name for name, how in given.rounded.items() if kept.get(name) != how), None)
         if lost is not None:
-            raise ManifestMismatch(
+            raise errors.ManifestMismatch(
                 f"the engine that is read keeps {lost} rounded ({given.rounded[lost]}), the one to be filled does not; "
                 "give it the trainer's weights (`republish`)"
             )
@@ -144,7 +136,7 @@ class Staged(Work):
     def _push(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send this bucket while the caller makes the next one ready."""
         if self._over:
-            raise UsageError("the update has ended")
+            raise errors.UsageError("the update has ended")
         self._ranks.check()
         self._landed()
         number, limit_s = self._bucket, self._config.engine_timeout_s
@@ -168,21 +160,23 @@ class Staged(Work):
             error = call.exception() if call.done() else TimeoutError(f"no end within {left_s:.1f} s")
             if not call.done():
                 member.unlink()  # the call ends with it
-            if isinstance(error, (TransportError, TimeoutError)):
+            if isinstance(error, (errors.TransportError, TimeoutError)):
                 self._lost.setdefault(member.url, str(error))
             elif error is not None:
                 raise error
             else:
                 self._run.report.sent_bytes += call.result()
         if not any(True for _ in self._links()):
-            raise EngineUnavailable("; ".join(f"engine {url}: {why}" for url, why in self._lost.items()))
+            raise errors.EngineUnavailable(
+                "; ".join(f"engine {url}: {why}" for url, why in self._lost.items())
+            )
 
     def _leave_out_the_lost(self) -> None:
         """Engines that any trainer could not reach are lost to all."""
         words = self._ranks.exchange(self._lost, self._run.deadline.at_least(GRACE_S * 10))
         gone = {url: why for lost in words for url, why in lost.items()}
         for member in [m for m in self.members if m.url in gone]:
-            self.lose(member, EngineUnavailable(f"engine {member.url}: {gone[member.url]}"))
+            self.lose(member, errors.EngineUnavailable(f"engine {member.url}: {gone[member.url]}"))
 
     # -- all ranks together --------------------------------------------------------------------------------------------
 
@@ -191,10 +185,10 @@ class Staged(Work):
         told = call() | {"evicted": self._run.report.evicted} if self._ranks.leads else {}
         try:
             told = self._ranks.exchange(told, self._run.deadline.at_least(GRACE_S * 10))[0]
-        except TransportError as gone:
+        except errors.TransportError as gone:
             if not self._deciding:
                 raise
-            self.outcome = lost = TrainerRankLost(self._known(str(gone)))
+            self.outcome = lost = errors.TrainerRankLost(self._known(str(gone)))
             if not self._ranks.leads:
                 raise lost from gone
         for member in [m for m in self.members if m.url in told["evicted"]]:
@@ -233,7 +227,7 @@ class Staged(Work):
         for member, sums in found.items():
             other, wanted = first.setdefault(len(sums), (f"engine {member.url}", sums))
             if sums != wanted:
-                raise WeightsCorrupt(
+                raise errors.WeightsCorrupt(
                     f"engine {member.url} staged other bytes of version {self._version} than {other}: weights changed since, or "
                     "trainer ranks that hold the same parameter hold other values. Their replicas drift apart where gradients "
                     "are not reduced between them, as those of experts under TP > 1 with expert parallel sizes of 1 (Megatron's "

@@ -100,10 +100,8 @@ class Bucket:
 
     def views(self, buffer_N: torch.Tensor) -> list[torch.Tensor]:
         """The tensors inside a flat uint8 buffer that holds this bucket, in wire order. No copy."""
-        return [
-            buffer_N[offset : offset + meta.nbytes].view(meta.dtype).view(meta.shape)
-            for meta, offset in zip(self.tensors, self.offsets, strict=True)
-        ]
+        parts = ((meta, buffer_N[at : at + meta.nbytes]) for meta, at in self.placed)
+        return [part.view(meta.dtype).view(meta.shape) for meta, part in parts]
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -23,7 +23,6 @@ _FIRST_NOT_FINITE: Mapping[torch.dtype, int] = {
 """The smallest bit pattern, without sign, that is NaN or Inf; all patterns above are, too."""
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def first_nonfinite(placed: Iterable[tuple[TensorMeta, int]], payload: torch.Tensor) -> TensorMeta | None:
@@ -66,7 +65,7 @@ def _finite_on_host(values: torch.Tensor) -> bool:
     first, size = _FIRST_NOT_FINITE[values.dtype], values.dtype.itemsize
     signed = values.detach().view(_SIGNED[size]).numpy()
     unsigned_limit = first + (1 << (8 * size - 1))
-    return int(signed.max()) < first and int(signed.view(_UNSIGNED[size]).max()) < unsigned_limit
+    return int(signed.max()) < first and int(signed.view(f"u{size}").max()) < unsigned_limit
 
 
 class Packer:

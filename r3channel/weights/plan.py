@@ -28,10 +28,6 @@ def deal(loads_R: np.ndarray, holders_H: np.ndarray, *, count: int, nbytes: int)
         loads_R[holders_H[0]] += count * nbytes
         return np.full(count, holders_H[0])
     held_H = loads_R[holders_H]
-    if count == 1:
-        chosen = holders_H[int(np.argmin(held_H))]
-        loads_R[chosen] += nbytes
-        return np.array([chosen])
     items_H = _whole_items(held_H, count, nbytes)
     who = np.repeat(np.arange(len(holders_H)), items_H)
     nth = np.arange(len(who)) - np.repeat(np.cumsum(items_H) - items_H, items_H)
@@ -168,15 +164,7 @@ def _geometry(source: Layout, target: Layout) -> _Geometry | str:
     digest = xxhash.xxh3_128(source.digest + target.digest)
     for array in (starts[at], stops[at], dst_I, part_I):
         digest.update(np.ascontiguousarray(array).data)
-    return _Geometry(
-        starts[at],
-        stops[at],
-        numel_SD[at],
-        dst_I,
-        part_I,
-        src.ranks,
-        digest.digest(),
-    )
+    return _Geometry(starts[at], stops[at], numel_SD[at], dst_I, part_I, src.ranks, digest.digest())
 
 
 def _overlap(src: _Parts) -> str | None:

@@ -22,15 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from r3channel.errors import (
-    CannotStage,
-    DeadlineExceeded,
-    GiverChanged,
-    NonFiniteWeights,
-    PeerFailed,
-    TransportError,
-    WeightsError,
-)
+from r3channel import errors
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener, connect
 from r3channel.weights.progress import Deadline
@@ -42,7 +34,7 @@ _HEAD = struct.Struct("<qII")
 _SILENT_S = 2.0
 """After so long a wait it is said in the log who is waited for."""
 _RETRY_S = 0.1
-_KINDS = {kind.__name__: kind for kind in (NonFiniteWeights, CannotStage, GiverChanged)}
+_KINDS = {kind.__name__: kind for kind in (errors.NonFiniteWeights, errors.CannotStage, errors.GiverChanged)}
 """Failures of another rank that are raised under their own class."""
 
 log = logging.getLogger(__name__)
@@ -74,23 +66,14 @@ class TrainerRanks:
 
     def connect(self, host: str, run_token: str, deadline: Deadline) -> tuple[str, str, Listener]:
         """Link all ranks. Returns the session's name, its secret, and where this rank listens, for engines too."""
-        if not self.leads:
-            told, link = self._to_hub(run_token, deadline)
-            self._begin_link(0, link)
-            return (
-                told["session"],
-                told["nonce"],
-                Listener(host, token=session_token(run_token, told["nonce"])),
-            )
-        told: dict[str, Any] = {
-            "session": f"r3channel-weights-{secrets.token_hex(4)}",
-            "nonce": secrets.token_hex(16),
-        }
-        listener = Listener(host, token=session_token(run_token, told["nonce"]))
-        if self.size > 1:
-            self._store.set(self._key, json.dumps(told | {"host": host, "port": listener.port}))
+        told = {"session": f"r3channel-weights-{secrets.token_hex(4)}", "nonce": secrets.token_hex(16)}
         links: dict[int, Connection] = {}
-        while len(links) < self.size - 1:
+        if not self.leads:
+            told, links[0] = self._to_hub(run_token, deadline)
+        listener = Listener(host, token=session_token(run_token, told["nonce"]))
+        if self.leads and self.size > 1:
+            self._store.set(self._key, json.dumps(told | {"host": host, "port": listener.port}))
+        while self.leads and len(links) < self.size - 1:
             link = listener.accept(deadline.left_s())
             link.send_record(WELCOME, timeout_s=deadline.left_s())
             links[json.loads(link.hello)["trainer"]] = link
@@ -116,11 +99,13 @@ class TrainerRanks:
                 link = connect(told["host"], told["port"], token, timeout_s=left_s, hello=hello.encode())
                 link.recv_record(timeout_s=left_s)
                 return told, link
-            except TransportError as error:
+            except errors.TransportError as error:
                 log.debug("trainer rank %d does not reach rank 0 yet: %s", self.rank, error)
                 time.sleep(min(_RETRY_S, deadline.left_s()))
             except RuntimeError as error:
-                raise DeadlineExceeded(f"trainer rank 0 did not say where it listens: {error}") from error
+                raise errors.DeadlineExceeded(
+                    f"trainer rank 0 did not say where it listens: {error}"
+                ) from error
 
     def close(self) -> None:
         for outgoing in self._outgoing.values():
@@ -170,8 +155,10 @@ class TrainerRanks:
                     )
                 try:
                     left_s = deadline.left_s()
-                except DeadlineExceeded as error:
-                    raise DeadlineExceeded(f"trainer ranks {late} did not come along: {error}") from error
+                except errors.DeadlineExceeded as error:
+                    raise errors.DeadlineExceeded(
+                        f"trainer ranks {late} did not come along: {error}"
+                    ) from error
                 self._changed.wait(left_s if noticed else min(left_s, _SILENT_S))
             return [said[rank] for rank in range(self.size)]
 
@@ -181,9 +168,9 @@ class TrainerRanks:
             if told := self._failed.get((self.update, rank)):
                 error = json.loads(told)
                 why = f"trainer rank {rank}: {error['kind']}: {error['why']}"
-                raise _KINDS.get(error["kind"], WeightsError)(why, engines=error["engines"])
+                raise _KINDS.get(error["kind"], errors.WeightsError)(why, engines=error["engines"])
             if rank in self._gone:
-                raise PeerFailed(f"trainer rank {rank} is gone: {self._gone[rank]}")
+                raise errors.PeerFailed(f"trainer rank {rank} is gone: {self._gone[rank]}")
 
     # -- links ---------------------------------------------------------------------------------------------------------
 
@@ -198,7 +185,7 @@ class TrainerRanks:
 
     def _send(self, rank: int, link: Connection) -> None:
         """A link's own thread: a rank that stands still keeps nobody from telling the others."""
-        with suppress(TransportError):
+        with suppress(errors.TransportError):
             while (message := self._outgoing[rank].get()) is not None:
                 kind, head, raw = message
                 link.send_record(kind, head + len(raw).to_bytes(8, "little"), timeout_s=None)
@@ -211,7 +198,7 @@ class TrainerRanks:
             while True:
                 kind, head = link.recv_record(timeout_s=None)
                 self._note(kind, head[: _HEAD.size], receive_blob(link, head[_HEAD.size :]), came_from=rank)
-        except TransportError as error:
+        except errors.TransportError as error:
             self._note(GONE, _HEAD.pack(1 << 62, 0, rank), str(error).encode(), came_from=rank)
 
     def _note(self, kind: int, head: bytes, raw: bytes, *, came_from: int) -> None:

@@ -43,16 +43,12 @@ class Receiver:
 
     def order(self, model: torch.nn.Module, order: Mapping[str, Any]) -> None:
         """Raises WeightsError with every rank's reason unless all ranks did it."""
-        acts: dict[str, tuple[Callable[[], None], ...]] = {
-            "commit": (
-                lambda: self._mine(order).check(model, order["update"]),
-                lambda: self._mine(order).change_over(model, order["version"]),
-            ),
-            "look": (),
-        }
-        opens = (lambda: self._free_for(order["session"], model), lambda: self._open(model, order))
-        for number, step in enumerate(acts.get(order["op"], opens)):
-            self._together(step, UNTOUCHED if order["op"] == "commit" and not number else "")
+        if order["op"] == "commit":
+            self._together(lambda: self._mine(order).check(model, order["update"]), UNTOUCHED)
+            self._together(lambda: self._mine(order).change_over(model, order["version"]))
+        elif order["op"] != "look":
+            self._together(lambda: self._free_for(order["session"], model))
+            self._together(lambda: self._open(model, order))
 
     def holder(self) -> str:
         """The name of the session that holds this engine; empty where none does."""
@@ -99,9 +95,8 @@ def gathered_words(word: str, group: Any, size: int) -> list[str]:
     """Every rank's word, on every rank; fixed sizes, no pickle."""
     if size == 1:
         return [word]
-    mine = torch.zeros(WORD_BYTES, dtype=torch.uint8)
-    raw = word.encode()[:WORD_BYTES]
-    mine[: len(raw)] = torch.frombuffer(bytearray(raw or b"\0"), dtype=torch.uint8)[: len(raw)]
+    raw = word.encode()[:WORD_BYTES].ljust(WORD_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     words = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(words, mine, group=group)
     return [one.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for one in words]
@@ -176,9 +171,8 @@ def update(original: Any, manager: Any, recv_req: Any) -> Any:
     own = manager.begin_weight_update(recv_req).success  # of the request only `selector` is read
     done = original(manager, recv_req)
     if done.success or FLUSH_REFUSED in done.message or (own and UNTOUCHED in done.message):
-        manager.end_weight_update(
-            recv_req
-        )  # on all ranks or on none: it is collective, and they agree on their words
+        # on all ranks or on none: it is collective, and they agree on their words
+        manager.end_weight_update(recv_req)
     return done
 
 

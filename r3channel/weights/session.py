@@ -24,17 +24,7 @@ from typing import Any
 
 import torch
 
-from r3channel.errors import (
-    CannotStage,
-    ConfigError,
-    EngineLeftBehind,
-    GiverChanged,
-    R3Error,
-    TrainerRankLost,
-    UsageError,
-    WeightUpdateFailed,
-    close_after,
-)
+from r3channel import errors
 from r3channel.observe.metrics import Metrics
 from r3channel.transport.collective_lock import PROCESS_SLOT
 from r3channel.weights.broadcast import Broadcast
@@ -80,7 +70,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         """See `whole` and `sharded`, which make the configuration from options."""
         self._config, self._exact = config, group is not None
         if self._exact and config.staged is False:
-            raise ConfigError("shards are sent to staged engines only; staged=False stages none")
+            raise errors.ConfigError("shards are sent to staged engines only; staged=False stages none")
         self._engines = Engines(config.engines, config.backend)
         self._must_stage = config.staged is True or config.verify or self._exact
         self._way = "" if config.staged else "broadcast: not wanted"
@@ -96,8 +86,10 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         # Not by `self`, which the page would keep, and with it the group and gloo's threads, to the process's end.
         engines = self._engines
         self.metrics.watch("r3channel_engines_routable", lambda: len(engines.routable(0)))
-        self._version: int | None = None
-        self._held: HeldWeights | None = None
+        self.version: int | None = None
+        """The last version that was committed through this object."""
+        self.held: HeldWeights | None = None
+        """What the engines hold since the last commit, to be written to a file and held against any engine (store.py)."""
         self._phase, self._busy = "new", threading.Lock()
 
     @classmethod
@@ -112,11 +104,6 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         return cls(SyncConfig(engines=engines, **options), group=group)
 
     @property
-    def version(self) -> int | None:
-        """The last version that was committed through this object."""
-        return self._version
-
-    @property
     def engine_states(self) -> dict[str, EngineState]:
         """What each engine holds and does, as far as this object knows."""
         return {member.url: member.state for member in self._engines.all}
@@ -125,11 +112,6 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
     def evicted(self) -> dict[str, str]:
         """Engines that the last update went on without, and why."""
         return self._engines.evicted
-
-    @property
-    def held(self) -> HeldWeights | None:
-        """What the engines hold since the last commit, to be written to a file and held against any engine (store.py)."""
-        return self._held
 
     def routable(self, *, timeout_s: float = 0.0) -> tuple[str, ...]:
         """The gate: engines that may get requests, as they hold the newest committed version. Any thread.
@@ -146,7 +128,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         Raises RegistryRefused with both versions, the engine's error, or DeadlineExceeded after `timeout_s`.
         """
         if self._phase != "new":
-            raise UsageError(f"WeightSync.connect() on a session that is {self._phase}")
+            raise errors.UsageError(f"WeightSync.connect() on a session that is {self._phase}")
         run = Run(Deadline(timeout_s, "connect"))
         self._stages.connect(run.deadline)
         if self._ranks.leads:
@@ -176,7 +158,9 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             self._alone("update", f"the update to weight version {version}", timeout_s),
             self._counted(version, run.report),
         ):
-            self._check_version(version)
+            last = max(known or 0 for known in (self._engines.version, self.version))
+            if version < last:
+                raise errors.UsageError(f"version {version} after {last}; versions only grow")
             return self._update(given, version, run)
 
     def republish(self, named_tensors: Tensors, *, engines: Sequence[str], timeout_s: float) -> UpdateReport:
@@ -189,8 +173,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         members = [self._engines.at(url) for url in engines]
         run = Run(Deadline(timeout_s, f"republishing to {engines}"))
         with self._exhausted(named_tensors) as given, self._alone("republish", "a weight update", timeout_s):
-            if self._version is None or not members:
-                raise UsageError(f"republish() of version {self._version} to {engines}: nothing to do")
+            if self.version is None or not members:
+                raise errors.UsageError(f"republish() of version {self.version} to {engines}: nothing to do")
             report = self._bring_up(members, run, lambda: self._what(given, run))
             assert report is not None
             return report
@@ -205,8 +189,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         with self._alone("update_one", f"the weight update of {engine}", timeout_s):
             report = self._from_peer(self._engines.at(engine), deadline)
             if report is None:
-                raise UsageError(
-                    f"nothing holds version {self._version} for engine {engine}: no other engine took it staged and serves it. "
+                raise errors.UsageError(
+                    f"nothing holds version {self.version} for engine {engine}: no other engine took it staged and serves it. "
                     "Give it again: republish()"
                 )
             return report
@@ -244,7 +228,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             self._stages.close()
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        close_after(error, self.close)
+        errors.close_after(error, self.close)
 
     @contextlib.contextmanager
     def _exhausted(self, named_tensors: Iterable[Any]) -> Iterator[Iterator[Any]]:
@@ -262,12 +246,12 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         """Keep other threads out of this object, and this process from receiving a step's routing, inside the block. All trainer
         ranks count it, and each says what it fails with."""
         if not self._busy.acquire(blocking=False):
-            raise UsageError(f"WeightSync.{method}() while another thread is inside this WeightSync")
+            raise errors.UsageError(f"WeightSync.{method}() while another thread is inside this WeightSync")
         self._ranks.begin()
         try:
             with PROCESS_SLOT.use("weights", what, timeout_s=timeout_s):
                 if self._phase != "ready":
-                    raise UsageError(
+                    raise errors.UsageError(
                         f"WeightSync.{method}() on a session that is {self._phase}; connect() first"
                     )
                 yield
@@ -285,8 +269,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             with self.metrics.clock.span("weights"):
                 yield
             result = "committed"
-        except (EngineLeftBehind, TrainerRankLost) as error:  # committed, but not by all
-            known = isinstance(error, EngineLeftBehind) or self._ranks.leads
+        except (errors.EngineLeftBehind, errors.TrainerRankLost) as error:  # committed, but not by all
+            known = isinstance(error, errors.EngineLeftBehind) or self._ranks.leads
             result = "committed" if known else "unknown"
             raise
         finally:
@@ -300,11 +284,6 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                 )
             if result == "committed":
                 self.metrics.set("r3channel_weight_version", version)
-
-    def _check_version(self, version: int) -> None:
-        last = max(known or 0 for known in (self._engines.version, self._version))
-        if version < last:
-            raise UsageError(f"version {version} after {last}; versions only grow")
 
     # -- what is given -------------------------------------------------------------------------------------------------
 
@@ -340,7 +319,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         begun: list[Staged | Broadcast] = []
         try:
             yield begun
-        except TrainerRankLost:  # after the commit
+        except errors.TrainerRankLost:  # after the commit
             raise
         except BaseException as error:
             self._ranks.fail(error)  # the others need not wait for the cleaning up
@@ -348,19 +327,21 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                 work.abort()
             if not isinstance(error, Exception):
                 raise
-            raise WeightUpdateFailed(f"{what}: {error} [engines now: {describe_states(members)}]") from error
+            raise errors.WeightUpdateFailed(
+                f"{what}: {error} [engines now: {describe_states(members)}]"
+            ) from error
 
     def _update(self, what: Iterator[Any], version: int, run: Run) -> UpdateReport:
         """Update all engines with what the caller gives."""
         members = list(self._engines.all)
-        stays = f"weight version {version} was not committed, version {self._version} stays"
+        stays = f"weight version {version} was not committed, version {self.version} stays"
         with self._undone(stays, members) as begun:
             given, feed = self._what(what, run)
             outcome = self._deliver(begun, members, given, feed, version, run)
-        self._version, self._given = version, given
+        self.version, self._given = version, given
         for member in members:
             member.evicted = run.report.evicted.get(member.url, "")
-        self._held = HeldWeights(version, run.checksums) if run.checksums else None
+        self.held = HeldWeights(version, run.checksums) if run.checksums else None
         if outcome is not None:
             raise outcome
         return run.ended(version, self._sent(given))
@@ -369,8 +350,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         """Bring up an engine that joins; None also if it cannot stage, because the next update may then fall back for all."""
         try:
             return self._from_peer(member, deadline)
-        except WeightUpdateFailed as error:
-            if self._must_stage or not isinstance(error.__cause__, CannotStage):
+        except errors.WeightUpdateFailed as error:
+            if self._must_stage or not isinstance(error.__cause__, errors.CannotStage):
                 raise
             return None
 
@@ -378,7 +359,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         self, members: Sequence[EngineHandle], run: Run, source: Callable[[], tuple[Given, Feed] | None]
     ) -> UpdateReport | None:
         """Bring engines to the committed version; None where the source does not hold it."""
-        version, names = self._version, ", ".join(member.url for member in members)
+        version, names = self.version, ", ".join(member.url for member in members)
         with self._undone(f"engine {names} was not brought to version {version}", members) as begun:
             found = source()
             if version is None or found is None:
@@ -388,7 +369,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                 for member in members:
                     member.boot_id = ""  # nothing that was known of it is
                 outcome = self._deliver(begun, members, given, feed, version, run, alone=True)
-            except GiverChanged:  # what it serves is not the version
+            except errors.GiverChanged:  # what it serves is not the version
                 self._engines.at(given.giver).holds = None
                 raise
             if outcome is not None:
@@ -399,7 +380,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
 
     def _from_peer(self, member: EngineHandle, deadline: Deadline) -> UpdateReport | None:
         """Bring one engine to the committed version out of another one's memory; None where none holds it."""
-        run, version = Run(deadline), self._version
+        run, version = Run(deadline), self.version
         if version is None:
             return None
         others = [other for other in self._engines.all if other is not member]
@@ -416,7 +397,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         run: Run,
         *,
         alone: bool = False,
-    ) -> R3Error | None:
+    ) -> errors.R3Error | None:
         """Send staged if that is wanted and possible, else broadcast. Returns the error to raise although the update counts."""
         parts = members, self._engines, self._config, run
         work: Staged | Broadcast
@@ -426,7 +407,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             run.report.way = "staged"
             try:
                 work.open(given)
-            except CannotStage as error:
+            except errors.CannotStage as error:
                 if given.manifest is None or self._must_stage:
                     raise
                 self._way = f"broadcast: {error}"
@@ -452,7 +433,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
 
 def _pair(one: tuple[str, torch.Tensor] | Shard) -> tuple[str, torch.Tensor]:
     if isinstance(one, Shard):
-        raise UsageError(
+        raise errors.UsageError(
             "shards were given to a session of whole tensors; give hf_weights, or make it with WeightSync.sharded"
         )
     return one

@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 
-from r3channel.errors import (
-    CannotStage,
-    ManifestMismatch,
-)
+from r3channel.errors import CannotStage, ManifestMismatch
 from r3channel.transport.auth import read_token
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
@@ -25,15 +22,7 @@ from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
 from r3channel.weights.plan import plan_reshard
 from r3channel.weights.progress import Deadline
 from r3channel.weights.ranks import TrainerRanks
-from r3channel.weights.wires import (
-    NEEDS,
-    RECORD_BYTES,
-    Entry,
-    Piece,
-    RankLink,
-    expect_json,
-    shared_views,
-)
+from r3channel.weights.wires import NEEDS, RECORD_BYTES, Entry, Piece, RankLink, expect_json, shared_views
 
 _SHOWN = 3
 Held = tuple[tuple[TensorMeta, Box], ...]
@@ -99,16 +88,15 @@ class Stages:
     def order(self, engine: str, *, op: str = "open") -> dict[str, Any]:
         """The order that makes every rank of `engine` connect to all trainers, or be held by them."""
         self.attempts[engine] = self.attempts.get(engine, 0) + 1
-        return {
+        told = {
             "op": op,
             "session": self.session,
             "nonce": self.nonce,
-            "engine": engine,
-            "attempt": self.attempts[engine],
             "trainers": self._trainers,
-            "tensors": [meta.row() for meta in self.metas],
             **self._how,
         }
+        told |= {"engine": engine, "attempt": self.attempts[engine]}
+        return told | {"tensors": [meta.row() for meta in self.metas]}
 
     def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]:
         """The links of these engines (url -> ranks) once they are open. CannotStage tells why a rank cannot receive."""

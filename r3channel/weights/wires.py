@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import xxhash
 
-from r3channel.errors import GiverChanged, NonFiniteWeights, TransportError, WeightsCorrupt, WeightsError
+from r3channel.errors import GiverChanged, TransportError, WeightsCorrupt, WeightsError
 from r3channel.transport.connection import Connection
 from r3channel.weights.checksums import host_bytes, tensor_digest
 from r3channel.weights.dryrun import Needs, Part
@@ -108,25 +108,21 @@ class Record:
 
 def runs_of(entries: Sequence[Entry], needs: Needs, staged: Sequence[torch.Tensor]) -> list[Run]:
     """Where entries lie in the staged copy (flat, by parameter)."""
-    found: list[tuple[int, int, Part, int, int]] = []
+    runs, param, begun, end = list[Run](), -1, 0, 0
     for at, entry in enumerate(entries):
-        part = needs.parts[entry.part]
-        start, items = part.start(entry.box), entry.box.numel
+        part, first = needs.parts[entry.part], at
+        flat, start = staged[part.param], part.start(entry.box)
         if part.gaps(entry.box):
-            found.append((at, 1, part, start, -1))
-        elif found and found[-1][2].param == part.param and found[-1][4] == start:
-            first, count, before, begun, _ = found[-1]
-            found[-1] = (first, count + 1, before, begun, start + items)
+            runs.append(Run(at, 1, part.view(flat, entry.box)))
+            param = -1
+            continue
+        if (param, end) == (part.param, start):
+            first = runs.pop().first
         else:
-            found.append((at, 1, part, start, start + items))
-    return [
-        Run(
-            first,
-            count,
-            part.view(staged[part.param], entries[first].box) if end < 0 else staged[part.param][start:end],
-        )
-        for first, count, part, start, end in found
-    ]
+            param, begun = part.param, start
+        end = start + entry.box.numel
+        runs.append(Run(first, at + 1 - first, flat[begun:end]))
+    return runs
 
 
 def staged_bytes(params: Sequence[TensorMeta]) -> int:
@@ -170,9 +166,9 @@ def session_token(run_token: str, nonce: str) -> bytes:
     return hashlib.sha256(f"{run_token} {nonce}".encode()).digest()
 
 
-def table_bytes(entries: Iterable[Entry]) -> np.ndarray:
+def table_bytes(entries: Iterable[Entry]) -> bytes:
     rows = [[e.part, len(e.box.start), *e.box.start, *e.box.stop] for e in entries]
-    return np.array([value for row in rows for value in row], dtype=np.int64)
+    return np.array([value for row in rows for value in row], dtype=np.int64).tobytes()
 
 
 def read_table(blob: bytes, parts: Sequence[Part]) -> list[Entry]:
@@ -193,11 +189,7 @@ def read_table(blob: bytes, parts: Sequence[Part]) -> list[Entry]:
 
 def send_blob(link: Connection, kind: int, value: Any, *, timeout_s: float | None) -> None:
     """Bytes, or plain values as JSON, of any length."""
-    data = (
-        value.tobytes()
-        if isinstance(value, np.ndarray)
-        else json.dumps(value, separators=(",", ":")).encode()
-    )
+    data = value if isinstance(value, bytes) else json.dumps(value, separators=(",", ":")).encode()
     link.send_record(kind, len(data).to_bytes(8, "little"), timeout_s=timeout_s)
     link.send([data], timeout_s=timeout_s)
 
@@ -270,7 +262,9 @@ class RankLink:
             timeout_s = min(deadline.left_s(), record_timeout_s)
             flats = self._gathered(record, [piece.of(shards, record.dtype) for piece in record.pieces])
             if not all(map(finite, flats)):
-                raise self._nonfinite(record, shards, bucket)
+                values = ((piece, piece.of(shards, record.dtype)) for piece in record.pieces)
+                bad = next(piece for piece, value in values if not finite(value.cpu().flatten()))
+                raise nonfinite(f"bucket {bucket}", bad.meta)
             digest = xxhash.xxh3_64()
             data = [host_bytes(flat) for flat in flats]
             for part in data:
@@ -358,10 +352,6 @@ class RankLink:
                 run.view.copy_(mine[0].detach())
                 flats.append(run.view.contiguous().view(-1))
         return flats
-
-    def _nonfinite(self, record: Record, shards: Sequence[torch.Tensor], bucket: int) -> NonFiniteWeights:
-        bad = next(p for p in record.pieces if not finite(p.of(shards, record.dtype).cpu().flatten()))
-        return nonfinite(f"bucket {bucket}", bad.meta)
 
 
 def _joined(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:

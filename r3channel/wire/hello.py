@@ -23,16 +23,8 @@ _HEAD = struct.Struct("<4sI")
 _LATER: dict[str, Any] = dict.fromkeys(("torch", "nccl", "page"), "") | {"unread": ()}
 _LATER |= dict.fromkeys(("context", "kept_bytes", "replica"), 0)
 """Fields that an older engine does not send."""
-_KINDS = (
-    ("engine", str),
-    ("boot_id", int),
-    ("spec_digest", int),
-    ("spec", dict),
-    ("context", int),
-    ("kept_bytes", int),
-    ("page", str),
-    ("replica", int),
-)
+_KINDS: dict[type, tuple[str, ...]] = {int: ("boot_id", "spec_digest", "context", "kept_bytes", "replica")}
+_KINDS |= {str: ("engine", "page"), dict: ("spec",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +86,9 @@ class Hello:
     @classmethod
     def _from_json(cls, text: bytes) -> Hello:
         try:
-            values = json.loads(text)
-            values = _LATER | values
+            values = _LATER | json.loads(text)
             found = {f.name: values[f.name] for f in fields(cls)}
-            for name, kind in _KINDS:
+            for name, kind in ((name, kind) for kind, names in _KINDS.items() for name in names):
                 if type(found[name]) is not kind:
                     raise TypeError(f"{name} is a {type(found[name]).__name__}")
             if not (0 <= found["boot_id"] < 1 << 64 and 0 <= found["context"] < 1 << 32):

@@ -107,14 +107,14 @@ def test_staged_bytes_are_a_bucket_or_two_whatever_the_tokens(transport: str, bu
             ticket = relay.seal(0, Assignment.given([[["a"]]]))
             for receiver in receivers_of(relay):
                 receiver.receive(ticket)
-            peaks.append(relay.peak_staging_bytes)
+            peaks.append(relay._delivery.peak_staging_bytes)
             sizes.append(min(shard.nbytes for shard in ticket.plan.shards))
     assert sizes[1] > sizes[0] > buckets * 1024 >= peaks[0] == peaks[1] > (buckets - 1) * 1024
     with relays() as make:
         relay = make("dp=2")
         add(relay, "a", "b")
         deliver(relay, seal(relay, 0, "a", "b"), 0, 1)
-        assert relay.peak_staging_bytes == 0, "with one stage rows go from where they lie"
+        assert relay._delivery.peak_staging_bytes == 0, "with one stage rows go from where they lie"
 
 
 FULL_DISK = """

@@ -321,7 +321,7 @@ def test_a_frame_of_an_engine_that_lives_is_waited_for_and_of_one_that_died_no_l
     monkeypatch.setattr(intake, "_GONE_S", 0.1)
     place = open_place(frame_timeout_s=LIMIT_S)
     with place.engine() as engine, ThreadPoolExecutor(1) as pool:
-        until(lambda: place.relay.knows(engine.hello.boot_id))
+        until(lambda: place.relay.engines.knows(engine.hello.boot_id))
         place.add("s1", reference_reply("s1", 9, serial=99), 9)
         sealed = pool.submit(place.seal, "s1")
         with pytest.raises(TimeoutError):

@@ -133,7 +133,7 @@ def test_what_came_is_delivered_rejected_duplicate_live_dropped_or_in_flight(mak
     relay = make_relay()
     callers = [Chaos(relay, seed) for seed in range(1, 5)]
     for caller in callers:
-        relay.greet(hello_of(f"http://e:{caller.seed}", boot_id=caller.seed))
+        relay.engines.greet(hello_of(f"http://e:{caller.seed}", boot_id=caller.seed))
     (receiver,) = receivers_of(relay)
     for step in range(0, 6, 2):
         with ThreadPoolExecutor(4) as pool:

@@ -74,7 +74,7 @@ def test_samples_that_expire_are_counted_said_once_with_their_names_and_shown(
     make_relay: MakeRelay, caplog: pytest.LogCaptureFixture
 ) -> None:
     relay = make_relay(expiry_s=1e-6, unclaimed_timeout_s=1e-6)
-    relay.greet(hello_of())
+    relay.engines.greet(hello_of())
     with caplog.at_level(logging.WARNING):
         relay.add("old", reply_for("old", 9), range(9))
         deliver(relay, (1, frame_of(9)))  # of a reply that never comes
@@ -139,7 +139,7 @@ def test_a_frame_that_comes_once_its_rows_were_left_to_the_live_router_is_freed_
     make_relay: MakeRelay,
 ) -> None:
     relay = make_relay(on_lost="live", max_live=1.0, frame_timeout_s=0.05)
-    relay.greet(hello_of())
+    relay.engines.greet(hello_of())
     relay.add("late", reference_reply("r", 9, serial=1), range(9))
     ticket = relay.seal(0, one_batch("late"))
     deliver(relay, (1, draft_of("r", 8).encode().tobytes()))

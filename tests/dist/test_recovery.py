@@ -65,7 +65,7 @@ def test_a_frame_that_another_sample_was_put_under_is_not_taken_for_it(tmp_path:
     (one, two), ends = (frame_of(left, "s0"), frame_of(left, "s2")), []
     for path in (one, two):
         (turn,) = [
-            s.turns[0] for s in read_remains(left).samples.values() if path == frame_of(left, s.sample_id)
+            turns[0] for name, turns in read_remains(left).samples.items() if path == frame_of(left, name)
         ]
         data, size = path.read_bytes(), announced_bytes(turn.head)
         ends.append((data[:size], data[size:]))

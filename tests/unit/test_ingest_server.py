@@ -47,6 +47,7 @@ class Kept:
 
     def __init__(self) -> None:
         self.clock = StageClock("relay")
+        self.engines: Any = self
         self.taken: list[list[tuple[int, bytes]]] = []
         self.tried: list[list[int]] = []
         """Serials of each parcel that was read, taken or not."""

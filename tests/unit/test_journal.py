@@ -79,7 +79,7 @@ def test_samples_come_back_turn_by_turn(kept: Kept) -> None:
     kept.sample("one", kept.frame(9))
     remains = kept.read()
     assert list(remains.samples) == [name, "one"] and not remains.damaged and not remains.unclaimed
-    for turn, saved in enumerate(remains.samples[name].turns):
+    for turn, saved in enumerate(remains.samples[name]):
         assert bytes((source := saved.source()).take(source.left)) == frame_of(6 + turn, seed=turn + 1)
         assert (saved.turn, saved.tokens_hash, saved.prefix_hash) == (turn, BIG, BIG - 1)
         assert saved.key == (None if turn else BIG)
@@ -263,9 +263,9 @@ def test_nothing_is_lost_when_a_relay_is_killed_and_its_folder_is_busy_until_the
     assert remains.folder == folder and len(remains.damaged) + remains.unclaimed <= 1
     assert remains.steps[3].acked == {(0, 0, 0)}
     for number in range(50):
-        (turn,) = remains.samples[f"s{number}"].turns
+        (turn,) = remains.samples[f"s{number}"]
         assert frame_of(5 + number % 50, seed=number).startswith(turn.head)
-    growing = remains.samples["growing"].turns if "growing" in remains.samples else []
+    growing = remains.samples.get("growing", [])
     assert [turn.turn for turn in growing] == list(range(len(growing)))
     own.durable.close()
     own.durable.close()

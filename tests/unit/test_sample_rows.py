@@ -86,7 +86,7 @@ class Passes:
 
     def __init__(self, rows: SampleRows, *, direct: bool = False) -> None:
         self.rows, self.direct, self.made, self.nbytes = rows, direct, 0, 0
-        rows.relay.greet(hello_of())
+        rows.relay.engines.greet(hello_of())
 
     def speak(self, sample: Sample, new: int, *, reason: str = "stop", **payload: object) -> int:
         """A turn, as slime's generate function makes it; the first row that the engine was asked for."""
@@ -226,7 +226,7 @@ def test_replies_that_were_aborted_or_whose_samples_are_filtered_fail_nothing(ro
 
 def bad_samples(rows: SampleRows) -> list[Sample]:
     """Whole; other rows than tokens; no rows; a tool spoke last; cut; its frame is lost; a token is another; the last one is."""
-    rows.relay.greet(hello_of())
+    rows.relay.engines.greet(hello_of())
     samples = [Sample(index, list(range(9))) for index in range(8)]
     lost = reference_reply("5", 9, serial=1)["meta_info"]
     replies = [
@@ -287,7 +287,7 @@ def test_a_step_with_more_rows_left_than_allowed_is_refused_by_sample(rows: Samp
 @pytest.mark.parametrize("rows", [LIVE, LIVE | {"on_missing": "error"}], indirect=True)
 def test_a_direct_frame_that_cannot_be_used_is_refused_rows(rows: SampleRows) -> None:
     samples = [Sample(index, list(range(9))) for index in range(2)]
-    rows.relay.greet(hello_of())
+    rows.relay.engines.greet(hello_of())
     for serial, sample in enumerate(samples):
         rows.take(sample, reference_reply(str(serial), 9, serial=serial)["meta_info"])
     frames = [draft_of("0", 8).encode().tobytes(), draft_of("1", 5).encode().tobytes()]

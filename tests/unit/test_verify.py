@@ -44,7 +44,7 @@ def relay() -> Iterator[Relay]:
 
 def opened(*, context: int = 0, **options: Any) -> Relay:
     relay = Relay(SPEC, TrainerLayout(), ChannelConfig(**options))
-    relay.greet(hello_of(context=context))
+    relay.engines.greet(hello_of(context=context))
     return relay
 
 
