@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 150.0
@@ -21,8 +23,19 @@ def run(
     )  # fmt: skip
 
 
+def printed(*command: str, cwd: Path = ROOT, limit_s: float = LIMIT_S, **environment: str) -> str:
+    """What `python *command` prints; it must end well."""
+    done = run(*command, cwd=cwd, input=None, limit_s=limit_s, **environment)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
 def said_by(program: str, *arguments: str, **environment: str) -> str:
     """What `python -c program` prints; it must end well."""
-    done = run("-c", program, *arguments, cwd=ROOT, input=None, limit_s=LIMIT_S, **environment)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return printed("-c", program, *arguments, cwd=ROOT, limit_s=LIMIT_S, **environment)
+
+
+def facts_of(program: str, *arguments: str, **environment: str) -> Any:
+    """The JSON in the line that begins with FACTS, of all that `python -c program` prints."""
+    lines = said_by(program, *arguments, **environment).splitlines()
+    return json.loads(next(line.removeprefix("FACTS ") for line in lines if line.startswith("FACTS ")))

@@ -111,11 +111,11 @@ def rows_here(relay: Relay, name: str) -> Ids:
     return np.concatenate([rows.ids_TLK for rows in turns_here(relay, name)])
 
 
-def until(condition: Callable[[], object], what: str = "") -> None:
+def until(condition: Callable[[], object], what: str = "", *, limit_s: float = LIMIT_S) -> None:
     """For what another thread does after all that can be waited for."""
-    deadline_s = time.monotonic() + LIMIT_S
+    deadline_s = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < deadline_s, f"not within {LIMIT_S:g} s: {what or condition}"
+        assert time.monotonic() < deadline_s, f"not within {limit_s:g} s: {what or condition}"
         time.sleep(0.002)
 
 

@@ -18,15 +18,14 @@ import ctypes
 import gc
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[1]
-LIMIT_S = 150.0
+from tests.children import printed
+
 _NO_HUGE_PAGES = 41
 """prctl's PR_SET_THP_DISABLE: a page of 2 MiB would count whole where one byte of it is used."""
 
@@ -41,10 +40,8 @@ class Growth(NamedTuple):
 
 def growth_of(case: Callable[..., Iterator[None]], *arguments: Any) -> Growth:
     """Run `case(*arguments)`, a generator of an importable module, in a process of its own; arguments travel as JSON."""
-    command = [sys.executable, "-m", "tests.memory", case.__module__, case.__name__, json.dumps(arguments)]
-    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert child.returncode == 0, f"{child.stdout}\n{child.stderr}"
-    return Growth(*json.loads(child.stdout.splitlines()[-1]))
+    told = printed("-m", "tests.memory", case.__module__, case.__name__, json.dumps(arguments))
+    return Growth(*json.loads(told.splitlines()[-1]))
 
 
 def resident(what: str) -> int:

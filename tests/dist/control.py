@@ -43,15 +43,16 @@ def answer(relay: Relay, arguments: dict[str, int]) -> dict[str, Any]:
 
 
 class TcpControl:
-    """`trainer.relay_connection.Control` over that socket: a connection for each call, as there is one call in a life."""
+    """`trainer.relay_connection.Control` over that socket: a connection for each call, as there is one call in a life. The port
+    may be changed, for a relay that has started again."""
 
     def __init__(self, port: int) -> None:
-        self._port = port
+        self.port = port
 
     def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
         try:
             with (
-                socket.create_connection(("127.0.0.1", self._port), timeout=60) as link,
+                socket.create_connection(("127.0.0.1", self.port), timeout=60) as link,
                 link.makefile("rw") as file,
             ):
                 file.write(json.dumps({"dp": dp, "pp": pp, "cp": cp}) + "\n")

@@ -10,7 +10,6 @@ import itertools
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -19,7 +18,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from r3channel.config import ChannelConfig
@@ -36,6 +34,8 @@ from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.relay_connection import RelayConnection
 from r3channel.trainer.shard_buffer import RelaySink
+from tests.delivery import compare
+from tests.direct import until
 from tests.dist.control import ControlServer, TcpControl
 from tests.samples import SPEC, random_ids, reply_for
 
@@ -186,7 +186,7 @@ def be_receiver(pipe: Connection, rank: int, point: str, transport: str = "tcp")
     """Receives what it is told to, from whatever relay there is."""
     if point in AT_RECEIVER:
         AT_RECEIVER[point]()
-    control = Moved()
+    control = TcpControl(port=0)
     own = ChannelConfig(transport=transport, **CONFIG)
     receiver = Receiver(control, spec=SPEC, layout=LAYOUT, coords=LAYOUT.coords(rank), config=own)
     with suppress(EOFError):
@@ -199,41 +199,14 @@ def be_receiver(pipe: Connection, rank: int, point: str, transport: str = "tcp")
     receiver.close()
 
 
-class Moved:
-    """`trainer.relay_connection.Control` of a relay that may have started again, as an actor's handle is."""
-
-    port = 0
-
-    def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
-        return TcpControl(self.port).hello(dp=dp, pp=pp, cp=cp)
-
-
 # -- what must arrive ----------------------------------------------------------------------------------------------------
 
 
-def rows_in(ticket: Ticket, rank: int, data: bytes) -> dict[str, int]:
-    """Sample -> its rows in a shard, each with all its layers as the engine made them."""
-    at, found = LAYOUT.coords(rank), dict[str, int]()
-    whole = RankShard.from_whole(
-        ticket, ticket.plan.shard(dp=at.dp, pp=at.pp, cp=at.cp),
-        torch.frombuffer(bytearray(data), dtype=torch.uint8), tp=at.tp,
-    )  # fmt: skip
-    for number, batch in enumerate(whole.shard.microbatches):
-        sample_R, position_R = whole.shard.row_map(number, tp=at.tp)
-        for index, name in enumerate(batch.sample_ids):
-            rows = np.flatnonzero(sample_R == index)
-            ids_TLK = random_ids(TOKENS[name] - 1, seed=list(TOKENS).index(name))
-            assert sorted(position_R[rows]) == list(range(len(ids_TLK)))
-            for layer in whole.shard.layers:
-                ids_RK = whole.layer_ids(number, layer).numpy()
-                assert np.array_equal(ids_RK[rows], ids_TLK[position_R[rows], SPEC.moe_index(layer)])
-            found[name] = len(rows)
-    return found
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for what another process does."""
-    deadline_s = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+def rows_in(ticket: Ticket, rank: int, data: bytes) -> int:
+    """The rows of engines in a shard, over its layers, each as its engine made it."""
+    at, data_N = LAYOUT.coords(rank), torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    own = ticket.plan.shard(dp=at.dp, pp=at.pp, cp=at.cp)
+    ids = {name: random_ids(tokens - 1, seed=index) for index, (name, tokens) in enumerate(TOKENS.items())}
+    wrong, rows = compare(RankShard.from_whole(ticket, own, data_N, tp=at.tp), ids)
+    assert not wrong
+    return rows

@@ -30,6 +30,7 @@ from r3channel.transport.tp_fanout import TensorParallelFanout
 from r3channel.weights.convert import hf_weights
 from tests.dist.control import TcpControl
 from tests.dist.ranks import megatron_world
+from tests.plans import oracle_rows
 
 NO_AUX_LOSS = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}  # it would count padding
 
@@ -96,24 +97,10 @@ Around = Callable[[int, torch.nn.Module], AbstractContextManager[Any]]
 
 
 def oracle_ids(rank: Rank, index: int, layer: int) -> np.ndarray:
-    """[rows, K] of the default path, -1 where no engine row is: whole sequences, cut for CP, then flattened, then for SP."""
-    spec, batch, layout = rank.plan.spec, rank.batches[index], rank.layout
-    full = []
-    for name, length in zip(batch.sample_ids, batch.padded, strict=True):
-        rows = np.full((length, spec.top_k), -1)
-        ids_TLK = rank.recording.rows(name)
-        rows[: len(ids_TLK)] = ids_TLK[:, spec.moe_index(layer)]
-        full.append(rows)
-    if batch.tail:
-        full.append(np.full((batch.tail, spec.top_k), -1))
-    cut = [rows[zigzag(len(rows), rank.at.cp, layout.cp)] for rows in full]
-    line = np.concatenate(cut) if batch.packed else np.stack(cut, axis=1).reshape(-1, spec.top_k)
-    return np.split(line, layout.tp)[rank.at.tp] if layout.sequence_parallel else line
-
-
-def zigzag(length: int, rank: int, size: int) -> np.ndarray:
-    parts = np.split(np.arange(length), 2 * size) if size > 1 else [np.arange(length)] * 2
-    return np.concatenate([parts[rank], parts[2 * size - 1 - rank]]) if size > 1 else parts[0]
+    """[rows, K] of the default path, -1 where no engine row is."""
+    batch, place = rank.batches[index], rank.plan.spec.moe_index(layer)
+    rows = [rank.recording.rows(name)[:, place] for name in batch.sample_ids]
+    return oracle_rows(rows, batch, rank.layout, cp=rank.at.cp, tp=rank.at.tp)
 
 
 def check_rows(rank: Rank, records: list[Consumed], *passes: str) -> dict[str, int]:

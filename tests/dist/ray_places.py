@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from r3channel.config import ChannelConfig
-from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.ray_host import RelayHost
 from r3channel.relay.relay import Relay
@@ -25,20 +24,12 @@ class Manager(RelayHost):
     def address(self) -> str:
         return self.url
 
-    def expect(self, engines: list[str]) -> None:
-        self.relay.expect_engines(engines, timeout_s=30)
-
-    def add(self, name: str, reply: dict[str, Any], tokens: int, engine: str) -> None:
-        self.relay.add(name, reply, range(tokens), engine=engine)
-
-    def seal(self, step: int, ranks: list[list[list[str]]]) -> bytes:
-        return self.relay.seal(step, Assignment.given(ranks)).to_bytes()
-
     def pid(self) -> int:
         return os.getpid()
 
-    def join_previous(self, timeout_s: float) -> None:
-        self.relay.join_previous(timeout_s=timeout_s)
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """The relay's."""
+        return getattr(self.relay, method)(*arguments, **options)
 
 
 class Node:

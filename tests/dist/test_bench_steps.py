@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from tests.children import printed
+
 pytestmark = [pytest.mark.dist, pytest.mark.full]
-LIMIT_S = 280.0
 
 
 def measured(*words: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "r3channel.cli", "bench", *words, "--quick", "--rounds", "2", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    bench = ("-m", "r3channel.cli", "bench", *words, "--quick", "--rounds", "2", "--json")
+    return json.loads(printed(*bench, limit_s=280).splitlines()[-1])
 
 
 def holds(interval: dict[str, float]) -> bool:

@@ -4,20 +4,18 @@ no kernel is needed, where only the packages of an image with CUDA can be import
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.dist.ranks import ROOT
+from tests.children import ROOT, facts_of, run
 from tests.gpu.run import CHECKS
 
 pytestmark = [pytest.mark.dist, pytest.mark.full, pytest.mark.timeout(1800)]
 ON_A_CPU = {"tests": "not run", "staging": "not run", "host_path_cost": "not run"}
-EMULATED = ROOT / "tests/gpu/emulated"
+EMULATED = f"{ROOT}/tests/gpu/emulated:{ROOT}"
 ENDS = {
     "replay": "NeedsKernel: only a GPU has a profile of its own",
     "capture": "NeedsKernel: only a GPU has Triton's kernels",
@@ -29,10 +27,9 @@ WRONG = ("NeedsKernel", "AssertionError: on the host", "AssertionError: pageable
 """How tests of `tests/gpu` may end without a GPU."""
 
 
-def command(out: Path, *options: str, path: tuple[Path, ...] = (ROOT,)) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "tests.gpu.run", "--out", str(out), *options]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1700)
+def command(out: Path, *options: str, path: str = str(ROOT)) -> subprocess.CompletedProcess[str]:
+    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return run("-m", "tests.gpu.run", "--out", str(out), *options, limit_s=1700, **own)  # pyright: ignore
 
 
 def test_every_check_runs_in_small_without_a_gpu_or_says_why_not(tmp_path: Path) -> None:
@@ -47,7 +44,7 @@ def test_every_check_runs_in_small_without_a_gpu_or_says_why_not(tmp_path: Path)
 
 
 def test_on_an_image_with_cuda_each_check_goes_on_until_it_needs_a_kernel(tmp_path: Path) -> None:
-    child = command(out := tmp_path / "gpu.json", "--device", "cuda", "--small", path=(EMULATED, ROOT))
+    child = command(out := tmp_path / "gpu.json", "--device", "cuda", "--small", path=EMULATED)
     assert child.returncode == 1, child.stdout + child.stderr
     found = json.loads(out.read_text())
     assert found["machine"]["CUDA"] == "13.0" and found["machine"]["missing"] == []
@@ -65,14 +62,11 @@ def test_on_an_image_with_cuda_each_check_goes_on_until_it_needs_a_kernel(tmp_pa
 
 
 def test_the_emulated_image_has_no_package_of_ours_beyond_the_wheels() -> None:
-    ask = "import json, sys; from importlib.util import find_spec; print(json.dumps([n for n in sys.argv[1:] if find_spec(n)]))"
+    ask = "import json, sys; from importlib.util import find_spec\n"
+    ask += "print('FACTS', json.dumps([n for n in sys.argv[1:] if find_spec(n)]))"
     there = ["torch", "transformers", "sglang", "megatron.core", "lz4", "numba", "triton", "pytest"]
     gone = [
         "ray", "mbridge", "transformer_engine", "nixl_cu12", "xgrammar", "fastapi", "openai", "flashinfer",
         "msgpack",
     ]  # fmt: skip
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (EMULATED, ROOT)))}
-    child = subprocess.run(
-        [sys.executable, "-c", ask, *there, *gone], env=env, capture_output=True, text=True, timeout=120
-    )
-    assert json.loads(child.stdout.splitlines()[-1]) == there, child.stderr
+    assert facts_of(ask, *there, *gone, PYTHONPATH=EMULATED) == there

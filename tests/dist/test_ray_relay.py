@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,18 +16,21 @@ import numpy as np
 import pytest
 
 from r3channel import errors
+from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.placement import place_samples
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recording import Recording
-from r3channel.relay.ray_host import NAME
+from r3channel.relay.ray_host import NAME, RayRelay
+from tests.children import ROOT, run
+from tests.delivery import compare, receive, receivers_of
 from tests.samples import SPEC, random_ids
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
-ROOT = Path(__file__).parents[2]
 LAYOUT = TrainerLayout(dp=2, pp=2)
 LIMIT_S = 60.0
 TOKENS = {f"s{i}": 20 + 7 * i for i in range(12)}
+NAMES = list(TOKENS)
+ASSIGNMENT = Assignment.given([[NAMES[0::4], NAMES[1::4]], [NAMES[2::4], NAMES[3::4]]])
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +65,11 @@ class Places:
     engine: Any
     name: str
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """The relay's."""
         import ray
 
-        return ray.get(getattr(self.manager, method).remote(*arguments), timeout=LIMIT_S)
+        return ray.get(self.manager.call.remote(method, *arguments, **options), timeout=LIMIT_S)
 
 
 def pinned(cls: type, node: str, **options: Any) -> Any:
@@ -90,7 +92,7 @@ def places(nodes: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterat
     engine = pinned(Node, nodes[1]).remote()
     url = ray.get(manager.address.remote(), timeout=LIMIT_S)
     made = Places(manager, engine, ray.get(engine.start.remote(url, token), timeout=LIMIT_S))
-    made.call("expect", [made.name])
+    made.call("expect_engines", [made.name], timeout_s=30)
     yield made
     for actor in (manager, engine):
         ray.kill(actor)
@@ -102,38 +104,22 @@ def roll_out(places: Places) -> None:
     for index, (name, tokens) in enumerate(TOKENS.items()):
         reply: Any = ray.get(places.engine.finish.remote(name, tokens, index), timeout=LIMIT_S)
         assert len(reply["meta_info"]["routed_experts"]) <= 64
-        places.call("add", name, reply, tokens, places.name)
+        places.call("add", name, reply, range(tokens), engine=places.name)
 
 
-def ranks_of(names: list[str]) -> list[list[list[str]]]:
-    return [[names[0::4], names[1::4]], [names[2::4], names[3::4]]]
-
-
-def receive(places: Places, ticket: Ticket) -> None:
-    """Trainers as threads of this process; every rank must hold what its plan says."""
-    from r3channel.relay.ray_host import RayRelay
-    from r3channel.trainer.receiver import Receiver
+def received(places: Places, ticket: Ticket) -> None:
+    """Trainers as threads of this process; every rank must hold what engines made."""
     from tests.dist.ray_places import config_of
 
-    coords = [LAYOUT.coords(rank) for rank in range(LAYOUT.world_size)]
-    receivers = [
-        Receiver(RayRelay(places.manager), spec=SPEC, layout=LAYOUT, coords=one, config=config_of())
-        for one in coords
-    ]
-    with ThreadPoolExecutor(len(receivers)) as pool:
-        shards = [future.result(LIMIT_S) for future in [pool.submit(r.receive, ticket) for r in receivers]]
+    channel: Any = SimpleNamespace(spec=SPEC, layout=LAYOUT, config=config_of())
     ids = {name: random_ids(n - 1, seed=index) for index, (name, n) in enumerate(TOKENS.items())}
-    whole: dict[Any, np.ndarray] = {}
-    for dp in range(LAYOUT.dp):
-        whole |= place_samples(ticket.plan, dp=dp, ids_of=ids.__getitem__)
-    for shard in shards:
-        assert shard.data_N.numpy().tobytes() == whole[shard.shard.key].tobytes()
+    for shard in receive(receivers_of(channel, control=RayRelay(places.manager)), ticket):
+        wrong, rows = compare(shard, ids)
+        assert not wrong and rows
 
 
 def test_a_recording_begins_and_ends_while_the_channel_runs(places: Places, tmp_path: Path) -> None:
     import ray
-
-    from r3channel.relay.ray_host import RayRelay
 
     folder, address = tmp_path / "rec", ray.get_runtime_context().gcs_address
     for step, (arguments, said) in enumerate(
@@ -145,8 +131,8 @@ def test_a_recording_begins_and_ends_while_the_channel_runs(places: Places, tmp_
     ):
         assert not arguments or said in recorded("record", *arguments)
         roll_out(places)
-        receive(places, Ticket.from_bytes(places.call("seal", step, ranks_of(list(TOKENS)))))
-        places.call("join_previous", LIMIT_S)
+        received(places, places.call("seal", step, ASSIGNMENT))
+        places.call("join_previous", timeout_s=LIMIT_S)
     status = RayRelay(places.manager).status()
     assert status["steps"] == {} and status["pending"] == []
     recording = Recording.open(folder)
@@ -162,17 +148,16 @@ def test_a_recording_begins_and_ends_while_the_channel_runs(places: Places, tmp_
 
 
 def test_a_relay_whose_process_was_killed_is_named_at_once_to_trainers_that_wait(places: Places) -> None:
+    import ray
+
     roll_out(places)
-    ticket = Ticket.from_bytes(places.call("seal", 7, ranks_of(list(TOKENS))))
-    os.kill(places.call("pid"), signal.SIGKILL)
+    ticket = places.call("seal", 7, ASSIGNMENT)
+    os.kill(ray.get(places.manager.pid.remote(), timeout=LIMIT_S), signal.SIGKILL)
     with pytest.raises(errors.BackgroundFailed, match=r"relay's actor .* is gone during hello"):
-        receive(places, ticket)
+        received(places, ticket)
 
 
 def recorded(*arguments: str) -> str:
     """What `r3channel` said."""
-    done = subprocess.run(
-        [sys.executable, "-m", "r3channel.cli", *arguments], capture_output=True, text=True, timeout=LIMIT_S,
-        check=False,
-    )  # fmt: skip
+    done = run("-m", "r3channel.cli", *arguments, limit_s=LIMIT_S)
     return done.stdout + done.stderr

@@ -13,6 +13,7 @@ import pytest
 from r3channel.config import ChannelConfig
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
+from tests.direct import until
 from tests.dist.control import ControlServer
 from tests.dist.killed_relay import (
     AT_RECEIVER,
@@ -28,7 +29,6 @@ from tests.dist.killed_relay import (
     be_relay,
     fill,
     rows_in,
-    until,
 )
 from tests.samples import SPEC
 
@@ -81,9 +81,9 @@ class Loop:
             child.end()
 
 
-def run(loop: Loop, *, deaths: int = 1, all_come_again: bool = False) -> dict[int, list[dict[str, int]]]:
+def run(loop: Loop, *, deaths: int = 1, all_come_again: bool = False) -> dict[int, list[int]]:
     """Deliver both steps. Receiver -> the rows of each shard that it got."""
-    got: dict[int, list[dict[str, int]]] = {rank: [] for rank in RANKS}
+    got: dict[int, list[int]] = {rank: [] for rank in RANKS}
     with closing(loop):
         for step in STEPS:
             missing, status = list(RANKS), None
@@ -112,11 +112,10 @@ def check(status: dict[str, Any], step: int) -> None:
     assert status["pending"] == (list(TOKENS)[4:] if step == STEP else [])
 
 
-def needed(rank: int) -> list[dict[str, int]]:
-    return [
-        {name: TOKENS[name] - 1 for batch in assignment.ranks[rank] for name in batch}
-        for assignment in STEPS.values()
-    ]
+def needed(rank: int) -> list[int]:
+    """The rows of each step, over all layers."""
+    samples = [[name for batch in assignment.ranks[rank] for name in batch] for assignment in STEPS.values()]
+    return [SPEC.num_moe_layers * sum(TOKENS[name] - 1 for name in names) for names in samples]
 
 
 @pytest.mark.full
@@ -166,8 +165,7 @@ def test_a_killed_member_gets_the_same_bytes_and_other_ranks_are_undisturbed(rel
         until(lambda: not relay.status()["receivers"]["connected"])
         assert relay.status()["steps"][STEP]["missing"] == [(0, 0, 0), (1, 0, 0)]
         for rank, child in enumerate([start(0), start(1)]):
-            names = [name for batch in STEPS[STEP].ranks[rank] for name in batch]
-            assert rows_in(ticket, rank, child.hear()) == {name: TOKENS[name] - 1 for name in names}
+            assert rows_in(ticket, rank, child.hear()) == needed(rank)[0]
         relay.join_previous(timeout_s=LIMIT_S)
         assert relay.status()["receivers"]["lives"] == {(0, 0, 0): 1, (1, 0, 0): 2}
         assert relay.status()["steps"] == {}

@@ -1,87 +1,68 @@
-"""The group that carries weight buckets, against a process that joins the way SGLang does."""
+"""The group that carries weight buckets, and an engine's end of it. SGLang's own joins it in tests/engine/test_weight_sync.py."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import Future
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
 from r3channel.errors import ConfigError, DeadlineExceeded, TransportError, UsageError
+from r3channel.transport.process_group import in_background
 from r3channel.weights.group import WeightGroup
+from tests.fake_engine import UPDATE, FakeEngine
 
 pytestmark = pytest.mark.dist
 
-PEER = Path(__file__).with_name("weight_peer.py")
-
-
-class Peer:
-    """One such process; every answer has a deadline."""
-
-    def __init__(self, group: WeightGroup) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(PEER), str(group.port), group.name], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )  # fmt: skip
-        self._killer = threading.Timer(60, self.process.kill)
-        self._killer.start()
-
-    def tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def close(self) -> None:
-        self._killer.cancel()
-        self.process.kill()
-        self.process.communicate()
-
 
 @pytest.fixture
-def pair() -> Iterator[tuple[WeightGroup, Peer]]:
-    group = WeightGroup("test-weights-1", world_size=2)
-    peer = Peer(group)
+def pair() -> Iterator[tuple[WeightGroup, FakeEngine]]:
+    group, engine = WeightGroup("test-weights-1", world_size=2), FakeEngine()
+    where = {"master_address": group.host, "master_port": group.port, "group_name": group.name}
+    body = where | {"rank_offset": 1, "world_size": 2}
+    joined = in_background(lambda: engine.answer("/init_weights_update_group", body), name="test-engine")
     try:
         group.join(timeout_s=60)
-        assert peer.answer() == "joined"
-        yield group, peer
+        assert joined.result(60) == {"success": True}
+        yield group, engine
     finally:
         group.close()
-        peer.close()
+        engine.die()
+        FakeEngine.started.remove(engine)
 
 
-def test_bytes_arrive_and_a_close_frees_a_waiting_peer(pair: tuple[WeightGroup, Peer]) -> None:
-    group, peer = pair
+def receiving(group: WeightGroup, engine: FakeEngine, size: int) -> Future[Any]:
+    """The engine's answer to an update of so many bytes."""
+    told = {"names": ["w"], "dtypes": ["uint8"], "shapes": [[size]], "flush_cache": False}
+    body = told | {"group_name": group.name}
+    return in_background(lambda: engine.answer(UPDATE, body), name="test-engine")
+
+
+def test_bytes_arrive_and_a_close_frees_a_waiting_peer(pair: tuple[WeightGroup, FakeEngine]) -> None:
+    group, engine = pair
     payload = torch.arange(1000).to(torch.uint8)
-    peer.tell("receive 1000")
+    answer = receiving(group, engine, 1000)
     group.broadcast(payload, timeout_s=20)
-    assert peer.answer() == f"sum {int(payload.long().sum())}"
+    assert answer.result(20) == {"success": True} and torch.equal(engine.tensors["w"], payload)
 
     listening = [c for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    assert group.port in {c.laddr.port for c in listening}
-    assert {c.laddr.ip for c in listening} == {"127.0.0.1"}
+    assert {c.laddr.ip for c in listening if c.laddr.port == group.port} == {"127.0.0.1"}
 
-    peer.tell("receive 10")
-    time.sleep(0.3)  # the peer is in its broadcast now
+    answer = receiving(group, engine, 10)
+    time.sleep(0.3)  # it is in its broadcast now
     begun_s = time.monotonic()
     group.close()
     group.close()
-    assert peer.answer() == "closed" and time.monotonic() - begun_s < 2
+    assert "closed by peer" in answer.result(20)["message"] and time.monotonic() - begun_s < 2
 
 
-def test_a_peer_that_is_deaf_ends_at_the_deadline_and_can_be_left(pair: tuple[WeightGroup, Peer]) -> None:
-    group, peer = pair
+def test_a_deaf_peer_ends_at_the_deadline_and_can_be_left(pair: tuple[WeightGroup, FakeEngine]) -> None:
+    group, engine = pair
     payload = torch.zeros(10, dtype=torch.uint8)
     try:
         group.broadcast(payload, timeout_s=0.5)
@@ -90,13 +71,12 @@ def test_a_peer_that_is_deaf_ends_at_the_deadline_and_can_be_left(pair: tuple[We
         group.close()  # while the error, and with it every frame of the broadcast, is still held
     else:
         pytest.fail("the broadcast ended without a receiver")
-    peer.tell("receive 10")
-    assert peer.answer() == "closed"
+    assert "closed by peer" in receiving(group, engine, 10).result(20)["message"]
 
 
-def test_a_peer_that_dies_ends_the_broadcast_at_once(pair: tuple[WeightGroup, Peer]) -> None:
-    group, peer = pair
-    threading.Timer(0.3, peer.process.kill).start()
+def test_a_peer_that_dies_ends_the_broadcast_at_once(pair: tuple[WeightGroup, FakeEngine]) -> None:
+    group, engine = pair
+    threading.Timer(0.3, engine.die).start()
     begun_s = time.monotonic()
     with pytest.raises(TransportError, match="could not broadcast 10 bytes"):
         group.broadcast(torch.zeros(10, dtype=torch.uint8), timeout_s=30)

@@ -21,15 +21,17 @@ from safetensors.torch import load_file
 
 from examples.async_grpo.grpo import Request
 from examples.async_grpo.rollout import RolloutManager
-from examples.embedded.sglang import environment, free_port, kill_family
+from examples.embedded.sglang import free_port, kill_family
 from r3channel.observe.metric_table import METRICS
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.summary import summarize
 from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.store import HeldWeights
+from tests import children
 from tests.e2e.conftest import Run, RunDemo
-from tests.e2e.scraper import PROMETHEUS
+from tests.engine.reference import reference_ids
 from tests.foreground import foreground
+from tests.prometheus import PROMETHEUS
 from tests.weights import as_engine_keeps
 
 pytestmark = pytest.mark.e2e
@@ -124,7 +126,7 @@ def test_log_probs_of_both_sides_are_in_the_recording(demo: Run) -> None:
         assert math.isclose(first[own], demo.result["logprob_abs_diff"][name], rel_tol=1e-4)
 
 
-def test_the_engine_answers_as_the_trainers_weights_do(demo: Run) -> None:
+def test_the_engine_answers_as_the_trainers_weights_do(demo: Run, tmp_path: Path) -> None:
     """Greedy tokens equal those of transformers on the exported weights; every byte is the trainer's, routers included."""
     folder = demo.folder / "export"
     (engine,) = json.loads((folder / "engines.json").read_text()).values()
@@ -136,13 +138,9 @@ def test_the_engine_answers_as_the_trainers_weights_do(demo: Run) -> None:
     held = HeldWeights.read(demo.folder / "committed.json")
     assert held.version == 3 and held.engine == {"1": engine["checksums"]}
 
-    command = [sys.executable, str(Path(__file__).with_name("greedy_reference.py")), str(folder)]
-    answers = json.dumps(engine["greedy"]) + "\n"
-    done = subprocess.run(
-        command, input=answers, env=environment(r3channel=False), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout) == [answer for _, answer in engine["greedy"]]
+    greedy = reference_ids(folder, [prompt + answer for prompt, answer in engine["greedy"]], folder=tmp_path)
+    for (prompt, answer), wanted in zip(engine["greedy"], greedy, strict=True):
+        assert wanted.logits_TV[len(prompt) - 1 :].argmax(-1).tolist() == answer
 
 
 def test_the_trainer_knows_how_stale_each_row_was(demo: Run) -> None:
@@ -198,13 +196,17 @@ def test_the_run_is_a_page_and_a_trace_with_an_arrow_for_each_sample(demo: Run) 
     assert len(demo.result["logprobs"]) > 100 and all(len(token) == 3 for token in demo.result["logprobs"])
 
 
+def ended(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """A small run, however it ends."""
+    small = ("--samples", "8", "--json", "--layout", "dp=1,tp=1,pp=1,cp=1")
+    return children.run("-m", "examples.demo", *small, *options, cwd=folder, limit_s=240)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_bound_on_staleness_refuses_a_loop_that_runs_ahead(tmp_path: Path) -> None:
     """Two steps are one version apart, which the next test allows."""
-    command = [sys.executable, "-m", "examples.demo", "--steps", "2", "--samples", "8", "--json"]
-    command += ["--layout", "dp=1,tp=1,pp=1,cp=1", "--r3-max-staleness", "0", "--r3-on-stale", "reject"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    done = ended(tmp_path, "--steps", "2", "--r3-max-staleness", "0", "--r3-on-stale", "reject")
     assert done.returncode and "RowsStale" in done.stderr, done.stderr[-2000:]
 
 
@@ -254,9 +256,7 @@ def test_every_panel_of_the_dashboard_shows_something_in_a_real_prometheus(demo:
 
 @pytest.mark.timeout(300)
 def test_one_id_that_was_changed_in_a_trainers_memory_is_refused_by_its_router(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "examples.demo", "--steps", "1", "--samples", "8", "--json"]
-    command += ["--layout", "dp=1,tp=1,pp=1,cp=1", "--fault", "corrupt-id"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    done = ended(tmp_path, "--steps", "1", "--fault", "corrupt-id")
     assert done.returncode == 1 and not done.stdout.strip()
     said = next(
         line for line in done.stderr.splitlines() if line.startswith("r3channel.errors.DigestMismatch")
@@ -292,16 +292,8 @@ def test_without_the_flag_the_rooms_of_the_channel_are_never_entered(run_small: 
 
 def struck(folder: Path, process: str, *options: str) -> tuple[int, str]:
     """A run of which the first process that is called so is killed once a step is done: its exit status, and its words."""
-    command = [
-        sys.executable,
-        "-m",
-        "examples.demo",
-        "--layout",
-        "dp=2,tp=1,pp=1,cp=1",
-        "--samples",
-        "8",
-        *options,
-    ]
+    command = [sys.executable, "-m", "examples.demo", "--layout", "dp=2,tp=1,pp=1,cp=1", "--samples", "8"]
+    command += options
     child = subprocess.Popen(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, cwd=folder)
     said: list[str] = []
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +15,13 @@ from typing import Any
 import numpy as np
 
 from examples.embedded.sglang import EngineOptions, EngineServer
+from r3channel.model.spec import RoutingSpec
 from r3channel.relay.relay import Relay
+from r3channel.wire.frame import Frame, parse_frame
 from tests.conftest import READY_TIMEOUT_S
+from tests.direct import rows_here
+from tests.engine.reference import reference_ids
+from tests.samples import SPEC
 
 TIMEOUT_S = 90.0
 PROMPT = list(range(5, 25))
@@ -37,6 +42,13 @@ class Reply:
     def raw(self) -> bytes:
         """The bytes of meta_info["routed_experts"], before anybody looks at it."""
         return base64.b64decode(self.meta["routed_experts"])
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return {"meta_info": self.meta}
+
+    def frame(self, spec: RoutingSpec = SPEC) -> Frame:
+        return parse_frame(self.raw, spec=spec, sample_id="test", engine="test")
 
 
 def post(url: str, body: dict[str, Any]) -> bytes:
@@ -101,6 +113,31 @@ def direct_to(relay: Relay, folder: Path) -> dict[str, str]:
         "R3CHANNEL_RELAY_URL": relay.serve(token_file=folder / "token"),
         "R3CHANNEL_TOKEN_FILE": str(folder / "token"),
     }
+
+
+def delivered(relay: Relay, replies: Sequence[Reply], *, engine: str) -> dict[str, list[int]]:
+    """The replies are samples of the relay now, and their frames are there: name -> tokens."""
+    samples = {f"s{number}": reply.tokens for number, reply in enumerate(replies)}
+    for name, reply in zip(samples, replies, strict=True):
+        relay.add(name, reply.as_json, reply.tokens, engine=engine)
+    relay.await_frames(list(samples), timeout_s=30, step=0)
+    return samples
+
+
+def check_relay(relay: Relay, samples: Mapping[str, list[int]], *, model: Path, folder: Path) -> None:
+    """Every row of every sample equals transformers', order included."""
+    expected = reference_ids(model, list(samples.values()), folder=folder)
+    for name, wanted in zip(samples, expected, strict=True):
+        assert wanted.differing_rows(rows_here(relay, name)) == [], name
+
+
+def check_replies(replies: Sequence[Reply], *, model: Path, folder: Path, spec: RoutingSpec = SPEC) -> None:
+    """Every reply has a row for each token but the last, and each equals transformers', order included."""
+    expected = reference_ids(model, [reply.tokens for reply in replies], folder=folder)
+    for reply, wanted in zip(replies, expected, strict=True):
+        frame = reply.frame(spec)
+        assert frame.rows == len(reply.tokens) - 1 and frame.valid_T.all()
+        assert wanted.differing_rows(frame.verify()) == [], f"prompt of {len(reply.prompt)}"
 
 
 def random_prompt(length: int, *, seed: int) -> list[int]:

@@ -109,8 +109,7 @@ def _device_batch(capturer_type: Any, **attributes: Any) -> tuple[Any, Any]:
 
 
 def _under_watch(function: Callable[[], Any]) -> dict[str, Any]:
-    sys.path.insert(0, os.path.dirname(__file__))
-    from host_copies import HostCopies
+    from tests.engine.host_copies import HostCopies
 
     error = ""
     with HostCopies() as watch:
@@ -281,7 +280,3 @@ def main() -> None:
     import sglang.srt.model_executor.model_runner  # noqa: F401
 
     print("FACTS " + json.dumps({name: in_a_fork(function) for name, function in CASES.items()}))
-
-
-if __name__ == "__main__":
-    main()

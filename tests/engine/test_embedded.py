@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -15,24 +14,12 @@ import pytest
 from examples.embedded.model import write_model
 from examples.embedded.sglang import EngineOptions, EngineServer, environment
 from r3channel.errors import ConfigError, UsageError
+from tests.children import said_by
+from tests.direct import until
 from tests.engine.client import post
 
 SHIMS = Path(__file__).parents[2] / "examples" / "embedded" / "shims"
 HOOKED = "import sys; print([type(f).__name__ for f in sys.meta_path].count('_DeclareTorchvisionOperators'))"
-
-
-def python(program: str, env: dict[str, str]) -> str:
-    child = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=150, check=True
-    )
-    return child.stdout
-
-
-def wait_until(happened: Callable[[], bool], *, timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not happened():
-        assert time.monotonic() < deadline_s, f"did not happen within {timeout_s:g} s"
-        time.sleep(0.1)
 
 
 def test_the_environment_of_a_child_is_a_fixed_point() -> None:
@@ -43,15 +30,15 @@ def test_the_environment_of_a_child_is_a_fixed_point() -> None:
 
 
 def test_shims_act_in_embedded_children_only() -> None:
-    assert python(HOOKED, environment()).strip() == "1"
-    assert python(HOOKED, {**environment(), "R3DEMO_EMBEDDED": "0"}).strip() == "0"
+    assert said_by(HOOKED, **environment()).strip() == "1"
+    assert said_by(HOOKED, **environment() | {"R3DEMO_EMBEDDED": "0"}).strip() == "0"
 
 
 def test_another_sitecustomize_still_runs_and_a_copy_of_the_shims_declares_once(tmp_path: Path) -> None:
     copy = (SHIMS / "sitecustomize.py").read_text()
     (tmp_path / "sitecustomize.py").write_text(copy + "print('the other one')\n")
     env = environment({**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert python(HOOKED, env).splitlines() == ["the other one", "1"]
+    assert said_by(HOOKED, **env).splitlines() == ["the other one", "1"]
 
 
 def test_the_model_is_written_once_and_again_when_its_shape_changes(tmp_path: Path) -> None:
@@ -91,7 +78,7 @@ def test_the_whole_server_ends_when_its_starter_is_killed(model_dir: Path) -> No
     try:
         assert starter.stdout is not None
         server = psutil.Process(int(starter.stdout.readline()))
-        wait_until(lambda: len(server.children(recursive=True)) >= 2, timeout_s=60)
+        until(lambda: len(server.children(recursive=True)) >= 2, "its processes", limit_s=60)
         family = [server, *server.children(recursive=True)]
     finally:
         starter.kill()

@@ -11,10 +11,10 @@ import pytest
 from examples.embedded.sglang import EngineServer
 from r3channel import cli
 from r3channel.errors import EngineReported, EngineUnavailable, FrameMagicMismatch
-from r3channel.wire.frame import Frame, parse_frame
-from r3channel.wire.routing import RowKind, SampleRouting
+from r3channel.wire.routing import RowKind
 from tests.engine.client import (
     Reply,
+    check_replies,
     generate,
     generate_together,
     prompts_of,
@@ -23,21 +23,12 @@ from tests.engine.client import (
     set_weight_version,
     stream,
 )
-from tests.engine.reference import reference_ids
 from tests.samples import SPEC
 
 pytestmark = pytest.mark.engine
 
 NEW_TOKENS = 24
 LENGTHS = (3, 17, 40, 90, 130, 200, 300)
-
-
-def frame_of(reply: Reply) -> Frame:
-    return parse_frame(reply.raw, spec=SPEC, sample_id="test", engine="test")
-
-
-def routing_of(reply: Reply) -> SampleRouting:
-    return frame_of(reply).routing(sample_id="test")
 
 
 @pytest.fixture(scope="module")
@@ -62,27 +53,21 @@ def test_ids_equal_the_routers_of_transformers_with_order(
     batch: list[Reply], again: Reply, model_dir: Path, tmp_path: Path
 ) -> None:
     assert again.meta["cached_tokens"] > 200
-    replies = [*batch, again]
-    expected = reference_ids(model_dir, [reply.tokens for reply in replies], folder=tmp_path)
-    for reply, wanted in zip(replies, expected, strict=True):
-        assert wanted.differing_rows(routing_of(reply).expert_ids_TLK) == [], f"prompt of {len(reply.prompt)}"
-
-
-def test_routing_varies_from_token_to_token(batch: list[Reply]) -> None:
-    ids_TLK = routing_of(batch[-1]).expert_ids_TLK
-    assert len(np.unique(ids_TLK.reshape(len(ids_TLK), -1), axis=0)) > 200
+    check_replies([*batch, again], model=model_dir, folder=tmp_path)
+    ids_TLK = batch[-1].frame().ids()
+    assert len(np.unique(ids_TLK.reshape(len(ids_TLK), -1), axis=0)) > 200, "they vary from token to token"
 
 
 def test_prompt_rows_are_prefilled_and_the_others_decoded(batch: list[Reply]) -> None:
     for reply in batch:
-        spans = [(span.start, span.end, span.kind) for span in frame_of(reply).provenance]
+        spans = [(span.start, span.end, span.kind) for span in reply.frame().provenance]
         prompt = len(reply.prompt)
         assert spans == [(0, prompt, RowKind.PREFILLED), (prompt, prompt + NEW_TOKENS - 1, RowKind.DECODED)]
 
 
 def test_an_offset_of_the_whole_prompt_and_one_token_give_a_frame_without_rows(engine_url: str) -> None:
     reply = generate(engine_url, random_prompt(20, seed=1), new_tokens=1, routed_experts_start_len=20)
-    assert (frame_of(reply).rows, frame_of(reply).first_row) == (0, 20)
+    assert (reply.frame().rows, reply.frame().first_row) == (0, 20)
 
 
 def test_a_request_that_did_not_ask_gets_no_routing(engine_url: str) -> None:
@@ -98,7 +83,7 @@ def test_rows_carry_the_weight_version_that_made_them(engine_url: str) -> None:
     finally:
         set_weight_version(engine_url, "0")
     assert reply.meta["cached_tokens"] == 59
-    spans = [(span.start, span.end, span.weight_version) for span in frame_of(reply).provenance]
+    spans = [(span.start, span.end, span.weight_version) for span in reply.frame().provenance]
     # The prompt's rows are an older request's; the reply's own version spans cannot tell. Row 59 was computed again, but
     # SGLang then gave its slot back for the cached one, and that is the row (and the KV) the request went on with.
     assert spans == [(0, 60, 0), (60, 67, 7)]
@@ -113,7 +98,7 @@ def test_a_version_that_changes_in_mid_generation_splits_the_decoded_rows(engine
         *_, last = chunks
     finally:
         set_weight_version(engine_url, "0")
-    decoded = [span for span in frame_of(last).provenance if span.kind is RowKind.DECODED]
+    decoded = [span for span in last.frame().provenance if span.kind is RowKind.DECODED]
     assert [span.weight_version for span in decoded] == [0, 3]
     # SGLang counts output tokens when the update arrives; with overlap up to two forward passes are under way then.
     sglang_split = 30 - 1 + last.meta["weight_versions"][0]["end"]
@@ -128,17 +113,17 @@ def test_what_cannot_be_framed_is_reported_and_the_engine_goes_on(engine_url: st
     finally:
         set_weight_version(engine_url, "0")
     with pytest.raises(EngineReported, match="weight version was not a number"):
-        frame_of(reply)
-    assert frame_of(generate(engine_url, random_prompt(25, seed=26), new_tokens=4)).rows == 28
+        reply.frame()
+    assert generate(engine_url, random_prompt(25, seed=26), new_tokens=4).frame().rows == 28
 
 
 def test_a_stock_server_is_known_and_has_the_same_ids(stock_server: EngineServer, batch: list[Reply]) -> None:
     stock = generate(stock_server.url, batch[3].prompt, new_tokens=NEW_TOKENS)
     with pytest.raises(FrameMagicMismatch):
-        frame_of(stock)
+        stock.frame()
     int32_TAK = np.frombuffer(stock.raw, np.int32).reshape(-1, SPEC.num_layers, SPEC.top_k)
-    assert np.array_equal(int32_TAK[:, 1:], routing_of(batch[3]).expert_ids_TLK)
-    assert len(stock.raw) > 4.5 * frame_of(batch[3]).nbytes
+    assert np.array_equal(int32_TAK[:, 1:], batch[3].frame().ids())
+    assert len(stock.raw) > 4.5 * batch[3].frame().nbytes
 
 
 def test_a_stock_server_has_faults(stock_server: EngineServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,12 +147,10 @@ def test_an_engine_whose_rows_would_be_wrong_does_not_start(model_dir: Path) -> 
 def test_rows_of_mixed_passes_are_exact_and_of_unknown_kind(model_dir: Path, tmp_path: Path) -> None:
     with serving(model_dir, extra_args=["--enable-mixed-chunk"]) as server:
         replies = generate_together(server.url, prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
-    expected = reference_ids(model_dir, [reply.tokens for reply in replies], folder=tmp_path)
+    check_replies(replies, model=model_dir, folder=tmp_path)
     prompt_kinds, new_kinds = set[RowKind](), set[RowKind]()
-    for reply, wanted in zip(replies, expected, strict=True):
-        frame = frame_of(reply)
-        assert frame.valid_T.all() and wanted.differing_rows(frame.verify()) == []
-        for span in frame.provenance:
+    for reply in replies:
+        for span in reply.frame().provenance:
             prompt_kinds |= {span.kind} if span.start < len(reply.prompt) else set()
             new_kinds |= {span.kind} if span.end > len(reply.prompt) else set()
     assert prompt_kinds == {RowKind.PREFILLED, RowKind.UNKNOWN}
@@ -177,6 +160,6 @@ def test_rows_of_mixed_passes_are_exact_and_of_unknown_kind(model_dir: Path, tmp
 @pytest.mark.full
 def test_the_plugin_loads_in_spawned_processes_as_on_a_machine_with_a_gpu(model_dir: Path) -> None:
     with serving(model_dir, env={"R3DEMO_EMBEDDED_SPAWN": "1"}) as server:
-        assert frame_of(generate(server.url, [5, 6], new_tokens=1)).rows == 2
+        assert generate(server.url, [5, 6], new_tokens=1).frame().rows == 2
         shared = [*Path("/dev/shm").glob(f"sgl*_{server.pid}_*")]
     assert shared and not any(path.exists() for path in shared)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,19 +10,14 @@ from examples.embedded.sglang import environment
 from r3channel.weights.dryrun import _POST_LOAD
 from r3channel.weights.receiver import RELEASED
 from r3channel.weights.refusals import ANY_WAY, STAGED
+from tests.children import facts_of
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
 def facts() -> dict[str, Any]:
-    child = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("hook_facts.py"))], env=environment(r3channel=False),
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    lines = [line for line in child.stdout.splitlines() if line.startswith("FACTS ")]
-    assert lines, f"the child gave no facts:\n{child.stderr[-3000:]}"
-    return json.loads(lines[0].removeprefix("FACTS "))
+    return facts_of("from tests.engine.hook_facts import main\nmain()", **environment())
 
 
 SAID = {

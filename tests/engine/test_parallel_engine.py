@@ -13,10 +13,16 @@ from r3channel.config import ChannelConfig
 from r3channel.errors import EngineUnavailable
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from r3channel.wire.frame import parse_frame
-from tests.direct import turns_here
-from tests.engine.client import Reply, direct_to, generate_together, prompts_of, serving
-from tests.engine.reference import Expected, reference_ids
+from tests.engine.client import (
+    Reply,
+    check_relay,
+    check_replies,
+    delivered,
+    direct_to,
+    generate_together,
+    prompts_of,
+    serving,
+)
 from tests.samples import SPEC
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
@@ -43,18 +49,13 @@ def engine(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[EngineSe
         yield server
 
 
-def answers(server: EngineServer, *, model: Path, folder: Path) -> Iterator[tuple[Reply, Expected]]:
-    replies = generate_together(server.url, prompts_of((5, 40, 90, 200, 17, 33)), new_tokens=20)
-    expected = reference_ids(model, [reply.tokens for reply in replies], folder=folder)
-    yield from zip(replies, expected, strict=True)
+def answers(server: EngineServer) -> list[Reply]:
+    return generate_together(server.url, prompts_of((5, 40, 90, 200, 17, 33)), new_tokens=20)
 
 
 def test_a_requests_rows_are_own_on_any_rank(engine: EngineServer, model_dir: Path, tmp_path: Path) -> None:
-    ranks = set()
-    for reply, expected in answers(engine, model=model_dir, folder=tmp_path):
-        frame = parse_frame(reply.raw, spec=SPEC)
-        assert expected.differing_rows(frame.routing(sample_id="s").expert_ids_TLK) == []
-        ranks.add(reply.meta.get("dp_rank"))
+    check_replies(replies := answers(engine), model=model_dir, folder=tmp_path)
+    ranks = {reply.meta.get("dp_rank") for reply in replies}
     assert ranks == ({0, 1} if "--dp-size" in engine.options.extra_args else {None})
 
 
@@ -62,14 +63,9 @@ def test_one_of_two_tensor_ranks_sends_each_frame_and_keeps_the_rows(model_dir: 
     relay = Relay(SPEC, TrainerLayout(), ChannelConfig(frame_timeout_s=30.0))
     info, env = ["--log-level", "info"], direct_to(relay, tmp_path)
     with serving(model_dir, tmp_path / "log", tp=2, env=env, extra_args=info) as server:
-        wanted = dict(enumerate(answers(server, model=model_dir, folder=tmp_path)))
-    for number, (reply, _) in wanted.items():
-        relay.add(str(number), {"meta_info": reply.meta}, reply.tokens, engine=server.url)
-    relay.await_frames([str(number) for number in wanted], timeout_s=30, step=0)
-    for number, (_, expected) in wanted.items():
-        (rows,) = turns_here(relay, str(number))
-        assert expected.differing_rows(rows.ids_TLK) == []
-    assert relay.status()["store"]["frames"] == len(wanted)
+        samples = delivered(relay, answers(server), engine=server.url)
+    check_relay(relay, samples, model=model_dir, folder=tmp_path)
+    assert relay.status()["store"]["frames"] == len(samples)
     relay.close()
     assert len(re.findall(r"r3channel: .* GB of host memory for", (tmp_path / "log").read_text())) == 1
 

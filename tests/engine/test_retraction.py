@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 
 from examples.embedded.sglang import EngineServer
-from r3channel.wire.frame import parse_frame
-from r3channel.wire.frame_view import Frame
 from r3channel.wire.hello import Hello, probe_body
 from r3channel.wire.routing import Ids, RowKind
 from tests.engine.client import Reply, generate, generate_together, post, prompts_of, serving
@@ -83,13 +81,9 @@ def wanted_of(passes: list[tuple[int, bool, Ids]], reply: Reply) -> tuple[Ids, I
     )
 
 
-def frame_of(reply: Reply) -> Frame:
-    return parse_frame(reply.raw, spec=SPEC)
-
-
 def answered(reply: Reply) -> Ids:
     """The rows that made the answered tokens."""
-    return frame_of(reply).ids()[len(reply.prompt) - 1 :]
+    return reply.frame().ids()[len(reply.prompt) - 1 :]
 
 
 def differing(found: Ids, wanted: Ids) -> int:
@@ -120,11 +114,11 @@ def test_rows_are_of_the_pass_that_made_the_token(model_dir: Path, tmp_path: Pat
         lost += differing(last_TLK, made_TLK)
         # What a next turn finds in the prefix cache are the same rows; what it has prefilled itself is noted as its own.
         hit = turn.meta["cached_tokens"]
-        found = frame_of(turn).ids()[: min(hit, len(reply.tokens) - 1)]
-        assert differing(found, frame_of(reply).ids()[: len(found)]) == 0, hit
+        found = turn.frame().ids()[: min(hit, len(reply.tokens) - 1)]
+        assert differing(found, reply.frame().ids()[: len(found)]) == 0, hit
     assert sum(reply.meta["num_retractions"] for reply in replies) > 1
     assert lost > 0, "a second prefill chose the same experts, so nothing was tried"
-    assert any(frame_of(reply).kept_rows for reply in replies)
+    assert any(reply.frame().kept_rows for reply in replies)
 
 
 @pytest.mark.parametrize(("room_rows", "arguments"), [(0, []), (50, ["--disable-radix-cache"])])
@@ -143,7 +137,7 @@ def test_rows_that_found_no_room_are_those_of_the_second_prefill_and_say_so(
     for reply in replies:
         passes, first = passes_of(tmp_path)[reply.meta["id"]], len(reply.prompt) - 1
         made_TLK, last_TLK = wanted_of(passes, reply)
-        spans = frame_of(reply).provenance
+        spans = reply.frame().provenance
         decoded_T = np.concatenate(
             [[span.kind is RowKind.DECODED] * (span.end - span.start) for span in spans]
         )
@@ -155,4 +149,4 @@ def test_rows_that_found_no_room_are_those_of_the_second_prefill_and_say_so(
         assert differing(answered(reply)[told_T], wanted_TLK[told_T]) == 0
         lost += differing(wanted_TLK[told_T], made_TLK[told_T])
     assert lost > 0
-    assert any(frame_of(reply).kept_rows for reply in replies) == (room_rows > 0)
+    assert any(reply.frame().kept_rows for reply in replies) == (room_rows > 0)

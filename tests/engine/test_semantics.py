@@ -19,14 +19,15 @@ from r3channel import cli
 from r3channel.config import ChannelConfig
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import probe_body
 from r3channel.wire.parcel import REFERENCE_MAGIC
 from r3channel.wire.routing import RowKind
 from tests.conftest import READY_TIMEOUT_S
-from tests.direct import rows_here, turns_here
+from tests.direct import turns_here
 from tests.engine.client import (
     Reply,
+    check_relay,
+    delivered,
     direct_to,
     generate,
     generate_together,
@@ -37,7 +38,6 @@ from tests.engine.client import (
     set_weight_version,
     stream,
 )
-from tests.engine.reference import reference_ids
 from tests.samples import SPEC
 
 pytestmark = pytest.mark.engine
@@ -45,19 +45,8 @@ pytestmark = pytest.mark.engine
 NEW_TOKENS = 24
 
 
-def as_json(reply: Reply) -> dict[str, Any]:
-    return {"meta_info": reply.meta}
-
-
 def new_relay(**changes: Any) -> Relay:
     return Relay(SPEC, TrainerLayout(), ChannelConfig(**changes))
-
-
-def check(relay: Relay, samples: dict[str, list[int]], *, model_dir: Path, folder: Path) -> None:
-    """Every row of every sample equals transformers', order included."""
-    expected = reference_ids(model_dir, list(samples.values()), folder=folder)
-    for name, wanted in zip(samples, expected, strict=True):
-        assert wanted.differing_rows(rows_here(relay, name)) == [], name
 
 
 @pytest.fixture
@@ -87,14 +76,14 @@ def test_an_aborted_request_resumed_under_new_weights_keeps_and_stamps_its_old_r
     try:
         first = aborted(engine_url, prompt, rid="abort-me", after_chunks=20)
         assert first.meta["finish_reason"]["type"] == "abort"
-        relay.add("s", as_json(first), first.tokens)
+        relay.add("s", first.as_json, first.tokens)
         set_weight_version(engine_url, "2")
         held = relay.rows_held("s")
         rest = generate(engine_url, first.tokens, new_tokens=10, routed_experts_start_len=held)
     finally:
         set_weight_version(engine_url, "0")
-    relay.add("s", as_json(rest), rest.tokens, append=True)
-    check(relay, {"s": rest.tokens}, model_dir=model_dir, folder=tmp_path)
+    relay.add("s", rest.as_json, rest.tokens, append=True)
+    check_relay(relay, {"s": rest.tokens}, model=model_dir, folder=tmp_path)
     first_span, *spans = [span for rows in turns_here(relay, "s") for span in rows.provenance]
     assert (first_span.start, first_span.end, first_span.weight_version) == (0, 50, 0)
     decoded = [span for span in spans if span.kind is RowKind.DECODED]
@@ -110,11 +99,11 @@ def test_a_chat_sends_each_row_once(engine_url: str, relay: Relay, model_dir: Pa
         asked = [*tokens, *random_prompt(15, seed=1000 + 20 + turn)]  # the user's next words
         held = relay.rows_held("s")
         reply = generate(engine_url, asked, new_tokens=12, routed_experts_start_len=held)
-        relay.add("s", as_json(reply), reply.tokens, append=turn > 0)
-        rows_sent += parse_frame(reply.raw, spec=SPEC).rows
+        relay.add("s", reply.as_json, reply.tokens, append=turn > 0)
+        rows_sent += reply.frame().rows
         tokens = reply.tokens
     assert rows_sent == len(tokens) - 1
-    check(relay, {"s": tokens}, model_dir=model_dir, folder=tmp_path)
+    check_relay(relay, {"s": tokens}, model=model_dir, folder=tmp_path)
 
 
 def test_each_of_n_samples_of_a_prompt_has_its_own_rows(
@@ -129,14 +118,14 @@ def test_each_of_n_samples_of_a_prompt_has_its_own_rows(
         samples[f"s{number}"] = prompt + reply["output_ids"]
         relay.add(f"s{number}", reply, samples[f"s{number}"])
     assert len({tuple(tokens) for tokens in samples.values()}) == 3
-    check(relay, samples, model_dir=model_dir, folder=tmp_path)
+    check_relay(relay, samples, model=model_dir, folder=tmp_path)
 
 
 def test_a_streamed_reply_carries_its_frame_in_the_last_chunk_only(engine_url: str) -> None:
     *before, last = stream(engine_url, random_prompt(25, seed=1000 + 5), new_tokens=NEW_TOKENS)
     assert len(before) > 5
     assert not any(chunk.meta.get("routed_experts") for chunk in before)
-    assert parse_frame(last.raw, spec=SPEC).rows == len(last.tokens) - 1
+    assert last.frame().rows == len(last.tokens) - 1
 
 
 def test_interleaved_requests_of_many_lengths_do_not_mix(
@@ -148,9 +137,9 @@ def test_interleaved_requests_of_many_lengths_do_not_mix(
     samples = {}
     for number, reply in enumerate(replies):
         samples[f"s{number}"] = reply.tokens
-        relay.add(f"s{number}", as_json(reply), reply.tokens)
+        relay.add(f"s{number}", reply.as_json, reply.tokens)
     assert len(samples) == 16
-    check(relay, samples, model_dir=model_dir, folder=tmp_path)
+    check_relay(relay, samples, model=model_dir, folder=tmp_path)
 
 
 def waves(url: str, prompts: list[list[int]]) -> list[Reply]:
@@ -179,28 +168,23 @@ def direct(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def delivered(direct: Direct) -> dict[str, Reply]:
+def replies(direct: Direct) -> list[Reply]:
     prompts = prompts_of((3, 40, 90, 130, 300), seed=1060)
-    replies = generate_together(direct.server.url, prompts, new_tokens=NEW_TOKENS)
-    samples = {f"direct{number}": reply for number, reply in enumerate(replies)}
-    for name, reply in samples.items():
-        direct.relay.add(name, as_json(reply), reply.tokens, engine=direct.server.url)
-    direct.relay.await_frames(list(samples), timeout_s=30, step=0)
-    return samples
+    return generate_together(direct.server.url, prompts, new_tokens=NEW_TOKENS)
 
 
 def test_frames_delivered_directly_are_exact_under_retraction(
-    direct: Direct, delivered: dict[str, Reply], model_dir: Path, tmp_path: Path
+    direct: Direct, replies: list[Reply], model_dir: Path, tmp_path: Path
 ) -> None:
-    assert sum(reply.meta["num_retractions"] for reply in delivered.values()) > 0
-    samples = {name: reply.tokens for name, reply in delivered.items()}
-    check(direct.relay, samples, model_dir=model_dir, folder=tmp_path)
+    assert sum(reply.meta["num_retractions"] for reply in replies) > 0
+    samples = delivered(direct.relay, replies, engine=direct.server.url)
+    check_relay(direct.relay, samples, model=model_dir, folder=tmp_path)
 
 
 def test_a_reply_of_direct_delivery_carries_at_most_64_bytes_and_the_engine_said_hello_before(
-    direct: Direct, delivered: dict[str, Reply]
+    direct: Direct, replies: list[Reply]
 ) -> None:
-    for reply in delivered.values():
+    for reply in replies:
         assert len(reply.meta["routed_experts"]) <= 64 and reply.raw[:4] == REFERENCE_MAGIC
     assert direct.relay.status()["engines"][direct.server.url].startswith("SGLang 0.5.23")
 

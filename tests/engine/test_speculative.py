@@ -19,11 +19,13 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
-from r3channel.wire.frame import Frame, parse_frame
 from r3channel.wire.routing import RowKind
 from tests.conftest import READY_TIMEOUT_S
 from tests.engine.client import (
     Reply,
+    check_relay,
+    check_replies,
+    delivered,
     direct_to,
     generate,
     generate_together,
@@ -33,8 +35,6 @@ from tests.engine.client import (
     stream,
 )
 from tests.engine.draft import LAYERS, Models, write_models
-from tests.engine.reference import reference_ids
-from tests.engine.test_semantics import as_json, check
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
@@ -96,19 +96,6 @@ def test_an_update_that_would_leave_the_draft_old_is_refused_before_the_engine_i
     assert generate(engine_url, random_prompt(9, seed=9), new_tokens=2).output, "it serves on"
 
 
-def frame_of(reply: Reply) -> Frame:
-    return parse_frame(reply.raw, spec=SPEC, sample_id="test", engine="test")
-
-
-def check_replies(replies: list[Reply], *, model: Path, folder: Path) -> None:
-    """Every reply has a row for each token but the last, and each equals transformers', order included."""
-    expected = reference_ids(model, [reply.tokens for reply in replies], folder=folder)
-    for reply, wanted in zip(replies, expected, strict=True):
-        ids_TLK = frame_of(reply).routing(sample_id="test").expert_ids_TLK
-        assert len(ids_TLK) == len(reply.tokens) - 1
-        assert wanted.differing_rows(ids_TLK) == [], f"prompt of {len(reply.prompt)}"
-
-
 def passes_by_accepted(replies: list[Reply]) -> list[int]:
     """How many passes accepted none of the drafted tokens, one of them, and so on."""
     passes = np.zeros(DRAFTED + 1, int)
@@ -119,7 +106,7 @@ def passes_by_accepted(replies: list[Reply]) -> list[int]:
 
 
 def test_accepted_tokens_have_transformers_rows(batch: list[Reply], models: Models, tmp_path: Path) -> None:
-    check_replies(batch, model=models.target, folder=tmp_path)
+    check_replies(batch, model=models.target, folder=tmp_path, spec=SPEC)
 
 
 def test_chains_were_accepted_whole_and_in_part_and_not_at_all(batch: list[Reply]) -> None:
@@ -128,7 +115,7 @@ def test_chains_were_accepted_whole_and_in_part_and_not_at_all(batch: list[Reply
 
 def test_what_was_verified_is_decoded_and_the_prompt_prefilled(batch: list[Reply]) -> None:
     for reply in batch:
-        spans = [(span.start, span.end, span.kind) for span in frame_of(reply).provenance]
+        spans = [(span.start, span.end, span.kind) for span in reply.frame(SPEC).provenance]
         prompt = len(reply.prompt)
         assert spans == [(0, prompt, RowKind.PREFILLED), (prompt, len(reply.tokens) - 1, RowKind.DECODED)]
 
@@ -146,7 +133,7 @@ def cut(engine_url: str) -> list[Reply]:
 def test_a_request_that_ends_inside_a_chain_has_no_row_of_what_follows(
     cut: list[Reply], models: Models, tmp_path: Path
 ) -> None:
-    check_replies(cut, model=models.target, folder=tmp_path)
+    check_replies(cut, model=models.target, folder=tmp_path, spec=SPEC)
 
 
 def test_a_turn_that_finds_accepted_tokens_in_the_prefix_cache_has_their_rows(
@@ -157,7 +144,7 @@ def test_a_turn_that_finds_accepted_tokens_in_the_prefix_cache_has_their_rows(
     turns = generate_together(engine_url, prompts, new_tokens=NEW_TOKENS)
     for turn, before in zip(turns, first, strict=True):
         assert turn.meta["cached_tokens"] > len(before.prompt) + NEW_TOKENS // 2
-    check_replies(turns, model=models.target, folder=tmp_path)
+    check_replies(turns, model=models.target, folder=tmp_path, spec=SPEC)
 
 
 def test_direct_rows_without_overlap_are_exact_under_retraction(models: Models, tmp_path: Path) -> None:
@@ -166,12 +153,8 @@ def test_direct_rows_without_overlap_are_exact_under_retraction(models: Models, 
     with speculating(models, algorithm="STANDALONE", overlap=False, env=env) as server:
         relay.expect_engines([server.url], timeout_s=READY_TIMEOUT_S)
         replies = generate_together(server.url, prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
-        samples = {f"s{number}": reply for number, reply in enumerate(replies)}
-        for name, reply in samples.items():
-            relay.add(name, as_json(reply), reply.tokens, engine=server.url)
-        relay.await_frames(list(samples), timeout_s=30, step=0)
+        samples = delivered(relay, replies, engine=server.url)
     assert sum(reply.meta["num_retractions"] for reply in replies) > 0
     assert min(passes_by_accepted(replies)) > 0
-    tokens = {name: reply.tokens for name, reply in samples.items()}
-    check(relay, tokens, model_dir=models.target, folder=tmp_path)
+    check_relay(relay, samples, model=models.target, folder=tmp_path)
     relay.close()

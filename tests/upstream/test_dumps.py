@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from r3channel.cli import main
 from r3channel.model.spec import RoutingSpec
 from r3channel.recordings.importers import Foreign, read_saved
 from r3channel.recordings.recording import Recording
+from tests.children import ROOT, said_by
 from tests.upstream.wheels import sources
 
 LENGTHS = (9, 14, 5, 9)
@@ -77,12 +76,8 @@ def imported(file: Path, form: str, tmp_path: Path, *, model: bool = True) -> in
 @pytest.mark.parametrize("form", UPSTREAM)
 def test_what_the_upstream_saved_is_imported_row_by_row(form: str, tmp_path: Path) -> None:
     name, program = UPSTREAM[form]
-    path = os.pathsep.join([str(sources(name)), str(Path(__file__).parents[2])])
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys\nfrom tests.upstream import test_dumps\n{program}", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    program = f"import sys\nfrom tests.upstream import test_dumps\n{program}"
+    said_by(program, str(tmp_path), PYTHONPATH=f"{sources(name)}:{ROOT}")
     check(tmp_path / "3.pt", form, tmp_path)
 
 

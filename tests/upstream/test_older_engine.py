@@ -4,35 +4,31 @@ are laid over the installed ones."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from examples.embedded.sglang import EngineServer, environment, free_port
+from examples.embedded.sglang import EngineServer, free_port
 from r3channel.errors import EngineUnavailable
 from r3channel.relay.reply import frame_bytes_of
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import Hello, probe_body
 from r3channel.wire.routing import RowKind
-from tests.engine.client import Reply, generate, generate_together, post, prompts_of, serving
+from tests.engine.client import Reply, check_replies, generate, generate_together, post, prompts_of, serving
 from tests.engine.draft import Models, write_models
 from tests.engine.test_speculative import (
     LENGTHS,
     NEW_TOKENS,
     SPEC,
-    check_replies,
     passes_by_accepted,
     speculating,
 )
-from tests.upstream.wheels import slimes_sglang, unpacked
+from tests.upstream.wheels import path_with, slimes_sglang, unpacked
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 VERSION = "0.5.15.post1"
-# What that release names in its metadata; torch 2.13.0 and the other installed packages serve it too (seen, not promised).
-SGLANG, *BESIDE = (f"sglang=={VERSION}", "transformers==5.12.1", "tokenizers==0.22.2")
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +39,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def older(tree: Callable[[str], Path]) -> dict[str, str]:
     """The environment of an engine of that release; `tree` has it published or patched."""
-    folders = [tree(SGLANG), *(unpacked(wheel) for wheel in BESIDE)]
     return {
-        "PYTHONPATH": os.pathsep.join([*map(str, folders), environment(r3channel=True)["PYTHONPATH"]]),
+        "PYTHONPATH": path_with(VERSION, tree(f"sglang=={VERSION}")),
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "",
         "SGLANG_GRPC_PORT": str(free_port()),  # by default 10,000 above the server's, which may be no port
     }
@@ -81,7 +76,7 @@ def check_update(url: str, model: Path) -> None:
     """A weight update that names its version stamps later rows."""
     body = {"model_path": str(model), "weight_version": "4", "flush_cache": True}
     assert json.loads(post(url + "/update_weights_from_disk", body))["success"]
-    frame = parse_frame(generate(url, list(range(10, 30)), new_tokens=5).raw, spec=SPEC)
+    frame = generate(url, list(range(10, 30)), new_tokens=5).frame(SPEC)
     spans = [(span.end, span.weight_version, span.kind) for span in frame.provenance]
     assert spans == [(20, 4, RowKind.PREFILLED), (24, 4, RowKind.DECODED)]
 
@@ -89,7 +84,7 @@ def check_update(url: str, model: Path) -> None:
 def test_ids_equal_the_routers_of_transformers_and_an_update_stamps_later_rows(
     server: EngineServer, models: Models, tmp_path: Path
 ) -> None:
-    check_replies(answers(server.url), model=models.target, folder=tmp_path)
+    check_replies(answers(server.url), model=models.target, folder=tmp_path, spec=SPEC)
     check_update(server.url, models.target)
 
 
@@ -106,7 +101,7 @@ def test_accepted_tokens_of_a_chain_have_transformers_rows(
     with speculating(models, algorithm=algorithm, overlap=overlap, env=env) as server:
         replies = generate_together(server.url, prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
     assert min(passes_by_accepted(replies)) > 0
-    check_replies(replies, model=models.target, folder=tmp_path)
+    check_replies(replies, model=models.target, folder=tmp_path, spec=SPEC)
 
 
 @TREES

@@ -3,11 +3,8 @@ server on CPU gives the ids of transformers' routers, without our plug-in and be
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +18,11 @@ from r3channel.cli import main
 from r3channel.engine.sglang_hooks import TABLES, hooked
 from r3channel.tools.patch import known
 from r3channel.wire.frame import parse_frame
+from tests.children import facts_of
 from tests.engine.client import serving
 from tests.engine.reference import reference_ids
-from tests.upstream.test_older_engine import BESIDE, SGLANG, SPEC, VERSION, answers, check_update
-from tests.upstream.wheels import unpacked
+from tests.upstream.test_older_engine import SPEC, VERSION, answers, check_update
+from tests.upstream.wheels import path_with, unpacked
 
 EACH = pytest.mark.parametrize("version", list(TABLES))
 NO_PLUGIN = {"SGLANG_PLUGINS": "r3channel_embedded"}
@@ -76,8 +74,7 @@ def patched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     version, folder = request.param, tmp_path_factory.mktemp("patched")
     shutil.copytree(unpacked(f"sglang=={version}") / "sglang", folder / "sglang", copy_function=os.symlink)
     assert run("apply", folder) == 0
-    overlay = [str(unpacked(wheel)) for wheel in (SGLANG, *BESIDE)] if version == VERSION else []
-    return version, os.pathsep.join([str(folder), *overlay, environment()["PYTHONPATH"]])
+    return version, path_with(version, folder)
 
 
 MARKS = """
@@ -111,13 +108,7 @@ print("FACTS " + json.dumps(facts))
 def marks(patched: tuple[str, str], **variables: str) -> dict[str, Any]:
     """What the hooked functions carry in a process of SGLang, and what the plug-in would have registered there."""
     version, path = patched
-    child = subprocess.run(
-        [sys.executable, "-c", MARKS, *hooked(version)], env={**environment(), **NO_PLUGIN, "PYTHONPATH": path, **variables},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    lines = [line for line in child.stdout.splitlines() if line.startswith("FACTS ")]
-    assert lines, f"the child gave no facts:\n{child.stderr[-3000:]}"
-    return json.loads(lines[0].removeprefix("FACTS "))
+    return facts_of(MARKS, *hooked(version), **environment() | NO_PLUGIN | {"PYTHONPATH": path} | variables)
 
 
 @pytest.mark.engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import shutil
 import subprocess
 import sys
@@ -14,9 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from examples.embedded.sglang import environment
 from tests.upstream.slime_cpu.sources import SLIME, upstream
 
 DOWNLOAD_TIMEOUT_S = 120
+BESIDE_INSTALLED = {
+    "0.5.15.post1": ("sglang==0.5.15.post1", "transformers==5.12.1", "tokenizers==0.22.2"), "0.5.23": (),
+}  # fmt: skip
+"""Releases of SGLang, and the wheels that are laid over the installed packages for one. They are what it names in its metadata;
+torch 2.13.0 and the other installed packages serve it too (seen, not promised)."""
 SLIMES_PATCHES = ("", "-top_p", "-release_hicache", "-pull_weights", "-deterministic")
 """Its patches of SGLang, in the order in which the Dockerfile of slime's image applies them."""
 
@@ -44,6 +51,12 @@ def unpacked(requirement: str) -> Path:
         archive.extractall(folder / "site")
     wheel.unlink()
     return folder / "site"
+
+
+def path_with(version: str, *first: Path) -> str:
+    """PYTHONPATH of a process with that release of SGLang; what stands in `first` wins."""
+    folders = [*first, *map(unpacked, BESIDE_INSTALLED[version])]
+    return os.pathsep.join([*map(str, folders), environment()["PYTHONPATH"]])
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from examples.embedded.sglang import EngineOptions, EngineServer, environment, f
 from r3channel.model.spec import RoutingSpec
 from r3channel.tools.report_page import write_page
 from r3channel.transport.auth import create_token, read_token
-from tests.upstream.slime_cpu.prometheus import watched
+from tests.upstream.slime_cpu.alerts import watched
 from tests.upstream.slime_cpu.router import Router
 from tests.upstream.slime_cpu.sources import Sources, ready
 from tests.upstream.slime_cpu.witness import compare, said_by_dump, said_by_recording
