@@ -38,7 +38,7 @@ _IDLE_S = 60.0
 
 @dataclass(eq=False)
 class SealedStep:
-    """Guarded by the relay's condition, `rows` aside: they are the background's, and what it makes is published whole."""
+    """Guarded by the relay's condition, `prepare` aside: that is the background's, and what it makes is published whole."""
 
     ticket: Ticket
     turns: Sequence[Turns]
@@ -87,6 +87,10 @@ class SealedStep:
     @cached_property
     def rows(self) -> StepRows:
         return StepRows(self.ticket, self.turns, self.masks)
+
+    def prepare(self, dp: int) -> dict[ShardKey, RowStream]:
+        """What the receivers of one DP rank get. Raises FrameCorrupt where rows are not what they were when they came."""
+        return self.rows.receivers(dp)
 
 
 class Steps:
@@ -271,7 +275,7 @@ class Steps:
         try:
             for dp in range(sealed.ticket.layout.dp):
                 with self._clock.span("place", step=step):
-                    outgoing = sealed.rows.receivers(dp)
+                    outgoing = sealed.prepare(dp)
                 with self._changed:
                     sealed.outgoing.update(outgoing)
                     sealed.wake(dp)
