@@ -159,9 +159,11 @@ class SampleTable:
         first_row = self.rows_announced(reply.sample_id)
         turn = Turn(first_row, reply.tokens - 1, reply.engine, reply.key, masks=reply.masks, live=reply.live)
         if reply.reference is not None:
-            rows = self._claimed(reply, reply.reference, turn)
-        elif rows is not None:
-            _check_fit(reply, rows, held_rows=first_row)
+            turn.name, rows = self._claimed(reply, reply.reference)
+            turn.key = reply.reference.sample_key  # the same; a reply may not name its request
+        source = rows or reply.reference
+        if source is not None:
+            _check_fit(reply, source, held_rows=first_row)
         if sample is not None and reply.held_hash not in (None, sample.prefix_hash):
             raise errors.TurnMismatch(
                 f"{reply.where}: the first {first_row} tokens differ from those that the held rows were made for; expected the "
@@ -193,23 +195,26 @@ class SampleTable:
             )
         return sample
 
-    def _claimed(self, reply: Reply, reference: FrameReference, turn: Turn) -> Rows | None:
-        """Name the frame of a turn; its rows where they are here. Raises what is wrong with a frame that is here."""
+    def _claimed(self, reply: Reply, reference: FrameReference) -> tuple[FrameName, Rows | None]:
+        """The frame's name, and its rows where they are here. Raises what is wrong with a frame that is here."""
         if reply.key is not None and reference.sample_key != reply.key:
             raise errors.FrameReferenceInvalid(
                 f"{reply.where}: the frame reference is for request key {reference.sample_key:#x}, the reply for "
                 f"{reply.key:#x}; were replies swapped?",
                 samples=[reply.sample_id],
             )
-        _check_fit(reply, reference, held_rows=turn.first_row)
-        turn.name, turn.key = reference.name, reference.sample_key  # a reply may not name its request
         kept = self._unclaimed.get(reference.name)
         if kept is None:
-            return None
-        if error := _misfit(reply.sample_id, turn, kept.what):
-            raise error
-        assert not isinstance(kept.what, R3Error)
-        return kept.what
+            return reference.name, None
+        if isinstance(kept.what, R3Error):
+            raise _of_sample(kept.what, reply.sample_id)
+        if kept.what.sample_key != reference.sample_key:
+            raise errors.FrameCorrupt(
+                f"{reply.where}: the frame belongs to request key {kept.what.sample_key:#x}, its frame reference says "
+                f"{reference.sample_key:#x}; were replies swapped?",
+                samples=[reply.sample_id],
+            )
+        return reference.name, kept.what
 
     def _put(self, reply: Reply, *, now_s: float) -> Sample:
         """To the end: its newest reply has come now."""
@@ -358,7 +363,7 @@ class SampleTable:
 def _misfit(name: str, turn: Turn, what: Rows | R3Error) -> R3Error | None:
     """Why a frame that came for a turn of this sample cannot be its rows."""
     if isinstance(what, R3Error):
-        return type(what)(f"sample {name}: {what}", samples=[name], engines=what.engines)
+        return _of_sample(what, name)
     where = f"sample {name} from engine {turn.engine}"
     if turn.key is not None and what.sample_key != turn.key:
         return errors.FrameCorrupt(
@@ -373,6 +378,10 @@ def _misfit(name: str, turn: Turn, what: Rows | R3Error) -> R3Error | None:
             samples=[name],
         )
     return None
+
+
+def _of_sample(error: R3Error, name: str) -> R3Error:
+    return type(error)(f"sample {name}: {error}", samples=[name], engines=error.engines)
 
 
 def _check_fit(reply: Reply, source: Rows | FrameReference, *, held_rows: int) -> None:
