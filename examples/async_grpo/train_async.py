@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # every part is ended on the way out
     begin = time.monotonic()
+    say("a model is written and Ray starts")  # a loaded machine takes most of a minute
     try:
         with tempfile.TemporaryDirectory(prefix="r3channel-demo-") as folder:
             args.r3_trace = args.r3_trace or folder
@@ -238,7 +239,7 @@ def start_cluster(args: argparse.Namespace, folder: Path) -> Iterator[Cluster]:
         args.r3_token_file = args.r3_token_file or str(folder / "token")
         obtain_token(Path(args.r3_token_file))
     with _engines(args, model) as engines, _ray():
-        say(f"model written and Ray up; engines and trainers start: {args.engines} and {layout.world_size}")
+        say(f"Ray is up; engines and trainers start: {args.engines} and {layout.world_size}")
         manager, trainers = _actors(args, spec, folder, engines)
         cluster = Cluster(spec, manager, trainers, [engine.url for engine in engines])
         try:
