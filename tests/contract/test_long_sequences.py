@@ -7,7 +7,6 @@ Qwen3-30B-A3B. A router here only takes its ids, as `ReplayDriver` does for it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.trainer.rank_shard import RankShard
+from r3channel.trainer.router import RouterHandle
 from r3channel.trainer.step import ReplayStep
 from r3channel.wire.frame import encode_frame
 from tests.delivery import MakeRelay, receive, receivers_of, relays
@@ -72,9 +72,9 @@ def delivered(make: MakeRelay, frame: bytes, offsets_TL: np.ndarray) -> tuple[in
 def replay(shard: RankShard, offsets_TL: np.ndarray) -> tuple[int, int]:
     """Every router of a rank takes its rows in two passes."""
     router = {
-        "chunk": 0, "top_k": SPEC.top_k, "num_experts": SPEC.num_experts, "recomputed": False, "counts": None,
+        "module": torch.nn.Identity(), "replay": None, "top_k": SPEC.top_k, "num_experts": SPEC.num_experts,
     }  # fmt: skip
-    handles: list[Any] = [SimpleNamespace(layer=layer, **router) for layer in SPEC.moe_layers]
+    handles = [RouterHandle(layer=layer, **router) for layer in SPEC.moe_layers]
     step = ReplayStep(handles, [torch.nn.Identity()], shard, number=0)
     right = wrong = 0
     sample_R, position_R = shard.shard.row_map(0, tp=0)
