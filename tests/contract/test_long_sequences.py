@@ -7,7 +7,6 @@ Qwen3-30B-A3B. A router here only takes its ids, as `ReplayDriver` does for it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
