@@ -1,9 +1,10 @@
 """A dry run of the model's own loader: it shows which part of which checkpoint tensor goes where in a rank's parameters.
 
 `load_weights` runs once on meta tensors that share one storage. Nothing is read, and a copy is noted instead of done, so nothing
-is written. A loader that does more than views and copies (arithmetic, `.item()`, derived tensors) gets whole tensors staged, and
-the run notes only which tensors reach which parameters. Where even that cannot be known (the loader replaces tensors, or copies
-in another thread), `Learned.refused` says why.
+is written. Tensors that a loader joins before it copies them are noted piece by piece, and what it has the model derive from its
+parameters at the end (MLA's `w_kc` and `w_vc`) as a call to be repeated (`derive`). A loader that does more (arithmetic,
+`.item()`) gets whole tensors staged, and the run notes only which tensors reach which parameters. Where even that cannot be known
+(the loader replaces tensors, or copies in another thread), `Learned.refused` says why.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ _COPY = torch.ops.aten.copy_.default
 _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 _TO = torch.ops.aten._to_copy.default
 _VALUE = torch.ops.aten._local_scalar_dense.default
+_CAT = torch.ops.aten.cat.default
 _POST_LOAD = "post_load_weights"
 """SGLang's name for what a model derives from its parameters once they are loaded."""
 _MOST_PIECES = 4096
@@ -64,12 +66,8 @@ class Part:
 
     def gaps(self, box: Box) -> bool:
         """Whether the box's items do not lie one after the other in the parameter."""
-        step = 1
-        for size, stride in zip(reversed(box.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != step:
-                return True
-            step *= size
-        return False
+        dims = zip(box.shape, self.strides, _steps(box.shape), strict=True)
+        return any(size != 1 and stride != step for size, stride, step in dims)
 
     def view(self, flat: torch.Tensor, box: Box | None = None) -> torch.Tensor:
         """The part (or a box within it) inside the parameter's memory, given as a flat tensor of its dtype."""
@@ -90,9 +88,8 @@ class Padding:
     def fill(self, params: Sequence[torch.Tensor]) -> None:
         """Write the constant into the parameters' flat memory."""
         flat = params[self.param]
-        torch.as_strided(flat, self.shape, self.strides, flat.storage_offset() + self.offset).fill_(
-            self.constant
-        )
+        view = torch.as_strided(flat, self.shape, self.strides, flat.storage_offset() + self.offset)
+        view.fill_(self.constant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,40 +120,53 @@ class Needs:
 class Learned:
     """The result of a dry run, valid while tensors and parameters stay the same."""
 
-    tensors: tuple[TensorMeta, ...]
-    params: Mapping[str, Any]
-    needs: Needs
-    refused: str
+    tensors: tuple[TensorMeta, ...] = ()
+    memory: Any = ("", {})
+    """Where experts and parameters lay."""
+    placed: Callable[[], str] = str
+    """Digests where experts lie now; empty where they always lie alike."""
+    needs: Needs = Needs((), ())
+    refused: str = ""
     """Why whole tensors are staged and the model's own loader places them at the commit; empty where parts are placed."""
     copied: tuple[Part, ...] = ()
     """With `refused`: parts of parameters that this loader fills with plain copies alone, which are compared afterwards."""
+    derived: tuple[tuple[str, tuple[Any, ...], Mapping[str, Any]], ...] = ()
+    """Modules whose `post_load_weights` the loader calls, and with which arguments."""
+
+    def moved(self) -> str:
+        """Why what is placed by this would land at the wrong experts; empty where it would not."""
+        return "" if self.placed() == self.memory[0] else "relink: experts have moved since it was linked"
 
 
-def learn(model: torch.nn.Module, tensors: tuple[TensorMeta, ...], before: Learned | None) -> Learned:
+def learn(model: torch.nn.Module, tensors: tuple[TensorMeta, ...], before: Learned) -> Learned:
     """A dry run's result, or `before` if it still holds: a run takes the loader's time, 0.7 ms a tensor, in a paused engine.
 
     The model is as before in any case. ManifestMismatch where its loader refuses a name."""
     params = dict(model.named_parameters())
-    memory = _memory(params)
-    if before is not None and (before.tensors, before.params) == (tensors, memory):
+    memory = before.placed(), _memory(params)
+    if (before.tensors, before.memory) == (tensors, memory):
         return before
+    result = partial(Learned, tensors, memory, before.placed)
     try:
         recorder = dry_run(model, tensors)
     except NotReplayable as error:
-        needs = _whole_tensors(tensors, range(len(tensors)))
-        return Learned(tensors, memory, needs, f"{error}; which names it takes is not known")
+        needs = _whole_tensors(tensors, range(len(tensors)), ())
+        return result(needs, f"{error}; which names it takes is not known")
     missing, padding, copied = _coverage(recorder, params)
     if recorder.refused:
-        needs = _whole_tensors(tensors, sorted(recorder.used), missing)
-        return Learned(tensors, memory, needs, recorder.refused, copied)
+        return result(_whole_tensors(tensors, sorted(recorder.used), missing), recorder.refused, copied)
     metas = tuple(TensorMeta.of(name, param) for name, param in params.items())
     parts = sorted(recorder.parts, key=lambda part: (part.tensor, part.param, part.offset))
-    return Learned(tensors, memory, Needs(metas, tuple(parts), missing, padding), "")
+    return result(Needs(metas, tuple(parts), missing, padding), derived=tuple(recorder.derived))
 
 
-def _whole_tensors(
-    tensors: Sequence[TensorMeta], used: Iterable[int], missing: tuple[str, ...] = ()
-) -> Needs:
+def derive(model: torch.nn.Module, learned: Learned) -> None:
+    """Have the model make again, from its parameters, the tensors that are none, as its loader does at the end."""
+    for path, args, kwargs in learned.derived:
+        getattr(model.get_submodule(path), _POST_LOAD)(*args, **kwargs)
+
+
+def _whole_tensors(tensors: Sequence[TensorMeta], used: Iterable[int], missing: tuple[str, ...]) -> Needs:
     metas = [tensors[index] for index in used]
     parts = (
         Part(index, Box.whole(meta.shape), at, 0, tuple(_steps(meta.shape)))
@@ -170,11 +180,11 @@ def dry_run(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> _Recorder:
     params = dict(model.named_parameters())
     before, attributes = _memory(params), _tensor_attributes(model)
     recorder = _Recorder(tensors, params)
-    deriving = [module for module in model.modules() if hasattr(module, _POST_LOAD)]
+    deriving = {path: module for path, module in model.named_modules() if hasattr(module, _POST_LOAD)}
     try:
         sources = list(recorder.sources())  # before it watches: that doubles what making them costs
-        for module in deriving:  # it would derive from weights that are old
-            vars(module)[_POST_LOAD] = recorder.derives
+        for path, module in deriving.items():  # it would derive from weights that are old
+            vars(module)[_POST_LOAD] = partial(recorder.derives, path)
         with torch.no_grad(), recorder:
             model.load_weights(iter(sources))  # pyright: ignore[reportCallIssue]
     except KeyError as error:  # it looks names up, and would fail so at the commit
@@ -182,12 +192,12 @@ def dry_run(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> _Recorder:
     except Exception as error:  # whatever a loader raises on a tensor without values
         raise NotReplayable(f"load_weights does more than copy: {type(error).__name__}: {error}") from error
     finally:
-        for module in deriving:
+        for module in deriving.values():
             vars(module).pop(_POST_LOAD, None)
     if _memory(dict(model.named_parameters())) != before:
         raise NotReplayable("load_weights replaces parameters")
     if _tensor_attributes(model) != attributes:
-        recorder.derives()
+        recorder.refuse("load_weights derives other tensors from the checkpoint")
     return recorder
 
 
@@ -210,6 +220,9 @@ class _Recorder(TorchDispatchMode):
         self.parts: list[Part] = []
         self.made: list[tuple[int, torch.Tensor, bool]] = []
         """Parameter, view of it, whether something was put there: what is not a plain copy."""
+        self.derived: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self._joined: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor], int]] = {}
+        """Storage that is views of the checkpoint side by side -> the whole, the views, and the axis that they lie along."""
         self._used: set[int] = set()
         self._made_of: dict[int, set[int]] = {}
         """Storage that is no view of the checkpoint -> the tensors that it was made of."""
@@ -235,25 +248,27 @@ class _Recorder(TorchDispatchMode):
         """Note why parts cannot be placed, and go on watching names."""
         self.refused = self.refused or why
 
-    def derives(self, *_: Any, **__: Any) -> None:
-        self.refuse("load_weights derives other tensors from the checkpoint")
+    def derives(self, path: str, *args: Any, **kwargs: Any) -> None:
+        """Takes the place of a module's `post_load_weights`."""
+        if any(param.itemsize == 1 for param in self._params):  # these it may change too, with their scales
+            self.refuse("load_weights derives other tensors from quantised ones")
+        self.derived.append((path, args, kwargs))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _COPY and _storage(args[1]) == self._storage and self._noted(args[0], args[1]):
+        if func is _COPY and self._copies(args[0], args[1]):
             return args[0]
         tensors = list(_tensors((*args, *kwargs.values())))
         sources = set[int]().union(*map(self._sources, tensors))
         if func is _COPY and not sources and self._is_padding(args[0], args[1]):
             return args[0]
         if func in _FILLS and _storage(args[0]) in self._index:
-            self.padding.append(
-                (self._index[_storage(args[0])], args[0], float(args[1]) if len(args) > 1 else 0.0)
-            )
+            self.padding.append((self._index[_storage(args[0])], args[0], float((*args, 0.0)[1])))
             return args[0]
         if func is _VALUE and sources:
             self._used |= sources
-            self.refuse(f"load_weights does more than copy: it looks at values of {self._named(sources)}")
+            names = ", ".join(self._tensors[index].name for index in sorted(sources))
+            self.refuse(f"load_weights does more than copy: it looks at values of {names}")
             return args[0].dtype.is_floating_point * 0.0
         written = list(_written(func, args, kwargs))
         if sum(self._keeps(func, one, sources) for one in written):  # of all
@@ -267,11 +282,14 @@ class _Recorder(TorchDispatchMode):
         made = func(*args, **kwargs)
         for one in _tensors([made]):
             self._from(one, sources)
+        if func is _CAT:
+            self._joined[_storage(made)] = made, args[0], (*args, 0)[1]
         return made
 
     def _keeps(self, func: Any, value: torch.Tensor, sources: set[int]) -> bool:
         """Whether this is written to memory of the model or of the caller, and so must not happen."""
         param = self._index.get(_storage(value))
+        self._joined.pop(_storage(value), None)
         if param is None and (not sources or (value.is_meta and _storage(value) != self._storage)):
             return False
         what = "its own memory" if param is None else self._names[param]
@@ -297,9 +315,6 @@ class _Recorder(TorchDispatchMode):
     def _tensor_at(self, view: torch.Tensor) -> int:
         return bisect_right(self._starts, view.storage_offset() * view.dtype.itemsize) - 1
 
-    def _named(self, tensors: set[int]) -> str:
-        return ", ".join(self._tensors[index].name for index in sorted(tensors))
-
     def _is_padding(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
         """Whether this copies what the parameter holds already, as loaders pad: it is noted as covered, and not done."""
         index = self._index.get(_storage(dst))
@@ -308,25 +323,39 @@ class _Recorder(TorchDispatchMode):
         self.padding.append((index, dst, None))
         return True
 
-    def _noted(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
-        """Whether this copy of a tensor into a parameter is one of boxes; what else it is, is refused."""
-        param = self._index.get(_storage(dst))
-        byte, tensor = src.storage_offset() * src.dtype.itemsize, self._tensor_at(src)
-        meta, src = self._tensors[tensor], src.expand(dst.shape)
+    def _copies(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
+        """Whether this is a copy of the checkpoint into a parameter, made of boxes: it is noted, and not done. What else becomes
+        of the checkpoint is refused."""
+        if _storage(src) != self._storage and _storage(src) not in self._joined:
+            return False
         try:
-            if param is None:
-                raise NotReplayable(f"a copy into memory that is no parameter, of shape {list(dst.shape)}")
-            if src.dtype != meta.dtype:
-                raise NotReplayable(f"{meta.name} is read as {src.dtype}")
-            first = (byte - self._starts[tensor]) // meta.dtype.itemsize
-            offset = int(dst.storage_offset()) - self.base(param)
-            dims = list(zip(dst.shape, src.stride(), dst.stride(), strict=True))
-            pieces = _boxes(meta, dims, first, offset)
+            self.parts += self._parts(dst, src)
         except NotReplayable as error:
             self.refuse(str(error))
             return False
-        self.parts += [Part(tensor, box, param, at, strides) for box, at, strides in pieces]
         return True
+
+    def _parts(self, dst: torch.Tensor, src: torch.Tensor) -> list[Part]:
+        if (joined := self._joined.get(_storage(src))) is not None:
+            whole, views, axis = joined
+            if not (
+                dst.shape == src.shape == whole.shape and src.is_contiguous() and src.dtype == whole.dtype
+            ):
+                raise NotReplayable(f"a part of what it joins is copied, of shape {list(dst.shape)}")
+            places = dst.split([view.shape[axis] for view in views], axis)
+            return [part for to, view in zip(places, views, strict=True) for part in self._parts(to, view)]
+        param = self._index.get(_storage(dst))
+        byte, tensor = src.storage_offset() * src.dtype.itemsize, self._tensor_at(src)
+        meta, src = self._tensors[tensor], src.expand(dst.shape)
+        if param is None or _storage(src) != self._storage:
+            raise NotReplayable(f"what is computed is copied, or no parameter filled: {list(dst.shape)}")
+        if src.dtype != meta.dtype:
+            raise NotReplayable(f"{meta.name} is read as {src.dtype}")
+        first = (byte - self._starts[tensor]) // meta.dtype.itemsize
+        offset = int(dst.storage_offset()) - self.base(param)
+        dims = list(zip(dst.shape, src.stride(), dst.stride(), strict=True))
+        boxes = _boxes(meta, dims, first, offset)
+        return [Part(tensor, box, param, at, strides) for box, at, strides in boxes]
 
 
 _Dims = list[tuple[int, int, int]]

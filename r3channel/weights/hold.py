@@ -23,7 +23,7 @@ from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
 from r3channel.weights import wires
 from r3channel.weights.checksums import host_bytes, tensor_checksum, tensor_digest
-from r3channel.weights.dryrun import Learned, Needs
+from r3channel.weights.dryrun import Learned, derive
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.wires import HEAD
@@ -51,6 +51,7 @@ class _Stage:
     """By parameter, once everything has come."""
     came: dict[int, int] = field(default_factory=dict)
     """By link: items placed."""
+    committed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class Hold:
         Without `learned` the links only keep other sessions out.
         """
         self.name: str = order["session"]
-        self._learned = learned or Learned((), {}, Needs((), ()), "")
+        self._learned = learned or Learned()
         self._needs, self._whole = self._learned.needs, bool(self._learned.refused)
         self._lock = threading.Lock()
         self._stage = _Stage()
@@ -110,6 +111,11 @@ class Hold:
     def ended(self) -> bool:
         """Whether the trainers are gone, so that nobody holds the engine."""
         return not any(link.alive for link in self._links)
+
+    @property
+    def staging(self) -> bool | None:
+        """Whether an update is on its way: from the linking, or its first byte, to its commit. None where nothing is staged."""
+        return not (self._stage.committed or self.ended) if self._items else None
 
     def close(self) -> None:
         self._unlink()
@@ -170,9 +176,10 @@ class Hold:
                     word, failure = failure, ""
                     link.send_record(wires.END, word.encode()[:WORD_BYTES], timeout_s=_CONNECT_S)
                 elif kind == wires.VERIFY:
-                    wires.send_blob(
-                        link, wires.VERIFY, self._verify(*wires.ASK.unpack(body)), timeout_s=_CONNECT_S
-                    )
+                    found = self._verify(*wires.ASK.unpack(body))
+                    wires.send_blob(link, wires.VERIFY, found, timeout_s=_CONNECT_S)
+                    if self._learned.moved():
+                        return
                 elif kind == wires.GIVE:
                     answer, data = self._given(*wires.PARAM.unpack(body))
                     wires.send_blob(link, wires.GIVE, answer, timeout_s=_CONNECT_S)
@@ -225,7 +232,10 @@ class Hold:
             return True
 
     def _verify(self, update: int, checksums: bool) -> dict[str, Any]:
-        """Digests of the parameters as they will be, computed when every trainer has sent everything."""
+        """Digests of the parameters as they will be, computed when every trainer has sent everything. Without those
+        of experts that move: another engine has them elsewhere."""
+        if moved := self._learned.moved():
+            return {"error": moved}
         with self._lock:
             stage = self._stage
             came = sum(stage.came.values())
@@ -238,7 +248,9 @@ class Hold:
             stage.digests = dict(zip(names, pool.map(tensor_digest, self._staged), strict=True))
             wanted = self._staged if checksums and not self._whole else []
             sums = dict(zip(names, pool.map(tensor_checksum, wanted), strict=False))
-        return {"digests": stage.digests, "checksums": sums}
+        alike = [name for name in names if not (self._learned.placed() and ".experts." in name)]
+        told = {"digests": stage.digests, "checksums": sums}
+        return {kind: {n: found[n] for n in alike if n in found} for kind, found in told.items()}
 
     def _given(self, version: int, param: int) -> tuple[dict[str, str], list[memoryview]]:
         """A parameter's bytes now and its digest at the commit; the trainer compares them."""
@@ -256,11 +268,15 @@ class Hold:
         stage = self._stage
         if stage.update != update or not stage.digests:
             raise WeightsError(f"update {update} is not staged and verified here; {stage.update} is staged")
+        if moved := self._learned.moved():
+            self.close()  # so that the next update learns anew
+            raise WeightsError(moved)
         self._ready = [] if self._whole else self._targets(model)
 
     def change_over(self, model: torch.nn.Module, version: int) -> None:
         """The parameters become what is staged. The staged copy stays as it is: the order may come again."""
         stage, self._serving = self._stage, None
+        stage.committed = True
         if self._whole:
             named = zip(self._needs.params, self._staged, strict=True)
             model.load_weights((m.name, v.view(m.shape)) for m, v in named)  # pyright: ignore[reportCallIssue]
@@ -271,6 +287,7 @@ class Hold:
         for meta, digest in zip(self._needs.params, digests, strict=True):
             if digest != stage.digests[meta.name]:
                 raise WeightsError(f"{meta.name} holds other bytes than were staged")
+        derive(model, self._learned)
         self._serving = _Committed(version, stage.digests, self._ready)
 
     def _compare(self, model: torch.nn.Module) -> None:

@@ -17,14 +17,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from r3channel.errors import WeightsError
+from r3channel.weights.checksums import tensor_digest
 from r3channel.weights.dryrun import Learned, learn
 from r3channel.weights.hold import WORD_BYTES, Hold
 from r3channel.weights.manifest import TensorMeta
@@ -39,7 +39,7 @@ class Receiver:
         """`agree` gathers every rank's word, which is empty where all is well."""
         self._rank, self._run_token, self._agree = rank, run_token, agree
         self._hold: Hold | None = None
-        self._learned: Learned | None = None
+        self.learned = Learned()
 
     def order(self, model: torch.nn.Module, order: Mapping[str, Any]) -> None:
         """Raises WeightsError with every rank's reason unless all ranks did it."""
@@ -58,6 +58,15 @@ class Receiver:
         """End the session's links."""
         if self._hold is not None:
             self._hold.close()
+
+    def may_move(self) -> bool:
+        """Whether experts may change their places now; not while an update is on its way at some rank. Links that were made for
+        these places end, so that the next update learns new ones. All ranks ask at the same pass."""
+        staging = None if self._hold is None else self._hold.staging
+        waits = any(self._agree("staging" if staging else ""))
+        if staging is False and not waits:
+            self.leave()
+        return not waits
 
     def _together(self, step: Callable[[], None], failing: str = "") -> None:
         """All ranks do the step, or all raise; `failing` says what that means."""
@@ -82,7 +91,7 @@ class Receiver:
         learned = None
         if order["op"] == "open":
             tensors = tuple(TensorMeta.from_row(row) for row in order["tensors"])
-            self._learned = learned = learn(model, tensors, self._learned)
+            self.learned = learned = learn(model, tensors, self.learned)
         self._hold = Hold(model, order, learned, rank=self._rank, run_token=self._run_token)
 
     def _mine(self, order: Mapping[str, Any]) -> Hold:
@@ -103,18 +112,13 @@ def gathered_words(word: str, group: Any, size: int) -> list[str]:
 
 
 _HOOKED = {
-    "receive": (
-        "sglang.srt.model_executor.model_runner_components.weight_updater",
-        "WeightUpdater.receive_weights_from_distributed",
-        {"names", "dtypes", "shapes", "group_name", "load_format"},
-    ),
-    "update": (
-        "sglang.srt.managers.scheduler_components.weight_updater",
-        "SchedulerWeightUpdaterManager.update_weights_from_distributed",
-        {"recv_req"},
-    ),
-}
-"""Function of this file -> module, method and parameters that it hooks."""
+    "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.receive_weights_from_distributed":
+    {"names", "dtypes", "shapes", "group_name", "load_format"},
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_distributed":
+    {"recv_req"},
+    "sglang.srt.eplb.eplb_manager.EPLBManager.rebalance": set[str](),
+}  # fmt: skip
+"""Method of SGLang -> parameters that its hook relies on; hooked are `receive`, `update` and `rebalance`."""
 
 RELEASED = "weights"
 """SGLang's tag of memory that was released (`release_memory_occupation`)."""
@@ -125,8 +129,9 @@ _receiver: Receiver | None = None
 def available() -> bool:
     """Whether this SGLang has what is hooked; 0.5.15.post1 has not."""
     try:
-        for module, method, parameters in _HOOKED.values():
-            found = attrgetter(method)(importlib.import_module(module))
+        for hooked, parameters in _HOOKED.items():
+            module, kind, method = hooked.rsplit(".", 2)
+            found = getattr(getattr(importlib.import_module(module), kind), method)
             if not parameters <= set(inspect.signature(found).parameters):
                 return False
     except (ImportError, AttributeError):
@@ -140,13 +145,11 @@ def apply(run_token: str) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     _run_token = run_token
-    for (module, method, _), hook in zip(_HOOKED.values(), (receive, update), strict=True):
-        HookRegistry.register(f"{module}.{method}", hook, HookType.AROUND)
+    for hooked, hook in zip(_HOOKED, (receive, update, rebalance), strict=True):
+        HookRegistry.register(hooked, hook, HookType.AROUND)
 
 
-def opened(
-    receiver: Receiver, manager: Any, model: torch.nn.Module, order: Mapping[str, Any]
-) -> tuple[bool, str]:
+def opened(receiver: Receiver, manager: Any, model: torch.nn.Module, order: Any) -> tuple[bool, str]:
     """Carries out an order that loads nothing, without begin and end. Returns whether it did, and the answer."""
     begun = FOUND_OPEN if manager._session is not None else ""
     if RELEASED in manager.offload_tags:
@@ -190,15 +193,26 @@ def receive(
     return []
 
 
+def rebalance(original: Any, manager: Any) -> Iterator[None]:
+    """Wraps EPLB's rebalancing, which is left out while an update is on its way."""
+    if _own().may_move():
+        yield from original(manager)
+
+
 def _own() -> Receiver:
     global _receiver
     if _receiver is None:
-        from sglang.srt.runtime_context import get_parallel
+        from sglang.srt.eplb.expert_location import get_global_expert_location_metadata as locations
+        from sglang.srt.runtime_context import get_exec, get_parallel
 
         parallel = get_parallel()
+
+        def placed() -> str:  # the logical expert of each slot
+            return tensor_digest(locations().physical_to_logical_map_cpu)
 
         def agree(word: str) -> list[str]:
             return gathered_words(word, parallel.tp_group.cpu_group, parallel.tp_size)
 
         _receiver = Receiver(rank=parallel.tp_rank, run_token=_run_token, agree=agree)
+        _receiver.learned = Learned(placed=placed if get_exec().moe.enable_eplb else str)
     return _receiver

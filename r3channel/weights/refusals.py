@@ -30,7 +30,6 @@ def _none_of(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value not in values
 
 
-_MOVED = "experts change their places while it serves; the map that was learned at its linking does not"
 _QUANTISES = "it quantises a plain checkpoint at its start: plain weights would get its old scales"
 _FLOAT8 = "start it without, or from a checkpoint of float8 blocks, and give float8 blocks (examples/float8_blocks.py)"
 _DRAFT = "start it without or with NGRAM, or let SGLang load both: `staged=False, expected=None`, with the draft's tensors"
@@ -40,6 +39,7 @@ ANY_WAY: tuple[Setting, ...] = (
     Setting("pp_size", _above(1), "only its first stage answers: others stay old unseen", "--pp-size 1"),
     Setting("weight_cache_mode", _none_of(None, "off"), "its weights are shared with a daemon and others"),
     Setting("offload_group_size", _above(0), "a pass begins with layers fetched before", "--cpu-offload-gb"),
+    Setting("dcp_replicate_q_proj", bool, "queries use copies of weights that were made at its start"),
     Setting("enable_elastic_expert_backup", bool, "experts return as in the checkpoint it was started from"),
     Setting("modelopt_quant", bool, _QUANTISES, _FLOAT8),
     Setting("quantize_and_serve", bool, _QUANTISES, _FLOAT8),
@@ -53,8 +53,7 @@ OLD = Setting("version", lambda v: _before(v, (0, 5, 23)), "it has no begin and 
 
 STAGED: tuple[Setting, ...] = (
     OLD,
-    Setting("enable_eplb", bool, _MOVED, _OURSELVES),
-    Setting("elastic_ep_backend", _none_of(None, "none"), _MOVED, _OURSELVES),
+    Setting("elastic_ep_backend", _none_of(None, "none"), "its ranks come and go, with experts", _OURSELVES),
     Setting("speculative_algorithm", _none_of(None, "NONE", "NGRAM"), "the draft would stay old", _DRAFT),
     Setting("moe_runner_backend", lambda v: "_trtllm" in str(v), "experts are kept repacked", _OURSELVES),
     Setting("load_format", lambda v: v == "flash_rl", "its loader quantises what it is given", _OURSELVES),
@@ -72,9 +71,8 @@ def refused_model(model: torch.nn.Module) -> Iterator[str]:
     """What cannot be updated in the model that a rank has built, whatever it was started with. Changes nothing."""
     modules = list(model.modules())
     methods = [getattr(one, "quant_method", None) for one in modules]
-    for config in {
-        id(found): found for one in methods if (found := getattr(one, "quant_config", None))
-    }.values():
+    configs = {id(found): found for one in methods if (found := getattr(one, "quant_config", None))}
+    for config in configs.values():
         kept = [value for name, value in vars(config).items() if _SERIALISED.fullmatch(name)]
         if (kept and not any(kept)) or getattr(config, "is_nvfp4_online", False):
             yield f"online quantisation ({type(config).__name__}): {_QUANTISES} ({_FLOAT8})"

@@ -50,6 +50,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32, "topk_method": "noaux_tc", "n_group": 8, "topk_group": 3,
         "q_lora_rank": 48, "scoring_func": "sigmoid",
     },
+    "glm4_moe_lite": {
+        **_LATENT, "n_routed_experts": 32, "num_experts_per_tok": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse", "sparse"], "topk_method": "noaux_tc",
+        "n_group": 1, "topk_group": 1, "q_lora_rank": 48, "scoring_func": "sigmoid",
+    },
     "gpt_oss": {
         "num_local_experts": 32, "num_experts_per_tok": 4, "head_dim": 16, "sliding_window": 32,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},

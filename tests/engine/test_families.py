@@ -26,12 +26,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(300)]
 
 PROMPTS = (5, 40, 200)
 """Tokens; the last is prefilled in two chunks, and begins a second turn."""
-UNORDERED = {"glm4_moe", "deepseek_v2", "deepseek_v3"}
+UNORDERED = {"glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"}
 """Both sides take the best k unsorted here (`topk(..., sorted=False)`), so that a row is a set."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "mixtral": {"chunked_prefill_size": -1, "extra_args": ("--mem-fraction-static", "0.5")},
     "deepseek_v2": {"env": ON_CPU},
     "deepseek_v3": {"env": ON_CPU},
+    "glm4_moe_lite": {"env": ON_CPU},
     "gpt_oss": {"env": ON_CPU, "extra_args": ("--attention-backend", "intel_amx")},  # on this CPU it becomes torch_native
     "llama4": {"env": ON_CPU},
     "qwen3_next": {
@@ -40,7 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Other options of a family's server: what it cannot start without on a CPU, and prompts that are not chunked once."""
 
-FUSED = {"deepseek_v3": 3, "llama4": 4, "qwen3_next": 11}
+FUSED = {"llama4": 4, "qwen3_next": 11}
 """Parameters that a loader computes: nothing that was given can be compared with them."""
 
 

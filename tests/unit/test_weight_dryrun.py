@@ -1,4 +1,4 @@
-"""What a loader may do and be replayed: views and copies. All else is refused by name, and nothing was written."""
+"""What a loader may do and be replayed: views, joins, copies, what is derived at the end. All else is refused by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 
-from r3channel.weights.dryrun import Learned, learn
+from r3channel.weights.dryrun import Learned, derive, learn
+from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
 
 Load = Callable[["Fused", Iterable[tuple[str, torch.Tensor]]], None]
@@ -26,6 +27,9 @@ class Fused(torch.nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._load(self, weights)
+
+    def post_load_weights(self, factor: float) -> None:
+        self.scale.copy_(factor * self.w13.detach().sum())
 
 
 def place(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -61,12 +65,24 @@ def derived(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     model.scale = torch.full((1,), 3.0)
 
 
+def joined_of_other(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    model.w13.data.copy_(torch.cat([2 * tensor for _, tensor in weights]))
+
+
+def joined_and_changed(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    model.w13.data.copy_(torch.cat([tensor for _, tensor in weights]).mul_(2))
+
+
+def joined_and_cut(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    model.w13.data[:1].copy_(torch.cat([tensor for _, tensor in weights])[:1])
+
+
 def looked_at(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     place(model, ((name, tensor) for name, tensor in weights if tensor.sum().item()))
 
 
 def learned(model: Fused, metas: list[TensorMeta]) -> Learned:
-    return learn(model, tuple(metas), None)
+    return learn(model, tuple(metas), Learned())
 
 
 METAS = [TensorMeta.of(name, torch.empty(HIDDEN, HIDDEN)) for name in ("gate", "up")]
@@ -82,6 +98,29 @@ def test_views_and_copies_become_parts_and_nothing_is_written() -> None:
 
 def test_a_tensor_that_is_not_given_leaves_its_parameter_missing() -> None:
     assert learned(Fused(place), METAS[:1]).needs.missing == ("w13",)
+
+
+def joined(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Each row first, then the rows. As MLA's loaders, it has the model derive what is no parameter."""
+    rows = [torch.cat([tensor[:, :1], tensor[:, 1:]], dim=-1) for _, tensor in weights]
+    model.w13.data.copy_(torch.cat(rows))
+    model.post_load_weights(factor=3.0)
+
+
+def test_what_a_loader_joins_is_placed_piece_by_piece_and_what_it_derives_is_made_again_afterwards() -> None:
+    model = Fused(joined)
+    found = learned(model, METAS)
+    given, flat = torch.randn(2, HIDDEN, HIDDEN), torch.zeros(2 * HIDDEN * HIDDEN)
+    for part in found.needs.parts:
+        part.view(flat).add_(given[part.tensor][part.box.within(Box.whole((HIDDEN, HIDDEN)))])
+    assert not found.refused and not found.needs.missing and torch.equal(flat, given.flatten())
+
+    assert model.scale.item() == 1
+    model.w13.data.fill_(2.0)
+    derive(model, found)
+    assert model.scale.item() == 3 * model.w13.sum()
+    model.extra = torch.nn.Parameter(torch.zeros(4, dtype=torch.int8), requires_grad=False)
+    assert "from quantised ones" in learned(model, METAS).refused
 
 
 def padded(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -123,7 +162,8 @@ def test_what_a_loader_empties_before_it_places_a_tensor_there_is_not_emptied_af
 @pytest.mark.parametrize(
     ("load", "why"),
     [
-        (doubled, "from something that is not the checkpoint|no parameter"),
+        (doubled, "from something that is not the checkpoint|no parameter"), (joined_of_other, "is computed"),
+        (joined_and_changed, "writes w13 from something"), (joined_and_cut, "a part of what it joins"),
         (written_in_place, "writes w13 from something that is not the checkpoint"),
         (written_as_output, "writes w13 from something that is not the checkpoint"),
         (changed_first, "mul_.* writes its own memory"), (replaced, "replaces parameters"),
