@@ -19,10 +19,10 @@ from r3channel.engine import sglang_settings
 from r3channel.integrations.slime import arguments
 from r3channel.tools.errors import every_error, happened
 from r3channel.trainer.adapters import megatron_refusals
+from r3channel.weights import transaction
 
 PACKAGE = Path(__file__).parents[1]
-_MIB = 1 << 20
-_UNITS = {"_s": "s", "_bytes": "bytes"}
+_MIB, _UNITS = 1 << 20, {"_s": "s", "_bytes": "bytes"}
 
 
 class Table(NamedTuple):
@@ -126,9 +126,8 @@ def _value(option: Option) -> str:
 
 
 def layout_lines() -> list[str]:
-    lines = ["| layout | a router's rows on one rank | proven by |", "|---|---|---|"]
     rows = [f"| `{layout.text}` | {layout.rows} | `{layout.when}` |" for layout in LAYOUTS]
-    return [*lines, *rows, "", *_LAYOUT_NOTES]
+    return ["| layout | a router's rows on one rank | proven by |", "|---|---|---|", *rows, "", *_LAYOUT_NOTES]
 
 
 def option_lines() -> list[str]:
@@ -159,6 +158,7 @@ TABLES = {
     "capture": Table(PACKAGE / "engine" / "README.md", partial(figures.lines, "capture")),
     "settings": Table(PACKAGE / "engine" / "README.md", sglang_settings.table_lines),
     "refusals": Table(PACKAGE / "trainer" / "README.md", megatron_refusals.table_lines),
+    "transaction": Table(PACKAGE / "weights" / "README.md", transaction.table_lines),
 }
 
 

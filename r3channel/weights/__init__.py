@@ -7,7 +7,8 @@
     wires      a link to an engine's rank; shared memory           stages     all links: who connects, what is sent to whom
     dryrun, hold, receiver   the half inside the engine            engine     one engine: routes, state, links; who may serve
     ranks      what trainer ranks agree on                         config     what a session is told once
-    executor   what an update asks of engines                      joint      one staged update by all trainer ranks together
+    transaction   what an update does when: states, no I/O         executor   carries it out
+    joint      a staged update's calls, by all trainer ranks
     broadcast, group, checksums   without our half                 session    `WeightSync`
     progress   deadlines, stages, reports
 

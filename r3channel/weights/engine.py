@@ -1,9 +1,8 @@
-"""One SGLang engine as a session sees it: its HTTP routes, what it holds and does, and our links to its ranks; and a set of them.
+"""One SGLang engine as a session sees it: its HTTP routes, what is known of it, and our links to its ranks; and a set of them.
 
 Read against SGLang 0.5.23 (`srt/entrypoints/http_server.py`, `srt/managers/io_struct.py`, `srt/utils/weight_checker.py`), and
-the only place that knows its routes and field names. SGLang itself is not imported.
-
-The state that a call may cause is entered before the call, so that a lost answer leaves the more careful state.
+the only place that knows its routes and field names. SGLang itself is not imported. `transaction` decides what is called, and
+which state an answer, or none, leaves.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ import base64
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
-from enum import Enum
 from functools import partial
 from http.client import HTTPException
 from typing import Any, Literal
@@ -30,25 +28,17 @@ from r3channel.weights.group import WeightGroup
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import CONTROL_S, GRACE_S, REPAIR_S, background
 from r3channel.weights.refusals import ANY_WAY, OLD, STAGED, refused
+from r3channel.weights.transaction import Engine, EngineState
 from r3channel.wire.hello import Hello, probe_body
 
 PauseMode = Literal["retract", "in_place", "abort"]
+Body = Mapping[str, Any]
 
 _NO_PLUGIN = ("must run between", "init_weights_update_group")
 """What SGLang itself says to our order: that begin comes first, or, inside of it, that it knows no group of this name."""
 _ASK_S = 1.0
 _MAX_REPLY_BYTES = 64 << 20
 _SHOWN_CHARS = 500
-
-
-class EngineState(Enum):
-    """What an engine holds and does, as far as we know; entered before the call that may cause it."""
-
-    SERVING = "serving the committed weights"
-    PAUSED = "paused, weights untouched"
-    OPEN = "paused, update begun, weights untouched"
-    FENCED = "paused, holding parts of an update"
-    NEW = "paused, holding the new weights and version"
 
 
 class EngineHandle:
@@ -80,7 +70,12 @@ class EngineHandle:
         """Why it takes no staged bytes, and whether it may be given orders, as far as its settings tell (`meet`)."""
         self.torch = self.nccl = ""
         """The versions that it runs; empty is unknown. SGLang 0.5.23 tells neither over HTTP, our plug-in both."""
-        self.state = EngineState.SERVING
+        self.now = Engine(self.url)
+        """What the last update left."""
+        self.found: EngineState | None = None
+        """What the last answer said of its weights, where it did: FENCED or PAUSED, as an event's `found`."""
+        self.begun = False
+        """Whether a bracket of ours may be open."""
         self.group: WeightGroup | None = None
         """The group of broadcasts."""
         self.ranks: list[wires.RankLink] = []
@@ -89,18 +84,12 @@ class EngineHandle:
         """The tensors that its ranks were told when they linked; what they need refers to these by index."""
         self.gives: int | None = None
         """The version that was committed over these links, and can be read back; rank 0 knows."""
-        self.holds: int | None = None
-        """The version that it committed, as long as nothing says that it holds other weights."""
         self.boot_id = ""
         """The engine's life that was met; empty before, and where another one is known to have begun."""
-        self.evicted = ""
-        """Why the last update went on without it."""
         self.names: frozenset[str] = frozenset()
         """The tensor names that this life of the engine takes."""
         self.unheld = False
         """Whether the engine has no plug-in of ours that keeps other sessions out."""
-        self.foreign = False
-        """Whether another session, or one that died, opened the bracket that is open."""
 
     def __repr__(self) -> str:
         return f"EngineHandle({self.url!r}, size={self.size})"
@@ -128,7 +117,7 @@ class EngineHandle:
             raise errors.ConfigError(f"engine {self.url} was started with {why}")
         self.unstaged, self.takes_orders = refused(info, STAGED), not refused(info, (OLD,))
         self.size = int(info.get("tp_size") or 1)
-        self.boot_id, self.holds = _boot_id(info), None
+        self.boot_id, self.begun = _boot_id(info), False
 
     def lives(self, timeout_s: float) -> str:
         """Names this life of the engine: a digest of what `/server_info` says of its start, which took its own time.
@@ -150,9 +139,7 @@ class EngineHandle:
         """The version that the engine puts into replies, as its own text."""
         version = self._call("GET", "/model_info", None, timeout_s=timeout_s).get("weight_version")
         if not isinstance(version, str):
-            raise errors.EngineRefused(
-                f"engine {self.url} /model_info has no weight_version; is it SGLang 0.5.23?"
-            )
+            raise self._refusal("/model_info", "has no weight_version; is it SGLang 0.5.23?")
         return version
 
     def version_now(self) -> str:
@@ -172,9 +159,7 @@ class EngineHandle:
             ranks = [rank["checksums"] for rank in reply["ranks"]]
             return [{str(name): str(checksum) for name, checksum in sums.items()} for sums in ranks]
         except (KeyError, TypeError, AttributeError) as error:
-            raise errors.EngineRefused(
-                f"engine {self.url} /weights_checker: no checksums in {_shown(reply)}"
-            ) from error
+            raise self._refusal("/weights_checker:", f"no checksums in {_shown(reply)}") from error
 
     def staged(self, metas: tuple[TensorMeta, ...]) -> bool:
         """Whether links to all of its ranks stand, for these tensors."""
@@ -193,47 +178,33 @@ class EngineHandle:
         self._command("/destroy_weights_update_group", {"group_name": group_name}, timeout_s=timeout_s)
 
     def begin(self, timeout_s: float) -> None:
-        """Open the bracket in which buckets are accepted, on a paused engine. If it is open already, somebody failed in it: these
-        weights are unknown, so the engine is FENCED until it has whole ones; that bracket is closed, and one of ours opened."""
-        self._enter(EngineState.OPEN)
-        self.foreign = False
+        """Open the bracket in which buckets are accepted, on a paused engine. If it is open already, somebody failed in it, and
+        these weights are unknown (`found`): that bracket is closed, and one of ours opened."""
         if not self.takes_orders:  # nor has it a begin
             return
+        self.begun = True
         try:
             self._command("/begin_weight_update", {}, timeout_s=timeout_s)
         except errors.EngineRefused:
-            self._enter(EngineState.FENCED)
-            self.foreign = True
+            self.found = EngineState.FENCED
             with contextlib.suppress(errors.EngineRefused):
                 self.end(timeout_s)
             self._command("/begin_weight_update", {}, timeout_s=timeout_s)
-            self.foreign = False
 
     def update_tensors(
-        self,
-        tensors: Sequence[TensorMeta],
-        *,
-        group_name: str,
-        flush_cache: bool,
-        timeout_s: float,
+        self, tensors: Sequence[TensorMeta], *, group_name: str, flush_cache: bool, timeout_s: float,
         load_format: str | None = "flattened_bucket",
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Receive one broadcast of the flat bytes of a bucket's tensors from rank 0 and load them; returns when they are loaded.
 
         No version travels here: SGLang would record it as soon as this bucket is in. `flush_cache` drops the KV cache of
         the old weights. Without `load_format` one broadcast per tensor is expected, each in its dtype.
         """
-        body: dict[str, Any] = {
-            "names": [meta.name for meta in tensors],
-            "dtypes": [meta.dtype_name for meta in tensors],
-            "shapes": [list(meta.shape) for meta in tensors],
-            "group_name": group_name,
-            "flush_cache": flush_cache,
-        }
+        body: dict[str, Any] = {"group_name": group_name, "flush_cache": flush_cache}
+        body |= {"names": [meta.name for meta in tensors], "dtypes": [meta.dtype_name for meta in tensors]}
+        body |= {"shapes": [list(meta.shape) for meta in tensors]}
         body |= {} if load_format is None else {"load_format": load_format}
-        self._enter(EngineState.FENCED)
-        with self._flush_may_be_refused():
-            self._command("/update_weights_from_distributed", body, timeout_s=timeout_s)
+        self._put_in(body, timeout_s)
 
     def end(self, timeout_s: float) -> None:
         """Close the bracket. Refused when none is open."""
@@ -242,80 +213,79 @@ class EngineHandle:
 
     def commit(self, version: int, timeout_s: float) -> None:
         """Name the weights that SGLang has loaded; running requests go on (SGLang's default would abort them)."""
-        self._set_version(version, timeout_s)
-        self._take(version)
+        body = {"new_version": str(version), "abort_all_requests": False}
+        self._command("/update_weight_version", body, timeout_s=timeout_s)
 
     # -- our half in the engine ----------------------------------------------------------------------------------------
 
-    def open(self, order: Mapping[str, Any], timeout_s: float) -> None:
+    def open(self, order: Body, timeout_s: float) -> None:
         """Have its ranks connect to us, under a short pause that keeps every request's cache. CannotStage without our half, and
         where bytes beside its parameters would leave something old. An update that is found begun was left by somebody who failed
-        or died, or belongs to another session: then the engine is FENCED."""
+        or died, or belongs to another session (`found`): then the engine stays paused."""
         if self.unstaged:
             raise errors.CannotStage(f"engine {self.url} takes no staged bytes: {self.unstaged}")
         self.unlink()
         control_s = min(CONTROL_S, timeout_s)  # one that hangs is found here, not by the order
         self.pause("in_place", control_s)
-        answer = ""
+        could, failure = False, None
         try:
-            answer = self._order(order, timeout_s)
-        except errors.EngineRefused as error:
-            answer = str(error)
-            if any(word in answer for word in _NO_PLUGIN):
-                raise errors.CannotStage(
-                    f"engine {self.url} runs without our half; start it with R3CHANNEL_WEIGHTS=1"
-                ) from error
-            raise
-        finally:
-            # that order had no answer
-            answer = answer or self._order({"op": "look"}, control_s)
-            self._look_for_begun(answer)
-            if not self.foreign:  # else it was paused, and stays so, by whom the bracket belongs to
-                self.undo(control_s)
+            could = self.hold(order, timeout_s)
+        except errors.R3Error as error:
+            failure = error
+            if not isinstance(error, errors.EngineRefused):  # that order had no answer
+                self._look(self._order({"op": "look"}, control_s))
+        if EngineState.FENCED not in (self.found, self.now.state):
+            self.resume(control_s)
+        if failure is not None:
+            raise failure
+        if not could:
+            why = "runs without our half; start it with R3CHANNEL_WEIGHTS=1"
+            raise errors.CannotStage(f"engine {self.url} {why}")
 
-    def hold(self, order: Mapping[str, Any], timeout_s: float) -> bool:
+    def hold(self, order: Body, timeout_s: float) -> bool:
         """Keep other sessions from this engine, and return whether our half could. Raises EngineRefused while another session
         holds it, and where an update would leave something old."""
         try:
-            self._look_for_begun(self._order(order, timeout_s))
+            self._look(self._order(order, timeout_s))
         except errors.EngineRefused as error:
-            self._look_for_begun(str(error))
+            self._look(str(error))
             if any(word in str(error) for word in _NO_PLUGIN):
                 return False
             raise
         return True
 
-    def change_over(
-        self, order: Mapping[str, Any], version: int, flush_cache: bool, timeout_s: float
-    ) -> None:
-        """Let the parameters become what is staged, under the new version. There is no way back."""
-        before = self.state
-        self._enter(EngineState.FENCED)
+    def change_over(self, order: Body, version: int, flush_cache: bool, timeout_s: float) -> None:
+        """Let the parameters become what is staged, under the new version. There is no way back. `found` tells of a refusal
+        whether a parameter changed."""
         try:
-            with self._flush_may_be_refused() as unflushed:
-                self._order(order, timeout_s, flush_cache=flush_cache, weight_version=str(version))
-            if unflushed:  # then SGLang has not told its front of the version
-                self._set_version(version, timeout_s)
+            answer = self._order(order, timeout_s, flush_cache=flush_cache, weight_version=str(version))
+            if wires.FLUSH_REFUSED in answer:  # then SGLang has not told its front of the version
+                self.commit(version, timeout_s)
         except errors.EngineRefused as error:
-            if wires.UNTOUCHED in str(error):
-                self.state = before
+            self.found = EngineState.PAUSED if wires.UNTOUCHED in str(error) else None
             raise
-        self._take(version)
         self.gives = version
 
-    def _order(self, order: Mapping[str, Any], timeout_s: float, **served: Any) -> str:
+    def _order(self, order: Body, timeout_s: float, **served: Any) -> str:
         """Send an order to our half in the engine and return the answer. `served`: `flush_cache`, and `weight_version`, which
         names the weights that are served once it is carried out."""
         form = wires.COMMIT_FORMAT if order["op"] == "commit" else wires.OPEN_FORMAT
         body = {"names": [json.dumps(order)], "dtypes": [], "shapes": [], "group_name": wires.ORDERS_GROUP}
         body |= {"load_format": form, "flush_cache": False, "weight_version": None, **served}
-        reply = self._command("/update_weights_from_distributed", body, timeout_s=timeout_s)
+        return self._put_in(body, timeout_s)
+
+    def _put_in(self, body: Body, timeout_s: float) -> str:
+        """Returns the answer. SGLang may refuse to flush while requests wait for their grammar: the weights are in."""
+        try:
+            reply = self._command("/update_weights_from_distributed", body, timeout_s=timeout_s)
+        except errors.EngineRefused as error:
+            if wires.FLUSH_REFUSED not in str(error):
+                raise
+            return str(error)
         return str(reply.get("message", ""))
 
-    def _look_for_begun(self, answer: str) -> None:
-        self.foreign = wires.FOUND_OPEN in answer
-        if self.foreign:
-            self._enter(EngineState.FENCED)
+    def _look(self, answer: str) -> None:
+        self.found = EngineState.FENCED if wires.FOUND_OPEN in answer else None
 
     # -- what it does --------------------------------------------------------------------------------------------------
 
@@ -324,21 +294,18 @@ class EngineHandle:
 
         Pausing a paused engine is harmless.
         """
-        self._enter(EngineState.PAUSED)
         self._command("/pause_generation", {"mode": mode}, timeout_s=timeout_s)
 
     def resume(self, timeout_s: float) -> None:
         self._command("/continue_generation", {}, timeout_s=timeout_s)
-        self._enter(EngineState.SERVING)
+        self.begun = False
 
     def undo(self, timeout_s: float) -> None:
-        """Serve again if no byte of an update came, or all of them and the version; stay paused otherwise."""
-        if self.state is EngineState.OPEN:
+        """Serve again, with the weights untouched."""
+        if self.begun:
             with contextlib.suppress(errors.EngineRefused):  # none is open: it never got our begin
                 self.end(timeout_s)
-            self._enter(EngineState.PAUSED)
-        if self.state in (EngineState.PAUSED, EngineState.NEW):
-            self.resume(timeout_s)
+        self.resume(timeout_s)
 
     def unlink(self) -> None:
         """Forget the links and the group, without a call to the engine."""
@@ -350,83 +317,56 @@ class EngineHandle:
         if group is not None:
             group.close()
 
-    def leave(self) -> None:
+    def leave(self, timeout_s: float = 2 * REPAIR_S) -> None:
         """End our hold on both sides, also when the engine is stuck in a broadcast; nothing else changes there.
 
         An engine that leaves closes its sockets, which ends our broadcast; dropping our end frees an engine that waits in one.
         """
         leaving = []
         if self.group is not None:
-            leaving = [background(partial(self.destroy_group, self.group.name, timeout_s=REPAIR_S))]
+            leaving = [background(partial(self.destroy_group, self.group.name, timeout_s=timeout_s / 2))]
             self.group.wait_quiet(1.0)
+        self.forget()
+        wait(leaving, timeout=timeout_s / 2)
+
+    def forget(self) -> None:
+        """Know nothing of it until it is met again."""
+        self.boot_id = ""
         self.unlink()
-        self.boot_id, self.holds = "", None
-        wait(leaving, timeout=REPAIR_S)
-
-    def _enter(self, state: EngineState) -> None:
-        """Change state; a FENCED engine becomes clean only by a commit."""
-        if self.state is not EngineState.FENCED or state is EngineState.NEW:
-            self.state = state
-
-    def _take(self, version: int) -> None:
-        self.holds, self.foreign = version, False
-        self._enter(EngineState.NEW)
-
-    def _set_version(self, version: int, timeout_s: float) -> None:
-        body = {"new_version": str(version), "abort_all_requests": False}
-        self._command("/update_weight_version", body, timeout_s=timeout_s)
-
-    @contextlib.contextmanager
-    def _flush_may_be_refused(self) -> Iterator[list[errors.EngineRefused]]:
-        """Let SGLang refuse to flush while requests wait for their grammar: the weights are in. Gives what it said."""
-        unflushed: list[errors.EngineRefused] = []
-        try:
-            yield unflushed
-        except errors.EngineRefused as error:
-            if wires.FLUSH_REFUSED not in str(error):
-                raise
-            unflushed.append(error)
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
-    def _command(self, route: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+    def _command(self, route: str, body: Body, *, timeout_s: float) -> dict[str, Any]:
         """Make a call whose answer must not say `success: false`."""
         reply = self._call("POST", route, body, timeout_s=timeout_s)
         if reply.get("success", True) is not True:
-            raise errors.EngineRefused(f"engine {self.url} {route} answered {_shown(reply)}")
+            raise self._refusal(route, f"answered {_shown(reply)}")
         return reply
 
-    def _call(
-        self, method: str, route: str, body: Mapping[str, Any] | None, *, timeout_s: float
-    ) -> dict[str, Any]:
+    def _call(self, method: str, route: str, body: Body | None, *, timeout_s: float) -> dict[str, Any]:
         status, data = self._exchange(method, route, body, timeout_s=timeout_s)
         text = data.decode("utf-8", "replace")
         if status != 200:
-            raise errors.EngineRefused(f"engine {self.url} {route} answered HTTP {status}: {_shown(text)}")
+            raise self._refusal(route, f"answered HTTP {status}: {_shown(text)}")
         try:
             reply = json.loads(text)
         except ValueError as error:
-            raise errors.EngineRefused(
-                f"engine {self.url} {route} answered no JSON: {_shown(text)}"
-            ) from error
+            raise self._refusal(route, f"answered no JSON: {_shown(text)}") from error
         if not isinstance(reply, dict):
-            raise errors.EngineRefused(
-                f"engine {self.url} {route} answered {_shown(reply)}; expected a JSON object"
-            )
+            raise self._refusal(route, f"answered {_shown(reply)}; expected a JSON object")
         return reply
 
-    def _exchange(
-        self, method: str, route: str, body: Mapping[str, Any] | None, *, timeout_s: float
-    ) -> tuple[int, bytes]:
+    def _refusal(self, route: str, why: str) -> errors.EngineRefused:
+        return errors.EngineRefused(f"engine {self.url} {route} {why}")
+
+    def _exchange(self, method: str, route: str, body: Body | None, *, timeout_s: float) -> tuple[int, bytes]:
         payload = None if body is None else json.dumps(body).encode()
         request = Request(self.url + route, data=payload, headers=self._headers, method=method)
         try:
             with urlopen(request, timeout_s=timeout_s) as reply:
                 status, data = reply.status, reply.read(_MAX_REPLY_BYTES)
                 if reply.read(1):
-                    raise errors.EngineRefused(
-                        f"engine {self.url} {route} answered more than {len(data)} bytes"
-                    )
+                    raise self._refusal(route, f"answered more than {len(data)} bytes")
                 return status, data
         except HTTPError as error:
             return error.code, error.read(_MAX_REPLY_BYTES)
@@ -469,11 +409,6 @@ class Engines:
                 return engine
         raise errors.ConfigError(f"engine {url} is not one of {[engine.url for engine in self.all]}")
 
-    @property
-    def evicted(self) -> dict[str, str]:
-        """Engines that the last update went on without, and why."""
-        return {engine.url: engine.evicted for engine in self.all if engine.evicted}
-
     def add(self, engine: EngineHandle) -> None:
         self.all = _distinct([*self.all, engine])
 
@@ -483,39 +418,35 @@ class Engines:
         engine.leave()
         self.all = rest
 
-    def check_versions(self, engines: Iterable[EngineHandle]) -> None:
-        """RegistryRefused, with both values, for an engine of other versions: NCCL hangs or fails between them, and torch's wire
-        formats follow its own. One that is not known is not compared."""
-        for engine in engines:
-            for name, ours in self._ours.items():
-                theirs = getattr(engine, name)
-                if theirs and ours and theirs != ours:
-                    raise errors.RegistryRefused(
-                        f"engine {engine.url} runs {name} {theirs}, the trainer {ours}; expected equal versions"
-                    )
+    def meet(self, engine: EngineHandle, timeout_s: float) -> None:
+        """Let it join. RegistryRefused, with both values, if it runs other versions: NCCL hangs or fails between them, and
+        torch's wire formats follow its own. One that is not known is not compared."""
+        engine.meet(timeout_s)
+        for name, ours in self._ours.items():
+            theirs = getattr(engine, name)
+            if theirs and ours and theirs != ours:
+                engine.forget()
+                raise errors.RegistryRefused(
+                    f"engine {engine.url} runs {name} {theirs}, the trainer {ours}; expected equal versions"
+                )
 
     def routable(self, timeout_s: float) -> tuple[str, ...]:
         """Engines that serve the newest version, of those that answer within `timeout_s`; 0 asks none. One that was restarted
         has unknown weights, and is met anew by the next update. Any thread."""
         version = self.version
-        able = [e for e in self.all if e.holds == version is not None and e.state is EngineState.SERVING]
+        able = [engine for engine in self.all if engine.boot_id and engine.now.serves(version)]
         if timeout_s:
             calls = {engine: background(partial(engine.lives, timeout_s)) for engine in able}
             wait(calls.values(), timeout=timeout_s + GRACE_S)
             lives = {e: call.result() for e, call in calls.items() if call.done() and not call.exception()}
             for engine in [engine for engine in lives if lives[engine] != engine.boot_id]:
-                engine.boot_id, engine.holds = "", None
-            able = [engine for engine in lives if engine.holds == version and engine in self.all]
+                engine.boot_id = ""
+            able = [engine for engine in lives if engine.boot_id and engine in self.all]
         return tuple(sorted(engine.url for engine in able))
 
 
 def handle_of(engine: EngineHandle | str) -> EngineHandle:
     return EngineHandle(engine) if isinstance(engine, str) else engine
-
-
-def describe_states(engines: Iterable[EngineHandle]) -> str:
-    """Each engine's state, for an error."""
-    return ", ".join(f"{engine.url}: {engine.state.value}" for engine in engines)
 
 
 def _distinct(engines: list[EngineHandle]) -> list[EngineHandle]:

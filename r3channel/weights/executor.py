@@ -1,140 +1,217 @@
-"""The calls that an update makes to engines, staged (`joint`) or by `broadcast`, and what a failure at each call leaves.
+"""Carries out what an update's transaction says, and tells it what came of it: calls to engines, at the same time, with limits.
 
-Knows engines' states; not where weights come from, or which version comes next.
+Decides nothing (`transaction` does); knows not where weights come from, or which version comes next. `joint` and `broadcast` have
+the calls of one way each.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from r3channel.errors import DeadlineExceeded, EngineLeftBehind, EngineUnavailable, R3Error, TransportError
+from r3channel import errors
 from r3channel.weights.config import SyncConfig
-from r3channel.weights.engine import EngineHandle, Engines, EngineState, describe_states
+from r3channel.weights.engine import EngineHandle, Engines
 from r3channel.weights.progress import AGAIN_S, CONTROL_S, GRACE_S, REPAIR_S, Run, background
-from r3channel.weights.stages import Push, Stages
+from r3channel.weights.stages import Given, Push, Stages
+from r3channel.weights.transaction import CALLS, Action, Engine, EngineState, Event, Kind, Transaction, step
+from r3channel.weights.transaction import UpdateState as State
 
-T = TypeVar("T")
-Feed = Callable[[Push], None]
+Feed = Callable[[Push], object]
 """Gives an update's values, bucket by bucket."""
+_LOSSES = (errors.EngineUnavailable, errors.TransportError)  # which DeadlineExceeded is one of
+_STAGES = {State.LINK: "join", State.PAUSE: "pause", State.STAGE: "wait_send"}
+"""What waiting for calls to engines is counted as; in other states, as the call."""
+_GROWING = ("link", "join", "send", "check", "verify")
+"""Calls that take the longer the more tensors there are: they have all the time that is left."""
 
-_LOSSES = (EngineUnavailable, TransportError)  # which DeadlineExceeded is one of
 
+class Work:
+    """One update of some engines. `run` once. One thread.
 
-class Crew:
-    """Engines that are asked at the same time. One thread."""
+    `_NAME` carries out the call NAME of the transaction; with an engine, in a thread of its own. Without such a method it is the
+    engine's own."""
+
+    way = ""
+    _push: Push
 
     def __init__(
-        self,
-        members: Sequence[EngineHandle],
-        engines: Engines,
-        config: SyncConfig,
-        run: Run,
-        *,
-        alone: bool = False,
-    ) -> None:
-        """`alone`: the version counts already, and no engine may be left out of it."""
-        self.members = list(members)
-        self._all, self._alone = list(members), alone
-        self._engines, self._config, self._run = engines, config, run
+        self, members: Sequence[EngineHandle], version: int, run: Run, *,
+        engines: Engines, config: SyncConfig, stages: Stages, alone: bool,
+    ) -> None:  # fmt: skip
+        """`stages` says what goes over which link; `alone`: as of the transaction."""
+        self._handles = {member.url: member for member in members}
+        self._engines, self._config, self._run, self._stages = engines, config, run, stages
+        self._version, self._ranks = version, stages.ranks
+        known = [Engine(m.url, m.now.state, m.now.why, m.now.holds if m.boot_id else None) for m in members]
+        parts = {"number": stages.ranks.update, "version": version, "way": self.way, "alone": alone}
+        self.now = Transaction(**parts, engines=tuple(known), rank=stages.ranks.rank, ranks=stages.ranks.size)
+        self._again = {member.url for member in members if not member.now.member}
+        """Engines that the last update went on without: the others wait for them at each update."""
+        self._due: list[str] = []
+        """This rank's own calls."""
+        self._calls: dict[Future[None], tuple[Action, float]] = {}
+        """Calls to engines, and until when they are waited for."""
+        self._paused_s = 0.0
 
-    def each(
-        self,
-        call: Callable[[EngineHandle, float], T],
-        *,
-        within_s: float = math.inf,
-        among: Sequence[EngineHandle] | None = None,
-    ) -> dict[EngineHandle, T]:
-        """Make a call to all engines, or to some, at once. One that is lost is left out; another failure is raised when all
-        have answered, so that the states are exact."""
-        left_s = min(self._run.deadline.left_s(), within_s)
-        asked = self.members if among is None else among
-        calls = {background(partial(call, member, left_s)): member for member in asked}
-        wait(calls, timeout=left_s + GRACE_S)
-        failed = {
-            m: error for future, m in calls.items() if (error := _failure(future, m, left_s)) is not None
-        }
-        for member, error in failed.items():
-            self.lose(member, error)
-        return {member: future.result() for future, member in calls.items() if member not in failed}
+    @property
+    def members(self) -> list[EngineHandle]:
+        """The engines that the update goes on with."""
+        return [self._handles[engine.url] for engine in self.now.engines if engine.member]
 
-    def lose(self, member: EngineHandle, error: BaseException) -> None:
-        """Go on without this engine. Raise instead if it refused, or if it is the last."""
-        if self._alone or len(self.members) == 1 or not isinstance(error, _LOSSES):
-            raise error
-        self.leave_out(member, f"{type(error).__name__}: {error}")
+    def run(self, given: Given, feed: Feed) -> None:
+        """Bring the engines to the version. Raises what failed the update, once nothing waits any more and whole engines serve.
 
-    def leave_out(self, member: EngineHandle, why: str) -> None:
-        """Go on without this engine until it is met again: by `update_one`, or by the next update."""
-        self.members.remove(member)
-        member.evicted = self._run.report.evicted[member.url] = why
-        member.boot_id, member.holds = "", None
-        background(member.unlink)
+        An interrupt ends it as a failure does; after the commit the engines are resumed first."""
+        self._given, self._feed = given, feed
+        try:
+            self._happen(Kind.BEGIN)
+            self._carry_on()
+        except BaseException as error:
+            self._happen(Kind.FAILED, error=error)
+            self._carry_on()
+            raise
+        finally:
+            self._run.report.evicted = self.now.left_out
+            if self.now.state is State.DONE:
+                self._engines.version = self._version
+        if self.now.state is State.ABORT and self.now.error is not None:
+            raise self.now.error
 
-    def meet(self) -> None:
-        """Let engines that have not joined in this life do so, also those that were left out. Raises RegistryRefused."""
-        for lost, within_s in ((True, AGAIN_S), (False, CONTROL_S)):
-            fresh = [m for m in self.members if not m.boot_id and bool(m.evicted) is lost]
-            self._engines.check_versions(self.each(EngineHandle.meet, within_s=within_s, among=fresh))
-
-
-class Work(Crew):
-    """One update of some engines. NEW -> `open` -> `deliver` (committed), or `abort` at any time. One thread."""
-
-    def __init__(self, *crew: Any, stages: Stages, version: int, alone: bool = False) -> None:
-        """`stages` says what goes over which link; for the rest see `Crew`."""
-        super().__init__(*crew, alone=alone)
-        self._stages, self._version = stages, version
-        self.outcome: R3Error | None = None
-        """The error to raise although the update counts: EngineLeftBehind or TrainerRankLost."""
-
-    def pause(self) -> None:
-        self._paused_s = time.monotonic()
-        with self._run.stage("pause"):
-            within_s = self._config.engine_timeout_s
-            self.each(lambda member, left_s: member.pause(self._config.pause, left_s), within_s=within_s)
-
-    def commit(self, call: Callable[[EngineHandle, float], None]) -> EngineLeftBehind | None:
-        """Let all engines take the version, and serve. The first that takes it decides for all: a failure is raised only if none
-        has. Returns what names those that did not take it, or do not serve.
-
-        They get time to resume even if an engine that did not answer has used up the update's time.
-        """
-        failure: BaseException | None = None
-        limit_s = self._config.engine_timeout_s
-        with self._run.stage("commit"):
-            try:
-                self.each(call, within_s=limit_s)
-            except Exception as error:
-                failure = error
-                if not any(member.state is EngineState.NEW for member in self.members):
-                    raise
-        with self._run.stage("resume"):
-            took = [member for member in self.members if member.state is EngineState.NEW]
-            calls = {background(partial(member.resume, limit_s)): member for member in took}
-            wait(calls, timeout=limit_s + GRACE_S)
-            failure = next((f for c, m in calls.items() if (f := _failure(c, m, limit_s))), failure)
-        self._run.report.paused_s = time.monotonic() - self._paused_s
-        self._engines.version = self._version
-        left = [member for member in self.members if member.state is not EngineState.SERVING]
-        if not left:
+    def outcome(self) -> errors.R3Error | None:
+        """The error to raise although the update counts."""
+        left = [e for e in self.now.engines if e.member and e.state is not EngineState.SERVING]
+        if left:
+            return errors.EngineLeftBehind(
+                f"weight version {self._version} is committed, but {len(left)} of {len(self.members)} engines are left behind: "
+                f"{', '.join(map(str, left))}. Repair them one by one, or update all"
+            )
+        if self.now.error is None:
             return None
-        return EngineLeftBehind(
-            f"weight version {self._version} is committed, but {len(left)} of {len(self.members)} engines are left behind, "
-            f"paused: {describe_states(left)}; {failure}. Repair them one by one, or update all"
+        return errors.TrainerRankLost(
+            f"weight version {self._version} is committed, but not told to every trainer rank: {self.now.error} "
+            f"[engines now: {', '.join(map(str, self.now.engines))}]"
         )
 
-    def roll_back(self) -> None:
-        """Let every engine that no byte reached, or that committed, serve again; FENCED ones stay paused."""
-        calls = [background(partial(member.undo, REPAIR_S)) for member in self._all if not member.foreign]
-        wait(calls, timeout=2 * REPAIR_S)
+    # -- events and actions --------------------------------------------------------------------------------------------
 
+    def _happen(self, kind: Kind, **what: Any) -> None:
+        event = Event(kind=kind, number=self._ranks.update, over=self._run.deadline.over(), **what)
+        self.now, actions = step(self.now, event)
+        for engine in self.now.engines:
+            self._handles[engine.url].now = engine
+        for action in actions:
+            if action.call == "fail":  # the others need not wait for the cleaning up
+                self._ranks.fail(self.now.error or errors.R3Error())
+            elif action.call == "forget":
+                self._handles[action.engine].boot_id = ""
+                background(self._handles[action.engine].unlink)
+            elif action.engine:
+                self._ask(action)
+            else:
+                self._due.append(action.call)
 
-def _failure(future: Future[Any], member: EngineHandle, left_s: float) -> BaseException | None:
-    if not future.done():
-        return DeadlineExceeded(f"engine {member.url}: no answer within {left_s:.1f} s")
-    return future.exception()
+    def _ask(self, action: Action) -> None:
+        handle, left_s = self._handles[action.engine], self._limit_s(action)
+        if action.call == "pause":
+            self._paused_s = time.monotonic()
+        handle.found = None
+        own = getattr(self, f"_{action.call}", None)
+        call = getattr(handle, action.call) if own is None else partial(own, handle)
+        with self._run.stage(_STAGES.get(CALLS[action.call].during, action.call)):
+            begun = background(partial(call, left_s))  # a new thread may have to wait for the interpreter
+        self._calls[begun] = action, time.monotonic() + left_s + GRACE_S
+
+    def _limit_s(self, action: Action) -> float:
+        """How long an engine may take for a call."""
+        most_s, left_s = self._config.engine_timeout_s, self._run.deadline.at_least(GRACE_S).left_s()
+        limits_s = {"undo": REPAIR_S, "leave": 2 * REPAIR_S}
+        limits_s["resume"] = most_s  # also where an engine that did not answer has used up the update's time
+        limits_s["meet"] = min(left_s, AGAIN_S if action.engine in self._again else CONTROL_S)
+        return limits_s.get(action.call, left_s if action.call in _GROWING else min(left_s, most_s))
+
+    def _carry_on(self) -> None:
+        """Until nothing is under way."""
+        while self._calls or self._due:
+            self._answers()
+            for call in self._due[:1]:
+                del self._due[:1]
+                try:
+                    getattr(self, f"_{call}")()
+                except Exception as error:
+                    self._happen(Kind.FAILED, error=error)
+                else:
+                    self._happen(Kind.ANSWERED, call=call)
+
+    def _answers(self) -> None:
+        """Take in what engines answer, until no answer is missing. One that comes later is dropped."""
+        while self._calls:
+            call = next(iter(self._calls.values()))[0].call
+            during, until_s = CALLS[call].during, max(limit_s for _, limit_s in self._calls.values())
+            if self.now.error is not None and during is State.STAGE:  # a healthy bucket has the time to end
+                until_s = min(until_s, time.monotonic() + REPAIR_S)
+            with self._run.stage(_STAGES.get(during, call)):
+                done, _ = wait(self._calls, max(until_s - time.monotonic(), 0), FIRST_COMPLETED)
+                for future in done or list(self._calls):
+                    self._answer(future, self._calls.pop(future)[0])
+            if call == "resume" and not self._calls:
+                self._run.report.paused_s = time.monotonic() - self._paused_s
+
+    def _answer(self, future: Future[None], action: Action) -> None:
+        handle, error = self._handles[action.engine], None
+        if not future.done():
+            if action.call == "send":
+                handle.unlink()  # it ends with its links
+            error = errors.DeadlineExceeded(f"engine {action.engine}: no answer to {action.call} in time")
+        error = error or future.exception()
+        kind = Kind.LOST if isinstance(error, _LOSSES) else Kind.REFUSED if error else Kind.ANSWERED
+        self._happen(kind, call=action.call, engine=action.engine, error=error, found=handle.found)
+
+    def _landed(self) -> None:
+        """Wait for the bucket under way; raise what failed the update."""
+        self._answers()
+        if self.now.error is not None:
+            raise self.now.error
+
+    # -- calls of both ways --------------------------------------------------------------------------------------------
+
+    def _meet(self, handle: EngineHandle, left_s: float) -> None:
+        if not handle.boot_id:
+            self._engines.meet(handle, left_s)
+
+    def _pause(self, handle: EngineHandle, left_s: float) -> None:
+        handle.pause(self._config.pause, left_s)
+
+    def _give(self) -> None:
+        self._feed(self._push)
+        self._landed()
+
+    def _vote(self) -> None:
+        words = self._ranks.exchange(self.now.left_out, self._run.deadline.at_least(GRACE_S * 10))
+        for rank, lost in enumerate(words):
+            self._happen(Kind.VOTED, rank=rank, lost=tuple(lost.items()))
+
+    def _tell(self) -> None:
+        """Let all ranks know how it ended. TrainerRankLost where rank 0 does not come to say it; the others ask the engines."""
+        try:
+            self._hear({})
+        except errors.TransportError as gone:
+            if not self.now.rank:
+                raise
+            asked = ", ".join(f"{member.url}: {member.version_now()}" for member in self.members)
+            raise errors.TrainerRankLost(
+                f"rank 0 was committing weight version {self._version}, and did not say how it went: {gone} "
+                f"[engines say: {asked}]"
+            ) from gone
+
+    def _hear(self, word: dict[str, Any]) -> dict[str, Any]:
+        """What rank 0 says, with all that it knows of the engines."""
+        known = [(e.url, e.state.name, e.why, e.holds, e.member) for e in self.now.engines]
+        word = word | {"engines": known} if self._ranks.leads else {}
+        word = self._ranks.exchange(word, self._run.deadline.at_least(GRACE_S * 10))[0]
+        told = tuple(Engine(url, EngineState[state], *rest) for url, state, *rest in word["engines"])
+        self._happen(Kind.TOLD, engines=told)
+        return word

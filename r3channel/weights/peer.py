@@ -7,25 +7,18 @@ what they read like shards of their own, and the exact plan sends it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 
 from r3channel.weights.dryrun import Part
-from r3channel.weights.engine import EngineHandle, EngineState
+from r3channel.weights.engine import EngineHandle
 from r3channel.weights.executor import Feed
-from r3channel.weights.geometry import Box
-from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import Run
 from r3channel.weights.stages import Given, Push, Stages, cast_by
+from r3channel.weights.transaction import EngineState
 from r3channel.weights.wires import RankLink
 
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """One parameter of one rank, and the checkpoint's parts in it."""
-
-    rank: RankLink
-    param: int
-    parts: Sequence[Part]
+_Read = tuple[RankLink, int, Sequence[Part]]
+"""One parameter of one rank, by its number there, and the checkpoint's parts in it."""
 
 
 def from_peer(
@@ -39,37 +32,35 @@ def from_peer(
     peer = _chosen(members, stages, version, run)
     if peer is None:
         return None
-    held: list[tuple[TensorMeta, Box]] = []
-    buckets, ends, nbytes = list[list[_Read]](), list[int](), 0
+    buckets, nbytes = list[list[_Read]](), 0
     for read in _reads(peer.ranks[stages.ranks.rank :: stages.ranks.size]):
-        size = read.rank.needs.params[read.param].nbytes
+        size = read[0].needs.params[read[1]].nbytes
         if not buckets or nbytes + size > cap_bytes:
             buckets.append([])
-            ends.append(0)
             nbytes = 0
         buckets[-1].append(read)
         nbytes += size
-        held += [(peer.metas[part.tensor], part.box) for part in read.parts]
-        ends[-1] = len(held)
+    parts = [[part for *_, read in bucket for part in read] for bucket in buckets]
+    held = tuple((peer.metas[part.tensor], part.box) for bucket in parts for part in bucket)
 
     def feed(push: Push) -> None:
         for bucket in buckets:
             tensors = []
             with run.stage("convert"):
-                for read in bucket:
-                    flat = read.rank.fetch(version, read.param, timeout_s=run.deadline.left_s())
-                    tensors += [part.view(flat) for part in read.parts]
+                for rank, param, held_there in bucket:
+                    flat = rank.fetch(version, param, timeout_s=run.deadline.left_s())
+                    tensors += [part.view(flat) for part in held_there]
             push(tensors)
 
     rounded = cast_by(peer.ranks, peer.metas)
-    return Given(tuple(held), tuple(ends), None, peer.metas, rounded, peer.url), feed
+    return Given(held, tuple(accumulate(map(len, parts))), None, peer.metas, rounded, peer.url), feed
 
 
 def _chosen(members: Sequence[EngineHandle], stages: Stages, version: int, run: Run) -> EngineHandle | None:
     """The engine to read, the same on every trainer rank: all have links to it, and the first knows what it serves."""
     able = [m for m in members if m.staged(m.metas) and not any(rank.whole for rank in m.ranks)]
     if stages.ranks.leads:
-        able = [m for m in able if m.state is EngineState.SERVING and m.gives == version]
+        able = [m for m in able if m.now.state is EngineState.SERVING and m.gives == version]
     first, *others = stages.ranks.exchange([m.url for m in able], run.deadline)
     url = next((url for url in first if all(url in urls for urls in others)), None)
     return next((m for m in able if m.url == url), None)
@@ -82,4 +73,4 @@ def _reads(ranks: Sequence[RankLink]) -> Iterator[_Read]:
             if part.box.numel:
                 by_param.setdefault(part.param, []).append(part)
         for param, parts in sorted(by_param.items()):
-            yield _Read(rank, param, parts)
+            yield rank, param, parts

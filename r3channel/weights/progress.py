@@ -48,12 +48,17 @@ class Deadline:
     def elapsed_s(self) -> float:
         return time.monotonic() - self._begun_s
 
+    def over(self) -> DeadlineExceeded | None:
+        """The error that says that no time is left; None while there is some."""
+        if self.elapsed_s < self._timeout_s:
+            return None
+        return DeadlineExceeded(f"{self._what} did not end within {self._timeout_s:.1f} s")
+
     def left_s(self) -> float:
         """Seconds left, more than 0; DeadlineExceeded when there are none."""
-        left = self._timeout_s - self.elapsed_s
-        if left <= 0:
-            raise DeadlineExceeded(f"{self._what} did not end within {self._timeout_s:.1f} s")
-        return left
+        if (over := self.over()) is not None:
+            raise over
+        return max(self._timeout_s - self.elapsed_s, 1e-6)
 
     def at_least(self, seconds: float) -> Deadline:
         """This deadline, or one that ends in `seconds` if that is later: for work that must not stay undone for want of time."""
@@ -105,9 +110,8 @@ class UpdateReport:
     paused_s: float = 0.0
     """From the call that pauses engines to the last answer of those that serve again; 0 where another rank pauses them."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Adding up to the wall: join pause convert plan pack digest wait_send verify commit resume; begin and end of a broadcast.
-    `convert` is the caller's iterator. Beside it, of a broadcast's sender: wire (slowest), apply (from there to the slowest
-    answer)."""
+    """Adding up to the wall: join pause convert plan pack digest wait_send verify commit resume; end of a broadcast. `convert` is
+    the caller's iterator."""
 
 
 @dataclass(slots=True)
@@ -119,9 +123,6 @@ class Run:
     checksums: Mapping[str, Sequence[Mapping[str, str]]] = field(default_factory=dict)
     """What the engines' own checksums will be: by number of ranks, then by rank."""
     _inner_s: float = 0.0
-
-    def add(self, stage: str, seconds: float) -> None:
-        self.report.seconds[stage] = self.report.seconds.get(stage, 0.0) + seconds
 
     def ended(self, version: int, manifest: Manifest) -> UpdateReport:
         report = self.report
@@ -138,5 +139,6 @@ class Run:
             yield
         finally:
             spent_s = time.monotonic() - begun_s
-            self.add(name, spent_s - self._inner_s)
+            seconds = self.report.seconds
+            seconds[name] = seconds.get(name, 0.0) + spent_s - self._inner_s
             self._inner_s = outer_s + spent_s

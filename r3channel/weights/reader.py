@@ -37,7 +37,7 @@ def read_first(
     return manifest, [[held[name] for name in bucket.names] for bucket in manifest.buckets]
 
 
-def read_again(given: Iterator[Named], manifest: Manifest, push: Push, run: Run) -> None:
+def read_again(given: Iterator[Named], manifest: Manifest, run: Run, push: Push) -> None:
     """Give `push` each bucket's tensors, in its order, once all have come. ManifestMismatch names what came otherwise."""
     rows: list[dict[int, torch.Tensor]] = [{} for _ in manifest.buckets]
     due, come = 0, 0

@@ -1,7 +1,4 @@
-"""One weight update as a transaction over all engines. Knows order, states and deadlines; bytes and routes lie elsewhere.
-
-    staged:     all bytes beside the parameters, verified -> pause -> change over, under the new version -> resume
-    broadcast:  pause -> load bucket by bucket -> version -> resume
+"""Weight updates of a session's engines. What an update does when is in `transaction`; bytes and routes lie elsewhere.
 
 With our half in the engine (`staged`) nothing touches a parameter before every rank of every engine holds verified bytes.
 Without it SGLang loads in place, and an engine that holds parts of an update stays paused until it has whole weights: those
@@ -30,19 +27,20 @@ from r3channel.transport.collective_lock import PROCESS_SLOT
 from r3channel.weights.broadcast import Broadcast
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.convert import Shard
-from r3channel.weights.engine import EngineHandle, Engines, EngineState, describe_states, handle_of
-from r3channel.weights.executor import Crew, Feed
+from r3channel.weights.engine import EngineHandle, Engines, handle_of
+from r3channel.weights.executor import Feed, Work
 from r3channel.weights.geometry import Box
 from r3channel.weights.group import group_device
 from r3channel.weights.joint import Staged
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
 from r3channel.weights.pack import Packer
 from r3channel.weights.peer import from_peer
-from r3channel.weights.progress import REPAIR_S, Deadline, Run, UpdateReport, background
+from r3channel.weights.progress import CONTROL_S, REPAIR_S, Deadline, Run, UpdateReport, background, wait_all
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.reader import read_again, read_first
-from r3channel.weights.stages import Given, Push, Stages
+from r3channel.weights.stages import Given, Stages
 from r3channel.weights.store import HeldWeights
+from r3channel.weights.transaction import EngineState
 
 Tensors = Iterable[tuple[str, torch.Tensor]] | Iterable[Shard]
 log = logging.getLogger(__name__)
@@ -106,12 +104,12 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
     @property
     def engine_states(self) -> dict[str, EngineState]:
         """What each engine holds and does, as far as this object knows."""
-        return {member.url: member.state for member in self._engines.all}
+        return {member.url: member.now.state for member in self._engines.all}
 
     @property
     def evicted(self) -> dict[str, str]:
         """Engines that the last update went on without, and why."""
-        return self._engines.evicted
+        return {engine.url: engine.now.why for engine in self._engines.all if not engine.now.member}
 
     def routable(self, *, timeout_s: float = 0.0) -> tuple[str, ...]:
         """The gate: engines that may get requests, as they hold the newest committed version. Any thread.
@@ -129,11 +127,16 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         """
         if self._phase != "new":
             raise errors.UsageError(f"WeightSync.connect() on a session that is {self._phase}")
-        run = Run(Deadline(timeout_s, "connect"))
-        self._stages.connect(run.deadline)
+        deadline = Deadline(timeout_s, "connect")
+        self._stages.connect(deadline)
         if self._ranks.leads:
-            Crew(self._engines.all, self._engines, self._config, run, alone=True).meet()
+            self._meet(self._engines.all, deadline)
         self._phase = "ready"
+
+    def _meet(self, engines: Sequence[EngineHandle], deadline: Deadline) -> None:
+        limit_s = min(deadline.left_s(), CONTROL_S)
+        calls = {background(partial(self._engines.meet, engine, limit_s)): engine.url for engine in engines}
+        wait_all(calls, "connect", limit_s)
 
     def update(self, named_tensors: Tensors, *, version: int, timeout_s: float) -> UpdateReport:
         """Bring all engines to these weights under `version`, or raise with the old version still in place.
@@ -161,7 +164,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             last = max(known or 0 for known in (self._engines.version, self.version))
             if version < last:
                 raise errors.UsageError(f"version {version} after {last}; versions only grow")
-            return self._update(given, version, run)
+            return self._bring(list(self._engines.all), version, run, lambda: self._what(given, run))
 
     def republish(self, named_tensors: Tensors, *, engines: Sequence[str], timeout_s: float) -> UpdateReport:
         """Give the committed version again, to these engines alone: restarted, evicted or quarantined ones, where no other holds
@@ -175,9 +178,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         with self._exhausted(named_tensors) as given, self._alone("republish", "a weight update", timeout_s):
             if self.version is None or not members:
                 raise errors.UsageError(f"republish() of version {self.version} to {engines}: nothing to do")
-            report = self._bring_up(members, run, lambda: self._what(given, run))
-            assert report is not None
-            return report
+            return self._bring(members, self.version, run, lambda: self._what(given, run), alone=True)
 
     def update_one(self, engine: str, *, timeout_s: float) -> UpdateReport:
         """Bring one engine, restarted, evicted or quarantined, to the committed version.
@@ -187,13 +188,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         """
         deadline = Deadline(timeout_s, f"update of {engine}")
         with self._alone("update_one", f"the weight update of {engine}", timeout_s):
-            report = self._from_peer(self._engines.at(engine), deadline)
-            if report is None:
-                raise errors.UsageError(
-                    f"nothing holds version {self.version} for engine {engine}: no other engine took it staged and serves it. "
-                    "Give it again: republish()"
-                )
-            return report
+            return self._from_peer(self._engines.at(engine), deadline)
 
     def add_engine(self, engine: EngineHandle | str, *, timeout_s: float) -> UpdateReport | None:
         """Take one more engine in. It gets the committed version now, as by `update_one`, or the next one with the others: where
@@ -203,10 +198,16 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         with self._alone("add_engine", f"the joining of {member.url}", timeout_s):
             self._engines.add(member)
             try:
-                report = self._joined(member, deadline)
-                if report is None and self._ranks.leads:
-                    Crew([member], self._engines, self._config, Run(deadline), alone=True).meet()
-                return report
+                try:
+                    return self._from_peer(member, deadline)
+                except errors.UsageError:
+                    pass  # nothing holds it
+                except errors.WeightUpdateFailed as error:  # the next update may fall back for all
+                    if self._must_stage or not isinstance(error.__cause__, errors.CannotStage):
+                        raise
+                if self._ranks.leads:
+                    self._meet([member], deadline)
+                return None
             except BaseException:
                 self._engines.drop(member)
                 raise
@@ -233,7 +234,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
     @contextlib.contextmanager
     def _exhausted(self, named_tensors: Iterable[Any]) -> Iterator[Iterator[Any]]:
         """What the caller gives, read to its end also after a failure: other ranks may be in step with it."""
-        given = map(_shard if self._exact else _pair, named_tensors)
+        given = map(partial(_checked, self._exact), named_tensors)
         try:
             yield given
         except Exception:
@@ -251,9 +252,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         try:
             with PROCESS_SLOT.use("weights", what, timeout_s=timeout_s):
                 if self._phase != "ready":
-                    raise errors.UsageError(
-                        f"WeightSync.{method}() on a session that is {self._phase}; connect() first"
-                    )
+                    raise errors.UsageError(f"WeightSync.{method}(): it is {self._phase}; connect() first")
                 yield
         except BaseException as error:
             self._ranks.fail(error)
@@ -270,8 +269,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                 yield
             result = "committed"
         except (errors.EngineLeftBehind, errors.TrainerRankLost) as error:  # committed, but not by all
-            known = isinstance(error, errors.EngineLeftBehind) or self._ranks.leads
-            result = "committed" if known else "unknown"
+            behind = isinstance(error, errors.EngineLeftBehind)
+            result = "committed" if behind or self._ranks.leads else "unknown"
             raise
         finally:
             self.metrics.inc("r3channel_weight_updates_total", result=result)
@@ -279,9 +278,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             for name, value in zip(_COUNTED[1:], (report.paused_s, moved, len(lost)), strict=True):
                 self.metrics.inc(name, value)
             for url in lost if self._ranks.leads else ():
-                log.warning(
-                    "weight version %s goes on without engine %s: %s", version, url, report.evicted[url]
-                )
+                why = report.evicted[url]
+                log.warning("weight version %s goes on without engine %s: %s", version, url, why)
             if result == "committed":
                 self.metrics.set("r3channel_weight_version", version)
 
@@ -296,152 +294,83 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             return Given(held, (len(held),), None), lambda push: push(tensors)
         given = self._given
         if given is not None and given.manifest is not None:
-            manifest = given.manifest
-
-            def again(push: Push) -> None:
-                with run.stage("plan"):
-                    read_again(what, manifest, push, run)
-
-            return given, again
+            return given, run.stage("plan")(partial(read_again, what, given.manifest, run))
         with run.stage("plan"):
             manifest, buckets = read_first(what, run, cap_bytes=self._config.bucket_bytes)
-
-        def feed(push: Push) -> None:
-            deque(map(push, buckets), maxlen=0)
-
-        return Given.whole(manifest), feed
+        return Given.whole(manifest), lambda push: [push(bucket) for bucket in buckets]
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _undone(self, what: str, members: Sequence[EngineHandle]) -> Iterator[list[Staged | Broadcast]]:
-        """On a failure inside, abort the work that was put into the list, and tell the engines' states in the error."""
-        begun: list[Staged | Broadcast] = []
+    def _bring(
+        self, members: Sequence[EngineHandle], version: int, run: Run,
+        source: Callable[[], tuple[Given, Feed] | None], *, alone: bool = False,
+    ) -> UpdateReport:  # fmt: skip
+        """Bring engines to a version; UsageError where the source does not hold it. `alone`: it is committed already.
+
+        Says of a failure what it means, and each engine's state."""
+        names = ", ".join(member.url for member in members)
+        failed = f"weight version {version} was not committed, version {self.version} stays"
         try:
-            yield begun
-        except errors.TrainerRankLost:  # after the commit
-            raise
-        except BaseException as error:
-            self._ranks.fail(error)  # the others need not wait for the cleaning up
-            for work in begun:
-                work.abort()
-            if not isinstance(error, Exception):
-                raise
-            raise errors.WeightUpdateFailed(
-                f"{what}: {error} [engines now: {describe_states(members)}]"
-            ) from error
-
-    def _update(self, what: Iterator[Any], version: int, run: Run) -> UpdateReport:
-        """Update all engines with what the caller gives."""
-        members = list(self._engines.all)
-        stays = f"weight version {version} was not committed, version {self.version} stays"
-        with self._undone(stays, members) as begun:
-            given, feed = self._what(what, run)
-            outcome = self._deliver(begun, members, given, feed, version, run)
-        self.version, self._given = version, given
-        for member in members:
-            member.evicted = run.report.evicted.get(member.url, "")
-        self.held = HeldWeights(version, run.checksums) if run.checksums else None
-        if outcome is not None:
-            raise outcome
-        return run.ended(version, self._sent(given))
-
-    def _joined(self, member: EngineHandle, deadline: Deadline) -> UpdateReport | None:
-        """Bring up an engine that joins; None also if it cannot stage, because the next update may then fall back for all."""
-        try:
-            return self._from_peer(member, deadline)
-        except errors.WeightUpdateFailed as error:
-            if self._must_stage or not isinstance(error.__cause__, errors.CannotStage):
-                raise
-            return None
-
-    def _bring_up(
-        self, members: Sequence[EngineHandle], run: Run, source: Callable[[], tuple[Given, Feed] | None]
-    ) -> UpdateReport | None:
-        """Bring engines to the committed version; None where the source does not hold it."""
-        version, names = self.version, ", ".join(member.url for member in members)
-        with self._undone(f"engine {names} was not brought to version {version}", members) as begun:
-            found = source()
-            if version is None or found is None:
-                return None
+            if (found := source()) is None:
+                raise errors.UsageError(
+                    f"nothing holds version {self.version} for engine {names}: no other engine took it staged and serves it. "
+                    "Give it again: republish()"
+                )
             given, feed = found
-            try:
-                for member in members:
-                    member.boot_id = ""  # nothing that was known of it is
-                outcome = self._deliver(begun, members, given, feed, version, run, alone=True)
-            except errors.GiverChanged:  # what it serves is not the version
-                self._engines.at(given.giver).holds = None
-                raise
-            if outcome is not None:
-                raise outcome
-        for member in members:
-            member.evicted = ""
-        return run.ended(version, self._sent(given))
+            for member in members if alone else ():
+                member.boot_id = ""  # nothing that was known of it is
+            work = self._deliver(members, version, run, given, feed, alone)
+        except (errors.TrainerRankLost, errors.UsageError):  # after the commit; or before anything
+            raise
+        except Exception as error:
+            self._ranks.fail(error)
+            for url in error.engines if isinstance(error, errors.GiverChanged) else ():
+                self._engines.at(url).forget()  # what it serves is not the version
+            states = ", ".join(str(member.now) for member in members)
+            failed = f"engine {names} was not brought to version {version}" if alone else failed
+            raise errors.WeightUpdateFailed(f"{failed}: {error} [engines now: {states}]") from error
+        if not alone:
+            self.version, self._given = version, given
+            self.held = HeldWeights(version, run.checksums) if run.checksums else None
+        if (error := work.outcome()) is not None:
+            raise error
+        return run.ended(version, given.manifest or Manifest.of([Bucket.of(self._stages.metas)]))
 
-    def _from_peer(self, member: EngineHandle, deadline: Deadline) -> UpdateReport | None:
-        """Bring one engine to the committed version out of another one's memory; None where none holds it."""
-        run, version = Run(deadline), self.version
-        if version is None:
-            return None
+    def _from_peer(self, member: EngineHandle, deadline: Deadline) -> UpdateReport:
+        """Bring one engine to the committed version out of another one's memory; UsageError where none holds it."""
+        run, version = Run(deadline), -1 if self.version is None else self.version
         others = [other for other in self._engines.all if other is not member]
         read = partial(from_peer, others, self._stages, version, cap_bytes=self._config.bucket_bytes, run=run)
-        return self._bring_up([member], run, read)
+        return self._bring([member], version, run, read, alone=True)
 
     def _deliver(
-        self,
-        begun: list[Staged | Broadcast],
-        members: Sequence[EngineHandle],
-        given: Given,
-        feed: Feed,
-        version: int,
-        run: Run,
-        *,
-        alone: bool = False,
-    ) -> errors.R3Error | None:
-        """Send staged if that is wanted and possible, else broadcast. Returns the error to raise although the update counts."""
-        parts = members, self._engines, self._config, run
-        work: Staged | Broadcast
+        self, members: Sequence[EngineHandle], version: int, run: Run, given: Given, feed: Feed, alone: bool
+    ) -> Work:
+        """Send staged if that is wanted and possible, else broadcast. Returns what was done."""
+        room: Any = {"engines": self._engines, "config": self._config, "stages": self._stages, "alone": alone}
+        run.report.way = self._way or "staged"
         if not self._way or given.manifest is None:
-            work = Staged(*parts, stages=self._stages, version=version, alone=alone)
-            begun.append(work)
-            run.report.way = "staged"
+            work = Staged(members, version, run, **room)
             try:
-                work.open(given)
+                work.run(given, feed)
+                return work
             except errors.CannotStage as error:
                 if given.manifest is None or self._must_stage:
                     raise
-                self._way = f"broadcast: {error}"
-                begun.clear()
-            else:
-                work.deliver(feed)
-                return work.outcome
-        run.report.way = self._way
-        work = Broadcast(*parts, stages=self._stages, version=version, alone=alone, packer=self._packer)
-        try:
-            work.open(given)
-        except BaseException:  # nothing has been loaded: there is nothing to restore
-            work.abort()
-            raise
-        begun.append(work)
-        work.deliver(feed)
-        return work.outcome
-
-    def _sent(self, given: Given) -> Manifest:
-        """For shards: all tensors that trainers hold together."""
-        return given.manifest or Manifest.of([Bucket.of(self._stages.metas)])
+                run.report.way = self._way = f"broadcast: {error}"
+            self._ranks.begin()  # another update
+        work = Broadcast(members, version, run, **room, packer=self._packer)
+        work.run(given, feed)
+        return work
 
 
-def _pair(one: tuple[str, torch.Tensor] | Shard) -> tuple[str, torch.Tensor]:
-    if isinstance(one, Shard):
+def _checked(exact: bool, one: tuple[str, torch.Tensor] | Shard) -> tuple[str, torch.Tensor] | Shard:
+    """What an update gives, as a session takes it. A whole tensor is a shard, too."""
+    if isinstance(one, Shard) and not exact:
         raise errors.UsageError(
             "shards were given to a session of whole tensors; give hf_weights, or make it with WeightSync.sharded"
         )
-    return one
-
-
-def _shard(one: tuple[str, torch.Tensor] | Shard) -> Shard:
-    """A whole tensor is a shard, too."""
-    if isinstance(one, Shard):
+    if isinstance(one, Shard) or not exact:
         return one
     name, tensor = one
     return Shard(TensorMeta.of(name, tensor), Box.whole(tensor.shape), tensor)

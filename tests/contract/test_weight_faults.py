@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from r3channel import errors
-from r3channel.weights.engine import EngineState
 from r3channel.weights.session import WeightSync
+from r3channel.weights.transaction import EngineState
 from tests.fake_engine import UPDATE, FakeEngine
 from tests.weights import (
     BUCKETS,
@@ -164,38 +164,6 @@ def test_float8_of_another_maker_is_sent_and_looked_through(dtype: torch.dtype) 
         assert torch.equal(engine.tensors[NAMES[0]].float(), torch.ones(8, 8))
         bad = {NAMES[0]: torch.full((8, 8), float("nan")).to(dtype)}
         refused(sync, 2, "NaN", bad.items())
-
-
-def test_an_open_bracket_of_a_dead_trainer_is_never_served_again_without_a_whole_update() -> None:
-    left = FakeEngine()
-    left.paused = left.open = True
-
-    with broadcasting(left) as sync:
-        left.script[UPDATE, 0] = "refuse"
-        refused(sync, 1, "refused")
-        assert left.paused and sync.engine_states == {left.url: EngineState.FENCED}
-        give(sync, 1)
-    assert holds(left, 1)
-
-
-def test_engines_join_and_leave_without_a_call_to_the_others(sync: WeightSync, pair: Pair) -> None:
-    newcomer = FakeEngine()
-    assert (
-        sync.add_engine(newcomer.url, timeout_s=20) is None
-    )  # nobody holds what SGLang loaded; the trainer gives it again
-    again_to(sync, newcomer, version=1)
-    assert holds(newcomer, 1) and pair[0].calls == pair[1].calls == []
-
-    give(sync, 2)
-    assert all(holds(engine, 2) for engine in (*pair, newcomer))
-
-    for engine in pair:
-        engine.calls.clear()
-    newcomer.die()
-    sync.remove_engine(newcomer.url)
-    assert pair[0].calls == pair[1].calls == [] and newcomer.url not in sync.engine_states
-    give(sync, 3)
-    assert all(holds(engine, 3) for engine in pair)
 
 
 def test_an_engine_that_cannot_join_is_not_taken_in(sync: WeightSync, pair: Pair) -> None:

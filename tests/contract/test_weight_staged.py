@@ -13,9 +13,9 @@ from r3channel import errors
 from r3channel.transport.listener import connect
 from r3channel.weights import hold
 from r3channel.weights.dryrun import dry_run
-from r3channel.weights.engine import EngineState
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.session import WeightSync
+from r3channel.weights.transaction import EngineState
 from r3channel.weights.wires import HEAD
 from tests.fake_engine import UPDATE, FakeEngine, Model
 from tests.weights import COMMIT, NAMES, Weights, give, holds, refused, serving, session, weights
@@ -133,17 +133,20 @@ def test_a_first_update_with_half_of_the_tensors_or_a_misspelt_name_is_refused(g
         assert torch.equal(engine.tensors[NAMES[7]], weights(0)[NAMES[7]])
 
 
-def test_two_sessions_never_mix_on_one_engine() -> None:
+@pytest.mark.parametrize("staged", [True, False])
+def test_two_sessions_never_mix_on_one_engine(staged: bool) -> None:
     engine = serving()
-    with session(engine) as first:
+    with session(engine, staged=staged) as first:
         give(first, 1)
-        with session(engine) as second:
-            refused(second, 5, "held by session r3channel-weights-", cause=errors.EngineRefused)
-            assert holds(engine, 1)
-            give(first, 2)
-            assert holds(engine, 2)
-            first.close()
-            give(second, 5)
+        for other in (False, True):
+            with session(engine, staged=other) as second:
+                refused(second, 5, "held by session r3channel-weights-", cause=errors.EngineRefused)
+                assert holds(engine, 1)
+        give(first, 2)
+        assert holds(engine, 2)
+        first.close()
+        with session(engine) as third:
+            give(third, 5)
             assert holds(engine, 5)
 
 
@@ -310,24 +313,6 @@ def test_an_engine_whose_own_loader_fails_half_way_serves_nothing_until_it_has_w
         assert holds(engine, 4) and sync.routable() == (engine.url,)
 
 
-@pytest.mark.parametrize("then", ["nan", "refused"])
-def test_an_engine_whose_bracket_was_found_open_stays_paused_until_it_has_whole_weights(then: str) -> None:
-    engine, good = serving(), serving()
-    engine.paused = engine.open = True  # by a trainer that died, whose parts of version 2 it has
-    for name in NAMES:
-        engine.tensors[name].copy_(weights(2 if name < NAMES[4] else 1)[name])
-    for attempt in range(2):
-        with session(engine, good) as sync:
-            if then == "refused":
-                good.script["/pause_generation", 2 * attempt + 1] = "refuse"
-            given = weights(3) if then == "refused" else spoiled(3)
-            refused(sync, 3, r"refused|holds NaN", given.items())
-            assert mixed(engine) and engine.open and holds(good, 0)
-    with session(engine, good) as sync:
-        give(sync, 3)
-        assert holds(engine, 3) and holds(good, 3)
-
-
 def test_a_trainer_that_comes_again_costs_no_second_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = serving()
     runs: list[int] = []
@@ -362,18 +347,3 @@ def test_an_engine_whose_dry_run_outlasts_a_buckets_limit_stays(monkeypatch: pyt
     with session(engine, engine_timeout_s=1.0) as sync:
         assert give(sync, 1, timeout_s=30).way == "staged"
         assert holds(engine, 1)
-
-
-def test_a_broadcasting_session_keeps_others_from_an_engine_with_our_half() -> None:
-    engine = serving()
-    with session(engine, staged=False) as first:
-        give(first, 1)
-        for staged in (False, True):
-            with session(engine, staged=staged) as second:
-                refused(second, 5, "held by session")
-                assert holds(engine, 1)
-        give(first, 2)
-        assert holds(engine, 2)
-    with session(engine, staged=True) as third:
-        give(third, 5)
-        assert holds(engine, 5)

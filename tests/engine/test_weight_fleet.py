@@ -17,9 +17,10 @@ import torch
 
 from examples.embedded.sglang import EngineOptions, EngineServer, kill_family
 from r3channel.cli import main
-from r3channel.weights.engine import EngineHandle, EngineState
+from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
 from r3channel.weights.store import checkpoint_tensors
+from r3channel.weights.transaction import EngineState
 from tests.engine.client import greedy, serving
 from tests.engine.conftest import Weights
 

@@ -1,0 +1,323 @@
+"""One update of some engines as a pure state machine: a state and an event in, a state and actions out. No I/O, thread or clock.
+
+    IDLE -> LINK -> STAGE -> VOTE -> PAUSE -> COMMIT -> RESUME -> DONE     staged: the engines serve until PAUSE
+    IDLE -> LINK -> PAUSE -> STAGE -> VOTE -> COMMIT -> RESUME -> DONE     broadcast: SGLang loads in place
+            a failure before the first engine is NEW -> ABORT
+
+`ORDER` is the whole order: a call is made once no answer to the one before is missing. Every trainer rank has such a machine;
+rank 0's also speaks to engines, and the others take over what it says of them. `executor` carries out the actions.
+
+The first engine that is NEW decides for all, and nothing that happens later undoes it: an engine that does not follow is FENCED.
+An engine that is lost sooner is left out, and the update goes on with the others. FENCED becomes clean only by a commit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
+
+from r3channel.errors import EngineUnavailable
+
+
+class EngineState(Enum):
+    """What an engine holds and does, as far as is known."""
+
+    OUT = "left out until it is met again"
+    LINKED = "serving, linked for an update"
+    STAGED = "serving, an update staged and verified beside its parameters"
+    PAUSED = "paused, weights untouched"
+    NEW = "paused, holding the new weights and version"
+    SERVING = "serving the committed weights"
+    FENCED = "paused until it gets whole weights"
+
+
+class UpdateState(Enum):
+    """Where an update is."""
+
+    IDLE, LINK, STAGE, VOTE, PAUSE, COMMIT, RESUME, DONE, ABORT = range(9)
+
+
+OUT, LINKED, STAGED, PAUSED, NEW, SERVING, FENCED = EngineState
+IDLE, LINK, STAGE, VOTE, PAUSE, COMMIT, RESUME, DONE, ABORT = UpdateState
+LEAD, EACH, OWN = "rank 0 to each engine", "each rank to each engine", "each rank"
+
+
+class Call(NamedTuple):
+    """One step of an update."""
+
+    during: UpdateState
+    by: str
+    done: EngineState | None = None
+    """What an engine that did it is in; None: what it was in."""
+    failed: EngineState | None = None
+    """The same, of one that refused or gave no answer."""
+
+
+CALLS = {
+    "survey": Call(LINK, OWN), "meet": Call(LINK, LEAD), "link": Call(LINK, LEAD, LINKED, PAUSED), "plan": Call(LINK, OWN),
+    "join": Call(LINK, LEAD, LINKED), "give": Call(STAGE, OWN), "send": Call(STAGE, EACH),
+    "load": Call(STAGE, LEAD, FENCED, FENCED), "vote": Call(VOTE, OWN), "verify": Call(VOTE, LEAD, STAGED),
+    "end": Call(VOTE, LEAD, FENCED, FENCED), "pause": Call(PAUSE, LEAD, PAUSED, PAUSED), "hold": Call(PAUSE, LEAD),
+    "accept": Call(PAUSE, OWN), "begin": Call(PAUSE, LEAD), "check": Call(PAUSE, LEAD),
+    "commit": Call(COMMIT, LEAD, NEW, FENCED), "resume": Call(RESUME, LEAD, SERVING, FENCED), "tell": Call(RESUME, OWN),
+    "undo": Call(ABORT, LEAD, SERVING, OUT), "leave": Call(ABORT, LEAD),
+}  # fmt: skip
+ORDER = {
+    "staged": ("survey", "meet", "link", "plan", "give", "vote", "verify", "pause", "commit", "resume", "tell"),
+    "broadcast": ("survey", "meet", "join", "pause", "hold", "accept", "begin", "check", "give", "vote", "end", "commit",
+                  "resume", "tell"),
+}  # fmt: skip
+BESIDE = {"staged": ("send", "undo"), "broadcast": ("load", "undo", "leave")}
+"""What else is called: for each bucket while it is given; then, after a failure."""
+
+
+class Kind(Enum):
+    """What an event says: the update may begin; an engine, or this rank, did what was asked; an engine gave no answer, or
+    answered that it does not; the next bucket is there; a rank has sent everything, but to some engines; what rank 0 knows of
+    the engines; a rank has failed."""
+
+    BEGIN, ANSWERED, LOST, REFUSED, BUCKET, VOTED, TOLD, FAILED = range(8)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What is known of one engine."""
+
+    url: str
+    state: EngineState = OUT
+    why: str = ""
+    """Why it is FENCED, or was left out."""
+    holds: int | None = None
+    """The version that it committed, as long as nothing says that it holds other weights."""
+    member: bool = True
+    """Whether the update goes on with it."""
+    asked: str = ""
+    """The call whose answer is missing."""
+
+    def __str__(self) -> str:
+        return f"{self.url}: {self.state.value}" + (f" ({self.why})" if self.why else "")
+
+    def serves(self, version: int | None) -> bool:
+        """Whether requests may go to it: it serves this version."""
+        return self.state in (SERVING, LINKED, STAGED) and self.holds == version is not None
+
+    def enter(self, state: EngineState, why: str = "") -> Engine:
+        """In another state. A FENCED engine becomes clean only by a commit."""
+        if self.state is FENCED and state is not NEW:
+            return replace(self, why=self.why or why)
+        holds = None if state in (OUT, FENCED) else self.holds
+        return replace(self, state=state, why=why, holds=holds, member=self.member and state is not OUT)
+
+
+class Action(NamedTuple):
+    """A call to make; without an engine, by this rank itself. `fail` tells the other ranks, `forget` ends links: no answer."""
+
+    call: str
+    engine: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened in the update of this number."""
+
+    kind: Kind
+    number: int
+    call: str = ""
+    engine: str = ""
+    rank: int = 0
+    """Who has voted."""
+    error: BaseException | None = None
+    found: EngineState | None = None
+    """FENCED: it held parts of somebody's update. PAUSED: it refused a commit before a parameter changed."""
+    lost: tuple[tuple[str, str], ...] = ()
+    """Engines that a rank could not reach, and why."""
+    engines: tuple[Engine, ...] = ()
+    over: BaseException | None = None
+    """The deadline has passed: before the commit nothing more is begun. Calls under way have limits, and are LOST by then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transaction:
+    """One update, at one trainer rank."""
+
+    number: int
+    version: int
+    way: str
+    engines: tuple[Engine, ...]
+    rank: int = 0
+    ranks: int = 1
+    alone: bool = False
+    """The version counts already, and no engine may be left out of it."""
+    state: UpdateState = IDLE
+    at: int = -1
+    """Which call of the order."""
+    busy: str = ""
+    """The call that this rank itself is in."""
+    votes: frozenset[int] = frozenset()
+    """Ranks that have sent everything."""
+    error: BaseException | None = None
+    """What failed the update; of one that is DONE, why other ranks were not told."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether something is under way."""
+        return bool(self.busy) or any(engine.asked for engine in self.engines)
+
+    @property
+    def ended(self) -> bool:
+        return self.state in (DONE, ABORT) and not self.waits
+
+    @property
+    def decided(self) -> bool:
+        """Whether the update counts, as rank 0 knows: an engine has the version."""
+        return (self.state in (RESUME, DONE) and not self.rank) or any(e.state is NEW for e in self.engines)
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        return {engine.url: engine.why for engine in self.engines if not engine.member}
+
+    def failing(self, error: BaseException | None) -> Transaction:
+        return self if self.error is not None or self.decided else replace(self, error=error)
+
+    def put(self, engine: Engine) -> Transaction:
+        return replace(self, engines=tuple(engine if e.url == engine.url else e for e in self.engines))
+
+
+Stepped = tuple[Transaction, tuple[Action, ...]]
+
+
+def step(now: Transaction, event: Event) -> Stepped:
+    """What becomes of the update, and what is to be done. An event of another update, or of an ended one, changes nothing."""
+    if event.number != now.number or now.ended or (now.state is IDLE) != (event.kind is Kind.BEGIN):
+        return now, ()
+    actions: tuple[Action, ...] = ()
+    match event.kind:
+        case Kind.BEGIN:
+            now = replace(now, state=LINK, engines=tuple(replace(e, member=True) for e in now.engines))
+        case Kind.ANSWERED if not event.engine:
+            now = replace(now, busy="" if now.busy == event.call else now.busy)
+        case Kind.ANSWERED | Kind.LOST | Kind.REFUSED:
+            for engine in now.engines:  # none, where the answer comes too late
+                if (engine.url, engine.asked) == (event.engine, event.call):
+                    now, actions = _answer(now, engine, event)
+        case Kind.BUCKET:
+            now, actions = _ask(now, BESIDE[now.way][0]) if now.busy == "give" else (now, ())
+        case Kind.VOTED:
+            now, actions = _count(now, event)
+        case Kind.TOLD:
+            now = replace(now, engines=event.engines) if now.rank else now
+        case Kind.FAILED:
+            now = _fail(now, event.error)
+    if not now.rank or now.state in (LINK, STAGE):  # a rank that has voted waits for what rank 0 decides
+        now = now.failing(event.over)
+    now, more = _go_on(now)
+    return now, (*actions, *more)
+
+
+def _answer(now: Transaction, engine: Engine, event: Event) -> Stepped:
+    if event.kind is not Kind.ANSWERED:
+        return _drop(now, engine, event.error, lost=event.kind is Kind.LOST, found=event.found)
+    state = event.found or CALLS[event.call].done
+    engine = replace(engine, asked="", holds=now.version if state is NEW else engine.holds)
+    why = "it held parts of an update that nobody ended" if event.found else ""
+    return now.put(engine.enter(state, why) if state else engine), ()
+
+
+def _drop(
+    now: Transaction, engine: Engine, error: BaseException | None, *, lost: bool, found: EngineState | None = None
+) -> Stepped:  # fmt: skip
+    """An engine did not do what was asked. One that is lost is left out, unless it is the last, or the version counts already."""
+    call, why = CALLS[engine.asked or "send"], _text(error)
+    failed = found or (call.failed if lost or call.during is not LINK else None)
+    engine = replace(engine, asked="")
+    rest = any(other.member for other in now.engines if other.url != engine.url)
+    if lost and rest and not now.alone and call.during not in (RESUME, ABORT):
+        kept = PAUSED if engine.state is PAUSED else OUT
+        engine = replace(engine.enter(failed or kept, why), member=False)
+    else:
+        now = now.failing(error)
+        engine = engine if failed is None else engine.enter(failed, why)
+    return now.put(engine), (() if engine.member else (Action("forget", engine.url),))
+
+
+def _fail(now: Transaction, error: BaseException | None) -> Transaction:
+    """A rank has failed. Once an engine is NEW, that is only why ranks were not told."""
+    if now.busy == "tell" and not now.rank:
+        return replace(now, busy="", error=error)
+    if now.busy in ("vote", "tell") and now.rank:  # rank 0 may commit, or has
+        now = replace(now, engines=tuple(engine.enter(OUT, _text(error)) for engine in now.engines))
+    return replace(now.failing(error), busy="")
+
+
+def _count(now: Transaction, event: Event) -> Stepped:
+    """A rank has voted: engines that it could not reach are lost to all."""
+    now, actions, lost = replace(now, votes=now.votes | {event.rank}), list[Action](), dict(event.lost)
+    for engine in [engine for engine in now.engines if engine.member and engine.url in lost]:
+        error = EngineUnavailable(f"engine {engine.url}: {lost[engine.url]}")
+        now, more = _drop(now, engine, error, lost=True)
+        actions += more
+    return now, tuple(actions)
+
+
+def _go_on(now: Transaction) -> Stepped:
+    """The next call, once nothing is under way."""
+    actions: tuple[Action, ...] = ()
+    if now.busy == "vote" and len(now.votes) == now.ranks:
+        now = replace(now, busy="")
+    while not now.waits and now.state not in (IDLE, DONE, ABORT):
+        order = ORDER[now.way]
+        if now.error is not None and not now.decided:
+            now, more = _abort(now)
+        elif now.at + 1 == len(order):
+            return _done(now), actions
+        else:
+            call = order[now.at + 1]
+            now, more = _ask(replace(now, at=now.at + 1, state=CALLS[call].during, error=None), call)
+        actions += more
+    return now, actions
+
+
+def _ask(now: Transaction, call: str) -> Stepped:
+    by = CALLS[call].by
+    if by == OWN:
+        return replace(now, busy=call), (Action(call),)
+    if by == LEAD and now.rank:
+        return now, ()
+    urls = [e.url for e in now.engines if e.member and (call != "resume" or e.state is NEW)]
+    asked = tuple(replace(engine, asked=call) if engine.url in urls else engine for engine in now.engines)
+    return replace(now, engines=asked), tuple(Action(call, url) for url in urls)
+
+
+def _abort(now: Transaction) -> Stepped:
+    """Let engines that hold whole weights serve; those that do not are FENCED already."""
+    engines, undone = list[Engine](), dict(zip((PAUSED, FENCED), BESIDE[now.way][1:], strict=False))
+    for engine in now.engines:
+        asked = undone.get(engine.state, "") if engine.member or engine.state is PAUSED else ""
+        if engine.state in (LINKED, STAGED, FENCED):
+            engine = engine.enter(SERVING, _text(now.error) if engine.state is FENCED else "")
+        engines.append(replace(engine, asked="" if now.rank else asked))
+    asked = (Action(engine.asked, engine.url) for engine in engines if engine.asked)
+    return replace(now, state=ABORT, engines=tuple(engines)), (Action("fail"), *asked)
+
+
+def _done(now: Transaction) -> Transaction:
+    """The update counts. An engine that was lost while it paused is met again; one that refused before it changed is fenced."""
+    for engine in now.engines:
+        if engine.state is PAUSED:
+            now = now.put(engine.enter(FENCED if engine.member else OUT, engine.why))
+    return replace(now, state=DONE)
+
+
+def _text(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def table_lines() -> list[str]:
+    """The table of the page: what is called when, and what becomes of an engine."""
+    lines = ["| update | call | by | in | an engine is then | else |", "|---|---|---|---|---|---|"]
+    for name, (during, by, done, failed) in sorted(CALLS.items(), key=lambda call: call[1].during.value):
+        ways = " and ".join(way for way in ORDER if name in (*ORDER[way], *BESIDE[way]))
+        ends = " | ".join(state.name if state else "" for state in (done, failed))
+        lines.append(f"| {during.name} | `{name}` | {by} | {ways} | {ends} |")
+    return lines
