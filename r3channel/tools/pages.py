@@ -127,7 +127,13 @@ def _value(option: Option) -> str:
 
 def layout_lines() -> list[str]:
     rows = [f"| `{layout.text}` | {layout.rows} | `{layout.when}` |" for layout in LAYOUTS]
-    return ["| layout | a router's rows on one rank | proven by |", "|---|---|---|", *rows, "", *_LAYOUT_NOTES]
+    return [
+        "| layout | a router's rows on one rank | proven by |",
+        "|---|---|---|",
+        *rows,
+        "",
+        *_LAYOUT_NOTES,
+    ]
 
 
 def option_lines() -> list[str]:

@@ -9,7 +9,7 @@ from typing import Literal
 from r3channel.errors import ConfigError
 from r3channel.observe.metrics import Metrics
 from r3channel.weights.engine import EngineHandle, PauseMode
-from r3channel.weights.wires import Wire
+from r3channel.weights.wires import Wire, staged_bytes
 
 Staging = Literal["auto"] | bool
 
@@ -38,8 +38,8 @@ class SyncConfig:
     expected: Literal["engine"] | None = "engine"
     """What every update must give: what the `engine` has parameters for; None does not look."""
     engine_timeout_s: float = 30.0
-    """How long one engine may take for one bucket of a broadcast, one record (1 MiB) of staged bytes, its pause, change-over or
-    resume, before it counts as lost. The others stay paused meanwhile."""
+    """How long one engine may take for one bucket of a broadcast, one record (1 MiB) of staged bytes, its pause, change-over
+    (or `change_over_s`) or resume, before it counts as lost. The others stay paused meanwhile."""
     token_file: str = ""
     """The run's token, where the engines were started with R3CHANNEL_TOKEN_FILE."""
     metrics: Metrics | None = None
@@ -56,3 +56,9 @@ class SyncConfig:
     def flush(self) -> bool:
         """Whether the engines drop their KV cache with the new weights."""
         return self.pause != "in_place"
+
+    def change_over_s(self, engines: Sequence[EngineHandle]) -> float:
+        """How long these may take to change over: a second for each GB of a rank, where `engine_timeout_s` is less. One core of a
+        host copies and hashes 4.9 GB/s (AMD EPYC), and all ranks of a host share its memory's bandwidth."""
+        ranks = (rank for engine in engines for rank in engine.ranks)
+        return max([self.engine_timeout_s, *(staged_bytes(rank.needs.params) / 1e9 for rank in ranks)])

@@ -129,6 +129,7 @@ class Work:
         """How long an engine may take for a call."""
         most_s, left_s = self._config.engine_timeout_s, self._run.deadline.at_least(GRACE_S).left_s()
         limits_s = {"undo": REPAIR_S, "leave": 2 * REPAIR_S}
+        limits_s["commit"] = min(left_s, self._config.change_over_s([self._handles[action.engine]]))
         limits_s["resume"] = most_s  # also where an engine that did not answer has used up the update's time
         limits_s["meet"] = min(left_s, AGAIN_S if action.engine in self._again else CONTROL_S)
         return limits_s.get(action.call, left_s if action.call in _GROWING else min(left_s, most_s))

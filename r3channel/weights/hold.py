@@ -7,10 +7,9 @@ decide how much is allocated, never what a trainer says.
 from __future__ import annotations
 
 import json
-import os
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,18 +21,15 @@ from r3channel.errors import R3Error, TransportError, WeightsCorrupt, WeightsErr
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
 from r3channel.weights import wires
-from r3channel.weights.checksums import host_bytes, tensor_checksum, tensor_digest
+from r3channel.weights.checksums import host_bytes
 from r3channel.weights.dryrun import Learned, derive
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.memory import Room
+from r3channel.weights.staged_copy import StagedCopy
 from r3channel.weights.wires import HEAD
 
 _CONNECT_S = 10.0
-_BLOCK_BYTES = 1 << 20
-"""The fastest on a host (AMD EPYC, torch 2.13): a digest finds the block in the cache."""
-_DEVICE_BLOCK_BYTES = 64 << 20
-_THREADS = 2
-"""Threads that go over all of a rank's memory: one core does not use all of a host's bandwidth."""
 WORD_BYTES = 1024
 """Bytes of a reason at most, when it is sent to the trainer."""
 
@@ -54,29 +50,14 @@ class _Stage:
     committed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Committed:
-    """A version that this rank's parameters hold."""
-
-    version: int
-    digests: Mapping[str, str]
-    params: Sequence[torch.Tensor]
-    """Flat."""
-
-
 class Hold:
     """One trainer's hold on this rank: its links, and the staged copy."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        order: Mapping[str, Any],
-        learned: Learned | None,
-        *,
-        rank: int,
-        run_token: str,
-    ) -> None:
-        """Allocates the staged copy and opens the links. It reports a model that cannot be replayed over the first link.
+        self, model: torch.nn.Module, order: Mapping[str, Any], learned: Learned | None, *, rank: int, run_token: str, room: Room
+    ) -> None:  # fmt: skip
+        """Allocates the staged copy and opens the links, whose threads hold it: it goes with the trainers. Where there is no
+        room for it, the links tell so.
 
         Without `learned` the links only keep other sessions out.
         """
@@ -85,18 +66,21 @@ class Hold:
         self._needs, self._whole = self._learned.needs, bool(self._learned.refused)
         self._lock = threading.Lock()
         self._stage = _Stage()
-        self._path = ""
-        """The shared memory's path, until every trainer has mapped it."""
         self._mapped = set[int]()
-        self._ready: list[torch.Tensor] = []
-        """Parameters that were looked at just before they change."""
-        self._serving: _Committed | None = None
-        """What a trainer may read back; None: nothing was committed over these links."""
+        self._ready: tuple[StagedCopy, list[torch.Tensor]] | None = None
+        """The copy, and parameters that were looked at just before they change."""
+        self._serving: tuple[int, Mapping[str, str], Sequence[torch.Tensor]] | None = None
+        """The version, digests and flat parameters that a trainer may read back; None: nothing was committed over these links."""
         self._items = sum(part.box.numel for part in self._needs.parts)
-        told = self._allocate(model, order["staged"], order["wire"]) if learned else {"held": True}
+        nbytes, shared = wires.staged_bytes(self._needs.params), order["wire"] == "shared_memory"
+        why = room.lacks(nbytes, insist=order["staged"] != "auto", shared=shared)
+        device = next((param.device for param in model.parameters()), torch.device("cpu"))
+        copy = StagedCopy(() if why else self._needs.params, device=device, shared=shared and not why)
+        self._copy = weakref.ref(copy)
+        told = {"error": why} if why else self._fill(copy, model) if learned else {"held": True}
         token = wires.session_token(run_token, order["nonce"])
         hello = json.dumps({key: order[key] for key in ("engine", "attempt")} | {"rank": rank}).encode()
-        self._links: list[Connection] = []
+        self._links, self._threads = list[Connection](), list[threading.Thread]()
         try:
             for host, port in order["trainers"]:
                 self._links.append(connect(host, port, token, timeout_s=_CONNECT_S, hello=hello))
@@ -104,8 +88,9 @@ class Hold:
             self.close()
             raise
         for number, link in enumerate(self._links):
-            name = f"r3channel-stage-{number}"
-            threading.Thread(target=self._serve, args=(number, link, told), name=name, daemon=True).start()
+            given: Any = {"args": (number, link, told, copy), "name": f"r3channel-stage-{number}"}
+            self._threads.append(threading.Thread(target=self._serve, daemon=True, **given))
+            self._threads[-1].start()
 
     @property
     def ended(self) -> bool:
@@ -118,66 +103,52 @@ class Hold:
         return not (self._stage.committed or self.ended) if self._items else None
 
     def close(self) -> None:
-        self._unlink()
+        """End the links and their threads, and with these the staged copy. Not on a link's thread."""
         for link in self._links:
             link.close()
+        for thread in self._threads:
+            thread.join(_CONNECT_S)
 
-    def _unlink(self) -> None:
-        """Remove the path of the shared memory, so that a crash leaves nothing behind."""
-        with self._lock:
-            if self._path:
-                os.unlink(self._path)
-                self._path = ""
-
-    def _allocate(self, model: torch.nn.Module, wanted: str, wire: str) -> dict[str, Any]:
-        """Make the staged copy, and return what the trainer is told about it."""
-        nbytes = wires.staged_bytes(self._needs.params)
-        if wanted == "auto" and nbytes > _spare_bytes():
-            return {"error": f"{nbytes} bytes for a staged copy, {_spare_bytes()} are free"}
-        if wire == "shared_memory":
-            self._path, flat = wires.shared_memory(nbytes)
-        else:
-            flat = torch.empty(nbytes, dtype=torch.uint8)
-        self._staged = wires.staged_views(self._needs.params, flat)
-        if not self._whole:
-            for view, param in zip(self._staged, dict(model.named_parameters()).values(), strict=True):
-                view.copy_(param.detach().flatten())  # what no tensor covers keeps its values
+    def _fill(self, copy: StagedCopy, model: torch.nn.Module) -> dict[str, Any]:
+        """What no tensor covers keeps its values. Returns what the trainer is told about the copy."""
+        for view, param in zip(copy.views, () if self._whole else model.parameters(), strict=not self._whole):
+            view.copy_(param.detach().flatten())
         for one in self._needs.padding:
-            one.fill(self._staged)
+            one.fill(copy.views)
         compared = {part.param for part in self._learned.copied} if self._whole else self._needs.params
         told = {"needs": self._needs.to_dict(), "whole": self._learned.refused, "compared": len(compared)}
-        return told | {"shared": self._path}
+        return told | {"shared": copy.path}
 
     # -- a link's thread -----------------------------------------------------------------------------------------------
 
-    def _serve(self, number: int, link: Connection, told: dict[str, Any]) -> None:
+    def _serve(self, number: int, link: Connection, told: dict[str, Any], copy: StagedCopy) -> None:
         """Serve the link until the trainer leaves or dies; what was staged is then never committed."""
         try:
             with suppress(TransportError):
-                self._listen(number, link, told)
+                self._listen(number, link, told, copy)
         finally:
             link.abort("the rank has ended it")  # also where we are at fault: no dead thread holds an engine
 
-    def _listen(self, number: int, link: Connection, told: dict[str, Any]) -> None:
+    def _listen(self, number: int, link: Connection, told: dict[str, Any], copy: StagedCopy) -> None:
         table, runs, failure = list[wires.Entry](), _Runs(), ""
         wires.send_blob(link, wires.NEEDS, told, timeout_s=None)
-        while True:
+        while "error" not in told:  # a rank that cannot stage holds no engine
             kind, body = link.recv_record(timeout_s=None)
             try:
                 if kind == wires.TABLE:
                     self._mapped.add(number)
                     if len(self._mapped) == len(self._links):
-                        self._unlink()
+                        copy.hide()
                     table, runs = wires.read_table(wires.receive_blob(link, body), self._needs.parts), _Runs()
                     failure = ""
                 elif kind in (wires.DATA, wires.PLACED):
-                    self._place(number, link if kind == wires.DATA else None, table, runs, body)
+                    self._place(number, link if kind == wires.DATA else None, table, runs, body, copy.views)
                 elif kind == wires.END:
                     word, failure = failure, ""
                     link.send_record(wires.END, word.encode()[:WORD_BYTES], timeout_s=_CONNECT_S)
                 elif kind == wires.VERIFY:
-                    found = self._verify(*wires.ASK.unpack(body))
-                    wires.send_blob(link, wires.VERIFY, found, timeout_s=_CONNECT_S)
+                    answer = self._verify(copy, *wires.ASK.unpack(body))
+                    wires.send_blob(link, wires.VERIFY, answer, timeout_s=_CONNECT_S)
                     if self._learned.moved():
                         return
                 elif kind == wires.GIVE:
@@ -193,15 +164,16 @@ class Hold:
                 failure = failure or f"{type(error).__name__}: {error}"
 
     def _place(
-        self, number: int, link: Connection | None, table: Sequence[wires.Entry], runs: _Runs, body: bytes
-    ) -> None:
+        self, number: int, link: Connection | None, table: Sequence[wires.Entry], runs: _Runs, body: bytes,
+        views: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
         update, first, count, digest = HEAD.unpack(body)
         late = not self._begin(update, number, first)
         entries, seen = table[first : first + count], xxhash.xxh3_64()
         if len(entries) != count:
             raise ValueError(f"entries {first} to {first + count} of {len(table)}")
         if (first, count) not in runs:
-            runs[first, count] = wires.runs_of(entries, self._needs, self._staged)
+            runs[first, count] = wires.runs_of(entries, self._needs, views)
         for run in runs[first, count]:
             in_place = link is None or (run.view.is_contiguous() and not late)
             landing = run.view if in_place else torch.empty(run.view.shape, dtype=run.view.dtype)
@@ -226,12 +198,10 @@ class Hold:
                 return False
             if self._stage.update != update or self._stage.digests:
                 self._stage = _Stage(update)
-            if first == 0:
-                self._stage.came[number] = 0
-            self._stage.came.setdefault(number, 0)
+            self._stage.came[number] = self._stage.came.get(number, 0) if first else 0
             return True
 
-    def _verify(self, update: int, checksums: bool) -> dict[str, Any]:
+    def _verify(self, copy: StagedCopy, update: int, checksums: bool) -> dict[str, Any]:
         """Digests of the parameters as they will be, computed when every trainer has sent everything. Without those
         of experts that move: another engine has them elsewhere."""
         if moved := self._learned.moved():
@@ -243,60 +213,52 @@ class Hold:
                 return {
                     "error": f"{came} of {self._items} items of update {stage.update} are staged, asked for {update}"
                 }
-        names = [meta.name for meta in self._needs.params]
-        with ThreadPoolExecutor(_THREADS) as pool:
-            stage.digests = dict(zip(names, pool.map(tensor_digest, self._staged), strict=True))
-            wanted = self._staged if checksums and not self._whole else []
-            sums = dict(zip(names, pool.map(tensor_checksum, wanted), strict=False))
-        alike = [name for name in names if not (self._learned.placed() and ".experts." in name)]
+        stage.digests, sums = copy.seal(checksums=checksums and not self._whole)
+        alike = [name for name in stage.digests if not (self._learned.placed() and ".experts." in name)]
         told = {"digests": stage.digests, "checksums": sums}
         return {kind: {n: found[n] for n in alike if n in found} for kind, found in told.items()}
 
     def _given(self, version: int, param: int) -> tuple[dict[str, str], list[memoryview]]:
         """A parameter's bytes now and its digest at the commit; the trainer compares them."""
-        serving = self._serving
-        if serving is None or serving.version != version:
-            found = "nothing" if serving is None else f"version {serving.version}"
+        held, digests, params = self._serving or (None, {}, ())
+        if held != version:
+            found = "nothing" if held is None else f"version {held}"
             return {"error": f"version {version} is asked for, {found} was committed last"}, []
-        digest = serving.digests[self._needs.params[param].name]
-        return {"digest": digest}, [host_bytes(serving.params[param])]
+        return {"digest": digests[self._needs.params[param].name]}, [host_bytes(params[param])]
 
     # -- the scheduler's thread ----------------------------------------------------------------------------------------
 
     def check(self, model: torch.nn.Module, update: int) -> None:
         """The update is staged and verified, and the parameters are those of the dry run. Nothing is touched yet."""
-        stage = self._stage
-        if stage.update != update or not stage.digests:
+        stage, copy = self._stage, self._copy()
+        if stage.update != update or not stage.digests or copy is None:
             raise WeightsError(f"update {update} is not staged and verified here; {stage.update} is staged")
         if moved := self._learned.moved():
             self.close()  # so that the next update learns anew
             raise WeightsError(moved)
-        self._ready = [] if self._whole else self._targets(model)
+        self._ready = copy, [] if self._whole else self._targets(model)
 
     def change_over(self, model: torch.nn.Module, version: int) -> None:
         """The parameters become what is staged. The staged copy stays as it is: the order may come again."""
-        stage, self._serving = self._stage, None
-        stage.committed = True
+        assert self._ready is not None
+        (copy, targets), self._ready, self._serving = self._ready, None, None
+        self._stage.committed = True
         if self._whole:
-            named = zip(self._needs.params, self._staged, strict=True)
+            named = zip(self._needs.params, copy.views, strict=True)
             model.load_weights((m.name, v.view(m.shape)) for m, v in named)  # pyright: ignore[reportCallIssue]
-            self._compare(model)
+            self._compare(model, copy.views)
             return
-        with ThreadPoolExecutor(_THREADS) as pool:
-            digests = list(pool.map(_copied, self._ready, self._staged))
-        for meta, digest in zip(self._needs.params, digests, strict=True):
-            if digest != stage.digests[meta.name]:
-                raise WeightsError(f"{meta.name} holds other bytes than were staged")
+        copy.change_over(targets)
         derive(model, self._learned)
-        self._serving = _Committed(version, stage.digests, self._ready)
+        self._serving = version, self._stage.digests, targets
 
-    def _compare(self, model: torch.nn.Module) -> None:
+    def _compare(self, model: torch.nn.Module, views: Sequence[torch.Tensor]) -> None:
         """Check that what the model's own loader copies unchanged has arrived unchanged."""
         params, at = list(model.named_parameters()), {part.tensor: part.param for part in self._needs.parts}
         for part in self._learned.copied:
             name, param = params[part.param]
             whole = Box.whole(self._learned.tensors[part.tensor].shape)
-            given = self._staged[at[part.tensor]].view(whole.shape)[part.box.within(whole)]
+            given = views[at[part.tensor]].view(whole.shape)[part.box.within(whole)]
             found = part.view(param.detach().view(-1))
             if not torch.equal(_bytes(found), _bytes(given.to(found))):
                 raise WeightsError(f"{name} holds other values than were given for it")
@@ -312,20 +274,3 @@ class Hold:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes, so that NaN equals itself."""
     return tensor.reshape(-1).contiguous().view(torch.uint8)
-
-
-@torch.no_grad()
-def _copied(target: torch.Tensor, staged: torch.Tensor) -> str:
-    """Copy what is staged into a parameter; return the digest of what it holds then. By blocks that stay in a core's cache."""
-    seen = xxhash.xxh3_64()
-    items = (_DEVICE_BLOCK_BYTES if target.is_cuda else _BLOCK_BYTES) // target.itemsize
-    for new, kept in zip(target.split(items), staged.split(items), strict=True):
-        new.copy_(kept)
-        seen.update(host_bytes(new))
-    return seen.hexdigest()
-
-
-def _spare_bytes() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().available * 0.8)

@@ -28,6 +28,7 @@ from r3channel.weights.checksums import tensor_digest
 from r3channel.weights.dryrun import Learned, learn
 from r3channel.weights.hold import WORD_BYTES, Hold
 from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.memory import Room
 from r3channel.weights.refusals import refused_model
 from r3channel.weights.wires import COMMIT_FORMAT, FLUSH_REFUSED, FOUND_OPEN, OPEN_FORMAT, UNTOUCHED
 
@@ -48,16 +49,19 @@ class Receiver:
             self._together(lambda: self._mine(order).change_over(model, order["version"]))
         elif order["op"] != "look":
             self._together(lambda: self._free_for(order["session"], model))
-            self._together(lambda: self._open(model, order))
+            self._together(self.leave)  # what the last session staged is freed before any rank looks for room
+            room = Room.shared(self._agree)
+            self._together(lambda: self._open(model, order, room))
 
     def holder(self) -> str:
         """The name of the session that holds this engine; empty where none does."""
         return "" if self._hold is None or self._hold.ended else self._hold.name
 
     def leave(self) -> None:
-        """End the session's links."""
+        """End the session's links, and free what it staged."""
         if self._hold is not None:
             self._hold.close()
+            self._hold = None
 
     def may_move(self) -> bool:
         """Whether experts may change their places now; not while an update is on its way at some rank. Links that were made for
@@ -86,13 +90,12 @@ class Receiver:
         if why := "; ".join(refused_model(model)):
             raise WeightsError(f"an update would leave something old: {why}")
 
-    def _open(self, model: torch.nn.Module, order: Mapping[str, Any]) -> None:
-        self.leave()
+    def _open(self, model: torch.nn.Module, order: Mapping[str, Any], room: Room) -> None:
         learned = None
         if order["op"] == "open":
             tensors = tuple(TensorMeta.from_row(row) for row in order["tensors"])
             self.learned = learned = learn(model, tensors, self.learned)
-        self._hold = Hold(model, order, learned, rank=self._rank, run_token=self._run_token)
+        self._hold = Hold(model, order, learned, rank=self._rank, run_token=self._run_token, room=room)
 
     def _mine(self, order: Mapping[str, Any]) -> Hold:
         if self._hold is None or self._hold.name != order["session"]:

@@ -126,6 +126,7 @@ class Stages:
 
     def close(self) -> None:
         self.ranks.close()
+        self._planned = set(), ()  # with the links, what they have mapped
         if self._listener is not None:
             self._listener.close()
 

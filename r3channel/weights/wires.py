@@ -11,12 +11,11 @@ import hashlib
 import json
 import mmap
 import os
-import secrets
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -58,16 +57,14 @@ _MOST_BYTES = 256 << 20
 """A blob's bytes at most: the needs of 100,000 tensors are 15 MB."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One piece that a trainer sends: a box within a part."""
 
     part: int
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """An entry, and what it is cut from."""
 
     entry: Entry
@@ -95,8 +92,7 @@ class Run:
     """In the staged copy: flat, or of one entry with gaps in it, of its shape."""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """Pieces that travel together, in one dtype, by their place at the rank."""
 
     first: int
@@ -140,22 +136,16 @@ def _aligned(meta: TensorMeta) -> int:
     return -(-meta.nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def shared_memory(nbytes: int) -> tuple[str, torch.Tensor]:
-    """New memory that another process of this machine and user can map by its path."""
-    path = f"/dev/shm/r3channel-weights-{secrets.token_hex(16)}"
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    os.ftruncate(handle, max(nbytes, 1))
-    return path, _mapped(handle, nbytes)
-
-
 def shared_views(params: Sequence[TensorMeta], path: str) -> list[torch.Tensor]:
     """A rank's staged copy by parameter. The rank takes the path away once all trainers have it."""
     handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    return staged_views(params, _mapped(handle, staged_bytes(params)))
+    return staged_views(params, mapped(handle, staged_bytes(params)))
 
 
-def _mapped(handle: int, nbytes: int) -> torch.Tensor:
+def mapped(handle: int, nbytes: int) -> torch.Tensor:
+    """Shared memory as a tensor, made as large as needed; OSError without room for it. The descriptor is closed in any case."""
     try:
+        os.posix_fallocate(handle, 0, max(nbytes, 1))  # shared memory that is short at its first touch kills
         return torch.from_numpy(np.frombuffer(mmap.mmap(handle, max(nbytes, 1)), dtype=np.uint8)[:nbytes])
     finally:
         os.close(handle)
@@ -245,14 +235,8 @@ class RankLink:
         return self.needs.params[self.needs.parts[entry.part].param].dtype
 
     def send(
-        self,
-        update: int,
-        bucket: int,
-        shards: Sequence[torch.Tensor],
-        *,
-        deadline: Deadline,
-        record_timeout_s: float,
-    ) -> int:
+        self, update: int, bucket: int, shards: Sequence[torch.Tensor], *, deadline: Deadline, record_timeout_s: float
+    ) -> int:  # fmt: skip
         """One bucket's pieces of what this trainer holds; returns the bytes. Cast to the rank's dtypes here.
 
         `look`: NonFiniteWeights, naming the tensor, before its record leaves.

@@ -11,7 +11,7 @@ import torch
 
 from r3channel import errors
 from r3channel.transport.listener import connect
-from r3channel.weights import hold
+from r3channel.weights import staged_copy
 from r3channel.weights.dryrun import dry_run
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.session import WeightSync
@@ -67,7 +67,7 @@ def test_an_engine_that_finds_other_bytes_is_fenced_and_the_others_serve_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pair = serving(), serving()
-    copied, spoiled = hold._copied, list[int]()
+    copied, spoiled = staged_copy._copied, list[int]()
 
     def wrong(target: torch.Tensor, staged: torch.Tensor) -> str:
         spoiled.append(1)
@@ -75,7 +75,7 @@ def test_an_engine_that_finds_other_bytes_is_fenced_and_the_others_serve_on(
 
     with session(*pair) as sync:
         give(sync, 1)
-        monkeypatch.setattr(hold, "_copied", wrong)
+        monkeypatch.setattr(staged_copy, "_copied", wrong)
         with pytest.raises(errors.EngineLeftBehind, match="holds other bytes than were staged"):
             give(sync, 2)
         (bad,) = (engine for engine in pair if engine.paused)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from r3channel.cli import main
 from r3channel.errors import ManifestMismatch
 from r3channel.tools.weights import compare
-from r3channel.weights.checksums import engine_names
+from r3channel.weights.checksums import cross_sums, engine_names
 from r3channel.weights.convert import te_name
 from r3channel.weights.manifest import Bucket, TensorMeta
 from r3channel.weights.pack import Packer, _finite_on_device, finite, first_nonfinite
@@ -114,6 +114,18 @@ def test_norms_of_latent_attention_have_other_names() -> None:
     name = "decoder.layers.1.input_layernorm.weight"
     assert te_name(name, latent=True) == name
     assert te_name(name) == "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
+
+
+@given(st.integers(1, 40_000), st.integers(0, 40_000), st.sampled_from([0, 1, 8, 16_384, 32_768]))
+def test_sums_show_a_byte_that_changed_and_two_that_changed_places(size: int, one: int, by: int) -> None:
+    data_N = torch.randint(256, (1 + size,), dtype=torch.uint8)[1:]  # its words are not aligned
+    told, places = cross_sums(data_N), torch.tensor([one % size, (one + by) % size])
+    assert torch.equal(cross_sums(data_N.clone().view(torch.int8)), told)
+    data_N[places] = data_N[places.flip(0)]
+    assert torch.equal(cross_sums(data_N), told) == bool(data_N[places[0]] == data_N[places[1]])
+    told = cross_sums(data_N)
+    data_N[places[0]] ^= 1 << one % 8
+    assert not torch.equal(cross_sums(data_N), told)
 
 
 # -- NaN and Inf in every float type -------------------------------------------------------------------------------------
