@@ -2,11 +2,13 @@
 
 `engine`: whole updates of 1,193 tensors (10 MB). `pauses`: how long an engine of 61 MB stands still. `large`: 540 MB, compared at
 the engine, beside a raw gloo broadcast of as many bytes. `reshard`: two Megatron ranks of TP 2 into an engine of TP 2 by the
-exact plan: how often the model's bytes are sent.
+exact plan: how often the model's bytes are sent. `size`: what one of 64 trainer ranks of Qwen3-235B's experts learns of its own
+parameters, and what linking 64 engine ranks costs it; no values, nothing is sent.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -14,19 +16,28 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 
 from r3channel.bench.harness import Effort, Parts, timed
 from r3channel.transport.process_group import in_background
+from r3channel.weights import convert, dryrun
+from r3channel.weights.config import SyncConfig
+from r3channel.weights.dryrun import Needs
 from r3channel.weights.engine import EngineHandle
+from r3channel.weights.geometry import report_of
 from r3channel.weights.group import WeightGroup
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.progress import UpdateReport
+from r3channel.weights.progress import Deadline, UpdateReport
+from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.session import WeightSync
+from r3channel.weights.stages import Given, Stages, check_complete
+from r3channel.weights.wires import RankLink
 
 TARGETS = {
     "own_loader_vs_per_tensor": 7.0,
@@ -80,6 +91,9 @@ def _updates(url: str, named: Named, rounds: int) -> dict[str, Any]:
         "parameters_compared": reports["staged"][-1].verified,
         "wall_s": {name: median(report.wall_s for report in found) for name, found in reports.items()},
         "pause_s": {name: median(map(_pause_s, found)) for name, found in reports.items()},
+        "pause_share": {
+            name: median(_pause_s(r) / r.wall_s for r in found) for name, found in reports.items()
+        },
     }
 
 
@@ -206,6 +220,7 @@ def reshard(effort: Effort) -> dict[str, Any]:
         "bytes_of_model": sum(rank["sent"] for rank in said) / model_bytes,
         "largest_share_held": max(rank["held"] for rank in said) / model_bytes,
         "update_s": said[0]["update_s"],
+        "hf_shards_first_and_again_s": said[0]["hf_shards_s"],
         "parameters_compared": said[0]["verified"],
     }
     return {"reshard": found}
@@ -214,7 +229,6 @@ def reshard(effort: Effort) -> dict[str, Any]:
 def _trainer_rank(job: dict[str, Any]) -> dict[str, Any]:
     from examples.embedded import megatron
     from r3channel.plan.layout import TrainerLayout
-    from r3channel.weights.convert import hf_shards
 
     torch.set_num_threads(1)
     layout = TrainerLayout.parse(f"tp={_TRAINERS}")
@@ -222,7 +236,8 @@ def _trainer_rank(job: dict[str, Any]) -> dict[str, Any]:
     trained = megatron.build(job["model"], layout, dtype="float32")
     with WeightSync.sharded([job["url"]], group=torch.distributed.group.WORLD) as sync:
         sync.connect(timeout_s=_READY_TIMEOUT_S)
-        shards = hf_shards(trained.bridge, trained.chunks)
+        shards_s = [timed(lambda: convert.hf_shards(trained.bridge, trained.chunks))() for _ in range(2)]
+        shards = convert.hf_shards(trained.bridge, trained.chunks)
         versions = range(1, job["rounds"] + 2)
         reports = [sync.update(shards, version=number, timeout_s=_READY_TIMEOUT_S) for number in versions]
     megatron.close_distributed()
@@ -231,10 +246,51 @@ def _trainer_rank(job: dict[str, Any]) -> dict[str, Any]:
         "held": sum(shard.tensor.nbytes for shard in shards),
         "verified": reports[-1].verified,
         "update_s": median(report.wall_s for report in reports[1:]),
+        "hf_shards_s": shards_s,
     }
 
 
-PARTS: Parts = {part.__name__: part for part in (engine, pauses, large, reshard)}
+_RANKS, _KINDS, _EXPERTS = 64, 8, {"fc1": (3072, 4096), "fc2": (4096, 1536)}
+
+
+def size(effort: Effort) -> dict[str, Any]:
+    """CPU seconds, and resident MB that linking adds. Engine ranks are of 8 kinds, each of which takes all, in its own order."""
+    from psutil import Process
+
+    parts = [convert.Part("embedding", torch.empty(37_984, 4096, device="meta"), 0, 1, 4)]
+    for number, fc in itertools.product(range(effort.of(94, 4) * 128), _EXPERTS):
+        parts.append(convert.Part(f"{number}.{fc}", torch.empty(_EXPERTS[fc], device="meta"), -1, 0, 1))
+    make = partial(convert.shards_of, parts, convert.merged_tp, _gate_and_up, owner=torch.nn.Module())
+    found: dict[str, Any] = {"places_first_and_again_s": [timed(make)() for _ in range(2)]}
+    held = [(shard.meta, shard.box) for shard in make()[1:]]
+    metas, ends, told = [meta for meta, _ in held], (-(-len(held) // _RANKS),), list[str]()
+    for first in range(_KINDS):
+        rows = ((n, box, 0, (n + first) * box.numel, (box.shape[1], 1)) for n, (_, box) in enumerate(held))
+        told.append(
+            json.dumps(Needs((metas[0],), tuple(map(dryrun.Part, *zip(*rows, strict=True)))).to_dict())
+        )
+    ranks, reports = TrainerRanks(), [report_of(held[rank::_RANKS]) for rank in range(_RANKS)]
+    vars(ranks).update(size=_RANKS, exchange=lambda value, _: [value], exchange_bytes=lambda *_: reports)
+    stages, links, deadline = Stages(ranks, SyncConfig(engines=[])), list[RankLink](), Deadline(600, "link")
+
+    def link() -> None:
+        stages.survey(Given(tuple(held[::_RANKS]), ends, None, tuple(metas)), deadline)
+        needs = (Needs.from_dict(json.loads(told[rank % _KINDS])) for rank in range(_RANKS))
+        links.extend(RankLink("engine", rank, Mock(), one, "", 0) for rank, one in enumerate(needs))
+        check_complete(links, metas, names=True)
+        stages.aim(links, ends, deadline)
+
+    before = Process().memory_info().rss
+    found |= {"tensors": len(metas), "link_64_s": timed(link)()}
+    return {"size": found | {"link_64_mb": (Process().memory_info().rss - before) / 1e6}}
+
+
+def _gate_and_up(name: str, whole: torch.Tensor) -> Named:
+    halves = whole.chunk(2) if "fc1" in name else [whole]
+    return [(f"{name}.{number}", half) for number, half in enumerate(halves)]
+
+
+PARTS: Parts = {part.__name__: part for part in (engine, pauses, large, reshard, size)}
 
 if __name__ == "__main__":
     print(json.dumps(_trainer_rank(json.loads(sys.argv[1]))))

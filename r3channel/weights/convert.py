@@ -8,16 +8,19 @@ refuses expert tensor parallelism 1 under tensor parallelism. Nothing here knows
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3channel.errors import ConfigError
 from r3channel.weights.geometry import Box
@@ -310,7 +313,7 @@ def hf_shards(
 
     views = [NamedView(chunk) for chunk in chunks]
     parts = [_part(bridge, shard, weight) for shard, weight in _local_shards(bridge, views)]
-    return shards_of(parts, merge, lambda name, whole: _named(bridge, name, whole), dtype=dtype)
+    return shards_of(parts, merge, lambda name, whole: _named(bridge, name, whole), dtype=dtype, owner=bridge)
 
 
 def _part(bridge: Any, shard: _Shard, weight: torch.Tensor) -> Part:
@@ -321,12 +324,17 @@ def _part(bridge: Any, shard: _Shard, weight: torch.Tensor) -> Part:
     return Part(shard.name, weight, shard.partition_dim, mpu.tp_rank, mpu.tp_size)
 
 
+_learned = WeakKeyDictionary[Any, dict[Any, Any]]()
+"""What `shards_of` knows, by owner, then by kind of parameter and by parameter."""
+_MOST_PIECES = 4096
+"""Boxes that a parameter may become in one tensor."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A box of one of the tensors that a parameter becomes, and its place in the parameter."""
+    """A box of one of the tensors that a parameter becomes, and its place in the parameter, in items."""
 
     tensor: int
-    shape: tuple[int, ...]
     box: Box
     offset: int
     strides: tuple[int, ...]
@@ -334,84 +342,159 @@ class _Place:
 
 @torch.no_grad()
 def shards_of(
-    parts: Iterable[Part], merge: Merge, convert: Convert, *, dtype: torch.dtype | None = None
+    parts: Iterable[Part],
+    merge: Merge,
+    convert: Convert,
+    *,
+    dtype: torch.dtype | None = None,
+    owner: Any = None,
 ) -> list[Shard]:
     """What parts become in the checkpoint, as views of them.
 
-    Where a parameter's elements go is learned from `merge` and `convert` themselves: they move index tensors once per kind of
-    parameter. Raises ConfigError where they compute instead of moving.
+    Where a parameter's elements go is learned from `merge` and `convert` themselves: once per kind of parameter (its name
+    without numbers, its shape and cut) they move tensors that hold each element's index along one axis. It depends on no value
+    and no memory: a call with the same `owner` and functions that do the same learns only kinds that are new. It is forgotten
+    with the owner. Raises ConfigError where they compute instead of moving.
     """
-    known: dict[Any, tuple[torch.Tensor, list[_Place]]] = {}
+    known: dict[Any, Any] = {} if owner is None else _learned.setdefault(owner, {})
     shards: list[Shard] = []
     for part in parts:
-        weight, name = part.tensor.detach().contiguous(), part.name
-        kind = (re.sub(r"\d+", "#", name), weight.shape, part.partition_dim)
-        if kind not in known:
-            known[kind] = _places(part, merge, convert)
-        whole, places = known[kind]
-        names = [named for named, _ in convert(name, whole)]
-        sent = _sent_dtype(name, weight.dtype, dtype)
-        for place in places:
-            meta = TensorMeta(name=names[place.tensor], dtype=sent, shape=place.shape)
+        weight = part.tensor.detach().contiguous()
+        sent = _sent_dtype(part.name, weight.dtype, dtype)
+        key = part.name, weight.shape, part.partition_dim, part.rank, part.size, sent
+        if key not in known:
+            known[key] = _named_places(part, sent, merge, convert, known)
+        for meta, place in known[key]:
             offset = weight.storage_offset() + place.offset
             own = torch.as_strided(weight, place.box.shape, place.strides, offset)
             shards.append(Shard(meta, place.box, own))
     return shards
 
 
-def _places(part: Part, merge: Merge, convert: Convert) -> tuple[torch.Tensor, list[_Place]]:
-    """Where a parameter's elements go, and a whole one without values, of which `convert` tells the names."""
-    rank, size = (0, 1) if part.partition_dim < 0 else (part.rank, part.size)
-    items, found = part.tensor.numel(), list[_Place]()
-    # The whole parameter with every element's number instead of its value: rank by rank, in memory order.
-    numbers = torch.arange(size * items).view(size, *part.tensor.shape)
-    whole = numbers[0] if size == 1 else merge(part.name, list(numbers), part.partition_dim)
-    for number, (_, indexes) in enumerate(convert(part.name, whole)):
-        if indexes.dtype != torch.int64 or indexes.unique().numel() != indexes.numel():
-            raise ConfigError(
-                f"{part.name} is computed on its way to the checkpoint, not moved; use plan='broadcast'"
-            )
-        own = torch.where(indexes // items == rank, indexes - rank * items, -1).numpy()
-        found += [_Place(number, tuple(indexes.shape), *box) for box in _affine_boxes(own, part.name)]
-    return torch.empty_like(whole, device="meta"), found
+def _named_places(
+    part: Part, sent: torch.dtype, merge: Merge, convert: Convert, known: dict[Any, Any]
+) -> list[tuple[TensorMeta, _Place]]:
+    kind = re.sub(r"\d+", "#", part.name), part.tensor.shape, part.partition_dim, part.rank, part.size
+    if kind not in known:
+        known[kind] = _places(part, merge, convert)
+    whole, shapes, places = known[kind]
+    metas = [TensorMeta(name=n, dtype=sent, shape=tuple(one.shape)) for n, one in convert(part.name, whole)]
+    if [meta.shape for meta in metas] != shapes:  # not of that kind after all
+        places = _places(part, merge, convert)[2]
+    return [(metas[place.tensor], place) for place in places]
 
 
-def _affine_boxes(own: np.ndarray, name: str) -> Iterator[tuple[Box, int, tuple[int, ...]]]:
-    """Boxes of the elements that are ours (>= 0), such that each steps evenly through memory: (box, offset, strides)."""
-    shape = own.shape
-    if own.ndim == 0 or own.size == 0:
-        yield Box.whole(shape), 0, (1,) * own.ndim
+def _places(part: Part, merge: Merge, convert: Convert) -> tuple[torch.Tensor, list[Any], list[_Place]]:
+    """A whole parameter without values, the shapes that `convert` makes of it, and where our part of it goes."""
+    shape, size = part.tensor.shape, 1 if part.partition_dim < 0 else part.size
+    passes = [[torch.full([1] * len(shape), rank).expand(shape) for rank in range(size)]]
+    for axis, n in enumerate(shape):
+        index = torch.arange(n).view(n, *[1] * (len(shape) - axis - 1)).expand(shape)
+        passes.append([index] * size)
+    came, whole = list[list[torch.Tensor]](), passes[0][0]
+    for parts in passes:
+        with _Moving(part.name):
+            whole = parts[0] if size == 1 else merge(part.name, parts, part.partition_dim)
+            came.append([tensor for _, tensor in convert(part.name, whole)])
+    places = [
+        _Place(number, *box)
+        for number, (held, *along) in enumerate(zip(*came, strict=True))
+        for box in _boxes(held, along, part, rank=part.rank if size > 1 else 0)
+    ]
+    return torch.empty_like(whole, device="meta"), [tuple(one.shape) for one in came[0]], places
+
+
+_MOVES = {"stack", "index", "index_select", "flip", "roll", "repeat", "copy_", "empty", "empty_like"}
+"""What moves or makes memory, beside views."""
+
+
+class _Moving(TorchDispatchMode):
+    """Lets views and copies pass, and nothing else. Axes along which a tensor repeats stay views of one item when it is copied:
+    the whole indexes of a large parameter would not fit."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would be imported for that, in 2 s
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, returns = func.overloadpacket.__name__, func._schema.returns
+        if name == "cat":
+            return _joined(*args)
+        if name == "clone":
+            axes = range(args[0].dim())
+            return _thin(args[0], axes).clone(memory_format=torch.contiguous_format).expand(args[0].shape)
+        if name in ("view", "_unsafe_view"):
+            return args[0].reshape(args[1])
+        if name in _MOVES or all(one.alias_info and not one.alias_info.is_write for one in returns):
+            return func(*args, **(kwargs or {}))
+        raise ConfigError(
+            f"{self._name} is computed on its way to the checkpoint ({func}), not moved; give whole tensors (hf_weights)"
+        )
+
+
+def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    first, *others = tensors
+    shape, dim = list(first.shape), dim % first.dim()
+    shape[dim] = sum(one.shape[dim] for one in tensors)
+    where = first.data_ptr(), first.stride()
+    if first.stride(dim) == 0 and all((one.data_ptr(), one.stride()) == where for one in others):
+        return first.narrow(dim, 0, 1).expand(shape)
+    axes = [axis for axis in range(first.dim()) if axis != dim and not any(t.stride(axis) for t in tensors)]
+    return torch.cat([_thin(one, axes) for one in tensors], dim).expand(shape)
+
+
+def _thin(tensor: torch.Tensor, axes: Iterable[int]) -> torch.Tensor:
+    """One item of each of these axes along which it repeats."""
+    return tensor[tuple(slice(1 if a in axes and not s else None) for a, s in enumerate(tensor.stride()))]
+
+
+def _boxes(
+    held: torch.Tensor, along: Sequence[torch.Tensor], part: Part, *, rank: int
+) -> Iterator[tuple[Box, int, tuple[int, ...]]]:
+    """Boxes of the elements of one rank, such that each steps evenly through its part: (box, offset, strides).
+
+    `held` says whose part an element comes from, `along` its index along each axis of the part.
+    """
+    axes, offset = range(held.dim()), 0
+    if not held.numel():
+        yield Box.whole(held.shape), 0, (1,) * held.dim()
+    mine = (_thin(held, axes) == rank).numpy()
+    if not mine.any():
         return
-    rows = own.reshape(shape[0], -1)
-    held = rows >= 0
-    counts, firsts = held.sum(axis=1), held.argmax(axis=1)
-    starts = np.take_along_axis(rows, firsts[:, None], axis=1)[:, 0]
-    row = 0
-    while row < len(rows):
-        end, step = row + 1, 0
-        if counts[row]:
-            if end < len(rows) and counts[end] == counts[row] and firsts[end] == firsts[row]:
-                step = int(starts[end] - starts[row])
-                same = (np.diff(starts[row:]) == step) & (counts[row + 1 :] == counts[row])
-                same &= firsts[row + 1 :] == firsts[row]
-                end = row + 1 + (int(np.argmin(same)) if not same.all() else len(same))
-            yield _box(own, rows, row, end, int(firsts[row]), int(counts[row]), step, name)
-        row = end
+    ours = [mine.any(axis=tuple(other for other in axes if other != axis)) for axis in axes]
+    at = [np.flatnonzero(np.broadcast_to(line, n)) for line, n in zip(ours, held.shape, strict=True)]
+    even, values = mine.sum() == math.prod(int(line.sum()) for line in ours), [0 * line for line in at]
+    for index, step in zip(along, torch.empty(part.tensor.shape, device="meta").stride(), strict=True):
+        rest = _thin(index, axes).numpy()
+        rest = rest[np.ix_(*(line if n > 1 else [0] for line, n in zip(at, rest.shape, strict=True)))]
+        first = rest[(0,) * rest.ndim]
+        offset, rest = offset + step * int(first), rest - first
+        for axis in axes:
+            line = rest[tuple(slice(None if a == axis else 1) for a in axes)]
+            values[axis], rest = values[axis] + step * line.ravel(), rest - line
+        even = even and not rest.any()
+    most = _MOST_PIECES + 1
+    pieces = [list(itertools.islice(_runs(*line), most)) for line in zip(at, values, strict=True)]
+    if not even or math.prod(map(len, pieces)) >= most:
+        raise ConfigError(
+            f"{part.name} is regrouped in a way that boxes cannot express; give whole tensors (hf_weights)"
+        )
+    for runs in itertools.product(*pieces):
+        starts, stops, offsets, strides = zip(*runs, strict=True) if runs else ((),) * 4
+        yield Box(starts, stops), offset + sum(offsets), strides
 
 
-def _box(
-    own: np.ndarray, rows: np.ndarray, row: int, end: int, first: int, count: int, step: int, name: str
-) -> tuple[Box, int, tuple[int, ...]]:
-    offset = int(rows[row, first])
-    across = int(rows[row, first + 1]) - offset if count > 1 else 1
-    wanted = offset + step * np.arange(end - row)[:, None] + across * np.arange(count)[None]
-    rest = own.shape[1:]
-    if not np.array_equal(rows[row:end, first : first + count], wanted) or (
-        len(rest) > 1 and count != rows.shape[1]
-    ):
-        raise ConfigError(f"{name} is regrouped in a way that boxes cannot express; use plan='broadcast'")
-    inner = [across * math.prod(rest[axis + 1 :]) for axis in range(len(rest))]
-    starts, stops = [row, *[0] * len(rest)], [end, *rest]
-    if len(rest) == 1:
-        starts[1], stops[1] = first, first + count
-    return Box(tuple(starts), tuple(stops)), offset, (step or 1, *inner)
+def _runs(at: np.ndarray, values: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
+    """Neighbours whose values step evenly upwards: (first, end, first's value, step)."""
+    steps, begin = np.where(np.diff(at) == 1, np.diff(values), -1), 0
+    while begin < len(at):
+        step, end = 1, begin + 1
+        if end < len(at) and steps[begin] >= 0:
+            step, same = int(steps[begin]), steps[begin:] == steps[begin]
+            end += len(same) if same.all() else int(np.argmin(same))
+        yield int(at[begin]), int(at[begin]) + end - begin, int(values[begin]), step
+        begin = end

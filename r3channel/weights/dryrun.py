@@ -9,15 +9,21 @@ parameters at the end (MLA's `w_kc` and `w_vc`) as a call to be repeated (`deriv
 
 from __future__ import annotations
 
+import base64
 import itertools
+import json
 import math
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
+from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
+import xxhash
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -50,15 +56,6 @@ class Part:
     offset: int
     strides: tuple[int, ...]
 
-    def row(self) -> list[Any]:
-        """Plain values for JSON."""
-        return [self.tensor, self.box.start, self.box.stop, self.param, self.offset, self.strides]
-
-    @classmethod
-    def from_row(cls, row: Sequence[Any]) -> Part:
-        tensor, start, stop, param, offset, strides = row
-        return cls(tensor, Box(tuple(start), tuple(stop)), param, offset, tuple(strides))
-
     def start(self, box: Box) -> int:
         """The first item of a box within the part, in the parameter."""
         steps = zip(box.start, self.box.start, self.strides, strict=True)
@@ -73,6 +70,35 @@ class Part:
         """The part (or a box within it) inside the parameter's memory, given as a flat tensor of its dtype."""
         box = box or self.box
         return torch.as_strided(flat, box.shape, self.strides, flat.storage_offset() + self.start(box))
+
+
+class PartTable(Sequence[Part]):
+    """Parts in columns, since a model has many of few kinds. A `Part` is made when it is asked for, and kept."""
+
+    def __init__(self, columns_CP: np.ndarray, kinds: Sequence[tuple[Box, tuple[int, ...]]]) -> None:
+        """`kinds`: boxes and strides."""
+        self.columns_CP, self.kinds = columns_CP, kinds
+        self.tensor_P, self.param_P, self.offset_P, self.kind_P = columns_CP
+        self._made: dict[int, Part] = {}
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> PartTable:
+        if isinstance(parts, PartTable):
+            return parts
+        kinds: dict[tuple[Box, tuple[int, ...]], int] = {}
+        numbers = [kinds.setdefault((part.box, part.strides), len(kinds)) for part in parts]
+        rows = [(p.tensor, p.param, p.offset, kind) for p, kind in zip(parts, numbers, strict=True)]
+        return cls(np.array(rows, dtype=np.int64).reshape(-1, 4).T, tuple(kinds))
+
+    def __len__(self) -> int:
+        return len(self.tensor_P)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index not in self._made:
+            tensor, param, offset, kind = self.columns_CP[:, index].tolist()
+            box, strides = self.kinds[kind]
+            self._made[index] = Part(tensor, box, param, offset, strides)
+        return self._made[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +118,12 @@ class Padding:
         view.fill_(self.constant)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Needs:
     """The parts of a checkpoint that one rank takes."""
 
     params: tuple[TensorMeta, ...]
-    parts: tuple[Part, ...]
+    parts: Sequence[Part]
     """Ordered by tensor."""
     missing: tuple[str, ...] = ()
     """Parameters that the tensors leave empty or fill in part."""
@@ -106,14 +132,29 @@ class Needs:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        parts, params = [part.row() for part in self.parts], [meta.row() for meta in self.params]
-        return {"params": params, "parts": parts, "missing": self.missing}
+        table = PartTable.of(self.parts)
+        packed = zlib.compress(table.columns_CP.astype("<i8").tobytes(), 1)
+        return {
+            "params": [meta.row() for meta in self.params],
+            "missing": self.missing,
+            "kinds": [(box.start, box.stop, strides) for box, strides in table.kinds],
+            "parts": base64.b64encode(packed).decode(),
+        }
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Needs:
-        params = tuple(TensorMeta.from_row(row) for row in value["params"])
-        parts = tuple(Part.from_row(row) for row in value["parts"])
-        return cls(params, parts, tuple(value["missing"]))
+        """The same object again while one of equal content lives: ranks at the same place of several engines share it."""
+        key = xxhash.xxh3_128_digest(json.dumps(value).encode())
+        if (needs := _alive.get(key)) is None:
+            columns = np.frombuffer(zlib.decompress(base64.b64decode(value["parts"])), dtype="<i8")
+            kinds = [(Box(tuple(a), tuple(b)), tuple(strides)) for a, b, strides in value["kinds"]]
+            params = tuple(TensorMeta.from_row(row) for row in value["params"])
+            table = PartTable(columns.reshape(4, -1), kinds)
+            needs = _alive[key] = cls(params, table, tuple(value["missing"]))
+        return needs
+
+
+_alive = WeakValueDictionary[bytes, Needs]()
 
 
 @dataclass(frozen=True, slots=True)

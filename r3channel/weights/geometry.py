@@ -11,6 +11,7 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import le, sub
 from typing import Any
 
 import numpy as np
@@ -37,11 +38,15 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        return math.prod(map(sub, self.stop, self.start))
+
+    def holds(self, other: Box) -> bool:
+        """Whether the other one lies within."""
+        return all(map(le, self.start, other.start)) and all(map(le, other.stop, self.stop))
 
     def intersect(self, other: Box) -> Box | None:
         """The common part, or None when it is empty."""
@@ -140,35 +145,46 @@ class ShardMap:
         self.digest: str = digest.hexdigest()
 
     @classmethod
+    def of_holders(
+        cls,
+        tensors: Iterable[tuple[TensorMeta, Sequence[int]]],
+        holders: Sequence[tuple[Sequence[int], Box]],
+    ) -> ShardMap:
+        """From the indexes, for each tensor, into `holders`: ranks that hold a box, and the box."""
+        known: dict[tuple[Any, ...], Layout] = {}
+        rows = []
+        for meta, indexes in tensors:
+            key = (meta.shape, *indexes)
+            if key not in known:
+                held = [(rank, holders[index][1]) for index in indexes for rank in holders[index][0]]
+                known[key] = Layout.of(meta.shape, held)
+            rows.append((meta, known[key]))
+        return cls(rows)
+
+    @classmethod
     def gathered(cls, reports: Sequence[bytes]) -> ShardMap:
         """From what each rank says it holds (`report_of`), by rank. The first rank that has a tensor decides its place.
 
         Raises ManifestMismatch when two ranks disagree about a tensor, with both values.
         """
-        held: dict[str, list[tuple[int, int]]] = {}
-        kinds: dict[str, int] = {}
+        held: dict[str, list[int]] = {}
+        told, holders = list[list[Any]](), list[tuple[list[int], Box]]()
         for rank, report in enumerate(reports):
-            for row, names in json.loads(zlib.decompress(report)):
-                kind = kinds.setdefault(json.dumps(row), len(kinds))
+            for (*kind, start, stop), names in json.loads(zlib.decompress(report)):
                 for name in names.split("\n"):
-                    held.setdefault(name, []).append((rank, kind))
-        rows: list[Any] = [json.loads(kind) for kind in kinds]
-        known: dict[tuple[tuple[int, int], ...], Layout] = {}
-        tensors = []
-        for name, pairs in held.items():
-            dtype, shape, *_ = rows[pairs[0][1]]
-            key = tuple(pairs)
-            if key not in known:
-                other = next(((r, rows[k]) for r, k in pairs if rows[k][:2] != [dtype, shape]), None)
-                if other is not None:
-                    raise ManifestMismatch(
-                        f"rank {other[0]} holds a part of {name} {other[1][0]}{other[1][1]}, "
-                        f"earlier ranks of {name} {dtype}{shape}"
-                    )
-                boxes = ((rank, Box(tuple(rows[k][2]), tuple(rows[k][3]))) for rank, k in pairs)
-                known[key] = Layout.of(shape, boxes)
-            tensors.append((TensorMeta.from_row([name, dtype, shape]), known[key]))
-        return cls(tensors)
+                    first, *_ = indexes = held.setdefault(name, [len(told)])
+                    if first == len(told):
+                        continue
+                    if told[first] != kind:
+                        raise ManifestMismatch(
+                            f"rank {rank} holds a part of {name} {kind[0]}{kind[1]}, "
+                            f"earlier ranks of {name} {told[first][0]}{told[first][1]}"
+                        )
+                    indexes.append(len(told))
+                told.append(kind)
+                holders.append(([rank], Box(tuple(start), tuple(stop))))
+        metas = (TensorMeta.from_row([name, *told[first]]) for name, (first, *_) in held.items())
+        return cls.of_holders(zip(metas, held.values(), strict=True), holders)
 
 
 def report_of(held: Iterable[tuple[TensorMeta, Box]]) -> bytes:

@@ -9,6 +9,7 @@ only some ranks hold an item no rule can promise that, and the benchmark tells w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -52,8 +53,7 @@ _RULES = b"r3channel reshard 1"
 """Part of the hash, so that processes with other rules do not agree."""
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
+class Op(NamedTuple):
     """One box of one tensor, to one rank."""
 
     tensor: int
@@ -77,11 +77,11 @@ class RankPlan:
     shares: tuple[tuple[tuple[int, ...], int, int], ...]
     """(holders, bytes of one item, number of items) of all that is dealt out."""
 
-    def sends(self) -> dict[int, list[Op]]:
-        """This rank's operations by receiver."""
-        grouped: dict[int, list[Op]] = {}
-        for op in self.ops:
-            grouped.setdefault(op.dst, []).append(op)
+    def sends(self) -> dict[int, list[tuple[int, Box]]]:
+        """What this rank sends to each receiver: tensors and boxes."""
+        grouped: dict[int, list[tuple[int, Box]]] = {}
+        for tensor, dst, box in self.ops:
+            grouped.setdefault(dst, []).append((tensor, box))
         return grouped
 
 
@@ -90,188 +90,102 @@ def plan_reshard(source: ShardMap, target: ShardMap, *, rank: int, world_size: i
 
     Every tensor of `target` must be in `source` with the same whole shape and be held completely, each element by one box
     or by replicas of that box; tensors that only `source` has are not sent. Raises ManifestMismatch, naming the tensor.
-    Memory: this rank's operations, one geometry per pair of layouts, and one batch of equal items at a time.
+    Memory: this rank's operations, and the items of each pair of layouts that occurs.
     """
-    groups = _groups(source, target)
-    loads_R = np.zeros(world_size, dtype=np.int64)
     digest = xxhash.xxh3_128(_RULES + f"{source.digest} {target.digest} {world_size}".encode())
-    mine: list[Op] = []
-    batches = _batches(groups)
+    loads_R, mine, batches = np.zeros(world_size, dtype=np.int64), list[Op](), _batches(source, target)
     for batch in batches:
-        mine += _deal_batch(batch, loads_R, digest, rank)
-    return RankPlan(
-        tensors=target.metas,
-        hash=digest.hexdigest(),
-        ops=tuple(mine),
-        sent_bytes_R=tuple(loads_R.tolist()),
-        shares=tuple((batch.holders, batch.nbytes, batch.count) for batch in batches),
-    )
+        holders = np.array(batch.holders, dtype=np.int64)
+        senders = deal(loads_R, holders, count=batch.number, nbytes=batch.nbytes)
+        digest.update(senders.astype(np.int64).data)
+        for at in np.flatnonzero(senders == rank).tolist():
+            tensor, item = divmod(at, len(batch.items))
+            box, dst = batch.items[item]
+            mine.append(Op(batch.tensors[tensor], dst, box))
+    shares = tuple((batch.holders, batch.nbytes, batch.number) for batch in batches)
+    return RankPlan(target.metas, digest.hexdigest(), tuple(mine), tuple(loads_R.tolist()), shares)
 
 
-# -- one pair of layouts -----------------------------------------------------------------------------------------------
+class _Batch(NamedTuple):
+    """Items of one size with the same holders, for any of the tensors, which are cut alike."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """The distinct boxes of a layout and who holds each. Empty boxes are left out."""
-
-    starts_PD: np.ndarray
-    stops_PD: np.ndarray
-    ranks: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, layout: Layout) -> _Parts:
-        filled = (layout.stops_ND > layout.starts_ND).all(axis=1)
-        # The last column is for unique(), which is not defined for lines without one: those of a scalar.
-        columns = layout.starts_ND, layout.stops_ND, np.zeros_like(layout.ranks_N)[:, None]
-        unique, index = np.unique(np.concatenate(columns, axis=1)[filled], axis=0, return_inverse=True)
-        index = index.reshape(-1)
-        ranks_F = layout.ranks_N[filled]
-        axes = len(layout.shape)
-        held = tuple(tuple(np.unique(ranks_F[index == part]).tolist()) for part in range(len(unique)))
-        return cls(unique[:, :axes], unique[:, axes:-1], held)
-
-
-@dataclass(frozen=True, slots=True)
-class _Geometry:
-    """The items that a pair of layouts gives, for any tensor that is cut so."""
-
-    starts_ID: np.ndarray
-    stops_ID: np.ndarray
-    numel_I: np.ndarray
-    dst_I: np.ndarray
-    part_I: np.ndarray
-    """Index into `holders`."""
-    holders: tuple[tuple[int, ...], ...]
-    digest: bytes
-
-
-def _geometry(source: Layout, target: Layout) -> _Geometry | str:
-    """The items, or what is wrong (told by the caller, who knows a tensor's name)."""
-    src, dst = _Parts.of(source), _Parts.of(target)
-    starts = np.maximum(src.starts_PD[:, None], dst.starts_PD[None])
-    stops = np.minimum(src.stops_PD[:, None], dst.stops_PD[None])
-    numel_SD = np.prod(np.maximum(stops - starts, 0), axis=2, dtype=np.int64)
-    problem = _overlap(src) or _gap(src, dst, numel_SD)
-    if problem:
-        return problem
-    part_P, box_P = np.nonzero(numel_SD)
-    fans = np.array([len(dst.ranks[box]) for box in box_P], dtype=np.int64)
-    piece_I = np.repeat(np.arange(len(part_P)), fans)
-    dst_I = np.array([rank for box in box_P for rank in dst.ranks[box]], dtype=np.int64)
-    part_I = part_P[piece_I]
-    at = part_I, box_P[piece_I]
-    digest = xxhash.xxh3_128(source.digest + target.digest)
-    for array in (starts[at], stops[at], dst_I, part_I):
-        digest.update(np.ascontiguousarray(array).data)
-    return _Geometry(starts[at], stops[at], numel_SD[at], dst_I, part_I, src.ranks, digest.digest())
-
-
-def _overlap(src: _Parts) -> str | None:
-    """Different boxes must not share elements: nobody could say whose value counts."""
-    starts = np.maximum(src.starts_PD[:, None], src.starts_PD[None])
-    stops = np.minimum(src.stops_PD[:, None], src.stops_PD[None])
-    common: np.ndarray = np.asarray((stops > starts).all(axis=2))
-    np.fill_diagonal(common, False)
-    if not common.any():
-        return None
-    one, other = np.argwhere(common)[0]
-    return (
-        f"rank {src.ranks[one][0]} and rank {src.ranks[other][0]} hold different boxes that overlap; expected parts "
-        "that are equal or disjoint"
-    )
-
-
-def _gap(src: _Parts, dst: _Parts, numel_SD: np.ndarray) -> str | None:
-    wanted = np.prod(dst.stops_PD - dst.starts_PD, axis=1, dtype=np.int64)
-    found = numel_SD.sum(axis=0)
-    short = np.flatnonzero(found != wanted)
-    if not len(short):
-        return None
-    box = int(short[0])
-    return (
-        f"rank {dst.ranks[box][0]} needs {dst.starts_PD[box].tolist()}..{dst.stops_PD[box].tolist()} "
-        f"({wanted[box]} elements), of which the sources hold {found[box]}; is a trainer rank's report missing?"
-    )
-
-
-# -- tensors that share a pair of layouts ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Tensors cut alike on both sides, with one item size in bytes."""
-
-    geometry: _Geometry
-    itemsize: int
-    tensors_T: np.ndarray
-
-    def op(self, tensor: int, item: int) -> Op:
-        geometry = self.geometry
-        box = Box(tuple(geometry.starts_ID[item].tolist()), tuple(geometry.stops_ID[item].tolist()))
-        return Op(tensor, int(geometry.dst_I[item]), box)
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Items of one size with the same holders: for each tensor of the group, each of `items_B`."""
-
-    group: _Group
-    items_B: np.ndarray
-    holders: tuple[int, ...]
     nbytes: int
+    holders: tuple[int, ...]
+    tensors: list[int]
+    items: list[tuple[Box, int]]
+    """Each a box and the rank that needs it; one object where several ranks need the same box."""
 
     @property
-    def count(self) -> int:
-        return len(self.group.tensors_T) * len(self.items_B)
+    def number(self) -> int:
+        return len(self.tensors) * len(self.items)
 
 
-def _groups(source: ShardMap, target: ShardMap) -> list[_Group]:
-    """The groups, in the order in which the target first needs them."""
-    found: dict[tuple[int, int, int], list[int]] = {}
+def _batches(source: ShardMap, target: ShardMap) -> list[_Batch]:
+    """The batches, largest items first; equal ones in the order in which the target first needs them."""
+    alike: dict[tuple[int, int, int], list[int]] = {}
     for index, meta in enumerate(target.metas):
         at = source.index_of.get(meta.name)
         if at is None:
             raise ManifestMismatch(f"tensor {meta} is wanted by the engines, and no trainer rank reported it")
         if source.metas[at].shape != meta.shape:
-            raise ManifestMismatch(
-                f"tensor {meta}: the trainer's is {source.metas[at]}; expected equal whole shapes"
-            )
+            text = f"tensor {meta}: the trainer's is {source.metas[at]}; expected equal whole shapes"
+            raise ManifestMismatch(text)
         key = source.layout_of[at], target.layout_of[index], meta.dtype.itemsize
-        found.setdefault(key, []).append(index)
-    groups = []
-    for (src, dst, itemsize), indexes in found.items():
-        geometry = _geometry(source.layouts[src], target.layouts[dst])
-        if isinstance(geometry, str):
-            raise ManifestMismatch(f"tensor {target.metas[indexes[0]]}: {geometry}")
-        groups.append(_Group(geometry, itemsize, np.array(indexes, dtype=np.int64)))
-    return groups
-
-
-def _batches(groups: list[_Group]) -> list[_Batch]:
-    """The batches, largest items first; equal ones in the order of groups and parts."""
-    batches = []
-    for group in groups:
-        geometry = group.geometry
-        if not len(geometry.part_I):
-            continue
-        keys = np.stack([geometry.part_I, geometry.numel_I])
-        kinds, kind_I = np.unique(keys, axis=1, return_inverse=True)
-        for kind, (part, numel) in enumerate(kinds.T.tolist()):
-            chosen = np.flatnonzero(kind_I.reshape(-1) == kind)
-            batches.append(_Batch(group, chosen, geometry.holders[part], numel * group.itemsize))
+        alike.setdefault(key, []).append(index)
+    batches = list[_Batch]()
+    for (src, dst, itemsize), tensors in alike.items():
+        try:
+            items = _items(_parts(source.layouts[src]), _parts(target.layouts[dst]))
+        except ManifestMismatch as error:
+            raise ManifestMismatch(f"tensor {target.metas[tensors[0]]}: {error}") from error
+        for (holders, numel), chosen in items.items():
+            batches.append(_Batch(numel * itemsize, holders, tensors, chosen))
     return sorted(batches, key=lambda batch: -batch.nbytes)
 
 
-def _deal_batch(batch: _Batch, loads_R: np.ndarray, digest: xxhash.xxh3_128, rank: int) -> list[Op]:
-    group = batch.group
-    holders = np.array(batch.holders, dtype=np.int64)
-    senders = deal(loads_R, holders, count=batch.count, nbytes=batch.nbytes)
-    digest.update(group.geometry.digest)
-    for array in (group.tensors_T, batch.items_B, senders.astype(np.int64)):
-        digest.update(np.ascontiguousarray(array).data)
-    per_tensor = len(batch.items_B)
-    return [
-        group.op(int(group.tensors_T[i // per_tensor]), int(batch.items_B[i % per_tensor]))
-        for i in np.flatnonzero(senders == rank).tolist()
-    ]
+# -- one pair of layouts -----------------------------------------------------------------------------------------------
+
+_Parts = tuple[np.ndarray, np.ndarray, list[tuple[int, ...]]]
+"""Starts and stops [parts, axes] of the distinct boxes of a layout, and who holds each. Empty boxes are left out."""
+
+
+def _parts(layout: Layout) -> _Parts:
+    filled = (layout.stops_ND > layout.starts_ND).all(axis=1)
+    # The last column is for unique(), which is not defined for lines without one: those of a scalar.
+    columns = layout.starts_ND, layout.stops_ND, np.zeros_like(layout.ranks_N)[:, None]
+    unique, index = np.unique(np.concatenate(columns, axis=1)[filled], axis=0, return_inverse=True)
+    ranks_F, axes = layout.ranks_N[filled], len(layout.shape)
+    held = [tuple(np.unique(ranks_F[index.reshape(-1) == part]).tolist()) for part in range(len(unique))]
+    return unique[:, :axes], unique[:, axes:-1], held
+
+
+def _items(src: _Parts, dst: _Parts) -> dict[tuple[tuple[int, ...], int], list[tuple[Box, int]]]:
+    """Boxes and the ranks that need them, by who holds each box and by its number of elements."""
+    starts, stops, numel_SD = _common(src, dst)
+    _, _, again_SS = _common(src, src)
+    np.fill_diagonal(again_SS, 0)
+    if again_SS.any():  # nobody could say whose value counts
+        one, other = np.argwhere(again_SS)[0]
+        raise ManifestMismatch(
+            f"rank {src[2][one][0]} and rank {src[2][other][0]} hold different boxes that overlap; expected parts "
+            "that are equal or disjoint"
+        )
+    wanted, found = np.prod(dst[1] - dst[0], axis=1, dtype=np.int64), numel_SD.sum(axis=0)
+    for box in np.flatnonzero(found != wanted)[:1].tolist():
+        raise ManifestMismatch(
+            f"rank {dst[2][box][0]} needs {dst[0][box].tolist()}..{dst[1][box].tolist()} "
+            f"({wanted[box]} elements), of which the sources hold {found[box]}; is a trainer rank's report missing?"
+        )
+    items: dict[tuple[tuple[int, ...], int], list[tuple[Box, int]]] = {}
+    for at in map(tuple, np.argwhere(numel_SD).tolist()):
+        cut = Box(tuple(starts[at].tolist()), tuple(stops[at].tolist()))
+        chosen = items.setdefault((src[2][at[0]], int(numel_SD[at])), [])
+        chosen += [(cut, rank) for rank in dst[2][at[1]]]
+    return items
+
+
+def _common(one: _Parts, other: _Parts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What each pair of boxes has in common: starts, stops, elements."""
+    starts = np.maximum(one[0][:, None], other[0][None])
+    stops = np.minimum(one[1][:, None], other[1][None])
+    return starts, stops, np.prod(np.maximum(stops - starts, 0), axis=2, dtype=np.int64)

@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 
 from r3channel.errors import CannotStage, ManifestMismatch
 from r3channel.transport.auth import read_token
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
 from r3channel.weights.config import SyncConfig
-from r3channel.weights.dryrun import Needs, Part
-from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
+from r3channel.weights.dryrun import Needs, PartTable
+from r3channel.weights.geometry import Box, ShardMap, report_of
 from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
-from r3channel.weights.plan import plan_reshard
+from r3channel.weights.plan import RankPlan, plan_reshard
 from r3channel.weights.progress import Deadline
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.wires import NEEDS, RECORD_BYTES, Entry, Piece, RankLink, expect_json, shared_views
@@ -71,7 +74,10 @@ class Stages:
         self._trainers: list[tuple[str, int]] = []
         self._held: Held = ()
         self._source: ShardMap | None = None
-        self._planned: tuple[set[RankLink], Sequence[int]] = (set(), ())
+        self._key = ""
+        """What all trainers hold, and this one, in its order."""
+        self._shards: dict[str, list[int]] = {}
+        """By tensor, which of the boxes that are held are of it."""
         self.committed: dict[int, tuple[str, Sums]] = {}
         """By an engine's number of ranks, what the committed version is there, and who says so."""
 
@@ -88,14 +94,8 @@ class Stages:
     def order(self, engine: str, *, op: str = "open") -> dict[str, Any]:
         """The order that makes every rank of `engine` connect to all trainers, or be held by them."""
         self.attempts[engine] = self.attempts.get(engine, 0) + 1
-        told = {
-            "op": op,
-            "session": self.session,
-            "nonce": self.nonce,
-            "trainers": self._trainers,
-            **self._how,
-        }
-        told |= {"engine": engine, "attempt": self.attempts[engine]}
+        told = {"op": op, "session": self.session, "nonce": self.nonce, "trainers": self._trainers}
+        told |= {"engine": engine, "attempt": self.attempts[engine], **self._how}
         return told | {"tensors": [meta.row() for meta in self.metas]}
 
     def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]:
@@ -139,79 +139,111 @@ class Stages:
         if changed:
             self._source = ShardMap.gathered(self.ranks.exchange_bytes(report_of(held), deadline))
             self.metas, self._held = given.metas or self._source.metas, held
-            self._planned = set(), ()
+            self._shards = dict[str, list[int]]()
+            rows = [self._source.digest]
+            for index, (meta, box) in enumerate(held):
+                self._shards.setdefault(meta.name, []).append(index)
+                rows.append(f"{meta} {box.start} {box.stop}")
+            self._key = xxhash.xxh3_128_hexdigest("\n".join(rows).encode())
         return changed
 
     def aimed_at(self, links: Sequence[RankLink], ends: Sequence[int]) -> bool:
-        """Whether the last plan is for these engine ranks: all of the engines, or one that is brought back alone."""
-        return self._planned == (set(links), ends)
+        """Whether each was told what it gets of what is held now."""
+        return all(link.aimed == (self._key, tuple(ends)) for link in links)
 
     def aim(self, links: Sequence[RankLink], ends: Sequence[int], deadline: Deadline) -> None:
-        """Plan for these engine ranks (the same order on every trainer) and tell each what will come, by bucket.
+        """Plan for those of these engine ranks (the same order on every trainer) that `aimed_at` is not true of, and tell them
+        what will come, by bucket. What others were told stays.
 
         ManifestMismatch with both hashes unless every trainer planned the same."""
         assert self._source is not None
-        plan = plan_reshard(
-            self._source,
-            _target_map(self.metas, links, first=self.ranks.size),
-            rank=self.ranks.rank,
-            world_size=self.ranks.size + len(links),
-        )
-        sends = plan.sends()
-        index_of = {meta.name: index for index, meta in enumerate(self.metas)}
-        shards: dict[str, list[int]] = {}
-        for index, (meta, _) in enumerate(self._held):
-            shards.setdefault(meta.name, []).append(index)
-        for at_rank, link in enumerate(links):
-            by_tensor: dict[int, list[tuple[int, Part]]] = {}
-            for at, part in enumerate(link.needs.parts):
-                by_tensor.setdefault(part.tensor, []).append((at, part))
-            buckets: list[list[Piece]] = [[] for _ in ends]
-            for op in sends.get(self.ranks.size + at_rank, []):
-                name = plan.tensors[op.tensor].name
-                shard = self._holder(shards.get(name, ()), name, op.box)
-                number = bisect_right(ends, shard)
-                inside = shard - (ends[number - 1] if number else 0)
-                for at, part in by_tensor[index_of[name]]:
-                    if part.box.intersect(op.box) == op.box:
-                        whole, kept = self._held[shard], link.dtype(Entry(at, op.box))
-                        buckets[number] += _pieces(at, op.box, *whole, inside, RECORD_BYTES // kept.itemsize)
-            link.tell(buckets, timeout_s=deadline.left_s())
+        # asked of all: a trainer that failed alone, or came late, has told less than the others
+        due = [number for number, link in enumerate(links) if not self.aimed_at([link], ends)]
+        due = sorted(set[int]().union(*self.ranks.exchange(due, deadline)))
+        links = [links[number] for number in due]
+        for link in links:
+            link.aimed = None
+        target = _target_map(self.metas, links, first=self.ranks.size)
+        how = {"rank": self.ranks.rank, "world_size": self.ranks.size + len(links)}
+        plan = plan_reshard(self._source, target, **how)
+        self._tell(links, plan, ends, deadline)
         hashes = self.ranks.exchange(plan.hash, deadline)
         other = next((rank for rank, seen in enumerate(hashes) if seen != hashes[0]), None)
         if other is not None:
             raise ManifestMismatch(
                 f"weights were not sent: rank {other} planned {hashes[other]}, rank 0 planned {hashes[0]}"
             )
-        self._planned = set(links), ends
+        for link in links:
+            link.aimed = self._key, tuple(ends)
 
-    def _holder(self, shards: Sequence[int], name: str, box: Box) -> int:
-        for index in shards:
-            if self._held[index][1].intersect(box) == box:
-                return index
-        raise ManifestMismatch(f"tensor {name}: the plan needs {box} of this rank, which does not hold it")
+    def _tell(
+        self, links: Sequence[RankLink], plan: RankPlan, ends: Sequence[int], deadline: Deadline
+    ) -> None:
+        sends, index_of = plan.sends(), {meta.name: index for index, meta in enumerate(self.metas)}
+        for needs, _, numbers in _tables(links):  # of ranks at the same place of several engines
+            known: dict[tuple[int, Box], list[tuple[int, Piece]]] = {}
+            told: list[tuple[list[tuple[int, Box]], RankLink]] = []
+            for number in numbers:
+                link, ops = links[number], sends.get(self.ranks.size + number, [])
+                like = next((one for same, one in told if same == ops and not link.shared), None)
+                buckets: list[list[Piece]] = [[] for _ in ends]
+                for tensor, box in ops if like is None else ():
+                    if (tensor, box) not in known:
+                        name = plan.tensors[tensor].name
+                        known[tensor, box] = list(self._pieces(needs, index_of[name], name, box, ends))
+                    for bucket, piece in known[tensor, box]:
+                        buckets[bucket].append(piece)
+                link.tell(buckets, like=like, timeout_s=deadline.left_s())
+                told += [(ops, link)] if like is None else []
+
+    def _pieces(
+        self, needs: Needs, tensor: int, name: str, box: Box, ends: Sequence[int]
+    ) -> Iterator[tuple[int, Piece]]:
+        """A box that a rank needs, cut from what is held, in pieces of a record at most; each with its bucket."""
+        shard = next((at for at in self._shards.get(name, ()) if self._held[at][1].holds(box)), None)
+        if shard is None:
+            raise ManifestMismatch(
+                f"tensor {name}: the plan needs {box} of this rank, which does not hold it"
+            )
+        bucket, (meta, held) = bisect_right(ends, shard), self._held[shard]
+        inside = shard - (ends[bucket - 1] if bucket else 0)
+        for at in range(*np.searchsorted(PartTable.of(needs.parts).tensor_P, (tensor, tensor + 1)).tolist()):
+            part = needs.parts[at]
+            if part.box.holds(box):
+                for one, cut in _cuts(box, held, RECORD_BYTES // needs.params[part.param].dtype.itemsize):
+                    yield bucket, Piece(Entry(at, one), meta, inside, cut)
 
 
-def _pieces(part: int, box: Box, meta: TensorMeta, held: Box, shard: int, most: int) -> Iterator[Piece]:
-    """Cuts a box of a part from what is held, in pieces of at most so many items."""
-    for one in box.cut(most):
-        yield Piece(Entry(part, one), meta, shard, None if one == held else one.within(held))
+@lru_cache
+def _cuts(box: Box, held: Box, most: int) -> list[tuple[Box, tuple[slice, ...] | None]]:
+    """A box in pieces of at most so many items, and where they lie in what is held: the same for all experts of a model."""
+    return [(one, None if one == held else one.within(held)) for one in box.cut(most)]
+
+
+def _tables(links: Sequence[RankLink]) -> Iterator[tuple[Needs, PartTable, list[int]]]:
+    """Different needs, and which of the links have them."""
+    numbers: dict[int, list[int]] = {}
+    for number, link in enumerate(links):
+        numbers.setdefault(id(link.needs), []).append(number)
+    for at in numbers.values():
+        needs = links[at[0]].needs
+        yield needs, PartTable.of(needs.parts), at
 
 
 def _target_map(metas: Sequence[TensorMeta], links: Sequence[RankLink], *, first: int) -> ShardMap:
     """What the engines' ranks need, numbered after the trainers, in the dtypes that they keep."""
-    held: dict[int, dict[tuple[int, Box], None]] = {}
+    held: dict[int, list[int]] = {}
     dtypes: dict[int, torch.dtype] = {}
-    for number, link in enumerate(links):
-        for part in link.needs.parts:
-            if part.box.numel:
-                held.setdefault(part.tensor, {})[first + number, part.box] = None
-                dtypes.setdefault(part.tensor, link.needs.params[part.param].dtype)
-    rows = []
-    for tensor in sorted(held):
-        meta = TensorMeta(name=metas[tensor].name, dtype=dtypes[tensor], shape=metas[tensor].shape)
-        rows.append((meta, Layout.of(meta.shape, held[tensor])))
-    return ShardMap(rows)
+    holders = list[tuple[list[int], Box]]()
+    for needs, table, numbers in _tables(links):
+        kept = np.array([box.numel > 0 for box, _ in table.kinds], dtype=bool)[table.kind_P]
+        columns = table.tensor_P, table.kind_P + len(holders), table.param_P
+        for tensor, holder, param in zip(*(column[kept].tolist() for column in columns), strict=True):
+            held.setdefault(tensor, []).append(holder)
+            dtypes.setdefault(tensor, needs.params[param].dtype)
+        holders += [([first + number for number in numbers], box) for box, _ in table.kinds]
+    sent = ((replace(metas[at], dtype=dtypes[at]), held[at]) for at in sorted(held))
+    return ShardMap.of_holders(sent, holders)
 
 
 def check_complete(
@@ -222,11 +254,12 @@ def check_complete(
     Returns what the engines keep in another dtype (tensor -> `float32 -> bfloat16`), and what has no place there.
     """
     rounded = cast_by(ranks, metas)
-    missing = sorted({name for rank in ranks for name in rank.needs.missing})
-    used = {part.tensor for rank in ranks for part in rank.needs.parts}
+    missing = sorted({name for needs, _, _ in _tables(ranks) for name in needs.missing})
+    used = {tensor for _, table, _ in _tables(ranks) for tensor in np.unique(table.tensor_P).tolist()}
     unknown = [meta.name for index, meta in enumerate(metas) if index not in used]
-    placed = {unit_of(metas[index].name) for index in used}
-    scale = next((name for name in unknown if is_scale(name) and unit_of(name) in placed), None)
+    scales = [name for name in unknown if is_scale(name)]
+    placed = {unit_of(metas[index].name) for index in used} if scales else ()
+    scale = next((name for name in scales if unit_of(name) in placed), None)
     if scale is not None:
         raise ManifestMismatch(
             f"the engine has no place for {scale}, the scale of a float8 weight: it keeps plain weights. Give it those"
@@ -242,16 +275,16 @@ def check_complete(
 def cast_by(ranks: Sequence[RankLink], metas: Sequence[TensorMeta]) -> dict[str, str]:
     """Tensors that engines keep in another dtype. ManifestMismatch where that is float8: a cast alone lands under old scales."""
     found = {}
-    for rank in ranks:
-        for part in rank.needs.parts:
-            own, kept = metas[part.tensor], rank.needs.params[part.param]
-            if own.dtype == kept.dtype:
-                continue
+    dtype_T = np.array([meta.dtype for meta in metas], dtype=object)
+    for needs, table, (first, *_) in _tables(ranks):
+        kept_P = np.array([meta.dtype for meta in needs.params], dtype=object)[table.param_P]
+        for at in np.flatnonzero(dtype_T[table.tensor_P] != kept_P).tolist():
+            own, kept = metas[table.tensor_P[at]], needs.params[table.param_P[at]]
             if kept.dtype_name.startswith("float8"):
                 raise ManifestMismatch(
-                    f"engine {rank.engine} keeps {own.name} in {kept.dtype_name}, the trainer gives {own.dtype_name}: it is "
-                    "not quantised on the way. Give float8 tensors with their scales (examples/float8_blocks.py), or start the "
-                    "engine without --quantization"
+                    f"engine {ranks[first].engine} keeps {own.name} in {kept.dtype_name}, the trainer gives {own.dtype_name}: "
+                    "it is not quantised on the way. Give float8 tensors with their scales (examples/float8_blocks.py), or start "
+                    "the engine without --quantization"
                 )
             found[own.name] = f"{own.dtype_name} -> {kept.dtype_name}"
     return found

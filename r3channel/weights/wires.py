@@ -217,19 +217,32 @@ class RankLink:
     shared: list[torch.Tensor] = field(default_factory=list)
     """The rank's staged copy itself, by parameter, where both are on one machine: bytes are put there, none is sent."""
     buckets: list[list[Record]] = field(default_factory=list)
+    aimed: object = None
+    """What the rank was told of: the trainers' boxes and buckets (`Stages.aim`)."""
     _room: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    _table: bytes = b""
 
-    def tell(self, buckets: Sequence[Sequence[Piece]], *, timeout_s: float) -> None:
-        """Tell the rank what will be sent from now on, bucket by bucket, each in the order of the rank's memory."""
-        ordered = [sorted(pieces, key=self._place) for pieces in buckets]
-        first, self.buckets = 0, []
-        for pieces in ordered:
-            self.buckets.append(list(self._records(pieces, first)))
-            first += len(pieces)
-        largest = max((self._nbytes(record) for records in self.buckets for record in records), default=0)
-        self._room = torch.empty(largest, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        table = table_bytes(piece.entry for pieces in ordered for piece in pieces)
-        send_blob(self.link, TABLE, table, timeout_s=timeout_s)
+    def tell(
+        self, buckets: Sequence[Sequence[Piece]], *, like: RankLink | None = None, timeout_s: float
+    ) -> None:
+        """Tell the rank what will be sent from now on, bucket by bucket, each in the order of the rank's memory.
+
+        `like`: instead, a link of equal needs that was told the same."""
+        if like is None:
+            first, self.buckets = 0, []
+            for pieces in buckets:
+                self.buckets.append(list(self._records(sorted(pieces, key=self._place), first)))
+                first += len(pieces)
+            records = [record for records in self.buckets for record in records]
+            self._room = torch.empty(
+                max(map(self._nbytes, records), default=0),
+                dtype=torch.uint8,
+                pin_memory=torch.cuda.is_available(),
+            )
+            self._table = table_bytes(piece.entry for record in records for piece in record.pieces)
+        else:
+            self.buckets, self._room, self._table = like.buckets, torch.empty_like(like._room), like._table
+        send_blob(self.link, TABLE, self._table, timeout_s=timeout_s)
 
     def dtype(self, entry: Entry) -> torch.dtype:
         return self.needs.params[self.needs.parts[entry.part].param].dtype

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -152,9 +152,10 @@ def stopped(how: str) -> Iterator[None]:
 
 
 def forgetful(aim: Callable[..., None]) -> Callable[..., None]:
-    def aimed(self: Stages, *values: Any) -> None:
-        aim(self, *values)
-        self._planned = set(), ()
+    def aimed(self: Stages, links: Sequence[RankLink], *values: Any) -> None:
+        aim(self, links, *values)
+        for link in links:
+            link.aimed = None
         raise OSError("no memory")
 
     return aimed

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from contextlib import nullcontext
+import json
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,12 +15,14 @@ from hypothesis import strategies as st
 
 from r3channel.errors import ManifestMismatch
 from r3channel.weights.config import SyncConfig
+from r3channel.weights.dryrun import Needs, Part
 from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.plan import RankPlan, deal, plan_reshard
 from r3channel.weights.progress import Deadline
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.stages import Given, Stages
+from r3channel.weights.wires import RankLink
 from tests.reshard_cases import cases, side
 from tests.reshard_model import chunked, figures, held_by, replicated
 from tests.reshard_model import side as model_side
@@ -93,7 +96,7 @@ def test_replicas_of_a_tensor_take_turns_over_the_engines(replicas: int, engines
     found = [plan_reshard(source, target, rank=rank, world_size=9) for rank in trainers]
     assert set(found[0].sent_bytes_R[:replicas]) == {12 * engines * 128 // replicas}
     for plan in found:
-        sent = [op.tensor for ops in plan.sends().values() for op in ops]
+        sent = [op.tensor for op in plan.ops]
         assert len(set(sent)) >= 12 // replicas, "no replica serves one tensor to all while others rest"
 
 
@@ -148,21 +151,55 @@ class OneRankOfTwo(TrainerRanks):
         return [raw, raw]
 
 
-@pytest.mark.parametrize("other", ["", "another hash"])
-def test_trainers_that_planned_otherwise_are_told_both_hashes_before_a_byte(other: str) -> None:
-    meta = TensorMeta(name="w", dtype=torch.float32, shape=(8,))
-    stages = Stages(OneRankOfTwo(other), SyncConfig(engines=[]))
-    deadline, held = Deadline(20, "test"), ((meta, Box.whole(meta.shape)),)
-    assert stages.survey(Given(held, (1,), None), deadline) and not stages.survey(
-        Given(held, (1,), None), deadline
+def rank_link(meta: TensorMeta, box: Box) -> RankLink:
+    needs = Needs((TensorMeta(name="p", dtype=meta.dtype, shape=box.shape),), (Part(0, box, 0, 0, (1,)),))
+    return RankLink("e", 0, Mock(), Needs.from_dict(json.loads(json.dumps(needs.to_dict()))), "", 0)
+
+
+W = TensorMeta(name="w", dtype=torch.float32, shape=(8,))
+
+
+def surveyed(other: str = "") -> Stages:
+    """Of a trainer that holds all of `w`, as another one does."""
+    stages, given = (
+        Stages(OneRankOfTwo(other), SyncConfig(engines=[])),
+        Given(((W, Box.whole((8,))),), (1,), None),
     )
-    with (
-        pytest.raises(ManifestMismatch, match="rank 1 planned another hash, rank 0 planned ")
-        if other
-        else nullcontext()
-    ):
-        stages.aim([], [1], deadline)
-    assert stages.aimed_at([], [1]) == (not other)
+    assert stages.survey(given, DEADLINE) and not stages.survey(given, DEADLINE)
+    return stages
+
+
+DEADLINE = Deadline(3600, "test")
+
+
+def test_trainers_that_planned_otherwise_are_told_both_hashes_before_a_byte() -> None:
+    stages, link = surveyed("another hash"), rank_link(W, Box((0,), (8,)))
+    with pytest.raises(ManifestMismatch, match="rank 1 planned another hash, rank 0 planned "):
+        stages.aim([link], (1,), DEADLINE)
+    assert not stages.aimed_at([link], (1,))
+
+
+def test_an_engine_that_is_left_out_or_comes_back_changes_nothing_for_those_that_stay() -> None:
+    stages, half = surveyed(), Box((0,), (4,))
+    one, other, third = (rank_link(W, half) for _ in range(3))
+    assert one.needs is other.needs, "ranks at the same place of two engines share what they say"
+
+    def tables(links: list[RankLink], ends: tuple[int, ...] = (1,)) -> list[int]:
+        stages.aim(links, ends, DEADLINE)
+        assert stages.aimed_at(links, ends)
+        said: list[Any] = [link.link for link in (one, other, third)]
+        return [link.send_record.call_count for link in said]
+
+    assert tables([one, other, third]) == [1, 1, 1]
+    kept = one.buckets, third.buckets
+    assert tables([one, third]) == [1, 1, 1] and kept == (one.buckets, third.buckets)
+    other = rank_link(W, half)
+    assert tables([one, other, third]) == [1, 1, 1]
+    peer = Given(((W, half),), (1,), None)
+    assert stages.survey(peer, DEADLINE) and not stages.aimed_at([one], (1,))
+    assert stages.survey(Given(((W, Box.whole((8,))),), (1,), None), DEADLINE)
+    assert tables([one, other, third]) == [1, 1, 1], "what is held is again what they were told of"
+    assert tables([one], (0, 1)) == [2, 1, 1]
 
 
 def test_what_ranks_report_is_gathered_to_the_map_that_they_have() -> None:
