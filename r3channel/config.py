@@ -114,9 +114,9 @@ class ChannelConfig:
     """Committed weight updates that may lie between a row and the trainer; -1: any number. `on_stale` says what then."""
     on_stale: str = "accept"
     """Rows beyond `max_staleness`: `accept` counts them, `mask` takes their tokens out of the loss, `reject` refuses the step."""
-    sampling_masks: bool = False
-    """Carry the token ids that sampling could choose, beside the routing and not in JSON; set it for relay and engines, and
-    `return_sampling_mask` in requests. Not with `journal`: a relay that is killed loses them."""
+    token_tensors: str = ""
+    """What else each token brings, by name, with commas (`r3channel/wire/README.md`): `sampling_masks` carries the token ids that
+    sampling could choose, beside the routing and not in JSON. For relay and engines. Not with `journal`: a kill loses them."""
     audit_microbatches: int = 1
     """Micro-batches per step whose replayed ids are compared with what the live router would choose; 0: none."""
 
@@ -138,9 +138,9 @@ class ChannelConfig:
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} {getattr(self, name)!r}, expected one of {allowed}")
-        if self.sampling_masks and self.journal:
+        if self.token_tensors and self.journal:
             raise ConfigError(
-                "sampling_masks with journal: masks do not survive a relay that is killed; drop one of the two"
+                "token_tensors with journal: they do not survive a relay that is killed; drop one of the two"
             )
         if not 0 <= self.max_live <= 1:
             raise ConfigError(f"max_live {self.max_live}, expected a share of rows, 0 to 1")
@@ -245,8 +245,8 @@ class EngineConfig:
     """As the channel's: where its spans go."""
     interface: str = "127.0.0.1"
     """As the channel's, for the page; `auto` is on the route to `relay_url`."""
-    sampling_masks: bool = False
-    """As the relay's; both ends must have it."""
+    token_tensors: str = ""
+    """As the relay's, in the same order; both ends must have them."""
     allow: str = ""
     """Refusals at start to override, by word, with commas (`r3channel/engine/README.md`). Rows may be wrong without a sign."""
 
@@ -362,15 +362,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for f in fields(ChannelConfig):
         name = f"--r3-{f.name.replace('_', '-')}"
         text = field_texts(ChannelConfig).get(f.name, "").replace("%", "%%")
-        if isinstance(f.default, bool):
-            group.add_argument(name, action="store_true", default=None, help=text)
-        else:
-            group.add_argument(
-                name,
-                type=type(f.default),
-                metavar=type(f.default).__name__.upper(),
-                help=f"{text} Default {f.default!r}.".lstrip(),
-            )
+        kind, told = type(f.default), f"{text} Default {f.default!r}.".lstrip()
+        group.add_argument(name, type=kind, metavar=kind.__name__.upper(), help=told)
     return parser
 
 

@@ -32,10 +32,8 @@ from r3channel.engine.capture import (
 )
 from r3channel.engine.copy_stream import PassCopies, Restored
 from r3channel.engine.frame_sender import Outlet, is_costly, report
-from r3channel.engine.masks import KeptMasks
 from r3channel.engine.refusals import (
     KERNEL_ROUTING,
-    Refusal,
     Router,
     refusals,
     refuse,
@@ -51,6 +49,8 @@ from r3channel.engine.sglang_hooks import (
     INIT_CAPTURER,
     MASKS,
     RELEASE,
+    STREAM,
+    TOP_LOGPROBS,
     TRANSFERRED,
     UPDATES,
     check_hooks,
@@ -58,13 +58,14 @@ from r3channel.engine.sglang_hooks import (
     installed_version,
     matching_table,
 )
+from r3channel.engine.sglang_tensors import add_tensors, declare, keep_masks, refused_tensors, take_topk
 from r3channel.errors import ConfigError, R3Error
 from r3channel.model.spec import RoutingSpec
 from r3channel.transport.process_group import nccl_version, torch_version
 from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
-from r3channel.wire.masks import MOST_IDS
 from r3channel.wire.routing import Ids, RowKind
+from r3channel.wire.token_tensors import tensors_of
 
 __all__ = ["FrameCapturer", "apply", "check_hooks"]
 
@@ -87,8 +88,11 @@ def apply(config: EngineConfig) -> None:
     HookRegistry.register(RELEASE, keep_rows, HookType.BEFORE)
     HookRegistry.register(TRANSFERRED, note_transferred, HookType.AFTER)
     HookRegistry.register(INIT_CAPTURER, refuse_engine, HookType.BEFORE)
-    if config.sampling_masks:
-        HookRegistry.register(MASKS, keep_masks, HookType.AROUND)
+    if config.token_tensors:
+        HookRegistry.register(TOP_LOGPROBS[_has_bags()], take_topk, HookType.AROUND)
+        HookRegistry.register(STREAM, add_tensors, HookType.BEFORE)
+        if _has_bags():
+            HookRegistry.register(MASKS, keep_masks, HookType.AROUND)
     if not _has_bags():
         for path in UPDATES:
             HookRegistry.register(path, note_weight_version, HookType.AFTER)
@@ -98,8 +102,9 @@ def set_up(config: EngineConfig) -> None:
     """Comes before any hook is called, once per process. Raises ConfigError for what this SGLang has not."""
     global _config, _table
     is_costly(config)  # an unknown codec ends the start, not the first request
-    if config.sampling_masks and not _has_bags():
-        raise ConfigError(f"R3CHANNEL_SAMPLING_MASKS: SGLang {installed_version()} returns no sampling masks")
+    masks = {tensor.name for tensor in tensors_of(config.token_tensors)} - {"topk_logprobs"}
+    if masks and not _has_bags():
+        raise ConfigError(f"R3CHANNEL_TOKEN_TENSORS: SGLang {installed_version()} returns no {sorted(masks)}")
     _config, _table = config, matching_table() or ""  # before a hook changes what is looked at
 
 
@@ -188,6 +193,7 @@ class FrameCapturer(RoutedExpertsCapturer):
             return
         hello = engine_hello(self.spec, context=getattr(model_config, "context_len", None) or 0)
         self.outlet = outlet = Outlet(_config, hello, replica=_replica())
+        declare(tensors_of(_config.token_tensors))
         outlet.metrics.watch("r3channel_weight_version", lambda: parse_weight_version(weight_version()))
         self.rows = SlotRows(self.spec, slots=num_tokens)
         log.info("r3channel: %.2f GB of host memory for %d rows", self.rows.nbytes / 1e9, num_tokens)
@@ -406,47 +412,6 @@ def collect_frame(original: Callable[..., None], processor: Any, req: Any) -> No
     return None
 
 
-def keep_masks(
-    original: Callable[..., None], processor: Any, i: int, req: Any, *rest: Any, **more: Any
-) -> None:
-    """AROUND `add_sampling_mask_return_values`: a finished request's masks go behind its frame instead of into JSON.
-
-    SGLang adds the last token's after it has collected the rows, and streams what it has every so many tokens.
-    """
-    capturer = get_global_experts_capturer()
-    framed = isinstance(capturer, FrameCapturer) and capturer.outlet and req.return_routed_experts
-    if framed and not isinstance(req.sampling_mask_rows, KeptMasks):
-        req.sampling_mask_rows = KeptMasks(req.sampling_mask_rows)
-    original(processor, i, req, *rest, **more)
-    if framed and req.finished() and req.routed_experts is not None:
-        tail = bytearray(_masks_frame(req))  # torch wants memory that may be written
-        req.routed_experts = torch.cat([req.routed_experts, torch.frombuffer(tail, dtype=torch.uint8)])
-
-
-def _masks_frame(req: Any) -> bytes:
-    request_id = str(req.rid)
-    try:
-        return req.sampling_mask_rows.frame(
-            prompt_tokens=len(req.origin_input_ids),
-            new_tokens=len(req.output_ids_through_stop),
-            request_id=request_id,
-        )
-    except Exception as error:
-        log.exception("r3channel: no sampling masks for request %s", request_id)
-        return report(error, request_id=request_id)
-
-
-def refused_masks(values: dict[str, Any]) -> Iterator[Refusal]:
-    """Where sampling masks could not follow their frames."""
-    mode, most = values["disaggregation_mode"], values["sampling_mask_max_tokens"]
-    if mode != "null" or most > MOST_IDS:
-        yield (
-            "",
-            f"R3CHANNEL_SAMPLING_MASKS=1 with --disaggregation-mode {mode} and --sampling-mask-max-tokens {most}; expected null "
-            f"and at most {MOST_IDS}",
-        )
-
-
 # -- at start --------------------------------------------------------------------------------------------------------------
 
 
@@ -490,7 +455,9 @@ def refuse_engine(runner: Any) -> None:
     values = settings()
     found = [*refusals(values, spec=engine_spec(runner.model_config), routers=_routers(runner.model))]
     found += () if _tells_graphs_in_tokens(runner) else refused_chains(values)
-    found += refused_masks(values) if _config.sampling_masks else ()
+    found += refused_tensors(
+        values, tensors_of(_config.token_tensors), vocabulary=runner.model_config.vocab_size
+    )
     refuse([*found, *refused_unread(unread(asked_for()))], allowed=_config.allowed)
 
 

@@ -59,19 +59,16 @@ def hook(name: str) -> Callable[..., Any]:
 
     An engine asks for `refuse_engine` first, so what is raised here for a setting or for a name that is gone ends its start.
     """
-    engine, config = _set_up_engine()
-    if name == "keep_masks" and not config.sampling_masks:
-        return lambda original, *args, **kwargs: original(*args, **kwargs)
-    return getattr(engine, name)
+    return getattr(_set_up_engine(), name)
 
 
 @functools.cache
-def _set_up_engine() -> tuple[ModuleType, EngineConfig]:
+def _set_up_engine() -> ModuleType:
     from r3channel.config import EngineConfig
 
-    engine, config = _engine()[0], EngineConfig.from_environment()
-    engine.set_up(config)
-    return engine, config
+    engine, _ = _engine()
+    engine.set_up(EngineConfig.from_environment())
+    return engine
 
 
 def _receive_weights(config: EngineConfig) -> None:

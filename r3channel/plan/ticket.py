@@ -25,6 +25,7 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import PLAN_VERSION, Plan, check_plan
 from r3channel.wire.routing import ProvenanceSpan, RowKind
+from r3channel.wire.token_tensors import TokenTensor, tensors_of
 
 Column = np.ndarray[Any, np.dtype[Any]]
 
@@ -210,8 +211,8 @@ class Ticket:
     samples: Sequence[TicketSample]
     """In the order of `assignment.sample_ids`."""
     bucket_bytes: int
-    sampling_masks: bool = False
-    """Do they travel with this step?"""
+    token_tensors: tuple[str, ...] = ()
+    """Names of the tensors that travel with this step, beside expert ids."""
     seal: int = 0
     """How often the step was sealed and abandoned before; what is said of another (run, step, seal) is stale."""
 
@@ -221,6 +222,11 @@ class Ticket:
         plan = Plan(self.spec, self.layout, self.assignment, tuple(self.sample_columns.tokens.tolist()))
         check_plan(plan)
         return plan
+
+    @cached_property
+    def tensors(self) -> tuple[TokenTensor, ...]:
+        """The declarations of `token_tensors`. Raises ConfigError."""
+        return tensors_of(self.token_tensors)
 
     @property
     def identity(self) -> tuple[str, int, int]:
@@ -273,7 +279,7 @@ class Ticket:
             "steps": self.assignment.steps,
             "bucket_bytes": int(self.bucket_bytes),
         }  # the next two only where they are set: tickets of recordings have not got them
-        values |= {"sampling_masks": True} if self.sampling_masks else {}
+        values |= {"token_tensors": list(self.token_tensors)} if self.token_tensors else {}
         values |= {"seal": int(self.seal)} if self.seal else {}
         text = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
         names = columns.text.encode("utf-8", "surrogatepass")
@@ -333,7 +339,7 @@ class Ticket:
             assignment=_assignment(samples, widths, dp=dp, steps=[_a(int, size) for size in values["steps"]]),
             samples=samples,
             bucket_bytes=_a(int, values["bucket_bytes"]),
-            sampling_masks=_a(bool, values.get("sampling_masks", False)),
+            token_tensors=tuple(_a(str, name) for name in values.get("token_tensors", ())),
             seal=_a(int, values.get("seal", 0)),
         )
 
@@ -350,7 +356,7 @@ class Ticket:
         _hold(abs(self.step) < _MOST_STEP and 1 <= self.bucket_bytes <= _MOST_BUCKET, "step or bucket_bytes")
         _hold(0 <= self.seal < _MOST_STEP, "seal")
         self.sample_columns.check()
-        return bool(self.plan)
+        return bool(self.plan) and self.tensors is not None
 
 
 def _assignment(samples: Samples, widths: Column, *, dp: int, steps: list[int]) -> Assignment:

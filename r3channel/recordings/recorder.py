@@ -7,10 +7,11 @@ Tokens come with the replies and wait until their step is sealed; rows go to dis
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from r3channel.plan.ticket import Ticket
 from r3channel.recordings.logprobs import logprobs_glob
 from r3channel.recordings.manifest import Manifest
 from r3channel.recordings.segment import Kind, Pieces, append, check_room, nbytes_of, pack
-from r3channel.recordings.step import PASSES, RecordedStep
+from r3channel.recordings.step import PASSES, Bytes, RecordedStep
 from r3channel.wire.chunks import stored_entries
 from r3channel.wire.frame import frame_head
 from r3channel.wire.routing import Ids, ProvenanceSpan
@@ -32,6 +33,7 @@ from r3channel.wire.routing import Ids, ProvenanceSpan
 log = logging.getLogger(__name__)
 
 _NO_TOKENS: Ids = np.empty(0, np.int32)
+_NONE: Mapping[str, Sequence[Bytes]] = {}
 
 
 def segment_name(step: int) -> str:
@@ -98,16 +100,23 @@ class Recorder:
     def forget(self, sample_id: str) -> None:
         self._kept.pop(sample_id, None)
 
-    def write(self, ticket: Ticket, turns: Sequence[Sequence[TurnRows]]) -> None:
-        """Append a sealed step, each sample's turns in the ticket's order, and forget its tokens."""
+    def write(
+        self,
+        ticket: Ticket,
+        turns: Sequence[Sequence[TurnRows]],
+        tensors: Mapping[str, Sequence[Bytes]] = _NONE,
+    ) -> None:
+        """Append a sealed step, each sample's turns in the ticket's order, and forget its tokens. `tensors`: by sample the frames
+        that its turns bring beside their rows."""
         tokens = [self._kept.pop(name, _NO_TOKENS) for name in ticket.assignment.sample_ids]
         head = ticket.to_bytes()
         nbytes = len(head) + sum(own.nbytes for own in tokens)
         nbytes += sum(turn.ids_TLK.nbytes for own in turns for turn in own)
+        nbytes += sum(map(len, itertools.chain(*tensors.values())))
         path = self.folder / segment_name(ticket.step)
         try:
             if self._is_room(path, nbytes):
-                records = [pack(Kind.TICKET, head), *_of_samples(ticket, turns, tokens)]
+                records = [pack(Kind.TICKET, head), *_of_samples(ticket, turns, tokens, tensors)]
                 self._written[path] = write_segment(path, records)
         except OSError as error:  # of the new segment, or of an old one that cannot be removed
             path.unlink(missing_ok=True)
@@ -164,6 +173,8 @@ def write_step(folder: Path, step: RecordedStep) -> Path:
         name = sample.sample_id
         if name in step.tokens:
             records.append(_packed_tokens(step.tokens[name], place))
+        for turn, tensors in enumerate(step.tensors.get(name, ())):
+            records.append(pack(Kind.TENSORS, tensors, sample=place, turn=turn))
         for part, of_pass in enumerate(PASSES):
             frames = step.passes.get((of_pass, name), ()) if step.passes or part else step.frames[name]
             for turn, frame in enumerate(frames):
@@ -173,7 +184,10 @@ def write_step(folder: Path, step: RecordedStep) -> Path:
 
 
 def _of_samples(
-    ticket: Ticket, turns: Sequence[Sequence[TurnRows]], tokens: Sequence[Ids]
+    ticket: Ticket,
+    turns: Sequence[Sequence[TurnRows]],
+    tokens: Sequence[Ids],
+    tensors: Mapping[str, Sequence[Bytes]],
 ) -> Iterator[Pieces]:
     """Sample by sample, so that a torn segment has whole ones."""
     for place, (own, rows) in enumerate(zip(tokens, turns, strict=True)):
@@ -181,6 +195,8 @@ def _of_samples(
             yield _packed_tokens(own, place)
         for number, turn in enumerate(rows):
             yield pack(Kind.FRAME, head_of(turn, ticket.spec), turn.ids_TLK.data, sample=place, turn=number)
+        for number, frames in enumerate(tensors.get(ticket.assignment.sample_ids[place], ())):
+            yield pack(Kind.TENSORS, frames, sample=place, turn=number)
 
 
 def _packed_tokens(tokens: Ids, place: int) -> Pieces:

@@ -82,11 +82,15 @@ class Recording:
             raise RecordingInvalid(f"{segment.path} ends before its ticket does; nothing of it can be read")
         ticket = Ticket.from_bytes(bytes(segment.records[0].payload))
         self._check(segment, ticket, step)
-        frames, tokens = self._gathered(segment, ticket)
+        frames, tokens, tensors = self._gathered(segment, ticket)
         plain = {name: own for (part, name), own in frames.items() if part in PASSES[:2]}
         named = {sample.sample_id: plain.get(sample.sample_id, []) for sample in ticket.samples}
         router, spec = self.manifest.side == "router", self.manifest.spec
-        told: dict[str, Any] = {"side": self.manifest.side, "logprobs": self._logprobs(ticket)}
+        told: dict[str, Any] = {
+            "side": self.manifest.side,
+            "logprobs": self._logprobs(ticket),
+            "tensors": tensors,
+        }
         found = RecordedStep(ticket, named, tokens, spec, passes=frames if router else {}, **told)
         if segment.ended and router:
             return found  # rows that no router used are for `check` to tell
@@ -115,9 +119,10 @@ class Recording:
 
     def _gathered(
         self, segment: Segment, ticket: Ticket
-    ) -> tuple[dict[SampleKey, list[Bytes]], dict[str, Ids]]:
+    ) -> tuple[dict[SampleKey, list[Bytes]], dict[str, Ids], dict[str, list[Bytes]]]:
         names = [sample.sample_id for sample in ticket.samples]
         frames, tokens = defaultdict[SampleKey, list[Bytes]](list), dict[str, Ids]()
+        tensors = defaultdict[str, list[Bytes]](list)
         for index, record in enumerate(segment.records[1:], 2):
             if record.sample >= len(names) or record.part >= len(PASSES):
                 raise RecordingInvalid(
@@ -139,10 +144,12 @@ class Recording:
                 tokens[name] = np.frombuffer(record.payload, "<i4")
             elif record.kind is Kind.FRAME:
                 frames[PASSES[record.part], names[record.sample]].append(record.payload)
-        return dict(frames), tokens
+            elif record.kind is Kind.TENSORS:
+                tensors[names[record.sample]].append(record.payload)
+        return dict(frames), tokens, dict(tensors)
 
     def _is_whole(self, step: RecordedStep, name: str) -> bool:
-        """Whether each turn has its frame. Tokens come before; they are not known of samples from before the recording began."""
+        """Whether each turn has its frames. Tokens come before; they are not known of samples from before the recording began."""
         sample = step.ticket.sample(name)
         there_T = np.zeros(sample.tokens - 1, bool)
         for data in step.frames[name]:
@@ -153,4 +160,5 @@ class Recording:
             there_T[frame.first_row : frame.first_row + frame.rows] = True
         for start, end in sample.invalid:
             there_T[start:end] = True
-        return bool(there_T.all())
+        known = not step.ticket.tensors or len(step.tensors.get(name, ())) >= len(step.frames[name])
+        return bool(there_T.all()) and known

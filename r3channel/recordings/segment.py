@@ -40,6 +40,8 @@ class Kind(IntEnum):
     """Rows of a sample, as one frame; `turn` counts its turns."""
     END = 4
     """The last record, empty: all that the relay had is there."""
+    TENSORS = 5
+    """What a turn's tokens bring beside expert ids: frames, one after the other in the ticket's order of tensors."""
 
 
 Pieces = list[bytes | memoryview]

@@ -13,11 +13,13 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.placement import place_samples, spread_ids
-from r3channel.plan.shards import ShardKey
+from r3channel.plan.shards import Shard, ShardKey
 from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.plan.token_tensors import brought, cut_tensor
 from r3channel.wire.digest import fold
 from r3channel.wire.frame import Frame, parse_frame
 from r3channel.wire.routing import Ids, hash_tokens
+from r3channel.wire.tensor_frame import TensorRows, parse_tensors
 
 Bytes = bytes | memoryview
 SampleKey = tuple[str, str]
@@ -42,6 +44,8 @@ class RecordedStep:
     """Samples that are not whole: the recorder ended, or a relay's segment is not there."""
     passes: Mapping[SampleKey, Sequence[Bytes]] = field(default_factory=dict)
     """(pass, sample) -> frames, on the routers' side; `frames` are those of `forward`."""
+    tensors: Mapping[str, Sequence[Bytes]] = field(default_factory=dict)
+    """What the tokens of a sample's turns bring beside expert ids, as frames, by sample id."""
     logprobs: Mapping[str, Ids] = field(default_factory=dict)
     """Columns in the form of `logprobs`; empty where none were written."""
     untested: tuple[str, ...] = ()
@@ -99,6 +103,21 @@ class RecordedStep:
             own = slice(frame.first_row, frame.first_row + frame.rows)
             found_TLK[own], there_T[own] = frame.ids(), frame.valid_T
         return found_TLK, there_T
+
+    def tensor_rows(self, sample_id: str) -> list[tuple[TensorRows, ...]]:
+        """What each turn of a sample brings, in the ticket's order of tensors. Raises FrameError."""
+        tensors, where = self.ticket.tensors, f"recording, sample {sample_id}"
+        return [parse_tensors(data, tensors, where=where) for data in self.tensors.get(sample_id, ())]
+
+    def tensor_shard(self, shard: Shard) -> dict[str, Ids]:
+        """By name the bytes of each tensor that comes to this shard: `tensors` of `RankShard.from_whole`."""
+        turns = {name: self.tensor_rows(name) for batch in shard.microbatches for name in batch.sample_ids}
+        found = dict[str, Ids]()
+        for at, tensor in enumerate(self.ticket.tensors):
+            if tensor in brought(self.ticket, shard):
+                rows = {name: [one[at] for one in own] for name, own in turns.items()}
+                found[tensor.name] = np.frombuffer(cut_tensor(shard, tensor, rows), np.uint8)
+        return found
 
     def _hold(self, sample_id: str, digest: int) -> None:
         known = self.ticket.sample(sample_id)

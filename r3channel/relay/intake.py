@@ -23,12 +23,13 @@ from r3channel.relay.journal import Journal, SavedTurn
 from r3channel.relay.memory import Store
 from r3channel.relay.reply import Base64Text, NotBase64, key_of, no_base64, parsed, routing_text, split_reply
 from r3channel.relay.sample_table import Reply, Sample, SampleTable, Turn
-from r3channel.relay.token_tensors import HeldMasks, keep_masks
+from r3channel.relay.token_tensors import HeldTensors, keep_tensors
 from r3channel.relay.verify import DAMAGED, MOST_ROWS, FrameVerifier, VerifiedRows
 from r3channel.wire.header import MAX_ROWS
 from r3channel.wire.parcel import REFERENCE_BYTES, REFERENCE_MAGIC, FrameName, FrameReference, frames_in
 from r3channel.wire.routing import Ids, as_tokens, hash_tokens, hashes_of
 from r3channel.wire.source import InHand, Source
+from r3channel.wire.token_tensors import tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class Intake:
         """Guards the table and the steps, and is notified of every event."""
         self.entries, self.engines = SampleTable(), EngineRegistry(spec, pages=metrics.others)
         self._store = Store(config.store_bytes)
+        self._tensors = tensors_of(config.token_tensors)
         self._journal = Journal(config.journal) if config.journal else None
         self.verifier = FrameVerifier(
             spec=spec, store=self._store, journal=self._journal, clock=clock, invalid_rows=config.invalid_rows
@@ -266,11 +268,11 @@ class Intake:
                 self.expire()
                 rows = self.verifier.keep(
                     source, where=reply.where, max_rows=len(tokens_T), room_s=config.backpressure_timeout_s,
-                    begun=begun, more=config.sampling_masks,
+                    begun=begun, more=bool(self._tensors),
                 )  # fmt: skip
-            if config.sampling_masks and nbytes:
-                reply.masks = keep_masks(
-                    source, self._store, where=reply.where, tokens=len(tokens_T), held_rows=held,
+            if self._tensors and nbytes:
+                reply.tensors = keep_tensors(
+                    source, self._store, self._tensors, where=reply.where, tokens=len(tokens_T), held_rows=held,
                     key=rows.sample_key if rows else reply.reference and reply.reference.sample_key,
                     room_s=config.backpressure_timeout_s,
                 )  # fmt: skip
@@ -289,10 +291,10 @@ class Intake:
         return rows
 
     def _reference(self, begun: memoryview, source: Source) -> FrameReference:
-        if source.left and not self.config.sampling_masks:
+        if source.left and not self._tensors:
             raise errors.FrameReferenceInvalid(
-                f"{len(begun) + source.left} bytes, expected {REFERENCE_BYTES}; are those behind the frame reference sampling "
-                "masks, and sampling_masks off?"
+                f"{len(begun) + source.left} bytes, expected {REFERENCE_BYTES}; do tensors lie behind the frame reference that "
+                "token_tensors does not name?"
             )
         return FrameReference.from_bytes(begun)
 
@@ -303,8 +305,8 @@ class Intake:
             with self._changed:
                 unclaimed = self.entries.refuse(reply.reference)
         self.free([kept for kept in (rows, unclaimed) if isinstance(kept, VerifiedRows)])
-        if reply.masks is not None:
-            reply.masks.block.free()
+        if reply.tensors is not None:
+            reply.tensors.block.free()
 
     def _note(self, sample: Sample, turn: Turn) -> None:
         """Whose frame it is, for what survives: written when both are here. The table has it, so what cannot be written is said
@@ -399,8 +401,8 @@ class Intake:
     def let_go(self, samples: Sequence[Sample], *, outcome: str) -> None:
         """Free what samples held that are not in the table any more."""
         self.free([rows for sample in samples for rows in rows_of(sample)])
-        for masks in (masks for sample in samples for masks in masks_of(sample)):
-            masks.block.free()
+        for held in (held for sample in samples for held in tensors_held(sample)):
+            held.block.free()
         delivered = outcome == "delivered"
         if (recorder := self.recorder) is not None:
             for sample in samples:
@@ -505,9 +507,9 @@ def rows_of(sample: Sample) -> list[VerifiedRows]:
     return [rows for rows in sample.held if isinstance(rows, VerifiedRows)]
 
 
-def masks_of(sample: Sample) -> list[HeldMasks]:
-    """A sample's sampling masks, turn by turn."""
-    return [turn.masks for turn in sample.turns if turn.masks is not None]
+def tensors_held(sample: Sample) -> list[HeldTensors]:
+    """A sample's tensors, turn by turn."""
+    return [turn.tensors for turn in sample.turns if turn.tensors is not None]
 
 
 def _boot_id(late: tuple[Sample, Turn]) -> int:

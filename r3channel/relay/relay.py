@@ -33,7 +33,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey, check_cut
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
-from r3channel.relay.intake import Intake, masks_of
+from r3channel.relay.intake import Intake, tensors_held
 from r3channel.relay.journal import Recovery, take_over
 from r3channel.relay.reply import frame_bytes_of
 from r3channel.relay.row_server import RowServer
@@ -213,13 +213,12 @@ class Relay(Intake):
                     undo.callback(entries.give_back, samples)
                 ticket = before or Ticket(
                     self.run, step, self.spec, self.layout, assignment, ticket_samples(names, samples),
-                    self.config.bucket_bytes, sampling_masks=self.config.sampling_masks, seal=seal,
+                    self.config.bucket_bytes, token_tensors=tuple(tensor.option for tensor in self._tensors), seal=seal,
                 )  # fmt: skip
                 ticket.check()
                 self._check_live(step, samples)
-                masked = samples if self.config.sampling_masks else ()
-                masks = {sample.name: masks_of(sample) for sample in masked}
-                self.steps.add(ticket, [sample.held for sample in samples], masks)
+                tensors = {sample.name: tensors_held(sample) for sample in samples} if self._tensors else {}
+                self.steps.add(ticket, [sample.held for sample in samples], tensors)
                 undo.pop_all()
         self.metrics.inc("r3channel_steps_total")
         self.metrics.set("r3channel_step", step)

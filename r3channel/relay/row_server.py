@@ -212,13 +212,13 @@ class _Served:
     def _send(self, out: RowStream, step: int, *, group: bool) -> None:
         delivery, stream, limit_s = self._delivery, out.stream, self._config.send_timeout_s
         found = xxh3_64_intdigest(out.digests)
-        masks = out.cut_masks(step=step) if out.masks is not None else b""
-        extra = {"masks": len(masks), "masks_hash": xxh3_64_intdigest(masks)} if masks else {}
+        tensors = out.tensors()
+        told = {"tensors": [[len(data), xxh3_64_intdigest(data)] for data in tensors]} if tensors else {}
         # The turn comes before ROWS: receives that a receiver posts then occupy its GPU until the rows come.
         pool = delivery.staging if group else delivery._host
         turn = pool.turn(partial(self._say, wire.WAIT), every_s=self._every_s)
         with nullcontext() if out.whole() and not group else turn as staging:
-            self._say(wire.ROWS, nbytes=stream.nbytes, digests=len(out.digests), hash=found, **extra)
+            self._say(wire.ROWS, nbytes=stream.nbytes, digests=len(out.digests), hash=found, **told)
             with delivery._clock.span("send", step=step):
                 if group:
                     wire.unpack(*self._link.recv_record(timeout_s=self._taken_s), expected=wire.POSTED)
@@ -226,9 +226,12 @@ class _Served:
                 else:
                     self._send_plain(out, staging)
                 self._link.send([out.digests], timeout_s=limit_s)
-                for at in range(0, len(masks), out.bucket_bytes):
-                    self._link.send([masks[at : at + out.bucket_bytes]], timeout_s=limit_s)
-        delivery._metrics.inc("r3channel_bytes_total", stream.nbytes + len(masks), leg="wire_sent")
+                for data in tensors:
+                    for at in range(0, len(data), out.bucket_bytes):
+                        self._link.send([data[at : at + out.bucket_bytes]], timeout_s=limit_s)
+        delivery._metrics.inc(
+            "r3channel_bytes_total", stream.nbytes + sum(map(len, tensors)), leg="wire_sent"
+        )
         delivery._metrics.inc("r3channel_buckets_total", -(-stream.nbytes // out.bucket_bytes))
 
     def _send_plain(self, out: RowStream, staging: HostStaging | None) -> None:

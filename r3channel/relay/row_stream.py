@@ -4,28 +4,26 @@ is copied before it is sent. Knows no connection.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from r3channel.errors import FrameCorrupt
-from r3channel.plan.masks import brings_masks, cut_masks
 from r3channel.plan.row_order import Ints
-from r3channel.plan.shards import ShardKey
+from r3channel.plan.shards import Shard, ShardKey
 from r3channel.plan.stream import Sent, Stream, overlaps, step_streams
 from r3channel.plan.ticket import Ticket
+from r3channel.plan.token_tensors import brought
 from r3channel.relay.send_buffers import Bytes
-from r3channel.relay.token_tensors import HeldMasks
+from r3channel.relay.token_tensors import HeldOfSample, cut_held
 from r3channel.relay.verify import VerifiedRows
 from r3channel.wire.digest import range_digests
 from r3channel.wire.routing import Ids
 
 Turns = Sequence[VerifiedRows]
-HeldOfSample = Mapping[str, Sequence[HeldMasks]]
-"""Sample -> its turns' sampling masks."""
 _JOINED_BYTES = 256 << 10
 """Turns that are digested in one call: joined they fit a second-level cache; larger ones are not copied."""
 
@@ -41,15 +39,8 @@ class RowStream:
     """Columns turn, first row in it, end: what travels, in order; all stages of a CP rank share it."""
     digests: bytes
     bucket_bytes: int
-    masks: HeldOfSample | None = None
-    """None where this receiver gets none."""
-
-    def cut_masks(self, *, step: int) -> bytes:
-        """Its part of the sampling masks. Raises FrameCorrupt."""
-        masks, shard = self.masks or {}, self.stream.shard
-        names = [name for batch in shard.microbatches for name in batch.sample_ids]
-        whole = {name: [held.whole(name, step=step) for held in masks.get(name, ())] for name in names}
-        return cut_masks(shard, whole)
+    tensors: Callable[[], list[bytes]] = list
+    """Cuts its part of each tensor that comes behind the rows (`plan.token_tensors`). Raises FrameCorrupt."""
 
     def pieces(self) -> Iterator[Ids]:
         """The rows in order, each piece [rows, all MoE layers, K], a view of the store."""
@@ -101,9 +92,9 @@ class StepRows:
     """Where the rows of a sealed step lie, by receiver. What many receivers share is worked out once, on whole arrays: a step of
     thousands of samples holds the interpreter's lock for milliseconds."""
 
-    def __init__(self, ticket: Ticket, turns: Sequence[Turns], masks: HeldOfSample) -> None:
+    def __init__(self, ticket: Ticket, turns: Sequence[Turns], tensors: HeldOfSample) -> None:
         """`turns` are those of each sample that have rows, ascending, in the ticket's order."""
-        self._ticket, self._masks = ticket, masks
+        self._ticket, self._tensors = ticket, tensors
         known = [(turn.ids_TLK, turn.first_row, turn.digests_L) for own in turns for turn in own]
         rows, first_A, digests = zip(*known, strict=True) if known else ((), (), ())
         self._rows: Sequence[Ids] = rows
@@ -135,10 +126,15 @@ class StepRows:
             for pp in range(layout.pp):
                 stream = Stream(ticket.plan.shard(dp=dp, pp=pp, cp=cp), samples, sent)
                 digests = engine + part_SL[:, list(stream.columns)].tobytes()
-                masks = self._masks if brings_masks(ticket, stream.shard) else None
-                places = turn, first, end
-                found[dp, pp, cp] = RowStream(stream, self._rows, places, digests, ticket.bucket_bytes, masks)
+                places, tensors = (turn, first, end), partial(self._cut_tensors, stream.shard)
+                found[dp, pp, cp] = RowStream(
+                    stream, self._rows, places, digests, ticket.bucket_bytes, tensors
+                )
         return found
+
+    def _cut_tensors(self, shard: Shard) -> list[bytes]:
+        ticket = self._ticket
+        return [cut_held(shard, tensor, self._tensors, step=ticket.step) for tensor in brought(ticket, shard)]
 
     def verify(self, dp: int) -> list[Ids]:
         """For each CP rank, whatever its stage, [sample, MoE layer]: the digests of its rows as they lie here. Raises

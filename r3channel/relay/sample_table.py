@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from r3channel import errors
 from r3channel.errors import R3Error
 from r3channel.plan.ticket import PackedSample, TicketSample, pack_sample
-from r3channel.relay.token_tensors import HeldMasks
+from r3channel.relay.token_tensors import HeldTensors
 from r3channel.wire.parcel import FrameName, FrameReference
 
 EXPECTED, HELD, FAILED = "EXPECTED", "HELD", "FAILED"
@@ -52,7 +52,7 @@ class Turn:
     """The name of the frame that is to come directly; None where the reply held it."""
     rows: Rows | None = None
     error: R3Error | None = None
-    masks: HeldMasks | None = None
+    tensors: HeldTensors | None = None
     live: bool = False
     """It came without routing, and is left to the live router."""
 
@@ -115,7 +115,7 @@ class Reply:
     held_hash: int | None = None
     """The hash of as many first tokens as rows are held; None where it is not another turn."""
     reference: FrameReference | None = None
-    masks: HeldMasks | None = None
+    tensors: HeldTensors | None = None
     live: bool = False
     """It came without routing, and is left to the live router."""
 
@@ -157,7 +157,9 @@ class SampleTable:
         """
         sample = self._check_name(reply, append=append)
         first_row = self.rows_announced(reply.sample_id)
-        turn = Turn(first_row, reply.tokens - 1, reply.engine, reply.key, masks=reply.masks, live=reply.live)
+        turn = Turn(
+            first_row, reply.tokens - 1, reply.engine, reply.key, tensors=reply.tensors, live=reply.live
+        )
         if reply.reference is not None:
             turn.name, rows = self._claimed(reply, reply.reference)
             turn.key = reply.reference.sample_key  # the same; a reply may not name its request

@@ -43,7 +43,7 @@ class SealedStep:
     ticket: Ticket
     turns: Sequence[Turns]
     """Each sample's turns with rows, ascending; samples as in the ticket."""
-    masks: HeldOfSample
+    tensors: HeldOfSample
     had: set[ShardKey] = field(default_factory=set)
     """Who acknowledged to the relay before this one: not waited for, but one that never learned of it comes again."""
     sealed_s: float = field(default_factory=time.monotonic)
@@ -86,7 +86,7 @@ class SealedStep:
 
     @cached_property
     def rows(self) -> StepRows:
-        return StepRows(self.ticket, self.turns, self.masks)
+        return StepRows(self.ticket, self.turns, self.tensors)
 
     def prepare(self, dp: int) -> dict[ShardKey, RowStream]:
         """What the receivers of one DP rank get. Raises FrameCorrupt where rows are not what they were when they came."""
@@ -129,10 +129,10 @@ class Steps:
             with self._changed:
                 self._sealing.discard(step)
 
-    def add(self, ticket: Ticket, turns: Sequence[Turns], masks: HeldOfSample) -> None:
+    def add(self, ticket: Ticket, turns: Sequence[Turns], tensors: HeldOfSample) -> None:
         """Receivers may ask for it from here on; it is prepared in the background."""
         step = ticket.step
-        sealed = SealedStep(ticket, turns, masks, had=self.acked_before.get(step, set()))
+        sealed = SealedStep(ticket, turns, tensors, had=self.acked_before.get(step, set()))
         if self._journal is not None:
             self._journal.sealed(step, ticket.to_bytes())
         with self._changed:
@@ -283,7 +283,10 @@ class Steps:
                         return
             if (recorder := self._intake.recorder) is not None:
                 # behind the last publication: no receiver waits for a disk
-                recorder.write(sealed.ticket, sealed.turns)
+                tensors = {
+                    name: [held.block.view for held in turns] for name, turns in sealed.tensors.items()
+                }
+                recorder.write(sealed.ticket, sealed.turns, tensors)
         except Exception as error:
             log.exception("r3channel: step %d", step)
             text = f"step {step}: cannot be sent or recorded: {error!r}"

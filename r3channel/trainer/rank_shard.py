@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from r3channel.errors import RowsInvalid, UsageError
-from r3channel.plan.masks import read_masks
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
+from r3channel.plan.token_tensors import brought, read_tensor
 from r3channel.trainer.router_digests import RouterDigestCheck, uploaded
 from r3channel.trainer.staleness import UNKNOWN, Staleness
 from r3channel.wire.routing import Ids
@@ -24,7 +25,8 @@ class RankShard:
     `data_N` is uint8 with `shard.slot_bytes` bytes: this TP rank's part, `[micro-batch][layer][row][k]`. It may be reused
     once the step is over. `digests_SL` [sample of the DP rank, layer]: what its rows must have. `invalid_rows` is the policy for
     rows without engine routing: `error`, `live` (the live router chooses for them) or `mask` (it does, and `loss_mask` takes
-    those tokens out of the loss). `masks_N`: the step's sampling masks as they travel (`plan.masks`), in host memory.
+    those tokens out of the loss). `tensors`: by name what came beside the ids, as it travels (`plan.token_tensors`), in host
+    memory.
 
     Raises:
         RowsInvalid: the ticket names such rows and the policy is `error`.
@@ -39,7 +41,7 @@ class RankShard:
         tp: int,
         invalid_rows: str = "error",
         digests_SL: torch.Tensor | None = None,
-        masks_N: torch.Tensor | None = None,
+        tensors: Mapping[str, Any] | None = None,
     ) -> None:
         if len(data_N) != shard.slot_bytes:
             raise UsageError(
@@ -57,16 +59,20 @@ class RankShard:
         self._counted: dict[int, torch.Tensor] = {}
         self._padding: dict[int, torch.Tensor] = {}
         self._views = list(self._cut())
-        self._masks = [] if masks_N is None else list(read_masks(shard, masks_N.numpy()))
+        self._tensors = {
+            tensor: list(read_tensor(shard, tensor, np.asarray(tensors[tensor.name])))
+            for tensor in brought(ticket, shard)
+            if tensors is not None
+        }
 
     @classmethod
     def from_whole(
-        cls, ticket: Ticket, shard: Shard, data_N: torch.Tensor, *, tp: int, invalid_rows: str = "error"
+        cls, ticket: Ticket, shard: Shard, data_N: torch.Tensor, *, tp: int, **options: Any
     ) -> RankShard:
         """This rank's shard out of the bytes of all TP slots (a recording, or a shard that was not scattered)."""
         slot = tp if shard.tp_slots > 1 else 0
         parts = [parts[slot] for parts in slot_parts(shard, data_N)]
-        return cls(ticket, shard, torch.cat(parts) if parts else data_N[:0], tp=tp, invalid_rows=invalid_rows)
+        return cls(ticket, shard, torch.cat(parts) if parts else data_N[:0], tp=tp, **options)
 
     @property
     def num_microbatches(self) -> int:
@@ -131,20 +137,31 @@ class RankShard:
         stale = self.staleness is not None and self.staleness.masks
         return (invalid or stale) and not self._loss_mask_read and self.shard.pp == self.ticket.layout.pp - 1
 
-    def sampling_mask(self, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(offsets [b x s / cp + 1] int64, token ids int32) on the routers' device, as rows of a CSR matrix.
+    def tensor(self, name: str, microbatch: int) -> tuple[torch.Tensor, ...]:
+        """What tokens bring beside expert ids, by its name in `token_tensors`, in the layout of this CP rank's logits and on the
+        routers' device (`r3channel/wire/README.md`).
 
-        `ids[offsets[i] : offsets[i + 1]]` are the tokens from which sampling could choose the one after token i of the flattened
-        model input, [b, s / cp] or [1, t / cp]; none where no engine chose: prompts, last tokens, padding. UsageError where the
-        step has none (`sampling_masks` is off) or this is not the last pipeline stage.
+        `sampling_masks`, `sampling_support`: rows of a CSR matrix, (offsets [b x s / cp + 1] int64, token ids int32[, log-probs
+        float32]): token i of the flattened model input has the entries `offsets[i]` to `offsets[i + 1]`. `topk_logprobs`: (token
+        ids [b, s / cp, k] int32, log-probs [b, s / cp, k], the other tokens' mass [b, s / cp] float32), likeliest first; id -1,
+        log-prob and mass 0 where no token was made: prompts, last tokens, padding. UsageError where the step has no such tensor,
+        or it does not come to this pipeline stage.
         """
-        if not self._masks:
+        tensor = next((one for one in self._tensors if one.name == name), None)
+        if tensor is None:
             raise UsageError(
-                f"step {self.ticket.step}: no sampling masks on pp {self.shard.pp} of {self.ticket.layout.pp}; they travel to "
-                "the last stage, where sampling_masks is set on the relay"
+                f"step {self.ticket.step}: no tensor {name!r} on pp {self.shard.pp} of {self.ticket.layout.pp}, only "
+                f"{[one.name for one in self._tensors]}; those of the logits travel to the last stage, and the relay's "
+                "token_tensors names them"
             )
-        offsets, ids = self._masks[microbatch]
-        return uploaded(offsets, self.data_N.device), uploaded(ids, self.data_N.device)
+        offsets, entries_N = self._tensors[tensor][microbatch]
+        values = tensor.values(entries_N)
+        if tensor.dense:
+            there, shape = np.diff(offsets) > 0, self.shard.token_map(microbatch)[0].shape
+            values = tuple(_spread(value, there, shape) for value in values)
+        else:
+            values = offsets, *values
+        return tuple(uploaded(value, self.data_N.device) for value in values)
 
     def lags(self, microbatch: int) -> torch.Tensor:
         """[b, s / cp] int64: weight updates between each token's row and the trainer; `staleness.UNKNOWN` on padding, on a
@@ -235,6 +252,15 @@ class RankShard:
             part = self.data_N[at : at + size].view(dtype)
             yield part.view(len(self.shard.layers), self.shard.slot_rows(index), spec.top_k)
             at += size
+
+
+def _spread(values_N: Ids, there_T: Ids, shape: tuple[int, ...]) -> Ids:
+    """Values of the tokens that have some, over all tokens: [*shape, ...]; elsewhere -1 as an id, else 0."""
+    spread = np.full(
+        (len(there_T), *values_N.shape[1:]), -1 if values_N.dtype.kind == "i" else 0, values_N.dtype
+    )
+    spread[there_T] = values_N
+    return spread.reshape(*shape, *values_N.shape[1:])
 
 
 def slot_parts(shard: Shard, data_N: torch.Tensor) -> list[list[torch.Tensor]]:

@@ -22,10 +22,10 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.layout import RankCoords, TrainerLayout
-from r3channel.plan.masks import brings_masks
 from r3channel.plan.placement import warm
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
+from r3channel.plan.token_tensors import brought
 from r3channel.trainer.rank_shard import RankShard, slot_parts
 from r3channel.trainer.relay_connection import Control, RelayConnection
 from r3channel.trainer.shard_buffer import ShardBuffer
@@ -34,6 +34,7 @@ from r3channel.transport.network import local_address
 from r3channel.transport.process_group import in_background
 from r3channel.transport.tp_fanout import TensorParallelFanout
 from r3channel.wire.routing import as_tokens, hash_tokens
+from r3channel.wire.token_tensors import TokenTensor
 
 _WARMING = threading.Lock()
 """Else each receiver of a process would compile the same."""
@@ -153,7 +154,10 @@ class Receiver:
             assert shard is not None and part_N is not None  # else the vote has raised
             with self.clock.span("rebroadcast", step=ticket.step):
                 digests_N = self._hand_on(shard, whole_N, part_N, digests)
-                masks_N = self._hand_on_masks(ticket, shard, landed[0] if landed else None)
+                tensors = {
+                    tensor.name: self._hand_on_tensor(tensor, ticket, landed[0] if landed else None)
+                    for tensor in brought(ticket, shard)
+                }
         self._last, self._ahead = ticket.identity, None
         self._turn = (self._turn + 1) % (1 + self._stays)
         self.metrics.inc("r3channel_bytes_total", len(part_N), leg="landed")
@@ -167,7 +171,7 @@ class Receiver:
             tp=self._coords.tp,
             invalid_rows=self._config.policy,
             digests_SL=digests_N.view(torch.int64).view(_samples(shard), len(shard.layers)),
-            masks_N=masks_N,
+            tensors=tensors,
         )
 
     def prefetch(self, ticket: Ticket) -> None:
@@ -306,25 +310,26 @@ class Receiver:
         self._fanout.scatter(None if whole_N is None else digests, own_N)
         return own_N
 
-    def _hand_on_masks(self, ticket: Ticket, shard: Shard, landed: ShardBuffer | None) -> torch.Tensor | None:
-        """The sampling masks on every rank of the last stage, as bytes in host memory."""
-        if not brings_masks(ticket, shard):
-            return None
-        size = torch.tensor([0 if landed is None else len(landed.masks_N)], device=self._device)
+    def _hand_on_tensor(
+        self, tensor: TokenTensor, ticket: Ticket, landed: ShardBuffer | None
+    ) -> torch.Tensor:
+        """The tensor on every rank of the TP group, as bytes in host memory."""
+        came_N = None if landed is None else torch.from_numpy(landed.tensors[tensor.name])
+        size = torch.tensor([0 if came_N is None else len(came_N)], device=self._device)
         self._fanout.rebroadcast(size.view(torch.uint8))
-        masks_N, failure = torch.empty(0), None
+        data_N, failure = torch.empty(0), None
         try:
-            masks_N = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-            if landed is not None:
-                masks_N.copy_(torch.from_numpy(landed.masks_N))
+            data_N = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+            if came_N is not None:
+                data_N.copy_(came_N)
         except Exception as error:  # as before the rows: the other ranks of the group must learn it
             failure = error
         try:
-            self._fanout.vote(failure, what=f"step {ticket.step}, {self._coords}: sampling masks")
+            self._fanout.vote(failure, what=f"step {ticket.step}, {self._coords}: {tensor.name}")
         finally:
             failure = None
-        self._fanout.rebroadcast(masks_N)
-        return masks_N.cpu()
+        self._fanout.rebroadcast(data_N)
+        return data_N.cpu()
 
     def _to_device(self, whole_N: torch.Tensor) -> torch.Tensor:
         if whole_N.device == self._device:

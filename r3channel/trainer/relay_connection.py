@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from xxhash import xxh3_64_intdigest
 
@@ -21,15 +20,16 @@ from r3channel.errors import BackgroundFailed, BucketCorrupt, DeadlineExceeded, 
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.layout import RankCoords
-from r3channel.plan.masks import brings_masks, mask_rows
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket
+from r3channel.plan.token_tensors import brought, length_bytes, tensor_bytes
 from r3channel.trainer.shard_buffer import RelaySink, table_bytes
 from r3channel.transport.base import RELAY_RANK, Pending, Rendezvous, Transport
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
 from r3channel.transport.select import TRANSPORTS, gpu_of, join
 from r3channel.wire import row_protocol as wire
+from r3channel.wire.token_tensors import TokenTensor
 
 _ACK_S = 10.0
 _PLACE = tuple(field.name for field in fields(Rendezvous))
@@ -175,8 +175,8 @@ class RelayConnection:
         self._recv(memoryview(table), deadline_s)
         if xxh3_64_intdigest(table) != announced["hash"]:
             raise BucketCorrupt(f"step {step}: the digests came damaged from the relay", step=step)
-        if brings_masks(ticket, stream.shard):
-            sink.masks(self._receive_masks(announced, stream, deadline_s, ticket))
+        for tensor, told in zip(brought(ticket, stream.shard), announced.get("tensors", ()), strict=True):
+            sink.tensor(tensor, self._receive_tensor(tensor, told, stream, deadline_s, ticket))
         with clock.span("verify", step=step):
             damaged = sink.verify(bytes(table))
         if damaged:
@@ -188,25 +188,24 @@ class RelayConnection:
                 step=step,
             )
 
-    def _receive_masks(
-        self, announced: dict[str, Any], stream: Stream, deadline_s: float, ticket: Ticket
+    def _receive_tensor(
+        self, tensor: TokenTensor, told: Any, stream: Stream, deadline_s: float, ticket: Ticket
     ) -> bytearray:
-        """Receive the masks. Their lengths come first and must add up to the announced bytes before memory is taken for ids."""
-        table, where = bytearray(2 * mask_rows(stream.shard)), f"step {ticket.step}: the relay"
-        self._recv_all(table, 0, ticket.bucket_bytes, deadline_s)
-        rows_end, ids = len(table), int(np.frombuffer(table, "<u2").sum(dtype=np.int64))
-        if announced.get("masks") != rows_end + 4 * ids:
+        """Receive a tensor. Its row lengths come first, and must add up to the announced bytes before memory is taken."""
+        data, where = bytearray(length_bytes(stream.shard)), f"step {ticket.step}: the relay"
+        self._recv_all(data, 0, ticket.bucket_bytes, deadline_s)
+        edge, nbytes = len(data), tensor_bytes(tensor, data)
+        if not isinstance(told, list) or len(told) != 2 or told[0] != nbytes:
             raise BucketCorrupt(
-                f"{where} announces {announced.get('masks')} bytes of sampling masks, their lengths say {rows_end + 4 * ids} for "
-                f"{rows_end // 2} tokens",
+                f"{where} announces {told} for {tensor.name}, [bytes, hash]; the lengths of {edge // 2} rows say {nbytes} bytes",
                 step=ticket.step,
             )
-        table += bytes(4 * ids)
-        self._recv_all(table, rows_end, ticket.bucket_bytes, deadline_s)
-        if xxh3_64_intdigest(table) != announced.get("masks_hash"):
-            raise BucketCorrupt(f"{where}: the sampling masks came damaged", step=ticket.step)
-        self._metrics.inc("r3channel_bytes_total", len(table), leg="wire_received")
-        return table
+        data += bytes(nbytes - edge)
+        self._recv_all(data, edge, ticket.bucket_bytes, deadline_s)
+        if xxh3_64_intdigest(data) != told[1]:
+            raise BucketCorrupt(f"{where}: the {tensor.name} came damaged", step=ticket.step)
+        self._metrics.inc("r3channel_bytes_total", nbytes, leg="wire_received")
+        return data
 
     def _recv_all(self, out: bytearray, begin: int, bucket_bytes: int, deadline_s: float) -> None:
         """Receive bytes from `begin` on, each piece within the deadline of a bucket."""

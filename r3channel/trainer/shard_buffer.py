@@ -16,6 +16,7 @@ from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket
 from r3channel.wire.digest import fold
 from r3channel.wire.routing import Ids
+from r3channel.wire.token_tensors import TokenTensor
 
 
 class ShardBuffer:
@@ -30,8 +31,8 @@ class ShardBuffer:
         self._placement.pads()
         self.digests_CSL = self._placement.new_digests()
         """[TP slot, sample of the DP rank, layer]: of the rows that the slot holds."""
-        self.masks_N = np.zeros(0, np.uint8)
-        """The sampling masks as they came (see `plan.masks`), where the ticket brings any."""
+        self.tensors = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]()
+        """By name the tensors that came behind the rows, as bytes (see `plan.token_tensors`)."""
 
     def sink(self) -> RelaySink:
         """The sink of one attempt."""
@@ -59,7 +60,7 @@ class ShardBuffer:
 
 
 class RelaySink:
-    """Where one attempt writes a shard that comes from the relay: masks and `rows` in order, then `verify`."""
+    """Where one attempt writes a shard that comes from the relay: each `tensor` and `rows` in order, then `verify`."""
 
     def __init__(self, landed: ShardBuffer) -> None:
         self._landed = landed
@@ -69,8 +70,8 @@ class RelaySink:
     def rows(self, ids_TCK: Ids, *, begin: int) -> None:
         self._placement.rows(ids_TCK, self._digests_CSL, begin=begin)
 
-    def masks(self, data: bytearray) -> None:
-        self._landed.masks_N = np.frombuffer(data, np.uint8)
+    def tensor(self, tensor: TokenTensor, data: bytearray) -> None:
+        self._landed.tensors[tensor.name] = np.frombuffer(data, np.uint8)
 
     def verify(self, digests: bytes) -> list[str]:
         """Compare the rows with what the relay announced, and that with what the engines hashed."""

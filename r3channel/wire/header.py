@@ -16,11 +16,11 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.wire.chunks import CHUNK_BYTES, chunk_count
 from r3channel.wire.codec import CODECS
 from r3channel.wire.source import Source
+from r3channel.wire.token_tensors import KIND_ERROR, KIND_EXPERT_IDS, kind_names
 
 WIRE_VERSION = 2
 FRAME_MAGIC = b"R3F" + bytes([WIRE_VERSION])
-KIND_EXPERT_IDS, KIND_SAMPLING_MASKS, KIND_ERROR = 1, 3, 255
-_KINDS = {KIND_EXPERT_IDS: "expert_ids", KIND_SAMPLING_MASKS: "sampling_masks", KIND_ERROR: "error"}
+_KINDS = kind_names()
 FLAG_VALIDITY, FLAG_UNORDERED = 1, 8
 _FLAG_PREFIX = 4
 """Reserved: rows that another frame, of kind 2, carries. Neither is sent, nor chunks of fewer than all layers; all three are
@@ -99,7 +99,7 @@ def read_header(head: memoryview, *, nbytes: int, where: str, more: bool = False
     """
     header = _header_in(head, nbytes=nbytes, where=where)
     if nbytes != header.nbytes and not (more and nbytes > header.nbytes):
-        behind = "; are those behind it sampling masks, and sampling_masks off?" * (nbytes > header.nbytes)
+        behind = "; do tensors lie behind it that token_tensors does not name?" * (nbytes > header.nbytes)
         raise errors.FrameCorrupt(
             f"{where}: {nbytes} bytes, expected the {header.nbytes} that the header announces{behind}"
         )

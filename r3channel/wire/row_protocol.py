@@ -6,8 +6,8 @@
     READY  {run, step, seal, group} ->                  group: rows are to come over that process group
                                <- WAIT                  again and again while they are not prepared, or others have their turn
                                <- ROWS  {nbytes, digests, hash}    then the rows, then the digests (see below)
-                                                          masks, masks_hash beside them where the ticket says so: then the
-                                                          sampling masks (see `plan.masks`), and their xxh3_64
+                                                          tensors, [[bytes, xxh3_64], ...], where the ticket names some:
+                                                          then those (see `plan.token_tensors`)
     POSTED                     ->                    over a process group alone: its first receive waits for rows
     DAMAGED {run, step, seal}  ->                    rows that do not have their digests
                                <- AGAIN              they are whole here: say READY again

@@ -196,18 +196,33 @@ def kept_masks() -> Any:
     import numpy as np
     from sglang.srt.sampling.sampling_mask import SamplingMaskRows
 
-    from r3channel.engine.masks import KeptMasks
-    from r3channel.wire.masks import parse_masks
+    from r3channel.engine.token_tensors import KeptMasks, tensor_frame
+    from r3channel.errors import RoutingError
+    from r3channel.wire.tensor_frame import parse_tensors
+    from r3channel.wire.token_tensors import tensors_of
 
-    kept, streamed = KeptMasks(SamplingMaskRows()), list[Any]()
+    kept, streamed = KeptMasks(SamplingMaskRows(), support=False), list[Any]()
     for ids in ([5, 6, 7], [8]):
         kept.append(np.array(ids, np.int32), np.array([-0.5], np.float32))
         streamed.append(kept.take().to_lists(False))
     streamed.append(kept.take().to_lists(False))
-    frames = [kept.frame(prompt_tokens=4, new_tokens=new, request_id="r") for new in (2, 0)]
-    found = [parse_masks(frame, where="x") for frame in frames]
-    rows = [[masks.first_row, masks.lengths_T.tolist(), masks.token_ids_N.tolist()] for masks in found]
-    return {"streamed": streamed, "rows": rows}
+
+    def framed(kept: KeptMasks, name: str, new: int) -> list[Any]:
+        (tensor,) = tensors_of(name)
+        frame = tensor_frame(tensor, kept, prompt_tokens=4, new_tokens=new, request_id="r")
+        (rows,) = parse_tensors(frame, [tensor], where="x")
+        return [rows.first_row, rows.lengths_T.tolist(), rows.entries_N.tolist()]
+
+    rows = [framed(kept, "sampling_masks", new) for new in (2, 0)]
+    support = KeptMasks(SamplingMaskRows(), support=True)
+    support.append(np.array([5, 6], np.int32), np.array([-0.5, -1.5], np.float32))
+    streamed.append(support.take().to_lists(True))
+    rows.append(framed(support, "sampling_support", 1))
+    try:
+        framed(support, "sampling_masks", 1)
+    except RoutingError as error:
+        return {"streamed": streamed, "rows": rows, "refused": str(error)}
+    return None
 
 
 @case

@@ -45,10 +45,11 @@ EQUAL: dict[str, Any] = {
         *([0, ""], [1, "TRITON_KERNEL"], [2, "BYPASSED"], [3, "BYPASSED"], [4, ""], [5, "BYPASSED"]),
         *([6, "its capture is switched off"], [7, "HashTopK, a table by token"]),
     ],
-    # masks are kept and framed while their log probabilities are streamed
+    # masks are kept and framed while the log-probs of what was chosen are streamed; those of the support lie beside the masks
     "kept_masks": {
-        "streamed": [[[], [-0.5]], [[], [-0.5]], [[], []]],
-        "rows": [[3, [3, 1], [5, 6, 7, 8]], [3, [], []]],
+        "streamed": [[[], [-0.5]], [[], [-0.5]], [[], []], [[], []]],
+        "rows": [[3, [3, 1], [[5], [6], [7], [8]]], [3, [], []], [3, [2], [[5, -0.5], [6, -1.5]]]],
+        "refused": "sampling_masks is made of requests with return_sampling_mask; this one asked for something else",
     },
 }
 

@@ -72,7 +72,7 @@ def test_one_of_two_tensor_ranks_sends_each_frame_and_keeps_the_rows(model_dir: 
 
 def test_context_parallel_prefill_and_masks_too_long_to_frame_are_refused_by_name(model_dir: Path) -> None:
     arguments = "--tp-size 2 --attn-cp-size 2 --enable-prefill-cp --cp-strategy zigzag --sampling-mask-max-tokens 70000"
-    env = {**TWO_CORES, "R3CHANNEL_SAMPLING_MASKS": "1"}
+    env = {**TWO_CORES, "R3CHANNEL_TOKEN_TENSORS": "sampling_masks"}
     with pytest.raises(EngineUnavailable) as refused:
         serving(model_dir, extra_args=arguments.split(), env=env).__enter__()
     assert "r3channel refuses this engine: --attn-cp-size 2: " in str(refused.value)

@@ -165,7 +165,7 @@ def test_every_error_says_what_to_do_and_has_a_reason_of_its_own() -> None:
 def test_an_option_that_relay_and_engines_share_means_the_same_to_both() -> None:
     shared = {f.name for f in fields(ChannelConfig)} & {f.name for f in fields(EngineConfig)}
     page = {"interface", "metrics_dir", "metrics_port", "run_name", "trace"}
-    assert shared == {"token_file", "sampling_masks"} | page
+    assert shared == {"token_file", "token_tensors"} | page
 
 
 def test_every_option_is_in_the_table_once_and_is_explained() -> None:

@@ -31,6 +31,7 @@ from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
 from r3channel.wire import row_protocol as wire
 from r3channel.wire.routing import Ids
+from r3channel.wire.token_tensors import TokenTensor
 from tests.samples import SPEC, random_ids
 
 LIMIT_S = 20.0
@@ -153,7 +154,7 @@ class Sink(RelaySink):
         self.begins.append(begin)
         self.data += ids_TCK.tobytes()
 
-    def masks(self, data: bytearray) -> None:
+    def tensor(self, tensor: TokenTensor, data: bytearray) -> None:
         self.taken = bytes(data)
 
     def verify(self, digests: bytes) -> list[str]:
@@ -248,12 +249,12 @@ def test_samples_that_always_come_damaged_are_all_named(play: Play) -> None:
     assert told.value.samples == tuple(names) and stage.played == 3
 
 
-MASKED = replace(TICKET, sampling_masks=True)
+MASKED = replace(TICKET, token_tensors=("sampling_masks",))
 MASKS = bytes(2 * 9)  # a length of nothing for each token
 
 
 def masked(relay: Played, sent: bytes = MASKS, **changes: Any) -> None:
-    relay.send_all(**{"masks": len(MASKS), "masks_hash": xxh3_64_intdigest(MASKS)} | changes)
+    relay.send_all(**{"tensors": [[len(MASKS), xxh3_64_intdigest(MASKS)]]} | changes)
     relay.link.send([sent], timeout_s=LIMIT_S)
 
 
@@ -272,7 +273,7 @@ def test_masks_come_in_pieces_of_a_bucket(play: Play) -> None:
     masks = lengths + np.arange(300, dtype="<u4").tobytes()
 
     def pieces(relay: Played) -> None:
-        relay.send_all(masks=len(masks), masks_hash=xxh3_64_intdigest(masks))
+        relay.send_all(tensors=[[len(masks), xxh3_64_intdigest(masks)]])
         for part in (masks[:18], masks[18:1000], masks[1000:]):
             relay.link.send([part], timeout_s=LIMIT_S)
         relay.thank()
@@ -283,8 +284,8 @@ def test_masks_come_in_pieces_of_a_bucket(play: Play) -> None:
 
 @pytest.mark.parametrize("announced", [-1, 0, 17, 22, 1 << 50, "18", None])
 def test_masks_of_impossible_size_are_refused_before_memory_is_taken(play: Play, announced: Any) -> None:
-    stage = play(lambda relay: masked(relay, masks=announced))
-    with pytest.raises(BucketCorrupt, match="lengths say 18 for 9 tokens"):
+    stage = play(lambda relay: masked(relay, tensors=[[announced, 0]]))
+    with pytest.raises(BucketCorrupt, match="lengths of 9 rows say 18 bytes"):
         receive(stage, ticket=MASKED, max_group_failures=1)
 
 

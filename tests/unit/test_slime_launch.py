@@ -63,7 +63,7 @@ def test_engines_and_requests_give_routing_and_slimes_own_replay_is_off() -> Non
         ((), {"num_experts": None}, "without experts"), ((), {"use_routing_replay": True}, "--use-routing-replay"),
         (("--r3-invalid-rows", "mask"), {}, "--r3-invalid-rows mask"),
         (("--r3-max-staleness", "1", "--r3-on-stale", "mask"), {}, "--r3-on-stale mask"),
-        (("--r3-sampling-masks",), {}, "--r3-sampling-masks"),
+        (("--r3-token-tensors", "sampling_masks"), {}, "--r3-token-tensors"),
         ((), {"update_weight_transport": "nccl"}, "--update-weight-transport disk"),
         (("--r3-weights", "broadcast"), {"colocate": True}, "--colocate"),
         (("--r3-weights", "broadcast"), {"update_weight_mode": "delta"}, "--update-weight-mode full"),
@@ -253,10 +253,10 @@ def arguments_found(folder: Path, words: str, version: str = "0.3.1") -> list[st
 
 def test_all_faults_of_a_command_line_come_at_once_but_what_is_allowed(tmp_path: Path) -> None:
     words = (
-        "--use-r3-chanel --sglang-pp-size 2 --sglang-enable-pdmux --use-routing-replay --r3-sampling-masks"
+        "--use-r3-chanel --sglang-pp-size 2 --sglang-enable-pdmux --use-routing-replay --r3-token-tensors x"
     )
     found = arguments_found(tmp_path, f"{words} --update-weight-transport disk")
-    said = "mean --use-r3-channel?|pp-size 2|nothing of r3channel happens|--num-experts|--use-routing-replay|--r3-sampling-masks"
+    said = "mean --use-r3-channel?|pp-size 2|nothing of r3channel happens|--num-experts|--use-routing-replay|--r3-token-tensors"
     assert [want for want, fault in zip(said.split("|"), found, strict=True) if want not in fault] == []
     assert arguments_found(tmp_path, GOOD) == []
 
@@ -287,7 +287,7 @@ def test_who_cannot_stage_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_launchers_help_tells_nothing_that_slime_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert slime_launch.run(["--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "--r3-on-stale" in said and "--r3-sampling-masks" not in said and "`mask`" not in said
+    assert "--r3-on-stale" in said and "--r3-token-tensors" not in said and "`mask`" not in said
 
 
 # -- a bare flag ---------------------------------------------------------------------------------------------------------

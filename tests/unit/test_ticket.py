@@ -68,7 +68,7 @@ def test_a_sample_that_is_not_there_is_named() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"run": "other"}, {"step": 4}, {"bucket_bytes": 1}, {"sampling_masks": True}, {"layout": TrainerLayout()},
+        {"run": "other"}, {"step": 4}, {"bucket_bytes": 1}, {"token_tensors": ("sampling_masks",)}, {"layout": TrainerLayout()},
         {"spec": replace(SPEC, top_k=4)},
         {"assignment": Assignment.given([[["a", TURNS.sample_id], [""]]])},
         {"assignment": Assignment.given([[["a"], [TURNS.sample_id], [""]]], steps=[1, 2])},
@@ -166,7 +166,7 @@ def test_the_largest_layout_that_is_read_is_cut_without_much_memory() -> None:
     [
         lambda v: v.update(step=1.0), lambda v: v.update(step=True), lambda v: v.update(step=1 << 70),
         lambda v: v.update(bucket_bytes=float("inf")), lambda v: v.update(bucket_bytes=0), lambda v: v.update(bucket_bytes=-1),
-        lambda v: v.update(run=5), lambda v: v.update(sampling_masks=1), lambda v: v.pop("run"),
+        lambda v: v.update(run=5), lambda v: v.update(token_tensors=["other"]), lambda v: v.pop("run"),
         lambda v: v["layout"].update(zz=1), lambda v: v["layout"].update(dp=1.0), lambda v: v["layout"].update(mtp=[0]),
         lambda v: v["spec"].update(top_k=[]), lambda v: v.update(layout=[]), lambda v: v.update(steps=[1, 1]),
         lambda _: b"[" * 100_000,

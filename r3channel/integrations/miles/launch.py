@@ -31,7 +31,7 @@ _CHANNEL = {
     "r3_transport": ("tcp", "no other was run in miles"),
     "r3_journal": ("", "miles does not start a killed manager again"),
     "r3_max_staleness": (-1, "miles keeps no weight version of a row"),
-    "r3_sampling_masks": (False, "miles' samples have none"),
+    "r3_token_tensors": ("", "miles' samples have none"),
 } | dict.fromkeys(("r3_invalid_rows", "r3_on_missing", "r3_on_lost", "r3_on_changed"), _NO_LIVE)
 """Name -> the value that is expected, and why."""
 

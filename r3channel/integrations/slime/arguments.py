@@ -44,7 +44,7 @@ def add_arguments(parser: Any) -> Any:
     """The channel's options and slime's further ones. What `prepared` always refuses is parsed all the same, but in no help."""
     for action in add_channel(parser)._actions:
         told = re.sub(",? `mask`[^,.]*", "", action.help or "")
-        action.help = SUPPRESS if action.dest == "r3_sampling_masks" else told
+        action.help = SUPPRESS if action.dest == "r3_token_tensors" else told
     group = parser.add_argument_group("r3channel in slime")
     group.add_argument(
         "--r3-delivery", choices=("inband", "direct"), default="inband",
@@ -105,7 +105,7 @@ def prepared(args: Namespace, *, detached: bool = False) -> Namespace:
          f"chose, {guard.FLAG} what the engines chose. Give one of them"),
         ("mask" in (channel.invalid_rows, channel.on_stale), "--r3-invalid-rows mask and --r3-on-stale mask: slime's loss masks "
          "are not reached; give another policy"),
-        (channel.sampling_masks, "--r3-sampling-masks: slime carries its own (--rollout-top-p); expected it off"),
+        (channel.token_tensors, "--r3-token-tensors: slime carries its own (--rollout-top-p); expected none"),
         (updates and not own_gpus, f"--r3-weights {args.r3_weights} sends whole weights to engines with GPUs of their own; "
          "expected neither --colocate nor --release-train, and --update-weight-mode full"),
         (exact and getattr(args, "offload_train", False), f"--r3-weights {args.r3_weights} sends parameters from "

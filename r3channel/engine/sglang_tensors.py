@@ -1,0 +1,165 @@
+"""The hooks by which requests get their tensors beside expert ids. Without `token_tensors` none is registered.
+
+Read against SGLang 0.5.15.post1 and 0.5.23.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from r3channel.engine.frame_sender import report
+from r3channel.engine.token_tensors import KeptMasks, KeptTopk, TopkBatch, TopkRow, tensor_frame
+from r3channel.errors import RoutingError
+from r3channel.wire.token_tensors import MOST_ENTRIES, TOPK_VOCABULARY, TokenTensor
+
+log = logging.getLogger(__name__)
+_WHOLE_VOCABULARY = 1 << 30
+"""SGLang's top_k of no filter."""
+_PLAIN = {
+    "top_p": 1.0, "top_k": _WHOLE_VOCABULARY, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+    "repetition_penalty": 1.0, "min_new_tokens": 0, "logit_bias": None, "json_schema": None, "regex": None, "ebnf": None,
+    "structural_tag": None, "watermark": None,
+}  # fmt: skip
+"""Sampling parameters under which what samples is the softmax of the logits over the temperature."""
+
+
+_declared: Sequence[TokenTensor] = ()
+"""None on a rank that does not reply."""
+
+
+def declare(tensors: Sequence[TokenTensor]) -> None:
+    """This process replies with these."""
+    global _declared
+    _declared = tensors
+
+
+def _topk() -> TokenTensor | None:
+    return next((tensor for tensor in _declared if tensor.name == "topk_logprobs"), None)
+
+
+def keep_masks(
+    original: Callable[..., None], processor: Any, i: int, req: Any, *rest: Any, **more: Any
+) -> None:
+    """AROUND `add_sampling_mask_return_values`: masks stay until the request is finished, instead of going into JSON."""
+    if _declared and req.return_routed_experts and not isinstance(req.sampling_mask_rows, KeptMasks):
+        req.sampling_mask_rows = KeptMasks(
+            req.sampling_mask_rows, support=req.sampling_logprobs_mode == "support"
+        )
+    original(processor, i, req, *rest, **more)
+
+
+def take_topk(
+    original: Callable[..., Any],
+    logprobs: torch.Tensor,
+    top_logprobs_nums: Sequence[int],
+    *rest: Any,
+    **more: Any,
+) -> Any:
+    """AROUND `get_top_logprobs` of a pass that samples: requests for as many as the tensor has get them as one packed tensor."""
+    tensor = _topk()
+    wanted = tensor.entry["low"].shape[0] if tensor else 0
+    if tensor is None or wanted not in top_logprobs_nums:
+        return original(logprobs, top_logprobs_nums, *rest, **more)
+    values, ids = original(
+        logprobs, [0 if num == wanted else num for num in top_logprobs_nums], *rest, **more
+    )
+    batch = TopkBatch(logprobs, tensor)
+    for row, num in enumerate(top_logprobs_nums):
+        if num == wanted:
+            values[row] = ids[row] = TopkRow(batch, row)
+    return values, ids
+
+
+def add_tensors(streamer: Any, reqs: Sequence[Any], *_rest: Any, **_more: Any) -> None:
+    """BEFORE `stream_output`: what SGLang noted of the pass is taken out of its lists; a finished request's frames go behind
+    its rows."""
+    del streamer
+    topk = _topk()
+    for req in reqs if _declared else ():
+        _sweep(req, topk)
+        if req.finished() and req.routed_experts is not None and not getattr(req, "r3channel_tensors", False):
+            req.r3channel_tensors = True
+            _append(req)
+
+
+def _sweep(req: Any, tensor: TokenTensor | None) -> None:
+    if tensor is None or not req.return_logprob or not req.logprob.output_top_logprobs_val:
+        return
+    kept = req.r3channel_topk = getattr(req, "r3channel_topk", None) or KeptTopk()
+    values, ids = req.logprob.output_top_logprobs_val, req.logprob.output_top_logprobs_idx
+    for at in range(kept.swept, len(values)):
+        if isinstance(row := values[at], TopkRow):
+            kept.add(row)
+            values[at], ids[at] = [], []
+    kept.swept = len(values)
+
+
+def _append(req: Any) -> None:
+    kept = {"topk_logprobs": getattr(req, "r3channel_topk", None)}
+    masks = getattr(req, "sampling_mask_rows", None)
+    if masks is None and kept["topk_logprobs"] is None:
+        return  # it asked for none
+    frames = [_frame(tensor, kept.get(tensor.name, masks), req) for tensor in _declared]
+    tail = bytearray().join(frames)  # torch wants memory that may be written
+    req.routed_experts = torch.cat([req.routed_experts, torch.frombuffer(tail, dtype=torch.uint8)])
+
+
+def _frame(tensor: TokenTensor, kept: Any, req: Any) -> bytes:
+    request_id, new_tokens = str(req.rid), len(req.output_ids_through_stop)
+    try:
+        if tensor.name == "topk_logprobs" and (why := "; ".join(_filters(req))):
+            raise RoutingError(
+                f"{tensor.name} of a request with {why}: what sampled is not the softmax over all tokens"
+            )
+        return tensor_frame(
+            tensor,
+            kept,
+            prompt_tokens=len(req.origin_input_ids),
+            new_tokens=new_tokens,
+            request_id=request_id,
+        )
+    except Exception as error:
+        log.exception("r3channel: no %s for request %s", tensor.name, request_id)
+        return report(error, request_id=request_id)
+
+
+def _filters(req: Any) -> Iterator[str]:
+    values = req.sampling_params
+    for name, plain in _PLAIN.items():
+        value = getattr(values, name, plain)
+        if value != plain and value:
+            yield f"{name}={value}"
+    if getattr(req, "custom_logit_processor", None):
+        yield "a custom_logit_processor"
+
+
+def refused_tensors(
+    values: dict[str, Any], tensors: Sequence[TokenTensor], *, vocabulary: int
+) -> Iterator[tuple[str, str]]:
+    """Where the tensors could not follow their frames, or would not be what they are declared to be."""
+    names = {tensor.name for tensor in tensors}
+    mode, most = values["disaggregation_mode"], values.get("sampling_mask_max_tokens", 0)
+    if mode != "null" and names:
+        yield "", f"token tensors {sorted(names)} with --disaggregation-mode {mode}; expected null"
+    if most > MOST_ENTRIES and names - {"topk_logprobs"}:
+        yield "", f"--sampling-mask-max-tokens {most}; expected at most {MOST_ENTRIES}"
+    if "topk_logprobs" in names:
+        if values["speculative_algorithm"] not in (None, "NONE"):
+            yield (
+                "",
+                f"topk_logprobs with --speculative-algorithm {values['speculative_algorithm']}; expected none",
+            )
+        if vocabulary > TOPK_VOCABULARY:
+            yield (
+                "",
+                f"topk_logprobs of {vocabulary} tokens; expected a vocabulary of at most {TOPK_VOCABULARY}",
+            )
+        if os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true", "yes"):
+            yield (
+                "",
+                "topk_logprobs with SGLANG_RETURN_ORIGINAL_LOGPROB: they are not of what sampled; unset it",
+            )

@@ -1,0 +1,123 @@
+"""What a request's tokens bring beside expert ids, kept until it is finished: then frames behind its rows. Knows no engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from r3channel.errors import RoutingError
+from r3channel.wire.frame import sample_key
+from r3channel.wire.tensor_frame import TensorRows, encode_tensor
+from r3channel.wire.token_tensors import TokenTensor, Values
+
+
+class KeptMasks:
+    """In place of SGLang's `SamplingMaskRows`. They stay here, where SGLang streams what it has every so many tokens."""
+
+    def __init__(self, rows: Any, *, support: bool) -> None:
+        """`support`: a log-prob for each id that could be chosen, not for the chosen one alone."""
+        self._rows, self._support, self._streamed = rows, support, 0
+
+    def append(self, token_ids: Any, logprobs: Any) -> None:
+        self._rows.append(token_ids, logprobs)
+
+    def view(self) -> Any:
+        return self._rows.view()
+
+    def take(self) -> Any:
+        """What is streamed: the new log-probs of what was chosen, and no masks. Those of the whole support go with the masks."""
+        rows, before = self.view(), self._streamed
+        self._streamed = len(rows.logprobs)
+        first = self._streamed if self._support else before
+        return type(rows)(
+            lengths=rows.lengths[:0], token_ids=rows.token_ids[:0], logprobs=rows.logprobs[first:].copy()
+        )
+
+    def entries(self, tensor: TokenTensor, new_tokens: int) -> tuple[Values, Values]:
+        """(lengths, entries) of the tokens that are answered. RoutingError where the request asked for something else."""
+        rows = self.view()
+        values = {"token_id": rows.token_ids} | ({"logprob": rows.logprobs} if self._support else {})
+        if tensor.entry.names != tuple(values):
+            raise RoutingError(
+                f"{tensor.name} is made of requests with {tensor.asked_by}; this one asked for something else"
+            )
+        lengths_T = rows.lengths[:new_tokens]  # a request for no token samples one
+        entries_N = np.empty(lengths_T.sum(), tensor.entry)
+        for name, value_N in values.items():
+            entries_N[name] = value_N[: len(entries_N)]
+        return lengths_T, entries_N
+
+
+class TopkBatch:
+    """The likeliest tokens of each request in a pass: one tensor of packed entries, on its way to the host."""
+
+    def __init__(self, logprobs_BV: torch.Tensor, tensor: TokenTensor) -> None:
+        """`logprobs_BV` are normalised over the whole vocabulary. The copy is issued in the order of the current stream."""
+        packed_BN, on_gpu = pack_topk(logprobs_BV, tensor), logprobs_BV.is_cuda
+        self._host_BN = torch.empty(packed_BN.shape, dtype=torch.uint8, pin_memory=on_gpu)
+        self._host_BN.copy_(packed_BN, non_blocking=True)
+        self._copied = torch.cuda.Event() if on_gpu else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def entry(self, row: int) -> bytes:
+        """One request's, once it is here."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host_BN[row].numpy().tobytes()
+
+
+class TopkRow:
+    """Stands where SGLang has one request's values, or ids, of a pass."""
+
+    def __init__(self, batch: TopkBatch, row: int) -> None:
+        self.batch, self.row = batch, row
+
+    def tolist(self) -> TopkRow:
+        return self
+
+
+class KeptTopk:
+    """A request's entries of `topk_logprobs`, token by token; they outlive a retraction, as its tokens do."""
+
+    def __init__(self) -> None:
+        self._entries = bytearray()
+        self.swept = 0
+        """Tokens that were looked at."""
+
+    def add(self, row: TopkRow) -> None:
+        self._entries += row.batch.entry(row.row)
+
+    def entries(self, tensor: TokenTensor, new_tokens: int) -> tuple[Values, Values]:
+        """As those of masks."""
+        entries_N = np.frombuffer(self._entries, tensor.entry)[:new_tokens]
+        return np.ones(len(entries_N), np.uint16), entries_N
+
+
+def pack_topk(logprobs_BV: torch.Tensor, tensor: TokenTensor) -> torch.Tensor:
+    """[B, bytes of an entry] uint8 on the same device, in the layout of `tensor.entry`; likeliest first. Nothing waits."""
+    k, dtype = tensor.entry["low"].shape[0], torch.from_numpy(np.empty(0, tensor.entry["logprob"].base)).dtype
+    values_BK, ids_BK = logprobs_BV.float().topk(k, dim=-1)
+    tail_B1 = (1 - values_BK.exp().sum(-1, keepdim=True)).clamp_(min=0)
+    shifts_4 = torch.arange(0, 8, 2, device=ids_BK.device)
+    high_BQ = ((ids_BK >> 16).unflatten(-1, (-1, 4)) << shifts_4).sum(-1)
+    parts = ids_BK.to(torch.int16), high_BQ.to(torch.uint8), values_BK.to(dtype), tail_B1
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1)
+
+
+def tensor_frame(
+    tensor: TokenTensor,
+    kept: KeptMasks | KeptTopk | None,
+    *,
+    prompt_tokens: int,
+    new_tokens: int,
+    request_id: str,
+) -> bytes:
+    """The frame of a finished request; its first row belongs to the logits at the prompt's last token. RoutingError where the
+    request did not ask for the tensor."""
+    if kept is None:
+        raise RoutingError(f"the request has no {tensor.name}: it set no {tensor.asked_by}")
+    lengths_T, entries_N = kept.entries(tensor, new_tokens)
+    return encode_tensor(TensorRows(tensor, prompt_tokens - 1, lengths_T, entries_N, sample_key(request_id)))

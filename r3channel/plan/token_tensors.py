@@ -1,0 +1,88 @@
+"""A tensor per token in one shard: cut out of its samples' rows, and read again by micro-batch. Pure: one place for both ends.
+
+row lengths    u16, for every token of every micro-batch in the order of the rank's model input; 0 where it has no row
+values         the entries, row after row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from r3channel.plan.shards import Shard
+from r3channel.plan.ticket import Ticket
+from r3channel.wire.tensor_frame import Numbers, TensorRows
+from r3channel.wire.token_tensors import TokenTensor
+
+
+def brought(ticket: Ticket, shard: Shard) -> tuple[TokenTensor, ...]:
+    """The tensors that come to this receiver with its rows, in order."""
+    return tuple(tensor for tensor in ticket.tensors if tensor.reaches(shard.pp, ticket.layout.pp))
+
+
+def cut_tensor(shard: Shard, tensor: TokenTensor, rows: Mapping[str, Sequence[TensorRows]]) -> bytes:
+    """The bytes for one receiver, of the rows of each sample's turns."""
+    lengths, entries = list[bytes](), list[bytes]()
+    for number, batch in enumerate(shard.microbatches):
+        turns = [rows.get(name, ()) for name in batch.sample_ids]
+        own = [turn.entries_N for of_sample in turns for turn in of_sample]
+        pool_N, begins = (
+            np.concatenate([np.zeros(0, tensor.entry), *own]),
+            iter(accumulate(map(len, own), initial=0)),
+        )
+        spread = [
+            _spread(of_sample, tokens, begins) for of_sample, tokens in zip(turns, batch.tokens, strict=True)
+        ]
+        length_M = shard.lay_out(number, [one for one, _ in spread]).ravel()
+        begin_M = shard.lay_out(number, [one for _, one in spread]).ravel()
+        lengths.append(length_M.astype("<u2").tobytes())
+        entries.append(pool_N[_ranges(begin_M, length_M)].tobytes())
+    return b"".join([*lengths, *entries])
+
+
+def length_bytes(shard: Shard) -> int:
+    """Bytes of the row lengths that `cut_tensor` begins with."""
+    return 2 * sum(batch.rows for batch in shard.microbatches) // shard.cp_size
+
+
+def tensor_bytes(tensor: TokenTensor, lengths: bytes | bytearray | Numbers) -> int:
+    """All bytes of a tensor whose row lengths these are."""
+    return len(lengths) + tensor.entry.itemsize * int(np.frombuffer(lengths, "<u2").sum(dtype=np.int64))
+
+
+def read_tensor(shard: Shard, tensor: TokenTensor, data_N: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
+    """(offsets [tokens + 1] int64, entries) of every micro-batch: the row of token i of the model input, flattened, is
+    `entries[offsets[i] : offsets[i + 1]]`. ValueError where the bytes are not those of this shard."""
+    lengths_N, values_N = np.split(data_N, [length_bytes(shard)])
+    if len(data_N) != tensor_bytes(tensor, lengths_N):
+        raise ValueError(
+            f"{len(data_N)} bytes of {tensor.name}: its row lengths say {tensor_bytes(tensor, lengths_N)}"
+        )
+    entries_N = np.frombuffer(values_N, tensor.entry)
+    offsets_N = np.concatenate([[0], np.cumsum(lengths_N.view("<u2"), dtype=np.int64)])
+    sizes = (batch.rows // shard.cp_size for batch in shard.microbatches)
+    for first, last in pairwise(accumulate(sizes, initial=0)):
+        own = offsets_N[first : last + 1]
+        yield own - own[0], entries_N[own[0] : own[-1]]
+
+
+def _spread(turns: Sequence[TensorRows], tokens: int, begins: Iterator[int]) -> tuple[Numbers, Numbers]:
+    """(length, place of the first entry in the pool) of each position of a sample."""
+    length_T, begin_T = np.zeros(tokens, np.int64), np.zeros(tokens, np.int64)
+    for turn in turns:
+        rows = slice(turn.first_row, turn.end_row)
+        length_T[rows] = turn.lengths_T
+        begin_T[rows] = next(begins) + np.cumsum(length_T[rows]) - length_T[rows]
+    return length_T, begin_T
+
+
+def _ranges(begin_M: Numbers, length_M: Numbers) -> Numbers:
+    """All indices of the ranges, one range after another.
+
+    >>> _ranges(np.array([5, 0, 2]), np.array([2, 0, 3])).tolist()
+    [5, 6, 2, 3, 4]
+    """
+    before_M = np.cumsum(length_M) - length_M
+    return np.repeat(begin_M - before_M, length_M) + np.arange(int(length_M.sum()))

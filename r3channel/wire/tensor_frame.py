@@ -1,0 +1,110 @@
+"""Frames of the tensors that tokens bring beside expert ids. Arrays in, bytes out; `token_tensors` says what they are.
+
+    header         as of every frame (see `wire.header`): the tensor's kind, `rows` rows from `first_row` on, `raw_bytes` of
+                   values
+    values         the entries, row after row
+    row lengths    u16 x rows: entries of each row
+
+The header's second hash covers all. In a reply these frames follow the frame of expert ids, or its frame reference, in the order
+of the option `token_tensors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from r3channel import errors
+from r3channel.wire.header import (
+    HEADER_BYTES,
+    MAX_ROWS,
+    Header,
+    announced_bytes,
+    assemble,
+    check_kind,
+    check_sections,
+    read_header,
+)
+from r3channel.wire.source import InHand
+from r3channel.wire.token_tensors import MOST_ENTRIES, TokenTensor
+
+Numbers = np.ndarray[Any, np.dtype[Any]]
+_LENGTH_BYTES = 2
+
+
+class TensorRows(NamedTuple):
+    """Rows [first_row, end_row) of one request, views of the bytes that were parsed."""
+
+    tensor: TokenTensor
+    first_row: int
+    lengths_T: Numbers
+    """uint16"""
+    entries_N: Numbers
+    """Row after row, of the tensor's dtype."""
+    sample_key: int = 0
+
+    @property
+    def end_row(self) -> int:
+        return self.first_row + len(self.lengths_T)
+
+
+def encode_tensor(rows: TensorRows) -> bytes:
+    """A frame. Raises RoutingError for a row that its length cannot say."""
+    name, lengths_T = rows.tensor.name, rows.lengths_T
+    if len(lengths_T) and int(lengths_T.max()) > MOST_ENTRIES:
+        raise errors.RoutingError(
+            f"{name}: a row of {lengths_T.max()} entries, expected at most {MOST_ENTRIES}; lower "
+            "--sampling-mask-max-tokens, top-k or top-p"
+        )
+    values = np.ascontiguousarray(rows.entries_N, rows.tensor.entry).tobytes()
+    sections = values + np.ascontiguousarray(lengths_T, "<u2").tobytes()
+    header = Header(
+        kind=rows.tensor.kind, spec_digest=rows.tensor.digest, rows=len(lengths_T), first_row=rows.first_row,
+        sections_bytes=len(sections), raw_bytes=len(values), sample_key=rows.sample_key,
+    )  # fmt: skip
+    return assemble(header[:-2], sections)
+
+
+def parse_tensors(data: Any, tensors: Sequence[TokenTensor], *, where: str) -> tuple[TensorRows, ...]:
+    """The frames of these tensors, which lie one after the other in bytes. Raises what `parse_frame` raises for a frame that is
+    damaged or of another kind, and RoutingMissing for a tensor without one."""
+    rest, found = memoryview(data), list[TensorRows]()
+    for tensor in tensors:
+        if not rest:
+            raise errors.RoutingMissing(
+                f"{where}: no {tensor.name} behind the routing, expected some (token_tensors names it). Did the request set "
+                f"{tensor.asked_by}, and did the engine start with R3CHANNEL_TOKEN_TENSORS={tensor.option}?"
+            )
+        nbytes = (tensor is not tensors[-1] and announced_bytes(rest)) or len(rest)
+        found.append(_parse(rest[:nbytes], tensor, where=f"{where}: {tensor.name}"))
+        rest = rest[nbytes:]
+    return tuple(found)
+
+
+def _parse(data: memoryview, tensor: TokenTensor, *, where: str) -> TensorRows:
+    source = InHand(data)
+    header = read_header(source.take(HEADER_BYTES), nbytes=len(data), where=where)
+    check_kind(header, source, kind=tensor.kind, where=where)
+    if header.spec_digest != tensor.digest:
+        raise errors.SpecMismatch(
+            f"{where}: not {tensor.option}; do engine and relay name the same token_tensors?"
+        )
+    entries, odd = divmod(header.raw_bytes, tensor.entry.itemsize)
+    sizes = header.raw_bytes + header.rows * _LENGTH_BYTES, 0
+    if (
+        (header.sections_bytes, header.wire_bytes) != sizes
+        or odd
+        or max(header.first_row, header.rows) > MAX_ROWS
+    ):
+        raise errors.FrameCorrupt(f"{where}: impossible numbers in the header: {header._asdict()}")
+    sections = source.take(header.sections_bytes)
+    check_sections(header, sections, where=where)
+    lengths_T = np.frombuffer(sections[header.raw_bytes :], "<u2")
+    if int(lengths_T.sum(dtype=np.int64)) != entries:
+        raise errors.FrameCorrupt(
+            f"{where}: {entries} entries, the lengths of the {header.rows} rows add up to {lengths_T.sum(dtype=np.int64)}"
+        )
+    values_N = np.frombuffer(sections, tensor.entry, entries)
+    return TensorRows(tensor, header.first_row, lengths_T, values_N, header.sample_key)

@@ -1,0 +1,149 @@
+"""Tensors that the real SGLang gives with each token, through the relay to trainers of another layout, against the logits of
+transformers."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from r3channel.config import ChannelConfig
+from r3channel.errors import EngineReported
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
+from r3channel.relay.relay import Relay
+from tests.delivery import receive, receivers_of
+from tests.engine.client import Reply, direct_to, generate, random_prompt, serving
+from tests.engine.reference import NEAR_TIE, Expected, reference_ids
+from tests.samples import SPEC
+
+pytestmark = [pytest.mark.engine, pytest.mark.full]
+
+TOP_K = 8
+NEW_TOKENS = 70  # SGLang streams, also what is not asked to stream, every 50
+
+
+def sampled(url: str, length: int, *, top_k: int = TOP_K) -> Reply:
+    sampling = {"temperature": 1.0, "top_k": top_k, "ignore_eos": True, "max_new_tokens": NEW_TOKENS}
+    extra = {"return_sampling_mask": True, "sampling_params": sampling}
+    return generate(url, random_prompt(length, seed=length), new_tokens=NEW_TOKENS, **extra)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("delivery", ["inband", "direct"])
+def test_the_tokens_that_could_be_chosen_reach_the_logits_that_chose_them(
+    delivery: str, model_dir: Path, tmp_path: Path
+) -> None:
+    relay = Relay(SPEC, TrainerLayout.parse("tp=2,cp=2"), ChannelConfig(token_tensors="sampling_masks"))
+    env = {
+        "R3CHANNEL_TOKEN_TENSORS": "sampling_masks",
+        **direct_to(relay, tmp_path),
+        "R3CHANNEL_DELIVERY": delivery,
+    }
+    with serving(model_dir, env=env) as server, ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda length: sampled(server.url, length), (3, 40, 150)))
+        replies.append(sampled(server.url, 20, top_k=1))
+        plain = generate(server.url, [5, 6, 7], new_tokens=2)  # no masks asked for: none behind the frame
+        names = [f"s{number}" for number in range(len(replies))]
+        for name, reply in zip(names, replies, strict=True):
+            relay.add(name, {"meta_info": reply.meta}, reply.tokens, engine=server.url)
+            assert not any(reply.meta["output_token_sampling_mask"])
+            assert len(reply.meta["output_token_sampling_logprobs"]) == NEW_TOKENS
+        ticket = relay.seal(0, Assignment.round_robin(names, dp=1, microbatch_size=2))
+    assert len(plain.raw) < 2000
+    shards = receive(receivers_of(relay), ticket)
+    expected = reference_ids(model_dir, [reply.tokens for reply in replies], folder=tmp_path)
+    seen = 0
+    for shard in shards:
+        for number, batch in enumerate(shard.shard.microbatches):
+            offsets, ids = (tensor.tolist() for tensor in shard.tensor("sampling_masks", number))
+            sample, position = (part.ravel().tolist() for part in shard.shard.token_map(number))
+            for place, (index, at) in enumerate(zip(sample, position, strict=True)):
+                which = names.index(batch.sample_ids[index])
+                got = set(ids[offsets[place] : offsets[place + 1]])
+                seen += check(got, replies[which], expected[which], at, top_k=1 if which == 3 else TOP_K)
+    relay.close()
+    assert seen == 2 * len(replies) * NEW_TOKENS  # on both TP ranks
+
+
+def check(got: set[int], reply: Reply, expected: Expected, at: int, *, top_k: int) -> int:
+    """The mask at one position against the best logits there; 1 where a token was made from it."""
+    made = range(len(reply.prompt) - 1, len(reply.tokens) - 1)
+    if at not in made:
+        assert not got, f"position {at} of {len(reply.tokens)} made no token"
+        return 0
+    assert reply.tokens[at + 1] in got
+    ordered = np.argsort(-expected.logits_TV[at], kind="stable")
+    best, after = expected.logits_TV[at][ordered[[top_k - 1, top_k]]]
+    assert got == set(ordered[:top_k].tolist()) or best - after <= NEAR_TIE
+    return 1
+
+
+# -- the likeliest tokens, of what sampled ---------------------------------------------------------------------------------
+
+K, TEMPERATURE = 16, 0.7
+FLOAT16 = 0.004
+"""Of a log-prob above -8."""
+
+
+def likeliest(url: str, length: int, **sampling: Any) -> Reply:
+    wanted = {"temperature": TEMPERATURE, "ignore_eos": True, "max_new_tokens": NEW_TOKENS, **sampling}
+    extra = {"return_logprob": True, "top_logprobs_num": K, "sampling_params": wanted}
+    return generate(url, random_prompt(length, seed=length), new_tokens=NEW_TOKENS, **extra)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("delivery", ["inband", "direct"])
+def test_the_likeliest_tokens_are_those_of_the_distribution_that_sampled(
+    delivery: str, model_dir: Path, tmp_path: Path
+) -> None:
+    """Also of requests that were retracted in the middle."""
+    option = f"topk_logprobs:{K}"
+    relay = Relay(SPEC, TrainerLayout.parse("tp=2,cp=2,pp=2"), ChannelConfig(token_tensors=option))
+    env = {"R3CHANNEL_TOKEN_TENSORS": option, **direct_to(relay, tmp_path), "R3CHANNEL_DELIVERY": delivery}
+    env |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
+    with serving(model_dir, env=env) as server, ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda length: likeliest(server.url, length), (3, 40, 150, 20)))
+        plain = generate(server.url, [5, 6, 7], new_tokens=2, return_logprob=True, top_logprobs_num=3)
+        refused = likeliest(server.url, 9, top_p=0.9)
+    assert [len(row) for row in plain.meta["output_top_logprobs"]] == [3, 3]  # SGLang's own, as ever
+    names = [f"s{number}" for number in range(len(replies))]
+    for name, reply in zip(names, replies, strict=True):
+        relay.add(name, reply.as_json, reply.tokens, engine=server.url)
+        assert not any(reply.meta["output_top_logprobs"])
+    with pytest.raises(EngineReported, match=r"topk_logprobs of a request with top_p=0\.9"):
+        relay.add("refused", refused.as_json, refused.tokens)
+    shards = receive(
+        receivers_of(relay), relay.seal(0, Assignment.round_robin(names, dp=1, microbatch_size=2))
+    )
+    relay.close()
+    expected = reference_ids(model_dir, [reply.tokens for reply in replies], folder=tmp_path)
+    seen = 0
+    for shard in (shard for shard in shards if shard.shard.pp):
+        for number, batch in enumerate(shard.shard.microbatches):
+            ids, logprobs, tail = (one.flatten(0, 1).numpy() for one in shard.tensor("topk_logprobs", number))
+            sample, position = (part.ravel().tolist() for part in shard.shard.token_map(number))
+            for place, (index, at) in enumerate(zip(sample, position, strict=True)):
+                which = names.index(batch.sample_ids[index])
+                row = ids[place], logprobs[place].astype(np.float64), float(tail[place])
+                seen += is_likeliest(row, replies[which], expected[which], at)
+    assert seen == 2 * len(replies) * NEW_TOKENS  # on both TP ranks
+
+
+def is_likeliest(row: tuple[Any, Any, float], reply: Reply, expected: Expected, at: int) -> int:
+    """1 where a token was made: its entry is what the reply's JSON says, and all are those of transformers."""
+    (ids, logprobs, tail), made = row, at - len(reply.prompt) + 1
+    if not 0 <= made < len(reply.output):
+        assert (ids == -1).all() and not logprobs.any() and tail == 0, at
+        return 0
+    scaled = expected.logits_TV[at].astype(np.float64) / TEMPERATURE
+    whole = scaled - np.log(np.exp(scaled - scaled.max()).sum()) - scaled.max()
+    assert np.abs(whole[ids] - logprobs).max() < FLOAT16 and (np.diff(logprobs) <= 0).all()
+    assert whole[ids].min() >= np.sort(whole)[-K] - NEAR_TIE and len(set(ids.tolist())) == K
+    assert abs(tail - (1 - np.exp(whole[ids]).sum())) < 1e-4
+    chosen, token, _ = reply.meta["output_token_logprobs"][made]
+    assert token not in ids or abs(logprobs[ids == token][0] - chosen) < FLOAT16
+    return 1

@@ -1,0 +1,398 @@
+"""Tensors that tokens bring beside expert ids: on the wire, through the relay, and at each trainer's tokens."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from r3channel import errors
+from r3channel.config import ChannelConfig
+from r3channel.engine.token_tensors import KeptTopk, TopkBatch, TopkRow, tensor_frame
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.token_tensors import cut_tensor
+from r3channel.recordings.recorder import Recorder
+from r3channel.recordings.recording import Recording
+from r3channel.relay.relay import Relay
+from r3channel.trainer.rank_shard import RankShard
+from r3channel.trainer.relay_connection import RelayConnection
+from r3channel.wire import header
+from r3channel.wire.frame import encode_error, sample_key
+from r3channel.wire.parcel import FrameReference
+from r3channel.wire.source import InHand
+from r3channel.wire.tensor_frame import TensorRows, encode_tensor, parse_tensors
+from r3channel.wire.token_tensors import MOST_ENTRIES, REGISTRY, TOPK_VOCABULARY, TokenTensor, tensors_of
+from tests.delivery import LIMIT_S, MakeRelay, receive, receivers_of, relays
+from tests.samples import frame_of, reply_of
+
+PROMPT, VOCAB = 4, 500
+MASKS = REGISTRY["sampling_masks"]()
+TOKENS = {f"s{i}": n for i, n in enumerate((9, 30, 17, 6))}
+Rows = list[list[int]]
+REFERENCE = FrameReference(sample_key=sample_key("s"), boot_id=1, serial=1, first_row=0, rows=8)
+
+
+@pytest.fixture
+def make_relay() -> Any:
+    with relays(token_tensors="sampling_masks") as make:
+        yield make
+
+
+def random_rows(count: int, *, seed: int) -> Rows:
+    """Half of them of one token, as measured."""
+    rng = np.random.default_rng(seed)
+    lengths = np.where(rng.random(count) < 0.5, 1, rng.integers(1, 20, count))
+    return [rng.choice(VOCAB, size, replace=False).tolist() for size in lengths]
+
+
+def masks_of(rows: Rows, *, first_row: int, request: str, ids: type = np.int32) -> bytes:
+    lengths_T, ids_N = np.array([len(row) for row in rows], np.int32), np.array([*chain(*rows)], ids)
+    return encode_tensor(TensorRows(MASKS, first_row, lengths_T, ids_N, sample_key(request)))
+
+
+def reply_with(name: str, tokens: int, rows: Rows, **changes: Any) -> dict[str, Any]:
+    """A frame, and behind it the masks of the last tokens."""
+    frame = frame_of(tokens, seed=tokens, sample_key=sample_key(name), **changes)
+    masks = masks_of(rows, first_row=tokens - 1 - len(rows), request=name)
+    return reply_of(frame + masks, request_id=name)
+
+
+def fill(relay: Relay) -> dict[str, list[Rows]]:
+    """The step's samples -> what must be at each position but the last."""
+    expected = {}
+    for seed, (name, tokens) in enumerate(TOKENS.items()):
+        rows = random_rows(tokens - PROMPT, seed=seed)
+        relay.add(name, reply_with(name, tokens, rows), range(tokens))
+        expected[name] = [[]] * (PROMPT - 1) + rows
+    return expected
+
+
+def masks_at(relay: Relay) -> dict[str, list[TensorRows]]:
+    """What lies at the relay."""
+    found: dict[str, list[TensorRows]] = {}
+    for name in TOKENS:
+        held = [turn.tensors for turn in relay.entries.samples[name].turns]
+        found[name] = [one.rows["sampling_masks"] for one in held if one is not None]
+        assert len(found[name]) == len(held)
+    return found
+
+
+def shard_of(relay: Relay) -> RankShard:
+    """The one sample `s`, at a single rank."""
+    return receive(receivers_of(relay), relay.seal(0, Assignment.given([[["s"]]])))[0]
+
+
+def masks_at_tokens(shard: RankShard) -> dict[tuple[str, int], list[int]]:
+    """(sample, position) -> the tokens of its mask."""
+    return {place: row[0] for place, row in seen_at(shard, MASKS.name).items()}
+
+
+def seen_at(shard: RankShard, tensor: str) -> dict[tuple[str, int], list[list[Any]]]:
+    """(sample, position) -> its row's entries in each column, of all positions of the shard's model input."""
+    found: dict[tuple[str, int], list[list[Any]]] = {}
+    for number, batch in enumerate(shard.shard.microbatches):
+        offsets, *columns = (one.tolist() for one in shard.tensor(tensor, number))
+        sample, position = (part.ravel().tolist() for part in shard.shard.token_map(number))
+        assert len(offsets) == len(sample) + 1
+        for place, (index, at) in enumerate(zip(sample, position, strict=True)):
+            name = batch.sample_ids[index] if index >= 0 else "tail"
+            found[name, at] = [column[offsets[place] : offsets[place + 1]] for column in columns]
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["", "dp=2", "tp=2", "tp=2,sp=1", "cp=2", "dp=2,cp=2,packing=thd", "pp=2", "dp=2,tp=2,pp=2,cp=2"],
+)
+def test_each_token_of_the_last_stage_gets_its_engines_mask(make_relay: MakeRelay, layout: str) -> None:
+    relay = make_relay(layout)
+    expected = fill(relay)
+    dp = relay.layout.dp
+    ticket = relay.seal(0, Assignment.round_robin(list(TOKENS), dp=dp, microbatch_size=4 // dp))
+    receivers = receivers_of(relay)
+    seen: dict[tuple[str, int], list[int]] = {}
+    for shard in receive(receivers, ticket):
+        if shard.shard.pp < relay.layout.pp - 1:
+            with pytest.raises(errors.UsageError, match="last stage"):
+                shard.tensor("sampling_masks", 0)
+            continue
+        for place, row in masks_at_tokens(shard).items():
+            assert seen.setdefault(place, row) == row  # TP ranks have the same
+    for (name, position), row in seen.items():
+        whole = expected.get(name, [])
+        assert row == (whole[position] if position < len(whole) else []), (name, position)
+    assert {(name, at) for name, rows in expected.items() for at in range(len(rows))} <= seen.keys()
+    relay.join_previous()
+    assert relay.status()["store"] == {"frames": 0, "bytes": 0}
+    for receiver in receivers:
+        receiver.close()
+
+
+def test_turns_bring_their_own_masks_and_what_lies_between_has_none(make_relay: MakeRelay) -> None:
+    relay = make_relay("")
+    first, second = random_rows(5, seed=1), random_rows(4, seed=2)
+    relay.add("s", reply_with("s", 9, first), range(9))
+    later = frame_of(6, first_row=8, sample_key=sample_key("t"), provenance=None)
+    more = reply_of(later + masks_of(second, first_row=9, request="t"), request_id="t")
+    relay.add("s", more, range(14), append=True)
+    shard = shard_of(relay)
+    rows = [masks_at_tokens(shard)["s", at] for at in range(14)]
+    assert rows == [*[[]] * 3, *first, [], *second, []]
+
+
+def test_masks_follow_a_reference_too(make_relay: MakeRelay) -> None:
+    relay = make_relay("")
+    rows = random_rows(5, seed=0)
+    data = REFERENCE.to_bytes() + masks_of(rows, first_row=3, request="s")
+    relay.add("s", reply_of(data, request_id="s"), range(9))
+    held = relay.verifier.keep(InHand(frame_of(9, sample_key=sample_key("s"))), where="s", max_rows=9)
+    relay.arrive(REFERENCE.name, held)
+    shard = shard_of(relay)
+    assert [masks_at_tokens(shard)["s", at] for at in range(3, 8)] == rows
+
+
+def test_an_abandoned_step_keeps_its_masks_and_a_discarded_sample_frees_them(make_relay: MakeRelay) -> None:
+    relay = make_relay("")
+    expected = fill(relay)
+    whole = Assignment.round_robin(list(TOKENS), dp=1, microbatch_size=4)
+    relay.seal(0, whole)
+    assert relay.abandon(0) == 4
+    (shard,) = receive(receivers_of(relay), relay.seal(1, whole))
+    assert masks_at_tokens(shard)["s1", 20] == expected["s1"][20]
+    relay.join_previous()
+    fill(relay)
+    assert relay.discard(TOKENS) == 4
+    assert relay.status()["store"] == {"frames": 0, "bytes": 0}
+
+
+def test_a_mask_that_changed_at_rest_reaches_no_trainer(make_relay: MakeRelay) -> None:
+    relay = make_relay("")
+    relay.add("s", reply_with("s", 3000, [list(range(20))] * 2000), range(3000))
+    (turn,) = relay.entries.samples["s"].turns
+    assert turn.tensors is not None
+    np.frombuffer(turn.tensors.block.view, np.uint8)[-1] ^= 1
+    with pytest.raises(errors.FrameCorrupt, match="sampling_masks of sample s at rest"):
+        shard_of(relay)
+
+
+@pytest.mark.parametrize(
+    ("tail", "error"),
+    [
+        (b"", errors.RoutingMissing),
+        (masks_of([[1]] * 5, first_row=3, request="other"), errors.RowCountMismatch),
+        (masks_of([[1]] * 4, first_row=3, request="s"), errors.RowCountMismatch),
+        (masks_of([[1]] * 5, first_row=3, request="s")[:-1], errors.FrameCorrupt),
+        (frame_of(9, sample_key=sample_key("s")), errors.RoutingError),
+        (encode_error("out of ids", sample_key=sample_key("s")), errors.EngineReported),
+    ],
+)
+def test_masks_that_misfit_are_refused(make_relay: MakeRelay, tail: bytes, error: type[Exception]) -> None:
+    relay = make_relay("")
+    frame = frame_of(9, sample_key=sample_key("s"))
+    with pytest.raises(error, match="sample s from engine e"):
+        relay.add("s", reply_of(frame + tail, request_id="s"), range(9), engine="e")
+    assert relay.status()["store"] == {"frames": 0, "bytes": 0}
+    assert relay.status()["pending"] == []
+
+
+@pytest.mark.parametrize("front", [frame_of(9, sample_key=sample_key("s")), REFERENCE.to_bytes()])
+def test_masks_that_nobody_asked_for_are_refused(front: bytes) -> None:
+    reply = reply_of(front + masks_of([[1]] * 5, first_row=3, request="s"), request_id="s")
+    with relays() as make, pytest.raises(errors.RoutingError, match="token_tensors does not name"):
+        make("").add("s", reply, range(9))
+
+
+def test_a_reply_that_is_left_to_the_live_router_needs_no_masks(make_relay: MakeRelay) -> None:
+    relay = make_relay("", on_missing="live", max_live=1.0)
+    relay.add("s", {"meta_info": {"id": "s"}}, range(9))
+    shard = shard_of(relay)
+    assert not any(masks_at_tokens(shard).values())
+
+
+def test_no_memory_for_masks_is_told_to_all(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
+    relay = make_relay("tp=2")
+    fill(relay)
+    ticket = relay.seal(0, Assignment.round_robin(list(TOKENS), dp=1, microbatch_size=4))
+    nbytes, empty = len(cut_tensor(ticket.plan.shard(dp=0, pp=0), MASKS, masks_at(relay))), torch.empty
+
+    def full(*size: Any, **options: Any) -> torch.Tensor:
+        if threading.current_thread().name == "1_0" and size == (nbytes,):
+            raise MemoryError("no room for masks")
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", full)
+    ranks = [ThreadPoolExecutor(1, thread_name_prefix=str(rank)) for rank in range(2)]
+    both = zip(ranks, receivers_of(relay), strict=True)
+    failed = [rank.submit(receiver.receive, ticket).exception for rank, receiver in [*both]]
+    first, second = (exception(LIMIT_S) for exception in failed)
+    assert isinstance(second, MemoryError) and isinstance(first, errors.PeerFailed)
+
+
+def test_masks_and_durability_are_not_had_together() -> None:
+    with pytest.raises(errors.ConfigError, match="journal"):
+        ChannelConfig(token_tensors="sampling_masks", journal="anywhere")
+    with relays(token_tensors="sampling_mask") as make, pytest.raises(errors.ConfigError, match="sampling_support"):
+        make()
+
+
+# -- a tensor that nobody has thought of ---------------------------------------------------------------------------------
+
+
+MADE_UP = TokenTensor("made_up", 77, np.dtype([("number", "<u2"), ("share", "<f2")]), "hope")
+
+
+def made_up_reply(name: str, tokens: int) -> tuple[bytes, list[Any]]:
+    """A reply's bytes, and what must be at each position but the last."""
+    rng, rows = np.random.default_rng(tokens), tokens - PROMPT
+    lengths_T = rng.integers(0, 5, rows)
+    entries_N = np.empty(lengths_T.sum(), MADE_UP.entry)
+    entries_N["number"], entries_N["share"] = (
+        rng.integers(0, 2**16, len(entries_N)),
+        rng.random(len(entries_N)),
+    )
+    cut = (np.split(entries_N[field], np.cumsum(lengths_T)[:-1]) for field in ("number", "share"))
+    wanted = [[number.tolist(), share.tolist()] for number, share in zip(*cut, strict=True)]
+    frame = frame_of(tokens, seed=tokens, sample_key=sample_key(name))
+    tail = encode_tensor(TensorRows(MADE_UP, PROMPT - 1, lengths_T, entries_N, sample_key(name)))
+    return frame + tail, [[[], []]] * (PROMPT - 1) + wanted
+
+
+def flip(relay: Relay) -> None:
+    """A bit of every tensor at rest; a second time it is whole again."""
+    for turn in (turn for sample in relay.entries.samples.values() for turn in sample.turns):
+        assert turn.tensors is not None
+        np.frombuffer(turn.tensors.block.view, np.uint8)[-1] ^= 1
+
+
+def test_a_tensor_is_a_declaration_and_damage_on_every_leg_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(REGISTRY, "made_up", lambda: MADE_UP)
+    monkeypatch.setitem(header._KINDS, MADE_UP.kind, MADE_UP.name)
+    replies = {name: made_up_reply(name, tokens) for name, tokens in TOKENS.items()}
+    with relays(token_tensors="made_up") as make:
+        relay = make("dp=2,tp=2,pp=2,cp=2", recorder=Recorder(tmp_path))
+        broken = replies["s0"][0][:-1] + bytes([replies["s0"][0][-1] ^ 1])
+        with pytest.raises(errors.FrameCorrupt, match="made_up"):  # in the reply
+            relay.add("s0", reply_of(broken, request_id="s0"), range(TOKENS["s0"]))
+        for name, (data, _) in replies.items():
+            relay.add(name, reply_of(data, request_id=name), range(TOKENS[name]))
+        receivers, whole = receivers_of(relay), Assignment.round_robin(list(TOKENS), dp=2, microbatch_size=2)
+        flip(relay)
+        with pytest.raises(errors.FrameCorrupt, match=r"made_up of sample s. at rest"):
+            receive(receivers, relay.seal(0, whole))
+        flip(relay)
+        relay.abandon(0)
+        receive_all, damaged = RelayConnection._recv_all, list[bytearray]()
+
+        def damaging(connection: RelayConnection, out: bytearray, *rest: Any) -> None:
+            receive_all(connection, out, *rest)
+            if len(damaged) < 3:  # on the wire: it is sent again
+                damaged.append(out)
+                out[-1] ^= 1
+
+        monkeypatch.setattr(RelayConnection, "_recv_all", damaging)
+        seen = [
+            seen_at(shard, "made_up") for shard in receive(receivers, relay.seal(1, whole)) if shard.shard.pp
+        ]
+        relay.join_previous()
+    recorded = Recording.open(tmp_path).step(1)
+    for cp in range(2):  # on disk
+        shard, whole_N = recorded.ticket.plan.shard(dp=0, pp=1, cp=cp), recorded.shards(dp=0)[0, 1, cp]
+        options = {"tp": 1, "tensors": recorded.tensor_shard(shard)}
+        again = RankShard.from_whole(recorded.ticket, shard, torch.from_numpy(whole_N), **options)
+        seen.append(seen_at(again, "made_up"))
+    assert len(damaged) == 3 and recorded.cut == ()
+    for (name, at), row in (place for shard in seen for place in shard.items()):
+        wanted = replies[name][1] if name in replies else []
+        assert row == (wanted[at] if at < len(wanted) else [[], []]), (name, at)
+    assert {(name, at) for name in replies for at in range(TOKENS[name])} <= {
+        place for shard in seen for place in shard
+    }
+
+
+# -- the likeliest tokens ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "nbytes", "exact"), [("topk_logprobs", 548, 4e-3), ("topk_logprobs:12:float32", 79, 0)]
+)
+def test_packed_tokens_are_the_likeliest_with_their_log_probs_and_the_mass_of_the_others(
+    option: str, nbytes: int, exact: float
+) -> None:
+    (tensor,) = tensors_of(option)
+    logprobs_BV = torch.log_softmax(
+        torch.randn(5, TOPK_VOCABULARY, generator=torch.manual_seed(0)) * 3, dim=-1
+    )
+    batch, kept = TopkBatch(logprobs_BV, tensor), KeptTopk()
+    for row in range(5):
+        kept.add(TopkRow(batch, row))
+    frame = tensor_frame(tensor, kept, prompt_tokens=3, new_tokens=5, request_id="s")
+    (rows,) = parse_tensors(frame, [tensor], where="x")
+    ids, logprobs, tail = (torch.from_numpy(value) for value in tensor.values(rows.entries_N))
+    values, wanted = logprobs_BV.topk(ids.shape[1])
+    assert (rows.first_row, rows.end_row, tensor.entry.itemsize) == (2, 7, nbytes)
+    assert torch.equal(ids.long(), wanted) and ids.max() >= 1 << 16
+    assert (logprobs.float() - values).abs().max() <= exact
+    assert torch.allclose(tail, 1 - values.double().exp().sum(-1).float(), atol=1e-5)
+
+
+@pytest.mark.parametrize("parameters", ["10", "260", "8:int8", "8,topk_logprobs:12"])
+def test_an_option_that_cannot_be_is_refused(parameters: str) -> None:
+    with pytest.raises(errors.ConfigError, match="topk_logprobs"):
+        tensors_of(f"topk_logprobs:{parameters}")
+
+
+def test_a_relay_that_expects_another_k_says_so() -> None:
+    with (
+        relays(token_tensors="topk_logprobs:8") as make,
+        pytest.raises(errors.SpecMismatch, match="topk_logprobs:8"),
+    ):
+        make("").add(
+            "s", reply_of(frame_of(9, sample_key=sample_key("s")) + topk_frame(12), request_id="s"), range(9)
+        )
+
+
+def topk_frame(k: int) -> bytes:
+    (tensor,) = tensors_of(f"topk_logprobs:{k}")
+    return encode_tensor(
+        TensorRows(tensor, 3, np.ones(5, np.uint16), np.zeros(5, tensor.entry), sample_key("s"))
+    )
+
+
+# -- on the wire -------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=9), max_size=9), st.integers(0, 1 << 24))
+def test_what_is_written_is_read(rows: Rows, first_row: int) -> None:
+    (found,) = parse_tensors(
+        masks_of(rows, first_row=first_row, request="s", ids=np.uint32), [MASKS], where="x"
+    )
+    ends = found.first_row, found.end_row, found.sample_key
+    assert ends == (first_row, first_row + len(rows), sample_key("s"))
+    assert found.lengths_T.tolist() == [*map(len, rows)] and found.entries_N["token_id"].tolist() == [
+        *chain(*rows)
+    ]
+
+
+def test_every_bit_that_flips_is_noticed() -> None:
+    data = masks_of([[5, 6], [], [7]], first_row=3, request="s")
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(errors.FrameError):
+            parse_tensors(bytes(changed), [MASKS], where="x")
+
+
+def test_a_mask_longer_than_its_length_can_say_is_refused() -> None:
+    rows = TensorRows(MASKS, 0, np.array([MOST_ENTRIES + 1]), np.zeros(MOST_ENTRIES + 1, np.uint32))
+    with pytest.raises(errors.RoutingError, match=str(MOST_ENTRIES)):
+        encode_tensor(rows)
