@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+
 from r3channel.engine.frame_sender import report
 from r3channel.engine.token_tensors import KeptMasks, KeptTopk, TopkBatch, TopkRow, tensor_frame
 from r3channel.errors import RoutingError

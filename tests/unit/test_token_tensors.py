@@ -239,7 +239,10 @@ def test_no_memory_for_masks_is_told_to_all(make_relay: MakeRelay, monkeypatch: 
 def test_masks_and_durability_are_not_had_together() -> None:
     with pytest.raises(errors.ConfigError, match="journal"):
         ChannelConfig(token_tensors="sampling_masks", journal="anywhere")
-    with relays(token_tensors="sampling_mask") as make, pytest.raises(errors.ConfigError, match="sampling_support"):
+    with (
+        relays(token_tensors="sampling_mask") as make,
+        pytest.raises(errors.ConfigError, match="sampling_support"),
+    ):
         make()
 
 
