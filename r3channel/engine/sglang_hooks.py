@@ -34,7 +34,7 @@ TOP_LOGPROBS = (
     f"{_SRT}.layers.utils.logprob.get_top_logprobs",
     f"{_SRT}.layers.logprob_processor.get_top_logprobs",
 )
-"""Of 0.5.15.post1, and of 0.5.23."""
+"""In 0.5.15.post1, and in 0.5.23."""
 RELEASE = f"{_SRT}.managers.schedule_batch.release_req"
 INIT_BATCH = f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new"
 TRANSFERRED = (

@@ -43,9 +43,9 @@ class TokenTensor:
     option: str
     """As the option `token_tensors` says it: its name, then parameters."""
     kind: int
-    """Of its frames: 3 to 254, never given to another tensor."""
+    """The kind of its frames: 3 to 254, never given to another tensor."""
     entry: np.dtype[Any]
-    """Of one entry, little endian, a field for each of its values."""
+    """One entry, little endian, a field for each of its values."""
     asked_by: str
     """What makes an engine return it, told where a reply has none."""
     dense: bool = False

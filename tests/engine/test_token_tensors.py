@@ -86,7 +86,7 @@ def check(got: set[int], reply: Reply, expected: Expected, at: int, *, top_k: in
 
 K, TEMPERATURE = 16, 0.7
 FLOAT16 = 0.004
-"""Of a log-prob above -8."""
+"""The error of a log-prob above -8, at most."""
 
 
 def likeliest(url: str, length: int, **sampling: Any) -> Reply:

@@ -160,7 +160,7 @@ W = TensorMeta(name="w", dtype=torch.float32, shape=(8,))
 
 
 def surveyed(other: str = "") -> Stages:
-    """Of a trainer that holds all of `w`, as another one does."""
+    """One trainer's, which holds all of `w`, as another one does."""
     stages, given = (
         Stages(OneRankOfTwo(other), SyncConfig(engines=[])),
         Given(((W, Box.whole((8,))),), (1,), None),
