@@ -29,7 +29,9 @@ batch, kept = TopkBatch(logq_TV, tensor), KeptTopk()
 for row in range(NEW):
     kept.add(TopkRow(batch, row))
 frame = encode_frame(
-    spec, expert_ids_TLK=np.tile(np.uint8([0, 1]), (PROMPT + NEW - 1, 2, 1)), sample_key=sample_key("a")
+    spec,
+    expert_ids_TLK=np.tile(np.array([0, 1], np.uint8), (PROMPT + NEW - 1, 2, 1)),
+    sample_key=sample_key("a"),
 )
 frame += tensor_frame(tensor, kept, prompt_tokens=PROMPT, new_tokens=NEW, request_id="a")
 
