@@ -1,9 +1,8 @@
 """The reverse path into real engines, beside SGLang's own two formats and a raw gloo broadcast.
 
 `engine`: whole updates of 1,193 tensors (10 MB). `pauses`: how long an engine of 61 MB stands still. `large`: 540 MB, compared at
-the engine, beside a raw gloo broadcast of as many bytes. `reshard`: two Megatron ranks of TP 2 into an engine of TP 2 by the
-exact plan: how often the model's bytes are sent. `size`: what one of 64 trainer ranks of Qwen3-235B's experts learns of its own
-parameters, and what linking 64 engine ranks costs it; no values, nothing is sent.
+the engine, beside a raw gloo broadcast of as many bytes. `size`: what one of 64 trainer ranks of Qwen3-235B's experts learns of
+its own parameters, and what linking 64 engine ranks costs it; no values, nothing is sent.
 """
 
 from __future__ import annotations
@@ -53,14 +52,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "colocated": {"staged": True, "wire": "shared_memory"},
 }
 _TIMEOUT_S, _READY_TIMEOUT_S = 120.0, 240.0
-_TRAINERS = 2
 
 Named = list[tuple[str, torch.Tensor]]
 
 
 @contextmanager
-def _engine(*, hidden: int = 64, tp: int = 1) -> Iterator[tuple[str, Named, Path]]:
-    """A real engine of a small model (its address), that model's tensors, and where they lie."""
+def _engine(*, hidden: int = 64) -> Iterator[tuple[str, Named]]:
+    """A real engine of a small model (its address), and that model's tensors."""
     from safetensors.torch import load_file
 
     from examples.embedded.model import write_model
@@ -70,11 +68,9 @@ def _engine(*, hidden: int = 64, tp: int = 1) -> Iterator[tuple[str, Named, Path
     with tempfile.TemporaryDirectory(prefix="r3channel-bench-") as folder:
         model = write_model(Path(folder) / "model", hidden=hidden)
         named = list(load_file(model / "model.safetensors").items())
-        options = EngineOptions(
-            model=model, r3channel=False, env={"R3CHANNEL_WEIGHTS": "1"}, tp=tp, capture=tp == 1
-        )
+        options = EngineOptions(model=model, r3channel=False, env={"R3CHANNEL_WEIGHTS": "1"})
         with engines(options, 1, timeout_s=_READY_TIMEOUT_S) as (url,):
-            yield url, named, model
+            yield url, named
 
 
 def _updates(url: str, named: Named, rounds: int) -> dict[str, Any]:
@@ -107,7 +103,7 @@ def _pause_s(report: UpdateReport) -> float:
 
 def engine(effort: Effort) -> dict[str, Any]:
     rounds = effort.rounds_of(12, 3)
-    with _engine() as (url, named, _):
+    with _engine() as (url, named):
         with _per_tensor(EngineHandle(url), named) as peer:
             update = timed(peer, clock=time.monotonic)
             per_tensor_s = median([update() for _ in range(rounds + 1)][1:])
@@ -118,7 +114,7 @@ def engine(effort: Effort) -> dict[str, Any]:
 
 
 def pauses(effort: Effort) -> dict[str, Any]:
-    with _engine(hidden=160) as (url, named, _):
+    with _engine(hidden=160) as (url, named):
         found = _updates(url, named, effort.rounds_of(12, 3))
     flattened_s, staged_s, colocated_s = (found["pause_s"][name] for name in WAYS)
     ratio = {
@@ -130,7 +126,7 @@ def pauses(effort: Effort) -> dict[str, Any]:
 
 def large(effort: Effort) -> dict[str, Any]:
     rounds = effort.rounds_of(8, 2)
-    with _engine(hidden=effort.of(480, 160)) as (url, named, _):
+    with _engine(hidden=effort.of(480, 160)) as (url, named):
         found = _updates(url, named, rounds)
     raw_s = found["wall_s"]["raw_gloo"] = _raw_gloo_s(found["bytes"], rounds)
     ratio = {
@@ -198,58 +194,6 @@ def _per_tensor(client: EngineHandle, named: Named) -> Iterator[Callable[[], Non
         group.close()
 
 
-def reshard(effort: Effort) -> dict[str, Any]:
-    """`bytes_of_model`: what all ranks sent for one update, of the model's bytes. `largest_share_held`: of any trainer rank."""
-    with _engine(tp=2) as (url, named, model):
-        job = {"model": str(model), "url": url, "rounds": effort.rounds_of(8, 2)}
-        job["meet"] = f"file://{model.parent / 'reshard-meet'}"
-        commands = [
-            [sys.executable, "-m", "r3channel.bench.weights", json.dumps({**job, "rank": rank})]
-            for rank in range(_TRAINERS)
-        ]
-        ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
-        try:
-            said = [
-                json.loads(rank.communicate(timeout=_READY_TIMEOUT_S)[0].splitlines()[-1]) for rank in ranks
-            ]
-        finally:
-            for rank in ranks:
-                rank.kill()
-    model_bytes = sum(tensor.nbytes for _, tensor in named)
-    found = {
-        "bytes_of_model": sum(rank["sent"] for rank in said) / model_bytes,
-        "largest_share_held": max(rank["held"] for rank in said) / model_bytes,
-        "update_s": said[0]["update_s"],
-        "hf_shards_first_and_again_s": said[0]["hf_shards_s"],
-        "parameters_compared": said[0]["verified"],
-    }
-    return {"reshard": found}
-
-
-def _trainer_rank(job: dict[str, Any]) -> dict[str, Any]:
-    from examples.embedded import megatron
-    from r3channel.plan.layout import TrainerLayout
-
-    torch.set_num_threads(1)
-    layout = TrainerLayout.parse(f"tp={_TRAINERS}")
-    megatron.init_distributed(rank=job["rank"], world_size=_TRAINERS, init_method=job["meet"], layout=layout)
-    trained = megatron.build(job["model"], layout, dtype="float32")
-    with WeightSync.sharded([job["url"]], group=torch.distributed.group.WORLD) as sync:
-        sync.connect(timeout_s=_READY_TIMEOUT_S)
-        shards_s = [timed(lambda: convert.hf_shards(trained.bridge, trained.chunks))() for _ in range(2)]
-        shards = convert.hf_shards(trained.bridge, trained.chunks)
-        versions = range(1, job["rounds"] + 2)
-        reports = [sync.update(shards, version=number, timeout_s=_READY_TIMEOUT_S) for number in versions]
-    megatron.close_distributed()
-    return {
-        "sent": reports[-1].sent_bytes,
-        "held": sum(shard.tensor.nbytes for shard in shards),
-        "verified": reports[-1].verified,
-        "update_s": median(report.wall_s for report in reports[1:]),
-        "hf_shards_s": shards_s,
-    }
-
-
 _RANKS, _KINDS, _EXPERTS = 64, 8, {"fc1": (3072, 4096), "fc2": (4096, 1536)}
 
 
@@ -266,9 +210,8 @@ def size(effort: Effort) -> dict[str, Any]:
     metas, ends, told = [meta for meta, _ in held], (-(-len(held) // _RANKS),), list[str]()
     for first in range(_KINDS):
         rows = ((n, box, 0, (n + first) * box.numel, (box.shape[1], 1)) for n, (_, box) in enumerate(held))
-        told.append(
-            json.dumps(Needs((metas[0],), tuple(map(dryrun.Part, *zip(*rows, strict=True)))).to_dict())
-        )
+        parts_P = tuple(map(dryrun.Part, *zip(*rows, strict=True)))
+        told.append(json.dumps(Needs((metas[0],), parts_P).to_dict()))
     ranks, reports = TrainerRanks(), [report_of(held[rank::_RANKS]) for rank in range(_RANKS)]
     vars(ranks).update(size=_RANKS, exchange=lambda value, _: [value], exchange_bytes=lambda *_: reports)
     stages, links, deadline = Stages(ranks, SyncConfig(engines=[])), list[RankLink](), Deadline(600, "link")
@@ -290,7 +233,4 @@ def _gate_and_up(name: str, whole: torch.Tensor) -> Named:
     return [(f"{name}.{number}", half) for number, half in enumerate(halves)]
 
 
-PARTS: Parts = {part.__name__: part for part in (engine, pauses, large, reshard, size)}
-
-if __name__ == "__main__":
-    print(json.dumps(_trainer_rank(json.loads(sys.argv[1]))))
+PARTS: Parts = {part.__name__: part for part in (engine, pauses, large, size)}

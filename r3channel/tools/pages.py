@@ -103,9 +103,8 @@ def options() -> Iterator[Option]:
 
 
 def _option(flag: str, name: str, side: str, default: Any, config: type[Any]) -> Option:
-    return Option(
-        flag, ENV_PREFIX + name.upper(), side, default, _unit(name), field_texts(config).get(name, "")
-    )
+    meaning = field_texts(config).get(name, "")
+    return Option(flag, ENV_PREFIX + name.upper(), side, default, _unit(name), meaning)
 
 
 def _unit(name: str) -> str:
@@ -126,14 +125,9 @@ def _value(option: Option) -> str:
 
 
 def layout_lines() -> list[str]:
-    rows = [f"| `{layout.text}` | {layout.rows} | `{layout.when}` |" for layout in LAYOUTS]
-    return [
-        "| layout | a router's rows on one rank | proven by |",
-        "|---|---|---|",
-        *rows,
-        "",
-        *_LAYOUT_NOTES,
-    ]
+    lines = ["| layout | a router's rows on one rank | proven by |", "|---|---|---|"]
+    lines += [f"| `{layout.text}` | {layout.rows} | `{layout.when}` |" for layout in LAYOUTS]
+    return [*lines, "", *_LAYOUT_NOTES]
 
 
 def option_lines() -> list[str]:

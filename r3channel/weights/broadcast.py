@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from r3channel.errors import ManifestMismatch
-from r3channel.transport.process_group import in_background
 from r3channel.weights.checksums import engine_names
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.executor import Work
@@ -91,7 +90,7 @@ class Broadcast(Work):
         flush = number == len(self._buckets) - 1 and self._config.flush
         how = {"group_name": group.name, "flush_cache": flush, "timeout_s": left_s}
         load = background(partial(handle.update_tensors, bucket.tensors, **how))
-        wire = in_background(partial(group.broadcast, self._payload, timeout_s=left_s), name="weights-send")
+        wire = background(partial(group.broadcast, self._payload, timeout_s=left_s))
         what = {load: handle.url, wire: f"the broadcast to {handle.url}"}
         wait_all(what, f"bucket {number} ({bucket})", left_s)
 
@@ -106,7 +105,7 @@ class Broadcast(Work):
         group = WeightGroup(name, world_size=1 + handle.size, host=config.host, backend=config.backend)
         calls = {
             background(partial(handle.init_group, group, timeout_s=left_s)): handle.url,
-            in_background(partial(group.join, timeout_s=left_s), name="weights-join"): "rank 0",
+            background(partial(group.join, timeout_s=left_s)): "rank 0",
         }
         try:
             wait_all(calls, f"join of weight group {name} with {handle.url}", left_s)

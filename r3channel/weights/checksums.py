@@ -13,7 +13,7 @@ from r3channel.weights.manifest import FUSED_INTO, UNIT_NAME
 
 _CHARS = 16
 _ROW_BYTES = 16 << 10
-_EXPERT = re.compile(r"^(?P<head>.*\.experts)\.(?P<number>\d+)\.(?P<module>gate|up|down)_proj\.weight$")
+_EXPERT = re.compile(r"^(?P<head>.*\.experts)\.\d+\.(?P<module>gate|up|down)_proj\.weight$")
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
@@ -60,7 +60,7 @@ def fused_name(name: str) -> str:
     if expert := _EXPERT.match(name):
         return f"{expert['head']}.{'w2' if expert['module'] == 'down' else 'w13'}_weight"
     if member := UNIT_NAME.match(name):
-        return f"{member['head']}{FUSED_INTO[member['member']][0]}.{member['tail']}"
+        return f"{member['head']}{FUSED_INTO[member['member']]}.{member['tail']}"
     return name
 
 

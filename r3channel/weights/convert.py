@@ -13,8 +13,8 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3channel.errors import ConfigError
-from r3channel.weights.geometry import Box
+from r3channel.weights.dryrun import Part as Place
+from r3channel.weights.geometry import MOST_PIECES, Box
 from r3channel.weights.manifest import TensorMeta
 
 _LOCAL_EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight")
@@ -32,7 +33,6 @@ _LATENT_NORM = re.compile(r"self_attention\.(q|kv)_layernorm\.weight")
 _LATENT = "self_attention.linear_kv_down_proj."
 _ROUTER = ".mlp.router."
 _EXPERT = ".mlp.experts.linear_fc"
-_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64)}
 
 
 class NamedView:
@@ -44,21 +44,16 @@ class NamedView:
     def __init__(self, chunk: torch.nn.Module) -> None:
         self.model = unwrap(chunk)
         self.decoder = self.model.decoder
-        self._latent = any(_LATENT in name for name, _ in self.model.named_parameters())
-        self._state: dict[str, torch.Tensor] | None = None
+        latent = any(_LATENT in name for name, _ in self.model.named_parameters())
+        self._name = partial(te_name, latent=latent)
+        # Kept: mbridge's load_weights asks once per tensor. The tensors alias the parameters.
+        state = self.model.state_dict().items()
+        self._state = {self._name(name): value for name, value in state if torch.is_tensor(value)}
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return [
-            (te_name(name, latent=self._latent), weight) for name, weight in self.model.named_parameters()
-        ]
+        return [(self._name(name), weight) for name, weight in self.model.named_parameters()]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        # Kept: mbridge's load_weights asks once per tensor. The tensors alias the parameters.
-        if self._state is None:
-            named = [
-                (name, value) for name, value in self.model.state_dict().items() if torch.is_tensor(value)
-            ]
-            self._state = {te_name(name, latent=self._latent): value for name, value in named}
         return self._state
 
 
@@ -85,14 +80,12 @@ def te_name(name: str, *, latent: bool = False) -> str:
     return _LOCAL_NORM.sub(r"\1.self_attention.linear_qkv.layer_norm_weight", name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard:
+class _Shard(NamedTuple):
     """What the other pipeline stages must know of a parameter to receive it."""
 
     stage: int
-    name: str  # global layer number, expert number local to its EP rank
-    shape: tuple[int, ...]
-    dtype: str
+    meta: TensorMeta
+    """Its name has the global layer number, and the expert number local to its EP rank."""
     partition_dim: int  # -1: replicated over TP
 
 
@@ -122,12 +115,12 @@ def hf_weights(
         given = set[str]()
         for shard in _all_stages(bridge, [shard for shard, _ in local], device=device):
             # Those of a stage come in the order in which it told of them.
-            own = local.pop(0)[1] if shard.stage == bridge.mpu.pp_rank else None
-            weight = _from_stage(bridge, shard, own, device=device)
-            for name, tensor in _converted(bridge, shard, weight):
+            own, meta = shard.stage == bridge.mpu.pp_rank, shard.meta
+            weight = local.pop(0)[1] if own else torch.empty(meta.shape, dtype=meta.dtype, device=device)
+            for name, tensor in _converted(bridge, shard, _from_stage(bridge, shard.stage, weight)):
                 if name not in given:  # the last stage has tied embeddings too
                     given.add(name)
-                    yield name, tensor.to(_sent_dtype(shard.name, tensor.dtype, dtype))
+                    yield name, tensor.to(_sent_dtype(meta.name, tensor.dtype, dtype))
 
 
 def _sent_dtype(name: str, own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -141,13 +134,14 @@ def _local_shards(bridge: Any, views: Sequence[NamedView]) -> list[tuple[_Shard,
     shards = []
     for view in views:
         names = bridge._weight_name_mapping_mcore_local_to_global(view, consider_ep=False)
-        for name, weight in _tensors(view):
+        # Megatron keeps the experts' biases as buffers
+        biases = [(name, value) for name, value in view.state_dict().items() if name.endswith("expert_bias")]
+        for name, weight in [*view.named_parameters(), *biases]:
             if name not in names:
                 raise ConfigError(
                     f"parameter {name}: not known to {type(bridge).__name__}; is it this model's bridge?"
                 )
-            dim = _partition_dim(weight)
-            shard = _Shard(bridge.mpu.pp_rank, names[name], tuple(weight.shape), str(weight.dtype), dim)
+            shard = _Shard(bridge.mpu.pp_rank, TensorMeta.of(names[name], weight), _partition_dim(weight))
             shards.append((shard, weight.detach()))
     return shards
 
@@ -156,62 +150,51 @@ def _partition_dim(weight: torch.Tensor) -> int:
     return getattr(weight, "partition_dim", -1) if getattr(weight, "tensor_model_parallel", False) else -1
 
 
-def _tensors(view: NamedView) -> list[tuple[str, torch.Tensor]]:
-    """Parameters, and the expert biases that Megatron keeps as buffers."""
-    biases = [(name, value) for name, value in view.state_dict().items() if name.endswith("expert_bias")]
-    return [*view.named_parameters(), *biases]
-
-
 def _all_stages(bridge: Any, mine: Sequence[_Shard], *, device: torch.device) -> list[_Shard]:
     """Every stage's shards, in stage order: one exchange of JSON per export."""
     if bridge.mpu.pp_size == 1:
         return list(mine)
-    text = json.dumps([asdict(shard) for shard in mine]).encode()
-    texts = _gathered_bytes(text, group=bridge.mpu.pp_group, device=device)
+    text = json.dumps([(stage, meta.row(), dim) for stage, meta, dim in mine]).encode()
+    texts = gathered_bytes(text, group=bridge.mpu.pp_group, device=device)
     rows = [row for text in texts for row in json.loads(text)]
-    return [_Shard(**{**row, "shape": tuple(row["shape"])}) for row in rows]
+    return [_Shard(stage, TensorMeta.from_row(meta), dim) for stage, meta, dim in rows]
 
 
-def _gathered_bytes(raw: bytes, *, group: Any, device: torch.device) -> list[bytes]:
+def gathered_bytes(raw: bytes, *, group: Any, device: torch.device) -> list[bytes]:
     """Every rank's bytes, of any length, by rank. torch's RuntimeError when a rank is gone."""
     size = dist.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(raw)], device=device), group=group)
+    lengths = _gathered(torch.tensor([len(raw)], device=device), group=group, size=size)
     longest = max(1, *(int(length) for length in lengths))
     mine = torch.frombuffer(bytearray(raw.ljust(longest)), dtype=torch.uint8).to(device)
-    rows = [torch.zeros_like(mine) for _ in range(size)]
-    dist.all_gather(rows, mine, group=group)
+    rows = _gathered(mine, group=group, size=size)
     return [row.cpu().numpy()[: int(n)].tobytes() for row, n in zip(rows, lengths, strict=True)]
 
 
-def _from_stage(
-    bridge: Any, shard: _Shard, weight: torch.Tensor | None, *, device: torch.device
-) -> torch.Tensor:
-    """The owning stage's tensor on every stage."""
-    if bridge.mpu.pp_size == 1:
-        assert weight is not None
-        return weight
-    if weight is None:
-        weight = torch.empty(shard.shape, dtype=_DTYPES[shard.dtype], device=device)
-    source = dist.get_global_rank(bridge.mpu.pp_group, shard.stage)
-    dist.broadcast(weight, src=source, group=bridge.mpu.pp_group)
+def _from_stage(bridge: Any, stage: int, weight: torch.Tensor) -> torch.Tensor:
+    """The owning stage's tensor, on every stage in `weight`."""
+    if bridge.mpu.pp_size > 1:
+        source = dist.get_global_rank(bridge.mpu.pp_group, stage)
+        dist.broadcast(weight, src=source, group=bridge.mpu.pp_group)
     return weight
 
 
 def _converted(bridge: Any, shard: _Shard, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    mpu, expert = bridge.mpu, _EXPERT in shard.name
+    mpu, expert = bridge.mpu, _EXPERT in shard.meta.name
     group, size = (mpu.etp_group, mpu.etp_size) if expert else (mpu.tp_group, mpu.tp_size)
-    for name, part in _experts(bridge, shard, weight):
-        yield from _named(bridge, name, _merged(bridge, shard, part, group=group, size=size))
+    for name, whole in _experts(bridge, shard.meta.name, weight):
+        if size > 1 and shard.partition_dim >= 0:
+            parts = _gathered(whole, group=group, size=size)
+            whole = _merged(bridge, shard.meta.name, parts, shard.partition_dim)
+        yield from _named(bridge, name, whole)
 
 
-def _experts(bridge: Any, shard: _Shard, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+def _experts(bridge: Any, name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """The same local expert of every EP rank, under its global number; any other parameter as it is."""
     mpu = bridge.mpu
-    if mpu.ep_size == 1 or _EXPERT not in shard.name:
-        return [(shard.name, weight)]
+    if mpu.ep_size == 1 or _EXPERT not in name:
+        return [(name, weight)]
     gathered = _gathered(weight, group=mpu.ep_group, size=mpu.ep_size)
-    return [(_global_expert(bridge, shard.name, rank), part) for rank, part in enumerate(gathered)]
+    return [(_global_expert(bridge, name, rank), part) for rank, part in enumerate(gathered)]
 
 
 def _global_expert(bridge: Any, name: str, ep_rank: int) -> str:
@@ -221,19 +204,11 @@ def _global_expert(bridge: Any, name: str, ep_rank: int) -> str:
     return f"{prefix}.weight{ep_rank * per_rank + int(number)}"
 
 
-def _merged(bridge: Any, shard: _Shard, weight: torch.Tensor, *, group: Any, size: int) -> torch.Tensor:
-    if size == 1 or shard.partition_dim < 0:
-        return weight
-    parts = _gathered(weight, group=group, size=size)
-    return bridge._weight_merge_across_tp(shard.name, parts, _marked(shard.partition_dim))
-
-
-def _marked(partition_dim: int) -> torch.Tensor:
-    """Mark the parameter with its split, which mbridge reads from attributes."""
-    marked = torch.empty(0)
-    setattr(marked, "tensor_model_parallel", True)  # noqa: B010
-    setattr(marked, "partition_dim", partition_dim)  # noqa: B010
-    return marked
+def _merged(bridge: Any, name: str, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """All ranks' parts as one; mbridge reads how they are split from a parameter's attributes."""
+    marked: Any = torch.empty(0)
+    marked.tensor_model_parallel, marked.partition_dim = True, dim
+    return bridge._weight_merge_across_tp(name, parts, marked)
 
 
 def _gathered(weight: torch.Tensor, *, group: Any, size: int) -> list[torch.Tensor]:
@@ -243,15 +218,13 @@ def _gathered(weight: torch.Tensor, *, group: Any, size: int) -> list[torch.Tens
 
 
 def _named(bridge: Any, name: str, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    names, tensors = bridge._weight_to_hf_format(name, whole)
-    yield from zip(names, tensors, strict=True)
+    return zip(*bridge._weight_to_hf_format(name, whole), strict=True)
 
 
 # -- what a rank holds, without gathering ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     """A box of a whole checkpoint tensor, as a view of this rank's own memory."""
 
     meta: TensorMeta
@@ -260,8 +233,7 @@ class Shard:
     tensor: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A parameter as one tensor-parallel rank holds it."""
 
     name: str
@@ -307,37 +279,16 @@ def hf_shards(
 
     Arguments as of `hf_weights`; see `shards_of`.
     """
-
-    def merge(name: str, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-        return bridge._weight_merge_across_tp(name, parts, _marked(dim))
-
-    views = [NamedView(chunk) for chunk in chunks]
-    parts = [_part(bridge, shard, weight) for shard, weight in _local_shards(bridge, views)]
-    return shards_of(parts, merge, lambda name, whole: _named(bridge, name, whole), dtype=dtype, owner=bridge)
-
-
-def _part(bridge: Any, shard: _Shard, weight: torch.Tensor) -> Part:
-    mpu = bridge.mpu
-    if _EXPERT in shard.name:
-        name = _global_expert(bridge, shard.name, mpu.ep_rank)
-        return Part(name, weight, shard.partition_dim, mpu.etp_rank, mpu.etp_size)
-    return Part(shard.name, weight, shard.partition_dim, mpu.tp_rank, mpu.tp_size)
+    mpu, parts = bridge.mpu, list[Part]()
+    dense, expert = (mpu.tp_rank, mpu.tp_size), (mpu.etp_rank, mpu.etp_size)
+    for (_, meta, dim), weight in _local_shards(bridge, [NamedView(chunk) for chunk in chunks]):
+        whole_model = _global_expert(bridge, meta.name, mpu.ep_rank) if _EXPERT in meta.name else meta.name
+        parts.append(Part(whole_model, weight, dim, *(expert if _EXPERT in meta.name else dense)))
+    return shards_of(parts, partial(_merged, bridge), partial(_named, bridge), dtype=dtype, owner=bridge)
 
 
 _learned = WeakKeyDictionary[Any, dict[Any, Any]]()
 """What `shards_of` knows, by owner, then by kind of parameter and by parameter."""
-_MOST_PIECES = 4096
-"""Boxes that a parameter may become in one tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A box of one of the tensors that a parameter becomes, and its place in the parameter, in items."""
-
-    tensor: int
-    box: Box
-    offset: int
-    strides: tuple[int, ...]
 
 
 @torch.no_grad()
@@ -364,16 +315,13 @@ def shards_of(
         key = part.name, weight.shape, part.partition_dim, part.rank, part.size, sent
         if key not in known:
             known[key] = _named_places(part, sent, merge, convert, known)
-        for meta, place in known[key]:
-            offset = weight.storage_offset() + place.offset
-            own = torch.as_strided(weight, place.box.shape, place.strides, offset)
-            shards.append(Shard(meta, place.box, own))
+        shards += [Shard(meta, place.box, place.view(weight)) for meta, place in known[key]]
     return shards
 
 
 def _named_places(
     part: Part, sent: torch.dtype, merge: Merge, convert: Convert, known: dict[Any, Any]
-) -> list[tuple[TensorMeta, _Place]]:
+) -> list[tuple[TensorMeta, Place]]:
     kind = re.sub(r"\d+", "#", part.name), part.tensor.shape, part.partition_dim, part.rank, part.size
     if kind not in known:
         known[kind] = _places(part, merge, convert)
@@ -384,7 +332,7 @@ def _named_places(
     return [(metas[place.tensor], place) for place in places]
 
 
-def _places(part: Part, merge: Merge, convert: Convert) -> tuple[torch.Tensor, list[Any], list[_Place]]:
+def _places(part: Part, merge: Merge, convert: Convert) -> tuple[torch.Tensor, list[Any], list[Place]]:
     """A whole parameter without values, the shapes that `convert` makes of it, and where our part of it goes."""
     shape, size = part.tensor.shape, 1 if part.partition_dim < 0 else part.size
     passes = [[torch.full([1] * len(shape), rank).expand(shape) for rank in range(size)]]
@@ -397,9 +345,9 @@ def _places(part: Part, merge: Merge, convert: Convert) -> tuple[torch.Tensor, l
             whole = parts[0] if size == 1 else merge(part.name, parts, part.partition_dim)
             came.append([tensor for _, tensor in convert(part.name, whole)])
     places = [
-        _Place(number, *box)
+        Place(number, box, 0, offset, strides)
         for number, (held, *along) in enumerate(zip(*came, strict=True))
-        for box in _boxes(held, along, part, rank=part.rank if size > 1 else 0)
+        for box, offset, strides in _boxes(held, along, part, rank=part.rank if size > 1 else 0)
     ]
     return torch.empty_like(whole, device="meta"), [tuple(one.shape) for one in came[0]], places
 
@@ -477,7 +425,7 @@ def _boxes(
             line = rest[tuple(slice(None if a == axis else 1) for a in axes)]
             values[axis], rest = values[axis] + step * line.ravel(), rest - line
         even = even and not rest.any()
-    most = _MOST_PIECES + 1
+    most = MOST_PIECES + 1
     pieces = [list(itertools.islice(_runs(*line), most)) for line in zip(at, values, strict=True)]
     if not even or math.prod(map(len, pieces)) >= most:
         raise ConfigError(

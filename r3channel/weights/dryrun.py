@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from r3channel.errors import ManifestMismatch
-from r3channel.weights.geometry import Box
+from r3channel.weights.geometry import MOST_PIECES, Box
 from r3channel.weights.manifest import TensorMeta
 
 _COPY = torch.ops.aten.copy_.default
@@ -38,16 +38,13 @@ _VALUE = torch.ops.aten._local_scalar_dense.default
 _CAT = torch.ops.aten.cat.default
 _POST_LOAD = "post_load_weights"
 """SGLang's name for what a model derives from its parameters once they are loaded."""
-_MOST_PIECES = 4096
-"""Pieces of one copy at most. A loader that takes every second row of a large tensor is loaded as it is instead."""
 
 
 class NotReplayable(Exception):
     """The model's own loader does something that copies cannot repeat; then whole tensors are staged, and it places them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A box of a checkpoint tensor and its place in one parameter; offset and strides (by the tensor's axes) in items."""
 
     tensor: int
@@ -101,23 +98,6 @@ class PartTable(Sequence[Part]):
         return self._made[index]
 
 
-@dataclass(frozen=True, slots=True)
-class Padding:
-    """A view of one parameter that no tensor fills, and the constant that the loader fills it with; counted in items."""
-
-    param: int
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    constant: float
-
-    def fill(self, params: Sequence[torch.Tensor]) -> None:
-        """Write the constant into the parameters' flat memory."""
-        flat = params[self.param]
-        view = torch.as_strided(flat, self.shape, self.strides, flat.storage_offset() + self.offset)
-        view.fill_(self.constant)
-
-
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Needs:
     """The parts of a checkpoint that one rank takes."""
@@ -127,8 +107,9 @@ class Needs:
     """Ordered by tensor."""
     missing: tuple[str, ...] = ()
     """Parameters that the tensors leave empty or fill in part."""
-    padding: tuple[Padding, ...] = ()
-    """Padding without its constant yet, as after `--load-format dummy`. The rank fills it; no trainer is told."""
+    padding: tuple[tuple[Part, float], ...] = ()
+    """What no tensor fills (`tensor` -1), and the loader's constant that is not there yet, as after `--load-format dummy`. The
+    rank fills it; no trainer is told."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -157,8 +138,7 @@ class Needs:
 _alive = WeakValueDictionary[bytes, Needs]()
 
 
-@dataclass(frozen=True, slots=True)
-class Learned:
+class Learned(NamedTuple):
     """The result of a dry run, valid while tensors and parameters stay the same."""
 
     tensors: tuple[TensorMeta, ...] = ()
@@ -259,31 +239,29 @@ class _Recorder(TorchDispatchMode):
         self.refused = ""
         """The first thing that is more than a copy."""
         self.parts: list[Part] = []
-        self.made: list[tuple[int, torch.Tensor, bool]] = []
-        """Parameter, view of it, whether something was put there: what is not a plain copy."""
+        self.made: list[tuple[Part, bool]] = []
+        """Where, and whether something was put there: what is not a plain copy."""
         self.derived: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self._joined: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor], int]] = {}
         """Storage that is views of the checkpoint side by side -> the whole, the views, and the axis that they lie along."""
-        self._used: set[int] = set()
+        self.used: set[int] = set()
+        """Tensors whose values reach a parameter, or memory that is derived from it."""
         self._made_of: dict[int, set[int]] = {}
         """Storage that is no view of the checkpoint -> the tensors that it was made of."""
         self._alive: list[torch.Tensor] = []
         """Keeps storages alive, so that none gets another's number."""
-        self.padding: list[tuple[int, torch.Tensor, float | None]] = []
-        """(parameter, view of it, constant) that a loader fills itself; None where the view held the constant already."""
+        self.padding: list[tuple[Part, torch.Tensor, float | None]] = []
+        """(place, view of it, constant) that a loader fills itself; None where the view held the constant already."""
 
     def sources(self) -> Iterator[tuple[str, torch.Tensor]]:
         for meta, start in zip(self._tensors, self._starts, strict=True):
             yield meta.name, self._source[start : start + meta.nbytes].view(meta.dtype).view(meta.shape)
 
-    def base(self, index: int) -> int:
-        """First item of a parameter in its storage."""
-        return int(self._params[index].storage_offset())
-
-    @property
-    def used(self) -> set[int]:
-        """Tensors whose values reach a parameter, or memory that is derived from it."""
-        return self._used | {part.tensor for part in self.parts}
+    def _place(self, view: torch.Tensor) -> Part:
+        """Where a view lies in the parameter, of no tensor."""
+        param = self._index[_storage(view)]
+        offset = int(view.storage_offset()) - int(self._params[param].storage_offset())
+        return Part(-1, Box.whole(view.shape), param, offset, view.stride())
 
     def refuse(self, why: str) -> None:
         """Note why parts cannot be placed, and go on watching names."""
@@ -304,10 +282,10 @@ class _Recorder(TorchDispatchMode):
         if func is _COPY and not sources and self._is_padding(args[0], args[1]):
             return args[0]
         if func in _FILLS and _storage(args[0]) in self._index:
-            self.padding.append((self._index[_storage(args[0])], args[0], float((*args, 0.0)[1])))
+            self.padding.append((self._place(args[0]), args[0], float((*args, 0.0)[1])))
             return args[0]
         if func is _VALUE and sources:
-            self._used |= sources
+            self.used |= sources
             names = ", ".join(self._tensors[index].name for index in sorted(sources))
             self.refuse(f"load_weights does more than copy: it looks at values of {names}")
             return args[0].dtype.is_floating_point * 0.0
@@ -335,11 +313,11 @@ class _Recorder(TorchDispatchMode):
             return False
         what = "its own memory" if param is None else self._names[param]
         self.refuse(f"{func} writes {what} from something that is not the checkpoint")
-        self._used |= sources
+        self.used |= sources
         if param is None:
             self._from(value, sources)
         else:
-            self.made.append((param, value, bool(sources) or func is _COPY))
+            self.made.append((self._place(value), bool(sources) or func is _COPY))
         return True
 
     def _sources(self, value: torch.Tensor) -> set[int]:
@@ -358,10 +336,9 @@ class _Recorder(TorchDispatchMode):
 
     def _is_padding(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
         """Whether this copies what the parameter holds already, as loaders pad: it is noted as covered, and not done."""
-        index = self._index.get(_storage(dst))
-        if index is None or src.is_meta or not bool((dst == src).all()):
+        if _storage(dst) not in self._index or src.is_meta or not bool((dst == src).all()):
             return False
-        self.padding.append((index, dst, None))
+        self.padding.append((self._place(dst), dst, None))
         return True
 
     def _copies(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
@@ -370,10 +347,12 @@ class _Recorder(TorchDispatchMode):
         if _storage(src) != self._storage and _storage(src) not in self._joined:
             return False
         try:
-            self.parts += self._parts(dst, src)
+            parts = self._parts(dst, src)
         except NotReplayable as error:
             self.refuse(str(error))
             return False
+        self.parts += parts
+        self.used |= {part.tensor for part in parts}
         return True
 
     def _parts(self, dst: torch.Tensor, src: torch.Tensor) -> list[Part]:
@@ -385,18 +364,16 @@ class _Recorder(TorchDispatchMode):
                 raise NotReplayable(f"a part of what it joins is copied, of shape {list(dst.shape)}")
             places = dst.split([view.shape[axis] for view in views], axis)
             return [part for to, view in zip(places, views, strict=True) for part in self._parts(to, view)]
-        param = self._index.get(_storage(dst))
         byte, tensor = src.storage_offset() * src.dtype.itemsize, self._tensor_at(src)
         meta, src = self._tensors[tensor], src.expand(dst.shape)
-        if param is None or _storage(src) != self._storage:
+        if _storage(dst) not in self._index or _storage(src) != self._storage:
             raise NotReplayable(f"what is computed is copied, or no parameter filled: {list(dst.shape)}")
         if src.dtype != meta.dtype:
             raise NotReplayable(f"{meta.name} is read as {src.dtype}")
         first = (byte - self._starts[tensor]) // meta.dtype.itemsize
-        offset = int(dst.storage_offset()) - self.base(param)
-        dims = list(zip(dst.shape, src.stride(), dst.stride(), strict=True))
-        boxes = _boxes(meta, dims, first, offset)
-        return [Part(tensor, box, param, at, strides) for box, at, strides in boxes]
+        place, dims = self._place(dst), list(zip(dst.shape, src.stride(), dst.stride(), strict=True))
+        boxes = _boxes(meta, dims, first, place.offset)
+        return [Part(tensor, box, place.param, at, strides) for box, at, strides in boxes]
 
 
 _Dims = list[tuple[int, int, int]]
@@ -411,7 +388,7 @@ def _boxes(meta: TensorMeta, dims: _Dims, first: int, offset: int) -> list[tuple
     """A strided copy as boxes of the tensor: (box, offset in the parameter, strides in it by the tensor's axes)."""
     steps = _steps(meta.shape)
     kept, outer = _by_axis(meta, [dim for dim in dims if dim[0] != 1], steps)
-    if math.prod(size for size, _, _ in outer) > _MOST_PIECES:
+    if math.prod(size for size, _, _ in outer) > MOST_PIECES:  # as of every second row of a large tensor
         raise NotReplayable(f"{meta.name} is taken in too many pieces")
     boxes = []
     for at in itertools.product(*(range(size) for size, _, _ in outer)):
@@ -450,7 +427,7 @@ def _by_axis(meta: TensorMeta, dims: _Dims, steps: Sequence[int]) -> tuple[dict[
 
 def _coverage(
     recorder: _Recorder, params: Mapping[str, torch.Tensor]
-) -> tuple[tuple[str, ...], tuple[Padding, ...], tuple[Part, ...]]:
+) -> tuple[tuple[str, ...], tuple[tuple[Part, float], ...], tuple[Part, ...]]:
     """Parameters with items that no tensor fills, and that are no padding; padding that is to be filled; parts of parameters
     that are made of parts alone."""
     written = [torch.zeros(param.numel(), dtype=torch.uint8) for param in params.values()]
@@ -460,28 +437,21 @@ def _coverage(
     if twice is not None:
         recorder.refuse(f"{twice} is written more than once")
     alone = {index for index, counts in enumerate(written) if bool((counts == 1).all())}
-    alone -= {index for index, _, _ in recorder.made}
-    for index, view, filled in recorder.made:
+    alone -= {place.param for place, _ in recorder.made}
+    for place, filled in recorder.made:
         if filled:
-            _view(written[index], view, recorder.base(index)).fill_(1)
+            place.view(written[place.param]).fill_(1)
     padding = []
-    for index, view, constant in recorder.padding:
+    for place, view, constant in recorder.padding:
         if view.numel():
-            counts = _view(written[index], view, recorder.base(index))
+            counts = place.view(written[place.param])
             if constant is not None and not bool((view == constant).all()):
                 if bool(counts.any()):  # the loader fills it first, then places a tensor there
                     continue
-                padding.append(
-                    Padding(index, int(counts.storage_offset()), tuple(view.shape), view.stride(), constant)
-                )
+                padding.append((place, constant))
             counts.fill_(1)
     missing = tuple(n for n, counts in zip(params, written, strict=True) if bool((counts == 0).any()))
     return missing, tuple(padding), tuple(part for part in recorder.parts if part.param in alone)
-
-
-def _view(counts: torch.Tensor, view: torch.Tensor, base: int) -> torch.Tensor:
-    """The part of a parameter's counts that `view` is of the parameter."""
-    return torch.as_strided(counts, view.shape, view.stride(), int(view.storage_offset()) - base)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -10,9 +10,8 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import le, sub
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -20,9 +19,11 @@ import xxhash
 from r3channel.errors import ManifestMismatch
 from r3channel.weights.manifest import TensorMeta
 
+MOST_PIECES = 4096
+"""Boxes that one tensor may be cut into at most."""
 
-@dataclass(frozen=True, slots=True)
-class Box:
+
+class Box(NamedTuple):
     """`start[axis] <= index < stop[axis]`. A scalar's only box has no axes and one element.
 
     >>> Box((0, 2), (4, 6)).intersect(Box((2, 0), (9, 3)))
@@ -42,7 +43,7 @@ class Box:
 
     @property
     def numel(self) -> int:
-        return math.prod(map(sub, self.stop, self.start))
+        return math.prod(self.shape)
 
     def holds(self, other: Box) -> bool:
         """Whether the other one lies within."""
@@ -146,9 +147,7 @@ class ShardMap:
 
     @classmethod
     def of_holders(
-        cls,
-        tensors: Iterable[tuple[TensorMeta, Sequence[int]]],
-        holders: Sequence[tuple[Sequence[int], Box]],
+        cls, tensors: Iterable[tuple[TensorMeta, Sequence[int]]], holders: Sequence[tuple[Sequence[int], Box]]
     ) -> ShardMap:
         """From the indexes, for each tensor, into `holders`: ranks that hold a box, and the box."""
         known: dict[tuple[Any, ...], Layout] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import torch
 
@@ -19,7 +18,7 @@ class WeightGroup:
 
     >>> group = WeightGroup("doc-1", world_size=1)
     >>> group.join(timeout_s=20.0)
-    >>> _ = group.broadcast(torch.zeros(4, dtype=torch.uint8), timeout_s=5.0)
+    >>> group.broadcast(torch.zeros(4, dtype=torch.uint8), timeout_s=5.0)
     >>> group.close()
 
     One thread at a time calls `join` and `broadcast`; any thread may close.
@@ -47,18 +46,16 @@ class WeightGroup:
         if self._closed:  # meanwhile
             self.close()
 
-    def broadcast(self, payload: torch.Tensor, *, timeout_s: float) -> float:
-        """Send `payload` (uint8, contiguous) to every member; its memory may be reused on return. Returns the seconds.
+    def broadcast(self, payload: torch.Tensor, *, timeout_s: float) -> None:
+        """Send `payload` (uint8, contiguous) to every member; its memory may be reused on return.
 
         The members must expect exactly as many bytes: gloo aborts the process of a smaller receiver. After an error the
         group is dead on every side. Raises DeadlineExceeded after `timeout_s`, TransportError if a member is gone.
         """
         if self.wire is None:
             raise UsageError(f"weight group {self.name} is not joined, or is closed")
-        begun_s = time.monotonic()
         with self._sending:
             self.wire.broadcast(0, payload, timeout_s=timeout_s)
-        return time.monotonic() - begun_s
 
     def wait_quiet(self, timeout_s: float) -> bool:
         """Whether no broadcast is under way, after waiting up to `timeout_s` for that."""

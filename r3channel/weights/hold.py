@@ -21,7 +21,7 @@ from r3channel.errors import R3Error, TransportError, WeightsCorrupt, WeightsErr
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
 from r3channel.weights import wires
-from r3channel.weights.checksums import host_bytes
+from r3channel.weights.checksums import host_bytes, tensor_digest
 from r3channel.weights.dryrun import Learned, derive
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
@@ -113,8 +113,8 @@ class Hold:
         """What no tensor covers keeps its values. Returns what the trainer is told about the copy."""
         for view, param in zip(copy.views, () if self._whole else model.parameters(), strict=not self._whole):
             view.copy_(param.detach().flatten())
-        for one in self._needs.padding:
-            one.fill(copy.views)
+        for place, constant in self._needs.padding:
+            place.view(copy.views[place.param]).fill_(constant)
         compared = {part.param for part in self._learned.copied} if self._whole else self._needs.params
         told = {"needs": self._needs.to_dict(), "whole": self._learned.refused, "compared": len(compared)}
         return told | {"shared": copy.path}
@@ -210,9 +210,8 @@ class Hold:
             stage = self._stage
             came = sum(stage.came.values())
             if stage.update != update or came != self._items:
-                return {
-                    "error": f"{came} of {self._items} items of update {stage.update} are staged, asked for {update}"
-                }
+                staged = f"{came} of {self._items} items of update {stage.update} are staged"
+                return {"error": f"{staged}, asked for {update}"}
         stage.digests, sums = copy.seal(checksums=checksums and not self._whole)
         alike = [name for name in stage.digests if not (self._learned.placed() and ".experts." in name)]
         told = {"digests": stage.digests, "checksums": sums}
@@ -260,7 +259,7 @@ class Hold:
             whole = Box.whole(self._learned.tensors[part.tensor].shape)
             given = views[at[part.tensor]].view(whole.shape)[part.box.within(whole)]
             found = part.view(param.detach().view(-1))
-            if not torch.equal(_bytes(found), _bytes(given.to(found))):
+            if tensor_digest(found) != tensor_digest(given.to(found.dtype)):  # of bytes: NaN equals itself
                 raise WeightsError(f"{name} holds other values than were given for it")
 
     def _targets(self, model: torch.nn.Module) -> list[torch.Tensor]:
@@ -269,8 +268,3 @@ class Hold:
             if meta.name not in params or TensorMeta.of(meta.name, params[meta.name]) != meta:
                 raise WeightsError(f"parameter {meta} is not what it was when the session opened")
         return [params[meta.name].detach().view(-1) for meta in self._needs.params]
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes, so that NaN equals itself."""
-    return tensor.reshape(-1).contiguous().view(torch.uint8)

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,8 +67,7 @@ class TensorMeta:
         return f"{self.name} {self.dtype_name}{list(self.shape)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Tensors that travel as one flat run of bytes, in wire order.
 
     >>> norm = TensorMeta(name="norm.weight", dtype=torch.bfloat16, shape=(3,))
@@ -111,8 +110,7 @@ class Bucket:
         return f"{len(self.tensors)} tensors, {self.payload_bytes} bytes, first {self.tensors[0].name}"
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(NamedTuple):
     """All buckets of a model, in sending order. Built once; later updates must match it."""
 
     buckets: tuple[Bucket, ...]
@@ -134,7 +132,7 @@ _FUSED: Mapping[str, tuple[str, ...]] = {
 }
 """What a receiver fuses into one parameter, in its order: all members go into one bucket."""
 
-FUSED_INTO = {member: (fused, at) for fused, members in _FUSED.items() for at, member in enumerate(members)}
+FUSED_INTO = {member: fused for fused, members in _FUSED.items() for member in members}
 UNIT_NAME = re.compile(rf"^(?P<head>(?:.*\.)?)(?P<member>{'|'.join(FUSED_INTO)})\.(?P<tail>[^.]+)$")
 _SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
 """The scales of a float8 weight: a number, a column or blocks (`weight_scale_inv` of DeepSeek-V3)."""
@@ -197,5 +195,4 @@ def unit_of(name: str) -> str:
     match = UNIT_NAME.match(name)
     if match is None:
         return name
-    fused, _ = FUSED_INTO[match["member"]]
-    return f"{match['head']}{{{fused}}}.{match['tail']}"
+    return f"{match['head']}{{{FUSED_INTO[match['member']]}}}.{match['tail']}"

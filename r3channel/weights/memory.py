@@ -53,9 +53,8 @@ def free_bytes(root: Path = Path("/")) -> int:
     for line in _text(root / "proc/self/cgroup").splitlines():
         controllers, path = line.split(":", 2)[1:]
         for controller, mount, limit, used, cache in (_V2, _V1):
-            group = (
-                root / "sys/fs/cgroup" / mount / path.strip("/")
-            )  # in a container often not there: the mount is the group itself
+            # in a container often not there: the mount is the group itself
+            group = root / "sys/fs/cgroup" / mount / path.strip("/")
             for folder in (group, *group.parents) if controller in controllers.split(",") else ():
                 most, now = _text(folder / limit), _text(folder / used)
                 if most.isdigit() and now.isdigit():  # "max" is no limit

@@ -8,7 +8,6 @@ only some ranks hold an item no rule can promise that, and the benchmark tells w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -62,8 +61,7 @@ class Op(NamedTuple):
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
-class RankPlan:
+class RankPlan(NamedTuple):
     """What one rank sends, and what is known of the others' load."""
 
     tensors: tuple[TensorMeta, ...]

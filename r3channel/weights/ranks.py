@@ -80,7 +80,9 @@ class TrainerRanks:
         for rank in links:  # before any link is read: to whom words are passed on
             self._outgoing[rank] = queue.SimpleQueue()
         for rank, link in links.items():
-            self._begin_link(rank, link)
+            for call in (self._send, self._receive):
+                name = f"weights-rank-{rank}"
+                threading.Thread(target=call, args=(rank, link), name=name, daemon=True).start()
         return told["session"], told["nonce"], listener
 
     @property
@@ -173,11 +175,6 @@ class TrainerRanks:
                 raise errors.PeerFailed(f"trainer rank {rank} is gone: {self._gone[rank]}")
 
     # -- links ---------------------------------------------------------------------------------------------------------
-
-    def _begin_link(self, rank: int, link: Connection) -> None:
-        self._outgoing.setdefault(rank, queue.SimpleQueue())
-        for call in (self._send, self._receive):
-            threading.Thread(target=call, args=(rank, link), name=f"weights-rank-{rank}", daemon=True).start()
 
     def _say(self, kind: int, step: int, raw: bytes) -> None:
         for outgoing in self._outgoing.values():

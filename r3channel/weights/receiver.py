@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from r3channel.errors import WeightsError
 from r3channel.weights.checksums import tensor_digest
+from r3channel.weights.convert import gathered_bytes
 from r3channel.weights.dryrun import Learned, learn
 from r3channel.weights.hold import WORD_BYTES, Hold
 from r3channel.weights.manifest import TensorMeta
@@ -104,14 +104,11 @@ class Receiver:
 
 
 def gathered_words(word: str, group: Any, size: int) -> list[str]:
-    """Every rank's word, on every rank; fixed sizes, no pickle."""
+    """Every rank's word, on every rank; no pickle."""
     if size == 1:
         return [word]
-    raw = word.encode()[:WORD_BYTES].ljust(WORD_BYTES, b"\0")
-    mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    words = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(words, mine, group=group)
-    return [one.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for one in words]
+    words = gathered_bytes(word.encode()[:WORD_BYTES], group=group, device=torch.device("cpu"))
+    return [one.decode(errors="replace") for one in words]
 
 
 _HOOKED = {

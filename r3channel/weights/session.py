@@ -199,9 +199,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             self._engines.add(member)
             try:
                 try:
-                    return self._from_peer(member, deadline)
-                except errors.UsageError:
-                    pass  # nothing holds it
+                    with contextlib.suppress(errors.UsageError):  # nothing holds it
+                        return self._from_peer(member, deadline)
                 except errors.WeightUpdateFailed as error:  # the next update may fall back for all
                     if self._must_stage or not isinstance(error.__cause__, errors.CannotStage):
                         raise

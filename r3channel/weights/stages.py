@@ -25,12 +25,21 @@ from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
 from r3channel.weights.plan import RankPlan, plan_reshard
 from r3channel.weights.progress import Deadline
 from r3channel.weights.ranks import TrainerRanks
-from r3channel.weights.wires import NEEDS, RECORD_BYTES, Entry, Piece, RankLink, expect_json, shared_views
+from r3channel.weights.wires import (
+    NEEDS,
+    RECORD_BYTES,
+    Digests,
+    Entry,
+    Piece,
+    RankLink,
+    expect_json,
+    shared_views,
+)
 
 _SHOWN = 3
 Held = tuple[tuple[TensorMeta, Box], ...]
-Sums = list[tuple[dict[str, str], dict[str, str]]]
-"""What an engine would hold, by rank: digests and checksums by parameter."""
+Sums = list[Digests]
+"""What an engine would hold, by rank."""
 Push = Callable[[Sequence[torch.Tensor]], None]
 """Takes the next bucket's tensors, in order. They may be overwritten once the next call but one has returned."""
 
@@ -126,7 +135,6 @@ class Stages:
 
     def close(self) -> None:
         self.ranks.close()
-        self._planned = set(), ()  # with the links, what they have mapped
         if self._listener is not None:
             self._listener.close()
 
@@ -134,14 +142,12 @@ class Stages:
 
     def survey(self, given: Given, deadline: Deadline) -> bool:
         """Exchange what each rank holds. Returns whether that changed since the last call."""
-        held = given.held
-        changed = any(self.ranks.exchange(held != self._held, deadline))
+        changed = any(self.ranks.exchange(given.held != self._held, deadline))
         if changed:
-            self._source = ShardMap.gathered(self.ranks.exchange_bytes(report_of(held), deadline))
-            self.metas, self._held = given.metas or self._source.metas, held
-            self._shards = dict[str, list[int]]()
+            self._source = ShardMap.gathered(self.ranks.exchange_bytes(report_of(given.held), deadline))
+            self.metas, self._held, self._shards = given.metas or self._source.metas, given.held, {}
             rows = [self._source.digest]
-            for index, (meta, box) in enumerate(held):
+            for index, (meta, box) in enumerate(given.held):
                 self._shards.setdefault(meta.name, []).append(index)
                 rows.append(f"{meta} {box.start} {box.stop}")
             self._key = xxhash.xxh3_128_hexdigest("\n".join(rows).encode())
@@ -163,9 +169,8 @@ class Stages:
         links = [links[number] for number in due]
         for link in links:
             link.aimed = None
-        target = _target_map(self.metas, links, first=self.ranks.size)
-        how = {"rank": self.ranks.rank, "world_size": self.ranks.size + len(links)}
-        plan = plan_reshard(self._source, target, **how)
+        first, target = self.ranks.size, _target_map(self.metas, links, first=self.ranks.size)
+        plan = plan_reshard(self._source, target, rank=self.ranks.rank, world_size=first + len(links))
         self._tell(links, plan, ends, deadline)
         hashes = self.ranks.exchange(plan.hash, deadline)
         other = next((rank for rank, seen in enumerate(hashes) if seen != hashes[0]), None)
@@ -189,17 +194,18 @@ class Stages:
                 buckets: list[list[Piece]] = [[] for _ in ends]
                 for tensor, box in ops if like is None else ():
                     if (tensor, box) not in known:
-                        name = plan.tensors[tensor].name
-                        known[tensor, box] = list(self._pieces(needs, index_of[name], name, box, ends))
+                        at = index_of[plan.tensors[tensor].name]
+                        known[tensor, box] = list(self._pieces(needs, at, box, ends))
                     for bucket, piece in known[tensor, box]:
                         buckets[bucket].append(piece)
                 link.tell(buckets, like=like, timeout_s=deadline.left_s())
                 told += [(ops, link)] if like is None else []
 
     def _pieces(
-        self, needs: Needs, tensor: int, name: str, box: Box, ends: Sequence[int]
+        self, needs: Needs, tensor: int, box: Box, ends: Sequence[int]
     ) -> Iterator[tuple[int, Piece]]:
         """A box that a rank needs, cut from what is held, in pieces of a record at most; each with its bucket."""
+        name = self.metas[tensor].name
         shard = next((at for at in self._shards.get(name, ()) if self._held[at][1].holds(box)), None)
         if shard is None:
             raise ManifestMismatch(

@@ -6,9 +6,8 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,8 +57,7 @@ def _opened(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 _FORMAT = 3
 
 
-@dataclass(frozen=True, slots=True)
-class HeldWeights:
+class HeldWeights(NamedTuple):
     """One committed version."""
 
     version: int
@@ -76,11 +74,7 @@ class HeldWeights:
     def write(self, path: str | os.PathLike[str]) -> None:
         """Replace the file whole: a reader sees the old version or the new one."""
         new = Path(f"{os.fspath(path)}.new")
-        values = {
-            "r3channel_weights": _FORMAT,
-            "version": self.version,
-            "engine": {ranks: [dict(sums) for sums in held] for ranks, held in self.engine.items()},
-        }
+        values = {"r3channel_weights": _FORMAT, **self._asdict()}
         new.write_text(json.dumps(values, indent=0) + "\n")
         new.replace(path)
 
@@ -91,13 +85,11 @@ class HeldWeights:
             values: dict[str, Any] = json.loads(Path(path).read_bytes())
             if values["r3channel_weights"] != _FORMAT:
                 raise ValueError(f"format {values['r3channel_weights']!r}, expected {_FORMAT}")
-            return cls(
-                int(values["version"]),
-                {
-                    str(ranks): [{str(n): str(c) for n, c in sums.items()} for sums in held]
-                    for ranks, held in values["engine"].items()
-                },
-            )
+            engine = {
+                ranks: [{str(n): str(c) for n, c in sums.items()} for sums in held]
+                for ranks, held in values["engine"].items()
+            }
+            return cls(int(values["version"]), engine)
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise ManifestMismatch(
                 f"{os.fspath(path)} is no manifest of committed weights: {error!r}"

@@ -13,7 +13,6 @@ An engine that is lost sooner is left out, and the update goes on with the other
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -80,8 +79,7 @@ class Kind(Enum):
     BEGIN, ANSWERED, LOST, REFUSED, BUCKET, VOTED, TOLD, FAILED = range(8)
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
+class Engine(NamedTuple):
     """What is known of one engine."""
 
     url: str
@@ -105,9 +103,9 @@ class Engine:
     def enter(self, state: EngineState, why: str = "") -> Engine:
         """In another state. A FENCED engine becomes clean only by a commit."""
         if self.state is FENCED and state is not NEW:
-            return replace(self, why=self.why or why)
+            return self._replace(why=self.why or why)
         holds = None if state in (OUT, FENCED) else self.holds
-        return replace(self, state=state, why=why, holds=holds, member=self.member and state is not OUT)
+        return self._replace(state=state, why=why, holds=holds, member=self.member and state is not OUT)
 
 
 class Action(NamedTuple):
@@ -117,8 +115,7 @@ class Action(NamedTuple):
     engine: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Event(NamedTuple):
     """Something that happened in the update of this number."""
 
     kind: Kind
@@ -137,8 +134,7 @@ class Event:
     """The deadline has passed: before the commit nothing more is begun. Calls under way have limits, and are LOST by then."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transaction:
+class Transaction(NamedTuple):
     """One update, at one trainer rank."""
 
     number: int
@@ -178,10 +174,10 @@ class Transaction:
         return {engine.url: engine.why for engine in self.engines if not engine.member}
 
     def failing(self, error: BaseException | None) -> Transaction:
-        return self if self.error is not None or self.decided else replace(self, error=error)
+        return self if self.error is not None or self.decided else self._replace(error=error)
 
     def put(self, engine: Engine) -> Transaction:
-        return replace(self, engines=tuple(engine if e.url == engine.url else e for e in self.engines))
+        return self._replace(engines=tuple(engine if e.url == engine.url else e for e in self.engines))
 
 
 Stepped = tuple[Transaction, tuple[Action, ...]]
@@ -194,9 +190,9 @@ def step(now: Transaction, event: Event) -> Stepped:
     actions: tuple[Action, ...] = ()
     match event.kind:
         case Kind.BEGIN:
-            now = replace(now, state=LINK, engines=tuple(replace(e, member=True) for e in now.engines))
+            now = now._replace(state=LINK, engines=tuple(e._replace(member=True) for e in now.engines))
         case Kind.ANSWERED if not event.engine:
-            now = replace(now, busy="" if now.busy == event.call else now.busy)
+            now = now._replace(busy="" if now.busy == event.call else now.busy)
         case Kind.ANSWERED | Kind.LOST | Kind.REFUSED:
             for engine in now.engines:  # none, where the answer comes too late
                 if (engine.url, engine.asked) == (event.engine, event.call):
@@ -206,7 +202,7 @@ def step(now: Transaction, event: Event) -> Stepped:
         case Kind.VOTED:
             now, actions = _count(now, event)
         case Kind.TOLD:
-            now = replace(now, engines=event.engines) if now.rank else now
+            now = now._replace(engines=event.engines) if now.rank else now
         case Kind.FAILED:
             now = _fail(now, event.error)
     if not now.rank or now.state in (LINK, STAGE):  # a rank that has voted waits for what rank 0 decides
@@ -217,26 +213,24 @@ def step(now: Transaction, event: Event) -> Stepped:
 
 def _answer(now: Transaction, engine: Engine, event: Event) -> Stepped:
     if event.kind is not Kind.ANSWERED:
-        return _drop(now, engine, event.error, lost=event.kind is Kind.LOST, found=event.found)
+        return _drop(now, engine, event)
     state = event.found or CALLS[event.call].done
-    engine = replace(engine, asked="", holds=now.version if state is NEW else engine.holds)
+    engine = engine._replace(asked="", holds=now.version if state is NEW else engine.holds)
     why = "it held parts of an update that nobody ended" if event.found else ""
     return now.put(engine.enter(state, why) if state else engine), ()
 
 
-def _drop(
-    now: Transaction, engine: Engine, error: BaseException | None, *, lost: bool, found: EngineState | None = None
-) -> Stepped:  # fmt: skip
+def _drop(now: Transaction, engine: Engine, event: Event) -> Stepped:
     """An engine did not do what was asked. One that is lost is left out, unless it is the last, or the version counts already."""
-    call, why = CALLS[engine.asked or "send"], _text(error)
-    failed = found or (call.failed if lost or call.during is not LINK else None)
-    engine = replace(engine, asked="")
+    call, why, lost = CALLS[engine.asked or "send"], _text(event.error), event.kind is Kind.LOST
+    failed = event.found or (call.failed if lost or call.during is not LINK else None)
+    engine = engine._replace(asked="")
     rest = any(other.member for other in now.engines if other.url != engine.url)
     if lost and rest and not now.alone and call.during not in (RESUME, ABORT):
         kept = PAUSED if engine.state is PAUSED else OUT
-        engine = replace(engine.enter(failed or kept, why), member=False)
+        engine = engine.enter(failed or kept, why)._replace(member=False)
     else:
-        now = now.failing(error)
+        now = now.failing(event.error)
         engine = engine if failed is None else engine.enter(failed, why)
     return now.put(engine), (() if engine.member else (Action("forget", engine.url),))
 
@@ -244,18 +238,18 @@ def _drop(
 def _fail(now: Transaction, error: BaseException | None) -> Transaction:
     """A rank has failed. Once an engine is NEW, that is only why ranks were not told."""
     if now.busy == "tell" and not now.rank:
-        return replace(now, busy="", error=error)
+        return now._replace(busy="", error=error)
     if now.busy in ("vote", "tell") and now.rank:  # rank 0 may commit, or has
-        now = replace(now, engines=tuple(engine.enter(OUT, _text(error)) for engine in now.engines))
-    return replace(now.failing(error), busy="")
+        now = now._replace(engines=tuple(engine.enter(OUT, _text(error)) for engine in now.engines))
+    return now.failing(error)._replace(busy="")
 
 
 def _count(now: Transaction, event: Event) -> Stepped:
     """A rank has voted: engines that it could not reach are lost to all."""
-    now, actions, lost = replace(now, votes=now.votes | {event.rank}), list[Action](), dict(event.lost)
+    now, actions, lost = now._replace(votes=now.votes | {event.rank}), list[Action](), dict(event.lost)
     for engine in [engine for engine in now.engines if engine.member and engine.url in lost]:
         error = EngineUnavailable(f"engine {engine.url}: {lost[engine.url]}")
-        now, more = _drop(now, engine, error, lost=True)
+        now, more = _drop(now, engine, event._replace(kind=Kind.LOST, error=error))
         actions += more
     return now, tuple(actions)
 
@@ -264,7 +258,7 @@ def _go_on(now: Transaction) -> Stepped:
     """The next call, once nothing is under way."""
     actions: tuple[Action, ...] = ()
     if now.busy == "vote" and len(now.votes) == now.ranks:
-        now = replace(now, busy="")
+        now = now._replace(busy="")
     while not now.waits and now.state not in (IDLE, DONE, ABORT):
         order = ORDER[now.way]
         if now.error is not None and not now.decided:
@@ -273,7 +267,7 @@ def _go_on(now: Transaction) -> Stepped:
             return _done(now), actions
         else:
             call = order[now.at + 1]
-            now, more = _ask(replace(now, at=now.at + 1, state=CALLS[call].during, error=None), call)
+            now, more = _ask(now._replace(at=now.at + 1, state=CALLS[call].during, error=None), call)
         actions += more
     return now, actions
 
@@ -281,12 +275,12 @@ def _go_on(now: Transaction) -> Stepped:
 def _ask(now: Transaction, call: str) -> Stepped:
     by = CALLS[call].by
     if by == OWN:
-        return replace(now, busy=call), (Action(call),)
+        return now._replace(busy=call), (Action(call),)
     if by == LEAD and now.rank:
         return now, ()
     urls = [e.url for e in now.engines if e.member and (call != "resume" or e.state is NEW)]
-    asked = tuple(replace(engine, asked=call) if engine.url in urls else engine for engine in now.engines)
-    return replace(now, engines=asked), tuple(Action(call, url) for url in urls)
+    asked = tuple(engine._replace(asked=call) if engine.url in urls else engine for engine in now.engines)
+    return now._replace(engines=asked), tuple(Action(call, url) for url in urls)
 
 
 def _abort(now: Transaction) -> Stepped:
@@ -296,9 +290,9 @@ def _abort(now: Transaction) -> Stepped:
         asked = undone.get(engine.state, "") if engine.member or engine.state is PAUSED else ""
         if engine.state in (LINKED, STAGED, FENCED):
             engine = engine.enter(SERVING, _text(now.error) if engine.state is FENCED else "")
-        engines.append(replace(engine, asked="" if now.rank else asked))
+        engines.append(engine._replace(asked="" if now.rank else asked))
     asked = (Action(engine.asked, engine.url) for engine in engines if engine.asked)
-    return replace(now, state=ABORT, engines=tuple(engines)), (Action("fail"), *asked)
+    return now._replace(state=ABORT, engines=tuple(engines)), (Action("fail"), *asked)
 
 
 def _done(now: Transaction) -> Transaction:
@@ -306,7 +300,7 @@ def _done(now: Transaction) -> Transaction:
     for engine in now.engines:
         if engine.state is PAUSED:
             now = now.put(engine.enter(FENCED if engine.member else OUT, engine.why))
-    return replace(now, state=DONE)
+    return now._replace(state=DONE)
 
 
 def _text(error: BaseException | None) -> str:

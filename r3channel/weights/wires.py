@@ -31,6 +31,8 @@ from r3channel.weights.pack import finite, nonfinite
 from r3channel.weights.progress import Deadline
 
 Wire = Literal["tcp", "shared_memory"]
+Digests = tuple[dict[str, str], dict[str, str]]
+"""By parameter, of one rank: digests, and SGLang's own checksums if asked for."""
 
 NEEDS, TABLE, DATA, END, VERIFY, PLACED, GIVE = range(1, 8)
 HEAD = struct.Struct("<qIIQ")
@@ -234,11 +236,8 @@ class RankLink:
                 self.buckets.append(list(self._records(sorted(pieces, key=self._place), first)))
                 first += len(pieces)
             records = [record for records in self.buckets for record in records]
-            self._room = torch.empty(
-                max(map(self._nbytes, records), default=0),
-                dtype=torch.uint8,
-                pin_memory=torch.cuda.is_available(),
-            )
+            most = max(map(self._nbytes, records), default=0)
+            self._room = torch.empty(most, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
             self._table = table_bytes(piece.entry for record in records for piece in record.pieces)
         else:
             self.buckets, self._room, self._table = like.buckets, torch.empty_like(like._room), like._table
@@ -280,9 +279,7 @@ class RankLink:
         if kind != END or word:
             raise WeightsCorrupt(f"engine {self.engine} rank {self.rank}: {word.decode(errors='replace')}")
 
-    def verify(
-        self, update: int, *, checksums: bool, timeout_s: float
-    ) -> tuple[dict[str, str], dict[str, str]]:
+    def verify(self, update: int, *, checksums: bool, timeout_s: float) -> Digests:
         """Digests, and checksums as SGLang's own if asked, by parameter, of what the rank would hold."""
         self.link.send_record(VERIFY, ASK.pack(update, checksums), timeout_s=timeout_s)
         told = expect_json(self.link, VERIFY, timeout_s=timeout_s)

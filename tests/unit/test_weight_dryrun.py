@@ -145,8 +145,8 @@ def test_padding_that_does_not_hold_its_constant_is_noted_and_not_filled() -> No
     needs = learned(model, SHORT).needs
     assert not needs.missing and torch.equal(model.w13, before)
     copy = before.flatten()
-    for padding in needs.padding:
-        padding.fill([copy])
+    for place, constant in needs.padding:
+        place.view(copy).fill_(constant)
     rows = copy.view(2, HIDDEN, HIDDEN)
     assert not rows[:, -1].any() and torch.equal(rows[:, :-1], before.view(2, HIDDEN, HIDDEN)[:, :-1])
     model.w13.data.copy_(copy.view_as(model.w13))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -177,7 +176,7 @@ def faults(world: World) -> Iterator[World]:
     for rank, one in world.mail:
         if EVENTS[one].kind is not Kind.TOLD:  # it is heard in time, but no time is left
             after = world._replace(mail=world.mail - {(rank, one)}, healthy=False)
-            yield heard(after, rank, numbered(replace(EVENTS[one], over=LATE)))
+            yield heard(after, rank, numbered(EVENTS[one]._replace(over=LATE)))
 
 
 @cache

@@ -88,5 +88,4 @@ def shards(args: Namespace, model: Any, model_name: str) -> list[Shard]:
     dense = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
     expert = mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size() or 1
     parts = parts_of(common.named_params_and_buffers(args, model), dense=dense, expert=expert)
-    make = partial(convert_to_hf, paired, model_name)
-    return shards_of(parts, merged_tp, make, owner=model[0])
+    return shards_of(parts, merged_tp, partial(convert_to_hf, paired, model_name), owner=model[0])
