@@ -10,7 +10,6 @@ import json
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -22,37 +21,11 @@ from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.manifest import Bucket, TensorMeta
 from r3channel.weights.receiver import Receiver, opened, update
 from r3channel.weights.wires import COMMIT_FORMAT, OPEN_FORMAT
+from tests.http_answers import Answering
 
 Answer = dict[str, Any]
 UPDATE = "/update_weights_from_distributed"
 _lives = itertools.count(1)
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    engine: FakeEngine
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        body = json.loads(self.rfile.read(length)) if length else {}
-        answer = self.server.engine.answer(self.path, body)
-        if answer is None:
-            self.close_connection = True  # died: no answer at all
-            return
-        data = json.dumps(answer).encode()
-        self.send_response(200 if answer.get("success", True) else 400)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    do_GET = do_POST
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 class Model(torch.nn.Module):
@@ -96,14 +69,8 @@ class FakeEngine:
         self.dead = threading.Event()
         self._groups: dict[str, Any] = {}
         self._counts: dict[str, int] = {}
-        self._server = _Server(("127.0.0.1", port), _Handler)
-        self._server.engine = self
-        self.port = self._server.server_port
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._serving = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-        )
-        self._serving.start()
+        self._server = Answering(self._served, port=port)
+        self.port, self.url = self._server.server_port, self._server.url
         FakeEngine.started.append(self)
 
     def die(self) -> None:
@@ -119,7 +86,7 @@ class FakeEngine:
     def restarted(self) -> FakeEngine:
         """A new life at the same address, with other weights."""
         self.die()
-        self._serving.join(10)  # its poll keeps the port for a moment
+        self._server.serving.join(10)  # its poll keeps the port for a moment
         receives = (
             None if self.receiver is None else {n: torch.zeros_like(t) for n, t in self.tensors.items()}
         )
@@ -127,6 +94,12 @@ class FakeEngine:
 
     def checksums(self) -> dict[str, str]:
         return {name: tensor_checksum(tensor) for name, tensor in self.tensors.items()}
+
+    def _served(self, route: str, data: bytes) -> tuple[int, bytes] | None:
+        answer = self.answer(route, json.loads(data) if data else {})
+        if answer is None:
+            return None  # died: no answer at all
+        return 200 if answer.get("success", True) else 400, json.dumps(answer).encode()
 
     # -- routes --------------------------------------------------------------------------------------------------------
 

@@ -113,24 +113,12 @@ def _layout(shape: tuple[int, ...], cut: Cut, slot: int | None, ranks: range, *,
     return chunked(shape, cut, [[rank for rank in ranks if rank % tp == part] for part in range(tp)])
 
 
-def figures(plan: RankPlan) -> dict[str, Any]:
-    """How evenly the senders are loaded, beside what was possible."""
-    busiest, mean = max(plan.sent_bytes_R), mean_bytes(plan)
-    return {
-        "tensors": len(plan.tensors), "ops_of_rank": len(plan.ops), "imbalance": busiest / mean,
-        "busiest_gb": busiest / 1e9, "bound_gb": (1.02 * mean + largest_bytes(plan)) / 1e9,
-        "floor_gb": floor_bytes([(holders, nbytes * count) for holders, nbytes, count in plan.shares]) / 1e9,
-    }  # fmt: skip
-
-
-def mean_bytes(plan: RankPlan) -> float:
-    """Mean bytes that a rank sends, among those that hold anything another rank needs."""
-    return sum(plan.sent_bytes_R) / len({rank for holders, _, _ in plan.shares for rank in holders})
-
-
-def largest_bytes(plan: RankPlan) -> int:
-    """The largest single operation."""
-    return max(nbytes for _, nbytes, _ in plan.shares)
+def bounds_of(plan: RankPlan) -> tuple[int, int, float]:
+    """Bytes of the busiest rank: the least that was possible, what it sends, and the mean plus two percent and an operation."""
+    sizes = [(holders, nbytes * count) for holders, nbytes, count in plan.shares]
+    mean = sum(plan.sent_bytes_R) / len({rank for holders, _ in sizes for rank in holders})
+    largest = max(nbytes for _, nbytes, _ in plan.shares)
+    return floor_bytes(sizes), max(plan.sent_bytes_R), 1.02 * mean + largest
 
 
 def floor_bytes(sizes: Sequence[tuple[tuple[int, ...], int]]) -> int:

@@ -218,28 +218,6 @@ def test_a_seal_does_not_wait_for_a_sample_that_is_discarded_meanwhile(place: Pl
     assert len(waits) == 1  # woken by the discard, not by its deadline
 
 
-def test_many_frames_share_requests(place: Place) -> None:
-    with place.engine() as engine:
-        replies = {f"r{i}": engine.finish(f"r{i}", 5 + i, seed=i) for i in range(300)}
-        for index, (name, reply) in enumerate(replies.items()):
-            place.add(name, reply, 5 + index)
-        place.seal(*replies)
-    assert place.relay.metrics.value("r3channel_samples_total", outcome="received") == 300
-
-
-def test_a_relay_that_starts_later_gets_what_waited(tmp_path: Path, open_place: Open) -> None:
-    token, first = tmp_path / "token", open_place()
-    port = urlsplit(first.url).port
-    first.relay.close()
-    with Engine(first.url, token) as engine:
-        tries = answers(engine)
-        reply = engine.finish("r1", 9)
-        place = open_place(port=port)
-        place.add("s1", reply, 9)
-        place.seal("s1")
-        until(lambda: tries and tries[-1] == 200, "the frame came after all")
-
-
 def test_a_relay_that_restarts_hears_the_hello_again(open_place: Open) -> None:
     first = open_place()
     with first.engine() as engine:

@@ -225,21 +225,3 @@ def test_a_full_disk_ends_the_recording_and_costs_the_relay_nothing(
     assert relay.metrics.value("r3channel_recording_lost_steps") == 2
     recording = Recording.open(tmp_path)
     assert recording.steps == (0,) and len(recording.step(0).rows("s1")) == 29
-
-
-def test_an_old_segment_that_cannot_be_removed_ends_the_recording_alone(
-    make_relay: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    relay = make_relay("dp=2", recorder=Recorder(tmp_path, steps=1, ring=True))
-    sealed(relay, 0)
-    until(lambda: any(tmp_path.glob("step-*0.r3s")))
-    unlink = Path.unlink
-    monkeypatch.setattr(
-        Path,
-        "unlink",
-        lambda path, **_: os.stat("/nowhere") if "000000" in path.name else unlink(path, missing_ok=True),
-    )
-    ticket = sealed(relay, 1, prefix="n-")
-    until(lambda: relay.recorder is not None and "cannot write" in relay.recorder.stopped)
-    for shard in receive(receivers_of(relay), ticket):
-        check_rows(shard, prefix="n-")

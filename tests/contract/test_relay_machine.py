@@ -172,6 +172,7 @@ class Model:
             "missing": {number: sorted(step.missing) for number, step in self.steps.items()},
             "blocks": sum(turn.state == HELD for turn in turns) + sum(self.loose.values()),
             "count": {outcome: self.count[outcome] for outcome in OUTCOMES},
+            "in flight": self.count["received"] - sum(self.count[ended] for ended in OUTCOMES[1:]),
         }  # fmt: skip
 
 
@@ -495,6 +496,7 @@ class RelayMachine(RuleBasedStateMachine):
             "missing": {number: sorted(step["missing"]) for number, step in status["steps"].items()},
             "lives": status["receivers"]["lives"], "calls": self.calls,
             "count": {outcome: value("r3channel_samples_total", outcome=outcome) for outcome in OUTCOMES},
+            "in flight": value("r3channel_samples_in_flight"),
         }  # fmt: skip
 
     def refused_for_the_missing(self, error: Error) -> AbstractContextManager[None]:

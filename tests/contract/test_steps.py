@@ -18,7 +18,6 @@ from r3channel.recordings.recorder import Recorder
 from r3channel.relay.intake import Intake
 from r3channel.relay.relay import Relay
 from r3channel.relay.sealed_steps import SealedStep
-from r3channel.relay.send_buffers import BUCKETS_ALIVE, MOST_BUCKETS
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.transport.process_group import RendezvousStore
 from r3channel.wire import row_protocol as wire
@@ -237,16 +236,6 @@ def test_an_error_that_names_thousands_reaches_its_receiver(make_relay: MakeRela
         receiver.receive(ticket)
     assert 0 < len(told.value.samples) < len(names)
     assert len(wire.pack(**wire.values_of(told.value))) < 64_000
-
-
-def test_receivers_share_a_fixed_number_of_buckets(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=2,pp=2,packing=thd")
-    ticket = sealed(relay)
-    for shard in receive(receivers_of(relay), ticket):
-        check_rows(shard)
-    pool: Any = relay._delivery.staging
-    assert len(pool._idle) * BUCKETS_ALIVE == MOST_BUCKETS
-    assert any(staging._tensors for staging in pool._idle)
 
 
 def waiting(relay: Relay, count: int) -> None:

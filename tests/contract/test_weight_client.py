@@ -5,16 +5,16 @@ from __future__ import annotations
 import base64
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 
 import pytest
 
 from r3channel.errors import ConfigError, DeadlineExceeded, EngineRefused, EngineUnavailable
 from r3channel.weights.engine import EngineHandle
 from tests.direct import hello_of
+from tests.http_answers import Answering
 
 Serve = Callable[[int, bytes], EngineHandle]
 
@@ -22,31 +22,8 @@ Serve = Callable[[int, bytes], EngineHandle]
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """Start servers that give one answer to everything."""
-    servers: list[ThreadingHTTPServer] = []
-
-    def start(status: int, body: bytes) -> EngineHandle:
-        class Answer(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["Content-Length"]))
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            do_GET = do_POST
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        servers.append(server)
-        return EngineHandle(f"http://127.0.0.1:{server.server_port}")
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    with ExitStack() as servers:
+        yield lambda *answer: EngineHandle(servers.enter_context(Answering(lambda *_: answer)).url)
 
 
 @pytest.mark.parametrize(

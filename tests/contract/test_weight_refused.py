@@ -85,7 +85,9 @@ def test_linking_processes_no_weights_and_a_commit_does_once() -> None:
     engine = serving()
     with session(engine) as sync:
         half = dict(list(weights(1).items())[:4])
-        refused(sync, 1, "would keep their old values", half.items())
+        assert NAMES[4] in refused(
+            sync, 1, "would keep their old values", half.items(), cause=ManifestMismatch
+        )
         assert "order/open" in engine.calls and engine.processed == 0 and holds(engine, 0)
         give(sync, 1)
         assert engine.processed == 1 and engine.calls[-3:] == COMMIT

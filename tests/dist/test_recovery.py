@@ -8,8 +8,6 @@ import signal
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-
 from r3channel import errors
 from r3channel.config import ChannelConfig
 from r3channel.plan.assignment import Assignment
@@ -19,7 +17,7 @@ from r3channel.relay.relay import Relay
 from r3channel.trainer.receiver import Receiver
 from r3channel.wire.header import announced_bytes
 from tests.direct import draft_of
-from tests.dist.killed_relay import LAYOUT, STEP, STEPS, TOKENS, Child, config, fill, leave
+from tests.dist.killed_relay import LAYOUT, TOKENS, Child, config, fill, leave
 from tests.samples import SPEC, reply_for
 
 
@@ -35,19 +33,6 @@ def kill_at(point: str, folder: Path) -> Path:
 def frame_of(left: Path, name: str) -> Path:
     (found,) = [path for path in left.glob("*.frame") if f'"{name}"'.encode() in path.read_bytes()]
     return found
-
-
-@pytest.mark.parametrize("point", ["before the seal", "after the seal"])
-def test_a_killed_relay_loses_nothing(point: str, tmp_path: Path) -> None:
-    kill_at(point, tmp_path)
-    relay, recovery = Relay.recover(SPEC, LAYOUT, config(tmp_path))
-    assert sorted(recovery.pending) == sorted(relay.status()["pending"]) == list(TOKENS)
-    cut = {step: ticket.assignment for step, ticket in recovery.steps.items()}
-    assert cut == ({STEP: STEPS[STEP]} if point == "after the seal" else {})
-    assert recovery == Recovery(pending=recovery.pending, steps=recovery.steps)
-    assert len(list(tmp_path.iterdir())) == 1  # what was read is deleted
-    relay.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_frames_whose_samples_were_not_noted_are_counted_and_may_be_added_again(tmp_path: Path) -> None:
@@ -75,27 +60,6 @@ def test_a_frame_that_another_sample_was_put_under_is_not_taken_for_it(tmp_path:
     assert sorted(recovery.pending) == ["s1", "s3", "s4", "s5"]
     assert len(recovery.damaged) == 2 and {text.split()[1] for text in recovery.damaged} == {"s0", "s2"}
     relay.close()
-
-
-@pytest.mark.parametrize("turn", [0, 1])
-def test_a_sample_with_a_damaged_turn_is_lost_to_its_step_alone(tmp_path: Path, turn: int) -> None:
-    old = relay_at(tmp_path / "live")
-    add_turns(old, 10, 20)
-    old.add("a", reply_for("a", 20), range(20))
-    for step, name in ((3, "s"), (4, "a")):
-        old.seal(step, Assignment.given([[[name]]]))
-    said = f'"sample_id": "s", "turn": {turn}'.encode()
-    (path,) = (path for path in left_by(old, tmp_path / "left").glob("*.frame") if said in path.read_bytes())
-    data = bytearray(path.read_bytes())
-    data[300] ^= 1
-    path.write_bytes(data)
-    relay, recovery = Relay.recover(SPEC, TrainerLayout(), config(tmp_path / "left"))
-    assert recovery.steps.keys() == {4} and recovery.pending == ["a"]
-    assert any("sample s" in said for said in recovery.damaged)
-    assert any("step 3" in said and "'s'" in said for said in recovery.damaged)
-    for one in (relay, old):
-        with contextlib.suppress(errors.StepError):
-            one.close()
 
 
 def test_two_samples_of_one_name_are_not_mixed(tmp_path: Path) -> None:

@@ -6,9 +6,7 @@ import base64
 import json
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -126,26 +124,6 @@ def test_a_streamed_reply_carries_its_frame_in_the_last_chunk_only(engine_url: s
     assert len(before) > 5
     assert not any(chunk.meta.get("routed_experts") for chunk in before)
     assert last.frame().rows == len(last.tokens) - 1
-
-
-def test_interleaved_requests_of_many_lengths_do_not_mix(
-    engine_url: str, relay: Relay, model_dir: Path, tmp_path: Path
-) -> None:
-    prompts = [random_prompt(3 + 17 * i % 160, seed=1000 + 30 + i) for i in range(16)]
-    with ThreadPoolExecutor(2) as pool:
-        replies = [*chain(*pool.map(lambda start: waves(engine_url, prompts[start::2]), range(2)))]
-    samples = {}
-    for number, reply in enumerate(replies):
-        samples[f"s{number}"] = reply.tokens
-        relay.add(f"s{number}", reply.as_json, reply.tokens)
-    assert len(samples) == 16
-    check_relay(relay, samples, model=model_dir, folder=tmp_path)
-
-
-def waves(url: str, prompts: list[list[int]]) -> list[Reply]:
-    """Requests of several lengths, some of which start while others are decoding."""
-    replies = generate_together(url, prompts[:3], new_tokens=NEW_TOKENS)
-    return replies + generate_together(url, prompts[3:], new_tokens=3 * NEW_TOKENS)
 
 
 # -- direct delivery, forced retraction under the overlap scheduler, no tokenizer in the engine ----------------------------

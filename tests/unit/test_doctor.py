@@ -10,9 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +31,7 @@ from r3channel.transport import network
 from r3channel.transport.network import Interface
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.hello import Hello
+from tests.http_answers import Answering
 
 
 def context(config: ChannelConfig | None = None, **options: Any) -> CheckContext:
@@ -117,33 +115,17 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("r3channel 0.")
 
 
-@contextmanager
-def answering(answers: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """The address of an engine that gives these, by path."""
-
-    class Engine(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps(answers[self.path]).encode())
-
-        do_GET = do_POST
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Engine) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+def answering(answers: dict[str, dict[str, Any]]) -> Answering:
+    """An engine that gives these, by path."""
+    return Answering(lambda path, _: (200, json.dumps(answers[path]).encode()))
 
 
 def test_an_engine_is_asked_directly_whatever_proxy_is_named_and_one_that_is_not_there_fails_with_its_address(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    with answering({"/generate": {"meta_info": {}}, "/server_info": {}}) as url:
-        assert doctor.examine(context(engines=[url], timeout_s=5)) == 1
+    with answering({"/generate": {"meta_info": {}}, "/server_info": {}}) as engine:
+        assert doctor.examine(context(engines=[engine.url], timeout_s=5)) == 1
     assert "answers without routing" in capsys.readouterr().out
     assert doctor.examine(context(engines=["http://127.0.0.1:9"], timeout_s=5)) == 1
     assert "engine http://127.0.0.1:9" in capsys.readouterr().out
@@ -159,8 +141,9 @@ def test_engines_are_probed_at_once_and_a_busy_one_is_not_dead(caplog: pytest.Lo
 
     nobody = "http://127.0.0.1:9"
     here = ("127.0.0.1", 0)
-    with answering(Both()) as first, answering(Both()) as second, socket.create_server(here) as silent:
+    with answering(Both()) as one, answering(Both()) as other, socket.create_server(here) as silent:
         busy = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        first, second = one.url, other.url
         assert preflight.probe_all([busy, first, second], timeout_s=1) == {first: reply, second: reply}
         assert f"{busy} has not answered" in caplog.text
     with pytest.raises(EngineUnavailable, match=nobody) as raised:
@@ -184,8 +167,8 @@ def test_an_engines_settings_are_judged_and_refused_ones_are_a_fault_unless_allo
         "/server_info": {"pp_size": 2, "tp_size": 2, "ep_size": 8, "host": "::", "enable_hisparse": True},
     }
 
-    with answering(answers) as url:
-        assert doctor.examine(context(engines=[url], timeout_s=5)) == status
+    with answering(answers) as engine:
+        assert doctor.examine(context(engines=[engine.url], timeout_s=5)) == status
     found = {line[6:28].strip(): line[29:] for line in capsys.readouterr().out.splitlines()}
     assert found["settings tested"] == "--tp-size 2"
     assert found["settings by reading"] == "--ep-size 8"
@@ -206,18 +189,6 @@ def test_a_role_is_asked_for_what_it_needs_only(role: str, monkeypatch: pytest.M
     found = {check.name for check in doctor.findings(context(role=role))}
     there, elsewhere = ROLES[role]
     assert there <= found and not elsewhere & found
-
-
-def test_a_store_that_cannot_hold_what_it_may_be_given_is_a_fault(tmp_path: Path) -> None:
-    def store_check(folder: str, store_bytes: int) -> Check:
-        config = ChannelConfig(journal=str(tmp_path / folder), store_bytes=store_bytes)
-        return next(preflight.check_store(context(config)))
-
-    here = store_check("new", 64 << 20)
-    assert here.ok and "free" in here.found
-    assert not store_check("", 1 << 60).ok
-    (tmp_path / "file").touch()
-    assert "cannot be written" in store_check("file", 64 << 20).line()
 
 
 def test_each_check_of_the_list_is_there_and_its_room_is_imported_when_it_is_run() -> None:

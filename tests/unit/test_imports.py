@@ -197,19 +197,6 @@ def test_only_benchmarks_of_a_clone_import_the_examples_and_none_before_it_runs(
     assert at_once and [str(found) for found in at_once if is_of_a_clone(found)] == []
 
 
-def test_an_import_of_the_examples_is_noticed() -> None:
-    line = "from examples.embedded.model import write_model"
-    for text, seen in (
-        (line, True),
-        (f"class A:\n    {line}", True),
-        (f"try:\n    {line}\nexcept ImportError:\n    pass", True),
-        (f"def f():\n    {line}", False),
-        (f"if TYPE_CHECKING:\n    {line}", False),
-    ):
-        assert any(map(is_of_a_clone, parsed("bench/x.py", text))), text
-        assert any(map(is_of_a_clone, imported_at_once("bench/x.py", ast.parse(text)))) == seen, text
-
-
 def test_an_upstream_out_of_place_is_noticed() -> None:
     torch_lines = "from torch import distributed as dist", "import torch\ntorch.distributed.barrier()"
     for text in ("import ray", *torch_lines):

@@ -255,8 +255,6 @@ HOSTILE = {
     "a negative length": HEAD + b"Content-Length: -5\r\n\r\n" + BODY,
     "an endless length": HEAD + b"Content-Length: " + b"9" * 40 + b"\r\n\r\n",
     "a length that no number is read from": HEAD + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n",
-    "a huge length": HEAD + b"Content-Length: 9999999999\r\n\r\n",
-    "chunks": HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
     "chunks and a length": HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\nhello",
     "another coding": HEAD + b"Transfer-Encoding: gzip\r\n\r\nhello",
     "a null in a header": HEAD + b"A: b\0c\r\nContent-Length: 5\r\n\r\nhello",
@@ -264,9 +262,7 @@ HOSTILE = {
     "a space before the token's colon": request(head=HEAD.replace(b"ation:", b"ation :")),
     "two tokens": HEAD + f"Authorization: Bearer {TOKEN}x\r\n".encode() + b"Content-Length: 5\r\n\r\nhello",
     "a token that is no text": HEAD.replace(b"Bearer ttt", b"Bearer \xff\xfe") + b"Content-Length: 0\r\n\r\n",
-    "another method": request(head=HEAD.replace(b"POST", b"PUT")),
     "another path": request(head=HEAD.replace(b"/v1/frames", b"/v1/../v1/frames")),
-    "no token": request(head=b"POST /v1/frames HTTP/1.1\r\nHost: x\r\n"),
 }
 
 
@@ -302,29 +298,6 @@ def test_any_damaged_request_is_answered_or_dropped(door: IngestServer) -> None:
         assert set(statuses(answer)) <= {status for status in Status if status < 500}
         assert TOKEN[:8].encode() not in answer
     assert statuses(talk(door, request())) == [200]
-
-
-def test_any_damaged_parcel_is_answered_and_the_connection_goes_on(door: IngestServer, intake: Kept) -> None:
-    rng, whole = random.Random(4), b"".join(pack_parcel(7, [(1, b"a" * 50), (2, b"b" * 9)]))
-    expected = {200, 400, 409}
-    with connect(door) as peer:
-        for _ in range(1000):
-            data = bytearray(whole[: rng.randrange(len(whole) + 1)] if rng.random() < 0.3 else whole)
-            for _ in range(rng.randrange(3)):
-                if data:
-                    data[rng.randrange(len(data))] = rng.randrange(256)
-            peer.sendall(request(bytes(data)))
-            assert set(statuses(peer.recv(4096))) <= expected
-    assert {serial for serials in intake.tried for serial in serials} == {1, 2}
-
-
-def test_a_frame_is_not_kept_under_a_damaged_name(door: IngestServer, intake: Kept) -> None:
-    serial_of_another = b"\x03" + BODY[17:]
-    answer = talk(door, request(BODY[:16] + serial_of_another))
-    assert statuses(answer) == [400] and b"entry 0 of a parcel is damaged" in answer
-    engine_of_another = BODY[:8] + b"\x09" + BODY[9:]
-    assert statuses(talk(door, request(engine_of_another))) == [400]
-    assert intake.taken == [] and intake.tried == []
 
 
 # -- connections that stand still ------------------------------------------------------------------------------------------

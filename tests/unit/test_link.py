@@ -304,12 +304,6 @@ def test_a_hello_that_does_not_fit_is_refused(door: Listener) -> None:
         connected(door, hello=bytes(HELLO_BYTES + 1))
 
 
-@pytest.mark.parametrize("interface", ["", "0.0.0.0", "0", "::", "::0", "192.0.2.1"])
-def test_an_interface_that_cannot_be_advertised_or_is_not_ours_is_refused(interface: str) -> None:
-    with pytest.raises(ConfigError):
-        Listener(interface, token=TOKEN)
-
-
 @pytest.mark.parametrize("nbytes", [0, 16, 31, 33])
 def test_a_token_of_another_length_is_refused(door: Listener, nbytes: int) -> None:
     with pytest.raises(ConfigError, match=f"{nbytes} bytes"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 from collections.abc import Iterator
@@ -16,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from r3channel.errors import StoreFull, UsageError
 from r3channel.relay.memory import Block, Store
-from tests.children import said_by
 from tests.delivery import LIMIT_S, until
+from tests.memory import growth_of
 
 KIB, MIB = 1 << 10, 1 << 20
 WAIT_S = 3600.0
@@ -170,19 +169,6 @@ TestStore.settings = settings(max_examples=40, stateful_step_count=30)
 # -- room --------------------------------------------------------------------------------------------------------------
 
 
-def test_stragglers_of_many_sizes_take_nothing_but_their_own(store: Store) -> None:
-    draw, stragglers = random.Random(7), list[Block]()
-    while store.live_bytes < 0.9 * store.ceiling_bytes:
-        blocks = list[Block]()
-        with pytest.raises(StoreFull):  # until what is left is smaller than the next
-            while True:
-                blocks.append(store.allocate(draw.randrange(1, 200 * KIB)))
-        assert store.live_bytes > store.ceiling_bytes - 200 * KIB
-        stragglers.append(blocks.pop(draw.randrange(len(blocks))))
-        free(*blocks)
-    assert store.live_bytes == sum(len(block.view) for block in stragglers)
-
-
 def test_the_ceiling_is_exact(store: Store) -> None:
     store.allocate(store.ceiling_bytes - 1)
     store.allocate(1)
@@ -289,53 +275,30 @@ def test_memory_that_is_not_to_be_had_leaves_nothing(store: Store, monkeypatch: 
 # -- its host memory, in a process of its own, so that what the kernel counts (RssAnon) is the store's ------------------------
 
 CEILING = 64 * MIB
-FILLS = (100_000, 1_050_000, 3 * MIB, 1_050_000)
-"""Adopted as they are, rounded up, large, and one that was there before."""
 MARGIN = 8 * MIB
 """What numpy and the allocator may add."""
 
-CHILD = """
-import ctypes, gc, json, re, sys
-from pathlib import Path
-import numpy as np
-from r3channel.relay.memory import Store
 
-ceiling, *sizes = map(int, sys.argv[1:])
-store = Store(ceiling)
+FILLS = (100_000, 1_050_000, 3 * MIB, 1_050_000)
+"""Adopted as they are, rounded up, large, and one that was there before."""
 
 
-def anonymous():
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free in the heap is not the store's
-    return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
-
-
-def fill(size):
-    blocks = []
-    for number in range(ceiling // size):
-        blocks.append(store.allocate(size))
-        np.frombuffer(blocks[-1].view, np.uint8)[:] = number % 251
-    seen = anonymous()
-    whole = all((np.frombuffer(b.view, np.uint8) == at % 251).all() for at, b in enumerate(blocks))
-    for block in blocks:
-        block.free()
-    return {"anonymous": seen, "after": anonymous(), "whole": bool(whole)}
-
-
-store.allocate(1 << 20).free()
-store.trim(idle_s=0)
-before = anonymous()
-found = [fill(size) for size in sizes]
-store.trim(idle_s=0)
-print(json.dumps({"before": before, "fills": found, "trimmed": anonymous()}))
-store.close()
-"""
+def coming_and_going() -> Iterator[None]:
+    store = Store(CEILING)
+    free(store.allocate(MIB))
+    store.trim(idle_s=0)
+    yield
+    for size in FILLS:
+        blocks = [store.allocate(size) for _ in range(CEILING // size)]
+        for mark, block in enumerate(blocks):
+            fill(block, mark)
+        free(*blocks)
+    blocks.clear()
+    store.trim(idle_s=0)
+    yield
+    store.close()
 
 
 def test_anonymous_memory_stays_under_the_ceiling_whatever_sizes_come_and_go() -> None:
-    found = json.loads(said_by(CHILD, *map(str, (CEILING, *FILLS))))
-    for fill in found["fills"]:
-        assert fill["whole"]
-        assert 0.8 * CEILING <= fill["anonymous"] - found["before"] <= CEILING + MARGIN, found
-        assert fill["after"] - found["before"] <= CEILING + MARGIN, found
-    assert found["trimmed"] - found["before"] <= MARGIN
+    growth = growth_of(coming_and_going)
+    assert 0.8 * CEILING <= growth.peak <= CEILING + MARGIN and growth.kept <= MARGIN, growth

@@ -31,7 +31,6 @@ from r3channel.trainer.logprobs import KeptLogprobs
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.routing import as_tokens, hash_tokens
-from tests.children import run
 from tests.misaligned import engine_step
 from tests.samples import SPEC, WIDE, random_ids, span
 
@@ -160,27 +159,6 @@ def test_a_segment_that_was_spliced_is_noticed(tmp_path: Path) -> None:
             Recording.open(tmp_path).step(0)
     write_segment(path, packed[:4] + packed[5:-1])  # without b's frame
     assert Recording.open(tmp_path).step(0).cut == ("b",) and main(["check", str(tmp_path)]) == 1
-
-
-def test_a_recorder_that_is_killed_leaves_whole_samples_and_a_torn_one(tmp_path: Path) -> None:
-    """Killed in the middle of its third frame's bytes; a signal that nothing can handle."""
-    program = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom tests.unit import test_recording as own\n"
-        "from r3channel.recordings.recorder import Recorder\nwritev, calls = os.writev, [0]\n"
-        "def some(file, views):\n"
-        "    calls[0] += 1\n"
-        "    if calls[0] == 7:\n"
-        "        os.write(file, b''.join(views)[:200]); os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return writev(file, views)\n"
-        "os.writev = some\nown.record(Recorder(Path(sys.argv[1])), 0)\n"
-    )
-    done = run("-c", program, str(tmp_path))
-    assert done.returncode == -9, done.stderr
-    segment = Recording.open(tmp_path).segment(0)
-    assert segment.torn_bytes == 200 and not segment.ended
-    step = Recording.open(tmp_path).step(0)
-    assert [sample.sample_id for sample in step.samples] == ["a", "b"] and step.cut == ("c",)
-    assert np.array_equal(step.rows("b"), held("b").ids_TLK)
 
 
 def test_a_disk_without_room_is_known_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

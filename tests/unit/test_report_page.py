@@ -110,13 +110,6 @@ def test_the_page_loads_nothing_and_shows_every_part_of_the_run() -> None:
     assert len(ids) == len(set(ids)), "two pictures share a name"
 
 
-def test_ink_is_the_themes_own() -> None:
-    made = page(result(spans()), spans())
-    pictures = "".join(re.findall(r"<svg.*?</svg>", made, re.DOTALL))
-    assert "var(--ink)" in pictures and "#123456" not in made and "#654321" not in made
-    assert not re.search(r"(fill|stroke): #0{6}\b", pictures), "black ink vanishes on a dark page"
-
-
 def test_the_verdict_is_on_the_page_and_names_what_was_slow() -> None:
     """That it is named right: tests/contract/test_metrics_pages.py, with a real relay made slow."""
     made = text_of(page(result(slow := spans(slow="place", extra_s=0.6)), slow))

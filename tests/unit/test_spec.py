@@ -22,19 +22,10 @@ DEEPSEEK = {
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {"model_type": "qwen3_moe", "num_hidden_layers": 48, **QWEN},
-    "qwen3-235b-a22b": {"model_type": "qwen3_moe", "num_hidden_layers": 94, **QWEN},
     "qwen3-next": {"model_type": "qwen3_next", "num_hidden_layers": 48, **QWEN, "num_experts": 512, "num_experts_per_tok": 10},
     "deepseek-v3": {"model_type": "deepseek_v3", "num_hidden_layers": 61, **DEEPSEEK},
     "kimi-k2": {
         "model_type": "kimi_k2", "num_hidden_layers": 61, **DEEPSEEK, "n_routed_experts": 384, "first_k_dense_replace": 1
-    },
-    "moonlight-16b-a3b": {
-        "model_type": "deepseek_v3", "num_hidden_layers": 27, "n_routed_experts": 64, "num_experts_per_tok": 6,
-        "moe_layer_freq": 1, "first_k_dense_replace": 1,
-    },
-    "glm-4.5": {
-        "model_type": "glm4_moe", "num_hidden_layers": 92, "n_routed_experts": 160, "num_experts_per_tok": 8,
-        "first_k_dense_replace": 3,
     },
     "gpt-oss-20b": {
         "model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32, "num_experts_per_tok": 4

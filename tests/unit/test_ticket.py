@@ -53,7 +53,6 @@ def test_a_ticket_survives_the_trip_and_is_small() -> None:
     again = Ticket.from_bytes(data)
     assert again == ticket and ticket == again and hash(again) == hash(ticket)
     assert again.to_bytes() == data and len(data) < 1000
-    assert tuple(again.samples) == ticket.samples and again.samples[-1] == NOWHERE
     assert again.samples[1:] == (TURNS, NOWHERE) and len(again.samples) == 3
     assert again.run == "run" and again.weight_versions == (-(2**63), 5, 6, 9)
     assert again.plan == ticket.plan and again.plan.digest == ticket.plan.digest

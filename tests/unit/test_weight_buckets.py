@@ -138,14 +138,6 @@ def test_alphabetical_order_keeps_q_k_v_together() -> None:
     ]
 
 
-def test_members_of_a_unit_may_be_far_apart() -> None:
-    order = ["a.q_proj.weight", *(f"{n}.o_proj.weight" for n in range(9)), "a.k_proj.weight"]
-    (last,) = [
-        b for b in plan_buckets([meta(name, 10) for name in order], cap_bytes=80) if "a.q" in str(b.names)
-    ]
-    assert last.names == ("a.q_proj.weight", "a.k_proj.weight")
-
-
 @pytest.mark.parametrize(
     ("names", "cap_bytes", "error", "said"),
     [

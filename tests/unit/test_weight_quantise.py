@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from examples.float8_blocks import float8_blocks, quantise
-from r3channel.errors import ConfigError, WeightUpdateFailed
+from r3channel.errors import ConfigError
 from r3channel.weights.convert import Shard
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.session import WeightSync
 from tests.fake_engine import FakeEngine
+from tests.weights import give, refused, session
 
 BLOCK = (128, 128)
 WEIGHT, ROUTER = "model.layers.0.mlp.experts.0.down_proj.weight", "model.layers.0.mlp.gate.weight"
@@ -72,21 +72,16 @@ def test_an_engine_of_float8_weights_is_filled_from_float32_ones(checkpoint: Pat
     held = {WEIGHT: values, f"{WEIGHT}_scale_inv": scales, ROUTER: torch.zeros(4, 4)}
     engine = FakeEngine(receives={name: tensor.clone() for name, tensor in held.items()})
     new = {WEIGHT: random(*SHAPE, seed=9), ROUTER: torch.ones(4, 4)}
-    try:
-        with WeightSync.whole([engine.url], staged=True) as sync:
-            sync.connect(timeout_s=20)
-            with pytest.raises(WeightUpdateFailed, match="Give float8 tensors"):
-                sync.update(new.items(), version=1, timeout_s=20)
-        with WeightSync.whole([engine.url], staged=True) as sync:
-            sync.connect(timeout_s=20)
-            report = sync.update(float8_blocks(new.items(), like=checkpoint), version=1, timeout_s=20)
-        assert report.tensors == 3 and not report.skipped
-        wanted_values, wanted_scales = quantise(new[WEIGHT], BLOCK)
-        assert torch.equal(engine.tensors[WEIGHT].float(), wanted_values.float())
-        assert torch.equal(engine.tensors[f"{WEIGHT}_scale_inv"], wanted_scales)
-        assert torch.equal(engine.tensors[ROUTER], new[ROUTER])
-    finally:
-        engine.die()
+    with session(engine, bucket_bytes=1 << 20) as sync:
+        refused(sync, 1, "Give float8 tensors", new.items())
+    with session(engine, bucket_bytes=1 << 20) as sync:
+        report = give(sync, 1, float8_blocks(new.items(), like=checkpoint))
+    assert report.tensors == 3 and not report.skipped
+    values, scales = quantise(new[WEIGHT], BLOCK)
+    assert torch.equal(engine.tensors[WEIGHT].float(), values.float())
+    assert torch.equal(engine.tensors[f"{WEIGHT}_scale_inv"], scales)
+    assert torch.equal(engine.tensors[ROUTER], new[ROUTER])
+    engine.die()
 
 
 def test_another_float8_format_is_refused_by_what_the_folder_says(checkpoint: Path) -> None:

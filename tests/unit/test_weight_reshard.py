@@ -24,7 +24,7 @@ from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.stages import Given, Stages
 from r3channel.weights.wires import RankLink
 from tests.reshard_cases import cases, side
-from tests.reshard_model import chunked, figures, held_by, replicated
+from tests.reshard_model import bounds_of, chunked, held_by, replicated
 from tests.reshard_model import side as model_side
 
 Case = tuple[ShardMap, ShardMap, int]
@@ -277,22 +277,13 @@ def test_dealing_at_once_equals_dealing_one_by_one(loads: dict[int, int], count:
 # -- a DeepSeek-V3-like model over 256 -> 256 ranks ----------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def sides() -> tuple[ShardMap, ShardMap]:
-    return model_side(ranks=256, tp=8, ep=64), model_side(ranks=256, tp=32, ep=32, first=256)
-
-
-def test_the_busiest_of_256_senders_is_within_two_percent(sides: tuple[ShardMap, ShardMap]) -> None:
-    plan = plan_reshard(*sides, rank=0, world_size=512)
-    found, senders = figures(plan), {rank for holders, _, _ in plan.shares for rank in holders}
-    assert found["tensors"] > 45_000 and len(senders) == 256
-    assert found["floor_gb"] <= found["busiest_gb"] <= found["bound_gb"]
-
-
-def test_a_trainer_keeps_its_part_of_the_plan_only(sides: tuple[ShardMap, ShardMap]) -> None:
+def test_the_busiest_of_256_senders_is_within_two_percent_and_keeps_its_part_of_the_plan_only() -> None:
     """It sends 1/256 of what the eight engines of 32 ranks receive; another rank comes to the same hash."""
+    sides = model_side(ranks=256, tp=8, ep=64), model_side(ranks=256, tp=32, ep=32, first=256)
     trainer, engine = (plan_reshard(*sides, rank=rank, world_size=512) for rank in (7, 300))
-    assert trainer.hash == engine.hash and not engine.ops
-    assert len(trainer.ops) < 3000
-    sent_bytes = sum(op.box.numel * trainer.tensors[op.tensor].dtype.itemsize for op in trainer.ops)
-    assert sent_bytes == trainer.sent_bytes_R[7]
+    floor, busiest, bound = bounds_of(trainer)
+    assert floor <= busiest <= bound
+    assert (
+        len(trainer.tensors) > 45_000 and len({r for holders, _, _ in trainer.shares for r in holders}) == 256
+    )
+    assert trainer.hash == engine.hash and not engine.ops and len(trainer.ops) < 3000
