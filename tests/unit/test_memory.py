@@ -293,7 +293,7 @@ def coming_and_going() -> Iterator[None]:
         for mark, block in enumerate(blocks):
             fill(block, mark)
         free(*blocks)
-    blocks.clear()
+        blocks.clear()
     store.trim(idle_s=0)
     yield
     store.close()

@@ -25,7 +25,7 @@ pytestmark = [
         not os.environ.get("R3TEST_UPSTREAM"),
         reason="R3TEST_UPSTREAM names no folder with slime's sources",
     ),
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(2400),
 ]
 full = [pytest.mark.full, pytest.mark.e2e]
 
