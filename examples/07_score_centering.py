@@ -54,6 +54,7 @@ ours_TV, full_TV = (
     torch.autograd.grad(one.sum(), logits_TV, retain_graph=True)[0] for one in (centre_T, whole_T)
 )
 error_T, size_T = (ours_TV - full_TV).abs().sum(-1), full_TV.abs().sum(-1)
+print(f"{ids_TK.numel():,} ids compared, {int((ids_TK != logq_TV.topk(128).indices).sum())} different")
 print(f"{tensor.entry.itemsize + 2} bytes a response token; the head has {1 - rest_T.mean():.3f} of the mass")
 print(
     f"the centre's gradient, L1: {size_T.mean():.3f}, from the head {error_T.mean():.4f} off, {error_T.max():.4f} at most"
