@@ -455,9 +455,8 @@ def refuse_engine(runner: Any) -> None:
     values = settings()
     found = [*refusals(values, spec=engine_spec(runner.model_config), routers=_routers(runner.model))]
     found += () if _tells_graphs_in_tokens(runner) else refused_chains(values)
-    found += refused_tensors(
-        values, tensors_of(_config.token_tensors), vocabulary=runner.model_config.vocab_size
-    )
+    if tensors := tensors_of(_config.token_tensors):
+        found += refused_tensors(values, tensors, vocabulary=runner.model_config.vocab_size)
     refuse([*found, *refused_unread(unread(asked_for()))], allowed=_config.allowed)
 
 

@@ -144,7 +144,7 @@ def refused_tensors(
     """Where the tensors could not follow their frames, or would not be what they are declared to be."""
     names = {tensor.name for tensor in tensors}
     mode, most = values["disaggregation_mode"], values.get("sampling_mask_max_tokens", 0)
-    if mode != "null" and names:
+    if mode != "null":
         yield "", f"token tensors {sorted(names)} with --disaggregation-mode {mode}; expected null"
     if most > MOST_ENTRIES and names - {"topk_logprobs"}:
         yield "", f"--sampling-mask-max-tokens {most}; expected at most {MOST_ENTRIES}"
