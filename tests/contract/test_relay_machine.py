@@ -525,6 +525,7 @@ class RelayMachine(RuleBasedStateMachine):
         until(lambda: threads() <= self.before, "no thread is left")
 
 
+@pytest.mark.timeout(900)  # 83 s on a quiet machine
 @pytest.mark.parametrize(("runs", "steps"), [(10, 40), pytest.param(400, 50, marks=pytest.mark.full)])
 def test_a_relay_agrees_with_its_model(runs: int, steps: int) -> None:
     """R3TEST_SEED=n: other runs than always."""
