@@ -22,7 +22,7 @@ from r3channel.errors import EngineUnavailable
 class EngineState(Enum):
     """What an engine holds and does, as far as is known."""
 
-    OUT = "left out until it is met again"
+    OUT = "not linked"
     LINKED = "serving, linked for an update"
     STAGED = "serving, an update staged and verified beside its parameters"
     PAUSED = "paused, weights untouched"
