@@ -21,6 +21,11 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
+def hashed_bytes(flat: torch.Tensor) -> memoryview:
+    """What both ends of a link hash of a contiguous tensor: its bytes; on a GPU those of its sums, which are few."""
+    return host_bytes(cross_sums(flat) if flat.is_cuda else flat)
+
+
 def tensor_digest(tensor: torch.Tensor) -> str:
     """xxh3 of a tensor's bytes: 64 bits, some 10 GB/s."""
     return xxhash.xxh3_64_hexdigest(host_bytes(tensor))

@@ -45,8 +45,8 @@ class SyncConfig:
     metrics: Metrics | None = None
     """What updates count into: `TrainerChannel.metrics` where both are in one process."""
     wire: Wire = "tcp"
-    """How staged bytes reach an engine's ranks: over `tcp`, or put into `shared_memory` by trainers on its machine (colocated),
-    so that none travels."""
+    """How staged bytes reach an engine's ranks: over `tcp`, or put by trainers on its machine (colocated) into
+    `shared_memory`, or by `cuda_ipc` into memory of its GPUs, as much as its parameters take: no byte travels."""
 
     def __post_init__(self) -> None:
         if self.verify and self.staged is False:

@@ -20,8 +20,8 @@ import xxhash
 from r3channel.errors import R3Error, TransportError, WeightsCorrupt, WeightsError
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
-from r3channel.weights import wires
-from r3channel.weights.checksums import host_bytes, tensor_digest
+from r3channel.weights import cuda_ipc, wires
+from r3channel.weights.checksums import hashed_bytes, host_bytes, tensor_digest
 from r3channel.weights.dryrun import Learned, derive
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
@@ -72,10 +72,14 @@ class Hold:
         self._serving: tuple[int, Mapping[str, str], Sequence[torch.Tensor]] | None = None
         """The version, digests and flat parameters that a trainer may read back; None: nothing was committed over these links."""
         self._items = sum(part.box.numel for part in self._needs.parts)
-        nbytes, shared = wires.staged_bytes(self._needs.params), order["wire"] == "shared_memory"
-        why = room.lacks(nbytes, insist=order["staged"] != "auto", shared=shared)
+        nbytes, wire = wires.staged_bytes(self._needs.params), order["wire"]
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
-        copy = StagedCopy(() if why else self._needs.params, device=device, shared=shared and not why)
+        why = room.lacks(nbytes, insist=order["staged"] != "auto", shared=wire == "shared_memory")
+        if wire == "cuda_ipc":
+            why = cuda_ipc.lacks(nbytes, device)
+        copy = (
+            StagedCopy((), device=device) if why else StagedCopy(self._needs.params, device=device, wire=wire)
+        )
         self._copy = weakref.ref(copy)
         told = {"error": why} if why else self._fill(copy, model) if learned else {"held": True}
         token = wires.session_token(run_token, order["nonce"])
@@ -116,8 +120,7 @@ class Hold:
         for place, constant in self._needs.padding:
             place.view(copy.views[place.param]).fill_(constant)
         compared = {part.param for part in self._learned.copied} if self._whole else self._needs.params
-        told = {"needs": self._needs.to_dict(), "whole": self._learned.refused, "compared": len(compared)}
-        return told | {"shared": copy.path}
+        return {"needs": self._needs.to_dict(), "whole": self._learned.refused, "compared": len(compared)}
 
     # -- a link's thread -----------------------------------------------------------------------------------------------
 
@@ -131,7 +134,7 @@ class Hold:
 
     def _listen(self, number: int, link: Connection, told: dict[str, Any], copy: StagedCopy) -> None:
         table, runs, failure = list[wires.Entry](), _Runs(), ""
-        wires.send_blob(link, wires.NEEDS, told, timeout_s=None)
+        wires.send_blob(link, wires.NEEDS, told | {"shared": copy.shared()}, timeout_s=None)
         while "error" not in told:  # a rank that cannot stage holds no engine
             kind, body = link.recv_record(timeout_s=None)
             try:
@@ -177,10 +180,10 @@ class Hold:
         for run in runs[first, count]:
             in_place = link is None or (run.view.is_contiguous() and not late)
             landing = run.view if in_place else torch.empty(run.view.shape, dtype=run.view.dtype)
-            data = host_bytes(landing.contiguous())
+            flat = landing.contiguous()
             if link is not None:  # else the trainer has put it there
-                link.recv_into(data, timeout_s=None)
-            seen.update(data)
+                link.recv_into(host_bytes(flat), timeout_s=None)
+            seen.update(hashed_bytes(flat))
             if not (in_place or late):
                 run.view.copy_(landing)
         if late:  # others have gone on to the next update

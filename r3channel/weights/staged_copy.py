@@ -1,4 +1,4 @@
-"""A rank's staged copy in host memory: where an update lies beside the parameters, and how they become what it holds.
+"""A rank's staged copy: where an update lies beside the parameters, and how they become what it holds.
 
 Parameters on a GPU are written out of memory that CUDA has locked. What they hold then is summed there, and only the sums come
 back. Two threads with a stream each keep the way to the GPU busy: one copies while the other's sums are awaited. Where the whole
@@ -20,11 +20,12 @@ import torch
 import xxhash
 
 from r3channel.errors import WeightsError
-from r3channel.weights import wires
+from r3channel.weights import cuda_ipc, wires
 from r3channel.weights.checksums import cross_sums, host_bytes, tensor_checksum, tensor_digest
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.memory import SHM
 from r3channel.weights.pack import new_memory
+from r3channel.weights.wires import Wire
 
 _Lane = tuple[torch.cuda.Stream, torch.Tensor | None]
 """A thread's way to the GPU: its stream, and a locked buffer where it needs one."""
@@ -41,16 +42,20 @@ class StagedCopy:
     Links' threads write `views`, each its own parts. `change_over` runs on the scheduler's thread.
     """
 
-    def __init__(self, params: Sequence[TensorMeta], *, device: torch.device, shared: bool = False) -> None:
-        """`device`: where the parameters lie. `shared`: for trainers of this machine, at `path`; OSError without room."""
+    def __init__(self, params: Sequence[TensorMeta], *, device: torch.device, wire: Wire = "tcp") -> None:
+        """`device`: where the parameters lie, and with `cuda_ipc` the copy, too. OSError, or CUDA's, without room."""
         self._params, nbytes = params, wires.staged_bytes(params)
-        self.path = ""
+        self.shared: Callable[[], Any] = str
+        """What one trainer of this machine needs to map the copy; "" where bytes travel."""
         self.hide: Callable[[], object] = str
-        """`hide` takes the path away: once all trainers have the memory, or with this object."""
-        if shared:
-            handle, self.path = tempfile.mkstemp(prefix="r3channel-weights-", dir=SHM)
-            self.hide = weakref.finalize(self, os.unlink, self.path)
+        """`hide` takes a path away: once all trainers have the memory, or with this object."""
+        if wire == "shared_memory":
+            handle, path = tempfile.mkstemp(prefix="r3channel-weights-", dir=SHM)
+            self.hide, self.shared = weakref.finalize(self, os.unlink, path), lambda: path
             flat = wires.mapped(handle, nbytes)
+        elif wire == "cuda_ipc":
+            flat = new_memory(nbytes, device)
+            self.shared = partial(cuda_ipc.handle, flat)
         else:
             flat = new_memory(nbytes)
         self.views = wires.staged_views(params, flat)
@@ -60,7 +65,7 @@ class StagedCopy:
         self._lanes = list[_Lane]()
         if params and device.type == "cuda":
             slots: Sequence[torch.Tensor | None] = [None] * _THREADS
-            if not _locked(self, flat):
+            if not flat.is_cuda and not _locked(self, flat):
                 slots = new_memory(_THREADS * _SLOT_BYTES).split(_SLOT_BYTES)
                 all(_locked(self, slot) for slot in slots)  # else CUDA copies once more: right, and slow
             self._lanes.extend((torch.cuda.Stream(device), slot) for slot in slots)

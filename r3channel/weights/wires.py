@@ -23,14 +23,15 @@ import xxhash
 
 from r3channel.errors import GiverChanged, TransportError, WeightsCorrupt, WeightsError
 from r3channel.transport.connection import Connection
-from r3channel.weights.checksums import host_bytes, tensor_digest
+from r3channel.weights import cuda_ipc
+from r3channel.weights.checksums import hashed_bytes, host_bytes, tensor_digest
 from r3channel.weights.dryrun import Needs, Part
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import ALIGNMENT, TensorMeta
 from r3channel.weights.pack import finite, nonfinite
 from r3channel.weights.progress import Deadline
 
-Wire = Literal["tcp", "shared_memory"]
+Wire = Literal["tcp", "shared_memory", "cuda_ipc"]
 Digests = tuple[dict[str, str], dict[str, str]]
 """By parameter, of one rank: digests, and SGLang's own checksums if asked for."""
 
@@ -138,9 +139,11 @@ def _aligned(meta: TensorMeta) -> int:
     return -(-meta.nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def shared_views(params: Sequence[TensorMeta], path: str) -> list[torch.Tensor]:
-    """A rank's staged copy by parameter. The rank takes the path away once all trainers have it."""
-    handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+def shared_views(params: Sequence[TensorMeta], where: Any) -> list[torch.Tensor]:
+    """A rank's staged copy by parameter: behind a path, which the rank takes away once all trainers have it, or CUDA's handle."""
+    if not isinstance(where, str):
+        return staged_views(params, cuda_ipc.mapped(where))
+    handle = os.open(where, os.O_RDWR | os.O_NOFOLLOW)
     return staged_views(params, mapped(handle, staged_bytes(params)))
 
 
@@ -262,14 +265,13 @@ class RankLink:
                 bad = next(piece for piece, value in values if not finite(value.cpu().flatten()))
                 raise nonfinite(f"bucket {bucket}", bad.meta)
             digest = xxhash.xxh3_64()
-            data = [host_bytes(flat) for flat in flats]
-            for part in data:
-                digest.update(part)
+            for flat in flats:
+                digest.update(hashed_bytes(flat))
             head = HEAD.pack(update, record.first, len(record.pieces), digest.intdigest())
             self.link.send_record(PLACED if self.shared else DATA, head, timeout_s=timeout_s)
             if not self.shared:
-                self.link.send(data, timeout_s=timeout_s)
-            sent += sum(map(len, data))
+                self.link.send([*map(host_bytes, flats)], timeout_s=timeout_s)
+            sent += sum(flat.nbytes for flat in flats)
         return sent
 
     def end(self, *, timeout_s: float) -> None:
@@ -331,7 +333,7 @@ class RankLink:
         return sum(piece.entry.box.numel for piece in record.pieces) * record.dtype.itemsize
 
     def _gathered(self, record: Record, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The record's bytes as flat tensors on the host: put where the rank has them, or together in our room."""
+        """The record's bytes as flat tensors: put where the rank has them, or together in our room."""
         if not self.shared:
             only = pieces[0].detach()
             if len(pieces) == 1 and only.is_contiguous() and not only.is_cuda:
@@ -349,7 +351,7 @@ class RankLink:
 
 
 def _joined(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """Flat, one after the other, in `out` on the host; of a device in one copy. As bytes: torch joins no float8."""
+    """Flat, one after the other, in `out`; of another device in one copy. As bytes: torch joins no float8."""
     flat = [piece.detach().reshape(-1).view(torch.uint8) for piece in pieces]
     if flat[0].device == out.device:
         torch.cat(flat, out=out.view(torch.uint8))

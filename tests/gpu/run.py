@@ -81,6 +81,7 @@ CHECKS = (
     Check(name="actor", about="relay and trainer on one GPU", limit_s=45),
     Check(name="pair", about="relay and receiver, a GPU each", gpus=2, limit_s=40),
     Check(name="weights", about="staged copy to parameters", limit_s=40),
+    Check(name="update", about="trainer to engine, two processes", needs=(*PACKAGE, "pytest"), limit_s=45),
     Check(name="tests", about="tests/gpu", needs=(*PACKAGE, "pytest", "pytest_timeout"), limit_s=30),
     Check(name="staging", about="one staging object", only_on="cuda", limit_s=15),
     Check(name="replay_cost", about="a step, of one without replay", needs=MEGATRON, limit_s=40),
