@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from r3channel.errors import WeightUpdateFailed
+from r3channel.weights import cuda_ipc, hold, staged_copy, wires
+from r3channel.weights.checksums import cross_sums, host_bytes, tensor_digest
 from r3channel.weights.session import WeightSync
 from tests.fake_engine import FakeEngine
 
@@ -46,6 +48,18 @@ def give(sync: WeightSync, version: int, named: Iterable[Any] | None = None, *, 
     return sync.update(
         weights(version).items() if named is None else named, version=version, timeout_s=timeout_s
     )
+
+
+def in_gpu_memory(patch: pytest.MonkeyPatch) -> None:
+    """For `cuda_ipc`: memory of this process for a GPU's, hashed as there, and its number for a handle."""
+    flats = list[torch.Tensor]()
+    patch.setattr(cuda_ipc, "lacks", lambda *_: "")
+    patch.setattr(cuda_ipc, "handle", lambda flat: [flats.append(flat) or len(flats) - 1])
+    patch.setattr(cuda_ipc, "mapped", lambda told: flats[told[0]])
+    patch.setattr(wires.RankLink, "on_gpu", property(lambda rank: bool(rank.shared)))
+    for module in (hold, staged_copy, wires):
+        patch.setattr(module, "hashed_bytes", lambda flat: host_bytes(cross_sums(flat)))
+    patch.setattr(staged_copy, "_copied", lambda new, kept: tensor_digest(cross_sums(new.copy_(kept))))
 
 
 def again_to(sync: WeightSync, *engines: FakeEngine, version: int) -> Any:

@@ -22,7 +22,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def hashed_bytes(flat: torch.Tensor) -> memoryview:
-    """What both ends of a link hash of a contiguous tensor: its bytes; on a GPU those of its sums, which are few."""
+    """What is hashed of a contiguous tensor that is staged: its bytes; in a GPU's memory those of its sums, which are few."""
     return host_bytes(cross_sums(flat) if flat.is_cuda else flat)
 
 

@@ -313,7 +313,7 @@ class EngineHandle:
         self.names, self.unheld = frozenset(), False
         self.ranks, self.metas, self.gives, self.group = [], (), None, None  # at once: closing takes its time
         for rank in ranks:
-            rank.link.close()
+            rank.close()
         if group is not None:
             group.close()
 

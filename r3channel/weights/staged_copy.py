@@ -21,7 +21,7 @@ import xxhash
 
 from r3channel.errors import WeightsError
 from r3channel.weights import cuda_ipc, wires
-from r3channel.weights.checksums import cross_sums, host_bytes, tensor_checksum, tensor_digest
+from r3channel.weights.checksums import cross_sums, hashed_bytes, host_bytes, tensor_checksum, tensor_digest
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.memory import SHM
 from r3channel.weights.pack import new_memory
@@ -74,7 +74,7 @@ class StagedCopy:
         """Digests of what is staged by parameter, and what the engine's own checksums will be. While the engine serves."""
         names = [meta.name for meta in self._params]
         with ThreadPoolExecutor(_THREADS) as pool:
-            self._sealed = found = [*pool.map(tensor_digest, self.views)]
+            self._sealed = found = [*pool.map(xxhash.xxh3_64_hexdigest, pool.map(hashed_bytes, self.views))]
             if self._lanes:
                 self._sealed = [*pool.map(tensor_digest, pool.map(cross_sums, self.views))]
             sums = pool.map(tensor_checksum, self.views if checksums else ())

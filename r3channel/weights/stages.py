@@ -27,7 +27,6 @@ from r3channel.weights.progress import Deadline
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.wires import (
     NEEDS,
-    RECORD_BYTES,
     Digests,
     Entry,
     Piece,
@@ -195,14 +194,14 @@ class Stages:
                 for tensor, box in ops if like is None else ():
                     if (tensor, box) not in known:
                         at = index_of[plan.tensors[tensor].name]
-                        known[tensor, box] = list(self._pieces(needs, at, box, ends))
+                        known[tensor, box] = list(self._pieces(needs, at, box, ends, link.record_bytes))
                     for bucket, piece in known[tensor, box]:
                         buckets[bucket].append(piece)
                 link.tell(buckets, like=like, timeout_s=deadline.left_s())
                 told += [(ops, link)] if like is None else []
 
     def _pieces(
-        self, needs: Needs, tensor: int, box: Box, ends: Sequence[int]
+        self, needs: Needs, tensor: int, box: Box, ends: Sequence[int], record_bytes: int
     ) -> Iterator[tuple[int, Piece]]:
         """A box that a rank needs, cut from what is held, in pieces of a record at most; each with its bucket."""
         name = self.metas[tensor].name
@@ -216,7 +215,7 @@ class Stages:
         for at in range(*np.searchsorted(PartTable.of(needs.parts).tensor_P, (tensor, tensor + 1)).tolist()):
             part = needs.parts[at]
             if part.box.holds(box):
-                for one, cut in _cuts(box, held, RECORD_BYTES // needs.params[part.param].dtype.itemsize):
+                for one, cut in _cuts(box, held, record_bytes // needs.params[part.param].dtype.itemsize):
                     yield bucket, Piece(Entry(at, one), meta, inside, cut)
 
 

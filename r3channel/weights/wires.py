@@ -24,7 +24,7 @@ import xxhash
 from r3channel.errors import GiverChanged, TransportError, WeightsCorrupt, WeightsError
 from r3channel.transport.connection import Connection
 from r3channel.weights import cuda_ipc
-from r3channel.weights.checksums import hashed_bytes, host_bytes, tensor_digest
+from r3channel.weights.checksums import cross_sums, hashed_bytes, host_bytes, tensor_digest
 from r3channel.weights.dryrun import Needs, Part
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import ALIGNMENT, TensorMeta
@@ -239,12 +239,27 @@ class RankLink:
                 self.buckets.append(list(self._records(sorted(pieces, key=self._place), first)))
                 first += len(pieces)
             records = [record for records in self.buckets for record in records]
-            most = max(map(self._nbytes, records), default=0)
+            most = max(map(self._nbytes, () if self.shared else records), default=0)
             self._room = torch.empty(most, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
             self._table = table_bytes(piece.entry for record in records for piece in record.pieces)
         else:
             self.buckets, self._room, self._table = like.buckets, torch.empty_like(like._room), like._table
         send_blob(self.link, TABLE, self._table, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Let go of the rank's memory, then end the link: the rank frees its copy when it sees the end."""
+        self.shared, self.buckets, self.aimed = [], [], None
+        self.link.close()
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the rank's staged copy is GPU memory that this process has mapped."""
+        return bool(self.shared) and self.shared[0].is_cuda
+
+    @property
+    def record_bytes(self) -> int:
+        """A record's bytes at most: a GPU is waited for twice for each."""
+        return RECORD_BYTES << 6 if self.on_gpu else RECORD_BYTES
 
     def dtype(self, entry: Entry) -> torch.dtype:
         return self.needs.params[self.needs.parts[entry.part].param].dtype
@@ -299,7 +314,7 @@ class RankLink:
             raise WeightsError(f"{where}: {told['error']}")
         flat = torch.empty(meta.nbytes // meta.dtype.itemsize, dtype=meta.dtype)
         self.link.recv_into(host_bytes(flat), timeout_s=timeout_s)
-        if tensor_digest(flat) != told["digest"]:
+        if tensor_digest(cross_sums(flat) if self.on_gpu else flat) != told["digest"]:
             self.link.abort(f"{meta.name} could not be read back")
             raise GiverChanged(
                 f"{where}: {meta.name} holds other bytes than were committed as version {version}, or they came damaged",
@@ -317,7 +332,7 @@ class RankLink:
         for at, piece in enumerate(pieces):
             dtype = self.dtype(piece.entry)
             size = piece.entry.box.numel * dtype.itemsize
-            if at > begun and (dtype != self.dtype(pieces[begun].entry) or nbytes + size > RECORD_BYTES):
+            if at > begun and (dtype != self.dtype(pieces[begun].entry) or nbytes + size > self.record_bytes):
                 yield self._record(pieces[begun:at], first + begun)
                 begun, nbytes = at, 0
             nbytes += size

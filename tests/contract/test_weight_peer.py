@@ -14,7 +14,7 @@ from r3channel.weights.session import WeightSync
 from r3channel.weights.wires import RankLink
 from tests.contract.test_weight_staged import loading
 from tests.fake_engine import FakeEngine
-from tests.weights import COMMIT, NAMES, again_to, give, holds, serving, session, weights
+from tests.weights import COMMIT, NAMES, again_to, give, holds, in_gpu_memory, serving, session, weights
 
 __all__ = ["loading"]
 Trio = tuple[WeightSync, FakeEngine, FakeEngine, FakeEngine]
@@ -25,9 +25,11 @@ def backwards(version: int) -> Iterator[tuple[str, torch.Tensor]]:
     return reversed(weights(version).items())
 
 
-@pytest.fixture(params=["tcp", "shared_memory"])
-def trio(request: pytest.FixtureRequest) -> Trio:
+@pytest.fixture(params=["tcp", "shared_memory", "cuda_ipc"])
+def trio(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Trio:
     """A session of three engines at version 1, none of which was called since."""
+    if request.param == "cuda_ipc":
+        in_gpu_memory(monkeypatch)
     engines = serving(), serving(), serving()
     sync = session(*engines, wire=request.param)
     give(sync, 1, backwards(1))

@@ -52,6 +52,8 @@ def test_a_rank_may_take_its_share_of_its_host_and_no_more(monkeypatch: pytest.M
     engine = serving()
     with session(engine, wire="shared_memory") as sync:
         refused(sync, 1, "8,192 bytes.* in /dev/shm is 600: enlarge it", cause=CannotStage)
+    with session(engine, wire="cuda_ipc") as sync:
+        refused(sync, 1, "this engine is on cpu: take", cause=CannotStage)
     with session(engine, staged="auto") as sync:
         assert "8,192 bytes" in (way := give(sync, 1).way) and "control groups is 800: give" in way
 
@@ -83,6 +85,17 @@ def test_an_engine_has_one_staged_copy_at_most_and_none_when_the_session_is_clos
             give(sync, version + 1)
             assert left() and not [*Path("/dev/shm").glob("r3channel-weights-*")]
         until(lambda: not left())
+
+
+def test_a_trainer_lets_go_of_a_ranks_memory_before_the_link_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, seen = serving(), list[Any]()
+    with session(engine, wire="shared_memory") as sync:
+        give(sync, 1)
+        (rank,) = sync._engines.at(engine.url).ranks
+        assert rank.shared and rank.buckets
+        close = rank.link.close
+        monkeypatch.setattr(rank.link, "close", lambda: (seen.append((rank.shared, rank.buckets)), close()))
+    assert seen == [([], [])]
 
 
 def test_a_gpu_gets_a_locked_copy_or_two_locked_buffers_in_turn_and_finds_what_is_wrong(
