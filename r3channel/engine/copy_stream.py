@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from r3channel.engine.capture import KeptRows, LayerSelection, SlotRows, torch_id_dtype
@@ -81,6 +82,13 @@ class CudaStream:
         self.stream.wait_event(event)
 
 
+class CurrentStream(CudaStream):
+    """The thread's own: work goes there in any case."""
+
+    def run(self, call: Callable[[], object]) -> None:
+        call()
+
+
 class Streams:
     """Those of a CPU: one for all."""
 
@@ -106,7 +114,7 @@ class CudaStreams(Streams):
             self.copies = self._another()
         while current.cuda_stream == self.reads.stream.cuda_stream:  # type: ignore[attr-defined]
             self.reads = self._another()
-        return CudaStream(current)
+        return CurrentStream(current)
 
     def _another(self) -> CudaStream:
         return CudaStream(torch.cuda.Stream(self._device))
@@ -193,26 +201,22 @@ class PassCopies:
         self._row_bytes = rows.spec.bytes_per_token + _SLOT_BYTES
         largest = most_rows * self._row_bytes + _ALIGNMENT
         self._ring = Ring(max(ring_bytes or _LEAST_RING_BYTES, 2 * largest), device=device)
+        self._host_N, self._dtype = self._ring.host_N.numpy(), torch_id_dtype(rows.spec)
         self._passes = deque[Pass]()
         self._serial = self._come_to = 0
         self._read = torch.empty(0, dtype=torch.int32)
 
     def stage(
-        self,
-        slots_T: torch.Tensor,
-        expert_ids_TAK: torch.Tensor,
-        *,
-        weight_version: int,
-        kind: RowKind,
+        self, slots_T: torch.Tensor, expert_ids_TAK: torch.Tensor, *, weight_version: int, kind: RowKind,
         restored: Sequence[Restored] = (),
-    ) -> Pass:
+    ) -> Pass:  # fmt: skip
         """Take the rows of the pass that was just launched. Waits only while the ring is full."""
         count = len(slots_T)
         while (segment := self._ring.take(count * self._row_bytes)) is None:
             self._wait_for(self._passes[0], until="room")
             self._write_oldest()
         device_N, host_N = self._ring.device_N[segment], self._ring.host_N[segment]
-        device_slots_T, device_ids_TLK = self._views(device_N, count)
+        device_slots_T, device_ids_TLK = self._views(device_N, count, torch.int64, self._dtype)
         forward, copies = self._streams.forward(), self._streams.copies
 
         def narrow() -> None:
@@ -223,8 +227,7 @@ class PassCopies:
         copies.wait(forward.record())
         copies.run(lambda: host_N.copy_(device_N, non_blocking=True))
         self._serial += 1
-        here_T, here_TLK = self._views(host_N, count)
-        landed = here_T.numpy(), here_TLK.numpy()
+        landed = self._views(self._host_N[segment], count, np.int64, self._rows.spec.id_dtype)
         made = Pass(self, self._serial, *landed, copies.record(), weight_version, kind, restored)
         self._passes.append(made)
         return made
@@ -253,10 +256,11 @@ class PassCopies:
         _wait(self._streams.reads.record(), what="slot numbers")
         return read_N.numpy()
 
-    def _views(self, segment_N: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _views(self, segment_N: Any, count: int, slot: Any, expert: Any) -> tuple[Any, Any]:
+        """Slots and ids in a segment, a tensor or an array, whose views cost a fifth; `slot`, `expert`: their dtypes there."""
         spec, middle = self._rows.spec, count * _SLOT_BYTES
-        ids_N = segment_N[middle : count * self._row_bytes].view(torch_id_dtype(spec))
-        return segment_N[:middle].view(torch.int64), ids_N.view(count, spec.num_moe_layers, spec.top_k)
+        ids_N = segment_N[middle : count * self._row_bytes].view(expert)
+        return segment_N[:middle].view(slot), ids_N.reshape(count, spec.num_moe_layers, spec.top_k)
 
     def _wait_for(self, made: Pass, *, until: str) -> None:
         if not made.copied.query():

@@ -142,11 +142,6 @@ def parse_page(text: str) -> Iterator[Series]:
             yield Series(found[1], dict(_LABEL.findall(found[2] or "")), float(found[3]))
 
 
-def stage_seconds(page: Sequence[Series]) -> dict[str, float]:
-    """Seconds per stage since the process began."""
-    return {one.labels["stage"]: one.value for one in page if one.name == "r3channel_stage_seconds_sum"}
-
-
 @dataclass(frozen=True, slots=True)
 class Look:
     """What one page said at one moment, or why it said nothing."""

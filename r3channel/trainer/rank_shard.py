@@ -48,17 +48,15 @@ class RankShard:
                 f"step {ticket.step}: {len(data_N)} bytes for a shard part of {shard.slot_bytes}"
             )
         self.ticket, self.shard, self.data_N, self.tp = ticket, shard, data_N, tp
-        self.digests = RouterDigestCheck(ticket, shard, tp=tp, digests_SL=digests_SL)
+        self._views = list(self._cut())
+        self.digests = RouterDigestCheck(ticket, shard, self._views, tp=tp, digests_SL=digests_SL)
         self.check_digest, self.verified = self.digests.check, self.digests.verified
         """As `trainer.router.StepRouting` has them. They check nothing where the shard came without digests."""
         self._check_policy(invalid_rows)
         self.staleness: Staleness | None = None
         """The rows' age against the trainer's version; None where the loop names no version."""
         self._loss_mask_read = False
-        self._live: dict[int, torch.Tensor | None] = {}
-        self._counted: dict[int, torch.Tensor] = {}
-        self._padding: dict[int, torch.Tensor] = {}
-        self._views = list(self._cut())
+        self._live, self._counted, self._padding = dict[int, Any](), dict[int, Any](), dict[int, Any]()
         self._tensors = {
             tensor: list(read_tensor(shard, tensor, np.asarray(tensors[tensor.name])))
             for tensor in brought(ticket, shard)
@@ -206,9 +204,8 @@ class RankShard:
             raise RowsInvalid(
                 f"step {self.ticket.step}: {len(named)} samples have rows without routing, the first is {first.sample_id} with "
                 f"rows {list(first.invalid)}; expected none (policy: error). Relay and trainer need the same invalid_rows",
-                samples=[sample.sample_id for sample in named],
-                step=self.ticket.step,
-            )
+                samples=[sample.sample_id for sample in named], step=self.ticket.step,
+            )  # fmt: skip
 
     def _may_live(self, microbatch: int) -> bool:
         """Without this look every step would map all its rows, to find nothing."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -23,24 +24,29 @@ def uploaded(values: Ids, device: torch.device) -> torch.Tensor:
 
 
 class RouterDigestCheck:
-    """One step of one rank. On a CPU a difference is raised before the router goes on; on a GPU it is noted, and read once."""
+    """One step of one rank. On a CPU a difference is raised before the router goes on. On a GPU it is noted, and read once; there
+    a pass's first router checks the rows of all layers, because each kernel costs the trainer its launch."""
 
-    def __init__(self, ticket: Ticket, shard: Shard, *, tp: int, digests_SL: torch.Tensor | None) -> None:
-        """`digests_SL` int64 [sample of the DP rank, layer], on the routers' device; None: nothing is checked."""
-        self._ticket, self._shard, self._expected_SL = ticket, shard, digests_SL
+    def __init__(
+        self, ticket: Ticket, shard: Shard, rows: Sequence[torch.Tensor], *, tp: int, digests_SL: torch.Tensor | None
+    ) -> None:  # fmt: skip
+        """`rows`: [layer, row, K] of each micro-batch, of which routers are handed layers. `digests_SL` int64 [sample of the DP
+        rank, layer], on the routers' device; None: nothing is checked."""
+        self._ticket, self._shard, self._rows, self._expected_SL = ticket, shard, rows, digests_SL
         self._slot = tp if shard.tp_slots > 1 else 0
         self._on_host: dict[int, tuple[HostRuns, list[bytes]]] = {}
         """Micro-batch -> whose its rows are, and the digests of each layer."""
         self._on_device: dict[int, TorchRuns] = {}
-        self._differs: dict[tuple[int, int], torch.Tensor] = {}
+        self._noted = list[tuple[int, int, torch.Tensor]]()
+        """Micro-batch, first layer's index, what differs: [layer, sample] bool."""
+        self._ahead: dict[int, set[int]] = {}
+        """Micro-batch -> layers that were checked and not handed out since."""
         self.checked = self.different = 0
         """Digests so far, each of a sample's rows in one layer and pass; those that differ are known where they are raised."""
         self._first = np.cumsum([0, *(len(batch.sample_ids) for batch in shard.microbatches)])
-        self._host_SL = (
-            digests_SL.numpy().view(np.uint64)
-            if digests_SL is not None and digests_SL.device.type == "cpu"
-            else None
-        )
+        self._host_SL: Ids | None = None
+        if digests_SL is not None and digests_SL.device.type == "cpu":
+            self._host_SL = digests_SL.numpy().view(np.uint64)
 
     def check(
         self, microbatch: int, layer: int, ids_RK: torch.Tensor, wide_RK: torch.Tensor | None = None
@@ -63,24 +69,30 @@ class RouterDigestCheck:
                 self.different += len(wrong)
                 raise self._mismatch(microbatch, layer, wrong)
             return
-        found = column_digests_torch(ids_RK, self._torch_runs_of(microbatch, ids_RK))
-        differs = found != self._expected_SL[self._own(microbatch), index]
-        before = self._differs.get((microbatch, layer))
-        # A recompute asks again: what its forward pass found stays.
-        self._differs[microbatch, layer] = differs if before is None else before | differs
+        rows_LRK, ahead = self._rows[microbatch], self._ahead.setdefault(microbatch, set())
+        if ids_RK.data_ptr() != rows_LRK[index].data_ptr():  # kept for a recompute
+            self._note(microbatch, index, ids_RK[None])
+        elif layer not in ahead:
+            self._note(microbatch, 0, rows_LRK)
+            ahead.update(self._shard.layers)
+        ahead.discard(layer)
+
+    def _note(self, microbatch: int, first: int, rows_LRK: torch.Tensor) -> None:
+        assert self._expected_SL is not None
+        expected_LS = self._expected_SL[self._own(microbatch), first : first + len(rows_LRK)].T
+        found_LS = column_digests_torch(rows_LRK, self._torch_runs_of(microbatch, rows_LRK))
+        self._noted.append((microbatch, first, found_LS != expected_LS))
 
     def verified(self) -> None:
         """Read once what the GPU noted, and raise `DigestMismatch` for the first difference."""
-        if not self._differs:
+        noted, self._noted = self._noted, []
+        if not noted or not bool(torch.stack([differs.any() for *_, differs in noted]).any()):
             return
-        noted, self._differs = self._differs, {}
-        if not bool(torch.stack([differs.any() for differs in noted.values()]).any()):
-            return
-        self.different += sum(int(differs.sum()) for differs in noted.values())
-        for (microbatch, layer), differs in noted.items():
-            wrong = differs.nonzero().flatten().tolist()
-            if wrong:
-                raise self._mismatch(microbatch, layer, wrong)
+        found = [(batch, first, at.nonzero().tolist()) for batch, first, at in noted if at.any()]
+        self.different += sum(len(wrong) for *_, wrong in found)
+        microbatch, first, wrong = found[0]
+        samples = [sample for at, sample in wrong if at == wrong[0][0]]
+        raise self._mismatch(microbatch, self._shard.layers[first + wrong[0][0]], samples)
 
     def _mismatch(self, microbatch: int, layer: int, wrong: list[int]) -> DigestMismatch:
         names = [self._shard.microbatches[microbatch].sample_ids[index] for index in wrong]
@@ -88,10 +100,8 @@ class RouterDigestCheck:
             f"step {self._ticket.step}, (dp, pp, cp) {self._shard.key}, TP slot {self._slot}: the router of decoder layer "
             f"{layer} is handed rows of micro-batch {microbatch} that are not those that the engine hashed, of samples "
             f"{names[:5]} ({len(names)} in all). Was memory damaged, or were rows, layers or ranks exchanged on the way?",
-            samples=names,
-            ranks=[self._shard.key],
-            step=self._ticket.step,
-        )
+            samples=names, ranks=[self._shard.key], step=self._ticket.step,
+        )  # fmt: skip
 
     @cached_property
     def _stream(self) -> Stream:
@@ -118,14 +128,10 @@ class RouterDigestCheck:
         first = (runs.local[run] + position - runs.position[run]) * batch.width + column
         return np.stack((runs.sample[run], position, first, np.full_like(rows, batch.width), rows), axis=1)
 
-    def _torch_runs_of(self, microbatch: int, ids_RK: torch.Tensor) -> TorchRuns:
+    def _torch_runs_of(self, microbatch: int, rows: torch.Tensor) -> TorchRuns:
         if microbatch not in self._on_device:
-            samples = len(self._shard.microbatches[microbatch].sample_ids)
-            self._on_device[microbatch] = TorchRuns.of(
-                self._runs_of(microbatch),
-                rows=len(ids_RK),
-                samples=samples,
-                spec=self._shard.spec,
-                tensor=lambda values: uploaded(values, ids_RK.device),
-            )
+            own, spec, upload = self._own(microbatch), self._shard.spec, partial(uploaded, device=rows.device)
+            sizes = {"rows": rows.shape[-2], "samples": own.stop - own.start}
+            made = TorchRuns.of(self._runs_of(microbatch), **sizes, spec=spec, tensor=upload)
+            self._on_device[microbatch] = made
         return self._on_device[microbatch]

@@ -165,14 +165,15 @@ class TorchRuns:
 
 
 def column_digests_torch(rows_RK: Any, runs: TorchRuns) -> Any:
-    """[samples] int64: as `column_digests`, the same bits, of a tensor of the spec's id dtype. Does not wait for the device."""
+    """[samples] int64: as `column_digests`, the same bits, of a tensor of the spec's id dtype; of [layer, row, K] a line each.
+    Does not wait for the device."""
     words_RI = rows_RK.contiguous()
-    if len(runs.factor_I) < rows_RK.shape[1]:
+    if len(runs.factor_I) < rows_RK.shape[-1]:
         if words_RI.storage_offset() * words_RI.itemsize % 8:
             words_RI = words_RI.clone()
         words_RI = words_RI.view(runs.sample_R.dtype)
         # A signed shift brings copies of the sign down with it.
         words_RI = words_RI ^ ((words_RI >> 32) & 0xFFFFFFFF)
-    words_R = (words_RI * runs.factor_I).sum(1) + runs.offset
-    sums_S = runs.coefficient_R.new_zeros(runs.samples + 1)
-    return sums_S.index_add_(0, runs.sample_R, words_R * runs.coefficient_R)[: runs.samples]
+    words_R = (words_RI * runs.factor_I).sum(-1) + runs.offset
+    sums_S = words_R.new_zeros(*words_R.shape[:-1], runs.samples + 1)
+    return sums_S.index_add_(-1, runs.sample_R, words_R * runs.coefficient_R)[..., : runs.samples]

@@ -134,14 +134,19 @@ def test_every_router_is_handed_what_the_engine_hashed_in_any_layout(step: Step)
 
 
 @settings(max_examples=60)
-@given(step=steps(), noted=st.booleans(), data=st.data())
-def test_one_changed_id_is_named_before_the_step_ends(step: Step, noted: bool, data: st.DataObject) -> None:
-    """`noted`: as on a GPU, where nothing is known before `verified`."""
+@given(step=steps(), noted=st.booleans(), kept=st.booleans(), data=st.data())
+def test_one_changed_id_is_named_before_the_step_ends(
+    step: Step, noted: bool, kept: bool, data: st.DataObject
+) -> None:
+    """`noted`: as on a GPU, where nothing is known before `verified`. `kept`: outside of the shard, for a recompute."""
     rank = data.draw(st.sampled_from([rank for shard in step.shards for rank in ranks_of(step, shard)]))
+    whole_N = rank.data_N.clone()
     if noted:
         rank.digests._host_SL = None
     for index, layer in calls(rank):
-        ids = rank.layer_ids(index, layer).clone()
+        rank.data_N[:] = whole_N
+        rank.digests._ahead.clear()  # as by another pass
+        ids = rank.layer_ids(index, layer).clone() if kept else rank.layer_ids(index, layer)
         row = data.draw(st.integers(0, len(ids) - 1))
         ids[row, 0] = (ids[row, 0] + 1) % rank.shard.spec.num_experts
         sample = int(rank.shard.row_map(index, tp=rank.tp)[0][row])
