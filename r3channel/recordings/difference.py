@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,12 @@ def compare(first: Recording, second: Recording) -> dict[str, Any]:
     """The result of `r3channel diff --json`. Raises what reading does."""
     shared = sorted(set(first.steps) & set(second.steps))
     pairs = [(first.step(number), second.step(number)) for number in shared]
-    steps = [_step(sides) | _logprobs(*pair) for pair in pairs for sides in AlignedPair.of(*pair)]
+    steps = [
+        _step(sides) | _logprobs(*pair) | _tensors(*pair) for pair in pairs for sides in AlignedPair.of(*pair)
+    ]
     counts = ("different", "order_only", "missing")
-    differ = any(any([*(step[name] for name in counts), *step["logprobs"].values()]) for step in steps)
+    beside = [value for step in steps for name in ("logprobs", "tensors") for value in step[name].values()]
+    differ = any(beside) or any(step[name] for step in steps for name in counts)
     return {
         "only_first": sorted(set(first.steps) - set(second.steps)),
         "only_second": sorted(set(second.steps) - set(first.steps)),
@@ -39,6 +44,20 @@ def _logprobs(first: RecordedStep, second: RecordedStep) -> dict[str, Any]:
             apart = first.logprobs[name][here] - second.logprobs[name][there]
             found[name] = float(np.abs(apart).max(initial=0))
     return {"logprobs": found}
+
+
+def _tensors(first: RecordedStep, second: RecordedStep) -> dict[str, Any]:
+    """By name the samples whose tensor is not the same, of tensors that both recordings have."""
+    names, found = {sample.sample_id for sample in second.samples}, Counter[str]()
+    both = [tensor for tensor in first.ticket.tensors if tensor in second.ticket.tensors]
+    for tensor, sample in product(both if first.tensors and second.tensors else (), first.samples):
+        sides = (
+            side.tensor_columns(tensor, sample.sample_id)
+            for side in (first, second)
+            if sample.sample_id in names
+        )
+        found[tensor.name] += len({tuple(column.tobytes() for column in columns) for columns in sides}) > 1
+    return {"tensors": dict(found)}
 
 
 def _places(step: RecordedStep) -> Ids:
@@ -82,6 +101,11 @@ def text(found: dict[str, Any]) -> str:
         if step["logprobs"]:
             largest = ", ".join(f"{name} {value:g}" for name, value in step["logprobs"].items())
             lines.append(f"  log-probs, largest difference: {largest}")
+        lines += [
+            f"  {name}: of {samples:,} samples not the same"
+            for name, samples in step["tensors"].items()
+            if samples
+        ]
         for what, name in (("first", "first difference"), ("first_order_only", "first other order")):
             if one := step.get(what):
                 lines.append(

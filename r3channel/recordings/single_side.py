@@ -47,7 +47,25 @@ def judge_alone(step: RecordedStep) -> list[Finding]:
         found += _plain(step, sample)
         if not found and step.side == "engine":
             found += _held(step, sample.sample_id)
-    return [*_grouped(found), *_suspicions(step), *log_probs_suspect(step)]
+    return [*_grouped(found), *_suspicions(step), *judge_beside(step)]
+
+
+def judge_beside(step: RecordedStep) -> list[Finding]:
+    """What came beside the ids: tensors, and log-probs."""
+    tensors = [one for name in step.tokens if name not in step.cut for one in _unsampled(step, name)]
+    return [*_grouped(tensors), *log_probs_suspect(step)]
+
+
+def _unsampled(step: RecordedStep, name: str) -> Iterator[Finding]:
+    """Rows without the token that was sampled from them, of tensors that have it."""
+    for tensor in (tensor for tensor in step.ticket.tensors if tensor.chosen):
+        length_T, entries_N = step.tensor_columns(tensor, name)
+        row_N = np.repeat(np.arange(len(length_T)), length_T)
+        has_N = entries_N[tensor.chosen] == step.tokens[name][row_N + 1]
+        at = np.flatnonzero((length_T > 0) & (np.bincount(row_N, has_N, len(length_T)) == 0))
+        if len(at):
+            what = f"{tensor.name}: {FAULTS['tensor_row']}"
+            yield _finding(step, "tensor_row", name, position=int(at[0]), cells=len(at), what=what)
 
 
 def _plain(step: RecordedStep, sample: TicketSample) -> Iterator[Finding]:

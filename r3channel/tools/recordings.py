@@ -28,7 +28,7 @@ from r3channel.recordings.recorder import add_limits, values_of
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.replay import consumed, described, fitted
 from r3channel.recordings.run_ranks import Rank, run_ranks
-from r3channel.recordings.single_side import CANNOT, judge_alone, log_probs_suspect
+from r3channel.recordings.single_side import CANNOT, judge_alone, judge_beside
 from r3channel.recordings.step import RecordedStep
 from r3channel.tools import commands
 
@@ -209,7 +209,7 @@ def _shared(sides: Sequence[Recording]) -> list[int]:
 
 def _judge_pair(engine: RecordedStep, router: RecordedStep) -> list[Finding]:
     found = [one for sides in AlignedPair.of(engine, router) for one in judge(sides)]
-    return [*found, *log_probs_suspect(engine)]
+    return [*found, *judge_beside(engine)]
 
 
 def _checked(values: dict[str, Any]) -> str:

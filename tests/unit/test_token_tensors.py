@@ -15,9 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3channel import errors
+from r3channel.cli import main
 from r3channel.config import ChannelConfig
 from r3channel.engine.token_tensors import KeptTopk, TopkBatch, TopkRow, tensor_frame
+from r3channel.observe.metric_table import LABELS
 from r3channel.plan.assignment import Assignment
+from r3channel.plan.capacity import Machines, add_up, plan_of
+from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.token_tensors import cut_tensor
 from r3channel.recordings.recorder import Recorder
 from r3channel.recordings.recording import Recording
@@ -31,7 +35,7 @@ from r3channel.wire.source import InHand
 from r3channel.wire.tensor_frame import TensorRows, encode_tensor, parse_tensors
 from r3channel.wire.token_tensors import MOST_ENTRIES, REGISTRY, TOPK_VOCABULARY, TokenTensor, tensors_of
 from tests.delivery import LIMIT_S, MakeRelay, receive, receivers_of, relays
-from tests.samples import frame_of, reply_of
+from tests.samples import SPEC, frame_of, reply_of
 
 PROMPT, VOCAB = 4, 500
 MASKS = REGISTRY["sampling_masks"]()
@@ -280,6 +284,7 @@ def test_a_tensor_is_a_declaration_and_damage_on_every_leg_is_noticed(
 ) -> None:
     monkeypatch.setitem(REGISTRY, "made_up", lambda: MADE_UP)
     monkeypatch.setitem(header._KINDS, MADE_UP.kind, MADE_UP.name)
+    monkeypatch.setitem(LABELS, "tensor", (*REGISTRY,))
     replies = {name: made_up_reply(name, tokens) for name, tokens in TOKENS.items()}
     with relays(token_tensors="made_up") as make:
         relay = make("dp=2,tp=2,pp=2,cp=2", recorder=Recorder(tmp_path))
@@ -320,6 +325,67 @@ def test_a_tensor_is_a_declaration_and_damage_on_every_leg_is_noticed(
     assert {(name, at) for name in replies for at in range(TOKENS[name])} <= {
         place for shard in seen for place in shard
     }
+
+
+def test_plan_metrics_check_diff_and_arrays_read_the_declaration(
+    tmp_path: Path, make_relay: MakeRelay, capsys: pytest.CaptureFixture[str]
+) -> None:
+    relay = make_relay("pp=2", recorder=Recorder(tmp_path / "rec"))
+    rows = {name: [[at + 1, 400] for at in range(PROMPT - 1, tokens - 1)] for name, tokens in TOKENS.items()}
+    rows["s1"][7] = [VOCAB]  # not of its token
+    for name, tokens in TOKENS.items():
+        relay.add(name, reply_with(name, tokens, rows[name]), range(tokens))
+    receivers = receivers_of(relay)
+    receive(receivers, relay.seal(0, Assignment.round_robin(list(TOKENS), dp=1, microbatch_size=4)))
+    relay.join_previous()
+    made = sum(map(len, rows.values()))
+    came = [
+        each.metrics.value("r3channel_tensor_bytes_total", tensor=MASKS.name) for each in (relay, *receivers)
+    ]
+    assert came == [10 * made - 4, 0, 2 * 4 * max(TOKENS.values()) + 8 * made - 4]  # padded
+    rec, npz, again = (str(tmp_path / name) for name in ("rec", "npz", "again"))
+    assert main(["check", rec]) == 1
+    assert (
+        "tensor_row (1 rows of layers): step 0, sample s1, position 10. sampling_masks"
+        in capsys.readouterr().out
+    )
+    assert main(["export", rec, "--format", "npz", "--out", npz]) == 0
+    arrays = dict(np.load(path := npz + "/step-000000.npz"))
+    for changed, code in ((0, 0), (1, 1)):
+        arrays["sampling_masks.entries"]["token_id"][-1] += changed
+        np.savez(path, **arrays)
+        assert main(["import", path, "--format", "npz", "--out", again + str(changed)]) == 0
+        assert main(["diff", rec, again + str(changed)]) == code
+    assert "sampling_masks: of 1 samples not the same" in capsys.readouterr().out
+    arrays["sampling_masks.lengths"][0] += 1
+    np.savez(path, **arrays)
+    assert main(["import", path, "--format", "npz", "--out", again]) == 2
+
+
+def test_a_damaged_tensor_of_a_recording_is_not_whole(tmp_path: Path, make_relay: MakeRelay) -> None:
+    relay = make_relay("", recorder=Recorder(tmp_path))
+    fill(relay)
+    receive(receivers_of(relay), relay.seal(0, Assignment.round_robin(list(TOKENS), dp=1, microbatch_size=4)))
+    relay.join_previous()
+    (segment,) = tmp_path.glob("*.r3s")
+    data = bytearray(segment.read_bytes())
+    data[data.rindex(masks_of([[1]], first_row=0, request="s")[:4]) + 110] ^= 1  # of the last sample
+    segment.write_bytes(data)
+    assert Recording.open(tmp_path).step(0).cut == ("s3",)
+
+
+@pytest.mark.parametrize(
+    ("option", "nbytes"),
+    [("sampling_masks", 34), ("topk_logprobs:128", 550), ("topk_logprobs:8:float32", 56)],
+)
+def test_a_plan_has_the_bytes_of_tensors(option: str, nbytes: int) -> None:
+    plan = plan_of([101] * 4, spec=SPEC, layout=TrainerLayout.parse("pp=2"))
+    plain, more = (add_up(plan, machines=Machines(), tensors=tensors_of(names)) for names in ("", option))
+    assert more.tensor_bytes_per_token == {option.partition(":")[0]: nbytes}
+    assert more.frame_bytes - plain.frame_bytes == more.wire_bytes - plain.wire_bytes == 400 * nbytes
+    assert more.store_needed_bytes - plain.store_needed_bytes == 800 * nbytes  # the last stage alone has them
+    assert more.held_bytes_tp0 - plain.held_bytes_tp0 == 800 * nbytes
+    assert more.placed_bytes_tp0 == plain.placed_bytes_tp0
 
 
 # -- the likeliest tokens ----------------------------------------------------------------------------------------------
