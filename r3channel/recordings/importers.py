@@ -79,7 +79,7 @@ def export_npz(recording: Recording, folder: Path) -> list[Path]:
             "token_tensors": step.ticket.token_tensors,
         }
         for tensor in step.ticket.tensors:
-            both = zip(*(step.tensor_columns(tensor, name) for name in names), strict=True)
+            both = zip(*(step.tensor_whole(tensor, name)[2:4] for name in names), strict=True)
             arrays |= zip(_columns_of(tensor), map(np.concatenate, both), strict=True)
         path = folder / f"step-{number:06d}.npz"
         np.savez(path, **arrays)
@@ -159,9 +159,7 @@ def _step(arrays: dict[str, Any], layout: TrainerLayout | None) -> RecordedStep:
     assignment = Assignment.balanced(dict(zip(names, lengths, strict=True)), dp=cut.dp, microbatch_size=1)
     ordered = tuple(samples[name] for name in assignment.sample_ids)
     options = tuple(tensor.option for tensor in tensors)
-    ticket = Ticket(
-        "imported", int(arrays["step"]), spec, cut, assignment, ordered, 1 << 20, token_tensors=options
-    )
+    ticket = Ticket("imported", int(arrays["step"]), spec, cut, assignment, ordered, 1 << 20, options)
     return RecordedStep(ticket, frames, tokens, spec, tensors=beside if options else {})
 
 
@@ -172,11 +170,8 @@ def _columns_of(tensor: TokenTensor) -> tuple[str, str]:
 def _rows_of(arrays: dict[str, Any], tensor: TokenTensor, *, rows: int) -> TensorRows:
     """Those of all samples."""
     lengths_T, entries_N = (arrays[column] for column in _columns_of(tensor))
-    seen, expected = (
-        (lengths_T.shape, entries_N.dtype, len(entries_N)),
-        ((rows,), tensor.entry, int(lengths_T.sum())),
-    )
-    if seen != expected:
+    seen = lengths_T.shape, entries_N.dtype, len(entries_N)
+    if seen != (expected := ((rows,), tensor.entry, int(lengths_T.sum()))):
         raise ValueError(f"{tensor.name}: (rows, type, entries) {seen}, expected {expected}")
     return TensorRows(tensor, 0, lengths_T, entries_N)
 

@@ -87,9 +87,9 @@ class Recording:
         named = {sample.sample_id: plain.get(sample.sample_id, []) for sample in ticket.samples}
         router, spec = self.manifest.side == "router", self.manifest.spec
         told: dict[str, Any] = {
-            "side": self.manifest.side,
             "logprobs": self._logprobs(ticket),
             "tensors": tensors,
+            "side": self.manifest.side,
         }
         found = RecordedStep(ticket, named, tokens, spec, passes=frames if router else {}, **told)
         if segment.ended and router:

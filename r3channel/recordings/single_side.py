@@ -59,7 +59,7 @@ def judge_beside(step: RecordedStep) -> list[Finding]:
 def _unsampled(step: RecordedStep, name: str) -> Iterator[Finding]:
     """Rows without the token that was sampled from them, of tensors that have it."""
     for tensor in (tensor for tensor in step.ticket.tensors if tensor.chosen):
-        length_T, entries_N = step.tensor_columns(tensor, name)
+        *_, length_T, entries_N, _ = step.tensor_whole(tensor, name)
         row_N = np.repeat(np.arange(len(length_T)), length_T)
         has_N = entries_N[tensor.chosen] == step.tokens[name][row_N + 1]
         at = np.flatnonzero((length_T > 0) & (np.bincount(row_N, has_N, len(length_T)) == 0))
@@ -89,12 +89,10 @@ def _plain(step: RecordedStep, sample: TicketSample) -> Iterator[Finding]:
     for fault, hit_TL in tests:
         if hit_TL.any():
             row, place = (int(index[0]) for index in np.nonzero(hit_TL))
-            at: dict[str, Any] = {
-                "position": row,
-                "layer": spec.moe_layers[place],
-                "cells": int(hit_TL.sum()),
-            }
-            yield _finding(step, fault, sample.sample_id, seen=tuple(ids_TLK[row, place].tolist()), **at)
+            yield _finding(
+                step, fault, sample.sample_id, seen=tuple(ids_TLK[row, place].tolist()), position=row,
+                layer=spec.moe_layers[place], cells=int(hit_TL.sum()),
+            )  # fmt: skip
 
 
 def _held(step: RecordedStep, name: str) -> Iterator[Finding]:

@@ -111,15 +111,14 @@ class RecordedStep:
         turns = [parse_tensors(data, tensors, where=where) for data in self.tensors.get(sample_id, ())]
         return [turn[tensors.index(tensor)] for turn in turns]
 
-    def tensor_columns(self, tensor: TokenTensor, sample_id: str) -> tuple[Ids, Ids]:
-        """(entries of each row, uint16 [tokens - 1], and these entries) of a sample; a row that has none is empty."""
-        length_T, turns = (
-            np.zeros(self.ticket.sample(sample_id).tokens - 1, np.uint16),
-            self.tensor_rows(tensor, sample_id),
-        )
+    def tensor_whole(self, tensor: TokenTensor, sample_id: str) -> TensorRows:
+        """The same, as if the sample had one turn from its first token on; a row that no turn brought is empty."""
+        length_T = np.zeros(self.ticket.sample(sample_id).tokens - 1, np.uint16)
+        turns = self.tensor_rows(tensor, sample_id)
         for turn in turns:
             length_T[turn.first_row : turn.end_row] = turn.lengths_T
-        return length_T, np.concatenate([np.empty(0, tensor.entry), *(turn.entries_N for turn in turns)])
+        entries_N = np.concatenate([np.empty(0, tensor.entry), *(turn.entries_N for turn in turns)])
+        return TensorRows(tensor, 0, length_T, entries_N)
 
     def tensor_shard(self, shard: Shard) -> dict[str, Ids]:
         """By name the bytes of each tensor that comes to this shard: `tensors` of `RankShard.from_whole`."""
