@@ -155,31 +155,20 @@ def add_up(plan: Plan, *, machines: Machines, tensors: Sequence[TokenTensor] = (
     needs |= {"network in": frame * _BASE64 * gbit_s, "network out": sum(received) * gbit_s}
     has = (machines.node_bytes, machines.node_cores, machines.http_gbit_s, machines.wire_gbyte_s * 8)
     return Capacity(
-        layout=str(layout),
-        samples=len(plan.lengths),
-        tokens=sum(plan.lengths),
-        padded_tokens=sum(padded),
-        bytes_per_token=spec.bytes_per_token,
-        tensor_bytes_per_token=beside,
-        frame_bytes=frame,
-        http_bytes=round(frame * _BASE64),
-        wire_bytes=sum(received),
-        received_bytes_tp0=max(received),
-        placed_bytes_tp0=max(shard.nbytes for shard in plan.shards),
-        held_bytes_tp0=_SHARDS_HELD
+        layout=str(layout), samples=len(plan.lengths), tokens=sum(plan.lengths), padded_tokens=sum(padded),
+        bytes_per_token=spec.bytes_per_token, tensor_bytes_per_token=beside, frame_bytes=frame,
+        http_bytes=round(frame * _BASE64), wire_bytes=sum(received), received_bytes_tp0=max(received),
+        placed_bytes_tp0=max(shard.nbytes for shard in plan.shards), held_bytes_tp0=_SHARDS_HELD
         * max(shard.nbytes + more for shard, more in zip(plan.shards, tensor_bytes, strict=True)),
         landed_bytes_per_rank=max(shard.slot_bytes for shard in plan.shards),
         landed_bytes_all_ranks=layout.tp * sum(shard.slot_bytes for shard in plan.shards),
-        relay_staging_bytes=2 * machines.bucket_bytes,
-        store_needed_bytes=_STEPS_HELD * frame,
-        store_fits=_STEPS_HELD * frame <= machines.store_bytes,
-        relay_needs=needs,
+        relay_staging_bytes=2 * machines.bucket_bytes, store_needed_bytes=_STEPS_HELD * frame,
+        store_fits=_STEPS_HELD * frame <= machines.store_bytes, relay_needs=needs,
         node_lacks=tuple(name for name, most in zip(needs, has, strict=True) if needs[name] > most),
         ordinary_bytes_per_dp=max(per_dp) * _ORDINARY_BYTES_PER_TOKEN,
         http_s=frame * _BASE64 * 8 / (machines.http_gbit_s * 1e9),
         place_s=sum(padded) * machines.relay_us_per_token * work * 1e-6,
-        wire_s=sum(received) / (machines.wire_gbyte_s * 1e9),
-        default_http_bytes=round(rows * default_row * _BASE64),
+        wire_s=sum(received) / (machines.wire_gbyte_s * 1e9), default_http_bytes=round(rows * default_row * _BASE64),
         default_bytes_per_rank=default_rank,
         default_bytes_all_ranks=sum(padded) * default_row * layout.world_size // layout.dp,
         default_host_bytes=rows * default_row,
@@ -187,7 +176,7 @@ def add_up(plan: Plan, *, machines: Machines, tensors: Sequence[TokenTensor] = (
         default_manager_s=rows * machines.manager_us_per_token * work * 1e-6,
         default_fetch_s=default_rank / (machines.object_store_gbyte_s * 1e9),
         ratio=max(shard.slot_bytes for shard in plan.shards) / default_rank,
-    )
+    )  # fmt: skip
 
 
 def _received(shard: Shard) -> int:

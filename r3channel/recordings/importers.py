@@ -66,18 +66,15 @@ def export_npz(recording: Recording, folder: Path) -> list[Path]:
         spans = [spread(sample.provenance, sample.tokens - 1) for sample in step.samples]
         unknown = {sample.sample_id: np.full(sample.tokens, -1) for sample in step.samples}
         arrays: dict[str, Any] = {
-            "sample": names,
-            "tokens": [sample.tokens for sample in step.samples],
+            "sample": names, "tokens": [sample.tokens for sample in step.samples],
             "token_ids": np.concatenate([step.tokens.get(name, unknown[name]) for name in names]),
             "ids": np.concatenate([ids_TLK for ids_TLK, _ in ids]),
             "valid": np.concatenate([there_T for _, there_T in ids]),
             "version": np.concatenate([version for version, _ in spans]),
-            "kind": np.concatenate([kind for _, kind in spans]),
-            "spec": json.dumps(spec.to_dict()),
-            "layout": json.dumps(recording.manifest.layout.to_dict()),
-            "step": number,
+            "kind": np.concatenate([kind for _, kind in spans]), "spec": json.dumps(spec.to_dict()),
+            "layout": json.dumps(recording.manifest.layout.to_dict()), "step": number,
             "token_tensors": step.ticket.token_tensors,
-        }
+        }  # fmt: skip
         for tensor in step.ticket.tensors:
             both = zip(*(step.tensor_whole(tensor, name)[2:4] for name in names), strict=True)
             arrays |= zip(_columns_of(tensor), map(np.concatenate, both), strict=True)

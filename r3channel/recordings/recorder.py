@@ -8,11 +8,11 @@ Tokens come with the replies and wait until their step is sealed; rows go to dis
 from __future__ import annotations
 
 import logging
-import os
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.logprobs import logprobs_glob
 from r3channel.recordings.manifest import Manifest
-from r3channel.recordings.segment import Kind, Pieces, append, check_room, nbytes_of, pack
+from r3channel.recordings.segment import Kind, Pieces, check_room, nbytes_of, pack
 from r3channel.recordings.step import PASSES, Bytes, RecordedStep
 from r3channel.wire.chunks import stored_entries
 from r3channel.wire.frame import frame_head
@@ -155,12 +155,10 @@ class Recorder:
 def write_segment(path: Path, records: Iterable[Pieces]) -> int:
     """All records and the end, in a new file; its bytes. Raises OSError."""
     records = [*records, pack(Kind.END)]
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
-    try:
-        check_room(file, nbytes_of(records))
-        return sum(append(file, pieces) for pieces in records)
-    finally:
-        os.close(file)
+    with path.open("wb") as file:
+        check_room(file.fileno(), nbytes := nbytes_of(records))
+        file.writelines(chain.from_iterable(records))
+    return nbytes
 
 
 def write_step(folder: Path, step: RecordedStep) -> Path:

@@ -19,7 +19,7 @@ from r3channel.plan.token_tensors import brought, cut_tensor
 from r3channel.wire.digest import fold
 from r3channel.wire.frame import Frame, parse_frame
 from r3channel.wire.routing import Ids, hash_tokens
-from r3channel.wire.tensor_frame import TensorRows, parse_tensors
+from r3channel.wire.tensor_frame import TensorRows, entries_of, parse_tensors, row_lengths
 from r3channel.wire.token_tensors import TokenTensor
 
 Bytes = bytes | memoryview
@@ -113,12 +113,8 @@ class RecordedStep:
 
     def tensor_whole(self, tensor: TokenTensor, sample_id: str) -> TensorRows:
         """The same, as if the sample had one turn from its first token on; a row that no turn brought is empty."""
-        length_T = np.zeros(self.ticket.sample(sample_id).tokens - 1, np.uint16)
-        turns = self.tensor_rows(tensor, sample_id)
-        for turn in turns:
-            length_T[turn.first_row : turn.end_row] = turn.lengths_T
-        entries_N = np.concatenate([np.empty(0, tensor.entry), *(turn.entries_N for turn in turns)])
-        return TensorRows(tensor, 0, length_T, entries_N)
+        turns, rows = self.tensor_rows(tensor, sample_id), self.ticket.sample(sample_id).tokens - 1
+        return TensorRows(tensor, 0, row_lengths(turns, rows), entries_of(tensor, turns))
 
     def tensor_shard(self, shard: Shard) -> dict[str, Ids]:
         """By name the bytes of each tensor that comes to this shard: `tensors` of `RankShard.from_whole`."""

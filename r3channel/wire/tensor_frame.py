@@ -58,6 +58,19 @@ class TensorRows(NamedTuple):
         return self.entries_N.nbytes + self.lengths_T.nbytes
 
 
+def row_lengths(turns: Sequence[TensorRows], rows: int) -> Numbers:
+    """[rows] int64: the entries of each of a sample's rows, of all its turns; 0 where none brought one."""
+    length_T = np.zeros(rows, np.int64)
+    for turn in turns:
+        length_T[turn.first_row : turn.end_row] = turn.lengths_T
+    return length_T
+
+
+def entries_of(tensor: TokenTensor, turns: Sequence[TensorRows]) -> Numbers:
+    """Those of all turns, a copy."""
+    return np.concatenate([np.empty(0, tensor.entry), *(turn.entries_N for turn in turns)])
+
+
 def encode_tensor(rows: TensorRows) -> bytes:
     """A frame. Raises RoutingError for a row that its length cannot say."""
     name, lengths_T = rows.tensor.name, rows.lengths_T

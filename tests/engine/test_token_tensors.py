@@ -110,6 +110,7 @@ def test_the_likeliest_tokens_are_those_of_the_distribution_that_sampled(
         plain = generate(server.url, [5, 6, 7], new_tokens=2, return_logprob=True, top_logprobs_num=3)
         refused = likeliest(server.url, 9, top_p=0.9)
     assert [len(row) for row in plain.meta["output_top_logprobs"]] == [3, 3]  # SGLang's own, as ever
+    assert sum(reply.meta["num_retractions"] for reply in replies) > 0
     names = [f"s{number}" for number in range(len(replies))]
     for name, reply in zip(names, replies, strict=True):
         relay.add(name, reply.as_json, reply.tokens, engine=server.url)
