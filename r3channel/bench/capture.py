@@ -12,6 +12,7 @@ in host caches that are larger than the processor's caches, as an engine's are.
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import shlex
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -31,15 +33,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from r3channel.bench.harness import Effort, Parts, cpu_seconds_of, family_of, interleaved, ratio
+from r3channel.bench.harness import Effort, Parts, cpu_seconds_of, family_of, interleaved, medians_s, ratio
 from r3channel.bench.wire import generate
 from r3channel.config import ChannelConfig, EngineConfig
+from r3channel.engine.sglang_tensors import declare, take_topk
+from r3channel.engine.token_tensors import KeptTopk, pack_topk, tensor_frame
 from r3channel.errors import EngineUnavailable
 from r3channel.model.presets import model_named
 from r3channel.plan.layout import TrainerLayout
+from r3channel.relay.memory import Store
 from r3channel.relay.relay import Relay
+from r3channel.relay.reply import Base64Text, split_reply
+from r3channel.relay.token_tensors import keep_tensors
 from r3channel.transport.http import urlopen
 from r3channel.wire.routing import RowKind
+from r3channel.wire.token_tensors import tensors_of
 
 WAYS = ("off", "stock", "r3channel", "direct", "off_again")
 MODEL = "qwen3-30b-a3b"
@@ -49,6 +57,7 @@ ROWS, PASS_ROWS = (1000, 4000, 16000), (256, 8192)
 BATCH = 32
 """Requests that decode together: a request's decoded rows lie this many slots apart."""
 Ways = Mapping[str, Callable[[Any], object]]
+_PASSES = 64
 _NAME = "r3channel.bench.capture"
 _TIMEOUT_S, _TRAIL_S = 600.0, 0.02
 """The second is for what an engine does when it has replied."""
@@ -186,7 +195,7 @@ def child_said(
 
 
 def scheduler_us(*, rounds: int, slots: int) -> dict[str, Any]:
-    """{"reply_us": {rows: {way: us}}, "reply_of_stock": {rows: {way: ratio}}, ...; `pass` and `write` too, "pass_us_per_token"}.
+    """{"reply_us": {rows: {way: us}}, "reply_of_stock": {rows: {way: ratio}}, ...; `pass` and `write` too}.
 
     `reply`: from a request's end until its rows are in the message to the detokenizer; `pass`: the end of a forward pass, the
     host's write included; `write`: that write alone.
@@ -198,12 +207,10 @@ def scheduler_us(*, rounds: int, slots: int) -> dict[str, Any]:
         ("write", thread.writes(), PASS_ROWS, thread.batch),
     ):
         result[f"{name}_us"] = us = {rows: _medians_us(ways, partial(draw, rows), rounds) for rows in sizes}
-        result[f"{name}_of_stock"] = _divided(us, lambda _, by_way: by_way["stock"])
-    return result | {"pass_us_per_token": _divided(result["pass_us"], lambda rows, _: rows)}
-
-
-def _divided(us: dict[int, dict[str, float]], by: Callable[[int, dict[str, float]], float]) -> dict[int, Any]:
-    return {rows: {way: value / by(rows, of) for way, value in of.items()} for rows, of in us.items()}
+        result[f"{name}_of_stock"] = {
+            rows: {way: value / of["stock"] for way, value in of.items()} for rows, of in us.items()
+        }
+    return result
 
 
 def _medians_us(ways: Ways, draw: Callable[[], Any], rounds: int) -> dict[str, float]:
@@ -298,6 +305,66 @@ class SchedulerThread:
         return {name: partial(end, *way) for name, way in ways.items()}
 
 
+# -- the sampler's likeliest tokens ----------------------------------------------------------------------------------------
+
+
+def topk_us(*, rounds: int) -> dict[str, Any]:
+    """{"topk_us": {"stock engine": us, ...}, "topk_bytes": {"stock": bytes, ...}} of a response token with its 128 likeliest.
+
+    `engine`: from the sampler's log-probs to the replies' JSON, of a batch; of that `choose` and `choose ours` (packed) are a
+    GPU's where there is one. `manager`: from there to arrays; ours to rest in a relay. `stock`: SGLang's lists; `binary`: int32 and
+    float32 in base64, as slime's engines answer.
+    """
+    from orjson import dumps, loads
+    from sglang.srt.layers.logprob_processor import get_top_logprobs
+    from sglang.srt.managers.io_struct import _msgpack_encoder as message
+
+    (tensor,), store, passes = tensors_of("topk_logprobs:128"), Store(1 << 30), range(_PASSES)
+    logprobs_BV = torch.log_softmax(torch.randn(BATCH, 1024, generator=torch.manual_seed(0)), -1)
+    declare([tensor])
+    told: dict[str, Any] = {"where": "", "key": None, "tokens": _PASSES + 1, "held_rows": 0, "room_s": 1.0}
+
+    def kept(take: Callable[..., Any]) -> list[list[list[Any]]]:
+        """[values, ids][request][token], as SGLang's processor keeps them."""
+        both = [take(logprobs_BV, [128] * BATCH, no_copy_to_cpu=True) for _ in passes]
+        return [[[each[part][at].tolist() for each in both] for at in range(BATCH)] for part in (0, 1)]
+
+    def text(data: bytes) -> bytes:
+        message.encode(data)
+        return dumps({"meta_info": {"routed_experts": base64.b64encode(data).decode()}})
+
+    def stock() -> Iterator[bytes]:
+        for two in zip(*kept(get_top_logprobs), strict=True):
+            message.encode(two)
+            yield dumps([[(*one, None) for one in zip(*row, strict=True)] for row in zip(*two, strict=True)])
+
+    def binary() -> Iterator[bytes]:
+        both = [
+            (values.numpy(), ids.int().numpy()) for values, ids in (logprobs_BV.topk(128) for _ in passes)
+        ]
+        for at in range(BATCH):
+            yield text(b"".join(np.stack([each[part][at] for each in both]).tobytes() for part in (0, 1)))
+
+    def ours() -> Iterator[bytes]:
+        for rows, own in zip(kept(partial(take_topk, get_top_logprobs))[0], iter(KeptTopk, None)):  # noqa: B905
+            deque(map(own.add, rows), 0)
+            yield text(tensor_frame(tensor, own, prompt_tokens=1, new_tokens=_PASSES, request_id="r"))
+
+    readers: dict[Any, Callable[[bytes], object]] = {
+        stock: lambda body: np.array([[one[:2] for one in row] for row in loads(body)]),
+        binary: lambda body: np.frombuffer(base64.b64decode(loads(body)["meta_info"]["routed_experts"]), np.int32),
+        ours: lambda body: keep_tensors(Base64Text(split_reply(body)[1] or b""), store, (tensor,), **told).block.free(),
+    }  # fmt: skip
+    bodies, calls = {way.__name__: [*way()] for way in readers}, dict[str, Callable[[], object]]()
+    for way, read in readers.items():
+        calls[f"{way.__name__} engine"] = lambda way=way: [*way()]
+        calls[f"{way.__name__} manager"] = lambda way=way, read=read: [*map(read, bodies[way.__name__])]
+    calls["choose"] = lambda: [logprobs_BV.topk(128) for _ in passes]
+    calls["choose ours"] = lambda: [pack_topk(logprobs_BV, tensor) for _ in passes]
+    us = {call: s / (BATCH * _PASSES) * 1e6 for call, s in medians_s(calls, rounds=rounds).items()}
+    return {"topk_us": us, "topk_bytes": {way: len(replies[0]) / _PASSES for way, replies in bodies.items()}}
+
+
 def _published() -> Any:
     """SGLang's settings, now those of this process, and the configuration of a model of our shape."""
     from sglang.srt import runtime_context, server_args
@@ -322,4 +389,8 @@ def _batch(slots_T: torch.Tensor) -> Any:
 PARTS: Parts = {"scheduler": scheduler, "engine": engine}
 
 if __name__ == "__main__":
-    print(json.dumps(scheduler_us(rounds=int(sys.argv[1]), slots=int(sys.argv[2]))), flush=True)
+    rounds = int(sys.argv[1])
+    print(
+        json.dumps(scheduler_us(rounds=rounds, slots=int(sys.argv[2])) | topk_us(rounds=rounds)),
+        flush=True,
+    )
