@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -46,7 +45,6 @@ from r3channel.relay.relay import Relay
 from r3channel.relay.reply import Base64Text, split_reply
 from r3channel.relay.token_tensors import keep_tensors
 from r3channel.transport.http import urlopen
-from r3channel.wire.routing import RowKind
 from r3channel.wire.token_tensors import tensors_of
 
 WAYS = ("off", "stock", "r3channel", "direct", "off_again")
@@ -195,16 +193,15 @@ def child_said(
 
 
 def scheduler_us(*, rounds: int, slots: int) -> dict[str, Any]:
-    """{"reply_us": {rows: {way: us}}, "reply_of_stock": {rows: {way: ratio}}, ...; `pass` and `write` too}.
+    """{"reply_us": {rows: {way: us}}, "reply_of_stock": {rows: {way: ratio}}, ...; `pass` too}.
 
     `reply`: from a request's end until its rows are in the message to the detokenizer; `pass`: the end of a forward pass, the
-    host's write included; `write`: that write alone.
+    host's write included.
     """
     thread, result = SchedulerThread(slots), dict[str, Any]()
     for name, ways, sizes, draw in (
         ("reply", thread.replies(), ROWS, thread.request),
         ("pass", thread.passes(), PASS_ROWS, thread.batch),
-        ("write", thread.writes(), PASS_ROWS, thread.batch),
     ):
         result[f"{name}_us"] = us = {rows: _medians_us(ways, partial(draw, rows), rounds) for rows in sizes}
         result[f"{name}_of_stock"] = {
@@ -266,19 +263,6 @@ class SchedulerThread:
 
         return {name: partial(end, capturer) for name, capturer in self._capturers.items()}
 
-    def writes(self) -> Ways:
-        theirs, ids32_TLK = self._capturers["stock"].host_cache.buffer, self._ids_TLK.to(torch.int32)
-        rows, ids_TLK = self._capturers["r3channel"].rows, self._ids_TLK.numpy()
-
-        def stock(batch: Any) -> None:  # as `TopkCaptureOutput.finalize`
-            theirs[batch.out_cache_loc] = ids32_TLK[: len(batch.out_cache_loc)]
-
-        def ours(batch: Any) -> None:
-            slots_T = batch.out_cache_loc.numpy()
-            rows.write(slots_T, ids_TLK[: len(slots_T)], weight_version=1, kind=RowKind.DECODED)
-
-        return {"stock": stock, "r3channel": ours}
-
     def replies(self) -> Ways:
         from sglang.srt.managers.io_struct import _msgpack_encoder as message
         from sglang.srt.managers.scheduler_components.batch_result_processor import (
@@ -309,13 +293,13 @@ class SchedulerThread:
 
 
 def topk_us(*, rounds: int) -> dict[str, Any]:
-    """{"topk_us": {"stock engine": us, ...}, "topk_bytes": {"stock": bytes, ...}} of a response token with its 128 likeliest.
+    """{"topk_us": {way: us}, "topk_bytes": {way: bytes}} of a response token with its 128 likeliest.
 
-    `engine`: from the sampler's log-probs to the replies' JSON, of a batch; of that `choose` and `choose ours` (packed) are a
-    GPU's where there is one. `manager`: from there to arrays; ours to rest in a relay. `stock`: SGLang's lists; `binary`: int32 and
-    float32 in base64, as slime's engines answer.
+    A way is from the sampler's log-probs to the replies' JSON, of a batch: `stock`, SGLang's lists; `binary`, int32 and float32
+    in base64, as slime's engines answer; `ours`. `choose`, and `choose_packed` of ours, are what of it a GPU does where there is
+    one. `manager`: from our replies to rest in a relay.
     """
-    from orjson import dumps, loads
+    from orjson import dumps
     from sglang.srt.layers.logprob_processor import get_top_logprobs
     from sglang.srt.managers.io_struct import _msgpack_encoder as message
 
@@ -339,30 +323,32 @@ def topk_us(*, rounds: int) -> dict[str, Any]:
             yield dumps([[(*one, None) for one in zip(*row, strict=True)] for row in zip(*two, strict=True)])
 
     def binary() -> Iterator[bytes]:
-        both = [
-            (values.numpy(), ids.int().numpy()) for values, ids in (logprobs_BV.topk(128) for _ in passes)
-        ]
+        both = [[logprobs, ids.int()] for logprobs, ids in (logprobs_BV.topk(128) for _ in passes)]
         for at in range(BATCH):
-            yield text(b"".join(np.stack([each[part][at] for each in both]).tobytes() for part in (0, 1)))
+            yield text(
+                b"".join(np.stack([each[part].numpy()[at] for each in both]).tobytes() for part in (0, 1))
+            )
 
     def ours() -> Iterator[bytes]:
-        for rows, own in zip(kept(partial(take_topk, get_top_logprobs))[0], iter(KeptTopk, None)):  # noqa: B905
-            deque(map(own.add, rows), 0)
-            yield text(tensor_frame(tensor, own, prompt_tokens=1, new_tokens=_PASSES, request_id="r"))
+        for rows in kept(partial(take_topk, get_top_logprobs))[0]:
+            yield text(
+                tensor_frame(tensor, KeptTopk(rows), prompt_tokens=1, new_tokens=_PASSES, request_id="r")
+            )
 
-    readers: dict[Any, Callable[[bytes], object]] = {
-        stock: lambda body: np.array([[one[:2] for one in row] for row in loads(body)]),
-        binary: lambda body: np.frombuffer(base64.b64decode(loads(body)["meta_info"]["routed_experts"]), np.int32),
-        ours: lambda body: keep_tensors(Base64Text(split_reply(body)[1] or b""), store, (tensor,), **told).block.free(),
-    }  # fmt: skip
-    bodies, calls = {way.__name__: [*way()] for way in readers}, dict[str, Callable[[], object]]()
-    for way, read in readers.items():
-        calls[f"{way.__name__} engine"] = lambda way=way: [*way()]
-        calls[f"{way.__name__} manager"] = lambda way=way, read=read: [*map(read, bodies[way.__name__])]
+    def kept_at_rest(body: bytes) -> None:
+        source = Base64Text(split_reply(body)[1] or b"")
+        keep_tensors(source, store, (tensor,), **told).block.free()
+
+    replies = {way: [*way()] for way in (stock, binary, ours)}
+    calls = {way.__name__: lambda way=way: [*way()] for way in replies}
+    calls["manager"] = lambda: [*map(kept_at_rest, replies[ours])]
     calls["choose"] = lambda: [logprobs_BV.topk(128) for _ in passes]
-    calls["choose ours"] = lambda: [pack_topk(logprobs_BV, tensor) for _ in passes]
+    calls["choose_packed"] = lambda: [pack_topk(logprobs_BV, tensor) for _ in passes]
     us = {call: s / (BATCH * _PASSES) * 1e6 for call, s in medians_s(calls, rounds=rounds).items()}
-    return {"topk_us": us, "topk_bytes": {way: len(replies[0]) / _PASSES for way, replies in bodies.items()}}
+    return {
+        "topk_us": us,
+        "topk_bytes": {way.__name__: len(own[0]) / _PASSES for way, own in replies.items()},
+    }
 
 
 def _published() -> Any:

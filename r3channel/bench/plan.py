@@ -17,7 +17,6 @@ CASES = {
     "1024x16k on 64 ranks": (1024, "dp=4,tp=4,cp=2,pp=2,packing=thd"),
     "8192x16k on 512 ranks": (8192, "dp=16,tp=4,cp=2,pp=4,packing=thd"),
 }
-TARGETS_MS = {"1024x16k on 64 ranks": 20.0, "8192x16k on 512 ranks": 100.0, "assign": 1000.0}
 _TOKENS = 16384
 
 
@@ -31,7 +30,6 @@ def measure(effort: Effort) -> dict[str, Any]:
     return {
         "cut_ms_by_case": {name: seconds[name] * 1e3 for name in CASES},
         "assign_ms": seconds["assign"] * 1e3,
-        "targets_ms": TARGETS_MS,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -82,10 +83,11 @@ class TopkRow:
 class KeptTopk:
     """A request's entries of `topk_logprobs`, token by token; they outlive a retraction, as its tokens do."""
 
-    def __init__(self) -> None:
-        self._entries = bytearray()
-        self.swept = 0
-        """Tokens that were looked at."""
+    def __init__(self, rows: Iterable[TopkRow] = ()) -> None:
+        self._entries, self.swept = bytearray(), 0
+        """`swept`: tokens that were looked at."""
+        for row in rows:
+            self.add(row)
 
     def add(self, row: TopkRow) -> None:
         self._entries += row.batch.entry(row.row)

@@ -408,11 +408,9 @@ def _arrays(saved: Any, spec: RoutingSpec) -> dict[str, Any]:
         "sample": [f"sample{number}" for number in range(len(samples))],
         "tokens": [len(sample["tokens"]) for sample in samples],
         "token_ids": np.concatenate([np.asarray(sample["tokens"], np.int64) for sample in samples]),
-        "ids": np.concatenate(ids),
-        "version": np.concatenate(versions),
-        "spec": json.dumps(spec.to_dict()),
+        "ids": np.concatenate(ids), "version": np.concatenate(versions), "spec": json.dumps(spec.to_dict()),
         "step": int(saved["rollout_id"]),
-    }
+    }  # fmt: skip
 
 
 def _rows(where: str, sample: dict[str, Any], spec: RoutingSpec) -> Any:

@@ -103,11 +103,8 @@ class Recorder:
         self._kept.pop(sample_id, None)
 
     def write(
-        self,
-        ticket: Ticket,
-        turns: Sequence[Sequence[TurnRows]],
-        tensors: Mapping[str, Sequence[Bytes]] = _NONE,
-    ) -> None:
+        self, ticket: Ticket, turns: Sequence[Sequence[TurnRows]], tensors: Mapping[str, Sequence[Bytes]] = _NONE,
+    ) -> None:  # fmt: skip
         """Append a sealed step, each sample's turns in the ticket's order, and forget its tokens. `tensors`: by sample the frames
         that its turns bring beside their rows."""
         tokens = [self._kept.pop(name, _NO_TOKENS) for name in ticket.assignment.sample_ids]
@@ -181,11 +178,8 @@ def _frames_of(step: RecordedStep, name: str) -> Iterator[_Payload]:
 
 
 def _records(
-    ticket: Ticket,
-    tokens: Sequence[Ids],
-    frames: Iterable[Iterable[_Payload]],
-    tensors: Mapping[str, Sequence[Bytes]],
-) -> Iterator[Pieces]:
+    ticket: Ticket, tokens: Sequence[Ids], frames: Iterable[Iterable[_Payload]], tensors: Mapping[str, Sequence[Bytes]],
+) -> Iterator[Pieces]:  # fmt: skip
     """Sample by sample, so that a torn segment has whole ones."""
     yield pack(Kind.TICKET, ticket.to_bytes())
     for place, (name, own, payloads) in enumerate(

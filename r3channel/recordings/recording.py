@@ -87,10 +87,8 @@ class Recording:
         named = {sample.sample_id: plain.get(sample.sample_id, []) for sample in ticket.samples}
         router, spec = self.manifest.side == "router", self.manifest.spec
         told: dict[str, Any] = {
-            "logprobs": self._logprobs(ticket),
-            "tensors": tensors,
-            "side": self.manifest.side,
-        }
+            "logprobs": self._logprobs(ticket), "tensors": tensors, "side": self.manifest.side,
+        }  # fmt: skip
         found = RecordedStep(ticket, named, tokens, spec, passes=frames if router else {}, **told)
         if segment.ended and router:
             return found  # rows that no router used are for `check` to tell

@@ -251,11 +251,6 @@ def _print(
 
 
 _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
-    "record": _record,
-    "inspect": _inspect,
-    "diff": _diff,
-    "replay": _replay,
-    "check": _check,
-    "import": _import,
+    "record": _record, "inspect": _inspect, "diff": _diff, "replay": _replay, "check": _check, "import": _import,
     "export": _export,
-}
+}  # fmt: skip

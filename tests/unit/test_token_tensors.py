@@ -401,9 +401,8 @@ def test_packed_tokens_are_the_likeliest_with_their_log_probs_and_the_mass_of_th
     logprobs_BV = torch.log_softmax(
         torch.randn(5, TOPK_VOCABULARY, generator=torch.manual_seed(0)) * 3, dim=-1
     )
-    batch, kept = TopkBatch(logprobs_BV, tensor), KeptTopk()
-    for row in range(5):
-        kept.add(TopkRow(batch, row))
+    batch = TopkBatch(logprobs_BV, tensor)
+    kept = KeptTopk(TopkRow(batch, row) for row in range(5))
     frame = tensor_frame(tensor, kept, prompt_tokens=3, new_tokens=5, request_id="s")
     (rows,) = parse_tensors(frame, [tensor], where="x")
     ids, logprobs, tail = (torch.from_numpy(value) for value in tensor.values(rows.entries_N))
