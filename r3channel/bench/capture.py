@@ -112,11 +112,10 @@ def _round(url: str, pids: list[int], relay: Relay, numbers: Iterator[int], way:
         return relay.metrics.value("r3channel_bytes_total", leg="engine_direct")
 
     request = {
-        "rid": f"{way}:{next(numbers)}",
-        "input_ids": np.random.default_rng(0).integers(4, 512, _PROMPT_TOKENS).tolist(),
+        "rid": f"{way}:{next(numbers)}", "input_ids": np.random.default_rng(0).integers(4, 512, _PROMPT_TOKENS).tolist(),
         "sampling_params": {"max_new_tokens": _NEW_TOKENS, "temperature": 0, "ignore_eos": True},
         "return_routed_experts": not way.startswith("off"),
-    }
+    }  # fmt: skip
     question = urllib.request.Request(url, json.dumps(request).encode(), {"Content-Type": "application/json"})
     before, deadline_s, cpu_s = sent(), time.monotonic() + _TIMEOUT_S, cpu_seconds_of(pids)
     with urlopen(question, timeout_s=_TIMEOUT_S) as reply:
@@ -203,10 +202,9 @@ def scheduler_us(*, rounds: int, slots: int) -> dict[str, Any]:
         ("reply", thread.replies(), ROWS, thread.request),
         ("pass", thread.passes(), PASS_ROWS, thread.batch),
     ):
-        result[f"{name}_us"] = us = {rows: _medians_us(ways, partial(draw, rows), rounds) for rows in sizes}
-        result[f"{name}_of_stock"] = {
-            rows: {way: value / of["stock"] for way, value in of.items()} for rows, of in us.items()
-        }
+        us = {rows: _medians_us(ways, partial(draw, rows), rounds) for rows in sizes}
+        of_stock = {rows: {way: one / of["stock"] for way, one in of.items()} for rows, of in us.items()}
+        result |= {f"{name}_us": us, f"{name}_of_stock": of_stock}
     return result
 
 
@@ -342,8 +340,11 @@ def topk_us(*, rounds: int) -> dict[str, Any]:
     replies = {way: [*way()] for way in (stock, binary, ours)}
     calls = {way.__name__: lambda way=way: [*way()] for way in replies}
     calls["manager"] = lambda: [*map(kept_at_rest, replies[ours])]
-    calls["choose"] = lambda: [logprobs_BV.topk(128) for _ in passes]
-    calls["choose_packed"] = lambda: [pack_topk(logprobs_BV, tensor) for _ in passes]
+    device = {
+        "choose": partial(logprobs_BV.topk, 128),
+        "choose_packed": partial(pack_topk, logprobs_BV, tensor),
+    }
+    calls |= {name: lambda call=call: [call() for _ in passes] for name, call in device.items()}
     us = {call: s / (BATCH * _PASSES) * 1e6 for call, s in medians_s(calls, rounds=rounds).items()}
     return {
         "topk_us": us,

@@ -62,8 +62,7 @@ class AlignedPair:
                 seen_RLK=seen_RLK if plain else seen_RLK[:, own],
                 extra_RLK=seen_RLK[:, np.flatnonzero(layers_L >= want.spec.num_layers)],
                 valid_R=np.concatenate([there for _, there in engine]),
-                there_R=np.concatenate([there for _, there in router]),
-                want_spans=[_spans(want, name) for name in names],
+                there_R=np.concatenate([there for _, there in router]), want_spans=[_spans(want, name) for name in names],
                 seen_spans=[_spans(seen, name, of_pass) for name in names], of_pass=of_pass,
             )  # fmt: skip
 

@@ -24,10 +24,9 @@ def compare(first: Recording, second: Recording) -> dict[str, Any]:
     differ = any(beside) or any(step[name] for step in steps for name in counts)
     return {
         "only_first": sorted(set(first.steps) - set(second.steps)),
-        "only_second": sorted(set(second.steps) - set(first.steps)),
-        "steps": steps,
+        "only_second": sorted(set(second.steps) - set(first.steps)), "steps": steps,
         "equal": bool(steps) and first.steps == second.steps and not differ,
-    }
+    }  # fmt: skip
 
 
 def _beside(first: RecordedStep, second: RecordedStep) -> dict[str, dict[str, float]]:

@@ -62,22 +62,20 @@ def export_npz(recording: Recording, folder: Path) -> list[Path]:
                 "whole ones, since arrays cannot say what is missing"
             )
         names = [sample.sample_id for sample in step.samples]
-        ids = [step.ids(name) for name in names]
-        spans = [spread(sample.provenance, sample.tokens - 1) for sample in step.samples]
+        ids, there = zip(*(step.ids(name) for name in names), strict=True)
+        version, kind = zip(*(spread(one.provenance, one.tokens - 1) for one in step.samples), strict=True)
         unknown = {sample.sample_id: np.full(sample.tokens, -1) for sample in step.samples}
         arrays: dict[str, Any] = {
             "sample": names, "tokens": [sample.tokens for sample in step.samples],
             "token_ids": np.concatenate([step.tokens.get(name, unknown[name]) for name in names]),
-            "ids": np.concatenate([ids_TLK for ids_TLK, _ in ids]),
-            "valid": np.concatenate([there_T for _, there_T in ids]),
-            "version": np.concatenate([version for version, _ in spans]),
-            "kind": np.concatenate([kind for _, kind in spans]), "spec": json.dumps(spec.to_dict()),
-            "layout": json.dumps(recording.manifest.layout.to_dict()), "step": number,
-            "token_tensors": step.ticket.token_tensors,
+            "ids": np.concatenate(ids), "valid": np.concatenate(there), "version": np.concatenate(version),
+            "kind": np.concatenate(kind), "spec": json.dumps(spec.to_dict()), "step": number,
+            "layout": json.dumps(recording.manifest.layout.to_dict()), "token_tensors": step.ticket.token_tensors,
         }  # fmt: skip
         for tensor in step.ticket.tensors:
-            both = zip(*(step.tensor_whole(tensor, name)[2:4] for name in names), strict=True)
-            arrays |= zip(_columns_of(tensor), map(np.concatenate, both), strict=True)
+            whole = [step.tensor_whole(tensor, name) for name in names]
+            arrays[f"{tensor.name}.lengths"] = np.concatenate([rows.lengths_T for rows in whole])
+            arrays[f"{tensor.name}.entries"] = np.concatenate([rows.entries_N for rows in whole])
         path = folder / f"step-{number:06d}.npz"
         np.savez(path, **arrays)
         written.append(path)
@@ -160,13 +158,9 @@ def _step(arrays: dict[str, Any], layout: TrainerLayout | None) -> RecordedStep:
     return RecordedStep(ticket, frames, tokens, spec, tensors=beside if options else {})
 
 
-def _columns_of(tensor: TokenTensor) -> tuple[str, str]:
-    return f"{tensor.name}.lengths", f"{tensor.name}.entries"
-
-
 def _rows_of(arrays: dict[str, Any], tensor: TokenTensor, *, rows: int) -> TensorRows:
     """Those of all samples."""
-    lengths_T, entries_N = (arrays[column] for column in _columns_of(tensor))
+    lengths_T, entries_N = arrays[f"{tensor.name}.lengths"], arrays[f"{tensor.name}.entries"]
     seen = lengths_T.shape, entries_N.dtype, len(entries_N)
     if seen != (expected := ((rows,), tensor.entry, int(lengths_T.sum()))):
         raise ValueError(f"{tensor.name}: (rows, type, entries) {seen}, expected {expected}")

@@ -182,9 +182,8 @@ def _records(
 ) -> Iterator[Pieces]:  # fmt: skip
     """Sample by sample, so that a torn segment has whole ones."""
     yield pack(Kind.TICKET, ticket.to_bytes())
-    for place, (name, own, payloads) in enumerate(
-        zip(ticket.assignment.sample_ids, tokens, frames, strict=True)
-    ):
+    samples = zip(ticket.assignment.sample_ids, tokens, frames, strict=True)
+    for place, (name, own, payloads) in enumerate(samples):
         if len(own):
             yield pack(Kind.TOKENS, np.ascontiguousarray(own, "<i4").data, sample=place)
         turns = Counter[int]()

@@ -80,12 +80,10 @@ def _plain(step: RecordedStep, sample: TicketSample) -> Iterator[Finding]:
     padded_TL = (ids_TLK == pads_TK[:, None]).all((1, 2))[:, None] & there_TL
     outside_TL = (sorted_TLK[..., -1] >= spec.num_experts) | (sorted_TLK[..., 0] < 0)
     tests = [
-        ("zero_rows", zero_TL & there_TL),
-        ("padding_rows", padded_TL & (len(ids_TLK) * _chance(spec) < _RARE)),
-        ("out_of_range", outside_TL & there_TL),
-        ("duplicated_ids", repeats_TL & ~zero_TL & there_TL),
+        ("zero_rows", zero_TL & there_TL), ("padding_rows", padded_TL & (len(ids_TLK) * _chance(spec) < _RARE)),
+        ("out_of_range", outside_TL & there_TL), ("duplicated_ids", repeats_TL & ~zero_TL & there_TL),
         ("missing_prefix" if gone_TL[0].any() else "zero_rows", gone_TL),
-    ]
+    ]  # fmt: skip
     for fault, hit_TL in tests:
         if hit_TL.any():
             row, place = (int(index[0]) for index in np.nonzero(hit_TL))

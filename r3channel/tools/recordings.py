@@ -188,10 +188,8 @@ def _check(options: argparse.Namespace) -> int:
             whole = False
         found += judge_alone(*read) if len(read) == 1 else _judge_pair(*read)
     values: dict[str, Any] = {
-        "findings": [asdict(one) for one in found],
-        "steps": steps,
-        "untested": untested,
-    }
+        "findings": [asdict(one) for one in found], "steps": steps, "untested": untested,
+    }  # fmt: skip
     values["cannot_know"] = CANNOT if len(sides) == 1 else ""
     _print(options, values, _checked)
     verdicts = [one for one in found if (one.verdict or options.strict) and one.name not in NOTES]
