@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -68,14 +69,34 @@ def reply_with(name: str, tokens: int, rows: Rows, **changes: Any) -> dict[str, 
     return reply_of(frame + masks, request_id=name)
 
 
-def fill(relay: Relay) -> dict[str, list[Rows]]:
-    """The step's samples -> what must be at each position but the last."""
-    expected = {}
-    for seed, (name, tokens) in enumerate(TOKENS.items()):
-        rows = random_rows(tokens - PROMPT, seed=seed)
-        relay.add(name, reply_with(name, tokens, rows), range(tokens))
-        expected[name] = [[]] * (PROMPT - 1) + rows
+def fill(relay: Relay, tensor: TokenTensor = MASKS, *, damage: int = 0) -> dict[str, list[Any]]:
+    """The step's samples -> what must be at each position but the last: a list for each column."""
+    expected, fields = dict[str, list[Any]](), tensor.entry.names or ()
+    for name, tokens in TOKENS.items():
+        rng, rows = np.random.default_rng(tokens), tokens - PROMPT
+        lengths_T = np.where(rng.random(rows) < 0.5, 1, rng.integers(0, 20, rows))
+        entries_N = np.empty(lengths_T.sum(), tensor.entry)
+        for field in fields:
+            entries_N[field] = rng.integers(0, VOCAB, len(entries_N))
+        tail = bytearray(
+            encode_tensor(TensorRows(tensor, PROMPT - 1, lengths_T, entries_N, sample_key(name)))
+        )
+        tail[-1] ^= damage
+        frame = frame_of(tokens, seed=tokens, sample_key=sample_key(name))
+        relay.add(name, reply_of(frame + bytes(tail), request_id=name), range(tokens))
+        parts = np.split(entries_N, np.cumsum(lengths_T)[:-1])
+        made = [[part[field].tolist() for field in fields] for part in parts]
+        expected[name] = [[[] for _ in fields]] * (PROMPT - 1) + made
     return expected
+
+
+def are_those(seen: Iterable[tuple[tuple[str, int], Any]], expected: dict[str, list[Any]]) -> None:
+    """Each token has its row, last tokens and padding none; all are there."""
+    places, none = set[tuple[str, int]](), expected["s0"][0]
+    for (name, at), row in seen:
+        assert row == (expected[name][at] if at < len(expected.get(name, ())) else none), (name, at)
+        places.add((name, at))
+    assert {(name, at) for name, rows in expected.items() for at in range(len(rows))} <= places
 
 
 def shard_of(relay: Relay) -> RankShard:
@@ -109,19 +130,14 @@ def test_each_token_of_the_last_stage_gets_its_engines_mask(make_relay: MakeRela
     expected = fill(relay)
     dp = relay.layout.dp
     ticket = relay.seal(0, Assignment.round_robin(list(TOKENS), dp=dp, microbatch_size=4 // dp))
-    receivers = receivers_of(relay)
-    seen: dict[tuple[str, int], list[int]] = {}
+    receivers, seen = receivers_of(relay), list[tuple[tuple[str, int], Any]]()
     for shard in receive(receivers, ticket):
-        if shard.shard.pp < relay.layout.pp - 1:
+        if shard.shard.pp == relay.layout.pp - 1:
+            seen += seen_at(shard, MASKS.name).items()
+        else:
             with pytest.raises(errors.UsageError, match="last stage"):
                 shard.tensor("sampling_masks", 0)
-            continue
-        for place, row in masks_at_tokens(shard).items():
-            assert seen.setdefault(place, row) == row  # TP ranks have the same
-    for (name, position), row in seen.items():
-        whole = expected.get(name, [])
-        assert row == (whole[position] if position < len(whole) else []), (name, position)
-    assert {(name, at) for name, rows in expected.items() for at in range(len(rows))} <= seen.keys()
+    are_those(seen, expected)
     relay.join_previous()
     assert relay.status()["store"] == {"frames": 0, "bytes": 0}
     for receiver in receivers:
@@ -158,21 +174,11 @@ def test_an_abandoned_step_keeps_its_masks_and_a_discarded_sample_frees_them(mak
     relay.seal(0, whole)
     assert relay.abandon(0) == 4
     (shard,) = receive(receivers_of(relay), relay.seal(1, whole))
-    assert masks_at_tokens(shard)["s1", 20] == expected["s1"][20]
+    assert [masks_at_tokens(shard)["s1", 20]] == expected["s1"][20]
     relay.join_previous()
     fill(relay)
     assert relay.discard(TOKENS) == 4
     assert relay.status()["store"] == {"frames": 0, "bytes": 0}
-
-
-def test_a_mask_that_changed_at_rest_reaches_no_trainer(make_relay: MakeRelay) -> None:
-    relay = make_relay("")
-    relay.add("s", reply_with("s", 3000, [list(range(20))] * 2000), range(3000))
-    (turn,) = relay.entries.samples["s"].turns
-    assert turn.tensors is not None
-    np.frombuffer(turn.tensors.block.view, np.uint8)[-1] ^= 1
-    with pytest.raises(errors.FrameCorrupt, match="sampling_masks of sample s at rest"):
-        shard_of(relay)
 
 
 @pytest.mark.parametrize(
@@ -211,9 +217,9 @@ def test_a_reply_that_is_left_to_the_live_router_needs_no_masks(make_relay: Make
 
 def test_no_memory_for_masks_is_told_to_all(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
     relay = make_relay("tp=2")
-    rows = [row for of_sample in fill(relay).values() for row in of_sample]
+    entries = sum(len(row[0]) for rows in fill(relay).values() for row in rows)
     ticket = relay.seal(0, Assignment.round_robin(list(TOKENS), dp=1, microbatch_size=4))
-    nbytes, empty = 2 * 4 * max(TOKENS.values()) + 4 * sum(map(len, rows)), torch.empty
+    nbytes, empty = 2 * 4 * max(TOKENS.values()) + 4 * entries, torch.empty
 
     def full(*size: Any, **options: Any) -> torch.Tensor:
         if threading.current_thread().name == "1_0" and size == (nbytes,):
@@ -244,22 +250,6 @@ def test_masks_and_durability_are_not_had_together() -> None:
 MADE_UP = TokenTensor("made_up", 77, np.dtype([("number", "<u2"), ("share", "<f2")]), "hope")
 
 
-def made_up_reply(name: str, tokens: int) -> tuple[bytes, list[Any]]:
-    """A reply's bytes, and what must be at each position but the last."""
-    rng, rows = np.random.default_rng(tokens), tokens - PROMPT
-    lengths_T = rng.integers(0, 5, rows)
-    entries_N = np.empty(lengths_T.sum(), MADE_UP.entry)
-    entries_N["number"], entries_N["share"] = (
-        rng.integers(0, 2**16, len(entries_N)),
-        rng.random(len(entries_N)),
-    )
-    cut = (np.split(entries_N[field], np.cumsum(lengths_T)[:-1]) for field in ("number", "share"))
-    wanted = [[number.tolist(), share.tolist()] for number, share in zip(*cut, strict=True)]
-    frame = frame_of(tokens, seed=tokens, sample_key=sample_key(name))
-    tail = encode_tensor(TensorRows(MADE_UP, PROMPT - 1, lengths_T, entries_N, sample_key(name)))
-    return frame + tail, [[[], []]] * (PROMPT - 1) + wanted
-
-
 def flip(relay: Relay) -> None:
     """A bit of every tensor at rest; a second time it is whole again."""
     for turn in (turn for sample in relay.entries.samples.values() for turn in sample.turns):
@@ -273,14 +263,11 @@ def test_a_tensor_is_a_declaration_and_damage_on_every_leg_is_noticed(
     monkeypatch.setitem(REGISTRY, "made_up", lambda: MADE_UP)
     monkeypatch.setitem(header._KINDS, MADE_UP.kind, MADE_UP.name)
     monkeypatch.setitem(LABELS, "tensor", (*REGISTRY,))
-    replies = {name: made_up_reply(name, tokens) for name, tokens in TOKENS.items()}
     with relays(token_tensors="made_up") as make:
         relay = make("dp=2,tp=2,pp=2,cp=2", recorder=Recorder(tmp_path))
-        broken = replies["s0"][0][:-1] + bytes([replies["s0"][0][-1] ^ 1])
         with pytest.raises(errors.FrameCorrupt, match="made_up"):  # in the reply
-            relay.add("s0", reply_of(broken, request_id="s0"), range(TOKENS["s0"]))
-        for name, (data, _) in replies.items():
-            relay.add(name, reply_of(data, request_id=name), range(TOKENS[name]))
+            fill(relay, MADE_UP, damage=1)
+        expected = fill(relay, MADE_UP)
         receivers, whole = receivers_of(relay), Assignment.round_robin(list(TOKENS), dp=2, microbatch_size=2)
         flip(relay)
         with pytest.raises(errors.FrameCorrupt, match=r"made_up of sample s. at rest"):
@@ -307,12 +294,7 @@ def test_a_tensor_is_a_declaration_and_damage_on_every_leg_is_noticed(
         again = RankShard.from_whole(recorded.ticket, shard, torch.from_numpy(whole_N), **options)
         seen.append(seen_at(again, "made_up"))
     assert len(damaged) == 3 and recorded.cut == ()
-    for (name, at), row in (place for shard in seen for place in shard.items()):
-        wanted = replies[name][1] if name in replies else []
-        assert row == (wanted[at] if at < len(wanted) else [[], []]), (name, at)
-    assert {(name, at) for name in replies for at in range(TOKENS[name])} <= {
-        place for shard in seen for place in shard
-    }
+    are_those((place for shard in seen for place in shard.items()), expected)
 
 
 def test_plan_metrics_check_diff_and_arrays_read_the_declaration(
