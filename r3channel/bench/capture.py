@@ -376,8 +376,5 @@ def _batch(slots_T: torch.Tensor) -> Any:
 PARTS: Parts = {"scheduler": scheduler, "engine": engine}
 
 if __name__ == "__main__":
-    rounds = int(sys.argv[1])
-    print(
-        json.dumps(scheduler_us(rounds=rounds, slots=int(sys.argv[2])) | topk_us(rounds=rounds)),
-        flush=True,
-    )
+    made = scheduler_us(rounds=int(sys.argv[1]), slots=int(sys.argv[2])) | topk_us(rounds=int(sys.argv[1]))
+    print(json.dumps(made), flush=True)

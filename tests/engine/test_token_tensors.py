@@ -23,7 +23,7 @@ from tests.engine.client import Reply, direct_to, generate, random_prompt, servi
 from tests.engine.reference import NEAR_TIE, Expected, reference_ids
 from tests.samples import SPEC
 
-pytestmark = [pytest.mark.engine, pytest.mark.full]
+pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(300)]
 
 TOP_K = 8
 Channel = tuple[Relay, str, ThreadPoolExecutor]
@@ -37,18 +37,14 @@ def sampled(url: str, length: int, *, top_k: int = TOP_K) -> Reply:
 
 
 @contextmanager
-def channel(
-    model_dir: Path, work: Path, delivery: str, layout: str, option: str, **more: str
-) -> Iterator[Channel]:
-    """A relay, its engine's address, and threads that ask it."""
-    with closing(Relay(SPEC, TrainerLayout.parse(layout), ChannelConfig(token_tensors=option))) as relay:
-        env = {
-            "R3CHANNEL_TOKEN_TENSORS": option,
-            **direct_to(relay, work),
-            "R3CHANNEL_DELIVERY": delivery,
-        } | more
-        with serving(model_dir, env=env) as server, ThreadPoolExecutor(4) as pool:
-            yield relay, server.url, pool
+def channel(model_dir: Path, work: Path, *asked: str, **more: str) -> Iterator[Channel]:
+    """A relay, its engine's address, and threads that ask it. `asked`: delivery, layout, token tensors."""
+    delivery, layout, option = asked
+    relay = Relay(SPEC, TrainerLayout.parse(layout), ChannelConfig(token_tensors=option))
+    own = {"R3CHANNEL_TOKEN_TENSORS": option, "R3CHANNEL_DELIVERY": delivery}
+    env = direct_to(relay, work) | own | more
+    with closing(relay), serving(model_dir, env=env) as server, ThreadPoolExecutor(4) as pool:
+        yield relay, server.url, pool
 
 
 def delivered(relay: Relay, replies: list[Reply]) -> list[RankShard]:
@@ -59,7 +55,6 @@ def delivered(relay: Relay, replies: list[Reply]) -> list[RankShard]:
     return receive(receivers_of(relay), relay.seal(0, Assignment.round_robin(names, dp=1, microbatch_size=2)))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("delivery", ["inband", "direct"])
 def test_the_tokens_that_could_be_chosen_reach_the_logits_that_chose_them(
     delivery: str, model_dir: Path, tmp_path: Path
@@ -75,10 +70,8 @@ def test_the_tokens_that_could_be_chosen_reach_the_logits_that_chose_them(
     expected = reference_ids(model_dir, [reply.tokens for reply in replies], folder=tmp_path)
     seen = 0
     for shard in shards:
-        rows = [
-            [value.tolist() for value in shard.tensor("sampling_masks", i)]
-            for i in range(shard.num_microbatches)
-        ]
+        both = [shard.tensor("sampling_masks", i) for i in range(shard.num_microbatches)]
+        rows = [[value.tolist() for value in values] for values in both]
         for number, place, name, at in places_of(shard):
             (offsets, ids), which = rows[number], int(name)
             got = set(ids[offsets[place] : offsets[place + 1]])
@@ -112,7 +105,6 @@ def likeliest(url: str, length: int, **sampling: Any) -> Reply:
     return generate(url, random_prompt(length, seed=length), new_tokens=NEW_TOKENS, **extra)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("delivery", ["inband", "direct"])
 def test_the_likeliest_tokens_are_those_of_the_distribution_that_sampled(
     delivery: str, model_dir: Path, tmp_path: Path
