@@ -334,11 +334,11 @@ def topk_us(*, rounds: int) -> dict[str, Any]:
             )
 
     def kept_at_rest(body: bytes) -> None:
-        source = Base64Text(split_reply(body)[1] or b"")
+        source = Base64Text(split_reply(body)[1] or "")
         keep_tensors(source, store, (tensor,), **told).block.free()
 
     replies = {way: [*way()] for way in (stock, binary, ours)}
-    calls = {way.__name__: lambda way=way: [*way()] for way in replies}
+    calls: dict[str, Any] = {way.__name__: lambda way=way: [*way()] for way in replies}
     calls["manager"] = lambda: [*map(kept_at_rest, replies[ours])]
     device = {
         "choose": partial(logprobs_BV.topk, 128),

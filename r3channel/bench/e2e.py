@@ -138,8 +138,8 @@ def pairs(effort: Effort) -> dict[str, Any]:
         relay = start_actor(StepRelay, *call(trainer.routing.remote()), node=MANAGER_NODE, threads=8)
         call(trainer.attach.remote(relay))
         tickets = (call(relay.seal.remote(step)) for step in range(1 << 20))
-        steps = dict.fromkeys(("off", "off_again"), lambda: call(trainer.cpu_s.remote()))
-        steps["on"] = lambda: call(trainer.cpu_s.remote(next(tickets)))
+        steps: dict[str, Any] = {"on": lambda: call(trainer.cpu_s.remote(next(tickets)))}
+        steps |= dict.fromkeys(("off", "off_again"), lambda: call(trainer.cpu_s.remote()))
         seen = interleaved(steps, rounds=effort.rounds_of(60, 8), warm_up=2)
         call([trainer.close.remote(), relay.close.remote()])
     without = [sum(pair) / 2 for pair in zip(seen["off"], seen["off_again"], strict=True)]

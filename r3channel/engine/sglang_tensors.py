@@ -66,7 +66,7 @@ def take_topk(
     if tensor is None or wanted not in top_logprobs_nums:
         return original(logprobs, top_logprobs_nums, *rest, **more)
     others = [0 if num == wanted else num for num in top_logprobs_nums]
-    none = [logprobs[0, :0]] * len(others)  # SGLang's own takes 4 us for each of these
+    none: list[Any] = [logprobs[0, :0]] * len(others)  # SGLang's own takes 4 us for each of these
     values, ids = original(logprobs, others, *rest, **more) if any(others) else (none, [*none])
     batch = TopkBatch(logprobs, tensor)
     for row, num in enumerate(top_logprobs_nums):
