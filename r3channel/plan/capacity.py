@@ -72,7 +72,7 @@ class Capacity:
     padded_tokens: int
     """Rows that routers consume, padding included."""
     bytes_per_token: int
-    """Of expert ids."""
+    """Those of expert ids."""
     tensor_bytes_per_token: dict[str, int]
     """By name, of what tokens bring beside them, as declared; all sums below have it for each token, prompts too."""
     frame_bytes: int

@@ -54,7 +54,7 @@ class TokenTensor:
     dense: bool = False
     """Whether a row has one entry, if it is there."""
     entries: int = 1
-    """Of a row, about: what a plan reckons with."""
+    """Entries that a row has on average: what a plan reckons with."""
     chosen: str = ""
     """The field whose values in a row have the token that was sampled among them; empty where that is not sure."""
     stage: Literal["last", "every"] = "last"
