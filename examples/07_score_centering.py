@@ -25,9 +25,8 @@ logq_TV = torch.log_softmax(logits_TV + torch.randn_like(logits_TV) / 5, -1)  # 
 
 # what an engine with R3CHANNEL_TOKEN_TENSORS=topk_logprobs:128 answers
 (tensor,) = tensors_of(OPTION)
-batch, kept = TopkBatch(logq_TV, tensor), KeptTopk()
-for row in range(NEW):
-    kept.add(TopkRow(batch, row))
+batch = TopkBatch(logq_TV, tensor)
+kept = KeptTopk(TopkRow(batch, row) for row in range(NEW))
 frame = encode_frame(
     spec,
     expert_ids_TLK=np.tile(np.array([0, 1], np.uint8), (PROMPT + NEW - 1, 2, 1)),

@@ -220,3 +220,11 @@ class Slowly:
             return prepare(step, rank)
 
         monkeypatch.setattr(SealedStep, "prepare", slow)
+
+
+def places_of(shard: RankShard) -> Iterator[tuple[int, int, str, int]]:
+    """(micro-batch, place in its flattened model input, sample, position) of each token; of a tail `tail`."""
+    for number, batch in enumerate(shard.shard.microbatches):
+        sample, position = (part.ravel().tolist() for part in shard.shard.token_map(number))
+        for place, (index, at) in enumerate(zip(sample, position, strict=True)):
+            yield number, place, batch.sample_ids[index] if index >= 0 else "tail", at

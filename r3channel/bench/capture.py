@@ -12,6 +12,7 @@ in host caches that are larger than the processor's caches, as an engine's are.
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import shlex
@@ -31,15 +32,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from r3channel.bench.harness import Effort, Parts, cpu_seconds_of, family_of, interleaved, ratio
+from r3channel.bench.harness import Effort, Parts, cpu_seconds_of, family_of, interleaved, medians_s, ratio
 from r3channel.bench.wire import generate
 from r3channel.config import ChannelConfig, EngineConfig
+from r3channel.engine.sglang_tensors import declare, take_topk
+from r3channel.engine.token_tensors import KeptTopk, pack_topk, tensor_frame
 from r3channel.errors import EngineUnavailable
 from r3channel.model.presets import model_named
 from r3channel.plan.layout import TrainerLayout
+from r3channel.relay.memory import Store
 from r3channel.relay.relay import Relay
+from r3channel.relay.reply import Base64Text, split_reply
+from r3channel.relay.token_tensors import keep_tensors
 from r3channel.transport.http import urlopen
-from r3channel.wire.routing import RowKind
+from r3channel.wire.token_tensors import tensors_of
 
 WAYS = ("off", "stock", "r3channel", "direct", "off_again")
 MODEL = "qwen3-30b-a3b"
@@ -49,6 +55,7 @@ ROWS, PASS_ROWS = (1000, 4000, 16000), (256, 8192)
 BATCH = 32
 """Requests that decode together: a request's decoded rows lie this many slots apart."""
 Ways = Mapping[str, Callable[[Any], object]]
+_PASSES = 64
 _NAME = "r3channel.bench.capture"
 _TIMEOUT_S, _TRAIL_S = 600.0, 0.02
 """The second is for what an engine does when it has replied."""
@@ -105,11 +112,10 @@ def _round(url: str, pids: list[int], relay: Relay, numbers: Iterator[int], way:
         return relay.metrics.value("r3channel_bytes_total", leg="engine_direct")
 
     request = {
-        "rid": f"{way}:{next(numbers)}",
-        "input_ids": np.random.default_rng(0).integers(4, 512, _PROMPT_TOKENS).tolist(),
+        "rid": f"{way}:{next(numbers)}", "input_ids": np.random.default_rng(0).integers(4, 512, _PROMPT_TOKENS).tolist(),
         "sampling_params": {"max_new_tokens": _NEW_TOKENS, "temperature": 0, "ignore_eos": True},
         "return_routed_experts": not way.startswith("off"),
-    }
+    }  # fmt: skip
     question = urllib.request.Request(url, json.dumps(request).encode(), {"Content-Type": "application/json"})
     before, deadline_s, cpu_s = sent(), time.monotonic() + _TIMEOUT_S, cpu_seconds_of(pids)
     with urlopen(question, timeout_s=_TIMEOUT_S) as reply:
@@ -186,24 +192,20 @@ def child_said(
 
 
 def scheduler_us(*, rounds: int, slots: int) -> dict[str, Any]:
-    """{"reply_us": {rows: {way: us}}, "reply_of_stock": {rows: {way: ratio}}, ...; `pass` and `write` too, "pass_us_per_token"}.
+    """{"reply_us": {rows: {way: us}}, "reply_of_stock": {rows: {way: ratio}}, ...; `pass` too}.
 
     `reply`: from a request's end until its rows are in the message to the detokenizer; `pass`: the end of a forward pass, the
-    host's write included; `write`: that write alone.
+    host's write included.
     """
     thread, result = SchedulerThread(slots), dict[str, Any]()
     for name, ways, sizes, draw in (
         ("reply", thread.replies(), ROWS, thread.request),
         ("pass", thread.passes(), PASS_ROWS, thread.batch),
-        ("write", thread.writes(), PASS_ROWS, thread.batch),
     ):
-        result[f"{name}_us"] = us = {rows: _medians_us(ways, partial(draw, rows), rounds) for rows in sizes}
-        result[f"{name}_of_stock"] = _divided(us, lambda _, by_way: by_way["stock"])
-    return result | {"pass_us_per_token": _divided(result["pass_us"], lambda rows, _: rows)}
-
-
-def _divided(us: dict[int, dict[str, float]], by: Callable[[int, dict[str, float]], float]) -> dict[int, Any]:
-    return {rows: {way: value / by(rows, of) for way, value in of.items()} for rows, of in us.items()}
+        us = {rows: _medians_us(ways, partial(draw, rows), rounds) for rows in sizes}
+        of_stock = {rows: {way: one / of["stock"] for way, one in of.items()} for rows, of in us.items()}
+        result |= {f"{name}_us": us, f"{name}_of_stock": of_stock}
+    return result
 
 
 def _medians_us(ways: Ways, draw: Callable[[], Any], rounds: int) -> dict[str, float]:
@@ -259,19 +261,6 @@ class SchedulerThread:
 
         return {name: partial(end, capturer) for name, capturer in self._capturers.items()}
 
-    def writes(self) -> Ways:
-        theirs, ids32_TLK = self._capturers["stock"].host_cache.buffer, self._ids_TLK.to(torch.int32)
-        rows, ids_TLK = self._capturers["r3channel"].rows, self._ids_TLK.numpy()
-
-        def stock(batch: Any) -> None:  # as `TopkCaptureOutput.finalize`
-            theirs[batch.out_cache_loc] = ids32_TLK[: len(batch.out_cache_loc)]
-
-        def ours(batch: Any) -> None:
-            slots_T = batch.out_cache_loc.numpy()
-            rows.write(slots_T, ids_TLK[: len(slots_T)], weight_version=1, kind=RowKind.DECODED)
-
-        return {"stock": stock, "r3channel": ours}
-
     def replies(self) -> Ways:
         from sglang.srt.managers.io_struct import _msgpack_encoder as message
         from sglang.srt.managers.scheduler_components.batch_result_processor import (
@@ -298,6 +287,71 @@ class SchedulerThread:
         return {name: partial(end, *way) for name, way in ways.items()}
 
 
+# -- the sampler's likeliest tokens ----------------------------------------------------------------------------------------
+
+
+def topk_us(*, rounds: int) -> dict[str, Any]:
+    """{"topk_us": {way: us}, "topk_bytes": {way: bytes}} of a response token with its 128 likeliest.
+
+    A way is from the sampler's log-probs to the replies' JSON, of a batch: `stock`, SGLang's lists; `binary`, int32 and float32
+    in base64, as slime's engines answer; `ours`. `choose`, and `choose_packed` of ours, are what of it a GPU does where there is
+    one. `manager`: from our replies to rest in a relay.
+    """
+    from orjson import dumps
+    from sglang.srt.layers.logprob_processor import get_top_logprobs
+    from sglang.srt.managers.io_struct import _msgpack_encoder as message
+
+    (tensor,), store, passes = tensors_of("topk_logprobs:128"), Store(1 << 30), range(_PASSES)
+    logprobs_BV = torch.log_softmax(torch.randn(BATCH, 1024, generator=torch.manual_seed(0)), -1)
+    declare([tensor])
+    told: dict[str, Any] = {"where": "", "key": None, "tokens": _PASSES + 1, "held_rows": 0, "room_s": 1.0}
+
+    def kept(take: Callable[..., Any]) -> list[list[list[Any]]]:
+        """[values, ids][request][token], as SGLang's processor keeps them."""
+        both = [take(logprobs_BV, [128] * BATCH, no_copy_to_cpu=True) for _ in passes]
+        return [[[each[part][at].tolist() for each in both] for at in range(BATCH)] for part in (0, 1)]
+
+    def text(data: bytes) -> bytes:
+        message.encode(data)
+        return dumps({"meta_info": {"routed_experts": base64.b64encode(data).decode()}})
+
+    def stock() -> Iterator[bytes]:
+        for two in zip(*kept(get_top_logprobs), strict=True):
+            message.encode(two)
+            yield dumps([[(*one, None) for one in zip(*row, strict=True)] for row in zip(*two, strict=True)])
+
+    def binary() -> Iterator[bytes]:
+        both = [[logprobs, ids.int()] for logprobs, ids in (logprobs_BV.topk(128) for _ in passes)]
+        for at in range(BATCH):
+            yield text(
+                b"".join(np.stack([each[part].numpy()[at] for each in both]).tobytes() for part in (0, 1))
+            )
+
+    def ours() -> Iterator[bytes]:
+        for rows in kept(partial(take_topk, get_top_logprobs))[0]:
+            yield text(
+                tensor_frame(tensor, KeptTopk(rows), prompt_tokens=1, new_tokens=_PASSES, request_id="r")
+            )
+
+    def kept_at_rest(body: bytes) -> None:
+        source = Base64Text(split_reply(body)[1] or "")
+        keep_tensors(source, store, (tensor,), **told).block.free()
+
+    replies = {way: [*way()] for way in (stock, binary, ours)}
+    calls: dict[str, Any] = {way.__name__: lambda way=way: [*way()] for way in replies}
+    calls["manager"] = lambda: [*map(kept_at_rest, replies[ours])]
+    device = {
+        "choose": partial(logprobs_BV.topk, 128),
+        "choose_packed": partial(pack_topk, logprobs_BV, tensor),
+    }
+    calls |= {name: lambda call=call: [call() for _ in passes] for name, call in device.items()}
+    us = {call: s / (BATCH * _PASSES) * 1e6 for call, s in medians_s(calls, rounds=rounds).items()}
+    return {
+        "topk_us": us,
+        "topk_bytes": {way.__name__: len(own[0]) / _PASSES for way, own in replies.items()},
+    }
+
+
 def _published() -> Any:
     """SGLang's settings, now those of this process, and the configuration of a model of our shape."""
     from sglang.srt import runtime_context, server_args
@@ -322,4 +376,5 @@ def _batch(slots_T: torch.Tensor) -> Any:
 PARTS: Parts = {"scheduler": scheduler, "engine": engine}
 
 if __name__ == "__main__":
-    print(json.dumps(scheduler_us(rounds=int(sys.argv[1]), slots=int(sys.argv[2]))), flush=True)
+    made = scheduler_us(rounds=int(sys.argv[1]), slots=int(sys.argv[2])) | topk_us(rounds=int(sys.argv[1]))
+    print(json.dumps(made), flush=True)

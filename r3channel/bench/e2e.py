@@ -138,22 +138,17 @@ def pairs(effort: Effort) -> dict[str, Any]:
         relay = start_actor(StepRelay, *call(trainer.routing.remote()), node=MANAGER_NODE, threads=8)
         call(trainer.attach.remote(relay))
         tickets = (call(relay.seal.remote(step)) for step in range(1 << 20))
-        steps = {
-            "on": lambda: call(trainer.cpu_s.remote(next(tickets))),
-            "off": lambda: call(trainer.cpu_s.remote()),
-            "off_again": lambda: call(trainer.cpu_s.remote()),
-        }
+        steps: dict[str, Any] = {"on": lambda: call(trainer.cpu_s.remote(next(tickets)))}
+        steps |= dict.fromkeys(("off", "off_again"), lambda: call(trainer.cpu_s.remote()))
         seen = interleaved(steps, rounds=effort.rounds_of(60, 8), warm_up=2)
         call([trainer.close.remote(), relay.close.remote()])
     without = [sum(pair) / 2 for pair in zip(seen["off"], seen["off_again"], strict=True)]
-    return {
-        "pairs": {
-            "pairs": len(without),
-            "trainer_cpu_ratio": ratio(seen["on"], without),
-            "noise_ratio": ratio(seen["off_again"], seen["off"]),
-            "step_cpu_ms": {name: median(seconds) * 1e3 for name, seconds in seen.items()},
-        }
+    ratios = {
+        "trainer_cpu_ratio": ratio(seen["on"], without),
+        "noise_ratio": ratio(seen["off_again"], seen["off"]),
     }
+    cpu_ms = {name: median(seconds) * 1e3 for name, seconds in seen.items()}
+    return {"pairs": {"pairs": len(without), **ratios, "step_cpu_ms": cpu_ms}}
 
 
 # -- replay alone ----------------------------------------------------------------------------------------------------------
@@ -204,11 +199,9 @@ def replay(effort: Effort) -> dict[str, Any]:
         return {what: 100 * (value - 1) for what, value in ratio(seen[name], seen["plain"]).items()}
 
     return {
-        "rounds": len(seen["plain"]),
-        "step_cpu_ms": {name: median(seconds) * 1e3 for name, seconds in seen.items()},
-        "replay_percent": percent("replay"),
-        "noise_percent": percent("plain_again"),
-    }
+        "rounds": len(seen["plain"]), "step_cpu_ms": {name: median(seconds) * 1e3 for name, seconds in seen.items()},
+        "replay_percent": percent("replay"), "noise_percent": percent("plain_again"),
+    }  # fmt: skip
 
 
 def _placed(trainer: StepTrainer) -> RankShard:

@@ -151,12 +151,11 @@ def stamp(load_before: float) -> dict[str, Any]:
     name = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
         "cpu": name[1] if name else platform.machine(),  # the kernel does not tell the name on ARM
-        "cores": len(os.sched_getaffinity(0)),
-        "load": [round(load_before, 1), round(os.getloadavg()[0], 1)],
+        "cores": len(os.sched_getaffinity(0)), "load": [round(load_before, 1), round(os.getloadavg()[0], 1)],
         "memcpy_gbps": round(_COPY_BYTES / 1e9 / min(copy_s() for _ in range(7)), 1),
         "versions": {"python": platform.python_version(), **versions},
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-    }
+    }  # fmt: skip
 
 
 def described(machine: dict[str, Any]) -> str:

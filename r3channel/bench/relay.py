@@ -275,7 +275,7 @@ class Tree:
 
 
 def steps(effort: Effort) -> dict[str, Any]:
-    """Medians of interleaved rounds, their ratios, per-token figures."""
+    """Medians of interleaved rounds, per-token figures."""
     rounds = effort.rounds_of(20, 3)
     with two_nodes(store_bytes=_STORE_BYTES):
         tree = Tree(CASE, whole=effort.of(5, 1))
@@ -287,7 +287,7 @@ def steps(effort: Effort) -> dict[str, Any]:
     found = {path: path_of(path, seen, bytes_sent=sent[path]) for path in ALL}
     prepared_s, exposed_s = (median(values) for values in zip(*ready, strict=True))
     found[OWN] |= {"exposed_wall_s": exposed_s, "manager_cpu_us_per_token": prepared_s / CASE.tokens * 1e6}
-    return {"case": asdict(CASE), "rounds": rounds, "paths": found, "ratio": ratios_of(found)}
+    return {"case": asdict(CASE), "rounds": rounds, "paths": found}
 
 
 def path_of(path: str, seen: Mapping[str, Sequence[Round]], *, bytes_sent: int) -> dict[str, Any]:
@@ -297,21 +297,11 @@ def path_of(path: str, seen: Mapping[str, Sequence[Round]], *, bytes_sent: int) 
     before = [row.before for row in seen[NUMPY if path == DIRECT else path] if row.before[0]]
     before_s = [median(column) for column in zip(*before, strict=True)]
     return {
-        "wall_s": wall_s,
-        "cpu_s": cpu_s,
-        "whole_wall_s": before_s[0] + wall_s if before_s else None,
+        "wall_s": wall_s, "cpu_s": cpu_s, "whole_wall_s": before_s[0] + wall_s if before_s else None,
         "whole_cpu_s": before_s[1] + cpu_s if before_s else None,
         "manager_cpu_us_per_token": (before_s[1] + manager_s) / CASE.tokens * 1e6 if before_s else None,
         "bytes_per_token": bytes_sent / CASE.tokens,
-    }
-
-
-def ratios_of(medians: Mapping[str, Any]) -> dict[str, float]:
-    """The best peer over ours, of the timed section and of the whole way: above 1 where ours is faster."""
-    return {
-        f"{what}_vs_best_peer": min(medians[path][f"{what}_s"] for path in PEERS) / medians[OWN][f"{what}_s"]
-        for what in ("wall", "whole_wall", "whole_cpu")
-    }
+    }  # fmt: skip
 
 
 # -- our path, part by part -------------------------------------------------------------------------------------------------

@@ -38,19 +38,9 @@ from r3channel.weights.session import WeightSync
 from r3channel.weights.stages import Given, Stages, check_complete
 from r3channel.weights.wires import RankLink
 
-TARGETS = {
-    "own_loader_vs_per_tensor": 7.0,
-    "own_loader_vs_flattened": 2.0,
-    "pause_of_flattened": 0.2,
-    "engine_digests_of_raw_gloo": 0.6,
-    "colocated_vs_flattened": 6.0,
-}
-"""The third is wanted below, the others above."""
 WAYS: dict[str, dict[str, Any]] = {
-    "flattened": {"staged": False},
-    "staged": {"staged": True},
-    "colocated": {"staged": True, "wire": "shared_memory"},
-}
+    "flattened": {"staged": False}, "staged": {"staged": True}, "colocated": {"staged": True, "wire": "shared_memory"},
+}  # fmt: skip
 _TIMEOUT_S, _READY_TIMEOUT_S = 120.0, 240.0
 
 Named = list[tuple[str, torch.Tensor]]
@@ -82,15 +72,11 @@ def _updates(url: str, named: Named, rounds: int) -> dict[str, Any]:
             found = [sync.update(iter(named), version=1, timeout_s=_TIMEOUT_S) for _ in range(rounds + 1)]
             reports[name] = found[1:]
     return {
-        "tensors": len(named),
-        "bytes": sum(tensor.nbytes for _, tensor in named),
+        "tensors": len(named), "bytes": sum(tensor.nbytes for _, tensor in named),
         "parameters_compared": reports["staged"][-1].verified,
         "wall_s": {name: median(report.wall_s for report in found) for name, found in reports.items()},
         "pause_s": {name: median(map(_pause_s, found)) for name, found in reports.items()},
-        "pause_share": {
-            name: median(_pause_s(r) / r.wall_s for r in found) for name, found in reports.items()
-        },
-    }
+    }  # fmt: skip
 
 
 def _pause_s(report: UpdateReport) -> float:
@@ -108,32 +94,22 @@ def engine(effort: Effort) -> dict[str, Any]:
             update = timed(peer, clock=time.monotonic)
             per_tensor_s = median([update() for _ in range(rounds + 1)][1:])
         found = _updates(url, named, rounds)
-    wall_s = found["wall_s"] = {"per_tensor": per_tensor_s, **found["wall_s"]}
-    ratio = {f"own_loader_vs_{peer}": wall_s[peer] / wall_s["staged"] for peer in ("per_tensor", "flattened")}
-    return {"engine": found, "ratio": ratio, "targets": TARGETS}
+    found["wall_s"] = {"per_tensor": per_tensor_s, **found["wall_s"]}
+    return {"engine": found}
 
 
 def pauses(effort: Effort) -> dict[str, Any]:
     with _engine(hidden=160) as (url, named):
         found = _updates(url, named, effort.rounds_of(12, 3))
-    flattened_s, staged_s, colocated_s = (found["pause_s"][name] for name in WAYS)
-    ratio = {
-        "colocated_vs_flattened": flattened_s / colocated_s,
-        "pause_of_flattened": staged_s / flattened_s,
-    }
-    return {"pauses": found, "ratio": ratio}
+    return {"pauses": found}
 
 
 def large(effort: Effort) -> dict[str, Any]:
     rounds = effort.rounds_of(8, 2)
     with _engine(hidden=effort.of(480, 160)) as (url, named):
         found = _updates(url, named, rounds)
-    raw_s = found["wall_s"]["raw_gloo"] = _raw_gloo_s(found["bytes"], rounds)
-    ratio = {
-        "engine_digests_of_raw_gloo": raw_s / found["wall_s"]["staged"],
-        "colocated_digests_of_raw_gloo": raw_s / found["wall_s"]["colocated"],
-    }
-    return {"large": found, "ratio": ratio}
+    found["wall_s"]["raw_gloo"] = _raw_gloo_s(found["bytes"], rounds)
+    return {"large": found}
 
 
 _PEER = """

@@ -102,9 +102,9 @@ def set_up(config: EngineConfig) -> None:
     """Comes before any hook is called, once per process. Raises ConfigError for what this SGLang has not."""
     global _config, _table
     is_costly(config)  # an unknown codec ends the start, not the first request
-    masks = {tensor.name for tensor in tensors_of(config.token_tensors)} - {"topk_logprobs"}
+    masks = [tensor.name for tensor in tensors_of(config.token_tensors) if tensor.made_by == "mask_rows"]
     if masks and not _has_bags():
-        raise ConfigError(f"R3CHANNEL_TOKEN_TENSORS: SGLang {installed_version()} returns no {sorted(masks)}")
+        raise ConfigError(f"R3CHANNEL_TOKEN_TENSORS: SGLang {installed_version()} returns no {masks}")
     _config, _table = config, matching_table() or ""  # before a hook changes what is looked at
 
 

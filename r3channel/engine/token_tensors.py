@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -56,8 +57,8 @@ class TopkBatch:
     def __init__(self, logprobs_BV: torch.Tensor, tensor: TokenTensor) -> None:
         """`logprobs_BV` are normalised over the whole vocabulary. The copy is issued in the order of the current stream."""
         packed_BN, on_gpu = pack_topk(logprobs_BV, tensor), logprobs_BV.is_cuda
-        self._host_BN = torch.empty(packed_BN.shape, dtype=torch.uint8, pin_memory=on_gpu)
-        self._host_BN.copy_(packed_BN, non_blocking=True)
+        host_BN = torch.empty(packed_BN.shape, dtype=torch.uint8, pin_memory=on_gpu)
+        self._host_BN = host_BN.copy_(packed_BN, non_blocking=True).numpy()
         self._copied = torch.cuda.Event() if on_gpu else None
         if self._copied is not None:
             self._copied.record()
@@ -66,7 +67,7 @@ class TopkBatch:
         """One request's, once it is here."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._host_BN[row].numpy().tobytes()
+        return self._host_BN[row].tobytes()
 
 
 class TopkRow:
@@ -82,10 +83,11 @@ class TopkRow:
 class KeptTopk:
     """A request's entries of `topk_logprobs`, token by token; they outlive a retraction, as its tokens do."""
 
-    def __init__(self) -> None:
-        self._entries = bytearray()
-        self.swept = 0
-        """Tokens that were looked at."""
+    def __init__(self, rows: Iterable[TopkRow] = ()) -> None:
+        self._entries, self.swept = bytearray(), 0
+        """`swept`: tokens that were looked at."""
+        for row in rows:
+            self.add(row)
 
     def add(self, row: TopkRow) -> None:
         self._entries += row.batch.entry(row.row)
@@ -101,8 +103,8 @@ def pack_topk(logprobs_BV: torch.Tensor, tensor: TokenTensor) -> torch.Tensor:
     k, dtype = tensor.entry["low"].shape[0], torch.from_numpy(np.empty(0, tensor.entry["logprob"].base)).dtype
     values_BK, ids_BK = logprobs_BV.float().topk(k, dim=-1)
     tail_B1 = (1 - values_BK.exp().sum(-1, keepdim=True)).clamp_(min=0)
-    shifts_4 = torch.arange(0, 8, 2, device=ids_BK.device)
-    high_BQ = ((ids_BK >> 16).unflatten(-1, (-1, 4)) << shifts_4).sum(-1)
+    four_BQ = (ids_BK >> 16).to(torch.uint8).view(torch.int32)  # the high bits of four ids, a byte each
+    high_BQ = four_BQ | four_BQ >> 6 | four_BQ >> 12 | four_BQ >> 18
     parts = ids_BK.to(torch.int16), high_BQ.to(torch.uint8), values_BK.to(dtype), tail_B1
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1)
 

@@ -28,6 +28,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "lag": ("ahead", "0", "1", "2", "3", "4_or_more"),
     "layer": tuple(str(layer) for layer in range(256)),
     "leg": ("engine_frame", "engine_http", "engine_direct", "wire_sent", "wire_received", "landed"),
+    "tensor": (),  # `wire.token_tensors` declares them
     "way": ("inband", "overflowed", "direct", "given_up"),
     "result": ("committed", "failed", "unknown"),
     "fate": ("kept", "given_up"),
@@ -73,6 +74,8 @@ METRICS: dict[str, Metric] = {line[1]: Metric(*line) for line in (
     ("gauge", "r3channel_expiry_in_seconds", "seconds", _RELAY, (),
         "Time until the oldest sample that no step has taken expires; absent when there is none."),
     ("counter", "r3channel_bytes_total", "bytes", _BOTH, ("leg",), "Routing bytes by the leg that they travelled."),
+    ("counter", "r3channel_tensor_bytes_total", "bytes", _BOTH, ("tensor",),
+        "Bytes, by name, of what tokens bring beside expert ids, as they came to this process."),
     ("counter", "r3channel_buckets_total", "buckets", _BOTH, (), "Buckets sent by a relay or received by a trainer."),
     ("gauge", "r3channel_frames_in_store", "frames", _RELAY, (), "Frames that the relay holds."),
     ("gauge", "r3channel_store_bytes", "bytes", _RELAY, (), "Bytes of rows that the relay holds."),

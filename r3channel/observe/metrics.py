@@ -88,14 +88,9 @@ class Metrics:
 
     @classmethod
     def of(
-        cls,
-        role: str,
-        config: Any,
-        *,
-        clock: StageClock | None = None,
-        offset: int = 0,
+        cls, role: str, config: Any, *, clock: StageClock | None = None, offset: int = 0,
         address: Callable[[str], str] = str,
-    ) -> Metrics:
+    ) -> Metrics:  # fmt: skip
         """Metrics for a `ChannelConfig` or `EngineConfig`, which this room lies below. They are served if it names a port: at the
         `address` of its interface on this machine; `offset` is added to a fixed port, one for each process."""
         metrics = cls(role, clock=clock, run=config.run_name)

@@ -19,6 +19,7 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment, names_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import Plan, Shard, plan_shards
+from r3channel.wire.token_tensors import TokenTensor
 
 _INT32 = 4
 _BASE64 = 4 / 3
@@ -71,18 +72,22 @@ class Capacity:
     padded_tokens: int
     """Rows that routers consume, padding included."""
     bytes_per_token: int
+    """Those of expert ids."""
+    tensor_bytes_per_token: dict[str, int]
+    """By name, of what tokens bring beside them, as declared; all sums below have it for each token, prompts too."""
     frame_bytes: int
     """Engines to relay, as frames of one byte (or two) per id; the lossless codecs go below."""
     http_bytes: int
     """The same in base64, inside the JSON reply."""
     wire_bytes: int
-    """Relay to all TP0s: every row once for each stage, with the stage's layers; no padding."""
+    """Relay to all TP0s: every row once for each stage, with the stage's layers and tensors; no padding."""
     received_bytes_tp0: int
     """The most that one TP0 receives."""
     placed_bytes_tp0: int
     """The largest shard of one TP0, padding included, before the scatter over TP: `expected_shard_bytes`."""
     held_bytes_tp0: int
-    """Two of them: the one in use (on a GPU, its copy there) and the next, which comes into host memory meanwhile."""
+    """Two of them, and of the tensors beside them: those in use (on a GPU, the rows' copy there) and the next, which come into
+    host memory meanwhile."""
     landed_bytes_per_rank: int
     """The most that one process keeps after the scatter over TP."""
     landed_bytes_all_ranks: int
@@ -129,45 +134,41 @@ def plan_of(
     return plan_shards(assignment, tokens=tokens, spec=spec, layout=layout)
 
 
-def add_up(plan: Plan, *, machines: Machines) -> Capacity:
-    """All sums of one plan."""
+def add_up(plan: Plan, *, machines: Machines, tensors: Sequence[TokenTensor] = ()) -> Capacity:
+    """All sums of one plan, of expert ids and these tensors."""
     spec, layout = plan.spec, plan.layout
     per_dp = [sum(sum(batch.tokens) for batch in rank) for rank in plan.microbatches]
     padded = [sum(batch.rows for batch in rank) for rank in plan.microbatches]
     rows = sum(plan.lengths) - len(plan.lengths)
-    received = [_received(shard) for shard in plan.shards]
+    beside = {tensor.name: tensor.bytes_per_token for tensor in tensors}
+    came = [
+        [one.bytes_per_token for one in tensors if one.reaches(shard.pp, layout.pp)] for shard in plan.shards
+    ]
+    tensor_bytes = [_rows_of(shard) * sum(each) for shard, each in zip(plan.shards, came, strict=True)]
+    received = [_received(shard) + more for shard, more in zip(plan.shards, tensor_bytes, strict=True)]
     default_row = spec.num_layers * spec.top_k * _INT32
     default_rank = max(padded) * default_row
-    frame = rows * spec.bytes_per_token
+    frame = rows * (spec.bytes_per_token + sum(beside.values()))
     work = spec.num_moe_layers * spec.top_k / (48 * 8)  # the measured token had 48 x 8 ids
     gbit_s, cpu_s = 8e-9 / machines.step_s, rows * _RELAY_US_PER_TOKEN[spec.id_dtype.itemsize] * work * 1e-6
     needs = {"memory": _STEPS_HELD * frame, "cores": cpu_s / machines.step_s}
     needs |= {"network in": frame * _BASE64 * gbit_s, "network out": sum(received) * gbit_s}
     has = (machines.node_bytes, machines.node_cores, machines.http_gbit_s, machines.wire_gbyte_s * 8)
     return Capacity(
-        layout=str(layout),
-        samples=len(plan.lengths),
-        tokens=sum(plan.lengths),
-        padded_tokens=sum(padded),
-        bytes_per_token=spec.bytes_per_token,
-        frame_bytes=frame,
-        http_bytes=round(frame * _BASE64),
-        wire_bytes=sum(received),
-        received_bytes_tp0=max(received),
-        placed_bytes_tp0=(placed := max(shard.nbytes for shard in plan.shards)),
-        held_bytes_tp0=_SHARDS_HELD * placed,
+        layout=str(layout), samples=len(plan.lengths), tokens=sum(plan.lengths), padded_tokens=sum(padded),
+        bytes_per_token=spec.bytes_per_token, tensor_bytes_per_token=beside, frame_bytes=frame,
+        http_bytes=round(frame * _BASE64), wire_bytes=sum(received), received_bytes_tp0=max(received),
+        placed_bytes_tp0=max(shard.nbytes for shard in plan.shards), held_bytes_tp0=_SHARDS_HELD
+        * max(shard.nbytes + more for shard, more in zip(plan.shards, tensor_bytes, strict=True)),
         landed_bytes_per_rank=max(shard.slot_bytes for shard in plan.shards),
         landed_bytes_all_ranks=layout.tp * sum(shard.slot_bytes for shard in plan.shards),
-        relay_staging_bytes=2 * machines.bucket_bytes,
-        store_needed_bytes=_STEPS_HELD * frame,
-        store_fits=_STEPS_HELD * frame <= machines.store_bytes,
-        relay_needs=needs,
+        relay_staging_bytes=2 * machines.bucket_bytes, store_needed_bytes=_STEPS_HELD * frame,
+        store_fits=_STEPS_HELD * frame <= machines.store_bytes, relay_needs=needs,
         node_lacks=tuple(name for name, most in zip(needs, has, strict=True) if needs[name] > most),
         ordinary_bytes_per_dp=max(per_dp) * _ORDINARY_BYTES_PER_TOKEN,
         http_s=frame * _BASE64 * 8 / (machines.http_gbit_s * 1e9),
         place_s=sum(padded) * machines.relay_us_per_token * work * 1e-6,
-        wire_s=sum(received) / (machines.wire_gbyte_s * 1e9),
-        default_http_bytes=round(rows * default_row * _BASE64),
+        wire_s=sum(received) / (machines.wire_gbyte_s * 1e9), default_http_bytes=round(rows * default_row * _BASE64),
         default_bytes_per_rank=default_rank,
         default_bytes_all_ranks=sum(padded) * default_row * layout.world_size // layout.dp,
         default_host_bytes=rows * default_row,
@@ -175,13 +176,16 @@ def add_up(plan: Plan, *, machines: Machines) -> Capacity:
         default_manager_s=rows * machines.manager_us_per_token * work * 1e-6,
         default_fetch_s=default_rank / (machines.object_store_gbyte_s * 1e9),
         ratio=max(shard.slot_bytes for shard in plan.shards) / default_rank,
-    )
+    )  # fmt: skip
 
 
 def _received(shard: Shard) -> int:
     """Bytes of the rows that travel, where every row has routing; an MTP layer shares those of the layer that it replays."""
-    rows = int(shard.table.of_rank(shard.cp).real.sum())
-    return rows * len(set(shard.sources)) * shard.spec.top_k * shard.spec.id_dtype.itemsize
+    return _rows_of(shard) * len(set(shard.sources)) * shard.spec.top_k * shard.spec.id_dtype.itemsize
+
+
+def _rows_of(shard: Shard) -> int:
+    return int(shard.table.of_rank(shard.cp).real.sum())
 
 
 def lognormal_lengths(*, samples: int, tokens: int, seed: int = 0) -> list[int]:

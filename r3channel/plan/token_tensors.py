@@ -13,7 +13,7 @@ import numpy as np
 
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
-from r3channel.wire.tensor_frame import Numbers, TensorRows
+from r3channel.wire.tensor_frame import Numbers, TensorRows, entries_of, row_lengths
 from r3channel.wire.token_tensors import TokenTensor
 
 
@@ -27,16 +27,11 @@ def cut_tensor(shard: Shard, tensor: TokenTensor, rows: Mapping[str, Sequence[Te
     lengths, entries = list[bytes](), list[bytes]()
     for number, batch in enumerate(shard.microbatches):
         turns = [rows.get(name, ()) for name in batch.sample_ids]
-        own = [turn.entries_N for of_sample in turns for turn in of_sample]
-        pool_N, begins = (
-            np.concatenate([np.zeros(0, tensor.entry), *own]),
-            iter(accumulate(map(len, own), initial=0)),
-        )
-        spread = [
-            _spread(of_sample, tokens, begins) for of_sample, tokens in zip(turns, batch.tokens, strict=True)
-        ]
-        length_M = shard.lay_out(number, [one for one, _ in spread]).ravel()
-        begin_M = shard.lay_out(number, [one for _, one in spread]).ravel()
+        pool_N = entries_of(tensor, [turn for of_sample in turns for turn in of_sample])
+        counts = [row_lengths(*each) for each in zip(turns, batch.tokens, strict=True)]
+        whole_N = np.concatenate(counts)
+        begins = np.split(np.cumsum(whole_N) - whole_N, np.cumsum(batch.tokens)[:-1])
+        length_M, begin_M = (shard.lay_out(number, each).ravel() for each in (counts, begins))
         lengths.append(length_M.astype("<u2").tobytes())
         entries.append(pool_N[_ranges(begin_M, length_M)].tobytes())
     return b"".join([*lengths, *entries])
@@ -66,16 +61,6 @@ def read_tensor(shard: Shard, tensor: TokenTensor, data_N: Numbers) -> Iterator[
     for first, last in pairwise(accumulate(sizes, initial=0)):
         own = offsets_N[first : last + 1]
         yield own - own[0], entries_N[own[0] : own[-1]]
-
-
-def _spread(turns: Sequence[TensorRows], tokens: int, begins: Iterator[int]) -> tuple[Numbers, Numbers]:
-    """(length, place of the first entry in the pool) of each position of a sample."""
-    length_T, begin_T = np.zeros(tokens, np.int64), np.zeros(tokens, np.int64)
-    for turn in turns:
-        rows = slice(turn.first_row, turn.end_row)
-        length_T[rows] = turn.lengths_T
-        begin_T[rows] = next(begins) + np.cumsum(length_T[rows]) - length_T[rows]
-    return length_T, begin_T
 
 
 def _ranges(begin_M: Numbers, length_M: Numbers) -> Numbers:

@@ -58,18 +58,13 @@ class AlignedPair:
             own = np.flatnonzero(np.isin(layers_L, want.spec.moe_layers))
             plain = len(own) == seen.spec.num_moe_layers
             yield cls(
-                ticket=want.ticket,
-                spec=want.spec,
-                names=names,
-                want_RLK=want_RLK,
+                ticket=want.ticket, spec=want.spec, names=names, want_RLK=want_RLK,
                 seen_RLK=seen_RLK if plain else seen_RLK[:, own],
                 extra_RLK=seen_RLK[:, np.flatnonzero(layers_L >= want.spec.num_layers)],
                 valid_R=np.concatenate([there for _, there in engine]),
-                there_R=np.concatenate([there for _, there in router]),
-                want_spans=[_spans(want, name) for name in names],
-                seen_spans=[_spans(seen, name, of_pass) for name in names],
-                of_pass=of_pass,
-            )
+                there_R=np.concatenate([there for _, there in router]), want_spans=[_spans(want, name) for name in names],
+                seen_spans=[_spans(seen, name, of_pass) for name in names], of_pass=of_pass,
+            )  # fmt: skip
 
     @cached_property
     def begin_S(self) -> Ints:

@@ -11,34 +11,48 @@ from r3channel.recordings.logprobs import SIDES
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.step import RecordedStep
 from r3channel.wire.routing import Ids
+from r3channel.wire.tensor_frame import encode_tensor
 
 
 def compare(first: Recording, second: Recording) -> dict[str, Any]:
     """The result of `r3channel diff --json`. Raises what reading does."""
     shared = sorted(set(first.steps) & set(second.steps))
     pairs = [(first.step(number), second.step(number)) for number in shared]
-    steps = [_step(sides) | _logprobs(*pair) for pair in pairs for sides in AlignedPair.of(*pair)]
+    steps = [_step(sides) | _beside(*pair) for pair in pairs for sides in AlignedPair.of(*pair)]
     counts = ("different", "order_only", "missing")
-    differ = any(any([*(step[name] for name in counts), *step["logprobs"].values()]) for step in steps)
+    beside = [value for step in steps for name in ("logprobs", "tensors") for value in step[name].values()]
+    differ = any(beside) or any(step[name] for step in steps for name in counts)
     return {
         "only_first": sorted(set(first.steps) - set(second.steps)),
-        "only_second": sorted(set(second.steps) - set(first.steps)),
-        "steps": steps,
+        "only_second": sorted(set(second.steps) - set(first.steps)), "steps": steps,
         "equal": bool(steps) and first.steps == second.steps and not differ,
-    }
+    }  # fmt: skip
 
 
-def _logprobs(first: RecordedStep, second: RecordedStep) -> dict[str, Any]:
+def _beside(first: RecordedStep, second: RecordedStep) -> dict[str, dict[str, float]]:
+    """What came beside the ids: no difference where it is 0."""
+    logged = first.logprobs and second.logprobs
+    return {"logprobs": _logprobs(first, second) if logged else {}, "tensors": _tensors(first, second)}
+
+
+def _logprobs(first: RecordedStep, second: RecordedStep) -> dict[str, float]:
     """Each side's largest difference, where both recordings have that side."""
-    if not (first.logprobs and second.logprobs):
-        return {"logprobs": {}}
     _, here, there = np.intersect1d(_places(first), _places(second), return_indices=True)
     found = dict[str, float]()
     for name in SIDES:
         if name in first.logprobs and name in second.logprobs:
             apart = first.logprobs[name][here] - second.logprobs[name][there]
             found[name] = float(np.abs(apart).max(initial=0))
-    return {"logprobs": found}
+    return found
+
+
+def _tensors(first: RecordedStep, second: RecordedStep) -> dict[str, float]:
+    """By name the samples whose tensor is not the same, of tensors that both recordings have."""
+    found, names = dict[str, float](), {*first.tensors} & {*second.tensors}
+    for tensor in {*first.ticket.tensors} & {*second.ticket.tensors}:
+        pairs = ([side.tensor_whole(tensor, name) for side in (first, second)] for name in names)
+        found[tensor.name] = sum(encode_tensor(one) != encode_tensor(other) for one, other in pairs)
+    return found
 
 
 def _places(step: RecordedStep) -> Ids:
@@ -58,10 +72,8 @@ def _step(sides: AlignedPair) -> dict[str, Any]:
         if differs_RL[:, place].any()
     }
     found: dict[str, Any] = {
-        "step": sides.ticket.step,
-        "pass": sides.of_pass,
-        "rows": int(sides.both_R.sum()),
-    }
+        "step": sides.ticket.step, "pass": sides.of_pass, "rows": int(sides.both_R.sum()),
+    }  # fmt: skip
     found |= {name: int(hit_RL.sum()) for name, hit_RL in cells.items()}
     found |= {"missing": int((sides.valid_R & ~sides.there_R).sum()), "layers": layers}
     for what, name in (("first", "different"), ("first_order_only", "order_only")):
@@ -82,6 +94,7 @@ def text(found: dict[str, Any]) -> str:
         if step["logprobs"]:
             largest = ", ".join(f"{name} {value:g}" for name, value in step["logprobs"].items())
             lines.append(f"  log-probs, largest difference: {largest}")
+        lines += [f"  {name}: another in {samples:,} samples" for name, samples in step["tensors"].items()]
         for what, name in (("first", "first difference"), ("first_order_only", "first other order")):
             if one := step.get(what):
                 lines.append(

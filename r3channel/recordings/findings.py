@@ -34,6 +34,7 @@ FAULTS = {
     "mixed_versions": "one range of rows is said to be of one weight version, and is of several",
     "version_off_by_one": "weight versions are one off: stamped before instead of after the update",
     "replay_hurts": "log-probs are further from the engine's with replay than without: rows of other tokens or layers",
+    "tensor_row": "rows of a tensor beside the ids do not have the token that they sampled: rows of another position or sample",
     "row_order": "the same experts in another order: nothing is lost unless weights travel in that order",
     "unexplained": "rows differ, and no known mistake explains them",
 }

@@ -2,7 +2,8 @@
 
 one .npz per step: `sample` (text), `tokens` (lengths), `token_ids` (all, one after another, -1 where
 they are not known; may be missing), `ids` [all rows, L, K], `valid` [all rows] bool, `version` and `kind` [all rows],
-`spec` and `layout` (JSON text), `step`
+`spec` and `layout` (JSON text), `step`; `token_tensors`: the options of what tokens bring beside their ids, and of each of
+these `NAME.lengths`, entries of [all rows], and `NAME.entries`, row after row; may be missing
 
 A debug dump (`--save-debug-rollout-data`) was read against slime 624b824a (`observability/rollout_data_utils`,
 `Sample.to_dict`) and miles 31f1ca96 (`ray/rollout/debug_data`): {"rollout_id": step, "samples": [{"tokens",
@@ -40,6 +41,8 @@ from r3channel.recordings.step import RecordedStep
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, check_shape, hash_tokens
+from r3channel.wire.tensor_frame import TensorRows, encode_tensor
+from r3channel.wire.token_tensors import TokenTensor, tensors_of
 
 _MOST_UNPACKED = 100
 _DAMAGE = Exception
@@ -59,21 +62,20 @@ def export_npz(recording: Recording, folder: Path) -> list[Path]:
                 "whole ones, since arrays cannot say what is missing"
             )
         names = [sample.sample_id for sample in step.samples]
-        ids = [step.ids(name) for name in names]
-        spans = [spread(sample.provenance, sample.tokens - 1) for sample in step.samples]
+        ids, there = zip(*(step.ids(name) for name in names), strict=True)
+        version, kind = zip(*(spread(one.provenance, one.tokens - 1) for one in step.samples), strict=True)
         unknown = {sample.sample_id: np.full(sample.tokens, -1) for sample in step.samples}
         arrays: dict[str, Any] = {
-            "sample": names,
-            "tokens": [sample.tokens for sample in step.samples],
+            "sample": names, "tokens": [sample.tokens for sample in step.samples],
             "token_ids": np.concatenate([step.tokens.get(name, unknown[name]) for name in names]),
-            "ids": np.concatenate([ids_TLK for ids_TLK, _ in ids]),
-            "valid": np.concatenate([there_T for _, there_T in ids]),
-            "version": np.concatenate([version for version, _ in spans]),
-            "kind": np.concatenate([kind for _, kind in spans]),
-            "spec": json.dumps(spec.to_dict()),
-            "layout": json.dumps(recording.manifest.layout.to_dict()),
-            "step": number,
-        }
+            "ids": np.concatenate(ids), "valid": np.concatenate(there), "version": np.concatenate(version),
+            "kind": np.concatenate(kind), "spec": json.dumps(spec.to_dict()), "step": number,
+            "layout": json.dumps(recording.manifest.layout.to_dict()), "token_tensors": step.ticket.token_tensors,
+        }  # fmt: skip
+        for tensor in step.ticket.tensors:
+            whole = [step.tensor_whole(tensor, name) for name in names]
+            arrays[f"{tensor.name}.lengths"] = np.concatenate([rows.lengths_T for rows in whole])
+            arrays[f"{tensor.name}.entries"] = np.concatenate([rows.entries_N for rows in whole])
         path = folder / f"step-{number:06d}.npz"
         np.savez(path, **arrays)
         written.append(path)
@@ -138,18 +140,31 @@ def _step(arrays: dict[str, Any], layout: TrainerLayout | None) -> RecordedStep:
         raise ValueError(f"{counts} rows and token ids, expected {expected}: a row per token but the last")
     if len(set(names)) < len(names) or int(arrays["step"]) < 0:
         raise ValueError(f"step {arrays['step']}, samples {names[:5]}; expected each name once")
+    tensors = tensors_of([str(option) for option in arrays.get("token_tensors", ())])
+    whole = [_rows_of(arrays, tensor, rows=counts[0]) for tensor in tensors]
     samples, frames, tokens, at = {}, dict[str, list[bytes]](), dict[str, Ids](), 0
+    beside = dict[str, list[bytes]]()
     for index, (name, length) in enumerate(zip(names, lengths, strict=True)):
         own, told = slice(at - index, at - index + length - 1), arrays["token_ids"][at : at + length]
         if (told >= 0).all():
             tokens[name] = told.astype(np.int32)
         samples[name], frame = _sample(arrays, name, own, tokens.get(name), spec)
-        frames[name] = [frame]
+        frames[name], beside[name] = [frame], [b"".join(encode_tensor(rows.part(own)) for rows in whole)]
         at += length
     assignment = Assignment.balanced(dict(zip(names, lengths, strict=True)), dp=cut.dp, microbatch_size=1)
     ordered = tuple(samples[name] for name in assignment.sample_ids)
-    ticket = Ticket("imported", int(arrays["step"]), spec, cut, assignment, ordered, 1 << 20)
-    return RecordedStep(ticket, frames, tokens, spec)
+    options = tuple(tensor.option for tensor in tensors)
+    ticket = Ticket("imported", int(arrays["step"]), spec, cut, assignment, ordered, 1 << 20, options)
+    return RecordedStep(ticket, frames, tokens, spec, tensors=beside if options else {})
+
+
+def _rows_of(arrays: dict[str, Any], tensor: TokenTensor, *, rows: int) -> TensorRows:
+    """Those of all samples."""
+    lengths_T, entries_N = arrays[f"{tensor.name}.lengths"], arrays[f"{tensor.name}.entries"]
+    seen = lengths_T.shape, entries_N.dtype, len(entries_N)
+    if seen != (expected := ((rows,), tensor.entry, int(lengths_T.sum()))):
+        raise ValueError(f"{tensor.name}: (rows, type, entries) {seen}, expected {expected}")
+    return TensorRows(tensor, 0, lengths_T, entries_N)
 
 
 def _sample(
@@ -387,11 +402,9 @@ def _arrays(saved: Any, spec: RoutingSpec) -> dict[str, Any]:
         "sample": [f"sample{number}" for number in range(len(samples))],
         "tokens": [len(sample["tokens"]) for sample in samples],
         "token_ids": np.concatenate([np.asarray(sample["tokens"], np.int64) for sample in samples]),
-        "ids": np.concatenate(ids),
-        "version": np.concatenate(versions),
-        "spec": json.dumps(spec.to_dict()),
+        "ids": np.concatenate(ids), "version": np.concatenate(versions), "spec": json.dumps(spec.to_dict()),
         "step": int(saved["rollout_id"]),
-    }
+    }  # fmt: skip
 
 
 def _rows(where: str, sample: dict[str, Any], spec: RoutingSpec) -> Any:

@@ -7,12 +7,12 @@ Tokens come with the replies and wait until their step is sealed; rows go to dis
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.logprobs import logprobs_glob
 from r3channel.recordings.manifest import Manifest
-from r3channel.recordings.segment import Kind, Pieces, append, check_room, nbytes_of, pack
+from r3channel.recordings.segment import Kind, Pieces, check_room, nbytes_of, pack
 from r3channel.recordings.step import PASSES, Bytes, RecordedStep
 from r3channel.wire.chunks import stored_entries
 from r3channel.wire.frame import frame_head
@@ -32,6 +32,8 @@ from r3channel.wire.routing import Ids, ProvenanceSpan
 
 log = logging.getLogger(__name__)
 
+_Payload = tuple[int, *tuple[bytes | memoryview, ...]]
+"""The part of a frame's record, and the frame in pieces."""
 _NO_TOKENS: Ids = np.empty(0, np.int32)
 _NONE: Mapping[str, Sequence[Bytes]] = {}
 
@@ -101,22 +103,16 @@ class Recorder:
         self._kept.pop(sample_id, None)
 
     def write(
-        self,
-        ticket: Ticket,
-        turns: Sequence[Sequence[TurnRows]],
-        tensors: Mapping[str, Sequence[Bytes]] = _NONE,
-    ) -> None:
+        self, ticket: Ticket, turns: Sequence[Sequence[TurnRows]], tensors: Mapping[str, Sequence[Bytes]] = _NONE,
+    ) -> None:  # fmt: skip
         """Append a sealed step, each sample's turns in the ticket's order, and forget its tokens. `tensors`: by sample the frames
         that its turns bring beside their rows."""
         tokens = [self._kept.pop(name, _NO_TOKENS) for name in ticket.assignment.sample_ids]
-        head = ticket.to_bytes()
-        nbytes = len(head) + sum(own.nbytes for own in tokens)
-        nbytes += sum(turn.ids_TLK.nbytes for own in turns for turn in own)
-        nbytes += sum(map(len, itertools.chain(*tensors.values())))
+        frames = ([(0, head_of(turn, ticket.spec), turn.ids_TLK.data) for turn in own] for own in turns)
+        records = [] if self.stopped else [*_records(ticket, tokens, frames, tensors)]
         path = self.folder / segment_name(ticket.step)
         try:
-            if self._is_room(path, nbytes):
-                records = [pack(Kind.TICKET, head), *_of_samples(ticket, turns, tokens, tensors)]
+            if self._is_room(path, nbytes_of(records)):
                 self._written[path] = write_segment(path, records)
         except OSError as error:  # of the new segment, or of an old one that cannot be removed
             path.unlink(missing_ok=True)
@@ -153,54 +149,49 @@ class Recorder:
         log.warning("r3channel: the recording ends, the channel goes on: %s", why)
 
 
-def write_segment(path: Path, records: Sequence[Pieces]) -> int:
+def write_segment(path: Path, records: Iterable[Pieces]) -> int:
     """All records and the end, in a new file; its bytes. Raises OSError."""
     records = [*records, pack(Kind.END)]
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
-    try:
-        check_room(file, nbytes_of(records))
-        return sum(append(file, pieces) for pieces in records)
-    finally:
-        os.close(file)
+    with path.open("wb") as file:
+        check_room(file.fileno(), nbytes := nbytes_of(records))
+        file.writelines(chain.from_iterable(records))
+    return nbytes
 
 
 def write_step(folder: Path, step: RecordedStep) -> Path:
     """A whole step at once, of either side. Raises RecordingInvalid, OSError."""
-    layout, known = step.ticket.layout, bool(step.tokens)
-    Manifest(spec=step.spec, layout=layout, side=step.side, tokens=known).write(folder)
-    path, records = folder / segment_name(step.number), [pack(Kind.TICKET, step.ticket.to_bytes())]
-    for place, sample in enumerate(step.ticket.samples):
-        name = sample.sample_id
-        if name in step.tokens:
-            records.append(_packed_tokens(step.tokens[name], place))
-        for turn, tensors in enumerate(step.tensors.get(name, ())):
-            records.append(pack(Kind.TENSORS, tensors, sample=place, turn=turn))
-        for part, of_pass in enumerate(PASSES):
-            frames = step.passes.get((of_pass, name), ()) if step.passes or part else step.frames[name]
-            for turn, frame in enumerate(frames):
-                records.append(pack(Kind.FRAME, frame, sample=place, turn=turn, part=part))
-    write_segment(path, records)
+    ticket, path = step.ticket, folder / segment_name(step.number)
+    Manifest(spec=step.spec, layout=ticket.layout, side=step.side, tokens=bool(step.tokens)).write(folder)
+    names = ticket.assignment.sample_ids
+    tokens, frames = (
+        [step.tokens.get(name, _NO_TOKENS) for name in names],
+        (_frames_of(step, name) for name in names),
+    )
+    write_segment(path, _records(ticket, tokens, frames, step.tensors))
     return path
 
 
-def _of_samples(
-    ticket: Ticket,
-    turns: Sequence[Sequence[TurnRows]],
-    tokens: Sequence[Ids],
-    tensors: Mapping[str, Sequence[Bytes]],
-) -> Iterator[Pieces]:
+def _frames_of(step: RecordedStep, name: str) -> Iterator[_Payload]:
+    for part, of_pass in enumerate(PASSES):
+        frames = step.passes.get((of_pass, name), ()) if step.passes or part else step.frames[name]
+        yield from ((part, frame) for frame in frames)
+
+
+def _records(
+    ticket: Ticket, tokens: Sequence[Ids], frames: Iterable[Iterable[_Payload]], tensors: Mapping[str, Sequence[Bytes]],
+) -> Iterator[Pieces]:  # fmt: skip
     """Sample by sample, so that a torn segment has whole ones."""
-    for place, (own, rows) in enumerate(zip(tokens, turns, strict=True)):
+    yield pack(Kind.TICKET, ticket.to_bytes())
+    samples = zip(ticket.assignment.sample_ids, tokens, frames, strict=True)
+    for place, (name, own, payloads) in enumerate(samples):
         if len(own):
-            yield _packed_tokens(own, place)
-        for number, turn in enumerate(rows):
-            yield pack(Kind.FRAME, head_of(turn, ticket.spec), turn.ids_TLK.data, sample=place, turn=number)
-        for number, frames in enumerate(tensors.get(ticket.assignment.sample_ids[place], ())):
-            yield pack(Kind.TENSORS, frames, sample=place, turn=number)
-
-
-def _packed_tokens(tokens: Ids, place: int) -> Pieces:
-    return pack(Kind.TOKENS, np.ascontiguousarray(tokens, "<i4").data, sample=place)
+            yield pack(Kind.TOKENS, np.ascontiguousarray(own, "<i4").data, sample=place)
+        turns = Counter[int]()
+        for part, *payload in payloads:
+            yield pack(Kind.FRAME, *payload, sample=place, turn=turns[part], part=part)
+            turns[part] += 1
+        for turn, data in enumerate(tensors.get(name, ())):
+            yield pack(Kind.TENSORS, data, sample=place, turn=turn)
 
 
 def head_of(turn: TurnRows, spec: RoutingSpec) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from r3channel.errors import FrameError, RecordingInvalid, SpecMismatch
+from r3channel.errors import FrameError, RecordingInvalid, RoutingMissing, SpecMismatch
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.logprobs import read_logprobs
 from r3channel.recordings.manifest import Manifest
@@ -87,10 +87,8 @@ class Recording:
         named = {sample.sample_id: plain.get(sample.sample_id, []) for sample in ticket.samples}
         router, spec = self.manifest.side == "router", self.manifest.spec
         told: dict[str, Any] = {
-            "side": self.manifest.side,
-            "logprobs": self._logprobs(ticket),
-            "tensors": tensors,
-        }
+            "logprobs": self._logprobs(ticket), "tensors": tensors, "side": self.manifest.side,
+        }  # fmt: skip
         found = RecordedStep(ticket, named, tokens, spec, passes=frames if router else {}, **told)
         if segment.ended and router:
             return found  # rows that no router used are for `check` to tell
@@ -155,10 +153,12 @@ class Recording:
         for data in step.frames[name]:
             try:
                 frame = parse_frame(data, spec=step.spec, sample_id=name, engine="recording")
-            except (FrameError, SpecMismatch):
+                turns = [len(step.tensor_rows(tensor, name)) for tensor in step.ticket.tensors]
+            except (FrameError, SpecMismatch, RoutingMissing):
+                return False
+            if turns and turns[0] < len(step.frames[name]):
                 return False
             there_T[frame.first_row : frame.first_row + frame.rows] = True
         for start, end in sample.invalid:
             there_T[start:end] = True
-        known = not step.ticket.tensors or len(step.tensors.get(name, ())) >= len(step.frames[name])
-        return bool(there_T.all()) and known
+        return bool(there_T.all())

@@ -75,22 +75,6 @@ def check_room(file: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def append(file: int, pieces: Pieces) -> int:
-    """Write all of them at the file's end, as few calls as there can be. Raises OSError."""
-    views = [memoryview(piece).cast("B") for piece in pieces if memoryview(piece).nbytes]
-    total = sum(view.nbytes for view in views)
-    while views:
-        written = os.writev(file, views[:_MOST_PIECES])
-        while views and written >= views[0].nbytes:
-            written -= views.pop(0).nbytes
-        if views:
-            views[0] = views[0][written:]
-    return total
-
-
-_MOST_PIECES = 64
-
-
 def read(path: Path) -> tuple[list[Record], int]:
     """(the whole records, bytes of a torn one behind them). Payloads are views of the mapped file, each at a multiple of 16.
 

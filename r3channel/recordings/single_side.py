@@ -47,7 +47,25 @@ def judge_alone(step: RecordedStep) -> list[Finding]:
         found += _plain(step, sample)
         if not found and step.side == "engine":
             found += _held(step, sample.sample_id)
-    return [*_grouped(found), *_suspicions(step), *log_probs_suspect(step)]
+    return [*_grouped(found), *_suspicions(step), *judge_beside(step)]
+
+
+def judge_beside(step: RecordedStep) -> list[Finding]:
+    """What came beside the ids: tensors, and log-probs."""
+    tensors = [one for name in step.tokens if name not in step.cut for one in _unsampled(step, name)]
+    return [*_grouped(tensors), *log_probs_suspect(step)]
+
+
+def _unsampled(step: RecordedStep, name: str) -> Iterator[Finding]:
+    """Rows without the token that was sampled from them, of tensors that have it."""
+    for tensor in (tensor for tensor in step.ticket.tensors if tensor.chosen):
+        *_, length_T, entries_N, _ = step.tensor_whole(tensor, name)
+        row_N = np.repeat(np.arange(len(length_T)), length_T)
+        has_N = entries_N[tensor.chosen] == step.tokens[name][row_N + 1]
+        at = np.flatnonzero((length_T > 0) & (np.bincount(row_N, has_N, len(length_T)) == 0))
+        if len(at):
+            what = f"{tensor.name}: {FAULTS['tensor_row']}"
+            yield _finding(step, "tensor_row", name, position=int(at[0]), cells=len(at), what=what)
 
 
 def _plain(step: RecordedStep, sample: TicketSample) -> Iterator[Finding]:
@@ -62,21 +80,17 @@ def _plain(step: RecordedStep, sample: TicketSample) -> Iterator[Finding]:
     padded_TL = (ids_TLK == pads_TK[:, None]).all((1, 2))[:, None] & there_TL
     outside_TL = (sorted_TLK[..., -1] >= spec.num_experts) | (sorted_TLK[..., 0] < 0)
     tests = [
-        ("zero_rows", zero_TL & there_TL),
-        ("padding_rows", padded_TL & (len(ids_TLK) * _chance(spec) < _RARE)),
-        ("out_of_range", outside_TL & there_TL),
-        ("duplicated_ids", repeats_TL & ~zero_TL & there_TL),
+        ("zero_rows", zero_TL & there_TL), ("padding_rows", padded_TL & (len(ids_TLK) * _chance(spec) < _RARE)),
+        ("out_of_range", outside_TL & there_TL), ("duplicated_ids", repeats_TL & ~zero_TL & there_TL),
         ("missing_prefix" if gone_TL[0].any() else "zero_rows", gone_TL),
-    ]
+    ]  # fmt: skip
     for fault, hit_TL in tests:
         if hit_TL.any():
             row, place = (int(index[0]) for index in np.nonzero(hit_TL))
-            at: dict[str, Any] = {
-                "position": row,
-                "layer": spec.moe_layers[place],
-                "cells": int(hit_TL.sum()),
-            }
-            yield _finding(step, fault, sample.sample_id, seen=tuple(ids_TLK[row, place].tolist()), **at)
+            yield _finding(
+                step, fault, sample.sample_id, seen=tuple(ids_TLK[row, place].tolist()), position=row,
+                layer=spec.moe_layers[place], cells=int(hit_TL.sum()),
+            )  # fmt: skip
 
 
 def _held(step: RecordedStep, name: str) -> Iterator[Finding]:

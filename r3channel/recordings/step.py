@@ -19,7 +19,8 @@ from r3channel.plan.token_tensors import brought, cut_tensor
 from r3channel.wire.digest import fold
 from r3channel.wire.frame import Frame, parse_frame
 from r3channel.wire.routing import Ids, hash_tokens
-from r3channel.wire.tensor_frame import TensorRows, parse_tensors
+from r3channel.wire.tensor_frame import TensorRows, entries_of, parse_tensors, row_lengths
+from r3channel.wire.token_tensors import TokenTensor
 
 Bytes = bytes | memoryview
 SampleKey = tuple[str, str]
@@ -104,19 +105,23 @@ class RecordedStep:
             found_TLK[own], there_T[own] = frame.ids(), frame.valid_T
         return found_TLK, there_T
 
-    def tensor_rows(self, sample_id: str) -> list[tuple[TensorRows, ...]]:
-        """What each turn of a sample brings, in the ticket's order of tensors. Raises FrameError."""
+    def tensor_rows(self, tensor: TokenTensor, sample_id: str) -> list[TensorRows]:
+        """What each turn of a sample brings of a tensor. Raises FrameError, and RoutingMissing where a turn has none."""
         tensors, where = self.ticket.tensors, f"recording, sample {sample_id}"
-        return [parse_tensors(data, tensors, where=where) for data in self.tensors.get(sample_id, ())]
+        turns = [parse_tensors(data, tensors, where=where) for data in self.tensors.get(sample_id, ())]
+        return [turn[tensors.index(tensor)] for turn in turns]
+
+    def tensor_whole(self, tensor: TokenTensor, sample_id: str) -> TensorRows:
+        """The same, as if the sample had one turn from its first token on; a row that no turn brought is empty."""
+        turns, rows = self.tensor_rows(tensor, sample_id), self.ticket.sample(sample_id).tokens - 1
+        return TensorRows(tensor, 0, row_lengths(turns, rows), entries_of(tensor, turns))
 
     def tensor_shard(self, shard: Shard) -> dict[str, Ids]:
         """By name the bytes of each tensor that comes to this shard: `tensors` of `RankShard.from_whole`."""
-        turns = {name: self.tensor_rows(name) for batch in shard.microbatches for name in batch.sample_ids}
-        found = dict[str, Ids]()
-        for at, tensor in enumerate(self.ticket.tensors):
-            if tensor in brought(self.ticket, shard):
-                rows = {name: [one[at] for one in own] for name, own in turns.items()}
-                found[tensor.name] = np.frombuffer(cut_tensor(shard, tensor, rows), np.uint8)
+        names, found = [name for batch in shard.microbatches for name in batch.sample_ids], dict[str, Ids]()
+        for tensor in brought(self.ticket, shard):
+            data = cut_tensor(shard, tensor, {name: self.tensor_rows(tensor, name) for name in names})
+            found[tensor.name] = np.frombuffer(data, np.uint8)
         return found
 
     def _hold(self, sample_id: str, digest: int) -> None:

@@ -19,8 +19,7 @@ def summarize(recording: Recording) -> dict[str, Any]:
     steps = [_step(recording, number, load_LE) for number in recording.steps]
     return {
         "side": manifest.side, "spec": spec.to_dict(), "layout": str(manifest.layout), "tokens": manifest.tokens,
-        "versions": dict(manifest.versions),
-        "steps": steps,
+        "versions": dict(manifest.versions), "steps": steps,
         **{name: sum(step[name] for step in steps) for name in ("samples", "rows", "bytes")},
         "load": [_load(layer, load_E) for layer, load_E in zip(spec.moe_layers, load_LE, strict=True)],
     }  # fmt: skip
@@ -63,11 +62,10 @@ def _count(load_LE: Ids, ids_TLK: Ids) -> None:
 
 def _load(layer: int, load_E: Ids) -> dict[str, Any]:
     return {
-        "layer": layer,
-        "busiest": int(load_E.argmax()),
+        "layer": layer, "busiest": int(load_E.argmax()),
         "busiest_over_mean": round(float(load_E.max() / load_E.mean()), 3) if load_E.any() else 0.0,
         "idle_experts": int((load_E == 0).sum()),
-    }
+    }  # fmt: skip
 
 
 def table(found: dict[str, Any]) -> str:

@@ -72,6 +72,8 @@ class Intake:
             metrics.measure(name)
         for leg in ("engine_frame", "engine_direct"):
             metrics.measure("r3channel_bytes_total", leg=leg)
+        for tensor in self._tensors:
+            metrics.measure("r3channel_tensor_bytes_total", tensor=tensor.name)
         self._expired: list[str] = []
         self._hears: Callable[[int], bool] = lambda _boot_id: True
         """Whether an engine's process lives, as far as is known: its frames may still come."""
@@ -286,6 +288,8 @@ class Intake:
         if (recorder := self.recorder) is not None:
             recorder.keep(sample_id, tokens_T)
         self.metrics.inc("r3channel_rows_total", turn.end_row - turn.first_row)
+        for name, own in reply.tensors.rows.items() if reply.tensors else ():
+            self.metrics.inc("r3channel_tensor_bytes_total", own.nbytes, tensor=name)
         if rows is not None:
             self.metrics.inc("r3channel_bytes_total", nbytes, leg="engine_frame")
         return rows

@@ -43,16 +43,9 @@ HeldOfSample = Mapping[str, Sequence[HeldTensors]]
 
 
 def keep_tensors(
-    source: Source,
-    store: Store,
-    tensors: Sequence[TokenTensor],
-    *,
-    where: str,
-    key: int | None,
-    tokens: int,
-    held_rows: int,
-    room_s: float,
-) -> HeldTensors:
+    source: Source, store: Store, tensors: Sequence[TokenTensor], *, where: str, key: int | None, tokens: int,
+    held_rows: int, room_s: float,
+) -> HeldTensors:  # fmt: skip
     """The tensors that are left of a reply's bytes; they fit a reply of so many tokens, of which `held_rows` rows came before.
 
     Raises RowCountMismatch, StoreFull and what `parse_tensors` does; then nothing is kept."""

@@ -17,6 +17,7 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.capacity import Machines, add_up, lognormal_lengths, plan_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.tools import commands
+from r3channel.wire.token_tensors import tensors_of
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
 _SIMULATED = "dp=16,tp=4,cp=2,pp=4,first_layers=14,last_layers=15,packing=thd"
@@ -39,6 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--lengths", metavar="FILE", help="JSON list of samples' tokens, instead of these two"
     )
+    told = "what else each token brings, as the option of the relay names it"
+    parser.add_argument("--token-tensors", type=tensors_of, default=(), metavar="NAMES", help=told)
     parser.add_argument("--microbatch-size", type=int, default=1)
     parser.add_argument("--max-tokens", type=count, help="token budget of a micro-batch, instead of its size")
     for field in fields(Machines):
@@ -92,7 +95,7 @@ def _plan(options: argparse.Namespace, layout: TrainerLayout, lengths: Sequence[
     begin = time.perf_counter()
     cut = {"microbatch_size": options.microbatch_size, "max_tokens": options.max_tokens}
     plan = plan_of(lengths, spec=spec, layout=layout, **cut)
-    found, digest = add_up(plan, machines=machines), f"{plan.digest:#x}"
+    found, digest = add_up(plan, machines=machines, tensors=options.token_tensors), f"{plan.digest:#x}"
     extra = {"ranks": layout.world_size, "plan_digest": digest, "plan_s": time.perf_counter() - begin}
     return {"model": options.model, **asdict(found), **extra, "machines": asdict(machines)}
 
@@ -143,7 +146,7 @@ def _plan_text(result: dict[str, Any]) -> str:
     lines = [
         f"{result['model']}, {result['layout']} ({result['ranks']} ranks)",
         f"{result['samples']:,} samples, {result['tokens']:,} tokens ({result['padded_tokens']:,} padded), "
-        f"{result['bytes_per_token']} B/token, planned in {result['plan_s']:.2f} s, digest {result['plan_digest']}",
+        f"{_per_token(result)} B/token, planned in {result['plan_s']:.2f} s, digest {result['plan_digest']}",
         "",
         f"{'':32s}{'r3channel':>14s}{'default path':>14s}",
     ]
@@ -155,6 +158,11 @@ def _plan_text(result: dict[str, Any]) -> str:
     lines.append(f"kept per process: 1/{1 / result['ratio']:.0f} of the default path")
     lines += [_store_text(result), _node_text(result)]
     return "\n".join(lines)
+
+
+def _per_token(result: dict[str, Any]) -> str:
+    beside = result["tensor_bytes_per_token"].items()
+    return " + ".join([str(result["bytes_per_token"]), *(f"{nbytes} of {name}" for name, nbytes in beside)])
 
 
 def _store_text(result: dict[str, Any]) -> str:

@@ -28,7 +28,7 @@ from r3channel.recordings.recorder import add_limits, values_of
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.replay import consumed, described, fitted
 from r3channel.recordings.run_ranks import Rank, run_ranks
-from r3channel.recordings.single_side import CANNOT, judge_alone, log_probs_suspect
+from r3channel.recordings.single_side import CANNOT, judge_alone, judge_beside
 from r3channel.recordings.step import RecordedStep
 from r3channel.tools import commands
 
@@ -188,10 +188,8 @@ def _check(options: argparse.Namespace) -> int:
             whole = False
         found += judge_alone(*read) if len(read) == 1 else _judge_pair(*read)
     values: dict[str, Any] = {
-        "findings": [asdict(one) for one in found],
-        "steps": steps,
-        "untested": untested,
-    }
+        "findings": [asdict(one) for one in found], "steps": steps, "untested": untested,
+    }  # fmt: skip
     values["cannot_know"] = CANNOT if len(sides) == 1 else ""
     _print(options, values, _checked)
     verdicts = [one for one in found if (one.verdict or options.strict) and one.name not in NOTES]
@@ -209,7 +207,7 @@ def _shared(sides: Sequence[Recording]) -> list[int]:
 
 def _judge_pair(engine: RecordedStep, router: RecordedStep) -> list[Finding]:
     found = [one for sides in AlignedPair.of(engine, router) for one in judge(sides)]
-    return [*found, *log_probs_suspect(engine)]
+    return [*found, *judge_beside(engine)]
 
 
 def _checked(values: dict[str, Any]) -> str:
@@ -251,11 +249,6 @@ def _print(
 
 
 _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
-    "record": _record,
-    "inspect": _inspect,
-    "diff": _diff,
-    "replay": _replay,
-    "check": _check,
-    "import": _import,
+    "record": _record, "inspect": _inspect, "diff": _diff, "replay": _replay, "check": _check, "import": _import,
     "export": _export,
-}
+}  # fmt: skip

@@ -33,16 +33,9 @@ class RankShard:
     """
 
     def __init__(
-        self,
-        ticket: Ticket,
-        shard: Shard,
-        data_N: torch.Tensor,
-        *,
-        tp: int,
-        invalid_rows: str = "error",
-        digests_SL: torch.Tensor | None = None,
-        tensors: Mapping[str, Any] | None = None,
-    ) -> None:
+        self, ticket: Ticket, shard: Shard, data_N: torch.Tensor, *, tp: int, invalid_rows: str = "error",
+        digests_SL: torch.Tensor | None = None, tensors: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         if len(data_N) != shard.slot_bytes:
             raise UsageError(
                 f"step {ticket.step}: {len(data_N)} bytes for a shard part of {shard.slot_bytes}"

@@ -205,6 +205,7 @@ class RelayConnection:
         if xxh3_64_intdigest(data) != told[1]:
             raise BucketCorrupt(f"{where}: the {tensor.name} came damaged", step=ticket.step)
         self._metrics.inc("r3channel_bytes_total", nbytes, leg="wire_received")
+        self._metrics.inc("r3channel_tensor_bytes_total", nbytes, tensor=tensor.name)
         return data
 
     def _recv_all(self, out: bytearray, begin: int, bucket_bytes: int, deadline_s: float) -> None:

@@ -63,16 +63,10 @@ def sample_key(request_id: str) -> int:
 
 
 def encode_frame(
-    spec: RoutingSpec,
-    *,
-    expert_ids_TLK: Ids,
-    first_row: int = 0,
-    valid_T: np.ndarray[Any, np.dtype[np.bool_]] | None = None,
-    provenance: Sequence[ProvenanceSpan] | None = None,
-    sample_key: int = 0,
-    kept_rows: int = 0,
-    codec: str = "auto",
-) -> bytes:
+    spec: RoutingSpec, *, expert_ids_TLK: Ids, first_row: int = 0,
+    valid_T: np.ndarray[Any, np.dtype[np.bool_]] | None = None, provenance: Sequence[ProvenanceSpan] | None = None,
+    sample_key: int = 0, kept_rows: int = 0, codec: str = "auto",
+) -> bytes:  # fmt: skip
     """Bytes of one frame. `expert_ids_TLK` is [rows, L, K] in `spec.id_dtype` and is copied once.
 
     Without `provenance` all rows are decoded rows of weight version 0. Ids are hashed and not checked here: the engine's
@@ -103,16 +97,9 @@ def encode_frame(
 
 
 def frame_head(
-    spec: RoutingSpec,
-    chunks: Sequence[Entry],
-    *,
-    first_row: int,
-    valid_T: np.ndarray[Any, np.dtype[np.bool_]] | None,
-    provenance: Sequence[ProvenanceSpan] | Sequence[Run],
-    digests_L: Ids,
-    sample_key: int,
-    kept_rows: int = 0,
-) -> bytes:
+    spec: RoutingSpec, chunks: Sequence[Entry], *, first_row: int, valid_T: np.ndarray[Any, np.dtype[np.bool_]] | None,
+    provenance: Sequence[ProvenanceSpan] | Sequence[Run], digests_L: Ids, sample_key: int, kept_rows: int = 0,
+) -> bytes:  # fmt: skip
     """A frame up to its chunks, which follow; of rows whose digests are known, so none is read."""
     codecs, rows = [chunk.codec for chunk in chunks], sum([chunk.rows for chunk in chunks])
     flags = 0 if all(CODECS[codec].keeps_order for codec in codecs) else FLAG_UNORDERED

@@ -181,12 +181,6 @@ class Frame:
         """Decode and check every id, as `verify` does. The ids may be a view of the frame's bytes."""
         self.where = f"sample {sample_id}"
         return SampleRouting(
-            spec=self.spec,
-            sample_id=sample_id,
-            tokens=self.first_row + self.rows + 1,
-            first_row=self.first_row,
-            expert_ids_TLK=self.verify(),
-            valid_T=self.valid_T,
-            provenance=self.provenance,
-            checked=True,
-        )
+            spec=self.spec, sample_id=sample_id, tokens=self.first_row + self.rows + 1, first_row=self.first_row,
+            expert_ids_TLK=self.verify(), valid_T=self.valid_T, provenance=self.provenance, checked=True,
+        )  # fmt: skip

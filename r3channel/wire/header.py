@@ -154,16 +154,11 @@ def check_fields(header: Header, *, spec: RoutingSpec, max_rows: int, where: str
             f"{where}: {header.rows} rows, expected at most {max_rows}. Is the prompt in `tokens`, before the response?"
         )
     bounds = (
-        header.first_row <= MAX_ROWS,
-        header.raw_bytes == header.rows * spec.bytes_per_token,
-        header.wire_bytes <= header.raw_bytes,
-        header.layers_per_chunk == spec.num_moe_layers,
-        header.reserved0 == 0,
-        header.kept_rows <= header.rows,
-        header.codec in CODECS,
-        header.flags & ~(FLAG_VALIDITY | FLAG_UNORDERED) == 0,
+        header.first_row <= MAX_ROWS, header.raw_bytes == header.rows * spec.bytes_per_token,
+        header.wire_bytes <= header.raw_bytes, header.layers_per_chunk == spec.num_moe_layers, header.reserved0 == 0,
+        header.kept_rows <= header.rows, header.codec in CODECS, header.flags & ~(FLAG_VALIDITY | FLAG_UNORDERED) == 0,
         header.spans <= min(header.rows, MAX_SPANS),
-    )
+    )  # fmt: skip
     if not all(bounds) or not _counts_fit(header, spec=spec):
         raise errors.FrameCorrupt(f"{where}: impossible numbers in the header: {header._asdict()}")
 

@@ -28,10 +28,9 @@ from r3channel.wire.header import (
     read_header,
 )
 from r3channel.wire.source import InHand
-from r3channel.wire.token_tensors import MOST_ENTRIES, TokenTensor
+from r3channel.wire.token_tensors import LENGTH_BYTES, MOST_ENTRIES, TokenTensor
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
-_LENGTH_BYTES = 2
 
 
 class TensorRows(NamedTuple):
@@ -49,14 +48,36 @@ class TensorRows(NamedTuple):
     def end_row(self) -> int:
         return self.first_row + len(self.lengths_T)
 
+    def part(self, rows: slice) -> TensorRows:
+        """So many rows, counted from this one's first, as if they were a whole request's."""
+        begin, own_T = int(self.lengths_T[: rows.start].sum()), self.lengths_T[rows]
+        return self._replace(lengths_T=own_T, entries_N=self.entries_N[begin : begin + int(own_T.sum())])
+
+    @property
+    def nbytes(self) -> int:
+        return self.entries_N.nbytes + self.lengths_T.nbytes
+
+
+def row_lengths(turns: Sequence[TensorRows], rows: int) -> Numbers:
+    """[rows] int64: the entries of each of a sample's rows, of all its turns; 0 where none brought one."""
+    length_T = np.zeros(rows, np.int64)
+    for turn in turns:
+        length_T[turn.first_row : turn.end_row] = turn.lengths_T
+    return length_T
+
+
+def entries_of(tensor: TokenTensor, turns: Sequence[TensorRows]) -> Numbers:
+    """Those of all turns, a copy."""
+    return np.concatenate([np.empty(0, tensor.entry), *(turn.entries_N for turn in turns)])
+
 
 def encode_tensor(rows: TensorRows) -> bytes:
     """A frame. Raises RoutingError for a row that its length cannot say."""
     name, lengths_T = rows.tensor.name, rows.lengths_T
     if len(lengths_T) and int(lengths_T.max()) > MOST_ENTRIES:
         raise errors.RoutingError(
-            f"{name}: a row of {lengths_T.max()} entries, expected at most {MOST_ENTRIES}; lower "
-            "--sampling-mask-max-tokens, top-k or top-p"
+            f"{name}: a row of {lengths_T.max()} entries, expected at most {MOST_ENTRIES}; ask for "
+            f"less: {rows.tensor.asked_by}"
         )
     values = np.ascontiguousarray(rows.entries_N, rows.tensor.entry).tobytes()
     sections = values + np.ascontiguousarray(lengths_T, "<u2").tobytes()
@@ -92,7 +113,7 @@ def _parse(data: memoryview, tensor: TokenTensor, *, where: str) -> TensorRows:
             f"{where}: not {tensor.option}; do engine and relay name the same token_tensors?"
         )
     entries, odd = divmod(header.raw_bytes, tensor.entry.itemsize)
-    sizes = header.raw_bytes + header.rows * _LENGTH_BYTES, 0
+    sizes = header.raw_bytes + header.rows * LENGTH_BYTES, 0
     if (
         (header.sections_bytes, header.wire_bytes) != sizes
         or odd

@@ -14,9 +14,10 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from r3channel.errors import ConfigError
+from r3channel.observe.metric_table import LABELS
 
 KIND_EXPERT_IDS, KIND_ERROR = 1, 255
-MOST_ENTRIES = 0xFFFF
+MOST_ENTRIES, LENGTH_BYTES = 0xFFFF, 2
 """Entries of one row at most: its length is a u16."""
 MOST_TOPK, TOPK_VOCABULARY = 256, 1 << 18
 """Token ids of `topk_logprobs` have 18 bits: those of today's vocabularies."""
@@ -48,8 +49,14 @@ class TokenTensor:
     """One entry, little endian, a field for each of its values."""
     asked_by: str
     """What makes an engine return it, told where a reply has none."""
+    made_by: str = ""
+    """What of an engine's it is made from: `mask_rows`, `top_logprobs`."""
     dense: bool = False
     """Whether a row has one entry, if it is there."""
+    entries: int = 1
+    """Entries that a row has on average: what a plan reckons with."""
+    chosen: str = ""
+    """The field whose values in a row have the token that was sampled among them; empty where that is not sure."""
     stage: Literal["last", "every"] = "last"
     """Pipeline stages that get it: the one with the logits, or all."""
     values: Callable[[Values], tuple[Values, ...]] = _fields
@@ -64,21 +71,28 @@ class TokenTensor:
         """Tells a frame of other parameters."""
         return xxh3_64_intdigest(self.option.encode())
 
+    @property
+    def bytes_per_token(self) -> int:
+        """About; of a token that has a row."""
+        return self.entry.itemsize * self.entries + LENGTH_BYTES
+
     def reaches(self, pp: int, stages: int) -> bool:
         """Whether pipeline stage `pp` of so many gets it."""
         return self.stage == "every" or pp == stages - 1
 
 
 _MASK, _TOKEN_ID, _LOGPROB = "return_sampling_mask", ("token_id", "<u4"), ("logprob", "<f4")
+_FILTERED: dict[str, Any] = {"made_by": "mask_rows", "entries": 8, "chosen": "token_id"}
+"""8 is the mean of what a filter leaves (prime-rl#2979)."""
 
 
 def _sampling_masks() -> TokenTensor:
-    return TokenTensor("sampling_masks", 3, np.dtype([_TOKEN_ID]), _MASK)
+    return TokenTensor("sampling_masks", 3, np.dtype([_TOKEN_ID]), _MASK, **_FILTERED)
 
 
 def _sampling_support() -> TokenTensor:
     asked_by = f'{_MASK} and sampling_logprobs_mode="support"'
-    return TokenTensor("sampling_support", 4, np.dtype([_TOKEN_ID, _LOGPROB]), asked_by)
+    return TokenTensor("sampling_support", 4, np.dtype([_TOKEN_ID, _LOGPROB]), asked_by, **_FILTERED)
 
 
 def _topk_logprobs(k: str = "128", dtype: str = "float16") -> TokenTensor:
@@ -90,14 +104,16 @@ def _topk_logprobs(k: str = "128", dtype: str = "float16") -> TokenTensor:
         )
     ids = [("low", "<u2", (count,)), ("high", "u1", (count // 4,))]
     entry = np.dtype([*ids, ("logprob", np.dtype(dtype).newbyteorder("<"), (count,)), ("tail", "<f4")])
+    made: dict[str, Any] = {"made_by": "top_logprobs", "dense": True, "values": _likeliest}
     asked_by = f"return_logprob and top_logprobs_num={count}"
-    return TokenTensor(f"topk_logprobs:{count}:{dtype}", 5, entry, asked_by, dense=True, values=_likeliest)
+    return TokenTensor(f"topk_logprobs:{count}:{dtype}", 5, entry, asked_by, **made)
 
 
 REGISTRY: dict[str, Callable[..., TokenTensor]] = {
     "sampling_masks": _sampling_masks, "sampling_support": _sampling_support, "topk_logprobs": _topk_logprobs,
 }  # fmt: skip
 """Name -> what declares the tensor, given its parameters."""
+LABELS["tensor"] = tuple(REGISTRY)
 
 
 def kind_names() -> dict[int, str]:

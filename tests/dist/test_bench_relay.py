@@ -46,7 +46,6 @@ def test_all_paths_end_alike_and_every_promised_key_is_there(bench: subprocess.P
     assert set(report["seal_ms"]) == {"64", "8192"}
     placed = report["body_to_placed_cpu_us_per_token"]
     assert set(placed) == set(MODELS) and min(placed.values()) > 0
-    assert len(report["ratio"]) == 3 and min(report["ratio"].values()) > 0
     assert all(report["socket_cpu_us_per_token"][way] > 0 for way in ("in_band", "direct", "stock"))
     assert report["case"] == {"model": MODELS[0], "tokens": 262_144, "dp": 4}
 

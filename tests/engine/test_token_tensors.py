@@ -3,7 +3,9 @@ transformers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,16 @@ from r3channel.errors import EngineReported
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from tests.delivery import receive, receivers_of
+from r3channel.trainer.rank_shard import RankShard
+from tests.delivery import places_of, receive, receivers_of
 from tests.engine.client import Reply, direct_to, generate, random_prompt, serving
 from tests.engine.reference import NEAR_TIE, Expected, reference_ids
 from tests.samples import SPEC
 
-pytestmark = [pytest.mark.engine, pytest.mark.full]
+pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(300)]
 
 TOP_K = 8
+Channel = tuple[Relay, str, ThreadPoolExecutor]
 NEW_TOKENS = 70  # SGLang streams, also what is not asked to stream, every 50
 
 
@@ -32,40 +36,46 @@ def sampled(url: str, length: int, *, top_k: int = TOP_K) -> Reply:
     return generate(url, random_prompt(length, seed=length), new_tokens=NEW_TOKENS, **extra)
 
 
-@pytest.mark.timeout(300)
+@contextmanager
+def channel(model_dir: Path, work: Path, *asked: str, **more: str) -> Iterator[Channel]:
+    """A relay, its engine's address, and threads that ask it. `asked`: delivery, layout, token tensors."""
+    delivery, layout, option = asked
+    relay = Relay(SPEC, TrainerLayout.parse(layout), ChannelConfig(token_tensors=option))
+    own = {"R3CHANNEL_TOKEN_TENSORS": option, "R3CHANNEL_DELIVERY": delivery}
+    env = direct_to(relay, work) | own | more
+    with closing(relay), serving(model_dir, env=env) as server, ThreadPoolExecutor(4) as pool:
+        yield relay, server.url, pool
+
+
+def delivered(relay: Relay, replies: list[Reply]) -> list[RankShard]:
+    """A step of them; sample 2 is of reply 2."""
+    for number, reply in enumerate(replies):
+        relay.add(str(number), reply.as_json, reply.tokens)
+    names = [str(number) for number in range(len(replies))]
+    return receive(receivers_of(relay), relay.seal(0, Assignment.round_robin(names, dp=1, microbatch_size=2)))
+
+
 @pytest.mark.parametrize("delivery", ["inband", "direct"])
 def test_the_tokens_that_could_be_chosen_reach_the_logits_that_chose_them(
     delivery: str, model_dir: Path, tmp_path: Path
 ) -> None:
-    relay = Relay(SPEC, TrainerLayout.parse("tp=2,cp=2"), ChannelConfig(token_tensors="sampling_masks"))
-    env = {
-        "R3CHANNEL_TOKEN_TENSORS": "sampling_masks",
-        **direct_to(relay, tmp_path),
-        "R3CHANNEL_DELIVERY": delivery,
-    }
-    with serving(model_dir, env=env) as server, ThreadPoolExecutor(4) as pool:
-        replies = list(pool.map(lambda length: sampled(server.url, length), (3, 40, 150)))
-        replies.append(sampled(server.url, 20, top_k=1))
-        plain = generate(server.url, [5, 6, 7], new_tokens=2)  # no masks asked for: none behind the frame
-        names = [f"s{number}" for number in range(len(replies))]
-        for name, reply in zip(names, replies, strict=True):
-            relay.add(name, {"meta_info": reply.meta}, reply.tokens, engine=server.url)
-            assert not any(reply.meta["output_token_sampling_mask"])
-            assert len(reply.meta["output_token_sampling_logprobs"]) == NEW_TOKENS
-        ticket = relay.seal(0, Assignment.round_robin(names, dp=1, microbatch_size=2))
+    with channel(model_dir, tmp_path, delivery, "tp=2,cp=2", "sampling_masks") as (relay, url, pool):
+        replies = list(pool.map(lambda length: sampled(url, length), (3, 40, 150)))
+        replies.append(sampled(url, 20, top_k=1))
+        plain = generate(url, [5, 6, 7], new_tokens=2)  # no masks asked for: none behind the frame
+        shards = delivered(relay, replies)
+    assert not any(row for reply in replies for row in reply.meta["output_token_sampling_mask"])
+    assert {len(reply.meta["output_token_sampling_logprobs"]) for reply in replies} == {NEW_TOKENS}
     assert len(plain.raw) < 2000
-    shards = receive(receivers_of(relay), ticket)
     expected = reference_ids(model_dir, [reply.tokens for reply in replies], folder=tmp_path)
     seen = 0
     for shard in shards:
-        for number, batch in enumerate(shard.shard.microbatches):
-            offsets, ids = (tensor.tolist() for tensor in shard.tensor("sampling_masks", number))
-            sample, position = (part.ravel().tolist() for part in shard.shard.token_map(number))
-            for place, (index, at) in enumerate(zip(sample, position, strict=True)):
-                which = names.index(batch.sample_ids[index])
-                got = set(ids[offsets[place] : offsets[place + 1]])
-                seen += check(got, replies[which], expected[which], at, top_k=1 if which == 3 else TOP_K)
-    relay.close()
+        both = [shard.tensor("sampling_masks", i) for i in range(shard.num_microbatches)]
+        rows = [[value.tolist() for value in values] for values in both]
+        for number, place, name, at in places_of(shard):
+            (offsets, ids), which = rows[number], int(name)
+            got = set(ids[offsets[place] : offsets[place + 1]])
+            seen += check(got, replies[which], expected[which], at, top_k=1 if which == 3 else TOP_K)
     assert seen == 2 * len(replies) * NEW_TOKENS  # on both TP ranks
 
 
@@ -95,41 +105,32 @@ def likeliest(url: str, length: int, **sampling: Any) -> Reply:
     return generate(url, random_prompt(length, seed=length), new_tokens=NEW_TOKENS, **extra)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("delivery", ["inband", "direct"])
 def test_the_likeliest_tokens_are_those_of_the_distribution_that_sampled(
     delivery: str, model_dir: Path, tmp_path: Path
 ) -> None:
     """Also of requests that were retracted in the middle."""
-    option = f"topk_logprobs:{K}"
-    relay = Relay(SPEC, TrainerLayout.parse("tp=2,cp=2,pp=2"), ChannelConfig(token_tensors=option))
-    env = {"R3CHANNEL_TOKEN_TENSORS": option, **direct_to(relay, tmp_path), "R3CHANNEL_DELIVERY": delivery}
-    env |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
-    with serving(model_dir, env=env) as server, ThreadPoolExecutor(4) as pool:
-        replies = list(pool.map(lambda length: likeliest(server.url, length), (3, 40, 150, 20)))
-        plain = generate(server.url, [5, 6, 7], new_tokens=2, return_logprob=True, top_logprobs_num=3)
-        refused = likeliest(server.url, 9, top_p=0.9)
+    forced = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
+    option, layout = f"topk_logprobs:{K}", "tp=2,cp=2,pp=2"
+    with channel(model_dir, tmp_path, delivery, layout, option, **forced) as (relay, url, pool):
+        replies = list(pool.map(lambda length: likeliest(url, length), (3, 40, 150, 20)))
+        plain = generate(url, [5, 6, 7], new_tokens=2, return_logprob=True, top_logprobs_num=3)
+        refused = likeliest(url, 9, top_p=0.9)
+        with pytest.raises(EngineReported, match=r"topk_logprobs of a request with top_p=0\.9"):
+            relay.add("refused", refused.as_json, refused.tokens)
+        shards = delivered(relay, replies)
     assert [len(row) for row in plain.meta["output_top_logprobs"]] == [3, 3]  # SGLang's own, as ever
-    names = [f"s{number}" for number in range(len(replies))]
-    for name, reply in zip(names, replies, strict=True):
-        relay.add(name, reply.as_json, reply.tokens, engine=server.url)
-        assert not any(reply.meta["output_top_logprobs"])
-    with pytest.raises(EngineReported, match=r"topk_logprobs of a request with top_p=0\.9"):
-        relay.add("refused", refused.as_json, refused.tokens)
-    shards = receive(
-        receivers_of(relay), relay.seal(0, Assignment.round_robin(names, dp=1, microbatch_size=2))
-    )
-    relay.close()
+    assert sum(reply.meta["num_retractions"] for reply in replies) > 0
+    assert not any(row for reply in replies for row in reply.meta["output_top_logprobs"])
     expected = reference_ids(model_dir, [reply.tokens for reply in replies], folder=tmp_path)
     seen = 0
     for shard in (shard for shard in shards if shard.shard.pp):
-        for number, batch in enumerate(shard.shard.microbatches):
-            ids, logprobs, tail = (one.flatten(0, 1).numpy() for one in shard.tensor("topk_logprobs", number))
-            sample, position = (part.ravel().tolist() for part in shard.shard.token_map(number))
-            for place, (index, at) in enumerate(zip(sample, position, strict=True)):
-                which = names.index(batch.sample_ids[index])
-                row = ids[place], logprobs[place].astype(np.float64), float(tail[place])
-                seen += is_likeliest(row, replies[which], expected[which], at)
+        both = [shard.tensor("topk_logprobs", i) for i in range(shard.num_microbatches)]
+        rows = [[value.flatten(0, 1).numpy() for value in values] for values in both]
+        for number, place, name, at in places_of(shard):
+            ids, logprobs, tail = (value[place] for value in rows[number])
+            row = ids, logprobs.astype(np.float64), float(tail)
+            seen += is_likeliest(row, replies[int(name)], expected[int(name)], at)
     assert seen == 2 * len(replies) * NEW_TOKENS  # on both TP ranks
 
 

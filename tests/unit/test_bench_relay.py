@@ -12,7 +12,7 @@ import torch
 from r3channel.bench import relay
 from r3channel.bench import relay_paths as paths
 from r3channel.bench.harness import Effort
-from r3channel.bench.relay import CASE, Round, path_of, ratios_of
+from r3channel.bench.relay import CASE, Round, path_of
 from r3channel.bench.relay_paths import ALL, DIRECT, LIMIT, NUMPY, OWN, PEERS, SLIME, Case, Workload, digest
 from r3channel.plan.placement import place_samples
 from r3channel.relay.relay import Relay
@@ -105,9 +105,6 @@ def test_a_path_is_its_medians_and_the_whole_way_is_that_of_the_rounds_that_had_
     assert own["manager_cpu_us_per_token"] == pytest.approx(0.35 / CASE.tokens * 1e6)
     assert found[DIRECT]["whole_wall_s"] == 9.0  # decodes what Ray's uint8 path decodes
     assert found[LIMIT]["whole_wall_s"] is found[LIMIT]["manager_cpu_us_per_token"] is None
-    ratios = ratios_of(found)  # Ray Direct Transport is the best peer
-    assert ratios["wall_vs_best_peer"] == 6.0 == ratios["whole_wall_vs_best_peer"]
-    assert ratios["whole_cpu_vs_best_peer"] == pytest.approx(9.5 / 8.25)
 
 
 def _placed(work: Workload, dp: int) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3channel import errors
+from r3channel.cli import main
 from r3channel.config import ChannelConfig
 from r3channel.engine.token_tensors import KeptTopk, TopkBatch, TopkRow, tensor_frame
+from r3channel.observe.metric_table import LABELS
+from r3channel.observe.metrics import Metrics
 from r3channel.plan.assignment import Assignment
-from r3channel.plan.token_tensors import cut_tensor
+from r3channel.plan.capacity import Machines, add_up, plan_of
+from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.recorder import Recorder
 from r3channel.recordings.recording import Recording
+from r3channel.relay.intake import tensors_held
 from r3channel.relay.relay import Relay
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.relay_connection import RelayConnection
@@ -30,13 +37,14 @@ from r3channel.wire.parcel import FrameReference
 from r3channel.wire.source import InHand
 from r3channel.wire.tensor_frame import TensorRows, encode_tensor, parse_tensors
 from r3channel.wire.token_tensors import MOST_ENTRIES, REGISTRY, TOPK_VOCABULARY, TokenTensor, tensors_of
-from tests.delivery import LIMIT_S, MakeRelay, receive, receivers_of, relays
-from tests.samples import frame_of, reply_of
+from tests.delivery import LIMIT_S, MakeRelay, places_of, receive, receivers_of, relays
+from tests.samples import SPEC, frame_of, reply_of
 
 PROMPT, VOCAB = 4, 500
 MASKS = REGISTRY["sampling_masks"]()
 TOKENS = {f"s{i}": n for i, n in enumerate((9, 30, 17, 6))}
 Rows = list[list[int]]
+FRAME = frame_of(9, sample_key=sample_key("s"))
 REFERENCE = FrameReference(sample_key=sample_key("s"), boot_id=1, serial=1, first_row=0, rows=8)
 
 
@@ -65,24 +73,34 @@ def reply_with(name: str, tokens: int, rows: Rows, **changes: Any) -> dict[str, 
     return reply_of(frame + masks, request_id=name)
 
 
-def fill(relay: Relay) -> dict[str, list[Rows]]:
-    """The step's samples -> what must be at each position but the last."""
-    expected = {}
-    for seed, (name, tokens) in enumerate(TOKENS.items()):
-        rows = random_rows(tokens - PROMPT, seed=seed)
-        relay.add(name, reply_with(name, tokens, rows), range(tokens))
-        expected[name] = [[]] * (PROMPT - 1) + rows
+def fill(relay: Relay, tensor: TokenTensor = MASKS, *, damage: int = 0) -> dict[str, list[Any]]:
+    """The step's samples -> what must be at each position but the last: a list for each column."""
+    expected, fields = dict[str, list[Any]](), tensor.entry.names or ()
+    for name, tokens in TOKENS.items():
+        rng, rows = np.random.default_rng(tokens), tokens - PROMPT
+        lengths_T = np.where(rng.random(rows) < 0.5, 1, rng.integers(0, 20, rows))
+        entries_N = np.empty(lengths_T.sum(), tensor.entry)
+        for field in fields:
+            entries_N[field] = rng.integers(0, VOCAB, len(entries_N))
+        tail = bytearray(
+            encode_tensor(TensorRows(tensor, PROMPT - 1, lengths_T, entries_N, sample_key(name)))
+        )
+        tail[-1] ^= damage
+        frame = frame_of(tokens, seed=tokens, sample_key=sample_key(name))
+        relay.add(name, reply_of(frame + bytes(tail), request_id=name), range(tokens))
+        parts = np.split(entries_N, np.cumsum(lengths_T)[:-1])
+        made = [[part[field].tolist() for field in fields] for part in parts]
+        expected[name] = [[[] for _ in fields]] * (PROMPT - 1) + made
     return expected
 
 
-def masks_at(relay: Relay) -> dict[str, list[TensorRows]]:
-    """What lies at the relay."""
-    found: dict[str, list[TensorRows]] = {}
-    for name in TOKENS:
-        held = [turn.tensors for turn in relay.entries.samples[name].turns]
-        found[name] = [one.rows["sampling_masks"] for one in held if one is not None]
-        assert len(found[name]) == len(held)
-    return found
+def are_those(seen: Iterable[tuple[tuple[str, int], Any]], expected: dict[str, list[Any]]) -> None:
+    """Each token has its row, last tokens and padding none; all are there."""
+    places, none = set[tuple[str, int]](), expected["s0"][0]
+    for (name, at), row in seen:
+        assert row == (expected[name][at] if at < len(expected.get(name, ())) else none), (name, at)
+        places.add((name, at))
+    assert {(name, at) for name, rows in expected.items() for at in range(len(rows))} <= places
 
 
 def shard_of(relay: Relay) -> RankShard:
@@ -98,13 +116,11 @@ def masks_at_tokens(shard: RankShard) -> dict[tuple[str, int], list[int]]:
 def seen_at(shard: RankShard, tensor: str) -> dict[tuple[str, int], list[list[Any]]]:
     """(sample, position) -> its row's entries in each column, of all positions of the shard's model input."""
     found: dict[tuple[str, int], list[list[Any]]] = {}
-    for number, batch in enumerate(shard.shard.microbatches):
-        offsets, *columns = (one.tolist() for one in shard.tensor(tensor, number))
-        sample, position = (part.ravel().tolist() for part in shard.shard.token_map(number))
-        assert len(offsets) == len(sample) + 1
-        for place, (index, at) in enumerate(zip(sample, position, strict=True)):
-            name = batch.sample_ids[index] if index >= 0 else "tail"
-            found[name, at] = [column[offsets[place] : offsets[place + 1]] for column in columns]
+    values = (shard.tensor(tensor, number) for number in range(shard.num_microbatches))
+    rows = [[one.tolist() for one in each] for each in values]
+    for number, place, name, at in places_of(shard):
+        offsets, *columns = rows[number]
+        found[name, at] = [column[offsets[place] : offsets[place + 1]] for column in columns]
     return found
 
 
@@ -117,23 +133,16 @@ def test_each_token_of_the_last_stage_gets_its_engines_mask(make_relay: MakeRela
     expected = fill(relay)
     dp = relay.layout.dp
     ticket = relay.seal(0, Assignment.round_robin(list(TOKENS), dp=dp, microbatch_size=4 // dp))
-    receivers = receivers_of(relay)
-    seen: dict[tuple[str, int], list[int]] = {}
+    receivers, seen = receivers_of(relay), list[tuple[tuple[str, int], Any]]()
     for shard in receive(receivers, ticket):
-        if shard.shard.pp < relay.layout.pp - 1:
+        if shard.shard.pp == relay.layout.pp - 1:
+            seen += seen_at(shard, MASKS.name).items()
+        else:
             with pytest.raises(errors.UsageError, match="last stage"):
                 shard.tensor("sampling_masks", 0)
-            continue
-        for place, row in masks_at_tokens(shard).items():
-            assert seen.setdefault(place, row) == row  # TP ranks have the same
-    for (name, position), row in seen.items():
-        whole = expected.get(name, [])
-        assert row == (whole[position] if position < len(whole) else []), (name, position)
-    assert {(name, at) for name, rows in expected.items() for at in range(len(rows))} <= seen.keys()
+    are_those(seen, expected)
     relay.join_previous()
     assert relay.status()["store"] == {"frames": 0, "bytes": 0}
-    for receiver in receivers:
-        receiver.close()
 
 
 def test_turns_bring_their_own_masks_and_what_lies_between_has_none(make_relay: MakeRelay) -> None:
@@ -143,9 +152,8 @@ def test_turns_bring_their_own_masks_and_what_lies_between_has_none(make_relay: 
     later = frame_of(6, first_row=8, sample_key=sample_key("t"), provenance=None)
     more = reply_of(later + masks_of(second, first_row=9, request="t"), request_id="t")
     relay.add("s", more, range(14), append=True)
-    shard = shard_of(relay)
-    rows = [masks_at_tokens(shard)["s", at] for at in range(14)]
-    assert rows == [*[[]] * 3, *first, [], *second, []]
+    found = masks_at_tokens(shard_of(relay))
+    assert [found["s", at] for at in range(14)] == [*[[]] * 3, *first, [], *second, []]
 
 
 def test_masks_follow_a_reference_too(make_relay: MakeRelay) -> None:
@@ -153,10 +161,10 @@ def test_masks_follow_a_reference_too(make_relay: MakeRelay) -> None:
     rows = random_rows(5, seed=0)
     data = REFERENCE.to_bytes() + masks_of(rows, first_row=3, request="s")
     relay.add("s", reply_of(data, request_id="s"), range(9))
-    held = relay.verifier.keep(InHand(frame_of(9, sample_key=sample_key("s"))), where="s", max_rows=9)
+    held = relay.verifier.keep(InHand(FRAME), where="s", max_rows=9)
     relay.arrive(REFERENCE.name, held)
-    shard = shard_of(relay)
-    assert [masks_at_tokens(shard)["s", at] for at in range(3, 8)] == rows
+    found = masks_at_tokens(shard_of(relay))
+    assert [found["s", at] for at in range(3, 8)] == rows
 
 
 def test_an_abandoned_step_keeps_its_masks_and_a_discarded_sample_frees_them(make_relay: MakeRelay) -> None:
@@ -166,21 +174,11 @@ def test_an_abandoned_step_keeps_its_masks_and_a_discarded_sample_frees_them(mak
     relay.seal(0, whole)
     assert relay.abandon(0) == 4
     (shard,) = receive(receivers_of(relay), relay.seal(1, whole))
-    assert masks_at_tokens(shard)["s1", 20] == expected["s1"][20]
+    assert [masks_at_tokens(shard)["s1", 20]] == expected["s1"][20]
     relay.join_previous()
     fill(relay)
     assert relay.discard(TOKENS) == 4
     assert relay.status()["store"] == {"frames": 0, "bytes": 0}
-
-
-def test_a_mask_that_changed_at_rest_reaches_no_trainer(make_relay: MakeRelay) -> None:
-    relay = make_relay("")
-    relay.add("s", reply_with("s", 3000, [list(range(20))] * 2000), range(3000))
-    (turn,) = relay.entries.samples["s"].turns
-    assert turn.tensors is not None
-    np.frombuffer(turn.tensors.block.view, np.uint8)[-1] ^= 1
-    with pytest.raises(errors.FrameCorrupt, match="sampling_masks of sample s at rest"):
-        shard_of(relay)
 
 
 @pytest.mark.parametrize(
@@ -190,20 +188,18 @@ def test_a_mask_that_changed_at_rest_reaches_no_trainer(make_relay: MakeRelay) -
         (masks_of([[1]] * 5, first_row=3, request="other"), errors.RowCountMismatch),
         (masks_of([[1]] * 4, first_row=3, request="s"), errors.RowCountMismatch),
         (masks_of([[1]] * 5, first_row=3, request="s")[:-1], errors.FrameCorrupt),
-        (frame_of(9, sample_key=sample_key("s")), errors.RoutingError),
+        (FRAME, errors.RoutingError),
         (encode_error("out of ids", sample_key=sample_key("s")), errors.EngineReported),
     ],
 )
 def test_masks_that_misfit_are_refused(make_relay: MakeRelay, tail: bytes, error: type[Exception]) -> None:
     relay = make_relay("")
-    frame = frame_of(9, sample_key=sample_key("s"))
     with pytest.raises(error, match="sample s from engine e"):
-        relay.add("s", reply_of(frame + tail, request_id="s"), range(9), engine="e")
-    assert relay.status()["store"] == {"frames": 0, "bytes": 0}
-    assert relay.status()["pending"] == []
+        relay.add("s", reply_of(FRAME + tail, request_id="s"), range(9), engine="e")
+    assert (relay.status()["store"], relay.status()["pending"]) == ({"frames": 0, "bytes": 0}, [])
 
 
-@pytest.mark.parametrize("front", [frame_of(9, sample_key=sample_key("s")), REFERENCE.to_bytes()])
+@pytest.mark.parametrize("front", [FRAME, REFERENCE.to_bytes()])
 def test_masks_that_nobody_asked_for_are_refused(front: bytes) -> None:
     reply = reply_of(front + masks_of([[1]] * 5, first_row=3, request="s"), request_id="s")
     with relays() as make, pytest.raises(errors.RoutingError, match="token_tensors does not name"):
@@ -213,15 +209,14 @@ def test_masks_that_nobody_asked_for_are_refused(front: bytes) -> None:
 def test_a_reply_that_is_left_to_the_live_router_needs_no_masks(make_relay: MakeRelay) -> None:
     relay = make_relay("", on_missing="live", max_live=1.0)
     relay.add("s", {"meta_info": {"id": "s"}}, range(9))
-    shard = shard_of(relay)
-    assert not any(masks_at_tokens(shard).values())
+    assert not any(masks_at_tokens(shard_of(relay)).values())
 
 
 def test_no_memory_for_masks_is_told_to_all(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
     relay = make_relay("tp=2")
-    fill(relay)
+    entries = sum(len(row[0]) for rows in fill(relay).values() for row in rows)
     ticket = relay.seal(0, Assignment.round_robin(list(TOKENS), dp=1, microbatch_size=4))
-    nbytes, empty = len(cut_tensor(ticket.plan.shard(dp=0, pp=0), MASKS, masks_at(relay))), torch.empty
+    nbytes, empty = 2 * 4 * max(TOKENS.values()) + 4 * entries, torch.empty
 
     def full(*size: Any, **options: Any) -> torch.Tensor:
         if threading.current_thread().name == "1_0" and size == (nbytes,):
@@ -239,10 +234,7 @@ def test_no_memory_for_masks_is_told_to_all(make_relay: MakeRelay, monkeypatch: 
 def test_masks_and_durability_are_not_had_together() -> None:
     with pytest.raises(errors.ConfigError, match="journal"):
         ChannelConfig(token_tensors="sampling_masks", journal="anywhere")
-    with (
-        relays(token_tensors="sampling_mask") as make,
-        pytest.raises(errors.ConfigError, match="sampling_support"),
-    ):
+    with relays(token_tensors="sampling_mask") as make, pytest.raises(errors.ConfigError, match="_support"):
         make()
 
 
@@ -252,27 +244,10 @@ def test_masks_and_durability_are_not_had_together() -> None:
 MADE_UP = TokenTensor("made_up", 77, np.dtype([("number", "<u2"), ("share", "<f2")]), "hope")
 
 
-def made_up_reply(name: str, tokens: int) -> tuple[bytes, list[Any]]:
-    """A reply's bytes, and what must be at each position but the last."""
-    rng, rows = np.random.default_rng(tokens), tokens - PROMPT
-    lengths_T = rng.integers(0, 5, rows)
-    entries_N = np.empty(lengths_T.sum(), MADE_UP.entry)
-    entries_N["number"], entries_N["share"] = (
-        rng.integers(0, 2**16, len(entries_N)),
-        rng.random(len(entries_N)),
-    )
-    cut = (np.split(entries_N[field], np.cumsum(lengths_T)[:-1]) for field in ("number", "share"))
-    wanted = [[number.tolist(), share.tolist()] for number, share in zip(*cut, strict=True)]
-    frame = frame_of(tokens, seed=tokens, sample_key=sample_key(name))
-    tail = encode_tensor(TensorRows(MADE_UP, PROMPT - 1, lengths_T, entries_N, sample_key(name)))
-    return frame + tail, [[[], []]] * (PROMPT - 1) + wanted
-
-
 def flip(relay: Relay) -> None:
     """A bit of every tensor at rest; a second time it is whole again."""
-    for turn in (turn for sample in relay.entries.samples.values() for turn in sample.turns):
-        assert turn.tensors is not None
-        np.frombuffer(turn.tensors.block.view, np.uint8)[-1] ^= 1
+    for held in chain.from_iterable(map(tensors_held, relay.entries.samples.values())):
+        np.frombuffer(held.block.view, np.uint8)[-1] ^= 1
 
 
 def test_a_tensor_is_a_declaration_and_damage_on_every_leg_is_noticed(
@@ -280,14 +255,12 @@ def test_a_tensor_is_a_declaration_and_damage_on_every_leg_is_noticed(
 ) -> None:
     monkeypatch.setitem(REGISTRY, "made_up", lambda: MADE_UP)
     monkeypatch.setitem(header._KINDS, MADE_UP.kind, MADE_UP.name)
-    replies = {name: made_up_reply(name, tokens) for name, tokens in TOKENS.items()}
+    monkeypatch.setitem(LABELS, "tensor", (*REGISTRY,))
     with relays(token_tensors="made_up") as make:
         relay = make("dp=2,tp=2,pp=2,cp=2", recorder=Recorder(tmp_path))
-        broken = replies["s0"][0][:-1] + bytes([replies["s0"][0][-1] ^ 1])
         with pytest.raises(errors.FrameCorrupt, match="made_up"):  # in the reply
-            relay.add("s0", reply_of(broken, request_id="s0"), range(TOKENS["s0"]))
-        for name, (data, _) in replies.items():
-            relay.add(name, reply_of(data, request_id=name), range(TOKENS[name]))
+            fill(relay, MADE_UP, damage=1)
+        expected = fill(relay, MADE_UP)
         receivers, whole = receivers_of(relay), Assignment.round_robin(list(TOKENS), dp=2, microbatch_size=2)
         flip(relay)
         with pytest.raises(errors.FrameCorrupt, match=r"made_up of sample s. at rest"):
@@ -303,9 +276,8 @@ def test_a_tensor_is_a_declaration_and_damage_on_every_leg_is_noticed(
                 out[-1] ^= 1
 
         monkeypatch.setattr(RelayConnection, "_recv_all", damaging)
-        seen = [
-            seen_at(shard, "made_up") for shard in receive(receivers, relay.seal(1, whole)) if shard.shard.pp
-        ]
+        shards = receive(receivers, relay.seal(1, whole))
+        seen = [seen_at(shard, "made_up") for shard in shards if shard.shard.pp]
         relay.join_previous()
     recorded = Recording.open(tmp_path).step(1)
     for cp in range(2):  # on disk
@@ -314,12 +286,54 @@ def test_a_tensor_is_a_declaration_and_damage_on_every_leg_is_noticed(
         again = RankShard.from_whole(recorded.ticket, shard, torch.from_numpy(whole_N), **options)
         seen.append(seen_at(again, "made_up"))
     assert len(damaged) == 3 and recorded.cut == ()
-    for (name, at), row in (place for shard in seen for place in shard.items()):
-        wanted = replies[name][1] if name in replies else []
-        assert row == (wanted[at] if at < len(wanted) else [[], []]), (name, at)
-    assert {(name, at) for name in replies for at in range(TOKENS[name])} <= {
-        place for shard in seen for place in shard
-    }
+    are_those((place for shard in seen for place in shard.items()), expected)
+
+
+def test_plan_metrics_check_diff_and_arrays_read_the_declaration(
+    tmp_path: Path, make_relay: MakeRelay, capsys: pytest.CaptureFixture[str]
+) -> None:
+    relay = make_relay("pp=2", recorder=Recorder(tmp_path / "rec"))
+    rows = {name: [[at + 1, 400] for at in range(PROMPT - 1, tokens - 1)] for name, tokens in TOKENS.items()}
+    rows["s1"][7] = [VOCAB]  # not of its token
+    for name, tokens in TOKENS.items():
+        relay.add(name, reply_with(name, tokens, rows[name]), range(tokens))
+    receivers = receivers_of(relay)
+    receive(receivers, relay.seal(0, Assignment.round_robin(list(TOKENS), dp=1, microbatch_size=4)))
+    relay.join_previous()
+    made = sum(map(len, rows.values()))
+    counted = partial(Metrics.value, name="r3channel_tensor_bytes_total", tensor=MASKS.name)
+    came = [counted(each.metrics) for each in (relay, *receivers)]
+    assert came == [10 * made - 4, 0, 2 * 4 * max(TOKENS.values()) + 8 * made - 4]  # padded
+    rec, npz, again = (str(tmp_path / name) for name in ("rec", "npz", "again"))
+    assert main(["check", rec]) == 1
+    said = "tensor_row (1 rows of layers): step 0, sample s1, position 10. sampling_masks"
+    assert said in capsys.readouterr().out
+    assert main(["export", rec, "--format", "npz", "--out", npz]) == 0
+    arrays = dict(np.load(path := npz + "/step-000000.npz"))
+    for changed, code in ((0, 0), (1, 1)):
+        arrays["sampling_masks.entries"]["token_id"][-1] += changed
+        np.savez(path, **arrays)
+        assert main(["import", path, "--format", "npz", "--out", again + str(changed)]) == 0
+        assert main(["diff", rec, again + str(changed)]) == code
+    assert "sampling_masks: another in 1 samples" in capsys.readouterr().out
+    arrays["sampling_masks.lengths"][0] += 1
+    np.savez(path, **arrays)
+    assert main(["import", path, "--format", "npz", "--out", again]) == 2
+    data = bytearray((segment := tmp_path / "rec/step-000000.r3s").read_bytes())
+    data[-50] ^= 1  # the last row length of the last sample
+    segment.write_bytes(data)
+    assert Recording.open(rec).step(0).cut == ("s3",)
+
+
+@pytest.mark.parametrize(("option", "nbytes"), [("sampling_masks", 34), ("topk_logprobs:128", 550)])
+def test_a_plan_has_the_bytes_of_tensors(option: str, nbytes: int) -> None:
+    plan = plan_of([101] * 4, spec=SPEC, layout=TrainerLayout.parse("pp=2"))
+    plain, more = (add_up(plan, machines=Machines(), tensors=tensors_of(names)) for names in ("", option))
+    assert more.tensor_bytes_per_token == {option.partition(":")[0]: nbytes}
+    assert more.frame_bytes - plain.frame_bytes == more.wire_bytes - plain.wire_bytes == 400 * nbytes
+    assert more.store_needed_bytes - plain.store_needed_bytes == 800 * nbytes  # the last stage alone has them
+    assert more.held_bytes_tp0 - plain.held_bytes_tp0 == 800 * nbytes
+    assert more.placed_bytes_tp0 == plain.placed_bytes_tp0
 
 
 # -- the likeliest tokens ----------------------------------------------------------------------------------------------
@@ -332,12 +346,10 @@ def test_packed_tokens_are_the_likeliest_with_their_log_probs_and_the_mass_of_th
     option: str, nbytes: int, exact: float
 ) -> None:
     (tensor,) = tensors_of(option)
-    logprobs_BV = torch.log_softmax(
-        torch.randn(5, TOPK_VOCABULARY, generator=torch.manual_seed(0)) * 3, dim=-1
-    )
-    batch, kept = TopkBatch(logprobs_BV, tensor), KeptTopk()
-    for row in range(5):
-        kept.add(TopkRow(batch, row))
+    logits_BV = torch.randn(5, TOPK_VOCABULARY, generator=torch.manual_seed(0))
+    logprobs_BV = torch.log_softmax(logits_BV * 3, dim=-1)
+    batch = TopkBatch(logprobs_BV, tensor)
+    kept = KeptTopk(TopkRow(batch, row) for row in range(5))
     frame = tensor_frame(tensor, kept, prompt_tokens=3, new_tokens=5, request_id="s")
     (rows,) = parse_tensors(frame, [tensor], where="x")
     ids, logprobs, tail = (torch.from_numpy(value) for value in tensor.values(rows.entries_N))
@@ -355,20 +367,14 @@ def test_an_option_that_cannot_be_is_refused(parameters: str) -> None:
 
 
 def test_a_relay_that_expects_another_k_says_so() -> None:
+    (other,) = tensors_of("topk_logprobs:12")
+    rows = TensorRows(other, 3, np.ones(5, np.uint16), np.zeros(5, other.entry), sample_key("s"))
+    reply = reply_of(FRAME + encode_tensor(rows), request_id="s")
     with (
         relays(token_tensors="topk_logprobs:8") as make,
-        pytest.raises(errors.SpecMismatch, match="topk_logprobs:8"),
+        pytest.raises(errors.SpecMismatch, match="logprobs:8"),
     ):
-        make("").add(
-            "s", reply_of(frame_of(9, sample_key=sample_key("s")) + topk_frame(12), request_id="s"), range(9)
-        )
-
-
-def topk_frame(k: int) -> bytes:
-    (tensor,) = tensors_of(f"topk_logprobs:{k}")
-    return encode_tensor(
-        TensorRows(tensor, 3, np.ones(5, np.uint16), np.zeros(5, tensor.entry), sample_key("s"))
-    )
+        make("").add("s", reply, range(9))
 
 
 # -- on the wire -------------------------------------------------------------------------------------------------------
@@ -376,14 +382,12 @@ def topk_frame(k: int) -> bytes:
 
 @given(st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=9), max_size=9), st.integers(0, 1 << 24))
 def test_what_is_written_is_read(rows: Rows, first_row: int) -> None:
-    (found,) = parse_tensors(
-        masks_of(rows, first_row=first_row, request="s", ids=np.uint32), [MASKS], where="x"
-    )
+    data = masks_of(rows, first_row=first_row, request="s", ids=np.uint32)
+    (found,) = parse_tensors(data, [MASKS], where="x")
     ends = found.first_row, found.end_row, found.sample_key
     assert ends == (first_row, first_row + len(rows), sample_key("s"))
-    assert found.lengths_T.tolist() == [*map(len, rows)] and found.entries_N["token_id"].tolist() == [
-        *chain(*rows)
-    ]
+    assert found.lengths_T.tolist() == [*map(len, rows)]
+    assert found.entries_N["token_id"].tolist() == [*chain(*rows)]
 
 
 def test_every_bit_that_flips_is_noticed() -> None:
