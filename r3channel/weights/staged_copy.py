@@ -48,7 +48,7 @@ class StagedCopy:
         self.hide: Callable[[], object] = str
         """`hide` takes the path away: once all trainers have the memory, or with this object."""
         if shared:
-            handle, self.path = tempfile.mkstemp(prefix="r3channel-weights-", dir=SHM)
+            handle, self.path = tempfile.mkstemp(prefix=os.path.basename(wires.SHARED), dir=SHM)
             self.hide = weakref.finalize(self, os.unlink, self.path)
             flat = wires.mapped(handle, nbytes)
         else:

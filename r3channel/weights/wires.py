@@ -13,6 +13,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
@@ -27,6 +28,7 @@ from r3channel.weights.checksums import host_bytes, tensor_digest
 from r3channel.weights.dryrun import Needs, Part
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import ALIGNMENT, TensorMeta
+from r3channel.weights.memory import SHM
 from r3channel.weights.pack import finite, nonfinite
 from r3channel.weights.progress import Deadline
 
@@ -55,6 +57,8 @@ UNTOUCHED = "nothing was touched: "
 """The beginning of the reason why all ranks refused a commit before a parameter changed; without it any may have changed."""
 FLUSH_REFUSED = "cache was not flushed"
 """SGLang's words when requests wait for their grammar; the weights are in nevertheless."""
+SHARED = f"{SHM}/r3channel-weights-"
+"""How the path of a staged copy in shared memory begins: a rank that names another file of this machine is refused."""
 _MOST_BYTES = 256 << 20
 """A blob's bytes at most: the needs of 100,000 tensors are 15 MB."""
 
@@ -140,8 +144,10 @@ def _aligned(meta: TensorMeta) -> int:
 
 def shared_views(params: Sequence[TensorMeta], path: str) -> list[torch.Tensor]:
     """A rank's staged copy by parameter. The rank takes the path away once all trainers have it."""
-    handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    return staged_views(params, mapped(handle, staged_bytes(params)))
+    nbytes = staged_bytes(params)
+    if not path.startswith(SHARED) or "/" in path[len(SHARED) :] or os.stat(path).st_size < nbytes:
+        raise WeightsCorrupt(f"{path!r} is no staged copy of {nbytes} bytes, whose name begins with {SHARED}")
+    return staged_views(params, mapped(os.open(path, os.O_RDWR | os.O_NOFOLLOW), nbytes))
 
 
 def mapped(handle: int, nbytes: int) -> torch.Tensor:
@@ -168,11 +174,11 @@ def read_table(blob: bytes, parts: Sequence[Part]) -> list[Entry]:
     values = np.frombuffer(blob, dtype=np.int64).tolist()
     entries, at = [], 0
     while at < len(values):
-        part, axes = values[at], values[at + 1]
+        part, axes = values[at : at + 2]
+        if not 0 <= part < len(parts) or axes != len(parts[part].box.start):
+            raise ValueError(f"entry {len(entries)} names part {part} of {len(parts)}, with {axes} axes")
         box = Box(tuple(values[at + 2 : at + 2 + axes]), tuple(values[at + 2 + axes : at + 2 + 2 * axes]))
-        if not 0 <= part < len(parts) or len(box.stop) != len(parts[part].box.start):
-            raise ValueError(f"entry {len(entries)} names part {part} of {len(parts)}")
-        if box.numel and parts[part].box.intersect(box) != box:
+        if parts[part].box.intersect(box) != box:  # an empty one, too
             raise ValueError(f"entry {len(entries)}: {box} is outside {parts[part].box}")
         entries.append(Entry(part, box))
         at += 2 + 2 * axes
@@ -188,7 +194,7 @@ def send_blob(link: Connection, kind: int, value: Any, *, timeout_s: float | Non
 
 def receive_blob(link: Connection, body: bytes, *, timeout_s: float | None = None) -> bytes:
     """The blob that a record's `body` announced."""
-    length = int.from_bytes(body, "little")
+    length = int.from_bytes(body[:9], "little")
     if length > _MOST_BYTES:
         raise TransportError(f"{length} bytes are announced, at most {_MOST_BYTES} are taken")
     data = bytearray(length)
@@ -196,12 +202,14 @@ def receive_blob(link: Connection, body: bytes, *, timeout_s: float | None = Non
     return bytes(data)
 
 
-def expect_json(link: Connection, kind: int, *, timeout_s: float) -> Any:
+def expect_json(link: Connection, kind: int, *, timeout_s: float) -> dict[str, Any]:
     """The next record, which must be a blob of this kind."""
     found, body = link.recv_record(timeout_s=timeout_s)
-    if found != kind:
-        raise WeightsCorrupt(f"{link.peer} sent record {found}, expected {kind}")
-    return json.loads(receive_blob(link, body, timeout_s=timeout_s))
+    if found == kind:
+        with suppress(ValueError, RecursionError):
+            if isinstance(told := json.loads(receive_blob(link, body, timeout_s=timeout_s)), dict):
+                return told
+    raise WeightsCorrupt(f"{link.peer} sent record {found}, expected {kind} with an object of JSON")
 
 
 @dataclass(slots=True, eq=False)

@@ -195,6 +195,17 @@ def sign_parcel(_: str, data: bytearray, rng: random.Random) -> None:
         at += 16 + -(-size // 16) * 16
 
 
+def sign_request(name: str, data: bytearray, rng: random.Random) -> None:
+    """A parcel's checks, and the hashes of the frame that begins it."""
+    if name == "hello":
+        sign_hello(name, data, rng)
+    elif name == "parcel" and len(data) > 32:
+        size = int.from_bytes(data[24:28], "little")
+        sign_frame("small", frame := data[32 : 32 + size], rng)
+        data[32 : 32 + size] = frame
+        sign_parcel(name, data, rng)
+
+
 def read_hello(parts: Parts) -> Any:
     hello, rest = Hello.split(parts[""])
     return hello and {name: getattr(hello, name) for name in ("engine", "boot_id", "context")}, rest
