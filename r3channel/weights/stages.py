@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -14,7 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
-from r3channel.errors import CannotStage, ManifestMismatch
+from r3channel.errors import CannotStage, ManifestMismatch, WeightsCorrupt
 from r3channel.transport.auth import read_token
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
@@ -114,23 +116,32 @@ class Stages:
         while any(len(found[url]) < ranks for url, ranks in wanted.items()):
             hello, link = self._next(wanted, deadline)
             told = expect_json(link, NEEDS, timeout_s=deadline.left_s())
-            refused = refused or told.get("error", "")
-            needs = Needs.from_dict(told["needs"]) if "needs" in told else Needs((), ())
-            how = told.get("whole", ""), told.get("compared", 0)
-            shared = shared_views(needs.params, told["shared"]) if told.get("shared") else []
-            found[hello["engine"]].append(RankLink(hello["engine"], hello["rank"], link, needs, *how, shared))
+            refused = refused or str(told.get("error", ""))
+            try:
+                rank = self._rank(hello, link, told)
+            except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, OSError, zlib.error) as error:
+                raise WeightsCorrupt(f"engine {hello['engine']}: no needs of a rank: {error!r:.300}") from error
+            found[hello["engine"]].append(rank)
         if refused:
             raise CannotStage(refused)
         return {url: sorted(ranks, key=lambda rank: rank.rank) for url, ranks in found.items()}
+
+    def _rank(self, hello: dict[str, Any], link: Connection, told: dict[str, Any]) -> RankLink:
+        needs = Needs.from_dict(told["needs"], tensors=len(self.metas)) if "needs" in told else Needs((), ())
+        shared = shared_views(needs.params, str(told["shared"])) if told.get("shared") else []
+        how = str(told.get("whole", "")), int(told.get("compared", 0))
+        return RankLink(hello["engine"], hello["rank"], link, needs, *how, shared)
 
     def _next(self, wanted: Mapping[str, int], deadline: Deadline) -> tuple[dict[str, Any], Connection]:
         """The next link of one of these engines, of its last order."""
         assert self._listener is not None
         while True:
             link = self._listener.accept(deadline.left_s())
-            hello = json.loads(link.hello)
-            if hello.get("engine") in wanted and hello["attempt"] == self.attempts[hello["engine"]]:
-                return hello, link
+            with suppress(ValueError, LookupError, TypeError, RecursionError):
+                hello = json.loads(link.hello)
+                known = hello["engine"] in wanted and hello["attempt"] == self.attempts[hello["engine"]]
+                if known and type(hello["rank"]) is int:
+                    return hello, link
             link.close()
 
     def close(self) -> None:

@@ -143,7 +143,7 @@ def _aligned(meta: TensorMeta) -> int:
 
 
 def shared_views(params: Sequence[TensorMeta], path: str) -> list[torch.Tensor]:
-    """A rank's staged copy by parameter. The rank takes the path away once all trainers have it."""
+    """A rank's staged copy by parameter; WeightsCorrupt, or OSError, for another file. The rank takes the path away once all trainers have it."""
     nbytes = staged_bytes(params)
     if not path.startswith(SHARED) or "/" in path[len(SHARED) :] or os.stat(path).st_size < nbytes:
         raise WeightsCorrupt(f"{path!r} is no staged copy of {nbytes} bytes, whose name begins with {SHARED}")
@@ -202,14 +202,15 @@ def receive_blob(link: Connection, body: bytes, *, timeout_s: float | None = Non
     return bytes(data)
 
 
-def expect_json(link: Connection, kind: int, *, timeout_s: float) -> dict[str, Any]:
-    """The next record, which must be a blob of this kind."""
+def expect_json(link: Connection, kind: int, *names: str, timeout_s: float) -> dict[str, Any]:
+    """The next record, which must be a blob of this kind, with values of these names or an error."""
     found, body = link.recv_record(timeout_s=timeout_s)
     if found == kind:
         with suppress(ValueError, RecursionError):
-            if isinstance(told := json.loads(receive_blob(link, body, timeout_s=timeout_s)), dict):
+            told = json.loads(receive_blob(link, body, timeout_s=timeout_s))
+            if isinstance(told, dict) and ("error" in told or told.keys() >= set(names)):
                 return told
-    raise WeightsCorrupt(f"{link.peer} sent record {found}, expected {kind} with an object of JSON")
+    raise WeightsCorrupt(f"{link.peer} sent record {found}, expected {kind} with a JSON object of {names}")
 
 
 @dataclass(slots=True, eq=False)
@@ -290,7 +291,7 @@ class RankLink:
     def verify(self, update: int, *, checksums: bool, timeout_s: float) -> Digests:
         """Digests, and checksums as SGLang's own if asked, by parameter, of what the rank would hold."""
         self.link.send_record(VERIFY, ASK.pack(update, checksums), timeout_s=timeout_s)
-        told = expect_json(self.link, VERIFY, timeout_s=timeout_s)
+        told = expect_json(self.link, VERIFY, "digests", "checksums", timeout_s=timeout_s)
         if "error" in told:
             raise WeightsError(f"engine {self.engine} rank {self.rank}: {told['error']}")
         return told["digests"], told["checksums"]
@@ -298,10 +299,10 @@ class RankLink:
     def fetch(self, version: int, param: int, *, timeout_s: float) -> torch.Tensor:
         """A parameter of the committed version out of the rank's memory, flat, on the host."""
         self.link.send_record(GIVE, PARAM.pack(version, param), timeout_s=timeout_s)
-        told = expect_json(self.link, GIVE, timeout_s=timeout_s)
+        told = expect_json(self.link, GIVE, "digest", timeout_s=timeout_s)
         where, meta = f"engine {self.engine} rank {self.rank}", self.needs.params[param]
         if "error" in told:
-            self.link.abort(told["error"])  # so that the next one is asked
+            self.link.abort(str(told["error"]))  # so that the next one is asked
             raise WeightsError(f"{where}: {told['error']}")
         flat = torch.empty(meta.nbytes // meta.dtype.itemsize, dtype=meta.dtype)
         self.link.recv_into(host_bytes(flat), timeout_s=timeout_s)
