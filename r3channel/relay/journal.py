@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _TAIL = struct.Struct("<IQ")
 _PREFIX, LOCK = "relay-", "lock"
+_NOTED = "turn", "tokens_hash", "prefix_hash", "key"
 
 
 class Journal:
@@ -177,7 +178,7 @@ def read_remains(folder: Path) -> Remains:
         acks = path.with_suffix(".acks")
         saved = SavedStep(path.read_bytes())
         for line in acks.read_bytes().splitlines() if acks.exists() else ():
-            with suppress(ValueError, TypeError):  # cut where the process ended
+            with suppress(ValueError, TypeError, RecursionError, OverflowError):  # cut where the process ended
                 dp, pp, cp = json.loads(line)
                 saved.acked.add((int(dp), int(pp), int(cp)))
         remains.steps[int(path.stem)] = saved
@@ -203,9 +204,15 @@ def _read_frame(path: Path, remains: Remains) -> None:
     if size != len(body) or xxhash.xxh3_64_intdigest(body) != digest:
         remains.damaged.append(f"{path.name}: its note was being written when the relay ended")
         return
-    values = json.loads(body)
-    turns = remains.samples.setdefault(values.pop("sample_id"), [])
-    turns.append(SavedTurn(path=path, head=head, **values))
+    try:
+        values = json.loads(body)
+        noted = {name: values[name] for name in _NOTED}
+        if {type(value) for value in noted.values()} - {int, type(noted["key"] and 0)}:
+            raise TypeError(f"{noted}")
+        turn = SavedTurn(path=path, head=head, **noted)
+        remains.samples.setdefault(str(values["sample_id"]), []).append(turn)
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        remains.damaged.append(f"{path.name}: its note is none: {error!r:.200}")
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import torch
 import xxhash
 
@@ -37,6 +38,8 @@ from r3channel import errors
 from r3channel.config import ChannelConfig
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.importers import export_npz, import_dumps, import_npz
+from r3channel.recordings.logprobs import write_logprobs
+from r3channel.recordings.recorder import write_step
 from r3channel.recordings.recording import Recording
 from r3channel.relay.journal import Journal, take_over
 from r3channel.relay.relay import Relay
@@ -60,10 +63,10 @@ from tests.direct import hello_of, said_hello, turns_here
 from tests.fake_engine import Model
 from tests.http_answers import Answering
 from tests.memory import resident
+from tests.misaligned import engine_step
 from tests.oracle import read as oracle_rows
 from tests.samples import SPEC, frame_of
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "recording"
 LIMIT_S = 10.0
 MOST_BYTES = 48 << 20
 """Above what was resident, for an input of some kilobytes."""
@@ -103,9 +106,12 @@ class Place:
     def kinds(self) -> dict[str, Kind]:
         reply = json.dumps({"meta_info": {"id": "r0", "routed_experts": "FRAME"}, "output_ids": [1, 2]}).encode()
         replies = [{"json": reply, "small": frame_of(change.ROWS + 1)}]
-        recorded = {path.name: path.read_bytes() for path in GOLDEN.iterdir()}
-        export_npz(Recording.open(GOLDEN), self.folder / "npz")
-        (npz,) = (self.folder / "npz").iterdir()
+        step, at = engine_step(lengths=(9, 7)), np.arange(3)
+        write_step(self.folder / "rec", step)
+        columns = {"sample": at * 0, "position": at, "trainer": at, "engine": at}
+        write_logprobs(self.folder / "rec", step.number, 0, columns)
+        recorded = {path.name: path.read_bytes() for path in (self.folder / "rec").iterdir()}
+        (npz,) = export_npz(Recording.open(self.folder / "rec"), self.folder / "npz")
         return KINDS | {
             "reply": Kind(lambda: replies, self.read_reply, reply_told, sign_reply, 4),
             "recording": Kind(lambda: [recorded], self.read_recording, None, change.sign_segment, 2),
