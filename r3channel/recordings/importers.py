@@ -98,9 +98,7 @@ def write_arrays(path: Path, arrays: dict[str, Any], folder: Path, *, layout: Tr
     except _DAMAGE as error:
         raise RecordingInvalid(f"{path}: the arrays do not fit together: {error!r}") from error
     if (folder / segment_name(step.number)).exists():
-        raise RecordingInvalid(
-            f"{path}: step {step.number}, which {folder} has already; expected another folder"
-        )
+        raise RecordingInvalid(f"{path}: step {step.number}, which {folder} has already; give another folder")
     write_step(folder, step)
 
 
@@ -139,7 +137,7 @@ def _check_sizes(path: Path, archive: zipfile.ZipFile) -> None:
     names, total = archive.namelist(), sum(part.file_size for part in archive.infolist())
     if len(set(names)) < len(names) or total > _most_bytes(path):
         raise ValueError(
-            f"{total} bytes in {len(names)} parts; expected {_MOST_UNPACKED} times as many at most as the file has, each name once"
+            f"{total} bytes in {len(names)} parts; expected {_MOST_UNPACKED} times as many at most as the file, each name once"
         )
 
 
@@ -353,7 +351,7 @@ def _only(kind: Any, value: Any) -> Any:
 def _tensor(storage: Any, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
     sizes = (*shape, *stride, offset)
     if len(shape) > _MOST_AXES or not all(0 <= _only(int, size) < 1 << 62 for size in sizes):
-        raise ValueError(f"a tensor of {len(shape)} axes, expected {_MOST_AXES} at most, and sizes of 62 bits")
+        raise ValueError(f"a tensor of {len(shape)} axes, expected {_MOST_AXES} at most, and 62-bit sizes")
     count = prod(shape)
     plain = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
     if count and any(size > 1 and a != b for size, a, b in zip(shape, stride, plain, strict=True)):
@@ -396,9 +394,7 @@ def import_dumps(
 def _arrays(saved: Any, spec: RoutingSpec, *, most_bytes: int) -> dict[str, Any]:
     """Arrays as `import_npz` reads them, of no more ids than so many bytes can be: a pickle may share one list or array."""
     if not isinstance(saved, dict) or not isinstance(saved.get("samples"), list) or not saved["samples"]:
-        raise ValueError(
-            "expected a dict with 'rollout_id' and 'samples', as --save-debug-rollout-data writes"
-        )
+        raise ValueError("expected a dict of 'rollout_id' and 'samples', as --save-debug-rollout-data writes")
     samples = saved["samples"]
     if sum(len(sample["tokens"]) for sample in samples) * spec.num_layers * spec.top_k > most_bytes:
         raise ValueError(f"{len(samples)} samples of more ids than the file holds")
@@ -420,9 +416,7 @@ def _rows(where: str, sample: dict[str, Any], spec: RoutingSpec) -> Any:
     found, tokens = sample.get(_ROWS), sample.get("tokens")
     found = found.value if isinstance(found, Array) else found
     if not isinstance(found, np.ndarray) or not isinstance(tokens, list) or {*map(type, tokens)} != {int}:
-        raise ValueError(
-            f"{where} has no tensor {_ROWS} or no tokens; made with --use-rollout-routing-replay?"
-        )
+        raise ValueError(f"{where} has no {_ROWS} or no tokens; made with --use-rollout-routing-replay?")
     expected = (len(tokens) - 1, spec.num_layers, spec.top_k)
     if found.shape != expected:
         raise ValueError(

@@ -71,11 +71,7 @@ def _plain(step: RecordedStep, sample: TicketSample) -> Iterator[Finding]:
     for fault, hit_TL in tests:
         if hit_TL.any():
             row, place = (int(index[0]) for index in np.nonzero(hit_TL))
-            at: dict[str, Any] = {
-                "position": row,
-                "layer": spec.moe_layers[place],
-                "cells": int(hit_TL.sum()),
-            }
+            at = {"position": row, "layer": spec.moe_layers[place], "cells": int(hit_TL.sum())}
             yield _finding(step, fault, sample.sample_id, seen=tuple(ids_TLK[row, place].tolist()), **at)
 
 

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _TAIL = struct.Struct("<IQ")
 _PREFIX, LOCK = "relay-", "lock"
-_NOTED = "turn", "tokens_hash", "prefix_hash", "key"
+_NUMBERS = "turn", "tokens_hash", "prefix_hash"
 
 
 class Journal:
@@ -48,9 +48,7 @@ class Journal:
         try:
             self.folder.mkdir(parents=True)
         except OSError as error:
-            raise errors.ConfigError(
-                f"journal {root} cannot be written: {error}; give a folder that can"
-            ) from error
+            raise errors.ConfigError(f"journal {root} cannot be written: {error}; give another") from error
         self._lock = os.open(self.folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -66,9 +64,7 @@ class Journal:
         except OSError as error:
             path.unlink(missing_ok=True)
             size = sum(map(len, parts))
-            raise errors.StoreFull(
-                f"no room for a frame of {size} bytes in {self.folder}: {error}"
-            ) from error
+            raise errors.StoreFull(f"no room for a frame of {size} bytes: {error}") from error
 
     def note(self, ref: int, **values: Any) -> None:
         """Say whose frame it is. Raises StoreFull."""
@@ -178,7 +174,7 @@ def read_remains(folder: Path) -> Remains:
         acks = path.with_suffix(".acks")
         saved = SavedStep(path.read_bytes())
         for line in acks.read_bytes().splitlines() if acks.exists() else ():
-            with suppress(ValueError, TypeError, RecursionError, OverflowError):  # cut where the process ended
+            with suppress(ValueError, TypeError, RecursionError, OverflowError):  # cut by a kill
                 dp, pp, cp = json.loads(line)
                 saved.acked.add((int(dp), int(pp), int(cp)))
         remains.steps[int(path.stem)] = saved
@@ -206,11 +202,10 @@ def _read_frame(path: Path, remains: Remains) -> None:
         return
     try:
         values = json.loads(body)
-        noted = {name: values[name] for name in _NOTED}
-        if {type(value) for value in noted.values()} - {int, type(noted["key"] and 0)}:
-            raise TypeError(f"{noted}")
-        turn = SavedTurn(path=path, head=head, **noted)
-        remains.samples.setdefault(str(values["sample_id"]), []).append(turn)
+        if {type(values[number]) for number in _NUMBERS} != {int}:
+            raise TypeError(f"{_NUMBERS} are no integers")
+        turns = remains.samples.setdefault(str(values.pop("sample_id")), [])
+        turns.append(SavedTurn(path=path, head=head, **values))
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         remains.damaged.append(f"{path.name}: its note is none: {error!r:.200}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from r3channel.errors import CannotStage, ManifestMismatch, WeightsCorrupt
 from r3channel.transport.auth import read_token
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
+from r3channel.weights import wires
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.dryrun import Needs, PartTable
 from r3channel.weights.geometry import Box, ShardMap, report_of
@@ -27,16 +27,7 @@ from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
 from r3channel.weights.plan import RankPlan, plan_reshard
 from r3channel.weights.progress import Deadline
 from r3channel.weights.ranks import TrainerRanks
-from r3channel.weights.wires import (
-    NEEDS,
-    RECORD_BYTES,
-    Digests,
-    Entry,
-    Piece,
-    RankLink,
-    expect_json,
-    shared_views,
-)
+from r3channel.weights.wires import NEEDS, RECORD_BYTES, Digests, Entry, Piece, RankLink
 
 _SHOWN = 3
 Held = tuple[tuple[TensorMeta, Box], ...]
@@ -115,32 +106,28 @@ class Stages:
         refused = ""
         while any(len(found[url]) < ranks for url, ranks in wanted.items()):
             hello, link = self._next(wanted, deadline)
-            told = expect_json(link, NEEDS, timeout_s=deadline.left_s())
+            told = wires.expect_json(link, NEEDS, timeout_s=deadline.left_s())
             refused = refused or str(told.get("error", ""))
             try:
-                rank = self._rank(hello, link, told)
-            except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, OSError, zlib.error) as error:
-                raise WeightsCorrupt(f"engine {hello['engine']}: no needs of a rank: {error!r:.300}") from error
-            found[hello["engine"]].append(rank)
+                needs = Needs.from_dict(told["needs"], len(self.metas)) if "needs" in told else Needs((), ())
+                shared = wires.shared_views(needs.params, str(told["shared"])) if told.get("shared") else []
+                how = str(told.get("whole", "")), int(told.get("compared", 0))
+                rank = RankLink(hello["engine"], int(hello["rank"]), link, needs, *how, shared)
+                found[hello["engine"]].append(rank)
+            except wires.UNREADABLE as error:
+                raise WeightsCorrupt(f"engine {hello['engine']} has no such needs: {error!r:.300}") from error
         if refused:
             raise CannotStage(refused)
         return {url: sorted(ranks, key=lambda rank: rank.rank) for url, ranks in found.items()}
-
-    def _rank(self, hello: dict[str, Any], link: Connection, told: dict[str, Any]) -> RankLink:
-        needs = Needs.from_dict(told["needs"], tensors=len(self.metas)) if "needs" in told else Needs((), ())
-        shared = shared_views(needs.params, str(told["shared"])) if told.get("shared") else []
-        how = str(told.get("whole", "")), int(told.get("compared", 0))
-        return RankLink(hello["engine"], hello["rank"], link, needs, *how, shared)
 
     def _next(self, wanted: Mapping[str, int], deadline: Deadline) -> tuple[dict[str, Any], Connection]:
         """The next link of one of these engines, of its last order."""
         assert self._listener is not None
         while True:
             link = self._listener.accept(deadline.left_s())
-            with suppress(ValueError, LookupError, TypeError, RecursionError):
+            with suppress(*wires.UNREADABLE):
                 hello = json.loads(link.hello)
-                known = hello["engine"] in wanted and hello["attempt"] == self.attempts[hello["engine"]]
-                if known and type(hello["rank"]) is int:
+                if hello["engine"] in wanted and hello["attempt"] == self.attempts[hello["engine"]]:
                     return hello, link
             link.close()
 
@@ -187,7 +174,7 @@ class Stages:
         other = next((rank for rank, seen in enumerate(hashes) if seen != hashes[0]), None)
         if other is not None:
             raise ManifestMismatch(
-                f"weights were not sent: rank {other} planned {hashes[other]}, rank 0 planned {hashes[0]}"
+                f"nothing was sent: rank {other} planned {hashes[other]}, rank 0 {hashes[0]}"
             )
         for link in links:
             link.aimed = self._key, tuple(ends)
@@ -219,9 +206,7 @@ class Stages:
         name = self.metas[tensor].name
         shard = next((at for at in self._shards.get(name, ()) if self._held[at][1].holds(box)), None)
         if shard is None:
-            raise ManifestMismatch(
-                f"tensor {name}: the plan needs {box} of this rank, which does not hold it"
-            )
+            raise ManifestMismatch(f"tensor {name}: the plan needs {box} of this rank, which lacks it")
         bucket, (meta, held) = bisect_right(ends, shard), self._held[shard]
         inside = shard - (ends[bucket - 1] if bucket else 0)
         for at in range(*np.searchsorted(PartTable.of(needs.parts).tensor_P, (tensor, tensor + 1)).tolist()):
@@ -300,8 +285,7 @@ def cast_by(ranks: Sequence[RankLink], metas: Sequence[TensorMeta]) -> dict[str,
             if kept.dtype_name.startswith("float8"):
                 raise ManifestMismatch(
                     f"engine {ranks[first].engine} keeps {own.name} in {kept.dtype_name}, the trainer gives {own.dtype_name}: "
-                    "it is not quantised on the way. Give float8 tensors with their scales (examples/float8_blocks.py), or start "
-                    "the engine without --quantization"
+                    "it is not quantised. Give float8 with its scales (examples/float8_blocks.py), or leave out --quantization"
                 )
             found[own.name] = f"{own.dtype_name} -> {kept.dtype_name}"
     return found

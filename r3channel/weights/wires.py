@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import struct
+import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -59,6 +60,8 @@ FLUSH_REFUSED = "cache was not flushed"
 """SGLang's words when requests wait for their grammar; the weights are in nevertheless."""
 SHARED = f"{SHM}/r3channel-weights-"
 """How the path of a staged copy in shared memory begins: a rank that names another file of this machine is refused."""
+UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, OSError, zlib.error)
+"""What reading a peer's words raises where it meant others."""
 _MOST_BYTES = 256 << 20
 """A blob's bytes at most: the needs of 100,000 tensors are 15 MB."""
 
@@ -143,7 +146,8 @@ def _aligned(meta: TensorMeta) -> int:
 
 
 def shared_views(params: Sequence[TensorMeta], path: str) -> list[torch.Tensor]:
-    """A rank's staged copy by parameter; WeightsCorrupt, or OSError, for another file. The rank takes the path away once all trainers have it."""
+    """A rank's staged copy by parameter; WeightsCorrupt, or OSError, for another file. The rank takes the path away once all
+    trainers have it."""
     nbytes = staged_bytes(params)
     if not path.startswith(SHARED) or "/" in path[len(SHARED) :] or os.stat(path).st_size < nbytes:
         raise WeightsCorrupt(f"{path!r} is no staged copy of {nbytes} bytes, whose name begins with {SHARED}")
@@ -206,7 +210,7 @@ def expect_json(link: Connection, kind: int, *names: str, timeout_s: float) -> d
     """The next record, which must be a blob of this kind, with values of these names or an error."""
     found, body = link.recv_record(timeout_s=timeout_s)
     if found == kind:
-        with suppress(ValueError, RecursionError):
+        with suppress(*UNREADABLE):
             told = json.loads(receive_blob(link, body, timeout_s=timeout_s))
             if isinstance(told, dict) and ("error" in told or told.keys() >= set(names)):
                 return told
