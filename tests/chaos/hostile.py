@@ -457,7 +457,8 @@ def main(arguments: list[str]) -> int:
         crowd = place.meet_the_crowd()
     told = {
         "seed": args.seed, "inputs": args.count, "signed": run.signed, "outcomes": run.outcomes, "peak_bytes": run.peak_bytes,
-        "slowest_s": round(run.slowest_s, 3), "crowd": crowd, "seconds": round(time.monotonic() - begun_s), "failures": run.failures,
+        "slowest_s": round(run.slowest_s, 3), "crowd": crowd, "seconds": round(time.monotonic() - begun_s),
+        "failures": run.failures,
     }  # fmt: skip
     print(json.dumps(told, indent=None if args.json else 1))
     return int(bool(run.failures))
