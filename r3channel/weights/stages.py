@@ -174,7 +174,7 @@ class Stages:
         other = next((rank for rank, seen in enumerate(hashes) if seen != hashes[0]), None)
         if other is not None:
             raise ManifestMismatch(
-                f"nothing was sent: rank {other} planned {hashes[other]}, rank 0 {hashes[0]}"
+                f"not sent: rank {other} planned {hashes[other]}, rank 0 planned {hashes[0]}"
             )
         for link in links:
             link.aimed = self._key, tuple(ends)
