@@ -34,7 +34,7 @@ READY, GROUP, ROWS, DAMAGED, AGAIN, DONE, THANKS, ERROR, WAIT, POSTED = range(le
 _MOST_ERROR_BYTES = 64_000
 SEAL = ("run", "step", "seal")
 _TYPES: dict[str, Any] = dict.fromkeys(("run", "gpu", "backend", "name", "host"), (str,))
-"""Of the values that are no numbers."""
+"""Types of the values that are no numbers."""
 Seal = tuple[str, int, int]
 
 

@@ -122,7 +122,7 @@ def mutated(kind: Kind, good: Parts, rng: random.Random) -> tuple[Parts, bool]:
 
 
 def frames() -> list[Parts]:
-    """Of every codec, section and kind."""
+    """One of every codec, section and kind."""
     alike = {name: np.tile(random_ids(1, spec=spec), (ROWS, 1, 1)) for name, spec in SPECS.items()}
     small = [
         frame_of(ROWS + 1, codec="stored"),
