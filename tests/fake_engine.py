@@ -168,7 +168,7 @@ class FakeEngine:
             return vars(self._order(request))
         if request.load_format != OPEN_FORMAT:
             return vars(update(FakeEngine._order, self, request))
-        done, told = opened(self.receiver, self, self.model(), json.loads(request.names[0]))
+        done, told = opened(self.receiver, self, self.model(), request.names)
         return {"success": done, "message": told}
 
     def model(self) -> Model:

@@ -194,7 +194,7 @@ def size(effort: Effort) -> dict[str, Any]:
 
     def link() -> None:
         stages.survey(Given(tuple(held[::_RANKS]), ends, None, tuple(metas)), deadline)
-        needs = (Needs.from_dict(json.loads(told[rank % _KINDS])) for rank in range(_RANKS))
+        needs = (Needs.from_dict(json.loads(told[rank % _KINDS]), 1 << 20) for rank in range(_RANKS))
         links.extend(RankLink("engine", rank, Mock(), one, "", 0) for rank, one in enumerate(needs))
         check_complete(links, metas, names=True)
         stages.aim(links, ends, deadline)

@@ -71,9 +71,8 @@ def _step(sides: AlignedPair) -> dict[str, Any]:
         for place, layer in enumerate(sides.spec.moe_layers)
         if differs_RL[:, place].any()
     }
-    found: dict[str, Any] = {
-        "step": sides.ticket.step, "pass": sides.of_pass, "rows": int(sides.both_R.sum()),
-    }  # fmt: skip
+    found: dict[str, Any] = {"step": sides.ticket.step, "pass": sides.of_pass}
+    found["rows"] = int(sides.both_R.sum())
     found |= {name: int(hit_RL.sum()) for name, hit_RL in cells.items()}
     found |= {"missing": int((sides.valid_R & ~sides.there_R).sum()), "layers": layers}
     for what, name in (("first", "different"), ("first_order_only", "order_only")):

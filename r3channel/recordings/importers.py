@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import pickletools
+import re
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +48,10 @@ from r3channel.wire.token_tensors import TokenTensor, tensors_of
 _MOST_UNPACKED = 100
 _DAMAGE = Exception
 """What a damaged or hostile archive raises in zipfile, zlib, numpy and pickletools is not listed anywhere: all of it."""
+_NPY = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '([|<][biufU]\d+)', 'fortran_order': (False|True), 'shape': \(([\d, ]*)\), \} *\n",
+    re.DOTALL,
+)
 _NEEDED = ("sample", "tokens", "ids", "spec", "step")
 
 
@@ -95,9 +100,7 @@ def write_arrays(path: Path, arrays: dict[str, Any], folder: Path, *, layout: Tr
     except _DAMAGE as error:
         raise RecordingInvalid(f"{path}: the arrays do not fit together: {error!r}") from error
     if (folder / segment_name(step.number)).exists():
-        raise RecordingInvalid(
-            f"{path}: step {step.number}, which {folder} has already; expected another folder"
-        )
+        raise RecordingInvalid(f"{path}: step {step.number}, which {folder} has already; give another folder")
     write_step(folder, step)
 
 
@@ -105,8 +108,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             _check_sizes(path, archive)
-        with np.load(path, allow_pickle=False) as arrays:
-            found = {name: arrays[name] for name in arrays.files}
+            found = {name.removesuffix(".npy"): _array(archive.read(name)) for name in archive.namelist()}
     except _DAMAGE as error:
         raise RecordingInvalid(f"{path}: expected an .npz of plain arrays: {error!r}") from error
     missing = [name for name in _NEEDED if name not in found]
@@ -117,14 +119,27 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
+def _array(data: bytes) -> Any:
+    """An array as numpy writes it. numpy's own reader compiles the header, and takes memory for any shape that it names."""
+    begin = 10 + int.from_bytes(data[8:10], "little")
+    head = _NPY.fullmatch(data[:begin])
+    if head is None:
+        raise ValueError(f"a member begins with {data[:100]!r}, expected an array of numbers or text")
+    dtype, fortran, shape = (text.decode() for text in head.groups())
+    sizes = [int(size) for size in shape.split(",") if size.strip()]
+    return np.frombuffer(data, dtype, offset=begin).reshape(sizes, order="F" if fortran == "True" else "C")
+
+
+def _most_bytes(path: Path) -> int:
+    return _MOST_UNPACKED * path.stat().st_size + (1 << 20)
+
+
 def _check_sizes(path: Path, archive: zipfile.ZipFile) -> None:
     """Refuse what would unpack to far more than the file has: arrays of ids do not."""
     names, total = archive.namelist(), sum(part.file_size for part in archive.infolist())
-    packed = Path(path).stat().st_size
-    if len(set(names)) < len(names) or total > _MOST_UNPACKED * packed + (1 << 20):
+    if len(set(names)) < len(names) or total > _most_bytes(path):
         raise ValueError(
-            f"{total} bytes in {len(names)} parts of a file of {packed}; expected {_MOST_UNPACKED} times as many at most and "
-            "each name once"
+            f"{total} bytes in {len(names)} parts; expected {_MOST_UNPACKED} times as many at most as the file, each name once"
         )
 
 
@@ -138,7 +153,7 @@ def _step(arrays: dict[str, Any], layout: TrainerLayout | None) -> RecordedStep:
     counts, expected = (len(arrays["ids"]), len(arrays["token_ids"])), (total - len(lengths), total)
     if counts != expected:
         raise ValueError(f"{counts} rows and token ids, expected {expected}: a row per token but the last")
-    if len(set(names)) < len(names) or int(arrays["step"]) < 0:
+    if len(set(names)) < len(names) or not 0 <= int(arrays["step"]) < 1 << 62:
         raise ValueError(f"step {arrays['step']}, samples {names[:5]}; expected each name once")
     tensors = tensors_of([str(option) for option in arrays.get("token_tensors", ())])
     whole = [_rows_of(arrays, tensor, rows=counts[0]) for tensor in tensors]
@@ -198,8 +213,9 @@ _STORAGES = {
     "Double": "<f8", "Bool": "?",
 }  # fmt: skip
 """`torch ByteStorage` and so on -> numpy's type."""
-_NUMBERS = "?iuf"
-"""Kinds of numpy's dtypes that are read."""
+_NUMBERS = "biuf"
+"""How numpy's dtypes that are read begin; other words would have numpy evaluate them."""
+_MOST_AXES = 8
 
 
 @dataclass(frozen=True)
@@ -334,10 +350,10 @@ def _made(name: str, arguments: tuple[Any, ...]) -> Any:
         return Array()
     if name != "numpy dtype":
         return Foreign(name)
-    dtype = np.dtype(_only(str, arguments[0]))
-    if dtype.kind not in _NUMBERS:
-        raise ValueError(f"an array of {dtype}")
-    return dtype
+    dtype = _only(str, arguments[0])
+    if dtype[:1] not in _NUMBERS or not dtype[1:].isdecimal():
+        raise ValueError(f"an array of {dtype:.40}")
+    return np.dtype(dtype)
 
 
 def _only(kind: Any, value: Any) -> Any:
@@ -348,8 +364,9 @@ def _only(kind: Any, value: Any) -> Any:
 
 
 def _tensor(storage: Any, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
-    for size in (*shape, *stride, offset):
-        _only(int, size)
+    sizes = (*shape, *stride, offset)
+    if len(shape) > _MOST_AXES or not all(0 <= _only(int, size) < 1 << 62 for size in sizes):
+        raise ValueError(f"a tensor of {len(shape)} axes, expected {_MOST_AXES} at most, and 62-bit sizes")
     count = prod(shape)
     plain = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
     if count and any(size > 1 and a != b for size, a, b in zip(shape, stride, plain, strict=True)):
@@ -383,19 +400,19 @@ def import_dumps(
     for path in files:
         saved = read_saved(path)
         try:
-            arrays = _arrays(saved, spec)
+            arrays = _arrays(saved, spec, most_bytes=_most_bytes(path))
         except _DAMAGE as error:
             raise RecordingInvalid(f"{path}: no rollout that can be read: {error!r}"[:500]) from error
         write_arrays(path, arrays, folder, layout=layout)
 
 
-def _arrays(saved: Any, spec: RoutingSpec) -> dict[str, Any]:
-    """A sample's arrays as `import_npz` reads them."""
+def _arrays(saved: Any, spec: RoutingSpec, *, most_bytes: int) -> dict[str, Any]:
+    """Arrays as `import_npz` reads them, of no more ids than so many bytes can be: a pickle may share one list or array."""
     if not isinstance(saved, dict) or not isinstance(saved.get("samples"), list) or not saved["samples"]:
-        raise ValueError(
-            "expected a dict with 'rollout_id' and 'samples', as --save-debug-rollout-data writes"
-        )
+        raise ValueError("expected a dict of 'rollout_id' and 'samples', as --save-debug-rollout-data writes")
     samples = saved["samples"]
+    if sum(len(sample["tokens"]) for sample in samples) * spec.num_layers * spec.top_k > most_bytes:
+        raise ValueError(f"{len(samples)} samples of more ids than the file holds")
     ids = [_rows(f"sample {number}", sample, spec) for number, sample in enumerate(samples)]
     versions = [np.full(len(own), _version(sample)) for own, sample in zip(ids, samples, strict=True)]
     return {
@@ -412,9 +429,7 @@ def _rows(where: str, sample: dict[str, Any], spec: RoutingSpec) -> Any:
     found, tokens = sample.get(_ROWS), sample.get("tokens")
     found = found.value if isinstance(found, Array) else found
     if not isinstance(found, np.ndarray) or not isinstance(tokens, list) or {*map(type, tokens)} != {int}:
-        raise ValueError(
-            f"{where} has no tensor {_ROWS} or no tokens; made with --use-rollout-routing-replay?"
-        )
+        raise ValueError(f"{where} has no {_ROWS} or no tokens; made with --use-rollout-routing-replay?")
     expected = (len(tokens) - 1, spec.num_layers, spec.top_k)
     if found.shape != expected:
         raise ValueError(

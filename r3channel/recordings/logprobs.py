@@ -62,7 +62,7 @@ def _read(path: Path) -> dict[str, Ids]:
         found = {name: _view(body, name, head[name]) for name in _DTYPES if name in head}
         if not {*PLACES, "trainer"} <= found.keys() or len({own.shape for own in found.values()}) > 1:
             raise ValueError(f"columns { ({name: own.shape for name, own in found.items()}) }")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise RecordingInvalid(f"{path}: expected a safetensors file of log-probs: {error!r}") from error
     return found
 

@@ -79,7 +79,7 @@ class Manifest:
             )
         try:
             return cls._of(values)
-        except (R3Error, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (R3Error, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise RecordingInvalid(f"{path} is damaged: {error!r}") from error
 
     @classmethod

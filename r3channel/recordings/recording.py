@@ -86,9 +86,8 @@ class Recording:
         plain = {name: own for (part, name), own in frames.items() if part in PASSES[:2]}
         named = {sample.sample_id: plain.get(sample.sample_id, []) for sample in ticket.samples}
         router, spec = self.manifest.side == "router", self.manifest.spec
-        told: dict[str, Any] = {
-            "logprobs": self._logprobs(ticket), "tensors": tensors, "side": self.manifest.side,
-        }  # fmt: skip
+        told: dict[str, Any] = {"side": self.manifest.side, "tensors": tensors}
+        told["logprobs"] = self._logprobs(ticket)
         found = RecordedStep(ticket, named, tokens, spec, passes=frames if router else {}, **told)
         if segment.ended and router:
             return found  # rows that no router used are for `check` to tell

@@ -87,10 +87,8 @@ def _plain(step: RecordedStep, sample: TicketSample) -> Iterator[Finding]:
     for fault, hit_TL in tests:
         if hit_TL.any():
             row, place = (int(index[0]) for index in np.nonzero(hit_TL))
-            yield _finding(
-                step, fault, sample.sample_id, seen=tuple(ids_TLK[row, place].tolist()), position=row,
-                layer=spec.moe_layers[place], cells=int(hit_TL.sum()),
-            )  # fmt: skip
+            at = {"position": row, "layer": spec.moe_layers[place], "cells": int(hit_TL.sum())}
+            yield _finding(step, fault, sample.sample_id, seen=tuple(ids_TLK[row, place].tolist()), **at)
 
 
 def _held(step: RecordedStep, name: str) -> Iterator[Finding]:

@@ -88,7 +88,7 @@ def table(found: dict[str, Any]) -> str:
         )
         if told := step["logprobs"]:
             lines.append(
-                f"{'':>6} log-probs: " + ", ".join(f"{name} {value:g}" for name, value in told.items())
+                "       log-probs: " + ", ".join(f"{name} {value:g}" for name, value in told.items())
             )
     lines.append(f"{'layer':>6} {'busiest expert':>15} {'of mean load':>13} {'idle experts':>13}")
     lines += [

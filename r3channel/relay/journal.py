@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _TAIL = struct.Struct("<IQ")
 _PREFIX, LOCK = "relay-", "lock"
+_NUMBERS = "turn", "tokens_hash", "prefix_hash"
 
 
 class Journal:
@@ -47,9 +48,7 @@ class Journal:
         try:
             self.folder.mkdir(parents=True)
         except OSError as error:
-            raise errors.ConfigError(
-                f"journal {root} cannot be written: {error}; give a folder that can"
-            ) from error
+            raise errors.ConfigError(f"journal {root} cannot be written: {error}; give another") from error
         self._lock = os.open(self.folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -65,9 +64,7 @@ class Journal:
         except OSError as error:
             path.unlink(missing_ok=True)
             size = sum(map(len, parts))
-            raise errors.StoreFull(
-                f"no room for a frame of {size} bytes in {self.folder}: {error}"
-            ) from error
+            raise errors.StoreFull(f"no room for a frame of {size} bytes: {error}") from error
 
     def note(self, ref: int, **values: Any) -> None:
         """Say whose frame it is. Raises StoreFull."""
@@ -177,7 +174,7 @@ def read_remains(folder: Path) -> Remains:
         acks = path.with_suffix(".acks")
         saved = SavedStep(path.read_bytes())
         for line in acks.read_bytes().splitlines() if acks.exists() else ():
-            with suppress(ValueError, TypeError):  # cut where the process ended
+            with suppress(ValueError, TypeError, RecursionError, OverflowError):  # cut by a kill
                 dp, pp, cp = json.loads(line)
                 saved.acked.add((int(dp), int(pp), int(cp)))
         remains.steps[int(path.stem)] = saved
@@ -203,9 +200,14 @@ def _read_frame(path: Path, remains: Remains) -> None:
     if size != len(body) or xxhash.xxh3_64_intdigest(body) != digest:
         remains.damaged.append(f"{path.name}: its note was being written when the relay ended")
         return
-    values = json.loads(body)
-    turns = remains.samples.setdefault(values.pop("sample_id"), [])
-    turns.append(SavedTurn(path=path, head=head, **values))
+    try:
+        values = json.loads(body)
+        if {type(values[number]) for number in _NUMBERS} != {int}:
+            raise TypeError(f"{_NUMBERS} are no integers")
+        turns = remains.samples.setdefault(str(values.pop("sample_id")), [])
+        turns.append(SavedTurn(path=path, head=head, **values))
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        remains.damaged.append(f"{path.name}: its note is none: {error!r:.200}")
 
 
 @contextmanager

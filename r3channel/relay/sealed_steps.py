@@ -283,9 +283,7 @@ class Steps:
                         return
             if (recorder := self._intake.recorder) is not None:
                 # behind the last publication: no receiver waits for a disk
-                tensors = {
-                    name: [held.block.view for held in turns] for name, turns in sealed.tensors.items()
-                }
+                tensors = {name: [one.block.view for one in own] for name, own in sealed.tensors.items()}
                 recorder.write(sealed.ticket, sealed.turns, tensors)
         except Exception as error:
             log.exception("r3channel: step %d", step)

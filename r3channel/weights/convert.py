@@ -138,9 +138,7 @@ def _local_shards(bridge: Any, views: Sequence[NamedView]) -> list[tuple[_Shard,
         biases = [(name, value) for name, value in view.state_dict().items() if name.endswith("expert_bias")]
         for name, weight in [*view.named_parameters(), *biases]:
             if name not in names:
-                raise ConfigError(
-                    f"parameter {name}: not known to {type(bridge).__name__}; is it this model's bridge?"
-                )
+                raise ConfigError(f"{name}: not known to {type(bridge).__name__}; is it this model's bridge?")
             shard = _Shard(bridge.mpu.pp_rank, TensorMeta.of(names[name], weight), _partition_dim(weight))
             shards.append((shard, weight.detach()))
     return shards
@@ -428,9 +426,7 @@ def _boxes(
     most = MOST_PIECES + 1
     pieces = [list(itertools.islice(_runs(*line), most)) for line in zip(at, values, strict=True)]
     if not even or math.prod(map(len, pieces)) >= most:
-        raise ConfigError(
-            f"{part.name} is regrouped in a way that boxes cannot express; give whole tensors (hf_weights)"
-        )
+        raise ConfigError(f"{part.name} is regrouped as no box can express; give whole tensors (hf_weights)")
     for runs in itertools.product(*pieces):
         starts, stops, offsets, strides = zip(*runs, strict=True) if runs else ((),) * 4
         yield Box(starts, stops), offset + sum(offsets), strides

@@ -51,5 +51,8 @@ def mapped(told: Sequence[Any]) -> torch.Tensor:
     torch.cuda.init()
     own = [bytes.fromhex(value) if at in _HANDLES else value for at, value in enumerate(told)]
     own[_UUID] = seen.index(told[_UUID])
-    storage = torch.UntypedStorage._new_shared_cuda(*own)
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(*own)
+    except RuntimeError as error:
+        raise WeightsError(f"the memory that an engine stages in could not be mapped: {error}") from error
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -123,19 +123,33 @@ class Needs:
         }
 
     @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> Needs:
-        """The same object again while one of equal content lives: ranks at the same place of several engines share it."""
+    def from_dict(cls, value: dict[str, Any], tensors: int) -> Needs:
+        """The same object again while one of equal content lives: ranks at the same place of several engines share it.
+
+        Raises ValueError, TypeError, LookupError, OverflowError and zlib.error for what no rank needs of so many `tensors`."""
         key = xxhash.xxh3_128_digest(json.dumps(value).encode())
         if (needs := _alive.get(key)) is None:
-            columns = np.frombuffer(zlib.decompress(base64.b64decode(value["parts"])), dtype="<i8")
+            data = zlib.decompressobj().decompress(base64.b64decode(value["parts"]), 1 << 28)
             kinds = [(Box(tuple(a), tuple(b)), tuple(strides)) for a, b, strides in value["kinds"]]
             params = tuple(TensorMeta.from_row(row) for row in value["params"])
-            table = PartTable(columns.reshape(4, -1), kinds)
+            table = PartTable(np.frombuffer(data, dtype="<i8").reshape(4, -1), kinds)
+            _check(table, [math.prod(meta.shape) for meta in params], tensors)
             needs = _alive[key] = cls(params, table, tuple(value["missing"]))
         return needs
 
 
 _alive = WeakValueDictionary[bytes, Needs]()
+
+
+def _check(table: PartTable, sizes: Sequence[int], tensors: int) -> None:
+    """ValueError for a part of no tensor, or one that does not lie within its parameter."""
+    axes = [list(zip(box.start, box.stop, strides, strict=True)) for box, strides in table.kinds]
+    ends_K = np.array([1 + sum((b - a - 1) * step for a, b, step in one) for one in axes], np.int64)
+    sizes_M, most_C = np.array(sizes, np.int64), np.array([tensors, len(sizes), 1 << 62, len(axes)])
+    known = (table.columns_CP >= 0) & (table.columns_CP < most_C[:, None])
+    ascend = all(0 <= a <= b and step >= 0 for one in axes for a, b, step in one)
+    if not (ascend and known.all()) or (table.offset_P > sizes_M[table.param_P] - ends_K[table.kind_P]).any():
+        raise ValueError("a part lies outside its tensor or parameter")
 
 
 class Learned(NamedTuple):

@@ -116,7 +116,9 @@ class EngineHandle:
         if why := refused(info, ANY_WAY):
             raise errors.ConfigError(f"engine {self.url} was started with {why}")
         self.unstaged, self.takes_orders = refused(info, STAGED), not refused(info, (OLD,))
-        self.size = int(info.get("tp_size") or 1)
+        if type(size := info.get("tp_size") or 1) is not int:
+            raise self._refusal("/server_info", f"has tp_size {_shown(size)}")
+        self.size = size
         self.boot_id, self.begun = _boot_id(info), False
 
     def lives(self, timeout_s: float) -> str:
@@ -350,7 +352,7 @@ class EngineHandle:
             raise self._refusal(route, f"answered HTTP {status}: {_shown(text)}")
         try:
             reply = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._refusal(route, f"answered no JSON: {_shown(text)}") from error
         if not isinstance(reply, dict):
             raise self._refusal(route, f"answered {_shown(reply)}; expected a JSON object")
@@ -369,7 +371,9 @@ class EngineHandle:
                     raise self._refusal(route, f"answered more than {len(data)} bytes")
                 return status, data
         except HTTPError as error:
-            return error.code, error.read(_MAX_REPLY_BYTES)
+            with contextlib.suppress(OSError, HTTPException):
+                return error.code, error.read(_MAX_REPLY_BYTES)
+            return error.code, b""
         except (OSError, HTTPException) as error:
             if isinstance(getattr(error, "reason", error), TimeoutError):
                 raise errors.DeadlineExceeded(

@@ -204,8 +204,7 @@ class Work:
                 raise
             asked = ", ".join(f"{member.url}: {member.version_now()}" for member in self.members)
             raise errors.TrainerRankLost(
-                f"rank 0 was committing weight version {self._version}, and did not say how it went: {gone} "
-                f"[engines say: {asked}]"
+                f"rank 0 was committing weight version {self._version}, and did not say how it went: {gone} [engines: {asked}]"
             ) from gone
 
     def _hear(self, word: dict[str, Any]) -> dict[str, Any]:

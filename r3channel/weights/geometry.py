@@ -176,8 +176,7 @@ class ShardMap:
                         continue
                     if told[first] != kind:
                         raise ManifestMismatch(
-                            f"rank {rank} holds a part of {name} {kind[0]}{kind[1]}, "
-                            f"earlier ranks of {name} {told[first][0]}{told[first][1]}"
+                            f"rank {rank} has a part of {name} {kind[0]}{kind[1]}, others {name} {told[first][0]}{told[first][1]}"
                         )
                     indexes.append(len(told))
                 told.append(kind)

@@ -7,6 +7,7 @@ decide how much is allocated, never what a trainer says.
 from __future__ import annotations
 
 import json
+import struct
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -160,7 +161,7 @@ class Hold:
                     link.send(data, timeout_s=None)
             except TransportError:
                 raise
-            except (R3Error, ValueError, IndexError) as error:
+            except (R3Error, ValueError, IndexError, struct.error) as error:
                 if not isinstance(error, WeightsCorrupt):  # no byte can be told from another any more
                     link.abort(f"{type(error).__name__}: {error}")
                     raise TransportError(str(error)) from error

@@ -165,8 +165,7 @@ def _items(src: _Parts, dst: _Parts) -> dict[tuple[tuple[int, ...], int], list[t
     if again_SS.any():  # nobody could say whose value counts
         one, other = np.argwhere(again_SS)[0]
         raise ManifestMismatch(
-            f"rank {src[2][one][0]} and rank {src[2][other][0]} hold different boxes that overlap; expected parts "
-            "that are equal or disjoint"
+            f"rank {src[2][one][0]} and rank {src[2][other][0]} hold different boxes that overlap; expected equal or disjoint"
         )
     wanted, found = np.prod(dst[1] - dst[0], axis=1, dtype=np.int64), numel_SD.sum(axis=0)
     for box in np.flatnonzero(found != wanted)[:1].tolist():

@@ -105,9 +105,7 @@ class TrainerRanks:
                 log.debug("trainer rank %d does not reach rank 0 yet: %s", self.rank, error)
                 time.sleep(min(_RETRY_S, deadline.left_s()))
             except RuntimeError as error:
-                raise errors.DeadlineExceeded(
-                    f"trainer rank 0 did not say where it listens: {error}"
-                ) from error
+                raise errors.DeadlineExceeded(f"rank 0 did not say where it listens: {error}") from error
 
     def close(self) -> None:
         for outgoing in self._outgoing.values():
@@ -152,15 +150,11 @@ class TrainerRanks:
                 waited_s = time.monotonic() - begun_s
                 if not noticed and waited_s >= _SILENT_S:
                     noticed = True
-                    log.warning(
-                        "trainer rank %d has waited %.0f s for trainer ranks %s", self.rank, waited_s, late
-                    )
+                    log.warning("trainer rank %d has waited %.0f s for ranks %s", self.rank, waited_s, late)
                 try:
                     left_s = deadline.left_s()
                 except errors.DeadlineExceeded as error:
-                    raise errors.DeadlineExceeded(
-                        f"trainer ranks {late} did not come along: {error}"
-                    ) from error
+                    raise errors.DeadlineExceeded(f"ranks {late} did not come along: {error}") from error
                 self._changed.wait(left_s if noticed else min(left_s, _SILENT_S))
             return [said[rank] for rank in range(self.size)]
 

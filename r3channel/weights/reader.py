@@ -47,8 +47,7 @@ def read_again(given: Iterator[Named], manifest: Manifest, run: Run, push: Push)
         meta, bucket, slot = manifest.arrivals[come - 1]
         if name != meta.name or tensor.dtype != meta.dtype or tensor.shape != meta.shape:
             raise ManifestMismatch(
-                f"tensor {come}: expected {meta}, got {TensorMeta.of(name, tensor)}; did the model, its layout or the cast "
-                "change between updates?"
+                f"tensor {come}: expected {meta}, got {TensorMeta.of(name, tensor)}; did model, layout or cast change since?"
             )
         rows[bucket][slot] = tensor
         while due < len(rows) and len(rows[due]) == len(manifest.buckets[due].tensors):

@@ -149,13 +149,14 @@ def apply(run_token: str) -> None:
         HookRegistry.register(hooked, hook, HookType.AROUND)
 
 
-def opened(receiver: Receiver, manager: Any, model: torch.nn.Module, order: Any) -> tuple[bool, str]:
-    """Carries out an order that loads nothing, without begin and end. Returns whether it did, and the answer."""
+def opened(receiver: Receiver, manager: Any, model: torch.nn.Module, names: Any) -> tuple[bool, str]:
+    """Carries out an order that loads nothing, without begin and end. Returns whether it did, and the answer: what is raised here
+    ends the engine. `names`: as the request has them, the first is the order."""
     begun = FOUND_OPEN if manager._session is not None else ""
     if RELEASED in manager.offload_tags:
         return False, f"{begun}the engine has released the memory of its weights; resume it first"
     try:
-        receiver.order(model, order)
+        receiver.order(model, json.loads(names[0]))
     except Exception as error:
         return False, f"{begun}{error}"
     return True, f"{begun}done"
@@ -167,7 +168,7 @@ def update(original: Any, manager: Any, recv_req: Any) -> Any:
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
 
         model = manager.tp_worker.model_runner.weight_updater.get_model()
-        done, told = opened(_own(), manager, model, json.loads(recv_req.names[0]))
+        done, told = opened(_own(), manager, model, recv_req.names)
         return UpdateWeightsFromDistributedReqOutput(success=done, message=told)
     if recv_req.load_format != COMMIT_FORMAT:
         return original(manager, recv_req)

@@ -312,8 +312,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         try:
             if (found := source()) is None:
                 raise errors.UsageError(
-                    f"nothing holds version {self.version} for engine {names}: no other engine took it staged and serves it. "
-                    "Give it again: republish()"
+                    f"nothing holds version {self.version} for engine {names}: no other engine took it staged; republish()"
                 )
             given, feed = found
             for member in members if alone else ():
@@ -366,9 +365,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
 def _checked(exact: bool, one: tuple[str, torch.Tensor] | Shard) -> tuple[str, torch.Tensor] | Shard:
     """What an update gives, as a session takes it. A whole tensor is a shard, too."""
     if isinstance(one, Shard) and not exact:
-        raise errors.UsageError(
-            "shards were given to a session of whole tensors; give hf_weights, or make it with WeightSync.sharded"
-        )
+        raise errors.UsageError("shards for a session of whole tensors; make it with WeightSync.sharded")
     if isinstance(one, Shard) or not exact:
         return one
     name, tensor = one

@@ -50,7 +50,7 @@ class StagedCopy:
         self.hide: Callable[[], object] = str
         """`hide` takes a path away: once all trainers have the memory, or with this object."""
         if wire == "shared_memory":
-            handle, path = tempfile.mkstemp(prefix="r3channel-weights-", dir=SHM)
+            handle, path = tempfile.mkstemp(prefix=os.path.basename(wires.SHARED), dir=SHM)
             self.hide, self.shared = weakref.finalize(self, os.unlink, path), lambda: path
             flat = wires.mapped(handle, nbytes)
         elif wire == "cuda_ipc":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -14,10 +15,11 @@ import numpy as np
 import torch
 import xxhash
 
-from r3channel.errors import CannotStage, ManifestMismatch
+from r3channel.errors import CannotStage, ManifestMismatch, WeightsCorrupt
 from r3channel.transport.auth import read_token
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
+from r3channel.weights import wires
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.dryrun import Needs, PartTable
 from r3channel.weights.geometry import Box, ShardMap, report_of
@@ -25,15 +27,7 @@ from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
 from r3channel.weights.plan import RankPlan, plan_reshard
 from r3channel.weights.progress import Deadline
 from r3channel.weights.ranks import TrainerRanks
-from r3channel.weights.wires import (
-    NEEDS,
-    Digests,
-    Entry,
-    Piece,
-    RankLink,
-    expect_json,
-    shared_views,
-)
+from r3channel.weights.wires import NEEDS, Digests, Entry, Piece, RankLink
 
 _SHOWN = 3
 Held = tuple[tuple[TensorMeta, Box], ...]
@@ -110,12 +104,16 @@ class Stages:
         refused = ""
         while any(len(found[url]) < ranks for url, ranks in wanted.items()):
             hello, link = self._next(wanted, deadline)
-            told = expect_json(link, NEEDS, timeout_s=deadline.left_s())
-            refused = refused or told.get("error", "")
-            needs = Needs.from_dict(told["needs"]) if "needs" in told else Needs((), ())
-            how = told.get("whole", ""), told.get("compared", 0)
-            shared = shared_views(needs.params, told["shared"]) if told.get("shared") else []
-            found[hello["engine"]].append(RankLink(hello["engine"], hello["rank"], link, needs, *how, shared))
+            told = wires.expect_json(link, NEEDS, timeout_s=deadline.left_s())
+            refused = refused or str(told.get("error", ""))
+            try:
+                needs = Needs.from_dict(told["needs"], len(self.metas)) if "needs" in told else Needs((), ())
+                shared = wires.shared_views(needs.params, told["shared"]) if told.get("shared") else []
+                how = str(told.get("whole", "")), int(told.get("compared", 0))
+                rank = RankLink(hello["engine"], int(hello["rank"]), link, needs, *how, shared)
+                found[hello["engine"]].append(rank)
+            except wires.UNREADABLE as error:
+                raise WeightsCorrupt(f"engine {hello['engine']} has no such needs: {error!r:.300}") from error
         if refused:
             raise CannotStage(refused)
         return {url: sorted(ranks, key=lambda rank: rank.rank) for url, ranks in found.items()}
@@ -125,9 +123,10 @@ class Stages:
         assert self._listener is not None
         while True:
             link = self._listener.accept(deadline.left_s())
-            hello = json.loads(link.hello)
-            if hello.get("engine") in wanted and hello["attempt"] == self.attempts[hello["engine"]]:
-                return hello, link
+            with suppress(*wires.UNREADABLE):
+                hello = json.loads(link.hello)
+                if hello["engine"] in wanted and hello["attempt"] == self.attempts[hello["engine"]]:
+                    return hello, link
             link.close()
 
     def close(self) -> None:
@@ -173,7 +172,7 @@ class Stages:
         other = next((rank for rank, seen in enumerate(hashes) if seen != hashes[0]), None)
         if other is not None:
             raise ManifestMismatch(
-                f"weights were not sent: rank {other} planned {hashes[other]}, rank 0 planned {hashes[0]}"
+                f"not sent: rank {other} planned {hashes[other]}, rank 0 planned {hashes[0]}"
             )
         for link in links:
             link.aimed = self._key, tuple(ends)
@@ -205,9 +204,7 @@ class Stages:
         name = self.metas[tensor].name
         shard = next((at for at in self._shards.get(name, ()) if self._held[at][1].holds(box)), None)
         if shard is None:
-            raise ManifestMismatch(
-                f"tensor {name}: the plan needs {box} of this rank, which does not hold it"
-            )
+            raise ManifestMismatch(f"tensor {name}: the plan needs {box} of this rank, which lacks it")
         bucket, (meta, held) = bisect_right(ends, shard), self._held[shard]
         inside = shard - (ends[bucket - 1] if bucket else 0)
         for at in range(*np.searchsorted(PartTable.of(needs.parts).tensor_P, (tensor, tensor + 1)).tolist()):
@@ -286,8 +283,7 @@ def cast_by(ranks: Sequence[RankLink], metas: Sequence[TensorMeta]) -> dict[str,
             if kept.dtype_name.startswith("float8"):
                 raise ManifestMismatch(
                     f"engine {ranks[first].engine} keeps {own.name} in {kept.dtype_name}, the trainer gives {own.dtype_name}: "
-                    "it is not quantised on the way. Give float8 tensors with their scales (examples/float8_blocks.py), or start "
-                    "the engine without --quantization"
+                    "it is not quantised. Give float8 with its scales (examples/float8_blocks.py), or leave out --quantization"
                 )
             found[own.name] = f"{own.dtype_name} -> {kept.dtype_name}"
     return found

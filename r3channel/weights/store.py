@@ -91,6 +91,4 @@ class HeldWeights(NamedTuple):
             }
             return cls(int(values["version"]), engine)
         except (ValueError, KeyError, TypeError, OSError) as error:
-            raise ManifestMismatch(
-                f"{os.fspath(path)} is no manifest of committed weights: {error!r}"
-            ) from error
+            raise ManifestMismatch(f"{path} is no manifest of committed weights: {error!r}") from error

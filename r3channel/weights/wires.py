@@ -12,7 +12,9 @@ import json
 import mmap
 import os
 import struct
+import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
@@ -28,6 +30,7 @@ from r3channel.weights.checksums import cross_sums, hashed_bytes, host_bytes, te
 from r3channel.weights.dryrun import Needs, Part
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import ALIGNMENT, TensorMeta
+from r3channel.weights.memory import SHM
 from r3channel.weights.pack import finite, nonfinite
 from r3channel.weights.progress import Deadline
 
@@ -56,6 +59,10 @@ UNTOUCHED = "nothing was touched: "
 """The beginning of the reason why all ranks refused a commit before a parameter changed; without it any may have changed."""
 FLUSH_REFUSED = "cache was not flushed"
 """SGLang's words when requests wait for their grammar; the weights are in nevertheless."""
+SHARED = f"{SHM}/r3channel-weights-"
+"""How the path of a staged copy in shared memory begins: a rank that names another file of this machine is refused."""
+UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, OSError, zlib.error)
+"""What reading a peer's words raises where it meant others."""
 _MOST_BYTES = 256 << 20
 """A blob's bytes at most: the needs of 100,000 tensors are 15 MB."""
 
@@ -140,11 +147,16 @@ def _aligned(meta: TensorMeta) -> int:
 
 
 def shared_views(params: Sequence[TensorMeta], where: Any) -> list[torch.Tensor]:
-    """A rank's staged copy by parameter: behind a path, which the rank takes away once all trainers have it, or CUDA's handle."""
+    """A rank's staged copy by parameter: behind CUDA's handle, or a path, which the rank takes away once all trainers have it.
+    WeightsCorrupt, or OSError, for another file."""
+    nbytes = staged_bytes(params)
     if not isinstance(where, str):
         return staged_views(params, cuda_ipc.mapped(where))
-    handle = os.open(where, os.O_RDWR | os.O_NOFOLLOW)
-    return staged_views(params, mapped(handle, staged_bytes(params)))
+    if not where.startswith(SHARED) or "/" in where[len(SHARED) :] or os.stat(where).st_size < nbytes:
+        raise WeightsCorrupt(
+            f"{where!r} is no staged copy of {nbytes} bytes, whose name begins with {SHARED}"
+        )
+    return staged_views(params, mapped(os.open(where, os.O_RDWR | os.O_NOFOLLOW), nbytes))
 
 
 def mapped(handle: int, nbytes: int) -> torch.Tensor:
@@ -171,11 +183,11 @@ def read_table(blob: bytes, parts: Sequence[Part]) -> list[Entry]:
     values = np.frombuffer(blob, dtype=np.int64).tolist()
     entries, at = [], 0
     while at < len(values):
-        part, axes = values[at], values[at + 1]
+        part, axes = values[at : at + 2]
+        if not 0 <= part < len(parts) or axes != len(parts[part].box.start):
+            raise ValueError(f"entry {len(entries)} names part {part} of {len(parts)}, with {axes} axes")
         box = Box(tuple(values[at + 2 : at + 2 + axes]), tuple(values[at + 2 + axes : at + 2 + 2 * axes]))
-        if not 0 <= part < len(parts) or len(box.stop) != len(parts[part].box.start):
-            raise ValueError(f"entry {len(entries)} names part {part} of {len(parts)}")
-        if box.numel and parts[part].box.intersect(box) != box:
+        if parts[part].box.intersect(box) != box:  # an empty one, too
             raise ValueError(f"entry {len(entries)}: {box} is outside {parts[part].box}")
         entries.append(Entry(part, box))
         at += 2 + 2 * axes
@@ -191,7 +203,7 @@ def send_blob(link: Connection, kind: int, value: Any, *, timeout_s: float | Non
 
 def receive_blob(link: Connection, body: bytes, *, timeout_s: float | None = None) -> bytes:
     """The blob that a record's `body` announced."""
-    length = int.from_bytes(body, "little")
+    length = int.from_bytes(body[:9], "little")
     if length > _MOST_BYTES:
         raise TransportError(f"{length} bytes are announced, at most {_MOST_BYTES} are taken")
     data = bytearray(length)
@@ -199,12 +211,15 @@ def receive_blob(link: Connection, body: bytes, *, timeout_s: float | None = Non
     return bytes(data)
 
 
-def expect_json(link: Connection, kind: int, *, timeout_s: float) -> Any:
-    """The next record, which must be a blob of this kind."""
+def expect_json(link: Connection, kind: int, *names: str, timeout_s: float) -> dict[str, Any]:
+    """The next record, which must be a blob of this kind, with values of these names or an error."""
     found, body = link.recv_record(timeout_s=timeout_s)
-    if found != kind:
-        raise WeightsCorrupt(f"{link.peer} sent record {found}, expected {kind}")
-    return json.loads(receive_blob(link, body, timeout_s=timeout_s))
+    if found == kind:
+        with suppress(*UNREADABLE):
+            told = json.loads(receive_blob(link, body, timeout_s=timeout_s))
+            if isinstance(told, dict) and ("error" in told or told.keys() >= set(names)):
+                return told
+    raise WeightsCorrupt(f"{link.peer} sent record {found}, expected {kind} with a JSON object of {names}")
 
 
 @dataclass(slots=True, eq=False)
@@ -299,7 +314,7 @@ class RankLink:
     def verify(self, update: int, *, checksums: bool, timeout_s: float) -> Digests:
         """Digests, and checksums as SGLang's own if asked, by parameter, of what the rank would hold."""
         self.link.send_record(VERIFY, ASK.pack(update, checksums), timeout_s=timeout_s)
-        told = expect_json(self.link, VERIFY, timeout_s=timeout_s)
+        told = expect_json(self.link, VERIFY, "digests", "checksums", timeout_s=timeout_s)
         if "error" in told:
             raise WeightsError(f"engine {self.engine} rank {self.rank}: {told['error']}")
         return told["digests"], told["checksums"]
@@ -307,10 +322,10 @@ class RankLink:
     def fetch(self, version: int, param: int, *, timeout_s: float) -> torch.Tensor:
         """A parameter of the committed version out of the rank's memory, flat, on the host."""
         self.link.send_record(GIVE, PARAM.pack(version, param), timeout_s=timeout_s)
-        told = expect_json(self.link, GIVE, timeout_s=timeout_s)
+        told = expect_json(self.link, GIVE, "digest", timeout_s=timeout_s)
         where, meta = f"engine {self.engine} rank {self.rank}", self.needs.params[param]
         if "error" in told:
-            self.link.abort(told["error"])  # so that the next one is asked
+            self.link.abort(str(told["error"]))  # so that the next one is asked
             raise WeightsError(f"{where}: {told['error']}")
         flat = torch.empty(meta.nbytes // meta.dtype.itemsize, dtype=meta.dtype)
         self.link.recv_into(host_bytes(flat), timeout_s=timeout_s)

@@ -92,9 +92,7 @@ def open_parcel(source: Source) -> tuple[int, int]:
         raise FrameReferenceInvalid(f"{size} bytes beginning with {head[:4]!r} are no parcel of frames")
     _, count, boot_id = _PARCEL.unpack(head)
     if count > MAX_PARCEL_FRAMES:
-        raise FrameReferenceInvalid(
-            f"a parcel announces {count} frames, expected at most {MAX_PARCEL_FRAMES}"
-        )
+        raise FrameReferenceInvalid(f"a parcel announces {count} frames, at most {MAX_PARCEL_FRAMES} fit")
     return boot_id, count
 
 

@@ -33,6 +33,8 @@ READY, GROUP, ROWS, DAMAGED, AGAIN, DONE, THANKS, ERROR, WAIT, POSTED = range(le
 
 _MOST_ERROR_BYTES = 64_000
 SEAL = ("run", "step", "seal")
+_TYPES: dict[str, Any] = dict.fromkeys(("run", "gpu", "backend", "name", "host"), (str,))
+"""Types of the values that are no numbers."""
 Seal = tuple[str, int, int]
 
 
@@ -46,9 +48,10 @@ def unpack(kind: int, body: bytes, *, expected: int, names: tuple[str, ...] = ()
         values = json.loads(body) if body else {}
         if kind == ERROR:
             raise error_of(values)
-        if kind == expected and isinstance(values, dict) and values.keys() >= set(names):
+        fits = isinstance(values, dict) and all(type(values[n]) in _TYPES.get(n, (int, bool)) for n in names)
+        if kind == expected and fits:
             return values
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise TransportError(f"a record of kind {kind} cannot be read: {error!r}") from error
     name = _NAMES[kind] if kind < len(_NAMES) else kind
     raise TransportError(f"a record {name} of {len(body)} bytes, expected {_NAMES[expected]} with {names}")
@@ -61,7 +64,7 @@ def seal_of(identity: Seal) -> dict[str, Any]:
 
 def seal_in(values: dict[str, Any]) -> Seal:
     """The same, read."""
-    return str(values["run"]), int(values["step"]), int(values["seal"])
+    return values["run"], values["step"], values["seal"]
 
 
 def values_of(error: R3Error) -> dict[str, Any]:

@@ -23,10 +23,10 @@ from r3channel.wire.chunks import CHUNK_ROWS
 from r3channel.wire.codec import CODECS, LZ4, PACKED9, SET, STORED, Codec, bytes_of, codec_for
 from r3channel.wire.frame import HEADER_BYTES, encode_frame, parse_frame
 from r3channel.wire.routing import Ids
+from tests.chaos.mutations import rehash
 from tests.loops import numba
 from tests.memory import growth_of
 from tests.samples import SPEC, WIDE, random_ids
-from tests.unit.test_mutations import rehash
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, 5, 8, 10, 22])

@@ -153,7 +153,7 @@ class OneRankOfTwo(TrainerRanks):
 
 def rank_link(meta: TensorMeta, box: Box) -> RankLink:
     needs = Needs((TensorMeta(name="p", dtype=meta.dtype, shape=box.shape),), (Part(0, box, 0, 0, (1,)),))
-    return RankLink("e", 0, Mock(), Needs.from_dict(json.loads(json.dumps(needs.to_dict()))), "", 0)
+    return RankLink("e", 0, Mock(), Needs.from_dict(json.loads(json.dumps(needs.to_dict())), 1000), "", 0)
 
 
 W = TensorMeta(name="w", dtype=torch.float32, shape=(8,))
