@@ -66,16 +66,11 @@ from tests.samples import SPEC, frame_of
 LIMIT_S, MOST_BYTES, CROWD = 10.0, 48 << 20, 2000
 """Seconds and memory of an input of some kilobytes at most; connections at once."""
 FORBIDDEN = ("exec", "compile", "pickle.", "marshal.", "os.system", "subprocess.", "import", "ctypes.dlopen")
-IMPORTED = (
-    "encodings.punycode",
-    *(f"encodings.utf_{n}_{end}" for n in (16, 32) for end in ("be", "le")),
-    "torch._dynamo",
-)
+WIDE = [f"encodings.utf_{bits}_{end}" for bits in (16, 32) for end in ("be", "le")]
+IMPORTED = "encodings.punycode", *WIDE, "torch._dynamo"
 """What the standard library and torch import when they first meet some bytes."""
-METAS = [
-    TensorMeta(name="w", dtype=torch.float32, shape=(4, 6)),
-    TensorMeta(name="s", dtype=torch.float32, shape=()),
-]
+SHAPES = {"w": (4, 6), "s": ()}
+METAS = [TensorMeta(name=name, dtype=torch.float32, shape=shape) for name, shape in SHAPES.items()]
 MODEL = Model({"w": torch.arange(24.0).view(4, 6), "s": torch.ones(())})
 WEIGHTS = MODEL.held["w"].numpy().tobytes()
 
@@ -105,27 +100,17 @@ class Place:
         self.relay.close()
 
     def kinds(self) -> dict[str, Kind]:
-        replies = [
-            {
-                "json": json.dumps({"meta_info": {"id": "r0", "routed_experts": "FRAME"}}).encode(),
-                "small": frame_of(13),
-            }
-        ]
+        told = json.dumps({"meta_info": {"id": "r0", "routed_experts": "FRAME"}})
+        replies = [{"json": told.encode(), "small": frame_of(13)}]
         step, at = engine_step(lengths=(9, 7)), np.arange(3)
         write_step(self.folder / "rec", step)
-        write_logprobs(
-            self.folder / "rec",
-            step.number,
-            0,
-            {"sample": at * 0, "position": at, "trainer": at, "engine": at},
-        )
+        logprobs = {"sample": at * 0, "position": at, "trainer": at, "engine": at}
+        write_logprobs(self.folder / "rec", step.number, 0, logprobs)
         recorded = [{path.name: path.read_bytes() for path in (self.folder / "rec").iterdir()}]
         (npz,) = export_npz(Recording.open(self.folder / "rec"), self.folder / "npz")
         boot_id, hello = hello_of().boot_id, hello_of(boot_id=12).to_bytes()
-        parcels = {
-            "head": self.head,
-            "parcel": b"".join(pack_parcel(boot_id, [(1, frame_of(13)), (2, frame_of(1))])),
-        }
+        frames = b"".join(pack_parcel(boot_id, [(1, frame_of(13)), (2, frame_of(1))]))
+        parcels = {"head": self.head, "parcel": frames}
         hellos = {"head": self.head.replace(b"frames", b"hello"), "hello": hello}
         orders = [{"": json.dumps(self.order()).encode()}]
         signs = {"small": change.sign_frame, "parcel": change.sign_parcel, "hello": change.sign_hello}
@@ -176,45 +161,32 @@ class Place:
         read([path], path.parent / "out", **options)
         found = Recording.open(path.parent / "out")
         for step in map(found.step, found.steps):
-            assert not step.cut and all(
-                len(step.rows(one.sample_id)) == one.tokens - 1 for one in step.samples
-            )
+            lengths = [len(step.rows(one.sample_id)) for one in step.samples]
+            assert not step.cut and lengths == [one.tokens - 1 for one in step.samples]
 
     # -- sent to servers -------------------------------------------------------------------------------------------
 
     def ask(self, parts: Parts) -> None:
         head, body = parts.values()
         with socket.create_connection(self.at, LIMIT_S) as peer:
-            assert said(peer, head + b"Content-Length: %d\r\n\r\n" % len(body) + body) <= {
-                100,
-                200,
-                *range(400, 500),
-            }
+            statuses = said(peer, head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            assert statuses <= {100, 200, *range(400, 500)}
 
-    def greet(self, parts: Parts, heard: Sequence[bytes] = ()) -> bytes:
-        """A receiver's greeting by hand, its hello, and a record -> what is answered. `heard`: a proof of before."""
+    def greet(self, parts: Parts, proof: bytes = b"") -> bytes:
+        """A receiver's greeting by hand, its hello, and a record -> what is answered. `proof`: in place of the right one."""
         opening, hello = parts["opening"].ljust(40)[:40], parts["hello"].ljust(258)[:258]
-        with (
-            socket.create_connection((self.rows["host"], self.rows["port"]), LIMIT_S) as peer,
-            suppress(OSError),
-        ):
+        where = self.rows["host"], self.rows["port"]
+        with socket.create_connection(where, LIMIT_S) as peer, suppress(OSError):
             peer.sendall(opening)
             nonces = opening[8:] + peer.recv(32, socket.MSG_WAITALL)
-            proof = _proof(bytes.fromhex(self.rows["token"]), b"connects", nonces, hello)
-            peer.sendall(b"".join(heard or [proof]) + hello + parts["record"])
+            proof = proof or _proof(bytes.fromhex(self.rows["token"]), b"connects", nonces, hello)
+            peer.sendall(proof + hello + parts["record"])
             peer.shutdown(socket.SHUT_WR)
             return peer.recv(4096, socket.MSG_WAITALL)
         return b""
 
     def order(self) -> dict[str, Any]:
-        told: dict[str, Any] = {
-            "op": "open",
-            "session": "s",
-            "nonce": "n",
-            "engine": "e",
-            "attempt": 1,
-            "staged": "yes",
-        }
+        told: dict[str, Any] = dict(op="open", session="s", nonce="n", engine="e", attempt=1, staged="yes")  # noqa: C408
         where = [[self.listener.host, self.listener.port]]
         return told | {"wire": "tcp", "trainers": where, "tensors": [meta.row() for meta in METAS]}
 
@@ -246,6 +218,12 @@ class Place:
         parcel = b"".join(pack_parcel(hello_of().boot_id, [(7, frame_of(13))]))
         good = self.head + b"Content-Length: %d\r\n\r\n" % len(parcel) + parcel
         answers = Counter[str]()
+        hello = hello_of().to_bytes()
+        with socket.create_connection(self.at, LIMIT_S) as peer:  # changed ones have begun other sessions
+            said(
+                peer,
+                self.head.replace(b"frames", b"hello") + b"Content-Length: %d\r\n\r\n" % len(hello) + hello,
+            )
         with ExitStack() as stack:
             for number in range(CROWD):
                 where = self.at if number % 4 else (self.rows["host"], self.rows["port"])
@@ -253,15 +231,12 @@ class Place:
                 with suppress(OSError):
                     peer.sendall(self.head[: number % 40])
                 if number % 20 == 0:
-                    for name, data in (
-                        ("taken", good),
-                        ("wrong token", good.replace(b"Bearer ", b"Bearer x")),
-                    ):
+                    wrong = good.replace(b"Bearer ", b"Bearer x")
+                    for name, data in {"taken": good, "wrong token": wrong}.items():
                         with socket.create_connection(self.at, LIMIT_S) as engine:
                             answers.update(f"{name} {status}" for status in said(engine, data))
-        whole, wrong = links()[1], [bytes(32)]
-        answers["greeted"] += len(self.greet(whole)) >= 32
-        answers["greeted with what was heard"] += len(self.greet(whole, heard=wrong)) > 0
+        answers["greeted"] += len(self.greet(links()[1])) >= 32
+        answers["greeted with a wrong proof"] += len(self.greet(links()[1], proof=bytes(32))) > 0
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         return dict(answers)
 
@@ -287,22 +262,15 @@ def reply_told(parts: Parts) -> Any:
 
 
 def record_of(kind: int, body: bytes) -> bytes:
-    return (
-        struct.pack(
-            "<4sB3xII", b"R3L\x01", kind, len(body), xxhash.xxh3_64_intdigest(body, kind) & 0xFFFFFFFF
-        )
-        + body
-    )
+    check = xxhash.xxh3_64_intdigest(body, kind) & 0xFFFFFFFF
+    return struct.pack("<4sB3xII", b"R3L\x01", kind, len(body), check) + body
 
 
 def links() -> Sequence[Parts]:
     hello = pack(dp=0, pp=0, cp=0)
     start = {"opening": b"r3link\x00\x01" + b"n" * 32, "hello": struct.pack("<H256s", len(hello), hello)}
-    return [
-        start | {"record": record_of(_NAMES.index(n), body)}
-        for said in change.MESSAGES
-        for n, body in said.items()
-    ]
+    named = [(_NAMES.index(name), body) for said in change.MESSAGES for name, body in said.items()]
+    return [start | {"record": record_of(*record)} for record in named]
 
 
 def sign_link(name: str, data: bytearray, rng: random.Random) -> None:
@@ -314,10 +282,8 @@ def sign_link(name: str, data: bytearray, rng: random.Random) -> None:
 
 
 def session_of_rank() -> Sequence[Parts]:
-    table, data = (
-        wires.table_bytes([wires.Entry(at, part.box) for at, part in enumerate(change.PARTS)]),
-        WEIGHTS + bytes(4),
-    )
+    table = wires.table_bytes(wires.Entry(at, part.box) for at, part in enumerate(change.PARTS))
+    data = WEIGHTS + bytes(4)
     head = wires.HEAD.pack(1, 0, 2, xxhash.xxh3_64_intdigest(data))
     told = {"size": len(table).to_bytes(8, "little"), "table": table, "head": head, "data": data}
     return [told | {"ask": wires.ASK.pack(1, True), "give": wires.PARAM.pack(0, 0)}]
@@ -325,16 +291,9 @@ def session_of_rank() -> Sequence[Parts]:
 
 def needs() -> Sequence[Parts]:
     told = {"needs": Needs(tuple(METAS), change.PARTS).to_dict(), "whole": "", "compared": 2, "shared": ""}
-    given, verified = (
-        {"digest": tensor_digest(MODEL.held["w"])},
-        {"digests": {"w": "0", "s": "0"}, "checksums": {}},
-    )
-    texts = {
-        "hello": {"engine": "e", "rank": 0, "attempt": 1},
-        "needs": told,
-        "verify": verified,
-        "give": given,
-    }
+    verified, given = {"digests": {"w": "0", "s": "0"}, "checksums": {}}, {"digest": tensor_digest(MODEL.held["w"])}  # fmt: skip
+    hello = {"engine": "e", "rank": 0, "attempt": 1}
+    texts = {"hello": hello, "needs": told, "verify": verified, "give": given}
     return [{name: json.dumps(value).encode() for name, value in texts.items()} | {"data": WEIGHTS}]
 
 
@@ -361,7 +320,8 @@ def read_needs(parts: Parts) -> None:
         stages.check_complete([rank], METAS, names=True)
         stages._target_map(METAS, [rank], first=1)
         rank.verify(1, checksums=True, timeout_s=LIMIT_S)
-        rank.fetch(1, 0, timeout_s=LIMIT_S)
+        if rank.needs.params:
+            rank.fetch(1, 0, timeout_s=LIMIT_S)
 
 
 # -- the run ---------------------------------------------------------------------------------------------------------------
@@ -400,9 +360,8 @@ class Run:
         except errors.R3Error as error:
             return type(error).__name__
         except (Exception, TooSlow) as error:
-            where = [
-                f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)
-            ][-4:]
+            frames = traceback.extract_tb(error.__traceback__)[-4:]
+            where = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames]
             self.fail(f"{name}: {type(error).__name__} at {where}", (error, parts))
             return "untyped"
         told = kind.told(parts) if kind.told else None
@@ -416,9 +375,8 @@ class Run:
             for good in self.kinds[name].corpus:
                 self.one(name, good)
         self.armed, self.slowest_s = True, 0.0
-        for number, name in enumerate(
-            rng.choices(names, [kind.share for kind in self.kinds.values()], k=count)
-        ):
+        shares = [kind.share for kind in self.kinds.values()]
+        for number, name in enumerate(rng.choices(names, shares, k=count)):
             parts, signed = change.mutated(self.kinds[name], rng.choice(self.kinds[name].corpus), rng)
             if measured := number % 50 == 0:
                 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -448,9 +406,8 @@ def main(arguments: list[str]) -> int:
     for module in IMPORTED:
         import_module(module)
     with tempfile.TemporaryDirectory() as folder, closing(Place(Path(folder))) as place:
-        run = Run(
-            {name: kind for name, kind in place.kinds().items() if name in (args.only or name).split(",")}
-        )
+        kinds = place.kinds()
+        run = Run({name: kinds[name] for name in (args.only.split(",") if args.only else kinds)})
         threading.excepthook = run.thread_ended
         sys.addaudithook(run.audit)
         run.many(args.count, seed=args.seed)

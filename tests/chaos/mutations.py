@@ -45,11 +45,7 @@ Parts = dict[str, bytes]
 SPECS, ROWS = {"small": SPEC, "wide": WIDE}, 12
 TENSORS = tensors_of("sampling_masks,sampling_support")
 PARTS = [Part(0, Box((0, 0), (4, 6)), 0, 0, (6, 1)), Part(1, Box((), ()), 1, 0, ())]
-ENTRIES = [
-    wires.Entry(0, Box((0, 0), (4, 3))),
-    wires.Entry(1, Box((), ())),
-    wires.Entry(0, Box((1, 3), (4, 6))),
-]
+BOXES = (0, Box((0, 0), (4, 3))), (1, Box((), ())), (0, Box((1, 3), (4, 6)))
 
 
 class Kind(NamedTuple):
@@ -66,22 +62,8 @@ class Kind(NamedTuple):
 # -- changes ---------------------------------------------------------------------------------------------------------------
 
 NUMBERS = (
-    0,
-    1,
-    2,
-    63,
-    127,
-    255,
-    4096,
-    1 << 16,
-    (1 << 24) + 1,
-    (1 << 31) - 1,
-    1 << 31,
-    (1 << 63) - 1,
-    1 << 63,
-    -1,
-    -2,
-)
+    0, 1, 2, 63, 127, 255, 4096, 1 << 16, (1 << 24) + 1, (1 << 31) - 1, 1 << 31, (1 << 63) - 1, 1 << 63, -1, -2,
+)  # fmt: skip
 LITERALS = [
     b"Infinity", b"NaN", b"1e999", b"-1", b"0", b"true", b"null", b"[]", b"{}", b'""', b'"\\ud800"', b"1.5", b'"a b"', b"[[1]]",
     b"9" * 400, b"9" * 4301, b"1" + b"0" * 30, b"[" * 900 + b"]" * 900, b"[" * 20_000, b'{"a":' * 500 + b"1" + b"}" * 500,
@@ -124,12 +106,8 @@ def mutated(kind: Kind, good: Parts, rng: random.Random) -> tuple[Parts, bool]:
 def frames() -> list[Parts]:
     """One of every codec, section and kind."""
     alike = {name: np.tile(random_ids(1, spec=spec), (ROWS, 1, 1)) for name, spec in SPECS.items()}
-    small = [
-        frame_of(ROWS + 1, codec="stored"),
-        frame_of(ROWS + 1, valid_T=np.arange(ROWS) % 5 != 2),
-        encode_error("no"),
-        frame_of(1),
-    ]
+    gaps, stored = frame_of(ROWS + 1, valid_T=np.arange(ROWS) % 5 != 2), frame_of(ROWS + 1, codec="stored")
+    small = stored, gaps, encode_error("no"), frame_of(1)
     both = [
         {name: data} for name, spec in SPECS.items()
         for data in (frame_of(ROWS + 1, spec=spec), frame_of(ROWS + 1, spec=spec, codec="set"),
@@ -150,9 +128,8 @@ def rehash(data: bytearray) -> None:
 def sign_frame(name: str, data: bytearray, rng: random.Random) -> None:
     """The size half of the time; the digests, too, where the frame can be decoded at all."""
     if len(data) >= HEADER_BYTES and rng.random() < 0.5:
-        struct.pack_into(
-            "<Q", data, 56, max(0, len(data) - HEADER_BYTES - struct.unpack_from("<I", data, 44)[0])
-        )
+        (sections,) = struct.unpack_from("<I", data, 44)
+        struct.pack_into("<Q", data, 56, max(0, len(data) - HEADER_BYTES - sections))
     rehash(data)
     with suppress(errors.R3Error):
         frame = parse_frame(bytes(data), spec=SPECS[name], max_rows=64)
@@ -174,9 +151,8 @@ def read_frame(parts: Parts) -> Any:
 
 def read_parcel(parts: Parts) -> Any:
     boot_id, count = parcel.open_parcel(source := InHand(parts[""]))
-    return boot_id, [
-        (serial, bytes(f.take(f.left))) for serial, f in parcel.frames_in(source, count, boot_id=boot_id)
-    ]
+    found = parcel.frames_in(source, count, boot_id=boot_id)
+    return boot_id, [(serial, bytes(frame.take(frame.left))) for serial, frame in found]
 
 
 def entries_of(data: bytes | bytearray) -> list[tuple[int, int, int]]:
@@ -190,9 +166,8 @@ def entries_of(data: bytes | bytearray) -> list[tuple[int, int, int]]:
 
 def parcel_told(parts: Parts) -> Any:
     data = parts[""]
-    return struct.unpack_from("<Q", data, 8)[0], [
-        (serial, data[at + 16 : at + 16 + n]) for at, serial, n in entries_of(data)
-    ]
+    frames = [(serial, data[at + 16 : at + 16 + size]) for at, serial, size in entries_of(data)]
+    return struct.unpack_from("<Q", data, 8)[0], frames
 
 
 def sign_parcel(name: str, data: bytearray, rng: random.Random) -> None:
@@ -200,10 +175,9 @@ def sign_parcel(name: str, data: bytearray, rng: random.Random) -> None:
     for at, _, size in entries_of(data)[:1]:
         sign_frame("small", frame := data[at + 16 : at + 16 + size], rng)
         data[at + 16 : at + 16 + size] = frame
+    boot_id = int.from_bytes(data[8:16], "little")
     for at, serial, size in entries_of(data):
-        struct.pack_into(
-            "<I", data, at + 12, parcel._check(int.from_bytes(data[8:16], "little"), serial, size)
-        )
+        struct.pack_into("<I", data, at + 12, parcel._check(boot_id, serial, size))
 
 
 def sign_hello(name: str, data: bytearray, rng: random.Random) -> None:
@@ -259,18 +233,10 @@ def tickets() -> list[Parts]:
         TicketSample("b\ud83d\ude00", 12, 0, 7, (span(0, 4, -(2**63)), span(6, 11, 9)), ((4, 6),)),
         TicketSample("", 5, 1, 0, (), ((0, 4),)),
     )
-    told = (
-        "run",
-        3,
-        SPEC,
-        TrainerLayout(tp=2, mtp=(3,)),
-        Assignment.given([[[one.sample_id] for one in samples]]),
-        samples,
-    )
-    return [
-        {"": Ticket(*told, 1 << 20).to_bytes()},
-        {"": Ticket(*told, 1, ("sampling_masks",), 1).to_bytes()},
-    ]
+    order = Assignment.given([[[one.sample_id] for one in samples]])
+    told = "run", 3, SPEC, TrainerLayout(tp=2, mtp=(3,)), order, samples
+    made = Ticket(*told, 1 << 20), Ticket(*told, 1, ("sampling_masks",), 1)
+    return [{"": ticket.to_bytes()} for ticket in made]
 
 
 def sign_ticket(name: str, data: bytearray, rng: random.Random) -> None:
@@ -333,9 +299,8 @@ def dumps() -> list[Parts]:
     ids, found = np.repeat(random_ids(8), 2, axis=1)[:, :4].astype(np.int32), list[Parts]()
     for value in (ids, torch.from_numpy(ids)):
         sample = {"tokens": list(range(9)), "rollout_routed_experts": value, "weight_versions": ["1"]}
-        torch.save(
-            {"rollout_id": 3, "samples": [sample, {**sample, "tokens": list(range(9))}]}, buffer := BytesIO()
-        )
+        samples = [sample, {**sample, "tokens": list(range(9))}]
+        torch.save({"rollout_id": 3, "samples": samples}, buffer := BytesIO())
         found += archives(buffer.getvalue())
     return found
 
@@ -371,5 +336,5 @@ KINDS = {
     "ticket": Kind(14, tickets(), read_ticket, None, sign_ticket),
     "row message": Kind(10, MESSAGES, read_message, lambda p: tuple(json.loads(*p.values())[n] for n in rows.SEAL)),
     "tensors": Kind(8, [{"": tensor_frames()}], read_tensors, tensors_told, sign_tensors),
-    "weight table": Kind(4, [{"": wires.table_bytes(ENTRIES)}], read_table, table_told),
+    "weight table": Kind(4, [{"": wires.table_bytes(wires.Entry(*one) for one in BOXES)}], read_table, table_told),
 }  # fmt: skip
