@@ -75,7 +75,7 @@ class Broadcast(Work):
         self._payloads: dict[int, torch.Tensor] = {}
         self._packed = self._loaded = 0
         """Buckets of this rank."""
-        self._heard, self._said = (self._ranks.words(self._run.deadline) for _ in range(2))
+        self._heard, self._said = (self._ranks.words(self.now.number, self._run.deadline) for _ in range(2))
         self._kept: dict[str, deque[tuple[int, Any]]] = {}
         """What was said to this rank, for two readers; what rank 0 has not needed yet, by kind."""
         self._left: list[EngineHandle] = []
@@ -84,6 +84,9 @@ class Broadcast(Work):
         """The call that orders are given for, and what comes of it, by engine."""
         self._begun = False
         """Whether a bucket was ordered."""
+
+    def _say(self, word: Sequence[Any], *, to: int) -> None:
+        self._ranks.tell(self.now.number, word, to=to)
 
     def run(self, given: Given, feed: Feed) -> None:
         try:
@@ -111,7 +114,7 @@ class Broadcast(Work):
         if any(changed for _, changed, _ in words.values()):
             source.manifest, source.buckets = manifest, {}
             rows = [[meta.row() for meta in bucket.tensors] for bucket in self._buckets]
-            self._ranks.tell(["buckets", rows], to=0)
+            self._say(["buckets", rows], to=0)
             for _ in words if self._ranks.leads else ():
                 rank, (rows,) = self._next("buckets")
                 source.buckets[rank] = [Bucket.of(list(map(TensorMeta.from_row, row))) for row in rows]
@@ -157,7 +160,7 @@ class Broadcast(Work):
             self._feed(self._push)
             self._until(len(self._buckets))
         except BaseException as error:
-            self._ranks.fail(error)  # whoever gives orders goes on no longer
+            self._ranks.fail(error, update=self.now.number)  # whoever gives orders goes on no longer
             raise
         self._landed()
 
@@ -168,7 +171,7 @@ class Broadcast(Work):
         self._until(number - 1)
         packer = self._source.packer
         self._payloads[number % 2] = packer.pack(number, self._buckets[number], tensors, self._run)
-        self._ranks.tell(["ready", number], to=0)
+        self._say(["ready", number], to=0)
         self._packed += 1
 
     def _until(self, loaded: int) -> None:
@@ -179,7 +182,7 @@ class Broadcast(Work):
     def _serve(self) -> None:
         """In a thread: do what rank 0 says, until all buckets of this rank are loaded, or the update fails."""
         try:
-            for _, (what, *told) in self._ranks.words(self._run.deadline):
+            for _, (what, *told) in self._ranks.words(self.now.number, self._run.deadline):
                 if what in ("join", "leave"):
                     self._source.leave()
                 if what == "join":
@@ -190,8 +193,8 @@ class Broadcast(Work):
                     self._stand_in(*told)
                 elif what == "loaded" and told == [len(self._buckets) - 1]:
                     return
-        except Exception as error:
-            self._ranks.fail(error)
+        except BaseException as error:
+            self._ranks.fail(error, update=self.now.number)
             self._source.leave()
 
     def _join_group(self, name: str, world_size: int) -> None:
@@ -200,7 +203,7 @@ class Broadcast(Work):
             name, world_size=world_size, host=config.host, backend=config.backend
         )
         source.joining = background(partial(group.join, timeout_s=self._run.deadline.left_s()))
-        self._ranks.tell(["where", group.where], to=0)
+        self._say(["where", group.where], to=0)
 
     def _stand_in(self, first: int, count: int) -> None:
         """Join in the place of members that do not come, so that the join ends for the others."""
@@ -217,7 +220,7 @@ class Broadcast(Work):
         except Exception as error:
             self._source.leave()
             why = f"trainer rank {self._ranks.rank}: {type(error).__name__}: {error}"
-        self._ranks.tell(["sent", why], to=0)
+        self._say(["sent", why], to=0)
 
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
@@ -249,7 +252,7 @@ class Broadcast(Work):
         try:
             work()
         except BaseException as error:
-            self._ranks.fail(error)  # this rank's own thread waits for words, too
+            self._ranks.fail(error, update=self.now.number)  # this rank's own thread waits for words, too
             own = isinstance(error, R3Error) and not isinstance(error, LOSSES)
             failure = error if own else WeightsError(f"{type(error).__name__}: {error}")  # no engine's fault
         for verdict in self._verdicts.values():
@@ -272,7 +275,7 @@ class Broadcast(Work):
     def _joined(self, rank: int, name: str) -> bool:
         ends = list(accumulate((handle.size for handle in self._left), initial=1))
         first = dict(zip((handle.url for handle in self._left), ends, strict=False))
-        self._ranks.tell(["join", name, ends[-1]], to=rank)
+        self._say(["join", name, ends[-1]], to=rank)
         _, (where,) = self._next("where")
         left_s = self._run.deadline.left_s()
 
@@ -280,7 +283,7 @@ class Broadcast(Work):
             handle.init_group(where, rank_offset=first[handle.url], timeout_s=left_s)
 
         def stand_in(handle: EngineHandle) -> None:  # SGLang waits half an hour for a member, or a store
-            self._ranks.tell(["stand_in", first[handle.url], handle.size], to=rank)
+            self._say(["stand_in", first[handle.url], handle.size], to=rank)
 
         return self._together(join, stand_in, f"join of weight group {name}")
 
@@ -290,20 +293,20 @@ class Broadcast(Work):
             rank, (number,) = self._next("ready")
             while not self._loaded_by_all(rank, number, flush=self._config.flush and not left):
                 self._join_all()
-            self._ranks.tell(["loaded", number], to=rank)
+            self._say(["loaded", number], to=rank)
 
     def _loaded_by_all(self, rank: int, number: int, *, flush: bool) -> bool:
         bucket = self._source.buckets[rank][number]
         what, self._begun = f"bucket {number} ({bucket})", True
         limit_s = min(self._run.deadline.left_s(), self._config.engine_timeout_s)
         how = {"group_name": self._groups[rank], "flush_cache": flush, "timeout_s": limit_s + _ANSWER_S}
-        self._ranks.tell(["send", number, limit_s], to=rank)
+        self._say(["send", number, limit_s], to=rank)
 
         def load(handle: EngineHandle) -> None:
             handle.update_tensors(bucket.tensors, **how)
 
         def leave(handle: EngineHandle) -> None:
-            self._ranks.tell(["leave"], to=rank)
+            self._say(["leave"], to=rank)
             background(partial(handle.leave_groups, REPAIR_S))
 
         done = self._together(load, leave, what)

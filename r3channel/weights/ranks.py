@@ -128,10 +128,11 @@ class TrainerRanks:
             self._words = {update: said for update, said in self._words.items() if update >= self.update}
             self._failed = {key: why for key, why in self._failed.items() if key[0] >= self.update}
 
-    def fail(self, error: BaseException) -> None:
-        """Say that this rank has given the update up, once; the others raise where they wait for it, or `check`."""
+    def fail(self, error: BaseException, *, update: int = 0) -> None:
+        """Say that this rank has given the update up, once; the others raise where they wait for it, or `check`. Not where another
+        one has begun than the `update` named. Any thread."""
         with self._changed:
-            if self._given_up[0] == self.update:
+            if self._given_up[0] == self.update or update not in (0, self.update):
                 return
             self._given_up = self.update, error
             self._changed.notify_all()
@@ -172,20 +173,17 @@ class TrainerRanks:
                 self._changed.wait(left_s if noticed else min(left_s, _SILENT_S))
             return [said[rank] for rank in range(self.size)]
 
-    def tell(self, word: Any, *, to: int) -> None:
+    def tell(self, update: int, word: Any, *, to: int) -> None:
         """Say something (plain, as JSON) to rank 0, or as rank 0 to any; `words` gives it there. Any thread."""
-        head, raw = _HEAD.pack(self.update, 0, self.rank), json.dumps(word).encode()
+        head, raw = _HEAD.pack(update, 0, self.rank), json.dumps(word).encode()
         if to == self.rank:
             self._note(WORD, head, raw, came_from=to)
         else:
             self._outgoing[to].put((WORD, head, raw))
 
-    def words(self, deadline: Deadline) -> Iterator[tuple[int, Any]]:
-        """Who told this rank what in the update under way, from its first word on, waiting for the next one. Every call gives all.
-        Raises what a rank has failed with, this one too, and DeadlineExceeded. Any thread."""
-        return self._words_of(self.update, deadline)
-
-    def _words_of(self, update: int, deadline: Deadline) -> Iterator[tuple[int, Any]]:
+    def words(self, update: int, deadline: Deadline) -> Iterator[tuple[int, Any]]:
+        """Who told this rank what in an update, from its first word on, waiting for the next one. Every call gives all. Raises what
+        a rank has failed with, this one too, and DeadlineExceeded. Any thread."""
         for at in itertools.count():
             with self._changed:
                 while len(said := self._words.get(update, [])) <= at:
