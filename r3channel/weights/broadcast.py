@@ -12,7 +12,6 @@ it passes bytes on (gloo: a tree; NCCL: all), and they may be lost with it. An e
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,19 +26,17 @@ from r3channel.errors import ManifestMismatch, R3Error, WeightsError
 from r3channel.weights.checksums import engine_names
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.engine import EngineHandle
-from r3channel.weights.executor import LOSSES, Feed, Work
+from r3channel.weights.executor import LOSSES, Work
 from r3channel.weights.group import WeightGroup, group_device
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, is_scale
 from r3channel.weights.pack import Packer
 from r3channel.weights.progress import REPAIR_S, background
-from r3channel.weights.stages import Given
 from r3channel.weights.transaction import Action, EngineState, Kind
 
 _SHOWN = 3
 Order = Callable[[EngineHandle], None]
 _ANSWER_S = 2.0
 """How much longer an engine may take for a bucket than its source: once that has given up, engines that waited for it say so."""
-log = logging.getLogger(__name__)
 
 
 class Source:
@@ -70,7 +67,7 @@ class Broadcast(Work):
 
     def __init__(self, *work: Any, source: Source, **options: Any) -> None:
         super().__init__(*work, **options)
-        self._source = source
+        self._source, self._say = source, partial(self._ranks.tell, self.now.number)
         self._held = set[str]()
         self._payloads: dict[int, torch.Tensor] = {}
         self._packed = self._loaded = 0
@@ -80,20 +77,11 @@ class Broadcast(Work):
         """What was said to this rank, for two readers; what rank 0 has not needed yet, by kind."""
         self._left: list[EngineHandle] = []
         """The engines that orders go to; rank 0."""
-        self._under_way, self._verdicts = "", dict[str, Future[None]]()
-        """The call that orders are given for, and what comes of it, by engine."""
+        self._under_way, self._orders = "", Future[None]()
+        """The call that orders are given for."""
+        self._lost: dict[str, BaseException] = {}
         self._begun = False
         """Whether a bucket was ordered."""
-
-    def _say(self, word: Sequence[Any], *, to: int) -> None:
-        self._ranks.tell(self.now.number, word, to=to)
-
-    def run(self, given: Given, feed: Feed) -> None:
-        try:
-            super().run(given, feed)
-        except BaseException:
-            self._source.leave()
-            raise
 
     # -- before a byte -------------------------------------------------------------------------------------------------
 
@@ -195,7 +183,8 @@ class Broadcast(Work):
                     return
         except BaseException as error:
             self._ranks.fail(error, update=self.now.number)
-            self._source.leave()
+            if self._ranks.update == self.now.number:  # another one may have a new group
+                self._source.leave()
 
     def _join_group(self, name: str, world_size: int) -> None:
         config, source = self._config, self._source
@@ -225,39 +214,37 @@ class Broadcast(Work):
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
     def _ask(self, action: Action) -> None:
-        """The first engine that is asked for a call sets the orders to all going, in a thread of their own."""
+        """The first engine that is asked for one of these calls sets the orders to all going."""
         work = {"join": self._join_all, "load": self._load_all}.get(action.call)
         if work is not None and self._under_way != action.call:
             self._under_way, self._left = action.call, self.members
-            self._verdicts = {member.url: Future() for member in self._left}
-            background(partial(self._conduct, work))
+            self._orders = background(partial(self._conduct, work))
         super()._ask(action)
 
-    def _join(self, handle: EngineHandle, _left_s: float) -> None:
-        self._verdicts[handle.url].result()
-
-    def _load(self, handle: EngineHandle, _left_s: float) -> None:
-        """All buckets of all sources."""
-        try:
-            self._verdicts[handle.url].result()
-        except BaseException:
-            handle.found = None if self._begun else EngineState.PAUSED
-            raise
-
-    def _commit(self, handle: EngineHandle, left_s: float) -> None:
-        handle.commit(self._version, left_s)
-
     def _conduct(self, work: Callable[[], None]) -> None:
-        failure: BaseException | None = None
+        """In a thread. A failure that is no engine's is not to look like one."""
         try:
             work()
         except BaseException as error:
             self._ranks.fail(error, update=self.now.number)  # this rank's own thread waits for words, too
-            own = isinstance(error, R3Error) and not isinstance(error, LOSSES)
-            failure = error if own else WeightsError(f"{type(error).__name__}: {error}")  # no engine's fault
-        for verdict in self._verdicts.values():
-            if not verdict.done():
-                verdict.set_exception(failure) if failure else verdict.set_result(None)
+            if isinstance(error, R3Error) and not isinstance(error, LOSSES):
+                raise
+            raise WeightsError(f"{type(error).__name__}: {error}") from error
+
+    def _join(self, handle: EngineHandle, left_s: float) -> None:
+        wait([self._orders])
+        if handle.url in self._lost:
+            raise self._lost[handle.url]
+        self._orders.result()
+
+    def _load(self, handle: EngineHandle, left_s: float) -> None:
+        """All buckets of all sources."""
+        wait([self._orders])
+        handle.found = None if self._begun else EngineState.PAUSED
+        self._join(handle, left_s)
+
+    def _commit(self, handle: EngineHandle, left_s: float) -> None:
+        handle.commit(self._version, left_s)
 
     def _join_all(self) -> None:
         """A group of each source with the engines that are left, unless they have them."""
@@ -329,9 +316,7 @@ class Broadcast(Work):
                     release(calls[each])
         lost = {url: error for url, error in errors.items() if isinstance(error, LOSSES)}
         self._left = [handle for handle in self._left if handle.url not in lost]
-        for url, loss in lost.items():
-            log.warning("weight groups go on without engine %s: %s", url, loss)
-            self._verdicts[url].set_exception(loss)
+        self._lost |= lost
         if errors and not (lost and self._left and not self.now.alone):
             error = next(iter(errors.values()))
             kind = type(error) if isinstance(error, R3Error) else R3Error

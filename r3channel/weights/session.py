@@ -33,7 +33,7 @@ from r3channel.weights.geometry import Box
 from r3channel.weights.joint import Staged
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
 from r3channel.weights.peer import from_peer
-from r3channel.weights.progress import CONTROL_S, REPAIR_S, Deadline, Run, UpdateReport, background, wait_all
+from r3channel.weights.progress import CONTROL_S, REPAIR_S, Deadline, Run, UpdateReport, background
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.reader import read_again, read_first
 from r3channel.weights.stages import Given, Stages
@@ -136,8 +136,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
 
     def _meet(self, engines: Sequence[EngineHandle], deadline: Deadline) -> None:
         limit_s = min(deadline.left_s(), CONTROL_S)
-        calls = {background(partial(self._engines.meet, engine, limit_s)): engine.url for engine in engines}
-        wait_all(calls, "connect", limit_s)
+        for call in [background(partial(self._engines.meet, engine, limit_s)) for engine in engines]:
+            call.result()
 
     def update(self, named_tensors: Tensors, *, version: int, timeout_s: float) -> UpdateReport:
         """Bring all engines to these weights under `version`, or raise with the old version still in place.
@@ -257,6 +257,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                 yield
         except BaseException as error:
             self._ranks.fail(error)
+            self._source.leave()  # who waits in its group fails at once
             raise
         finally:
             self._busy.release()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from r3channel.weights.group import WeightGroup
 from r3channel.weights.session import WeightSync
@@ -18,9 +19,16 @@ from tests.weights import NAMES, weights
 
 
 def stage(job: dict[str, Any], version: int) -> list[tuple[str, torch.Tensor]]:
+    if "tensors" in job:
+        return [(name, t * version) for name, t in load_file(job["tensors"]).items() if _layer(name) % 2 == job["rank"]]
     sources = job["world_size"] - 1
     own = NAMES[job["rank"] :: sources] if job["rank"] < sources else []
     return [(name, weights(version)[name]) for name in own]
+
+
+def _layer(name: str) -> int:
+    parts = name.split(".")
+    return int(parts[2]) if parts[1] == "layers" else 0
 
 
 def failing(job: dict[str, Any], version: int, how: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -50,7 +58,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         sent.append(len(payload))
 
     WeightGroup.broadcast = counted
-    options = {"group": dist.group.WORLD, "staged": False, "bucket_bytes": 1024, "engine_timeout_s": 1.0}
+    options = {"group": dist.group.WORLD, "staged": False, "bucket_bytes": job.get("bucket_bytes", 1024)}
+    options |= {"engine_timeout_s": job.get("engine_timeout_s", 1.0)}
     with WeightSync.whole(job["engines"], **options) as sync:
         sync.connect(timeout_s=60)
         version = 0
@@ -58,7 +67,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             version += 1
             given = failing(job, version, how) if job["rank"] == 1 else iter(stage(job, version))
             sent.clear()
-            said = failure(lambda v=version, given=given: sync.update(given, version=v, timeout_s=20))
+            said = failure(lambda v=version, given=given: sync.update(given, version=v, timeout_s=60))
             version -= bool(said)
             told[how] = {"said": said, "sent": list(sent), "routable": sync.routable()}
     return told

@@ -42,27 +42,32 @@ def stage_of(name: str) -> int:
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """One stage: rounds of both, and what engines hold after each way."""
+    """One stage: rounds of both, then what engines hold after the same weights came each way."""
     os.environ["SLIME_ACCELERATOR"] = "cpu"
     setup()
     named = [(name, t) for name, t in load_file(job["tensors"]).items() if stage_of(name) == job["rank"]]
     seconds: dict[str, list[float]] = {"slime": [], "r3channel": []}
     sums, sent = dict[str, Any](), {"slime": 0, "r3channel": 0}
+
+    def scaled(factor: float) -> Named:
+        return [(name, tensor * factor) for name, tensor in named]
+
     with megatron_world(job), theirs(job, named, sent) as slime, ours(job, named, sent) as mine:
         ways = {"slime": slime, "r3channel": mine}
         for number in range(job["rounds"] + 1):  # the first one is not kept
             for way in (list(ways), list(ways)[::-1])[number % 2]:
                 sent[way] = 0
-                factor = 1.0 + 2 * number + (way == "slime")
-                given = [(name, tensor * factor) for name, tensor in named]
+                given = scaled(1.0 + 2 * number + (way == "slime"))
                 dist.barrier()
                 begun_s = time.monotonic()
                 ways[way](given, 2 * number + (way == "slime"))
                 dist.barrier()
                 seconds[way] += [time.monotonic() - begun_s] if number else []
-                if number == job["rounds"] and job["rank"] == 0:
-                    held = [EngineHandle(url).weight_checksums(timeout_s=60) for url in job["engines"]]
-                    sums[way] = held[0] == held[1], len(held[0][0])
+        for way, factor in (("r3channel", 0.5), ("slime", 0.25), ("slime", 0.5)):
+            ways[way](scaled(factor), 2 * job["rounds"] + 2)
+            dist.barrier()
+            sums[way] = [EngineHandle(url).weight_checksums(timeout_s=60) for url in job["engines"]]
+            dist.barrier()
     return {"seconds": seconds, "sent": sent, "sums": sums, "bytes": sum(t.nbytes for _, t in named)}
 
 
@@ -218,7 +223,10 @@ def main(argv: list[str]) -> int:
         job |= {"rounds": asked.rounds, "bucket_bytes": asked.bucket_mb << 20}
         overlay = [sources("slime-624b824a")]
         ranks = run_ranks("tests.upstream.broadcasts", asked.work / "ranks", job=job, timeout_s=900, overlay=overlay)
-    print(f"{sum(rank['bytes'] for rank in ranks) / 1e6:.1f} MB, {asked.rounds} rounds in turn; equal: {ranks[0]['sums']}")
+    sums = ranks[0]["sums"]
+    assert sums["slime"] == sums["r3channel"] and len(sums["slime"]) == 2, "engines hold other weights than slime gave them"
+    each = [len(rank) for engine in sums["slime"] for rank in engine]
+    print(f"{sum(rank['bytes'] for rank in ranks) / 1e6:.1f} MB, {asked.rounds} rounds in turn; {each} parameters equal slime's")
     walls = {way: [max(at) for at in zip(*(rank["seconds"][way] for rank in ranks), strict=True)] for way in ranks[0]["sent"]}
     for way, wall_s in walls.items():
         sent = sum(rank["sent"][way] for rank in ranks)
