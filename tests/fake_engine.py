@@ -231,7 +231,10 @@ class FakeEngine:
         try:
             groups = self._groups[body["group_name"]]
             flat, *others = (torch.empty(bucket.payload_bytes, dtype=torch.uint8) for _ in groups)
-            works = [g.broadcast([f], dist.BroadcastOptions()) for g, f in zip(groups, (flat, *others))]
+            works = [
+                g.broadcast([f], dist.BroadcastOptions())
+                for g, f in zip(groups, (flat, *others), strict=True)
+            ]
             while works:
                 works.pop().wait()
             assert all(torch.equal(flat, other) for other in others)

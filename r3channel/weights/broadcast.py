@@ -1,13 +1,13 @@
 """An update without our half in the engine: SGLang itself loads flattened buckets in place while it is paused.
 
-Each trainer rank that has tensors (a pipeline stage's source) has one group with all engines' ranks, as SGLang takes bytes from rank 0
-of a group only; a bucket is broadcast once, however many engines there are. Rank 0 gives the orders of all sources, one bucket after
-another, in the order in which they are ready: engines that took buckets in different orders would wait for one another for ever.
-The ranks' words: a source is told `join`, `send`, `leave`, `loaded`; it tells rank 0 `buckets`, `where`, `ready`, `sent`.
+Each trainer rank that has tensors (a source, as of a pipeline stage) has one group with all engines' ranks, since SGLang takes
+bytes from rank 0 of a group only. A bucket is broadcast once, however many engines there are. Rank 0 orders the buckets of all
+sources, one after another, as they become ready: engines that took them in different orders would wait for one another for
+ever. Ranks say, to a source: `join`, `stand_in`, `send`, `leave`, `loaded`; to rank 0: `buckets`, `where`, `ready`, `sent`.
 
-No group can lose a member. Without an engine that is lost all groups are made anew, and the bucket under way is broadcast again:
-the engines that are left have those before, and SGLang takes more buckets until `end`. One that stands still holds up those to which
-it passes bytes on (gloo: a tree; NCCL: all), and they may be lost with it. An engine that refuses fails the update.
+No group can lose a member. All groups are made anew without an engine that is lost, and the bucket under way is broadcast
+again: the engines that are left have those before, and SGLang takes more until `end`. An engine that stands still holds up
+those to which it passes bytes on (gloo: a tree; NCCL: all), which may be lost with it. One that refuses fails the update.
 """
 
 from __future__ import annotations
@@ -196,9 +196,9 @@ class Broadcast(Work):
 
     def _stand_in(self, first: int, count: int) -> None:
         """Join in the place of members that do not come, so that the join ends for the others."""
-        group = self._source.group
-        for member in range(first, first + count) if group else ():
-            background(partial(group.join, member, timeout_s=REPAIR_S))
+        if group := self._source.group:
+            for member in range(first, first + count):
+                background(partial(group.join, member, timeout_s=REPAIR_S))
 
     def _send(self, number: int, limit_s: float) -> None:
         why, group = "", self._source.group
@@ -303,7 +303,7 @@ class Broadcast(Work):
         return done
 
     def _together(self, call: Order, release: Order, what: str) -> bool:
-        """Give all engines an order at once. False where some are lost and others are left; raises what an engine refuses with.
+        """Give all engines an order at once. False where some are lost and others are left; raises what one refuses with.
 
         `release`, of an engine that failed, ends the others' wait for it in the group."""
         pending = calls = {background(partial(call, handle)): handle for handle in self._left}

@@ -167,7 +167,7 @@ class EngineHandle:
     # -- SGLang's own loading ------------------------------------------------------------------------------------------
 
     def init_group(self, where: Body, *, rank_offset: int = 1, timeout_s: float) -> None:
-        """Join a weight group (`WeightGroup.where`) with the ranks from `rank_offset` on; returns when all members have joined."""
+        """Join a weight group (`WeightGroup.where`) with ranks from `rank_offset` on; returns when all members have joined."""
         self.groups.append(where["group_name"])
         self._command(
             "/init_weights_update_group", {**where, "rank_offset": rank_offset}, timeout_s=timeout_s

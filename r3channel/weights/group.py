@@ -39,14 +39,15 @@ class WeightGroup:
         self._closed = False
 
     def join(self, rank: int = 0, *, timeout_s: float) -> None:
-        """Wait until all members have joined. Raises DeadlineExceeded. With another `rank` join in that one's place, and leave."""
+        """Wait until all members have joined. Raises DeadlineExceeded. With another `rank`: in that one's place, and leave."""
         where = Rendezvous(
             backend=self.backend, name=self.name, connection=0, rank=rank, world_size=self.world_size, host=self.host,
             port=self._store.port,
         )  # fmt: skip
         wire = ProcessGroupTransport(where, timeout_s=timeout_s, foreign=True)
         if rank:
-            return wire.abort()
+            wire.abort()
+            return
         self.wire = wire
         if self._closed:  # meanwhile
             self.close()

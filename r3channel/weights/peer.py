@@ -53,7 +53,7 @@ def from_peer(
             push(tensors)
 
     rounded = cast_by(peer.ranks, peer.metas)
-    return Given(held, tuple(accumulate(map(len, parts))), None, peer.metas, rounded, peer.url), feed
+    return Given(held, tuple(accumulate(map(len, parts))), None, peer.metas, rounded), feed
 
 
 def _chosen(members: Sequence[EngineHandle], stages: Stages, version: int, run: Run) -> EngineHandle | None:

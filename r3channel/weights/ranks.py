@@ -182,8 +182,8 @@ class TrainerRanks:
             self._outgoing[to].put((WORD, head, raw))
 
     def words(self, update: int, deadline: Deadline) -> Iterator[tuple[int, Any]]:
-        """Who told this rank what in an update, from its first word on, waiting for the next one. Every call gives all. Raises what
-        a rank has failed with, this one too, and DeadlineExceeded. Any thread."""
+        """Who told this rank what in an update, from its first word on, waiting for the next one. Every call gives all of them.
+        Raises what a rank has failed with, this one too, and DeadlineExceeded. Any thread."""
         for at in itertools.count():
             with self._changed:
                 while len(said := self._words.get(update, [])) <= at:

@@ -92,8 +92,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
     def whole(cls, engines: Sequence[EngineHandle | str], *, group: Any = None, **options: Any) -> WeightSync:
         """One trainer rank has whole tensors: each `update` is given (name, tensor). `options` are `SyncConfig`'s.
 
-        With a torch process group all its ranks make the same session and calls, and each gives whole tensors of its own, or none:
-        those of its pipeline stage (`hf_weights` with `source`)."""
+        With a torch process group all its ranks make the same session and calls, and each gives whole tensors of its own, as those
+        of its pipeline stage (`hf_weights` with `source`), or none; the report counts a rank's own. Rank 0 knows engines."""
         return cls(SyncConfig(engines=engines, **options), group=group)
 
     @classmethod

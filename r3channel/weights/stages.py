@@ -58,8 +58,6 @@ class Given:
     """What engines are told of; (): what all trainer ranks hold together."""
     rounded: Mapping[str, str] = field(default_factory=dict)
     """Tensors that are held rounded, and may only go where they are rounded alike."""
-    giver: str = ""
-    """The engine whose memory it is read from."""
 
     @classmethod
     def whole(cls, manifest: Manifest) -> Given:

@@ -20,7 +20,11 @@ from tests.weights import NAMES, weights
 
 def stage(job: dict[str, Any], version: int) -> list[tuple[str, torch.Tensor]]:
     if "tensors" in job:
-        return [(name, t * version) for name, t in load_file(job["tensors"]).items() if _layer(name) % 2 == job["rank"]]
+        return [
+            (name, t * version)
+            for name, t in load_file(job["tensors"]).items()
+            if _layer(name) % 2 == job["rank"]
+        ]
     sources = job["world_size"] - 1
     own = NAMES[job["rank"] :: sources] if job["rank"] < sources else []
     return [(name, weights(version)[name]) for name in own]
@@ -53,8 +57,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     sent, told = list[int](), dict[str, Any]()
     broadcast = WeightGroup.broadcast
 
-    def counted(group: WeightGroup, payload: torch.Tensor, *, timeout_s: float) -> None:
-        broadcast(group, payload, timeout_s=timeout_s)
+    def counted(self: WeightGroup, payload: torch.Tensor, *, timeout_s: float) -> None:
+        broadcast(self, payload, timeout_s=timeout_s)
         sent.append(len(payload))
 
     WeightGroup.broadcast = counted

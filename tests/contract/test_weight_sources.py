@@ -1,4 +1,4 @@
-"""Several trainer ranks broadcast to all engines: each bucket once, in one order everywhere, and without an engine that is lost."""
+"""Several trainer ranks broadcast to all engines: each bucket once, in one order, and without an engine that is lost."""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ pytestmark = pytest.mark.dist
 @pytest.fixture
 def pair() -> Iterator[tuple[WeightGroup, FakeEngine]]:
     group, engine = WeightGroup("test-weights-1", world_size=2), FakeEngine()
-    where = {"master_address": group.host, "master_port": group.port, "group_name": group.name}
-    body = where | {"rank_offset": 1, "world_size": 2}
+    body = group.where | {"rank_offset": 1}
     joined = in_background(lambda: engine.answer("/init_weights_update_group", body), name="test-engine")
     try:
         group.join(timeout_s=60)
@@ -51,7 +50,7 @@ def test_bytes_arrive_and_a_close_frees_a_waiting_peer(pair: tuple[WeightGroup, 
     assert answer.result(20) == {"success": True} and torch.equal(engine.tensors["w"], payload)
 
     listening = [c for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    assert {c.laddr.ip for c in listening if c.laddr.port == group.port} == {"127.0.0.1"}
+    assert {c.laddr.ip for c in listening if c.laddr.port == group.where["master_port"]} == {"127.0.0.1"}
 
     answer = receiving(group, engine, 10)
     time.sleep(0.3)  # it is in its broadcast now

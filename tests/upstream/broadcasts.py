@@ -2,9 +2,9 @@
 
     R3TEST_UPSTREAM=FOLDER python -m tests.upstream.broadcasts --work DIR [--rounds 9] [--hidden 64] [--bucket-mb 1]
 
-slime's part is its `UpdateWeightFromDistributed` with its engine class and the buckets' size of ours. Changed: its accelerator is a CPU's
-(slime's extension point), SGLang 0.5.23 gets the begin and end that it waits for, tensors come converted as ours do, and calls to
-actors are calls in threads and the lock a file, which is faster than Ray's.
+slime's part is its `UpdateWeightFromDistributed` with its engine class and the buckets' size of ours. Changed: its accelerator is
+a CPU's (slime's extension point), SGLang 0.5.23 gets the begin and end that it waits for, tensors come converted as ours do, and
+calls to actors are calls in threads and the lock a file, which is faster than Ray's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -80,9 +82,9 @@ class ours:
     def __init__(self, job: dict[str, Any], _named: Named, sent: dict[str, int]) -> None:
         broadcast = WeightGroup.broadcast
 
-        def counted(group: WeightGroup, payload: torch.Tensor, *, timeout_s: float) -> None:
+        def counted(self: WeightGroup, payload: torch.Tensor, *, timeout_s: float) -> None:
             sent["r3channel"] += 1
-            broadcast(group, payload, timeout_s=timeout_s)
+            broadcast(self, payload, timeout_s=timeout_s)
 
         WeightGroup.broadcast = counted
         options = {"group": dist.group.WORLD, "staged": False, "bucket_bytes": job["bucket_bytes"]}
@@ -101,9 +103,9 @@ class theirs:
 
     def __init__(self, job: dict[str, Any], _named: Named, sent: dict[str, int]) -> None:
         import ray
-        from slime.backends.megatron_utils.update_weight import update_weight_from_distributed as module
-        from slime.backends.sglang_utils.sglang_engine import SGLangEngine
-        from slime.utils import distributed_utils
+
+        module = import_module("slime.backends.megatron_utils.update_weight.update_weight_from_distributed")
+        actors = import_module("slime.backends.sglang_utils.sglang_engine")
 
         pool = ThreadPoolExecutor(16)
         ray.get = lambda refs: [ref.result() for ref in refs] if isinstance(refs, list) else refs.result()
@@ -115,13 +117,11 @@ class theirs:
             return broadcast(*args, **options)
 
         module.dist = SimpleNamespace(**{**vars(dist), "broadcast": counted})
-        distributed_utils.init_gloo_group()
-        self._engines = [Actor(engine_at(SGLangEngine, url), pool) for url in job["engines"]]
+        import_module("slime.utils.distributed_utils").init_gloo_group()
+        self._engines = [Actor(engine_at(actors.SGLangEngine, url), pool) for url in job["engines"]]
         self._urls, self._lock = job["engines"], Actor(FileLock(Path(job["out"], "lock")), pool)
 
         class Updater(module.UpdateWeightFromDistributed):
-            given: Named = []
-
             def _send_weights(self, pbar: Any) -> None:
                 handles = [EngineHandle(url) for url in job["engines"]] if job["rank"] == 0 else []
                 for handle in handles:
@@ -183,9 +183,7 @@ class Actor:
         self._inner, self._pool = inner, pool
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self._inner, name)
-        remote: Callable[..., Future[Any]] = lambda *args, **options: self._pool.submit(method, *args, **options)  # noqa: E731
-        return SimpleNamespace(remote=remote)
+        return SimpleNamespace(remote=partial(self._pool.submit, getattr(self._inner, name)))
 
 
 class FileLock:
@@ -216,21 +214,35 @@ def main(argv: list[str]) -> int:
     asked = parser.parse_args(argv)
     model = write_model(asked.work / "model", hidden=asked.hidden)
     options = EngineOptions(
-        model=model, r3channel=False, extra_args=("--tp-size", "2"), env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+        model=model,
+        r3channel=False,
+        extra_args=("--tp-size", "2"),
+        env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
     )
     with engines(options, 2, timeout_s=_TIMEOUT_S) as urls:
         job = {"engines": list(urls), "layout": f"pp={_STAGES}", "tensors": str(model / "model.safetensors")}
         job |= {"rounds": asked.rounds, "bucket_bytes": asked.bucket_mb << 20}
         overlay = [sources("slime-624b824a")]
-        ranks = run_ranks("tests.upstream.broadcasts", asked.work / "ranks", job=job, timeout_s=900, overlay=overlay)
+        ranks = run_ranks(
+            "tests.upstream.broadcasts", asked.work / "ranks", job=job, timeout_s=900, overlay=overlay
+        )
     sums = ranks[0]["sums"]
-    assert sums["slime"] == sums["r3channel"] and len(sums["slime"]) == 2, "engines hold other weights than slime gave them"
+    assert sums["slime"] == sums["r3channel"] and len(sums["slime"]) == 2, (
+        "engines hold other weights than slime gave them"
+    )
     each = [len(rank) for engine in sums["slime"] for rank in engine]
-    print(f"{sum(rank['bytes'] for rank in ranks) / 1e6:.1f} MB, {asked.rounds} rounds in turn; {each} parameters equal slime's")
-    walls = {way: [max(at) for at in zip(*(rank["seconds"][way] for rank in ranks), strict=True)] for way in ranks[0]["sent"]}
+    print(
+        f"{sum(rank['bytes'] for rank in ranks) / 1e6:.1f} MB, {asked.rounds} rounds in turn; {each} parameters equal slime's"
+    )
+    walls = {
+        way: [max(at) for at in zip(*(rank["seconds"][way] for rank in ranks), strict=True)]
+        for way in ranks[0]["sent"]
+    }
     for way, wall_s in walls.items():
         sent = sum(rank["sent"][way] for rank in ranks)
-        print(f"{way:10} {sent:5} broadcasts an update, wall {median(wall_s):.2f} s ({min(wall_s):.2f} .. {max(wall_s):.2f})")
+        print(
+            f"{way:10} {sent:5} broadcasts an update, wall {median(wall_s):.2f} s ({min(wall_s):.2f} .. {max(wall_s):.2f})"
+        )
     shares = [mine / other for mine, other in zip(walls["r3channel"], walls["slime"], strict=True)]
     print(f"r3channel of slime, pair by pair: {median(shares):.2f} ({min(shares):.2f} .. {max(shares):.2f})")
     return 0
