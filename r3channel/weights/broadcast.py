@@ -3,7 +3,7 @@
 Each trainer rank that has tensors (a source, as of a pipeline stage) has one group with all engines' ranks, since SGLang takes
 bytes from rank 0 of a group only. A bucket is broadcast once, however many engines there are. Rank 0 orders the buckets of all
 sources, one after another, as they become ready: engines that took them in different orders would wait for one another for
-ever. Ranks say, to a source: `join`, `stand_in`, `send`, `leave`, `loaded`; to rank 0: `buckets`, `where`, `ready`, `sent`.
+ever. Ranks say, to a source: `join`, `stand_in`, `send`, `leave`, `loaded`; to rank 0: `where`, `ready`, `sent`.
 
 No group can lose a member. All groups are made anew without an engine that is lost, and the bucket under way is broadcast
 again: the engines that are left have those before, and SGLang takes more until `end`. An engine that stands still holds up
@@ -49,7 +49,7 @@ class Source:
         self.manifest: Manifest | None = None
         """What rank 0 was told of."""
         self.buckets: dict[int, list[Bucket]] = {}
-        """At rank 0, by source."""
+        """By source."""
         self.formed: tuple[Sequence[tuple[str, str]], dict[int, str]] = (), {}
         """At rank 0: the engines' lives that are in the groups, and the groups' names by source."""
 
@@ -96,16 +96,15 @@ class Broadcast(Work):
                 f"tensor {scale} is the scale of a float8 weight, and an engine of plain weights would serve float8 ones without "
                 "it; expected=None does not look"
             )
-        told = [len(self._buckets), source.manifest is not manifest, group.name if group else ""]
+        rows = [[meta.row() for meta in bucket.tensors] for bucket in self._buckets]
+        rows = [] if source.manifest is manifest else rows  # nothing changed
+        told = [len(self._buckets), rows, group.name if group else ""]
         words = dict(enumerate(self._ranks.exchange(told, self._run.deadline)))
         self._groups = {rank: name for rank, (buckets, _, name) in words.items() if buckets}
-        if any(changed for _, changed, _ in words.values()):
-            source.manifest, source.buckets = manifest, {}
-            rows = [[meta.row() for meta in bucket.tensors] for bucket in self._buckets]
-            self._say(["buckets", rows], to=0)
-            for _ in words if self._ranks.leads else ():
-                rank, (rows,) = self._next("buckets")
-                source.buckets[rank] = [Bucket.of(list(map(TensorMeta.from_row, row))) for row in rows]
+        source.manifest = manifest
+        for rank, (buckets, rows, _) in words.items():
+            if rows or not buckets:
+                source.buckets[rank] = [Bucket.of(list(map(TensorMeta.from_row, each))) for each in rows]
         if self._buckets:
             background(self._serve)
 

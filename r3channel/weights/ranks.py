@@ -129,8 +129,8 @@ class TrainerRanks:
             self._failed = {key: why for key, why in self._failed.items() if key[0] >= self.update}
 
     def fail(self, error: BaseException, *, update: int = 0) -> None:
-        """Say that this rank has given the update up, once; the others raise where they wait for it, or `check`. Not where another
-        one has begun than the `update` named. Any thread."""
+        """Say that this rank has given the update up, once; the others raise where they wait for it, or `check`. Nothing where
+        another one has begun than the `update` named. Any thread."""
         with self._changed:
             if self._given_up[0] == self.update or update not in (0, self.update):
                 return

@@ -92,8 +92,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
     def whole(cls, engines: Sequence[EngineHandle | str], *, group: Any = None, **options: Any) -> WeightSync:
         """One trainer rank has whole tensors: each `update` is given (name, tensor). `options` are `SyncConfig`'s.
 
-        With a torch process group all its ranks make the same session and calls, and each gives whole tensors of its own, as those
-        of its pipeline stage (`hf_weights` with `source`), or none; the report counts a rank's own. Rank 0 knows engines."""
+        With a torch process group all its ranks make the same session and calls, and each gives whole tensors of its own (those
+        of its pipeline stage: `hf_weights` with `source`), or none; the report counts a rank's own. Rank 0 knows engines."""
         return cls(SyncConfig(engines=engines, **options), group=group)
 
     @classmethod
@@ -226,7 +226,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             self._phase = "closed"
             wait([background(member.leave) for member in self._engines.all], timeout=2 * REPAIR_S)
             self._source.leave()
-            del self._source  # frees the buffers
+            self._source = Source(self._config)  # frees the buffers
             self._stages.close()
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
