@@ -187,9 +187,8 @@ class Broadcast(Work):
 
     def _join_group(self, name: str, world_size: int) -> None:
         config, source = self._config, self._source
-        source.group = group = WeightGroup(
-            name, world_size=world_size, host=config.host, backend=config.backend
-        )
+        where: dict[str, Any] = {"host": config.host, "backend": config.backend}
+        source.group = group = WeightGroup(name, world_size=world_size, **where)
         source.joining = background(partial(group.join, timeout_s=self._run.deadline.left_s()))
         self._say(["where", group.where], to=0)
 
@@ -201,12 +200,12 @@ class Broadcast(Work):
 
     def _send(self, number: int, limit_s: float) -> None:
         why, group = "", self._source.group
+        assert group is not None
         try:
             self._source.joining.result(limit_s)
-            assert group is not None
             group.broadcast(self._payloads[number % 2], timeout_s=limit_s)
         except Exception as error:
-            self._source.leave()
+            group.close()
             why = f"trainer rank {self._ranks.rank}: {type(error).__name__}: {error}"
         self._say(["sent", why], to=0)
 
@@ -251,9 +250,8 @@ class Broadcast(Work):
         while self._source.formed != (lives := [(one.url, one.boot_id) for one in self._left], wanted):
             for handle in self._left:
                 handle.leave_groups(REPAIR_S)
-            names = {
-                rank: f"{self._stages.session}-{secrets.token_hex(4)}" for rank in wanted
-            }  # new to SGLang
+            # SGLang refuses a name that it has seen
+            names = {rank: f"{self._stages.session}-{secrets.token_hex(4)}" for rank in wanted}
             if all(self._joined(rank, name) for rank, name in names.items()):
                 self._source.formed, wanted = (lives, names), names
         self._groups = wanted

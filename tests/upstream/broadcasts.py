@@ -65,12 +65,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
                 ways[way](given, 2 * number + (way == "slime"))
                 dist.barrier()
                 seconds[way] += [time.monotonic() - begun_s] if number else []
+        counts = dict(sent)
         for way, factor in (("r3channel", 0.5), ("slime", 0.25), ("slime", 0.5)):
             ways[way](scaled(factor), 2 * job["rounds"] + 2)
             dist.barrier()
             sums[way] = [EngineHandle(url).weight_checksums(timeout_s=60) for url in job["engines"]]
             dist.barrier()
-    return {"seconds": seconds, "sent": sent, "sums": sums, "bytes": sum(t.nbytes for _, t in named)}
+    return {"seconds": seconds, "sent": counts, "sums": sums, "bytes": sum(t.nbytes for _, t in named)}
 
 
 Update = Callable[[Named, int], object]
