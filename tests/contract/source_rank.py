@@ -62,7 +62,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         sent.append(len(payload))
 
     WeightGroup.broadcast = counted
-    options = {"group": dist.group.WORLD, "staged": False, "bucket_bytes": job.get("bucket_bytes", 1024)}
+    options = {
+        "group": dist.group.WORLD,
+        "staged": job.get("staged", False),
+        "bucket_bytes": job.get("bucket_bytes", 1024),
+    }
     options |= {"engine_timeout_s": job.get("engine_timeout_s", 1.0)}
     with WeightSync.whole(job["engines"], **options) as sync:
         sync.connect(timeout_s=60)

@@ -9,7 +9,7 @@ import torch
 from tests.contract.test_weight_faults import UPDATE
 from tests.dist.ranks import run_ranks
 from tests.fake_engine import FakeEngine
-from tests.weights import NAMES, holds, weights
+from tests.weights import NAMES, holds, serving, weights
 
 RANK = "tests.contract.source_rank"
 
@@ -41,3 +41,11 @@ def test_an_engine_that_is_lost_on_the_way_ends_no_update_of_the_others(tmp_path
     assert found[0]["lost"]["routable"] == sorted([good.url, other.url])
     assert good.calls.count(UPDATE) == 2 * len(NAMES) + 1  # the bucket under way came again
     assert all(torch.equal(good.tensors[name], tensor) for name, tensor in weights(2).items())
+
+
+def test_engines_with_our_half_get_the_ranks_tensors_staged(tmp_path: Path) -> None:
+    engines = [serving(), serving()]
+    job = {"engines": [engine.url for engine in engines], "hows": ["good", "again"], "staged": True}
+    found = run_ranks(RANK, tmp_path, world_size=3, job=job, timeout_s=240)
+    assert all(holds(engine, 2) and UPDATE not in engine.calls for engine in engines)
+    assert [told["again"]["said"] for told in found] == [[]] * 3
