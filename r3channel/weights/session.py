@@ -331,6 +331,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             for url in error.engines if isinstance(error, errors.GiverChanged) else ():
                 self._engines.at(url).forget()  # what it serves is not the version
             states = ", ".join(str(member.now) for member in members)
+            if run.report.way != "staged" and not self._ranks.leads:
+                states = "rank 0 knows"
             failed = f"engine {names} was not brought to version {version}" if alone else failed
             raise errors.WeightUpdateFailed(f"{failed}: {error} [engines now: {states}]") from error
         if not alone:
