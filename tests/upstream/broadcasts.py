@@ -105,7 +105,9 @@ class theirs:
     def __init__(self, job: dict[str, Any], _named: Named, sent: dict[str, int]) -> None:
         import ray
 
-        module = import_module("slime.backends.megatron_utils.update_weight.update_weight_from_distributed")
+        module: Any = import_module(
+            "slime.backends.megatron_utils.update_weight.update_weight_from_distributed"
+        )
         actors = import_module("slime.backends.sglang_utils.sglang_engine")
 
         pool = ThreadPoolExecutor(16)
