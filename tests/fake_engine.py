@@ -10,6 +10,7 @@ import json
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from r3channel.transport.process_group import in_background
 from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.manifest import Bucket, TensorMeta
 from r3channel.weights.receiver import Receiver, opened, update
@@ -67,7 +69,10 @@ class FakeEngine:
         """How often an end has processed the weights that were loaded."""
         self.life = next(_lives)
         self.dead = threading.Event()
-        self._groups: dict[str, Any] = {}
+        self._groups: dict[str, list[Any]] = {}
+        """By name, what each of its ranks (`tp_size` of the settings) has."""
+        self.received: list[str] = []
+        """The first tensor of each bucket, as they came."""
         self._counts: dict[str, int] = {}
         self._server = Answering(self._served, port=port)
         self.port, self.url = self._server.server_port, self._server.url
@@ -144,6 +149,14 @@ class FakeEngine:
         }
 
     def _join(self, body: Answer) -> Answer:
+        members = [
+            in_background(partial(self._member, body, rank), name="fake-rank")
+            for rank in range(self.settings.get("tp_size", 1))
+        ]
+        self._groups[body["group_name"]] = [member.result() for member in members]
+        return {"success": True}
+
+    def _member(self, body: Answer, rank: int) -> Any:
         store: Store = TCPStore(
             body["master_address"], body["master_port"], body["world_size"], False, timeout=timedelta(seconds=20),
         )  # fmt: skip
@@ -154,8 +167,7 @@ class FakeEngine:
         options._timeout = timedelta(seconds=20)
         options._threads = 1
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        self._groups[name] = dist.ProcessGroupGloo(store, body["rank_offset"], body["world_size"], options)
-        return {"success": True}
+        return dist.ProcessGroupGloo(store, body["rank_offset"] + rank, body["world_size"], options)
 
     @property
     def _session(self) -> object | None:
@@ -216,15 +228,22 @@ class FakeEngine:
                 for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True)
             ]
         )
-        flat = torch.empty(bucket.payload_bytes, dtype=torch.uint8)
         try:
-            group = self._groups[body["group_name"]]
-            group.broadcast([flat], dist.BroadcastOptions()).wait()
+            groups = self._groups[body["group_name"]]
+            flat, *others = (torch.empty(bucket.payload_bytes, dtype=torch.uint8) for _ in groups)
+            works = [
+                g.broadcast([f], dist.BroadcastOptions())
+                for g, f in zip(groups, (flat, *others), strict=True)
+            ]
+            while works:
+                works.pop().wait()
+            assert all(torch.equal(flat, other) for other in others)
         except (KeyError, RuntimeError) as error:
             return {"success": False, "message": f"Failed to receive weights: {error}"}
         for meta, at in zip(bucket.tensors, bucket.offsets, strict=True):
             part = flat[at : at + meta.nbytes].view(meta.dtype).view(meta.shape)
             self.tensors[meta.name] = part.clone()
+        self.received.append(body["names"][0])
         self.flushed += bool(body["flush_cache"])
         return None if self.dead.is_set() else {"success": True}
 

@@ -146,7 +146,7 @@ def _per_tensor(client: EngineHandle, named: Named) -> Iterator[Callable[[], Non
     flats = [tensor.view(-1).view(torch.uint8) for _, tensor in named]
     group = WeightGroup("r3channel-bench-per-tensor", world_size=2)
     wait: dict[str, Any] = {"timeout_s": _TIMEOUT_S}
-    joining = in_background(lambda: client.init_group(group, **wait), name="bench")
+    joining = in_background(lambda: client.init_group(group.where, **wait), name="bench")
     group.join(**wait)
     joining.result(_TIMEOUT_S)
     wire = group.wire

@@ -1,25 +1,63 @@
-"""An update without our half in the engine: SGLang itself loads flattened buckets in place while it is paused."""
+"""An update without our half in the engine: SGLang itself loads flattened buckets in place while it is paused.
+
+Each trainer rank that has tensors (a source, as of a pipeline stage) has one group with all engines' ranks, since SGLang takes
+bytes from rank 0 of a group only. A bucket is broadcast once, however many engines there are. Rank 0 orders the buckets of all
+sources, one after another, as they become ready: engines that took them in different orders would wait for one another for
+ever. Ranks say, to a source: `join`, `stand_in`, `send`, `leave`, `loaded`; to rank 0: `where`, `ready`, `sent`.
+
+No group can lose a member. All groups are made anew without an engine that is lost, and the bucket under way is broadcast
+again: the engines that are left have those before, and SGLang takes more until `end`. An engine that stands still holds up
+those to which it passes bytes on (gloo: a tree; NCCL: all), which may be lost with it. One that refuses fails the update.
+"""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from r3channel.errors import ManifestMismatch
+from r3channel.errors import ManifestMismatch, R3Error, WeightsError
 from r3channel.weights.checksums import engine_names
+from r3channel.weights.config import SyncConfig
 from r3channel.weights.engine import EngineHandle
-from r3channel.weights.executor import Work
-from r3channel.weights.group import WeightGroup
-from r3channel.weights.manifest import Bucket, is_scale
+from r3channel.weights.executor import LOSSES, Work
+from r3channel.weights.group import WeightGroup, group_device
+from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, is_scale
 from r3channel.weights.pack import Packer
-from r3channel.weights.progress import background, wait_all
-from r3channel.weights.transaction import Kind
+from r3channel.weights.progress import REPAIR_S, background
+from r3channel.weights.transaction import Action, EngineState, Kind
 
 _SHOWN = 3
+Order = Callable[[EngineHandle], None]
+_ANSWER_S = 2.0
+"""How much longer an engine may take for a bucket than its source: once that has given up, engines that waited for it say so."""
+
+
+class Source:
+    """This trainer rank's end of broadcasts, for all updates of a session."""
+
+    def __init__(self, config: SyncConfig) -> None:
+        self.packer = Packer(group_device(config.backend))
+        self.group: WeightGroup | None = None
+        self.joining: Future[None] = Future()
+        self.manifest: Manifest | None = None
+        """What rank 0 was told of."""
+        self.buckets: dict[int, list[Bucket]] = {}
+        """By source."""
+        self.formed: tuple[Sequence[tuple[str, str]], dict[int, str]] = (), {}
+        """At rank 0: the engines' lives that are in the groups, and the groups' names by source."""
+
+    def leave(self) -> None:
+        """Engines that wait in its group fail at once. Any thread."""
+        group, self.group = self.group, None
+        if group is not None:
+            group.close()
 
 
 class Broadcast(Work):
@@ -27,24 +65,48 @@ class Broadcast(Work):
 
     way = "broadcast"
 
-    def __init__(self, *work: Any, packer: Packer, **options: Any) -> None:
-        """`packer` makes buckets flat; for the rest see `Work`."""
+    def __init__(self, *work: Any, source: Source, **options: Any) -> None:
         super().__init__(*work, **options)
-        self._packer = packer
-        self._buckets: Sequence[Bucket] = ()
-        self._number = -1
+        self._source, self._say = source, partial(self._ranks.tell, self.now.number)
         self._held = set[str]()
+        self._payloads: dict[int, torch.Tensor] = {}
+        self._packed = self._loaded = 0
+        """Buckets of this rank."""
+        self._heard, self._said = (self._ranks.words(self.now.number, self._run.deadline) for _ in range(2))
+        self._kept: dict[str, deque[tuple[int, Any]]] = {}
+        """What was said to this rank, for two readers; what rank 0 has not needed yet, by kind."""
+        self._left: list[EngineHandle] = []
+        """The engines that orders go to; rank 0."""
+        self._under_way, self._orders = "", Future[None]()
+        """The call that orders are given for."""
+        self._lost: dict[str, BaseException] = {}
+        self._begun = False
+        """Whether a bucket was ordered."""
+
+    # -- before a byte -------------------------------------------------------------------------------------------------
 
     def _survey(self) -> None:
         """ManifestMismatch where no engine would say that it has no place for a tensor."""
-        assert self._given.manifest is not None
-        self._buckets = self._given.manifest.buckets
+        manifest, source, group = self._given.manifest, self._source, self._source.group
+        assert manifest is not None
+        self._buckets = manifest.buckets
         scale = next((meta.name for meta, _ in self._given.held if is_scale(meta.name)), None)
         if scale is not None and self._config.expected is None:  # SGLang skips a name that it does not have
             raise ManifestMismatch(
                 f"tensor {scale} is the scale of a float8 weight, and an engine of plain weights would serve float8 ones without "
                 "it; expected=None does not look"
             )
+        rows = [[meta.row() for meta in bucket.tensors] for bucket in self._buckets]
+        rows = [] if source.manifest is manifest else rows  # nothing changed
+        told = [len(self._buckets), rows, group.name if group else ""]
+        words = dict(enumerate(self._ranks.exchange(told, self._run.deadline)))
+        self._groups = {rank: name for rank, (buckets, _, name) in words.items() if buckets}
+        source.manifest = manifest
+        for rank, (buckets, rows, _) in words.items():
+            if rows or not buckets:
+                source.buckets[rank] = [Bucket.of(list(map(TensorMeta.from_row, each))) for each in rows]
+        if self._buckets:
+            background(self._serve)
 
     def _hold(self, handle: EngineHandle, left_s: float) -> None:
         """Open links that ask for no tensors: while they stand, our half refuses weights from other sessions."""
@@ -63,7 +125,8 @@ class Broadcast(Work):
 
     def _check(self, handle: EngineHandle, left_s: float) -> None:
         """ManifestMismatch unless an update of these names (the engine's own) fills every parameter and has no other."""
-        names = engine_names(name for bucket in self._buckets for name in bucket.names)
+        buckets = (bucket for given in self._source.buckets.values() for bucket in given)
+        names = engine_names({name for bucket in buckets for name in bucket.names})
         if self._config.expected is None or names == handle.names:
             return
         held = {name for sums in handle.weight_checksums(timeout_s=left_s) for name in sums}
@@ -76,40 +139,191 @@ class Broadcast(Work):
             )
         handle.names = names
 
-    def _push(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Pack the next bucket, wait for the one before, then send it; raises the error of the one before."""
-        number = self._number + 1
-        payload = self._packer.pack(number, self._buckets[number], tensors, self._run)
+    # -- a source ------------------------------------------------------------------------------------------------------
+
+    def _give(self) -> None:
+        try:
+            self._happen(Kind.BUCKET)
+            self._feed(self._push)
+            self._until(len(self._buckets))
+        except BaseException as error:
+            self._ranks.fail(error, update=self.now.number)  # whoever gives orders goes on no longer
+            raise
         self._landed()
-        self._number, self._payload = number, payload
-        self._happen(Kind.BUCKET)
+
+    def _push(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Pack the next bucket, once the one before the last is loaded, and say that it is ready."""
+        self._ranks.check()
+        number = self._packed
+        self._until(number - 1)
+        packer = self._source.packer
+        self._payloads[number % 2] = packer.pack(number, self._buckets[number], tensors, self._run)
+        self._say(["ready", number], to=0)
+        self._packed += 1
+
+    def _until(self, loaded: int) -> None:
+        with self._run.stage("wait_send"):
+            while self._loaded < loaded:
+                self._loaded += next(self._heard)[1][0] == "loaded"
+
+    def _serve(self) -> None:
+        """In a thread: do what rank 0 says, until all buckets of this rank are loaded, or the update fails."""
+        try:
+            for _, (what, *told) in self._ranks.words(self.now.number, self._run.deadline):
+                if what in ("join", "leave"):
+                    self._source.leave()
+                if what == "join":
+                    self._join_group(*told)
+                elif what == "send":
+                    background(partial(self._send, *told))
+                elif what == "stand_in":
+                    self._stand_in(*told)
+                elif what == "loaded" and told == [len(self._buckets) - 1]:
+                    return
+        except BaseException as error:
+            self._ranks.fail(error, update=self.now.number)
+            if self._ranks.update == self.now.number:  # another one may have a new group
+                self._source.leave()
+
+    def _join_group(self, name: str, world_size: int) -> None:
+        config, source = self._config, self._source
+        where: dict[str, Any] = {"host": config.host, "backend": config.backend}
+        source.group = group = WeightGroup(name, world_size=world_size, **where)
+        source.joining = background(partial(group.join, timeout_s=self._run.deadline.left_s()))
+        self._say(["where", group.where], to=0)
+
+    def _stand_in(self, first: int, count: int) -> None:
+        """Join in the place of members that do not come, so that the join ends for the others."""
+        if group := self._source.group:
+            for member in range(first, first + count):
+                background(partial(group.join, member, timeout_s=REPAIR_S))
+
+    def _send(self, number: int, limit_s: float) -> None:
+        why, group = "", self._source.group
+        assert group is not None
+        try:
+            self._source.joining.result(limit_s)
+            group.broadcast(self._payloads[number % 2], timeout_s=limit_s)
+        except Exception as error:
+            group.close()
+            why = f"trainer rank {self._ranks.rank}: {type(error).__name__}: {error}"
+        self._say(["sent", why], to=0)
+
+    # -- rank 0 --------------------------------------------------------------------------------------------------------
+
+    def _ask(self, action: Action) -> None:
+        """The first engine that is asked for one of these calls sets the orders to all going."""
+        work = {"join": self._join_all, "load": self._load_all}.get(action.call)
+        if work is not None and self._under_way != action.call:
+            self._under_way, self._left = action.call, self.members
+            self._orders = background(partial(self._conduct, work))
+        super()._ask(action)
+
+    def _conduct(self, work: Callable[[], None]) -> None:
+        """In a thread. A failure that is no engine's is not to look like one."""
+        try:
+            work()
+        except BaseException as error:
+            self._ranks.fail(error, update=self.now.number)  # this rank's own thread waits for words, too
+            if isinstance(error, R3Error) and not isinstance(error, LOSSES):
+                raise
+            raise WeightsError(f"{type(error).__name__}: {error}") from error
+
+    def _join(self, handle: EngineHandle, left_s: float) -> None:
+        wait([self._orders])
+        if handle.url in self._lost:
+            raise self._lost[handle.url]
+        self._orders.result()
 
     def _load(self, handle: EngineHandle, left_s: float) -> None:
-        group, number, bucket = handle.group, self._number, self._buckets[self._number]
-        assert group is not None
-        flush = number == len(self._buckets) - 1 and self._config.flush
-        how = {"group_name": group.name, "flush_cache": flush, "timeout_s": left_s}
-        load = background(partial(handle.update_tensors, bucket.tensors, **how))
-        wire = background(partial(group.broadcast, self._payload, timeout_s=left_s))
-        what = {load: handle.url, wire: f"the broadcast to {handle.url}"}
-        wait_all(what, f"bucket {number} ({bucket})", left_s)
+        """All buckets of all sources."""
+        wait([self._orders])
+        handle.found = None if self._begun else EngineState.PAUSED
+        self._join(handle, left_s)
 
     def _commit(self, handle: EngineHandle, left_s: float) -> None:
         handle.commit(self._version, left_s)
 
-    def _join(self, handle: EngineHandle, left_s: float) -> None:
-        if handle.group is not None:
-            return
-        config = self._config
-        name = f"{self._stages.session}-{secrets.token_hex(4)}"  # SGLang refuses one that it has seen
-        group = WeightGroup(name, world_size=1 + handle.size, host=config.host, backend=config.backend)
-        calls = {
-            background(partial(handle.init_group, group, timeout_s=left_s)): handle.url,
-            background(partial(group.join, timeout_s=left_s)): "rank 0",
-        }
-        try:
-            wait_all(calls, f"join of weight group {name} with {handle.url}", left_s)
-        except BaseException:
-            group.close()  # its store goes with it, so engines that still wait there fail at once
-            raise
-        handle.group = group
+    def _join_all(self) -> None:
+        """A group of each source with the engines that are left, unless they have them."""
+        wanted = self._groups
+        while self._source.formed != (lives := [(one.url, one.boot_id) for one in self._left], wanted):
+            for handle in self._left:
+                handle.leave_groups(REPAIR_S)
+            # SGLang refuses a name that it has seen
+            names = {rank: f"{self._stages.session}-{secrets.token_hex(4)}" for rank in wanted}
+            if all(self._joined(rank, name) for rank, name in names.items()):
+                self._source.formed, wanted = (lives, names), names
+        self._groups = wanted
+
+    def _joined(self, rank: int, name: str) -> bool:
+        ends = list(accumulate((handle.size for handle in self._left), initial=1))
+        first = dict(zip((handle.url for handle in self._left), ends, strict=False))
+        self._say(["join", name, ends[-1]], to=rank)
+        _, (where,) = self._next("where")
+        left_s = self._run.deadline.left_s()
+
+        def join(handle: EngineHandle) -> None:
+            handle.init_group(where, rank_offset=first[handle.url], timeout_s=left_s)
+
+        def stand_in(handle: EngineHandle) -> None:  # SGLang waits half an hour for a member, or a store
+            self._say(["stand_in", first[handle.url], handle.size], to=rank)
+
+        return self._together(join, stand_in, f"join of weight group {name}")
+
+    def _load_all(self) -> None:
+        self._join_all()  # again, where an engine was lost meanwhile
+        for left in reversed(range(sum(map(len, self._source.buckets.values())))):
+            rank, (number,) = self._next("ready")
+            while not self._loaded_by_all(rank, number, flush=self._config.flush and not left):
+                self._join_all()
+            self._say(["loaded", number], to=rank)
+
+    def _loaded_by_all(self, rank: int, number: int, *, flush: bool) -> bool:
+        bucket = self._source.buckets[rank][number]
+        what, self._begun = f"bucket {number} ({bucket})", True
+        limit_s = min(self._run.deadline.left_s(), self._config.engine_timeout_s)
+        how = {"group_name": self._groups[rank], "flush_cache": flush, "timeout_s": limit_s + _ANSWER_S}
+        self._say(["send", number, limit_s], to=rank)
+
+        def load(handle: EngineHandle) -> None:
+            handle.update_tensors(bucket.tensors, **how)
+
+        def leave(handle: EngineHandle) -> None:
+            self._say(["leave"], to=rank)
+            background(partial(handle.leave_groups, REPAIR_S))
+
+        done = self._together(load, leave, what)
+        _, (why,) = self._next("sent")
+        if done and why:
+            raise WeightsError(f"{what}: {why}")
+        return done
+
+    def _together(self, call: Order, release: Order, what: str) -> bool:
+        """Give all engines an order at once. False where some are lost and others are left; raises what one refuses with.
+
+        `release`, of an engine that failed, ends the others' wait for it in the group."""
+        pending = calls = {background(partial(call, handle)): handle for handle in self._left}
+        errors = dict[str, BaseException]()
+        while pending:
+            done, pending = wait(pending, return_when=FIRST_EXCEPTION)
+            for each in done:
+                if error := each.exception():
+                    errors[calls[each].url] = error
+                    release(calls[each])
+        lost = {url: error for url, error in errors.items() if isinstance(error, LOSSES)}
+        self._left = [handle for handle in self._left if handle.url not in lost]
+        self._lost |= lost
+        if errors and not (lost and self._left and not self.now.alone):
+            error = next(iter(errors.values()))
+            kind = type(error) if isinstance(error, R3Error) else R3Error
+            raise kind(f"{what}: {error}") from error
+        return not errors
+
+    def _next(self, what: str) -> tuple[int, Any]:
+        """The next word of this kind, and who said it."""
+        kept = self._kept.setdefault(what, deque())
+        while not kept:
+            rank, (kind, *told) = next(self._said)
+            self._kept.setdefault(kind, deque()).append((rank, told))
+        return kept.popleft()

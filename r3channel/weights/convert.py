@@ -90,18 +90,26 @@ class _Shard(NamedTuple):
 
 
 def hf_weights(
-    bridge: Any, chunks: Sequence[torch.nn.Module], *, dtype: torch.dtype | None = None
+    bridge: Any,
+    chunks: Sequence[torch.nn.Module],
+    *,
+    dtype: torch.dtype | None = None,
+    source: bool | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of the model, whole, under its Hugging Face name; the same order on every rank.
 
     Collective: every rank of the TP, EP and PP groups must iterate to the end, and in step with the others. Data-parallel
     replicas are independent of each other.
 
+    With `source` each pipeline stage gathers its own tensors alone, without the PP group. They are yielded where it is True, on
+    one rank of a stage (TP 0 and DP 0); others of the stage yield none. It is what `WeightSync.whole` with a group takes.
+
     Args:
         bridge: an mbridge bridge for this model (its names and formats are used, not its transport).
         chunks: this rank's model chunks, wrapped or not.
         dtype: cast every tensor, but never a router's weight or bias to fewer bits: rounding those changes the experts that
             are chosen (prime-rl#3524). None keeps the trainer's dtypes.
+        source: whether this rank sends its stage; None for all of the model on every rank.
 
     Tensors may alias the parameters or one another's memory: copy before the next optimizer step, or before writing.
 
@@ -113,12 +121,14 @@ def hf_weights(
         local = _local_shards(bridge, views)
         device = local[0][1].device
         given = set[str]()
-        for shard in _all_stages(bridge, [shard for shard, _ in local], device=device):
+        mine = [shard for shard, _ in local]
+        for shard in mine if source is not None else _all_stages(bridge, mine, device=device):
             # Those of a stage come in the order in which it told of them.
             own, meta = shard.stage == bridge.mpu.pp_rank, shard.meta
             weight = local.pop(0)[1] if own else torch.empty(meta.shape, dtype=meta.dtype, device=device)
-            for name, tensor in _converted(bridge, shard, _from_stage(bridge, shard.stage, weight)):
-                if name not in given:  # the last stage has tied embeddings too
+            weight = weight if source is not None else _from_stage(bridge, shard.stage, weight)
+            for name, tensor in _converted(bridge, shard, weight):
+                if name not in given and source is not False:  # the last stage has tied embeddings too
                     given.add(name)
                     yield name, tensor.to(_sent_dtype(meta.name, tensor.dtype, dtype))
 

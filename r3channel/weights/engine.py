@@ -24,7 +24,6 @@ from r3channel import errors
 from r3channel.transport.http import urlopen
 from r3channel.transport.process_group import nccl_version, torch_version
 from r3channel.weights import wires
-from r3channel.weights.group import WeightGroup
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import CONTROL_S, GRACE_S, REPAIR_S, background
 from r3channel.weights.refusals import ANY_WAY, OLD, STAGED, refused
@@ -76,8 +75,8 @@ class EngineHandle:
         """What the last answer said of its weights, where it did: FENCED or PAUSED, as an event's `found`."""
         self.begun = False
         """Whether a bracket of ours may be open."""
-        self.group: WeightGroup | None = None
-        """The group of broadcasts."""
+        self.groups: list[str] = []
+        """Names of the groups of broadcasts that it may be in."""
         self.ranks: list[wires.RankLink] = []
         """The links of staged updates, by rank."""
         self.metas: tuple[TensorMeta, ...] = ()
@@ -169,15 +168,22 @@ class EngineHandle:
 
     # -- SGLang's own loading ------------------------------------------------------------------------------------------
 
-    def init_group(self, group: WeightGroup, *, timeout_s: float) -> None:
-        """Join the weight group as ranks 1 and following; returns when all members have joined."""
-        body = {"master_address": group.host, "master_port": group.port, "group_name": group.name}
-        body |= {"backend": group.backend, "rank_offset": 1, "world_size": group.world_size}
-        self._command("/init_weights_update_group", body, timeout_s=timeout_s)
+    def init_group(self, where: Body, *, rank_offset: int = 1, timeout_s: float) -> None:
+        """Join a weight group (`WeightGroup.where`) with ranks from `rank_offset` on; returns when all members have joined."""
+        self.groups.append(where["group_name"])
+        self._command(
+            "/init_weights_update_group", {**where, "rank_offset": rank_offset}, timeout_s=timeout_s
+        )
 
-    def destroy_group(self, group_name: str, *, timeout_s: float) -> None:
-        """Leave the group; the engine's sockets close, which ends a broadcast that its peers wait in."""
-        self._command("/destroy_weights_update_group", {"group_name": group_name}, timeout_s=timeout_s)
+    def leave_groups(self, timeout_s: float) -> None:
+        """Leave all weight groups, also when the engine does not answer; the engine's sockets close, which ends broadcasts that
+        its peers wait in."""
+        names, self.groups = self.groups, []
+        for name in names:
+            with contextlib.suppress(errors.R3Error):  # it has not joined, or does not answer
+                self._command(
+                    "/destroy_weights_update_group", {"group_name": name}, timeout_s=timeout_s / len(names)
+                )
 
     def begin(self, timeout_s: float) -> None:
         """Open the bracket in which buckets are accepted, on a paused engine. If it is open already, somebody failed in it, and
@@ -310,26 +316,16 @@ class EngineHandle:
         self.resume(timeout_s)
 
     def unlink(self) -> None:
-        """Forget the links and the group, without a call to the engine."""
-        ranks, group = self.ranks, self.group
-        self.names, self.unheld = frozenset(), False
-        self.ranks, self.metas, self.gives, self.group = [], (), None, None  # at once: closing takes its time
+        """Forget the links and the groups, without a call to the engine."""
+        ranks, self.names, self.unheld = self.ranks, frozenset(), False
+        self.ranks, self.metas, self.gives, self.groups = [], (), None, []  # at once: closing takes its time
         for rank in ranks:
             rank.close()
-        if group is not None:
-            group.close()
 
     def leave(self, timeout_s: float = 2 * REPAIR_S) -> None:
-        """End our hold on both sides, also when the engine is stuck in a broadcast; nothing else changes there.
-
-        An engine that leaves closes its sockets, which ends our broadcast; dropping our end frees an engine that waits in one.
-        """
-        leaving = []
-        if self.group is not None:
-            leaving = [background(partial(self.destroy_group, self.group.name, timeout_s=timeout_s / 2))]
-            self.group.wait_quiet(1.0)
+        """End our hold on both sides, also when the engine is stuck in a broadcast; nothing else changes there."""
+        self.leave_groups(timeout_s)
         self.forget()
-        wait(leaving, timeout=timeout_s / 2)
 
     def forget(self) -> None:
         """Know nothing of it until it is met again."""

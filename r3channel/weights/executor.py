@@ -22,10 +22,10 @@ from r3channel.weights.transaction import UpdateState as State
 
 Feed = Callable[[Push], object]
 """Gives an update's values, bucket by bucket."""
-_LOSSES = (errors.EngineUnavailable, errors.TransportError)  # which DeadlineExceeded is one of
+LOSSES = (errors.EngineUnavailable, errors.TransportError)  # which DeadlineExceeded is one of
 _STAGES = {State.LINK: "join", State.PAUSE: "pause", State.STAGE: "wait_send"}
 """What waiting for calls to engines is counted as; in other states, as the call."""
-_GROWING = ("link", "join", "send", "check", "verify")
+_GROWING = ("link", "join", "send", "load", "check", "verify")
 """Calls that take the longer the more tensors there are: they have all the time that is left."""
 
 
@@ -168,7 +168,7 @@ class Work:
                 handle.unlink()  # it ends with its links
             error = errors.DeadlineExceeded(f"engine {action.engine}: no answer to {action.call} in time")
         error = error or future.exception()
-        kind = Kind.LOST if isinstance(error, _LOSSES) else Kind.REFUSED if error else Kind.ANSWERED
+        kind = Kind.LOST if isinstance(error, LOSSES) else Kind.REFUSED if error else Kind.ANSWERED
         self._happen(kind, call=action.call, engine=action.engine, error=error, found=handle.found)
 
     def _landed(self) -> None:

@@ -31,18 +31,24 @@ class WeightGroup:
         """
         self.name, self.host, self.world_size, self.backend = name, host, world_size, backend
         self._store = RendezvousStore(host)
-        self.port = self._store.port
+        self.where = {"master_address": host, "master_port": self._store.port, "group_name": name}
+        self.where |= {"backend": backend, "world_size": world_size}
+        """What another member must be told to join."""
         self._sending = threading.Lock()
         self.wire: ProcessGroupTransport | None = None
         self._closed = False
 
-    def join(self, *, timeout_s: float) -> None:
-        """Wait until all members have joined. Raises DeadlineExceeded."""
+    def join(self, rank: int = 0, *, timeout_s: float) -> None:
+        """Wait until all members have joined. Raises DeadlineExceeded. With another `rank`: in that one's place, and leave."""
         where = Rendezvous(
-            backend=self.backend, name=self.name, connection=0, rank=0, world_size=self.world_size, host=self.host,
-            port=self.port,
+            backend=self.backend, name=self.name, connection=0, rank=rank, world_size=self.world_size, host=self.host,
+            port=self._store.port,
         )  # fmt: skip
-        self.wire = ProcessGroupTransport(where, timeout_s=timeout_s, foreign=True)
+        wire = ProcessGroupTransport(where, timeout_s=timeout_s, foreign=True)
+        if rank:
+            wire.abort()
+            return
+        self.wire = wire
         if self._closed:  # meanwhile
             self.close()
 
@@ -57,13 +63,6 @@ class WeightGroup:
         with self._sending:
             self.wire.broadcast(0, payload, timeout_s=timeout_s)
 
-    def wait_quiet(self, timeout_s: float) -> bool:
-        """Whether no broadcast is under way, after waiting up to `timeout_s` for that."""
-        quiet = self._sending.acquire(timeout=timeout_s)
-        if quiet:
-            self._sending.release()
-        return quiet
-
     def close(self) -> None:
         """Leave the group: members that wait in a broadcast fail at once. Never blocks on a broadcast under way."""
         self._closed = True
@@ -71,7 +70,7 @@ class WeightGroup:
         self._store.close()
         if wire is None:
             return
-        if self.backend == "gloo" and self.wait_quiet(0.0):
+        if self.backend == "gloo" and not self._sending.locked():
             wire.abort()
         else:  # gloo's group ends with the operation under way, by its deadline; NCCL's kernel waits on the device
             in_background(wire.abort, name="weights-bury")

@@ -145,8 +145,7 @@ def fill_buckets(metas: Iterable[TensorMeta], *, cap_bytes: int) -> Manifest:
     A unit larger than the cap gets a bucket of its own. Members of a unit may come apart: whoever fills buckets from a stream in
     this order holds those that wait for others.
 
-    Raises ConfigError for a cap < 1, and ManifestMismatch for no tensors, for a name given twice, and for a tensor of a packed
-    format (GPTQ, AWQ).
+    Raises ConfigError for a cap < 1, and ManifestMismatch for a name given twice or a tensor of a packed format (GPTQ, AWQ).
     """
     if cap_bytes < 1:
         raise ConfigError(f"bucket size of {cap_bytes} bytes: expected at least 1")
@@ -170,8 +169,6 @@ def fill_buckets(metas: Iterable[TensorMeta], *, cap_bytes: int) -> Manifest:
             room = cap_bytes
         filled[-1] += unit
         room -= nbytes
-    if not filled:
-        raise ManifestMismatch("the update gives no tensors at all")
     return Manifest.of([Bucket.of(members) for members in filled], given.values())
 
 

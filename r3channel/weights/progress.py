@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from r3channel.errors import DeadlineExceeded, R3Error
+from r3channel.errors import DeadlineExceeded
 from r3channel.transport.process_group import in_background
 from r3channel.weights.manifest import Manifest
 
 # Waits within waits: each has the same deadline, and the innermost must speak first, because it knows who is late.
-# Of several calls: for one that ends by its own deadline, and for the one at fault to answer too.
-_ANSWER_S = 0.15
-GRACE_S = 2 * _ANSWER_S  # of one call in a thread, which may make several
+GRACE_S = 0.3  # of one call in a thread, which may make several
 
 CONTROL_S = 10.0
 """How long an engine may take to say that it is there."""
@@ -64,23 +62,6 @@ class Deadline:
         """This deadline, or one that ends in `seconds` if that is later: for work that must not stay undone for want of time."""
         enough = self._timeout_s - self.elapsed_s >= seconds
         return self if enough else Deadline(seconds, self._what)
-
-
-def wait_all(calls: Mapping[Future[Any], str], what: str, timeout_s: float) -> None:
-    """Wait for all; raise the error of the first that failed, in the order given, as soon as one has.
-
-    Calls of which one fails can leave the others waiting for it, so those are not waited for.
-    """
-    wait(calls, timeout=timeout_s + _ANSWER_S, return_when=FIRST_EXCEPTION)
-    if any(call.done() and call.exception() for call in calls):
-        wait(calls, timeout=_ANSWER_S)
-    failed = [error for call in calls if call.done() and (error := call.exception())]
-    if failed:
-        kind = type(failed[0]) if isinstance(failed[0], R3Error) else R3Error
-        raise kind(f"{what}: {failed[0]}") from failed[0]
-    late = [name for call, name in calls.items() if not call.done()]
-    if late:
-        raise DeadlineExceeded(f"{what}: no answer from {', '.join(late)} within {timeout_s:.1f} s")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,6 +7,7 @@ for what. Nothing here travels on the caller's process group, whose collectives 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import queue
@@ -14,7 +15,7 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -28,7 +29,7 @@ from r3channel.transport.listener import Listener, connect
 from r3channel.weights.progress import Deadline
 from r3channel.weights.wires import receive_blob, session_token
 
-WELCOME, VALUE, FAILED, GONE = range(4)
+WELCOME, VALUE, FAILED, GONE, WORD = range(5)
 _HEAD = struct.Struct("<qII")
 """Update, step, and the rank that says it; the length of what it says follows."""
 _SILENT_S = 2.0
@@ -50,10 +51,14 @@ class TrainerRanks:
             self._key = f"r3channel/weights/{dist.get_process_group_ranks(group)}"
         self.update = 0
         """The number of the update under way, the same on every rank: each counts the calls."""
-        self._step, self._given_up = 0, -1
+        self._step = 0
         self._outgoing: dict[int, queue.SimpleQueue[tuple[int, bytes, bytes] | None]] = {}
         self._changed = threading.Condition()
-        """Guards the three below."""
+        """Guards what is below."""
+        self._given_up: tuple[int, BaseException | None] = -1, None
+        """The last update that this rank has given up, and why."""
+        self._words: dict[int, list[tuple[int, bytes]]] = {}
+        """By update: who said what to this rank."""
         self._values: dict[tuple[int, int], dict[int, bytes]] = {}
         self._failed: dict[tuple[int, int], bytes] = {}
         """By update and rank: why it will say no more in this update."""
@@ -118,18 +123,22 @@ class TrainerRanks:
         with self._changed:
             self.update, self._step = self.update + 1, 0
             self._values = {key: said for key, said in self._values.items() if key[0] >= self.update}
+            self._words = {update: said for update, said in self._words.items() if update >= self.update}
             self._failed = {key: why for key, why in self._failed.items() if key[0] >= self.update}
 
-    def fail(self, error: BaseException) -> None:
-        """Say that this rank has given the update up, once; the others raise where they wait for it, or `check`."""
-        if self._given_up == self.update:
-            return
-        self._given_up = self.update
+    def fail(self, error: BaseException, *, update: int = 0) -> None:
+        """Say that this rank has given the update up, once; the others raise where they wait for it, or `check`. Nothing where
+        another one has begun than the `update` named. Any thread."""
+        with self._changed:
+            if self._given_up[0] == self.update or update not in (0, self.update):
+                return
+            self._given_up = self.update, error
+            self._changed.notify_all()
         told = {"kind": type(error).__name__, "why": str(error), "engines": getattr(error, "engines", ())}
         self._say(FAILED, self._step, json.dumps(told).encode())
 
     def check(self) -> None:
-        """Raise what another rank has failed with."""
+        """Raise what a rank has failed with."""
         with self._changed:
             self._raise_for(range(self.size))
 
@@ -158,7 +167,31 @@ class TrainerRanks:
                 self._changed.wait(left_s if noticed else min(left_s, _SILENT_S))
             return [said[rank] for rank in range(self.size)]
 
+    def tell(self, update: int, word: Any, *, to: int) -> None:
+        """Say something (plain, as JSON) to rank 0, or as rank 0 to any; `words` gives it there. Any thread."""
+        head, raw = _HEAD.pack(update, 0, self.rank), json.dumps(word).encode()
+        if to == self.rank:
+            self._note(WORD, head, raw, came_from=to)
+        else:
+            self._outgoing[to].put((WORD, head, raw))
+
+    def words(self, update: int, deadline: Deadline) -> Iterator[tuple[int, Any]]:
+        """Who told this rank what in an update, from its first word on, waiting for the next one. Every call gives all of them.
+        Raises what a rank has failed with, this one too, and DeadlineExceeded. Any thread."""
+        for at in itertools.count():
+            with self._changed:
+                while len(said := self._words.get(update, [])) <= at:
+                    if update != self.update:
+                        raise errors.WeightsError(f"update {update} is over")
+                    self._raise_for(range(self.size))
+                    self._changed.wait(deadline.left_s())
+            rank, raw = said[at]
+            yield rank, json.loads(raw)
+
     def _raise_for(self, ranks: Iterable[int]) -> None:
+        update, own = self._given_up
+        if own is not None and update == self.update:
+            raise own
         through = () if self.leads else (0,)  # what others say comes through the hub
         for rank in (*ranks, *(hub for hub in through if hub in self._gone)):
             if told := self._failed.get((self.update, rank)):
@@ -199,10 +232,12 @@ class TrainerRanks:
                 return  # a late rank's word of an update that has failed
             if kind == VALUE:
                 self._values.setdefault((update, step), {})[rank] = raw
+            elif kind == WORD:
+                self._words.setdefault(update, []).append((rank, raw))
             elif kind == FAILED:
                 self._failed[update, rank] = raw
             else:
                 self._gone[rank] = raw.decode(errors="replace")
-            for other in self._outgoing.keys() - {came_from} if self.leads else ():
+            for other in self._outgoing.keys() - {came_from} if self.leads and kind != WORD else ():
                 self._outgoing[other].put((kind, head, raw))
             self._changed.notify_all()

@@ -24,18 +24,16 @@ import torch
 from r3channel import errors
 from r3channel.observe.metrics import Metrics
 from r3channel.transport.collective_lock import PROCESS_SLOT
-from r3channel.weights.broadcast import Broadcast
+from r3channel.weights.broadcast import Broadcast, Source
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.convert import Shard
 from r3channel.weights.engine import EngineHandle, Engines, handle_of
 from r3channel.weights.executor import Feed, Work
 from r3channel.weights.geometry import Box
-from r3channel.weights.group import group_device
 from r3channel.weights.joint import Staged
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
-from r3channel.weights.pack import Packer
 from r3channel.weights.peer import from_peer
-from r3channel.weights.progress import CONTROL_S, REPAIR_S, Deadline, Run, UpdateReport, background, wait_all
+from r3channel.weights.progress import CONTROL_S, REPAIR_S, Deadline, Run, UpdateReport, background
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.reader import read_again, read_first
 from r3channel.weights.stages import Given, Stages
@@ -60,13 +58,13 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             report = sync.update(hf_weights(bridge, chunks), version=7, timeout_s=300)
             sync.republish(hf_weights(bridge, chunks), engines=[url], timeout_s=300)  # it restarted; the others notice nothing
 
-    With whole tensors exactly one trainer rank owns a session; if the tensors come from a collective iterator, the other ranks
-    exhaust theirs at the same time. One thread at a time calls.
+    If the tensors come from a collective iterator, ranks that have no session exhaust theirs at the same time. One thread at a
+    time calls.
     """
 
-    def __init__(self, config: SyncConfig, *, group: Any = None) -> None:
+    def __init__(self, config: SyncConfig, *, group: Any = None, exact: bool = False) -> None:
         """See `whole` and `sharded`, which make the configuration from options."""
-        self._config, self._exact = config, group is not None
+        self._config, self._exact = config, exact
         if self._exact and config.staged is False:
             raise errors.ConfigError("shards are sent to staged engines only; staged=False stages none")
         self._engines = Engines(config.engines, config.backend)
@@ -74,8 +72,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         self._way = "" if config.staged else "broadcast: not wanted"
         self._ranks = TrainerRanks(group)
         self._stages = Stages(self._ranks, config)
-        self._packer = Packer(group_device(config.backend))
-        """Packs the buckets of broadcasts."""
+        self._source = Source(config)
+        """This rank's end of broadcasts."""
         self._given: Given | None = None
         """What the last committed update gave."""
         self.metrics = config.metrics or Metrics("trainer")
@@ -91,15 +89,18 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         self._phase, self._busy = "new", threading.Lock()
 
     @classmethod
-    def whole(cls, engines: Sequence[EngineHandle | str], **options: Any) -> WeightSync:
-        """One trainer rank has whole tensors: each `update` is given (name, tensor). `options` are `SyncConfig`'s."""
-        return cls(SyncConfig(engines=engines, **options))
+    def whole(cls, engines: Sequence[EngineHandle | str], *, group: Any = None, **options: Any) -> WeightSync:
+        """One trainer rank has whole tensors: each `update` is given (name, tensor). `options` are `SyncConfig`'s.
+
+        With a torch process group all its ranks make the same session and calls, and each gives whole tensors of its own (those
+        of its pipeline stage: `hf_weights` with `source`), or none; the report counts a rank's own. Rank 0 knows engines."""
+        return cls(SyncConfig(engines=engines, **options), group=group)
 
     @classmethod
     def sharded(cls, engines: Sequence[EngineHandle | str], *, group: Any, **options: Any) -> WeightSync:
         """All ranks of `group` (a torch process group, `torch.distributed.group.WORLD` for all) make the same session and calls;
         each `update` is given `hf_shards`, and every rank sends its own part, staged. For the rest see `whole`."""
-        return cls(SyncConfig(engines=engines, **options), group=group)
+        return cls(SyncConfig(engines=engines, **options), group=group, exact=True)
 
     @property
     def engine_states(self) -> dict[str, EngineState]:
@@ -135,8 +136,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
 
     def _meet(self, engines: Sequence[EngineHandle], deadline: Deadline) -> None:
         limit_s = min(deadline.left_s(), CONTROL_S)
-        calls = {background(partial(self._engines.meet, engine, limit_s)): engine.url for engine in engines}
-        wait_all(calls, "connect", limit_s)
+        for call in [background(partial(self._engines.meet, engine, limit_s)) for engine in engines]:
+            call.result()
 
     def update(self, named_tensors: Tensors, *, version: int, timeout_s: float) -> UpdateReport:
         """Bring all engines to these weights under `version`, or raise with the old version still in place.
@@ -223,8 +224,9 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         """Leave all engines. Those that are not SERVING stay paused: they hold no weights worth serving."""
         if self._phase != "closed":
             self._phase = "closed"
-            del self._packer  # frees the buffers
             wait([background(member.leave) for member in self._engines.all], timeout=2 * REPAIR_S)
+            self._source.leave()
+            self._source = Source(self._config)  # frees the buffers
             self._stages.close()
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -255,6 +257,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                 yield
         except BaseException as error:
             self._ranks.fail(error)
+            self._source.leave()  # who waits in its group fails at once
             raise
         finally:
             self._busy.release()
@@ -296,6 +299,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             return given, run.stage("plan")(partial(read_again, what, given.manifest, run))
         with run.stage("plan"):
             manifest, buckets = read_first(what, run, cap_bytes=self._config.bucket_bytes)
+        if not manifest.buckets and self._ranks.size == 1:
+            raise errors.ManifestMismatch("the update gives no tensors at all")
         return Given.whole(manifest), lambda push: [push(bucket) for bucket in buckets]
 
     # -- updates -------------------------------------------------------------------------------------------------------
@@ -325,6 +330,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             for url in error.engines if isinstance(error, errors.GiverChanged) else ():
                 self._engines.at(url).forget()  # what it serves is not the version
             states = ", ".join(str(member.now) for member in members)
+            if run.report.way != "staged" and not self._ranks.leads:
+                states = "rank 0 knows"
             failed = f"engine {names} was not brought to version {version}" if alone else failed
             raise errors.WeightUpdateFailed(f"{failed}: {error} [engines now: {states}]") from error
         if not alone:
@@ -357,7 +364,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                     raise
                 run.report.way = self._way = f"broadcast: {error}"
             self._ranks.begin()  # another update
-        work = Broadcast(members, version, run, **room, packer=self._packer)
+        work = Broadcast(members, version, run, **room, source=self._source)
         work.run(given, feed)
         return work
 

@@ -92,9 +92,10 @@ class Stages:
         self._trainers = [tuple(where) for where in self.ranks.exchange(mine, deadline)]
 
     def order(self, engine: str, *, op: str = "open") -> dict[str, Any]:
-        """The order that makes every rank of `engine` connect to all trainers, or be held by them."""
+        """The order that makes every rank of `engine` connect to all trainers, or be held by the first."""
         self.attempts[engine] = self.attempts.get(engine, 0) + 1
-        told = {"op": op, "session": self.session, "nonce": self.nonce, "trainers": self._trainers}
+        trainers = self._trainers if op == "open" else self._trainers[:1]
+        told = {"op": op, "session": self.session, "nonce": self.nonce, "trainers": trainers}
         told |= {"engine": engine, "attempt": self.attempts[engine], **self._how}
         return told | {"tensors": [meta.row() for meta in self.metas]}
 

@@ -95,7 +95,8 @@ def test_tied_embeddings_over_two_stages_are_given_once(tmp_path: Path) -> None:
     one, other = run_ranks(RANK, tmp_path, job={"what": "tied", "layout": "pp=2"}, timeout_s=120)
     assert one["names"] == other["names"] and len(set(one["names"])) == len(one["names"])
     assert one["names"].count("model.embed_tokens.weight") == 1
-    assert set(one["shards"]) | set(other["shards"]) == set(one["names"])
+    for own in ("shards", "stage"):
+        assert set(one[own]) | set(other[own]) == set(one["names"]) != set(one[own])
 
 
 @pytest.mark.full

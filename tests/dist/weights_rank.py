@@ -91,7 +91,9 @@ def tied(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
     """The names that a rank of a model with tied embeddings gives."""
     bridge, model = tied_model(layout)
     names = [name for name, _ in hf_weights(bridge, [model])]
-    return {"names": names, "shards": [shard.meta.name for shard in hf_shards(bridge, [model])]}
+    stage, silent = ([n for n, _ in hf_weights(bridge, [model], source=gives)] for gives in (True, False))
+    assert silent == []
+    return {"names": names, "stage": stage, "shards": [s.meta.name for s in hf_shards(bridge, [model])]}
 
 
 def tied_model(layout: TrainerLayout) -> tuple[Any, torch.nn.Module]:

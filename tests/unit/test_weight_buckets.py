@@ -141,7 +141,6 @@ def test_alphabetical_order_keeps_q_k_v_together() -> None:
 @pytest.mark.parametrize(
     ("names", "cap_bytes", "error", "said"),
     [
-        ([], 80, ManifestMismatch, "no tensors at all"),
         (["a.input_scale"], 80, ManifestMismatch, "packed format"),
         (["a.q_proj.qweight"], 80, ManifestMismatch, "packed format"),
         (["a.weight", "a.weight"], 80, ManifestMismatch, r"a\.weight is given twice"),

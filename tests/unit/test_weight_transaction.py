@@ -153,7 +153,7 @@ def answered(world: World, at: int, fault: str) -> World:
     kind, error = (Kind.LOST, LOST) if fault else (Kind.ANSWERED, None)
     if fault in ("refuse", "half"):
         kind, error = Kind.REFUSED, REFUSED
-    found = EngineState.PAUSED if (call, fault) == ("commit", "refuse") else None
+    found = EngineState.PAUSED if call in ("commit", "load") and fault == "refuse" else None
     answer = event(kind, call=call, engine=str(at), error=error, found=found)
     world = world._replace(
         engines=put(world.engines, at, done), healthy=world.healthy and (real.dead or not fault)
@@ -164,7 +164,7 @@ def answered(world: World, at: int, fault: str) -> World:
 def faults(world: World) -> Iterator[World]:
     for at, real in enumerate(world.engines):
         for fault in ("refuse", "drop", "die", "late", "half") if real.calls and not real.dead else ():
-            if fault != "half" or real.calls[0][1] == "commit":
+            if fault != "half" or real.calls[0][1] in ("commit", "load"):
                 yield answered(world, at, fault)
     for rank, number in enumerate(world.ranks):
         if number != DEAD and STATES[number].state not in ENDED:
