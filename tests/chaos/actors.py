@@ -1,4 +1,4 @@
-"""The demo's manager and trainer as a framework runs them: the relay takes over what a killed one left, and notes outlive a process."""
+"""The demo's manager and trainer as a framework runs them: a relay takes over what a killed one left; notes outlive a process."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from examples.async_grpo import channel_side
 from examples.async_grpo.batch import Sample
 from examples.async_grpo.grpo import Request
 from examples.async_grpo.variants.audited import AuditedManager, AuditedTrainer
-from r3channel.config import ChannelConfig
-from r3channel.model.spec import RoutingSpec
-from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from tests.chaos import shim
 
 NOTES = "notes.jsonl"
+Answers = dict[str, tuple[str, bytes | BaseException]]
 
 
 def note(**what: Any) -> None:
+    """One line, written at once."""
     with Path(os.environ["R3CHAOS_FOLDER"], NOTES).open("a") as file:
         file.write(json.dumps(what) + "\n")
 
 
-def _relay(spec: RoutingSpec, layout: TrainerLayout, config: ChannelConfig, **options: Any) -> Relay:
+def _relay(spec: Any, layout: Any, config: Any, **options: Any) -> Relay:
     """A new one, or the next life of one that was killed: sealed steps go on, samples that no step has are given up by name."""
     if not [*Path(config.journal).glob("relay-*")]:
         return Relay(spec, layout, config, **options)
@@ -39,43 +38,32 @@ def _relay(spec: RoutingSpec, layout: TrainerLayout, config: ChannelConfig, **op
 
 
 class Manager(AuditedManager):
+    routing: Any
+
     def __init__(self, args: argparse.Namespace, spec: dict[str, Any]) -> None:
         shim.apply("relay")
-        channel_side.Relay = _relay  # pyright: ignore[reportAttributeAccessIssue]
+        setattr(channel_side, "Relay", _relay)  # noqa: B010
         super().__init__(args, spec)
 
-    def life(self) -> int:
-        return os.getpid()
-
-    def links(self) -> tuple[int, list[Any]]:
-        """How many engines are connected to the relay, and which receivers."""
-        relay: Relay = self.routing.relay  # pyright: ignore[reportAttributeAccessIssue]
-        assert relay._door is not None
-        return len(relay._door._open), relay.status()["receivers"]["connected"]
+    def state(self) -> tuple[int, int, dict[str, Any]]:
+        """This process, how many engines are connected to its relay, and the relay's status."""
+        relay = self.routing.relay
+        return os.getpid(), len(relay._door._open), relay.status()
 
     def forget(self, step: int, names: list[str]) -> None:
         """A step that is given up."""
-        relay: Relay = self.routing.relay  # pyright: ignore[reportAttributeAccessIssue]
-        relay.abandon(step)
-        relay.discard(names)
+        self.routing.relay.abandon(step)
+        self.routing.relay.discard(names)
 
-    def undelivered(self) -> dict[int, Any]:
-        relay: Relay = self.routing.relay  # pyright: ignore[reportAttributeAccessIssue]
-        return relay.undelivered(wait_s=10.0)
-
-    def generate(self, step: int) -> list[Any]:
-        boxes = super().generate(step)
-        note(sealed=self._kept)
-        return boxes
-
-    def _ask(
-        self, requests: list[Request], times: dict[str, tuple[float, float]]
-    ) -> dict[str, tuple[str, bytes | BaseException]]:
-        named = [replace(request, rid=f"{request.sample_id}~{time.time_ns()}") for request in requests]
-        note(asked={request.sample_id: (request.rid, len(request.prompt)) for request in named})
-        answers = super()._ask(named, times)
-        lost = {name: type(why).__name__ for name, (_, why) in answers.items() if not isinstance(why, bytes)}
-        note(named=lost)
+    def _ask(self, requests: list[Request], times: dict[str, tuple[float, float]]) -> Answers:
+        requests = [replace(each, rid=f"{each.sample_id}~{time.time_ns()}") for each in requests]
+        note(asked={each.sample_id: (each.rid, len(each.prompt)) for each in requests})
+        answers = super()._ask(requests, times)
+        note(
+            named={
+                name: type(why).__name__ for name, (_, why) in answers.items() if not isinstance(why, bytes)
+            }
+        )
         return answers
 
     def _add(self, request: Request, url: str, body: bytes) -> Sample:
@@ -89,9 +77,10 @@ class Manager(AuditedManager):
 
     def _usable(self, requests: list[Request], samples: dict[str, Sample]) -> dict[str, Sample]:
         kept = super()._usable(requests, samples)
-        self._kept = [*kept]
-        reasons = {name: "evaluated" if "/eval/" in name else "group not whole" for name in samples}
-        note(named={name: why for name, why in reasons.items() if name not in kept})
+        left = {
+            name: "evaluated" if "/eval/" in name else "group not whole" for name in samples.keys() - kept
+        }
+        note(named=left, sealed=dict.fromkeys(kept))
         return kept
 
 
@@ -100,5 +89,5 @@ class Trainer(AuditedTrainer):
         shim.apply("trainer")
         super().__init__(args, rank)
 
-    def life(self) -> int:
+    def state(self) -> int:
         return os.getpid()

@@ -4,106 +4,91 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from tests.chaos.actors import NOTES
 
 PASSES = ("forward", "recompute", "logprob")
-_Rows = dict[int, list[list[list[int]]]]
 
 
 class Ledger:
     """One thread."""
 
-    def __init__(self, folder: Path, tap: Path, layers: tuple[int, ...]) -> None:
-        self._folder, self._tap, self._layers = folder, tap, layers
-        self._read = Counter[Path]()
-        self._made = defaultdict[str, _Rows](lambda: defaultdict(list))
+    def __init__(self, folder: Path, layers: tuple[int, ...]) -> None:
+        self._folder, self._layers, self._read = folder, layers, Counter[Path]()
+        self._made = defaultdict[str, dict[int, list[Any]]](lambda: defaultdict(list))
         """Request -> position -> ids [L][K] as the engine's routers chose them, each time it was computed."""
-        self._asked = dict[str, tuple[str, int]]()
-        """Sample -> request, and the tokens of its prompt."""
-        self._received, self._sealed = dict[str, int](), set[str]()
-        """Sample -> its rows."""
-        self._named = dict[str, str]()
-        self.counts = Counter(dict.fromkeys(("made", "received", "sealed", "delivered", "used"), 0))
-        self.faults = Counter(dict.fromkeys(("lost", "duplicated", "wrong_rows"), 0))
-        self.named = Counter[str]()
-        self.rows = 0
+        self._notes = {kind: dict[str, Any]() for kind in ("asked", "received", "sealed", "named")}
+        """asked: (request, tokens of the prompt); received: rows; named: why no trainer uses it."""
+        self.samples, self.named = Counter(made=0, received=0, sealed=0, delivered=0, used=0), Counter[str]()
+        self.faults, self.rows = Counter(lost=0, duplicated=0, wrong_rows=0), 0
         self.told = list[str]()
         """The first faults, in words."""
 
-    def give_up(self, step: int, why: str) -> list[str]:
-        """No trainer will use the step's samples: each is named. Returns them."""
+    def close(self, step: int, *, why: str = "", parts: Iterable[dict[str, Any]] = ()) -> list[str]:
+        """The step is over: given up (`why`), or trained, where `parts` are the rows that each rank's routers used. Every row of
+        a sample that is not named was used once in each pass, and is the engine's. Returns the step's samples."""
         self._take_notes()
-        names = [name for name in self._asked if name.startswith(f"step{step}/")]
-        self._named |= {name: self._named.get(name, why) for name in names}
-        self._close(names)
+        received, named = self._notes["received"], self._notes["named"]
+        names = [name for name in self._notes["asked"] if name.startswith(f"step{step}/")]
+        named |= {name: named.get(name, why) for name in names if why}
+        used = self._used(parts)
+        for name in names:
+            rows = range(0 if name in named else received.get(name, 1))
+            wanted = Counter(product(PASSES, rows, self._layers))
+            self._fault("lost", wanted - used[name], name)
+            self._fault("duplicated", used[name] - wanted, name)
+        for name in names:
+            self._count(name, bool(used[name]))
         return names
 
-    def settle(self, step: int, parts: list[dict[str, Any]]) -> None:
-        """The step was trained: every sealed row was used once in each pass by the one rank that needs it, and is the engine's."""
-        self._take_notes()
-        names = [name for name in self._asked if name.startswith(f"step{step}/")]
+    def _used(self, parts: Iterable[dict[str, Any]]) -> defaultdict[str, Counter[tuple[str, int, int]]]:
         used = defaultdict[str, Counter[tuple[str, int, int]]](Counter)
         for rows in filter(None, parts):
             columns = (rows[key].tolist() for key in ("sample", "pass", "position", "layer", "ids"))
             for name, kind, position, layer, ids in zip(*columns, strict=True):
                 used[name][kind, position, layer] += 1
-                chosen = self._choices(name, position)
-                if all(each[self._layers.index(layer)] != ids for each in chosen):
-                    self._fault("wrong_rows", f"{name}, row {position}, layer {layer}: {ids}, made: {chosen}")
+                chosen = [row[self._layers.index(layer)] for row in self._choices(name, position)]
+                if ids not in chosen:
+                    self._fault("wrong_rows", Counter([(position, layer)]), f"{name} {ids} {chosen}")
                 self.rows += 1
-        for name in names:
-            if name not in used and name not in self._named:
-                self._fault("lost", f"{name}: asked for, {self._stage_of(name)}, and neither used nor named")
-            positions = range(self._received[name] if name in used else 0)
-            for key in ((kind, at, layer) for kind in PASSES for at in positions for layer in self._layers):
-                if (times := used[name][key]) != 1:
-                    self._fault("duplicated" if times else "lost", f"{name}, {key}: used {times} times")
-        self.counts.update(delivered=len(used), used=len(used))
-        self._close(names)
+        return used
 
-    def _choices(self, name: str, position: int) -> list[list[list[int]]]:
+    def _choices(self, name: str, position: int) -> list[Any]:
         """Of a prompt that several requests share the engine keeps one request's rows, as it keeps its cache."""
-        request, prompt = self._asked.get(name, ("", 0))
+        request, prompt = self._notes["asked"].get(name, ("", 0))
         group = name.rpartition("/")[0] + "/"
         alike = [other for other in self._made if other.startswith(group)] if position < prompt else [request]
         return [row for other in alike for row in self._made[other][position]]
 
-    def _stage_of(self, name: str) -> str:
-        return "sealed" if name in self._sealed else "received" if name in self._received else "not received"
+    def _fault(self, kind: str, where: Counter[Any], name: str) -> None:
+        self.faults[kind] += where.total()
+        self.told += [f"{kind}: {name}: {[*where][:3]}"] if where and len(self.told) < 5 else []
 
-    def _fault(self, kind: str, text: str) -> None:
-        self.faults[kind] += 1
-        if len(self.told) < 5:
-            self.told.append(f"{kind}: {text}")
-
-    def _close(self, names: list[str]) -> None:
-        for name in names:
-            made = self._made.pop(self._asked.pop(name)[0], None)
-            known = (made, name in self._received, name in self._sealed)
-            self.counts.update(dict(zip(("made", "received", "sealed"), map(bool, known), strict=True)))
-            if why := self._named.pop(name, ""):
-                self.named[why] += 1
+    def _count(self, name: str, used: bool) -> None:
+        """The sample is followed no further."""
+        notes = {kind: own.pop(name, "") for kind, own in self._notes.items()}
+        made = self._made.pop(notes["asked"][0], None)
+        known = {"made": made, "received": notes["received"], "sealed": notes["sealed"] is None}
+        self.samples.update(
+            stage for stage, is_known in (known | {"delivered": used, "used": used}).items() if is_known
+        )
+        self.named.update([notes["named"]] if notes["named"] else ())
 
     def _take_notes(self) -> None:
         for line in self._lines(self._folder / NOTES):
-            self._asked |= line.get("asked", {})
-            self._named |= line.get("named", {})
-            self._received |= line.get("received", {})
-            self._sealed |= {*line.get("sealed", ())}
-        for path in self._tap.glob("*.jsonl"):
-            for rid, start, _, ids in self._lines(path):
+            for kind, what in line.items():
+                self._notes[kind] |= what
+        for path in self._folder.glob("tap/*.jsonl"):
+            for request, start, _, ids in self._lines(path):
                 for position, row in enumerate(ids, start):
-                    self._made[rid][position].append(row)
+                    self._made[request][position].append(row)
 
     def _lines(self, path: Path) -> list[Any]:
         """Whole lines that are new: a killed process may leave half of one."""
-        if not path.exists():
-            return []
-        with path.open("rb") as file:
-            file.seek(self._read[path])
-            whole = file.read().rpartition(b"\n")[0]
+        whole = path.read_bytes()[self._read[path] :].rpartition(b"\n")[0]
         self._read[path] += len(whole) + bool(whole)
         return [json.loads(line) for line in whole.splitlines()]

@@ -5,198 +5,133 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import psutil
 
-from r3channel.engine.capture import UnfinishedFrame
+from r3channel.wire.parcel import Status
 from tests import direct
-from tests.chaos.deployment import Deployment
-from tests.chaos.proxy import KINDS, LASTING, Proxy
-from tests.chaos.shim import LEGS
+from tests.chaos.loop import Loop
+from tests.chaos.proxy import Proxy
+from tests.chaos.shim import LEGS, TABLE
+from tests.samples import frame_of
 
-PROCESSES = ("engine", "relay", "trainer")
-_ORDERED = {"seal": "relay", "capture": "engine", "replay": "trainer"}
-"""Where each process looks for the order to step its clock."""
-FAULTS: dict[str, tuple[str, ...]] = {
-    "kill": PROCESSES,
-    "stop": PROCESSES,
-    **dict.fromkeys(KINDS, tuple(LEGS.values())),
-    "clock": tuple(_ORDERED),
-    "raise": ("prepare", "deliver"),
-    "full_disk": ("journal",),
-    "full_store": ("store",),
-}
-NOT_RUN = {"full_shm": "weights travel over TCP here, and nothing of the channel lies in /dev/shm"}
-NO_DISK = "no mount namespace of our own: `unshare -m` is not allowed here"
-_SEEN_S = 20.0
-_ROWS, _FRAMES = 70_000, 45
+FAULTS: dict[str, list[str]] = TABLE["faults"]
 
 
 class Nemesis:
     """`strike` in a thread of its own."""
 
     def __init__(
-        self, deployment: Deployment, proxy: Proxy, *, seed: int, longest_s: float, disk: bool
+        self, loop: Loop, proxy: Proxy, folder: Path, *, seed: int, longest_s: float, not_run: dict[str, str]
     ) -> None:
-        self._own, self._proxy, self._random, self._longest_s = (
-            deployment,
-            proxy,
-            random.Random(seed),
-            longest_s,
-        )
-        self.phase = "start"
+        self._loop, self._proxy, self._folder = loop, proxy, folder
+        self._random, self._longest_s, self.not_run = random.Random(seed), longest_s, not_run
         self.fired = defaultdict[str, Counter[str]](Counter)
-        self.detect_s, self.when_s = dict[str, float](), list[float]()
-        """By kind of process: the longest time until the relay, or whoever called it, saw that it was gone."""
-        self.not_run = NOT_RUN if disk else NOT_RUN | {"full_disk": NO_DISK}
+        self.detect_s, self.struck_s = defaultdict[str, list[float]](list), list[float]()
+        """How long it took until somebody of the channel saw that a process was gone; when each fault began."""
         self._deck = self._deal()
 
     def _deal(self) -> Iterator[tuple[str, str]]:
         """Each kind once before one comes again, and each victim of a kind once before it comes again."""
-        victims = {kind: [*whom] for kind, whom in FAULTS.items() if kind not in self.not_run}
+        left = {kind: list[str]() for kind in FAULTS if kind not in self.not_run}
         while True:
-            for kind in self._random.sample([*victims], len(victims)):
-                victims[kind] = victims[kind] or [*FAULTS[kind]]
-                yield kind, victims[kind].pop(self._random.randrange(len(victims[kind])))
+            for kind in self._random.sample([*left], len(left)):
+                left[kind] = left[kind] or self._random.sample(FAULTS[kind], len(FAULTS[kind]))
+                yield kind, left[kind].pop()
 
-    def strike(self, *, within_s: float) -> None:
-        kind, victim = next(self._deck)
-        time.sleep(self._random.uniform(0.0, within_s))
-        self.when_s.append(time.monotonic())
-        print(f"chaos: {kind} {victim} in {self.phase}", flush=True)
-        if kind in KINDS:
-            lasts_s = self._random.uniform(2.0, 6.0) if kind in LASTING else 0.0
-            self._proxy.order(kind, victim, skip=self._random.randrange(4), lasts_s=lasts_s)
-        elif kind in ("kill", "stop"):
-            getattr(self, f"_{kind}")(victim, self._pid(victim))
-        elif kind in ("clock", "raise"):
-            order = "raise" if kind == "raise" else f"clock {self._random.choice((-3600, 3600))}"
-            self._order(victim, order)
-        else:
-            getattr(self, f"_{kind}")()
+    def strike(self) -> None:
+        (kind, victim), number = next(self._deck), self._random.randrange(4)
+        time.sleep(self._random.uniform(0.0, 5.0))
+        self.struck_s.append(time.monotonic())
+        where = f"{victim} in {self._loop.phase}"
+        print(f"chaos: {kind} {where}", flush=True)
+        if kind in ("clock", "raise"):
+            self.order(victim, kind if kind == "raise" else f"clock {7200 * number - 9999}")
+        elif victim in LEGS.values():
+            self._proxy.orders[victim] = kind, range(number, number + (20 if kind == "slow" else 1))
+        elif getattr(self, f"_{kind}")(victim):
+            self.fired[kind][where] += 1
 
-    def settle(self) -> None:
-        """What the proxy has spoilt by now, and which orders were followed, is counted."""
+    def order(self, stage: str, what: str) -> None:
+        """What the process does that comes to the stage next."""
+        scratch = self._folder / "order"
+        scratch.write_text(what)
+        scratch.rename(self._folder / stage)
+
+    def count(self) -> None:
+        """What the proxy has spoilt, and the orders that were followed."""
         for (kind, leg), pieces in self._proxy.fired.items():
             self.fired[kind][leg] = pieces
-        for path in self._own.folder.glob("*.fired"):
-            what, stage = path.read_text().partition(" ")[0], path.stem
-            self.fired[what][f"{_ORDERED.get(stage, stage)}"] += 1
+        for path in self._folder.glob("*.fired"):
+            self.fired[path.read_text().split()[0]][path.stem] += 1
             path.unlink()
 
-    def end(self) -> None:
+    def withdraw(self) -> None:
         """What has not fired by now never does."""
-        self._proxy.withdraw()
-        for stage in {*_ORDERED, *FAULTS["raise"]}:
-            Path(self._own.folder, stage).unlink(missing_ok=True)
+        self._proxy.orders.clear()
+        for stage in FAULTS["clock"] + FAULTS["raise"]:
+            Path(self._folder, stage).unlink(missing_ok=True)
 
-    def _fire(self, kind: str, victim: str) -> None:
-        self.fired[kind][f"{victim} in {self.phase}"] += 1
+    # -- each strikes, and returns whether it was seen to -----------------------------------------------------------------
 
-    def _pid(self, victim: str) -> int:
-        if victim == "engine":
-            return self._random.choice(self._own.engines).pid
-        return self._own.relay_life if victim == "relay" else self._random.choice(self._own.trainer_lives)
-
-    def _order(self, stage: str, what: str) -> None:
-        scratch = self._own.folder / "order"
-        scratch.write_text(what)
-        scratch.rename(self._own.folder / stage)
-
-    # -- processes ---------------------------------------------------------------------------------------------------------
-
-    def _kill(self, victim: str, pid: int) -> None:
-        process, before = psutil.Process(pid), self._links()
-        os.kill(pid, signal.SIGKILL)
-        begun_s = time.monotonic()
-        if _until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, 2.0) is None:
-            return
-        self._fire("kill", victim)
-
-        def noticed() -> bool:
-            now = self._links()
-            return now is None if victim == "relay" else now is not None and now != before
-
-        if _until(noticed, _SEEN_S) is not None:
-            taken_s = time.monotonic() - begun_s
-            self.detect_s[victim] = max(self.detect_s.get(victim, 0.0), taken_s)
+    def _kill(self, victim: str) -> bool:
+        process = psutil.Process(self._random.choice(self._loop.pids(victim)))
+        before, begun_s = self._links(), time.monotonic()
+        process.send_signal(signal.SIGKILL)
+        gone = _until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+        if _until(lambda: self._links() != before):
+            self.detect_s[victim].append(time.monotonic() - begun_s)
+        return gone
 
     def _links(self) -> object:
         """The relay's connections; None where there is no relay."""
         with suppress(Exception):
-            return self._own.relay("links", timeout_s=5.0)
+            pid, engines, status = self._loop.relay("state", timeout_s=2.0)
+            return pid, engines, status["receivers"]["connected"]
         return None
 
-    def _stop(self, victim: str, pid: int) -> None:
-        top, lasts_s = psutil.Process(pid), self._random.uniform(1.0, self._longest_s)
-        family = [top, *(top.children(recursive=True) if victim == "engine" else ())]
+    def _stop(self, victim: str) -> bool:
+        family = [psutil.Process(self._random.choice(self._loop.pids(victim)))]
+        family += family[0].children(recursive=True) if victim == "engine" else []
         for process in family:
             process.suspend()
-        if _until(lambda: all(each.status() == psutil.STATUS_STOPPED for each in family), 2.0) is not None:
-            self._fire("stop", victim)
-            time.sleep(lasts_s)
+        stopped = _until(lambda: all(each.status() == psutil.STATUS_STOPPED for each in family))
+        time.sleep(self._random.uniform(1.0, self._longest_s))
         for process in family:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
+        return stopped
 
-    # -- room --------------------------------------------------------------------------------------------------------------
-
-    def _full_disk(self) -> None:
+    def _full_disk(self, _victim: str) -> bool:
         """The journal's folder is a small file system of our own mount namespace."""
-        filler, written = Path(self._own.args.r3_journal, "filler"), 0
-        try:
-            with filler.open("wb", buffering=0) as file:
-                while True:
-                    written += file.write(bytes(1 << 16))
-        except OSError as error:
-            print(f"chaos: {written} bytes, then {error}", flush=True)
-            self._fire("full_disk", "journal")
-            time.sleep(4.0)
-        finally:
-            filler.unlink()
+        filler = Path(self._loop.args.r3_journal, "filler")
+        with suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 20))
+        free = os.statvfs(filler).f_bavail
+        time.sleep(4.0)
+        filler.unlink()
+        return not free
 
-    def _full_store(self) -> None:
-        """Frames of an engine whose replies never come, until the relay has no room."""
-        args, block = self._own.args, np.arange(3 * 8, dtype=np.uint8).reshape(1, 3, 8)
-        hello = replace(direct.hello_of(), spec=self._own.spec.to_dict(), spec_digest=self._own.spec.digest)
-        with direct.Engine(
-            f"http://127.0.0.1:{args.r3_ingest_port}", Path(args.r3_token_file), hello=hello
-        ) as engine:
-            for number in range(_FRAMES):
-                frame = UnfinishedFrame(self._own.spec, rows=_ROWS, first_row=0, sample_key=number)
-                frame.runs = [(0, _ROWS, 0, 2)]
-                frame.ids_TLK[:] = block
-                engine.sender.offer(frame)
-
-            def full() -> bool:
-                status = self._own.relay("r3channel_control", "status", {})
-                return status["store"]["bytes"] > 0.9 * args.r3_store_bytes
-
-            if _until(full, 10.0) is not None:
-                self._fire("full_store", "store")
-                time.sleep(5.0)
+    def _full_store(self, _victim: str) -> bool:
+        """Frames whose replies never come, until the relay has no room; it drops them when nobody claims them."""
+        args, frame, serial = self._loop.args, frame_of(20_000), time.time_ns()
+        url, file = f"http://127.0.0.1:{args.r3_ingest_port}", Path(args.r3_token_file)
+        while (status := direct.post(url, file, direct.parcel_of((serial, frame)))) == Status.TAKEN:
+            serial += 1
+        return status == Status.COME_AGAIN
 
 
-def _until(condition: Callable[[], bool], limit_s: float) -> float | None:
-    """How long it took; None if it did not become true."""
-    begun_s = time.monotonic()
-    while time.monotonic() < begun_s + limit_s:
+def _until(condition: Callable[[], bool]) -> bool:
+    deadline_s = time.monotonic() + 20.0
+    while time.monotonic() < deadline_s:
         with suppress(psutil.NoSuchProcess):
             if condition():
-                return time.monotonic() - begun_s
+                return True
         time.sleep(0.02)
-    return None
-
-
-def in_background(strike: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=strike, name="nemesis", daemon=True)
-    thread.start()
-    return thread
+    return False

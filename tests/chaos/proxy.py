@@ -1,4 +1,4 @@
-"""A TCP proxy that spoils bytes on their way, on one leg at a time. Every spoilt piece is counted: only what is counted has fired."""
+"""A TCP proxy that spoils bytes on their way. Every spoilt piece is counted: what is not counted did not fire."""
 
 from __future__ import annotations
 
@@ -9,108 +9,72 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
 
 from tests.chaos.shim import LEGS, PREAMBLE
 
-LASTING = ("delayed", "slow")
-KINDS = ("cut", "half_open", "corrupted", "duplicated", "reordered", *LASTING)
-_PIECE, _LEAST = 1 << 16, 16
-"""Bytes taken at once; a smaller piece is not worth spoiling."""
-_SLOW_BYTES_S = 200_000
-
-
-@dataclass
-class _Order:
-    kind: str
-    skip: int
-    lasts_s: float
-    until_s: float = 0.0
+_PIECE, _LEAST, _PAUSE_S = 1 << 16, 16, 0.2
+"""Bytes taken at once; a smaller piece is not worth spoiling; how long a slow peer takes for each."""
 
 
 class Proxy:
-    """OPEN -> CLOSED. Threads of its own; any thread may give orders."""
+    """Threads of its own, which end with the process."""
 
     def __init__(self, seed: int) -> None:
         self.fired = Counter[tuple[str, str]]()
         """(kind, leg) -> pieces."""
-        self.carried = Counter[str]()
-        """Leg -> bytes."""
-        self._random, self._orders = random.Random(seed), dict[str, _Order]()
-        self._server = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.orders = dict[str, tuple[str, range]]()
+        """Leg -> kind of fault, and which of its pieces from now on have it. Any thread may write it."""
+        self._random, self._server = random.Random(seed), socket.create_server(("127.0.0.1", 0), backlog=256)
         self.port: int = self._server.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def order(self, kind: str, leg: str, *, skip: int = 0, lasts_s: float = 0.0) -> None:
-        """Spoil the piece after the next `skip` ones of the leg; delayed and slow: all for `lasts_s` from that one on."""
-        self._orders[leg] = _Order(kind, skip, lasts_s)
-
-    def withdraw(self) -> None:
-        """Forget what has not fired yet, and what lasts."""
-        self._orders.clear()
-
-    def close(self) -> None:
-        self._server.close()
-
     def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                link, _ = self._server.accept()
-                threading.Thread(target=self._join, args=(link,), daemon=True).start()
+        while True:
+            threading.Thread(target=self._join, args=self._server.accept()[:1], daemon=True).start()
 
     def _join(self, link: socket.socket) -> None:
         try:
             leg, port = PREAMBLE.unpack(link.recv(PREAMBLE.size, socket.MSG_WAITALL))
-            far, silent = socket.create_connection(("127.0.0.1", port)), threading.Event()
+            ends, silent = (link, socket.create_connection(("127.0.0.1", port))), threading.Event()
         except (OSError, struct.error):
-            return _end(link)
-        for ends in ((link, far), (far, link)):
-            ends[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            call = (*ends, [*LEGS.values()][leg], silent)
+            _end(link)
+            return
+        for source, sink in (ends, ends[::-1]):
+            source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            call = (source, sink, [*LEGS.values()][leg], silent)
             threading.Thread(target=self._carry, args=call, daemon=True).start()
-        return None
 
     def _carry(self, source: socket.socket, sink: socket.socket, leg: str, silent: threading.Event) -> None:
         """`silent`: nothing goes either way any more, and neither end learns it."""
-        try:
+        with suppress(OSError):
             while data := source.recv(_PIECE):
-                self.carried[leg] += len(data)
-                kind = self._due(leg, len(data))
-                if kind == "cut":
-                    sink.sendall(data[: len(data) // 2])
-                    break
+                kind = self._due(leg) if len(data) >= _LEAST else ""
                 if kind == "half_open":
                     silent.set()
-                for piece in () if silent.is_set() else self._spoilt(kind, data):
-                    sink.sendall(piece)
-        except OSError:
-            pass
+                if not silent.is_set():
+                    sink.sendall(self._spoilt(kind, data))
+                if kind == "cut":
+                    break
         if not silent.is_set():
             _end(source)
             _end(sink)
 
-    def _due(self, leg: str, nbytes: int) -> str:
-        """What happens to a piece, counted."""
-        order = self._orders.get(leg)
-        if order is None or nbytes < _LEAST:
+    def _due(self, leg: str) -> str:
+        """What happens to this piece, counted."""
+        kind, pieces = self.orders.pop(leg, ("", range(0)))
+        if pieces.stop > 1:
+            self.orders[leg] = kind, range(max(0, pieces.start - 1), pieces.stop - 1)
+        if pieces.start or not kind:
             return ""
-        if order.skip:
-            order.skip -= 1
-            return ""
-        order.until_s = order.until_s or time.monotonic() + order.lasts_s
-        if order.kind not in LASTING or time.monotonic() > order.until_s:
-            self._orders.pop(leg, None)
-        self.fired[order.kind, leg] += 1
-        return order.kind
+        self.fired[kind, leg] += 1
+        return kind
 
-    def _spoilt(self, kind: str, data: bytes) -> list[bytes]:
-        middle = len(data) // 2
-        if kind in LASTING:
-            time.sleep(0.3 if kind == "delayed" else len(data) / _SLOW_BYTES_S)
-        if kind == "corrupted":
-            at = self._random.randrange(len(data))
-            return [data[:at], bytes([data[at] ^ 1 << self._random.randrange(8)]), data[at + 1 :]]
-        return {"duplicated": [data, data], "reordered": [data[middle:], data[:middle]]}.get(kind, [data])
+    def _spoilt(self, kind: str, data: bytes) -> bytes:
+        half, at = len(data) // 2, self._random.randrange(len(data))
+        time.sleep(_PAUSE_S if kind == "slow" else 0)
+        flipped = data[:at] + bytes([data[at] ^ 1 << self._random.randrange(8)]) + data[at + 1 :]
+        spoilt = {"cut": data[:half], "duplicated": 2 * data, "reordered": data[half:] + data[:half]}
+        return (spoilt | {"corrupted": flipped}).get(kind, data)
 
 
 def _end(link: socket.socket) -> None:
