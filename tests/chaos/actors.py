@@ -18,7 +18,6 @@ from r3channel.relay.relay import Relay
 from tests.chaos import shim
 
 NOTES = "notes.jsonl"
-Answers = dict[str, tuple[str, bytes | BaseException]]
 
 
 def note(**what: Any) -> None:
@@ -55,25 +54,16 @@ class Manager(AuditedManager):
         self.routing.relay.abandon(step)
         self.routing.relay.discard(names)
 
-    def _ask(self, requests: list[Request], times: dict[str, tuple[float, float]]) -> Answers:
+    def _ask(self, requests: list[Request], times: Any) -> dict[str, Any]:
         requests = [replace(each, rid=f"{each.sample_id}~{time.time_ns()}") for each in requests]
         note(asked={each.sample_id: (each.rid, len(each.prompt)) for each in requests})
-        answers = super()._ask(requests, times)
-        note(
-            named={
-                name: type(why).__name__ for name, (_, why) in answers.items() if not isinstance(why, bytes)
-            }
-        )
-        return answers
+        return super()._ask(requests, times)
 
-    def _add(self, request: Request, url: str, body: bytes) -> Sample:
-        try:
-            sample = super()._add(request, url, body)
-        except Exception as error:
-            note(named={request.sample_id: type(error).__name__})
-            raise
-        note(received={request.sample_id: len(sample.tokens) - 1})
-        return sample
+    def _collect(self, step: int, requests: list[Request]) -> dict[str, Sample]:
+        samples = super()._collect(step, requests)
+        note(received={name: len(sample.tokens) - 1 for name, sample in samples.items()})
+        note(named={each.sample_id: "left out" for each in requests if each.sample_id not in samples})
+        return samples
 
     def _usable(self, requests: list[Request], samples: dict[str, Sample]) -> dict[str, Sample]:
         kept = super()._usable(requests, samples)

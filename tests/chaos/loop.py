@@ -6,99 +6,79 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import patch
 
 from examples.async_grpo import train_async
 from examples.async_grpo.options import parse
 from examples.async_grpo.rays import actor_class, fetch
 from examples.embedded import sglang
-from examples.embedded.sglang import EngineServer, kill_family
 from tests.chaos.actors import Manager, Trainer
 from tests.chaos.ledger import Ledger
 from tests.chaos.shim import TABLE
 
 LIMIT_S = 200.0
 """A part of a step that takes longer hangs: the sum of the deadlines that may follow one another, and a restart."""
-TRIES = 4
-_free_port = sglang.free_port
-
-
-class Engine(EngineServer):
-    made: ClassVar[list[Engine]] = []
-
-    def _spawn(self) -> None:
-        """Each time at the address that everybody knows."""
-        with patch.object(sglang, "free_port", lambda: self._port or _free_port()):
-            super()._spawn()
-        self.made.extend([self] if self not in self.made else [])
-
-    def renew(self) -> bool:
-        """Start it again if it has ended."""
-        if dead := self._running().poll() is not None:
-            kill_family(self._running())
-            self._spawn()
-        return dead
 
 
 class Loop:
     """One thread drives, others may look."""
 
-    def __init__(self, args: Any, cluster: train_async.Cluster, ledger: Ledger) -> None:
-        self.args, self.cluster, self.ledger, self.engines = args, cluster, ledger, Engine.made
+    def __init__(self, args: Any, cluster: train_async.Cluster, engines: list[Any], ledger: Ledger) -> None:
+        self.args, self.cluster, self.engines, self.ledger = args, cluster, engines, ledger
         self.version, self.routable, self.number, self.phase = 0, tuple[str, ...](), -1, "start"
         self.restarts, self.failed, self.hung = Counter(engine=0, relay=0, trainer=0), Counter[str](), 0
-        self.relay_pid: int = self.relay("state")[0]
-        self.coming: Any = None
+        self.pids = {"relay": [self.relay("state")[0]]}
         self._update()
-        self._generate()
+        self.coming: Any = cluster.manager.generate.remote(0)
 
     def relay(self, method: str, *arguments: Any, timeout_s: float = LIMIT_S) -> Any:
         return fetch(getattr(self.cluster.manager, method).remote(*arguments), timeout_s=timeout_s)
 
-    def pids(self, victim: str) -> list[int]:
-        pids = {"relay": [self.relay_pid], "trainer": self.trainer_pids}
-        return (pids | {"engine": [engine.pid for engine in self.engines]})[victim]
-
-    def step(self, *, last: bool = False) -> None:
+    def step(self) -> None:
         """Train what was generated, and push the weights; a step that fails is given up by name."""
-        self.number += 1
+        self.number, all_trainers = self.number + 1, self.cluster.all
         try:
-            self._await_relay()
             self.phase = "generate"
+            if self._await_relay():
+                raise train_async.PartDied("the relay was killed, and with it the data of its last step")
             box = fetch(self.coming, timeout_s=LIMIT_S)
-            self.coming = None
-            if not last:
-                self._generate()
+            self.coming = self.cluster.manager.generate.remote(self.number + 1)
             self.phase = "train"
-            self.cluster.all("train", self.number, box, timeout_s=LIMIT_S)
-            parts = self.cluster.all("consumed", self.number)
+            all_trainers("train", self.number, box, timeout_s=LIMIT_S)
+            parts = all_trainers("consumed", self.number)
         except Exception as error:
-            why = self._named(error)
+            names = self.ledger.close(self.number, why=self._named(error))
             self._await_relay()
-            self.relay("forget", self.number, self.ledger.close(self.number, why=why))
-            self._try(self._renew if self.phase == "train" else self._update)
+            self.relay("forget", self.number, names)
+            self._try(self.renew if self.phase == "train" else self._update)
             if self.phase == "generate":
-                self._generate()
+                self.coming = self.cluster.manager.generate.remote(self.number + 1)
         else:
             self.ledger.close(self.number, parts=[part["arrays"] for part in parts])
             self.phase = "weights"
             self._try(self._update)
 
-    def _generate(self) -> None:
-        self.coming = self.cluster.manager.generate.remote(self.number + 1)
+    def end(self) -> None:
+        """No trainer takes what comes."""
+        fetch(self.coming, timeout_s=LIMIT_S)
+        self.relay("forget", self.number + 1, self.ledger.close(self.number + 1, why="the end"))
 
     def _try(self, call: Any) -> None:
-        for left in reversed(range(TRIES)):
-            self._renew_engines()
+        """Until it succeeds: a weight update is tried once more, then trainers are renewed."""
+        attempts = [call, self._update, self.renew, self.renew]
+        while attempts:
+            for engine in self.engines:
+                if engine._running().poll() is not None:
+                    self._renew_engine(engine)
             try:
-                call()
+                attempts.pop(0)()
                 break
             except Exception as error:
                 self._named(error)
-                call = self._renew
-                if not left:
+                if not attempts:
                     raise
+                self._await_relay()
 
     def _named(self, error: Exception) -> str:
         cause = getattr(error, "cause", None) or error
@@ -109,29 +89,34 @@ class Loop:
 
     def _update(self) -> None:
         """Push the weights under the next version; engines that do not hold it get no requests."""
-        self.trainer_pids: list[int] = self.cluster.all("state")
+        self.pids |= {"trainer": self.cluster.all("state"), "engine": [engine.pid for engine in self.engines]}
         self.version += 1
         (pushed,) = filter(None, self.cluster.all("update_weights", self.version))
         self.routable = pushed.routable
         self.relay("route_to", self.version, self.routable)
 
-    def _await_relay(self) -> None:
-        """Ray starts it again; a new one asks the engines, and may route to those that hold the newest weights."""
-        pid: int = fetch(self.cluster.manager.state.options(max_task_retries=-1).remote(), timeout_s=LIMIT_S)[
-            0
-        ]
-        if pid != self.relay_pid:
-            self.restarts["relay"] += 1
-            alive = [engine.url for engine in self.engines if engine._answers()]
-            self.relay("start", alive)
-            if current := tuple(url for url in self.routable if url in alive):
-                self.relay("route_to", self.version, current)
-            self.relay_pid = pid
+    def _await_relay(self) -> bool:
+        """Whether it is a new one, which Ray has started: it asks the engines, and may route to those with the newest weights."""
+        state = self.cluster.manager.state.options(max_task_retries=-1).remote()
+        pids = [fetch(state, timeout_s=LIMIT_S)[0]]
+        if pids == self.pids["relay"]:
+            return False
+        self.restarts["relay"] += 1
+        self.pids["relay"] = pids
+        alive = [engine.url for engine in self.engines if engine._answers()]
+        self.relay("start", alive)
+        if current := tuple(url for url in self.routable if url in alive):
+            self.relay("route_to", self.version, current)
+        return True
 
-    def _renew_engines(self) -> None:
-        self.restarts["engine"] += sum([engine.renew() for engine in self.engines])
+    def _renew_engine(self, engine: Any) -> None:
+        """At the address that everybody knows."""
+        self.restarts["engine"] += 1
+        sglang.kill_family(engine._running())
+        with patch.object(sglang, "free_port", lambda: engine._port):
+            engine._spawn()
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
         """All trainers: their process group is lost with one. They begin with their first weights again."""
         import ray
 
@@ -149,18 +134,21 @@ class Loop:
         self._update()
 
 
-def _actor_class(cls: type, **options: Any) -> Any:
-    return actor_class(cls, **options, max_restarts=-1 if cls is Manager else 0)
-
-
 @contextmanager
-def deployed(folder: Path, seed: int) -> Iterator[Loop]:
-    given = {**TABLE["options"], "seed": seed, "r3-journal": folder / "store"}.items()
-    args = parse(["--use-r3-channel", *(f"--{name}={value}" for name, value in given)])
-    changes = {"_sides": lambda _args: (Manager, Trainer), "actor_class": _actor_class}
-    with (
-        patch.multiple(train_async, **changes),
-        patch.object(sglang, "EngineServer", Engine),
-        train_async.start_cluster(args, folder) as cluster,
-    ):
-        yield Loop(args, cluster, Ledger(folder, cluster.spec.moe_layers))
+def deployed(folder: Path, seed: int, **changes: Any) -> Iterator[Loop]:
+    """As the demo starts it, with our manager, which Ray starts again, and our trainers."""
+    given = {**TABLE["options"], **changes, "seed": seed, "r3-journal": folder / "store"}.items()
+    args, engines = parse(["--use-r3-channel", *(f"--{name}={value}" for name, value in given)]), list[Any]()
+
+    class Engine(sglang.EngineServer):
+        def __init__(self, options: sglang.EngineOptions) -> None:
+            super().__init__(options)
+            engines.append(self)
+
+    def actors(cls: type, **options: Any) -> Any:
+        return actor_class(cls, **options, max_restarts=-1 if cls is Manager else 0)
+
+    ours = {"_sides": lambda _args: (Manager, Trainer), "actor_class": actors}
+    start = patch.multiple(train_async, **ours), patch.object(sglang, "EngineServer", Engine)
+    with start[0], start[1], train_async.start_cluster(args, folder) as cluster:
+        yield Loop(args, cluster, engines, Ledger(folder, cluster.spec.moe_layers))

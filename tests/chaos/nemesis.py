@@ -32,8 +32,8 @@ class Nemesis:
         self._loop, self._proxy, self._folder = loop, proxy, folder
         self._random, self._longest_s, self.not_run = random.Random(seed), longest_s, not_run
         self.fired = defaultdict[str, Counter[str]](Counter)
-        self.detect_s, self.struck_s = defaultdict[str, list[float]](list), list[float]()
-        """How long it took until somebody of the channel saw that a process was gone; when each fault began."""
+        self.detect_s = defaultdict[str, list[float]](list)
+        """How long it took until the relay, or who called it, saw that a process was gone."""
         self._deck = self._deal()
 
     def _deal(self) -> Iterator[tuple[str, str]]:
@@ -47,7 +47,6 @@ class Nemesis:
     def strike(self) -> None:
         (kind, victim), number = next(self._deck), self._random.randrange(4)
         time.sleep(self._random.uniform(0.0, 5.0))
-        self.struck_s.append(time.monotonic())
         where = f"{victim} in {self._loop.phase}"
         print(f"chaos: {kind} {where}", flush=True)
         if kind in ("clock", "raise"):
@@ -71,16 +70,10 @@ class Nemesis:
             self.fired[path.read_text().split()[0]][path.stem] += 1
             path.unlink()
 
-    def withdraw(self) -> None:
-        """What has not fired by now never does."""
-        self._proxy.orders.clear()
-        for stage in FAULTS["clock"] + FAULTS["raise"]:
-            Path(self._folder, stage).unlink(missing_ok=True)
-
     # -- each strikes, and returns whether it was seen to -----------------------------------------------------------------
 
     def _kill(self, victim: str) -> bool:
-        process = psutil.Process(self._random.choice(self._loop.pids(victim)))
+        process = psutil.Process(self._random.choice(self._loop.pids[victim]))
         before, begun_s = self._links(), time.monotonic()
         process.send_signal(signal.SIGKILL)
         gone = _until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
@@ -96,7 +89,7 @@ class Nemesis:
         return None
 
     def _stop(self, victim: str) -> bool:
-        family = [psutil.Process(self._random.choice(self._loop.pids(victim)))]
+        family = [psutil.Process(self._random.choice(self._loop.pids[victim]))]
         family += family[0].children(recursive=True) if victim == "engine" else []
         for process in family:
             process.suspend()
