@@ -80,7 +80,7 @@ def _run(folder: Path, seed: int, minutes: float, cells: int) -> dict[str, Any]:
             loop.step()
             took_s.append(time.monotonic() - begun_s)
             strike.join(60.0)
-        for _ in range(2):
+        for _ in range(0 if loop.hung else 2):
             loop.step()
         loop.end()
         nemesis.count()
@@ -97,7 +97,7 @@ def _run(folder: Path, seed: int, minutes: float, cells: int) -> dict[str, Any]:
 
 
 def resources() -> dict[str, int]:
-    """Of all processes of the deployment, Ray's own too."""
+    """What all processes of the deployment take together, Ray's own too."""
     family = psutil.Process().children(recursive=True)
     counts = [(each.memory_info().rss, each.num_fds(), each.num_threads()) for each in family]
     shm_bytes = sum(path.stat().st_size for path in Path("/dev/shm").iterdir())

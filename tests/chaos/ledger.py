@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.chaos.actors import NOTES
 
-PASSES = ("forward", "recompute", "logprob")
+PASSES: tuple[str, ...] = ("forward", "recompute", "logprob")
 
 
 class Ledger:
@@ -58,7 +58,7 @@ class Ledger:
         return used
 
     def _choices(self, name: str, position: int) -> list[Any]:
-        """Of a prompt that several requests share the engine keeps one request's rows, as it keeps its cache."""
+        """The engine keeps one request's rows of a prompt that several share, as it keeps its cache."""
         request, prompt = self._notes["asked"].get(name, ("", 0))
         group = name.rpartition("/")[0] + "/"
         alike = [other for other in self._made if other.startswith(group)] if position < prompt else [request]

@@ -76,8 +76,7 @@ class Loop:
                 break
             except Exception as error:
                 self._named(error)
-                if not attempts:
-                    raise
+                self.hung += not attempts
                 self._await_relay()
 
     def _named(self, error: Exception) -> str:

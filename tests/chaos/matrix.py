@@ -15,7 +15,7 @@ from tests.chaos.nemesis import Nemesis
 from tests.chaos.shim import TABLE
 
 LAYOUT = "dp=1,tp=2,pp=2,cp=1"
-RANKS = ("TP0", "other TP rank", "later stage", "weight sender")
+RANKS: tuple[str, ...] = ("TP0", "other TP rank", "later stage", "weight sender")
 """What each trainer rank of the layout stands for; all four send weights."""
 PROCESSES = ("engine", "relay", *RANKS, "weight receiver")
 STAGES = [stage for stages in TABLE["stages"].values() for stage in stages if stage != "prepare"]

@@ -12,8 +12,8 @@ from contextlib import suppress
 
 from tests.chaos.shim import LEGS, PREAMBLE
 
-_PIECE, _LEAST, _PAUSE_S = 1 << 16, 16, 0.2
-"""Bytes taken at once; a smaller piece is not worth spoiling; how long a slow peer takes for each."""
+_PIECE, _LEAST, _PAUSE_S, _SILENT_S = 1 << 16, 16, 0.2, 25.0
+"""Bytes taken at once; a smaller piece is not worth spoiling; how long a slow peer takes for each; keepalive's time."""
 
 
 class Proxy:
@@ -45,12 +45,15 @@ class Proxy:
             threading.Thread(target=self._carry, args=call, daemon=True).start()
 
     def _carry(self, source: socket.socket, sink: socket.socket, leg: str, silent: threading.Event) -> None:
-        """`silent`: nothing goes either way any more, and neither end learns it."""
+        """`silent`: nothing goes either way any more, and neither end learns it before keepalive would tell."""
         with suppress(OSError):
             while data := source.recv(_PIECE):
                 kind = self._due(leg) if len(data) >= _LEAST else ""
                 if kind == "half_open":
                     silent.set()
+                    time.sleep(_SILENT_S)
+                    silent.clear()
+                    break
                 if not silent.is_set():
                     sink.sendall(self._spoilt(kind, data))
                 if kind == "cut":
