@@ -80,6 +80,7 @@ def _run(folder: Path, seed: int, minutes: float, cells: int) -> dict[str, Any]:
             loop.step()
             took_s.append(time.monotonic() - begun_s)
             strike.join(60.0)
+            nemesis.count()
         for _ in range(0 if loop.hung else 2):
             loop.step()
         loop.end()
