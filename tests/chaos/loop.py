@@ -51,20 +51,20 @@ class Loop:
             names = self.ledger.close(self.number, why=self._named(error))
             self._await_relay()
             self.relay("forget", self.number, names)
-            self._try(self.renew if self.phase == "train" else self._update)
+            self.attempt(self.renew if self.phase == "train" else self._update)
             if self.phase == "generate":
                 self.coming = self.cluster.manager.generate.remote(self.number + 1)
         else:
             self.ledger.close(self.number, parts=[part["arrays"] for part in parts])
             self.phase = "weights"
-            self._try(self._update)
+            self.attempt(self._update)
 
     def end(self) -> None:
         """No trainer takes what comes."""
         fetch(self.coming, timeout_s=LIMIT_S)
         self.relay("forget", self.number + 1, self.ledger.close(self.number + 1, why="the end"))
 
-    def _try(self, call: Any) -> None:
+    def attempt(self, call: Any) -> None:
         """Until it succeeds: a weight update is tried once more, then trainers are renewed."""
         attempts = [call, self._update, self.renew, self.renew]
         while attempts:

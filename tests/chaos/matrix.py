@@ -17,7 +17,7 @@ from tests.chaos.shim import TABLE
 LAYOUT = "dp=1,tp=2,pp=2,cp=1"
 RANKS: tuple[str, ...] = ("TP0", "other TP rank", "later stage", "weight sender")
 """What each trainer rank of the layout stands for; all four send weights."""
-PROCESSES = ("engine", "relay", *RANKS, "weight receiver")
+PROCESSES: tuple[str, ...] = ("engine", "relay", *RANKS, "weight receiver")
 STAGES = [stage for stages in TABLE["stages"].values() for stage in stages if stage != "prepare"]
 Row = dict[str, Any]
 
@@ -32,7 +32,7 @@ def kill_at(loop: Loop, nemesis: Nemesis, process: str, stage: str) -> Row:
     before, begun_s, pid = Counter(loop.failed), time.monotonic(), _pid(loop, process)
     nemesis.order(stage, f"kill {pid}")
     if stage == "link":  # engines are linked when trainers are new
-        loop.renew()
+        loop.attempt(loop.renew)
     for _ in range(2):
         loop.step()
     named = [*(loop.failed - before)]
