@@ -74,6 +74,7 @@ def _run(folder: Path, seed: int, minutes: float, cells: int) -> dict[str, Any]:
         start, rows, until_s = resources(), list[matrix.Row](), time.monotonic() + 60 * minutes
         for cell in matrix.cells(seed, cells):
             rows.append(matrix.kill_at(loop, nemesis, *cell))
+            nemesis.count()
         while not cells and time.monotonic() < until_s and not loop.hung:
             strike, begun_s = Thread(target=nemesis.strike, daemon=True), time.monotonic()
             strike.start()
