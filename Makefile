@@ -3,6 +3,7 @@
 #   make demo          the main job: real SGLang, Ray and Megatron-core on this machine's CPU
 #   make test          what a newcomer runs       make quick   unit and contract tests only
 #   make test-full     everything                 make lint    ruff, pyright, code lines, docstrings
+#   make chaos         faults on the demo's processes, by a seed: ARGS="--seed 7 --minutes 30"
 #   make gpu           every check of the GPU paths, nine minutes at most, with this machine's own python3 and torch
 #
 # Variables: PYTHON (3.11 or newer), ARGS (passed on to the demo or to pytest), and TORCH_PIP_ARGS. PyPI serves the CUDA
@@ -33,10 +34,10 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-rest quick gpu gpu-wheels lint format dashboard lower clean distclean
+.PHONY: help setup demo chaos test test-full test-rest quick gpu gpu-wheels lint format dashboard lower clean distclean
 
 help:
-	@sed -n '3,6s/^# *//p' Makefile
+	@sed -n '3,7s/^# *//p' Makefile
 
 setup: $(READY)
 	@:
@@ -64,6 +65,9 @@ $(READY):
 # exec: no shell stands between make and the demo, so that a signal to make is one to the demo.
 demo: setup
 	exec $(BIN)/python -m examples.demo $(ARGS)
+
+chaos: setup
+	exec $(BIN)/python -m tests.chaos $(ARGS)
 
 # After a crash pytest-xdist waits for ever for the tests that the worker had: the run ends at once, and names the test.
 # Engines and trainers start on one core for most of their time, so two files of tests that have them go on side by side, too.

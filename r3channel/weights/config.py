@@ -38,8 +38,9 @@ class SyncConfig:
     expected: Literal["engine"] | None = "engine"
     """What every update must give: what the `engine` has parameters for; None does not look."""
     engine_timeout_s: float = 30.0
-    """How long one engine may take for one bucket of a broadcast, one record (1 MiB) of staged bytes, its pause, change-over
-    (or `change_over_s`) or resume, before it counts as lost. The others stay paused meanwhile."""
+    """How long one engine may take for one bucket of a broadcast, one record (1 MiB) of staged bytes, to say that all are placed,
+    to verify or change over (each at least `change_over_s`), to pause or resume, before it counts as lost. The others stay paused
+    meanwhile."""
     token_file: str = ""
     """The run's token, where the engines were started with R3CHANNEL_TOKEN_FILE."""
     metrics: Metrics | None = None

@@ -25,7 +25,7 @@ Feed = Callable[[Push], object]
 LOSSES = (errors.EngineUnavailable, errors.TransportError)  # which DeadlineExceeded is one of
 _STAGES = {State.LINK: "join", State.PAUSE: "pause", State.STAGE: "wait_send"}
 """What waiting for calls to engines is counted as; in other states, as the call."""
-_GROWING = ("link", "join", "send", "load", "check", "verify")
+_GROWING = ("link", "join", "send", "load", "check")
 """Calls that take the longer the more tensors there are: they have all the time that is left."""
 
 
@@ -128,9 +128,11 @@ class Work:
     def _limit_s(self, action: Action) -> float:
         """How long an engine may take for a call."""
         most_s, left_s = self._config.engine_timeout_s, self._run.deadline.at_least(GRACE_S).left_s()
-        limits_s = {"undo": REPAIR_S, "leave": 2 * REPAIR_S}
+        # "resume": also where an engine that did not answer has used up the update's time
+        limits_s = {"undo": REPAIR_S, "leave": 2 * REPAIR_S, "resume": most_s}
+        # Through a rank's bytes once. A link that falls silent meanwhile must not cost the others the update.
         limits_s["commit"] = min(left_s, self._config.change_over_s([self._handles[action.engine]]))
-        limits_s["resume"] = most_s  # also where an engine that did not answer has used up the update's time
+        limits_s["verify"] = limits_s["commit"]
         limits_s["meet"] = min(left_s, AGAIN_S if action.engine in self._again else CONTROL_S)
         return limits_s.get(action.call, left_s if action.call in _GROWING else min(left_s, most_s))
 

@@ -96,7 +96,9 @@ class Staged(Work):
 
     def _give(self) -> None:
         super()._give()
-        self._bucket_call = lambda link, left_s: link.end(timeout_s=left_s) or 0
+        # No longer than that: one silent link would end the update for all engines.
+        most_s = self._config.engine_timeout_s
+        self._bucket_call = lambda link, left_s: link.end(timeout_s=min(left_s, most_s)) or 0
         self._happen(Kind.BUCKET)
         self._landed()
 
@@ -105,8 +107,7 @@ class Staged(Work):
         self._ranks.check()
         self._landed()
         how = {"deadline": self._run.deadline, "record_timeout_s": self._config.engine_timeout_s}
-        number, update = self._bucket, self._ranks.update
-        self._bucket += 1
+        number, update, self._bucket = self._bucket, self._ranks.update, self._bucket + 1
         self._bucket_call = lambda link, _: link.send(update, number, tensors, **how)
         self._happen(Kind.BUCKET)
 

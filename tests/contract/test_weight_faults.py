@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from r3channel import errors
 from r3channel.weights.session import WeightSync
 from r3channel.weights.transaction import EngineState
+from r3channel.weights.wires import RankLink
 from tests.fake_engine import UPDATE, FakeEngine
 from tests.weights import (
     BUCKETS,
@@ -193,3 +195,22 @@ def test_an_interrupt_while_weights_are_given_again_leaves_an_engine_as_any_fail
     assert sync.engine_states[engine.url] is state and engine.paused is not first
     again_to(sync, engine, version=1)
     assert holds(engine, 1)
+
+
+@pytest.mark.parametrize("question", ["end", "verify"])
+def test_a_link_that_falls_silent_while_weights_are_staged_costs_its_engine_alone(
+    question: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update's own time is longer than an engine's: who waited it out would take the healthy engine's with it."""
+    good, bad, inner = serving(), serving(), getattr(RankLink, question)
+
+    def silent(link: RankLink, *words: Any, timeout_s: float, **more: Any) -> Any:
+        if link.engine == bad.url:
+            link.link.recv_record(timeout_s=timeout_s)
+        return inner(link, *words, timeout_s=timeout_s, **more)
+
+    with session(good, bad, staged=True, engine_timeout_s=1) as sync:
+        give(sync, 1)
+        monkeypatch.setattr(RankLink, question, silent)
+        assert give(sync, 2).evicted.keys() == {bad.url}
+        assert holds(good, 2) and sync.routable() == (good.url,)

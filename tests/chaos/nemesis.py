@@ -1,0 +1,130 @@
+"""One fault at a time, chosen by a seed, and the proof that it happened."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from r3channel.wire.parcel import Status
+from tests import direct
+from tests.chaos.loop import Loop
+from tests.chaos.proxy import Proxy
+from tests.chaos.shim import LEGS, TABLE
+from tests.samples import frame_of
+
+FAULTS: dict[str, list[str]] = TABLE["faults"]
+
+
+class Nemesis:
+    """`strike` in a thread of its own."""
+
+    def __init__(
+        self, loop: Loop, proxy: Proxy, folder: Path, *, seed: int, longest_s: float, not_run: dict[str, str]
+    ) -> None:
+        self._loop, self._proxy, self._folder = loop, proxy, folder
+        self._random, self._longest_s, self.not_run = random.Random(seed), longest_s, not_run
+        self.fired = defaultdict[str, Counter[str]](Counter)
+        self.detect_s = defaultdict[str, list[float]](list)
+        """How long it took until the relay, or who called it, saw that a process was gone."""
+        self._deck = self._deal()
+
+    def _deal(self) -> Iterator[tuple[str, str]]:
+        """Each kind once before one comes again, and each victim of a kind once before it comes again."""
+        left = {kind: list[str]() for kind in FAULTS if kind not in self.not_run}
+        while True:
+            for kind in self._random.sample([*left], len(left)):
+                left[kind] = left[kind] or self._random.sample(FAULTS[kind], len(FAULTS[kind]))
+                yield kind, left[kind].pop()
+
+    def strike(self) -> None:
+        (kind, victim), number = next(self._deck), self._random.randrange(4)
+        time.sleep(self._random.uniform(0.0, 5.0))
+        where = f"{victim} in {self._loop.phase}"
+        print(f"chaos: {kind} {where}", flush=True)
+        if kind in ("clock", "raise"):
+            self.order(victim, kind if kind == "raise" else f"clock {7200 * number - 9999}")
+        elif victim in LEGS.values():
+            self._proxy.orders[victim] = kind, range(number, number + (20 if kind == "slow" else 1))
+        elif getattr(self, f"_{kind}")(victim):
+            self.fired[kind][where] += 1
+
+    def order(self, stage: str, what: str) -> None:
+        """What the process does that comes to the stage next."""
+        scratch = self._folder / "order"
+        scratch.write_text(what)
+        scratch.rename(self._folder / stage)
+
+    def count(self) -> None:
+        """What the proxy has spoilt, and the orders that were followed."""
+        for (kind, leg), pieces in self._proxy.fired.items():
+            self.fired[kind][leg] = pieces
+        for path in self._folder.glob("*.fired"):
+            self.fired[path.read_text().split()[0]][path.stem] += 1
+            path.unlink()
+
+    # -- each strikes, and returns whether it was seen to -----------------------------------------------------------------
+
+    def _kill(self, victim: str) -> bool:
+        process = psutil.Process(self._random.choice(self._loop.pids[victim]))
+        before, begun_s = self._links(), time.monotonic()
+        process.send_signal(signal.SIGKILL)
+        gone = _until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+        if _until(lambda: self._links() != before):
+            self.detect_s[victim].append(time.monotonic() - begun_s)
+        return gone
+
+    def _links(self) -> object:
+        """The relay's connections; None where there is no relay."""
+        with suppress(Exception):
+            pid, engines, status = self._loop.relay("state", timeout_s=2.0)
+            return pid, engines, status["receivers"]["connected"]
+        return None
+
+    def _stop(self, victim: str) -> bool:
+        family = [psutil.Process(self._random.choice(self._loop.pids[victim]))]
+        family += family[0].children(recursive=True) if victim == "engine" else []
+        for process in family:
+            process.suspend()
+        stopped = _until(lambda: all(each.status() == psutil.STATUS_STOPPED for each in family))
+        time.sleep(self._random.uniform(1.0, self._longest_s))
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+        return stopped
+
+    def _full_disk(self, _victim: str) -> bool:
+        """The journal's folder is a small file system of our own mount namespace."""
+        filler = Path(self._loop.args.r3_journal, "filler")
+        with suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 20))
+        free = os.statvfs(filler).f_bavail
+        time.sleep(4.0)
+        filler.unlink()
+        return not free
+
+    def _full_store(self, _victim: str) -> bool:
+        """Frames whose replies never come, until the relay has no room; it drops them when nobody claims them."""
+        args, frame, serial = self._loop.args, frame_of(20_000), time.time_ns()
+        url, file = f"http://127.0.0.1:{args.r3_ingest_port}", Path(args.r3_token_file)
+        while (status := direct.post(url, file, direct.parcel_of((serial, frame)))) == Status.TAKEN:
+            serial += 1
+        return status == Status.COME_AGAIN
+
+
+def _until(condition: Callable[[], bool]) -> bool:
+    deadline_s = time.monotonic() + 20.0
+    while time.monotonic() < deadline_s:
+        with suppress(psutil.NoSuchProcess):
+            if condition():
+                return True
+        time.sleep(0.02)
+    return False
