@@ -48,10 +48,9 @@ from r3channel.wire.token_tensors import TokenTensor, tensors_of
 _MOST_UNPACKED = 100
 _DAMAGE = Exception
 """What a damaged or hostile archive raises in zipfile, zlib, numpy and pickletools is not listed anywhere: all of it."""
-_NPY = re.compile(
-    rb"\x93NUMPY\x01\x00..\{'descr': '([|<][biufU]\d+)', 'fortran_order': (False|True), 'shape': \(([\d, ]*)\), \} *\n",
-    re.DOTALL,
-)
+_FIELD = r"\('(\w+)', '([|<][biuf]\d+)'(?:, \((\d+),\))?\)"
+_DTYPE = rf"'[|<][biufU]\d+'|\[(?:{_FIELD}(?:, )?)+\]"
+_HEAD = rf"\x93NUMPY\x01\x00..\{{'descr': ({_DTYPE}), 'fortran_order': (False|True), 'shape': \(([\d, ]*)\), \}} *\n"
 _NEEDED = ("sample", "tokens", "ids", "spec", "step")
 
 
@@ -111,23 +110,23 @@ def _read(path: Path) -> dict[str, Any]:
             found = {name.removesuffix(".npy"): _array(archive.read(name)) for name in archive.namelist()}
     except _DAMAGE as error:
         raise RecordingInvalid(f"{path}: expected an .npz of plain arrays: {error!r}") from error
-    missing = [name for name in _NEEDED if name not in found]
-    if missing:
-        raise RecordingInvalid(
-            f"{path} has the arrays {sorted(found)}, needed are {missing} too; `r3channel export` writes such files"
-        )
+    if missing := [name for name in _NEEDED if name not in found]:
+        told = f"{path} has the arrays {sorted(found)}, needed are {missing} too"
+        raise RecordingInvalid(f"{told}; `r3channel export` writes such files")
     return found
 
 
 def _array(data: bytes) -> Any:
     """An array as numpy writes it. numpy's own reader compiles the header, and takes memory for any shape that it names."""
     begin = 10 + int.from_bytes(data[8:10], "little")
-    head = _NPY.fullmatch(data[:begin])
+    head = re.fullmatch(_HEAD.encode(), data[:begin], re.DOTALL)
     if head is None:
         raise ValueError(f"a member begins with {data[:100]!r}, expected an array of numbers or text")
-    dtype, fortran, shape = (text.decode() for text in head.groups())
+    described, *_, fortran, shape = ((text or b"").decode() for text in head.groups())
+    fields = [(name, kind, (int(n),) if n else ()) for name, kind, n in re.findall(_FIELD, described)]
     sizes = [int(size) for size in shape.split(",") if size.strip()]
-    return np.frombuffer(data, dtype, offset=begin).reshape(sizes, order="F" if fortran == "True" else "C")
+    flat = np.frombuffer(data, fields or described.strip("'"), offset=begin)
+    return flat.reshape(sizes, order="F" if fortran == "True" else "C")
 
 
 def _most_bytes(path: Path) -> int:
@@ -202,10 +201,8 @@ def _sample(
 def _runs(version_T: Ids, kind_T: Ids) -> tuple[ProvenanceSpan, ...]:
     changes = np.flatnonzero((np.diff(version_T) != 0) | (np.diff(kind_T) != 0)) + 1
     edges = [0, *changes.tolist(), len(version_T)]
-    return tuple(
-        ProvenanceSpan(start=a, end=b, weight_version=int(version_T[a]), kind=RowKind(int(kind_T[a])))
-        for a, b in pairwise(edges)
-    )
+    made = ((a, b, int(version_T[a]), RowKind(int(kind_T[a]))) for a, b in pairwise(edges))
+    return tuple(ProvenanceSpan(*each) for each in made)
 
 
 _STORAGES = {

@@ -163,10 +163,7 @@ def write_step(folder: Path, step: RecordedStep) -> Path:
     ticket, path = step.ticket, folder / segment_name(step.number)
     Manifest(spec=step.spec, layout=ticket.layout, side=step.side, tokens=bool(step.tokens)).write(folder)
     names = ticket.assignment.sample_ids
-    tokens, frames = (
-        [step.tokens.get(name, _NO_TOKENS) for name in names],
-        (_frames_of(step, name) for name in names),
-    )
+    tokens, frames = [step.tokens.get(n, _NO_TOKENS) for n in names], (_frames_of(step, n) for n in names)
     write_segment(path, _records(ticket, tokens, frames, step.tensors))
     return path
 

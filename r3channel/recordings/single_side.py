@@ -64,8 +64,8 @@ def _unsampled(step: RecordedStep, name: str) -> Iterator[Finding]:
         has_N = entries_N[tensor.chosen] == step.tokens[name][row_N + 1]
         at = np.flatnonzero((length_T > 0) & (np.bincount(row_N, has_N, len(length_T)) == 0))
         if len(at):
-            what = f"{tensor.name}: {FAULTS['tensor_row']}"
-            yield _finding(step, "tensor_row", name, position=int(at[0]), cells=len(at), what=what)
+            told = {"cells": len(at), "what": f"{tensor.name}: {FAULTS['tensor_row']}"}
+            yield _finding(step, "tensor_row", name, position=int(at[0]), **told)
 
 
 def _plain(step: RecordedStep, sample: TicketSample) -> Iterator[Finding]:
