@@ -147,13 +147,17 @@ def _step(arrays: dict[str, Any], layout: TrainerLayout | None) -> RecordedStep:
     cut = layout or TrainerLayout.from_dict(json.loads(str(arrays.get("layout", "{}"))))
     names, lengths = [str(name) for name in arrays["sample"]], [int(count) for count in arrays["tokens"]]
     total = sum(lengths)
-    arrays = {"token_ids": np.full(total, -1), **arrays, "ids": np.ascontiguousarray(arrays["ids"])}
+    arrays = {**arrays, "ids": np.ascontiguousarray(arrays["ids"])}
     check_shape(arrays["ids"], spec=spec, where="ids")
-    counts, expected = (len(arrays["ids"]), len(arrays["token_ids"])), (total - len(lengths), total)
+    counts, expected = (
+        (len(arrays["ids"]), len(arrays.get("token_ids", range(total)))),
+        (total - len(lengths), total),
+    )
     if counts != expected:
         raise ValueError(f"{counts} rows and token ids, expected {expected}: a row per token but the last")
     if len(set(names)) < len(names) or not 0 <= int(arrays["step"]) < 1 << 62:
         raise ValueError(f"step {arrays['step']}, samples {names[:5]}; expected each name once")
+    arrays.setdefault("token_ids", np.full(total, -1))
     tensors = tensors_of([str(option) for option in arrays.get("token_tensors", ())])
     whole = [_rows_of(arrays, tensor, rows=counts[0]) for tensor in tensors]
     samples, frames, tokens, at = {}, dict[str, list[bytes]](), dict[str, Ids](), 0

@@ -90,7 +90,8 @@ class Place:
         url = self.relay.serve()
         self.rows, self.at = self.relay.hello(dp=0, pp=0, cp=0), ("127.0.0.1", urlsplit(url).port or 0)
         head = f"POST /v1/frames HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n"
-        self.head = f"{head}R3-Session: {said_hello(url, token_file)}\r\n".encode()
+        self.greeting = lambda: f"{head}R3-Session: {said_hello(url, token_file)}\r\n".encode()
+        self.head = self.greeting()
         self.listener = Listener("127.0.0.1", token=wires.session_token("", "n"))
         self.rank = Receiver(rank=0, run_token="", agree=lambda word: [word])
 
@@ -216,14 +217,9 @@ class Place:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 3 * CROWD), hard))
         parcel = b"".join(pack_parcel(hello_of().boot_id, [(7, frame_of(13))]))
-        good = self.head + b"Content-Length: %d\r\n\r\n" % len(parcel) + parcel
+        head = self.greeting()  # changed hellos have begun other sessions
+        good = head + b"Content-Length: %d\r\n\r\n" % len(parcel) + parcel
         answers = Counter[str]()
-        hello = hello_of().to_bytes()
-        with socket.create_connection(self.at, LIMIT_S) as peer:  # changed ones have begun other sessions
-            said(
-                peer,
-                self.head.replace(b"frames", b"hello") + b"Content-Length: %d\r\n\r\n" % len(hello) + hello,
-            )
         with ExitStack() as stack:
             for number in range(CROWD):
                 where = self.at if number % 4 else (self.rows["host"], self.rows["port"])

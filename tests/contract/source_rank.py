@@ -78,4 +78,5 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             said = failure(lambda v=version, given=given: sync.update(given, version=v, timeout_s=60))
             version -= bool(said)
             told[how] = {"said": said, "sent": list(sent), "routable": sync.routable()}
+    dist.destroy_process_group()  # else gloo may abort the process at its end
     return told

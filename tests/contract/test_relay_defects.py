@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -206,19 +205,16 @@ def test_a_relay_that_prepares_too_late_tells_its_receivers(make_relay: MakeRela
 def test_a_full_disk_ends_the_recording_and_costs_the_relay_nothing(
     make_relay: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder, write, written = Recorder(tmp_path), os.writev, [0]
+    recorder = Recorder(tmp_path)
 
-    def full(file: int, views: Any) -> int:
-        written[0] += 1
-        if written[0] == 4:
-            raise OSError(28, "No space left on device")
-        return write(file, views)
+    def full(file: int, nbytes: int) -> None:
+        raise OSError(28, "No space left on device")
 
     relay = make_relay("dp=2", recorder=recorder)
     for step, prefix in ((0, ""), (1, "n-"), (2, "m-")):
         for shard in receive(receivers_of(relay), sealed(relay, step, prefix=prefix)):
             check_rows(shard, prefix=prefix)
-        monkeypatch.setattr(os, "writev", full)
+        monkeypatch.setattr("r3channel.recordings.recorder.check_room", full)
     relay.join_previous(timeout_s=LIMIT_S)
     relay.add("x", reply_for("x", 9), range(9))
     assert recorder.lost == 2 and "No space left" in recorder.stopped and recorder._kept == {}

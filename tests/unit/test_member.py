@@ -197,7 +197,7 @@ def test_rows_come_bucket_by_bucket_whole_rows_only(play: Play, bucket_rows: int
 
 
 @pytest.mark.parametrize(
-    "announced", [{"nbytes": 1 << 50}, {"nbytes": 0}, {"digests": 1 << 50}, {"nbytes": "8"}, {"digests": -1}]
+    "announced", [{"nbytes": 1 << 50}, {"nbytes": 0}, {"digests": 1 << 50}, {"digests": -1}]
 )
 def test_other_sizes_are_refused_before_memory_is_taken(play: Play, announced: dict[str, Any]) -> None:
     stage = play(lambda relay: relay.announce(**announced))

@@ -105,7 +105,7 @@ def check(file: Path, form: str, tmp_path: Path) -> None:
     [
         (
             lambda one: one.update(rollout_routed_experts=None),
-            "sample 1 has no tensor rollout_routed_experts",
+            "sample 1 has no rollout_routed_experts",
         ),
         (
             lambda one: one.update(rollout_routed_experts=torch.zeros(13, 3, 8)),
