@@ -137,9 +137,8 @@ def _check_sizes(path: Path, archive: zipfile.ZipFile) -> None:
     """Refuse what would unpack to far more than the file has: arrays of ids do not."""
     names, total = archive.namelist(), sum(part.file_size for part in archive.infolist())
     if len(set(names)) < len(names) or total > _most_bytes(path):
-        raise ValueError(
-            f"{total} bytes in {len(names)} parts; expected {_MOST_UNPACKED} times as many at most as the file, each name once"
-        )
+        most = f"{_MOST_UNPACKED} times as many at most as the file has, each name once"
+        raise ValueError(f"{total} bytes in {len(names)} parts; expected {most}")
 
 
 def _step(arrays: dict[str, Any], layout: TrainerLayout | None) -> RecordedStep:
@@ -149,11 +148,8 @@ def _step(arrays: dict[str, Any], layout: TrainerLayout | None) -> RecordedStep:
     total = sum(lengths)
     arrays = {**arrays, "ids": np.ascontiguousarray(arrays["ids"])}
     check_shape(arrays["ids"], spec=spec, where="ids")
-    counts, expected = (
-        (len(arrays["ids"]), len(arrays.get("token_ids", range(total)))),
-        (total - len(lengths), total),
-    )
-    if counts != expected:
+    counts = len(arrays["ids"]), len(arrays.get("token_ids", range(total)))
+    if counts != (expected := (total - len(lengths), total)):
         raise ValueError(f"{counts} rows and token ids, expected {expected}: a row per token but the last")
     if len(set(names)) < len(names) or not 0 <= int(arrays["step"]) < 1 << 62:
         raise ValueError(f"step {arrays['step']}, samples {names[:5]}; expected each name once")
