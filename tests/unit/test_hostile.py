@@ -1,4 +1,4 @@
-"""Hostile input of every kind, from a seed: twenty thousand here, more in `make test-full`, a million in `make chaos`."""
+"""Hostile input of every kind, from a seed: twenty thousand here, fifty in `make test-full`, a million in `make chaos`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_changed_inputs_of_every_kind_are_read_as_an_oracle_reads_them_or_refuse
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-def test_a_hundred_thousand_changed_inputs_are_too() -> None:
-    check(100_000, seed=2, limit_s=1700)
+def test_fifty_thousand_changed_inputs_are_too() -> None:
+    check(50_000, seed=2, limit_s=1700)
 
 
 def test_the_oracles_read_what_the_encoders_made() -> None:
