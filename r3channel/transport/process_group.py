@@ -3,7 +3,7 @@
 Frameworks call a bare `destroy_process_group()` when they reload, and Megatron's own groups live there; this group must
 outlive both and disturb neither. Read against torch 2.13.0: `ProcessGroupGloo`, `ProcessGroupNCCL`, `TCPStore`.
 Both ends must share the versions of torch and NCCL (`torch_version`, `nccl_version`): NCCL hangs or fails between versions.
-gloo ran on CPU in the tests; NCCL needs one GPU per rank and has not been run there yet (see README).
+gloo ran on CPU in the tests; of NCCL, which needs a GPU for each rank, a group of one ran on an H100 (see README).
 """
 
 from __future__ import annotations
