@@ -75,16 +75,9 @@ def _updates(url: str, named: Named, rounds: int) -> dict[str, Any]:
         "tensors": len(named), "bytes": sum(tensor.nbytes for _, tensor in named),
         "parameters_compared": reports["staged"][-1].verified,
         "wall_s": {name: median(report.wall_s for report in found) for name, found in reports.items()},
-        "pause_s": {name: median(map(_pause_s, found)) for name, found in reports.items()},
+        "pause_s": {name: median(report.paused_s for report in found) for name, found in reports.items()},
+        "pause_share": {name: median(one.paused_s / one.wall_s for one in found) for name, found in reports.items()},
     }  # fmt: skip
-
-
-def _pause_s(report: UpdateReport) -> float:
-    """From the pause to the engine's serving again. Staged bytes are packed and moved before it."""
-    stages = ("pause", "begin", "commit", "end", "resume")
-    if report.way != "staged":
-        stages = (*stages, "pack", "digest", "wait_send", "convert", "plan", "verify")
-    return sum(report.seconds.get(stage, 0.0) for stage in stages)
 
 
 def engine(effort: Effort) -> dict[str, Any]:
@@ -184,10 +177,12 @@ def size(effort: Effort) -> dict[str, Any]:
     found: dict[str, Any] = {"places_first_and_again_s": [timed(make)() for _ in range(2)]}
     held = [(shard.meta, shard.box) for shard in make()[1:]]
     metas, ends, told = [meta for meta, _ in held], (-(-len(held) // _RANKS),), list[str]()
+    items = (len(held) + _KINDS) * max(box.numel for _, box in held)
+    whole = TensorMeta(name="all", dtype=metas[0].dtype, shape=(items,))
     for first in range(_KINDS):
         rows = ((n, box, 0, (n + first) * box.numel, (box.shape[1], 1)) for n, (_, box) in enumerate(held))
         parts_P = tuple(map(dryrun.Part, *zip(*rows, strict=True)))
-        told.append(json.dumps(Needs((metas[0],), parts_P).to_dict()))
+        told.append(json.dumps(Needs((whole,), parts_P).to_dict()))
     ranks, reports = TrainerRanks(), [report_of(held[rank::_RANKS]) for rank in range(_RANKS)]
     vars(ranks).update(size=_RANKS, exchange=lambda value, _: [value], exchange_bytes=lambda *_: reports)
     stages, links, deadline = Stages(ranks, SyncConfig(engines=[])), list[RankLink](), Deadline(600, "link")
