@@ -89,8 +89,8 @@ def check(device: str, facts: Facts) -> None:
         facts.expect("told", told, "within 0.5 s" in told, "a deadline by name")
         facts.note("what keeps the group waiting, s", busy_s)
         name = "error, abort included, s after its deadline"
-        # NCCL ends a group once what its stream still runs is over; only then is the memory the caller's again.
-        facts.limit(name, late_s, late_s <= busy_s, "at most what keeps it waiting")
+        # Missed on an H100: NCCL's abort ends after what the stream still runs; only then is the memory the caller's again.
+        facts.limit(name, late_s, late_s <= 0.5 * busy_s, "at most half of what keeps it waiting")
         facts.limit("abort and close again, s", closed_s, closed_s <= busy_s, "at most that")
         reduces(device, facts, "after")
         time.sleep(lives_s)

@@ -14,7 +14,6 @@ from tests.fake_engine import FakeEngine
 from tests.gpu.facts import Facts
 
 NAMES = [f"model.layers.{at}.weight" for at in range(24)]
-Sums = dict[str, str]
 
 
 def made(device: str, rows: int, seed: int) -> dict[str, torch.Tensor]:
@@ -24,7 +23,7 @@ def made(device: str, rows: int, seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(rows, 10240, **options) for name in NAMES}
 
 
-def sums_of(tensors: dict[str, torch.Tensor]) -> Sums:
+def sums_of(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     return {name: tensor_digest(cross_sums(tensor)) for name, tensor in tensors.items()}
 
 
