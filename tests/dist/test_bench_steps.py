@@ -21,7 +21,6 @@ def holds(interval: dict[str, float]) -> bool:
     return interval["low"] <= interval["median"] <= interval["high"]
 
 
-@pytest.mark.timeout(300)
 def test_replay_says_what_it_adds_to_a_step_beside_the_same_step_twice() -> None:
     found = measured("replay")
     assert found["rounds"] == 2
@@ -31,7 +30,6 @@ def test_replay_says_what_it_adds_to_a_step_beside_the_same_step_twice() -> None
         assert holds(found[name]) and found[name]["low"] > -100
 
 
-@pytest.mark.timeout(300)
 def test_a_trainers_step_through_the_channel_is_paired_with_the_same_step_without() -> None:
     found = measured("e2e", "--only", "pairs")["pairs"]
     assert found["pairs"] == 2 and min(found["step_cpu_ms"].values()) > 0

@@ -12,7 +12,7 @@ from examples.embedded.sglang import free_port
 from tests import slime_checkout
 from tests.children import ROOT, run
 
-pytestmark = [pytest.mark.dist, pytest.mark.full, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.dist, pytest.mark.full]
 
 _SLIME = slime_checkout.PARSED | slime_checkout.MEGATRON | {"actor_num_gpus_per_node": 4, "use_critic": False}
 _SLIME["debug_train_only"] = True  # nobody is asked for a token

@@ -43,7 +43,6 @@ def load(run: Run, name: str) -> dict[str, np.ndarray]:
         return {key: arrays[key] for key in arrays.files}
 
 
-@pytest.mark.timeout(300)
 def test_the_demo_reports_no_difference_and_every_promised_number(demo: Run) -> None:
     result = demo.result
     assert demo.code == 0 and result["ids_different"] == 0 and result["digests_different"] == 0
@@ -204,7 +203,6 @@ def ended(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
 def test_a_bound_on_staleness_refuses_a_loop_that_runs_ahead(tmp_path: Path) -> None:
     """Two steps are one version apart, which the next test allows."""
     done = ended(tmp_path, "--steps", "2", "--r3-max-staleness", "0", "--r3-on-stale", "reject")
@@ -255,7 +253,6 @@ def test_every_panel_of_the_dashboard_shows_something_in_a_real_prometheus(demo:
     assert all(any(name in expr for name in EMPTY) for expr in empty), empty
 
 
-@pytest.mark.timeout(300)
 def test_one_id_that_was_changed_in_a_trainers_memory_is_refused_by_its_router(tmp_path: Path) -> None:
     done = ended(tmp_path, "--steps", "1", "--fault", "corrupt-id")
     assert done.returncode == 1 and not done.stdout.strip()
@@ -265,7 +262,6 @@ def test_one_id_that_was_changed_in_a_trainers_memory_is_refused_by_its_router(t
     assert f"layer {LAYERS[0]}" in said and "step0/sample/" in said and "(1 in all)" in said
 
 
-@pytest.mark.timeout(300)
 def test_routing_that_is_not_replayed_is_seen(run_small: RunDemo) -> None:
     run = run_small("--no-replay", "--layout", "dp=2,tp=1,pp=1,cp=1", "--engines", "2")
     assert run.code == 1 and run.result["ids_different"] > 100 and run.result["digests_checked"] == 0
@@ -273,7 +269,6 @@ def test_routing_that_is_not_replayed_is_seen(run_small: RunDemo) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
 def test_delivered_directly_replies_are_small_and_the_routers_digests_are_the_engines(
     run_small: RunDemo,
 ) -> None:
@@ -283,7 +278,6 @@ def test_delivered_directly_replies_are_small_and_the_routers_digests_are_the_en
     assert 0 < run.result["bytes_per_token"]["engine_http"] < 40
 
 
-@pytest.mark.timeout(300)
 def test_without_the_flag_the_rooms_of_the_channel_are_never_entered(run_small: RunDemo) -> None:
     run = run_small(channel=False)
     assert run.code == 0 and run.result["channel_modules"] == []
@@ -311,7 +305,6 @@ def struck(folder: Path, process: str, *options: str) -> tuple[int, str]:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
 def test_a_run_goes_on_without_an_engine_that_was_killed_and_says_so(tmp_path: Path) -> None:
     code, said = struck(tmp_path, "sglang_main", "--steps", "3", "--engines", "2", "--json")
     result = json.loads(said.splitlines()[-1])
@@ -335,7 +328,6 @@ def test_requests_of_an_engine_that_is_gone_go_to_the_others_and_it_gets_no_more
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
 def test_a_trainer_that_was_killed_is_named_in_the_last_line_with_what_to_do(tmp_path: Path) -> None:
     code, said = struck(tmp_path, "ray::AuditedTrainer", "--steps", "2")
     (line,) = [line for line in said.splitlines() if line.startswith("r3channel: ")]
@@ -344,7 +336,6 @@ def test_a_trainer_that_was_killed_is_named_in_the_last_line_with_what_to_do(tmp
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)
 def test_a_pipeline_several_engines_a_bound_and_what_an_older_ray_left_show_no_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

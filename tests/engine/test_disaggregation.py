@@ -22,7 +22,7 @@ from tests.engine.client import Reply, generate, random_prompt, serving
 from tests.engine.reference import reference_ids
 from tests.samples import SPEC
 
-pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 LENGTHS, NEW_TOKENS = (3, 40, 200, 130, 17), 12
 SLOTS, EARLIER_TOKENS, ROUNDS = 1024, 60, 3

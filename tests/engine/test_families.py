@@ -24,7 +24,7 @@ from tests.engine.reference import reference_ids
 
 REFUSED = r"has no place for .*o_prj\.weight.*: not linked|have no place there: .*o_prj\.weight.*: serving the committed"
 """By a loader that refuses a name, while it links; by us, once it is linked."""
-pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 PROMPTS = (5, 40, 200)
 """Tokens; the last is prefilled in two chunks, and begins a second turn."""

@@ -23,7 +23,7 @@ from tests.engine.client import Reply, direct_to, generate, random_prompt, servi
 from tests.engine.reference import NEAR_TIE, Expected, reference_ids
 from tests.samples import SPEC
 
-pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 TOP_K = 8
 Channel = tuple[Relay, str, ThreadPoolExecutor]

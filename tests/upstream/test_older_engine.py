@@ -110,9 +110,11 @@ def test_chains_with_dp_attention_are_taken_in_slimes_image_alone_and_an_unread_
 ) -> None:
     arguments = "--tp-size 2 --dp-size 2 --enable-dp-attention --disable-fast-image-processor"
     env = {**older(tree), "TRITON_INTERPRET": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    with pytest.raises(EngineUnavailable):
+    with pytest.raises(EngineUnavailable, match="ended with exit code"):
         speculating(models, *arguments.split(), env=env, log_path=tmp_path / "log").__enter__()
     log = (tmp_path / "log").read_text()
-    said = log.partition("ConfigError: r3channel refuses this engine: ")[2].splitlines()[0]
+    _, refused, said = log.partition("ConfigError: r3channel refuses this engine: ")
+    assert refused, log
+    said = said.splitlines()[0]
     assert "--disable-fast-image-processor: these settings were neither tested nor read" in said
     assert ("--speculative-algorithm EAGLE with DP attention: " in said) == (tree is unpacked)
