@@ -315,9 +315,9 @@ def load_values(
 
 def _refuse_unknown(environment: Mapping[str, str]) -> None:
     """A mistyped variable would otherwise leave a default in place, and nobody would know."""
-    known = {f.name.upper() for cls in (ChannelConfig, EngineConfig) for f in fields(cls)}
-    names = {key.removeprefix(ENV_PREFIX) for key in environment if key.startswith(ENV_PREFIX)}
-    said = [f"{ENV_PREFIX}{one} is no variable of r3channel{nearest(one, known)}" for one in names - known]
+    known = {ENV_PREFIX + f.name.upper() for cls in (ChannelConfig, EngineConfig) for f in fields(cls)}
+    names = {key for key in environment if key.startswith(ENV_PREFIX)}
+    said = [f"{one} is no variable of r3channel{nearest(one, known, 0.85)}" for one in names - known]
     if said:
         raise ConfigError(". ".join(sorted(said)))
 

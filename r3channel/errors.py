@@ -438,9 +438,10 @@ def expected(value: object, kind: type[_T]) -> _T:
     return value
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The words `; did you mean ...?` for a name that is mistyped; empty where none of the known is near."""
+def nearest(name: str, known: Iterable[str], least: float = 0.7) -> str:
+    """The words `; did you mean ...?` for a name that is mistyped; empty where none of the known is as
+    near as `least`, which is more where all names begin alike."""
     from difflib import get_close_matches
 
-    found = get_close_matches(name, list(known), n=1, cutoff=0.7)
+    found = get_close_matches(name, list(known), n=1, cutoff=least)
     return f"; did you mean {found[0]}?" if found else ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
-from r3channel.errors import ConfigError
+from r3channel.errors import ConfigError, nearest
 from r3channel.model.spec import RoutingSpec
 
 
@@ -89,7 +89,6 @@ def model_named(name: str) -> Model:
     """
     model = _BY_ANY_NAME.get(name.lower())
     if model is None:
-        raise ConfigError(
-            f"model {name!r} is not in the built-in table; known are {', '.join(sorted(_BY_ANY_NAME))}"
-        )
+        known = ", ".join(sorted(_BY_ANY_NAME)) + nearest(name.lower(), _BY_ANY_NAME)
+        raise ConfigError(f"model {name!r} is not in the built-in table; known are {known}")
     return model

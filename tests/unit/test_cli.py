@@ -52,6 +52,7 @@ def said_by(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ([*PLAN, "--layout", "dp=1", "--tokens", "-5"], "expected at least 1"),
         ([*PLAN, "--layout", "dp=1", "--tokens", "1.5"], "invalid count value: '1.5'"),
         (["plam"], "did you mean plan?"),
+        (["plan", "--model", "qwen3-235b", "--layout", "dp=1", "--tokens", "16M"], "mean qwen3-235b-a22b?"),
         (["plan", "--modle", "x"], "unrecognized arguments: --modle x; did you mean --model?"),
         (["errors", "storeful"], "did you mean StoreFull?"),
         ([*PLAN, "--layout", "dp=2,dp=3", "--tokens", "32768"], "'dp' stands twice"),

@@ -89,7 +89,7 @@ def test_a_variable_of_another_kind_is_named(name: str, value: str, expected: st
 
 
 def test_a_mistyped_variable_is_named_by_both_sides_and_no_other() -> None:
-    said = "R3CHANNEL_NOBODY is no variable of r3channel. R3CHANNEL_STORE_BYTS .* did you mean STORE_BYTES?"
+    said = "R3CHANNEL_NOBODY is no variable of r3channel. R3CHANNEL_STORE_BYTS .* did you mean R3CHANNEL_STORE_BYTES?"
     for read in (ChannelConfig.load, EngineConfig.from_environment):
         assert read(environment={"R3CHANNEL_ENGINE": "1", "R3CHANNEL_BUCKET_BYTES": "9999", "R3OTHER": "1"})
         with pytest.raises(ConfigError, match=said):

@@ -61,7 +61,7 @@ def check_checkout(context: CheckContext) -> Iterator[Check]:
     if not found.moved and found.version != RUN:
         yield Check(name="only read", ok=True, found=f"slime {found.version}: {_READ}")
     for file, names in () if found.moved else files_of(found.version):
-        yield Check(name="used", ok=True, found=f"{file}: {', '.join(filter(names.get, names))}")
+        yield Check(name="used", ok=True, found=f"{file}: {', '.join(names)}")
 
 
 def nearest(root: Path, package: str = "slime") -> Found:
