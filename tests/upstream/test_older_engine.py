@@ -24,7 +24,7 @@ from tests.engine.test_speculative import (
     passes_by_accepted,
     speculating,
 )
-from tests.upstream.wheels import path_with, slimes_sglang, unpacked
+from tests.upstream.wheels import path_with, slimes_sglang, unpacked, without_other_models
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
@@ -39,9 +39,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def older(tree: Callable[[str], Path]) -> dict[str, str]:
     """The environment of an engine of that release; `tree` has it published or patched."""
-    return {
-        "PYTHONPATH": path_with(VERSION, tree(f"sglang=={VERSION}")),
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": "",
+    release = tree(f"sglang=={VERSION}")
+    return without_other_models(release) | {
+        "PYTHONPATH": path_with(VERSION, release),
         "SGLANG_GRPC_PORT": str(free_port()),  # by default 10,000 above the server's, which may be no port
     }
 

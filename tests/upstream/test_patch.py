@@ -22,7 +22,7 @@ from tests.children import facts_of
 from tests.engine.client import serving
 from tests.engine.reference import reference_ids
 from tests.upstream.test_older_engine import SPEC, VERSION, answers, check_update
-from tests.upstream.wheels import path_with, unpacked
+from tests.upstream.wheels import path_with, unpacked, without_other_models
 
 EACH = pytest.mark.parametrize("version", list(TABLES))
 NO_PLUGIN = {"SGLANG_PLUGINS": "r3channel_embedded"}
@@ -131,7 +131,7 @@ def server(
     request: pytest.FixtureRequest, patched: tuple[str, str], model: Path
 ) -> Iterator[tuple[str, str]]:
     env = {"PYTHONPATH": patched[1], "SGLANG_GRPC_PORT": str(free_port())}
-    env |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": ""} if patched[0] == VERSION else {}
+    env |= without_other_models(unpacked(f"sglang=={VERSION}")) if patched[0] == VERSION else {}
     env |= NO_PLUGIN if request.param != "patch and plug-in" else {}
     # stock 0.5.15.post1 lets a pass write over the ids of the one before, with overlap
     on = request.param != "off"

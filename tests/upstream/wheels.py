@@ -53,6 +53,12 @@ def unpacked(requirement: str) -> Path:
     return folder / "site"
 
 
+def without_other_models(tree: Path) -> dict[str, str]:
+    """Variables with which that older release, which knows no deferred import of its 200 model files, leaves most of them out."""
+    others = (path.stem for path in (tree / "sglang/srt/models").glob("*.py") if "qwen3" not in path.stem)
+    return {"SGLANG_EXTERNAL_MODEL_PACKAGE": "", "SGLANG_DISABLED_MODEL_ARCHS": ",".join(others)}
+
+
 def path_with(version: str, *first: Path) -> str:
     """PYTHONPATH of a process with that release of SGLang; what stands in `first` wins."""
     folders = [*first, *map(unpacked, BESIDE_INSTALLED[version])]
