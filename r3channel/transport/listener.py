@@ -29,7 +29,8 @@ TOKEN_BYTES = 32
 HELLO_BYTES = 256
 """The most that a connector can say of itself."""
 GREETING_S = 5.0
-MOST_STRANGERS = 64
+MOST_STRANGERS = 512
+"""As many as the engine ranks of 64 engines, which all come to trainer 0 first, at one moment."""
 _PREFACE = b"r3link\x00\x01"
 _NONCE_BYTES = _PROOF_BYTES = 32
 _CONNECTS, _LISTENS = b"connects", b"listens "

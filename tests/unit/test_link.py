@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -408,6 +408,14 @@ def test_silent_strangers_cost_nobody_else_anything_and_the_oldest_give_way(door
     finally:
         for bare in silent:
             bare.close()
+
+
+def test_all_ranks_of_a_large_fleet_may_open_before_the_first_has_proved_anything(door: Listener) -> None:
+    limit = time.monotonic() + TIMEOUT_S
+    with ExitStack() as stack:
+        links = [stack.enter_context(closing(Connection(stranger(door), "fleet"))) for _ in range(500)]
+        for link in links:
+            listening._introduce(link, TOKEN, listening._HELLO.pack(0, b""), limit)
 
 
 def test_a_stranger_that_stays_silent_is_sent_away(door: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
