@@ -133,17 +133,6 @@ def test_a_model_that_keeps_something_old_is_refused_by_our_half(
             assert holds(engine, 1)
 
 
-def test_an_engine_that_has_released_its_weights_is_refused_until_it_resumes() -> None:
-    engine = serving()
-    engine.offload_tags = {"weights"}
-    with session(engine) as sync:
-        refused(sync, 1, "released the memory of its weights")
-        assert holds(engine, 0)
-        engine.offload_tags = set()
-        give(sync, 1)
-        assert holds(engine, 1)
-
-
 # -- whole tensors, which the model's own loader places ----------------------------------------------------------------
 
 Load = Callable[[Model, Iterable[tuple[str, torch.Tensor]]], None]

@@ -19,7 +19,7 @@ from r3channel.weights.transaction import EngineState
 from r3channel.weights.wires import Wire
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.routing import RowKind
-from tests.engine.client import PROMPT, generate, greedy
+from tests.engine.client import PROMPT, generate, greedy, post
 from tests.engine.conftest import Weights
 from tests.weights import as_engine_keeps
 
@@ -165,6 +165,18 @@ def test_a_running_request_survives_an_update_with_all_its_rows(
     assert runs == [(0, RowKind.PREFILLED), (0, RowKind.DECODED), *again, (1, RowKind.DECODED)]
     assert frame.provenance[0].end == len(PROMPT)
     assert frame.kept_rows == (frame.provenance[1].end if again else 0)
+
+
+def test_an_engine_that_released_its_weights_serves_new_ones_once_it_resumes(
+    sync: WeightSync, engine_url: str, changed: Weights
+) -> None:
+    """As slime does around an update where trainers and engines share GPUs."""
+    post(engine_url + "/release_memory_occupation", {"tags": ["weights"]})
+    with pytest.raises(errors.WeightUpdateFailed, match="released the memory of its weights"):
+        sync.update(changed.items(), version=1, timeout_s=60)
+    post(engine_url + "/resume_memory_occupation", {"tags": ["weights"]})
+    sync.update(changed.items(), version=1, timeout_s=60)
+    assert greedy(engine_url)[1] == "1"
 
 
 def test_a_bracket_left_open_by_a_trainer_that_died_is_taken_over(
