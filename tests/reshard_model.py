@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from r3channel.weights.geometry import Box, Layout, ShardMap
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.plan import RankPlan
+from r3channel.weights.plan import batches, deal
 
 HIDDEN, LAYERS, DENSE_LAYERS, EXPERTS, VOCABULARY = 7168, 61, 3, 256, 129_280
 ROWS, COLUMNS = 0, 1
@@ -113,12 +114,12 @@ def _layout(shape: tuple[int, ...], cut: Cut, slot: int | None, ranks: range, *,
     return chunked(shape, cut, [[rank for rank in ranks if rank % tp == part] for part in range(tp)])
 
 
-def bounds_of(plan: RankPlan) -> tuple[int, int, float]:
-    """Bytes of the busiest rank: the least that was possible, what it sends, and the mean plus two percent and an operation."""
-    sizes = [(holders, nbytes * count) for holders, nbytes, count in plan.shares]
-    mean = sum(plan.sent_bytes_R) / len({rank for holders, _ in sizes for rank in holders})
-    largest = max(nbytes for _, nbytes, _ in plan.shares)
-    return floor_bytes(sizes), max(plan.sent_bytes_R), 1.02 * mean + largest
+def bounds_of(source: ShardMap, target: ShardMap, *, world_size: int) -> tuple[int, int, float]:
+    """Bytes of the busiest rank: the least that was possible, what it sends, and the mean plus two percent and an item."""
+    dealt, loads_R = batches(source, target), np.zeros(world_size, dtype=np.int64)
+    sizes = [(batch.holders, len(deal(loads_R, batch)) * batch.nbytes) for batch in dealt]
+    mean = loads_R.sum() / len({rank for holders, _ in sizes for rank in holders})
+    return floor_bytes(sizes), int(loads_R.max()), 1.02 * mean + max(batch.nbytes for batch in dealt)
 
 
 def floor_bytes(sizes: Sequence[tuple[tuple[int, ...], int]]) -> int:

@@ -182,7 +182,7 @@ def size(effort: Effort) -> dict[str, Any]:
     for first in range(_KINDS):
         rows = ((n, box, 0, (n + first) * box.numel, (box.shape[1], 1)) for n, (_, box) in enumerate(held))
         parts_P = tuple(map(dryrun.Part, *zip(*rows, strict=True)))
-        told.append(json.dumps(Needs((whole,), parts_P).to_dict()))
+        told.append(json.dumps(Needs((whole,), dryrun.PartTable.of(parts_P)).to_dict()))
     ranks, reports = TrainerRanks(), [report_of(held[rank::_RANKS]) for rank in range(_RANKS)]
     vars(ranks).update(size=_RANKS, exchange=lambda value, _: [value], exchange_bytes=lambda *_: reports)
     stages, links, deadline = Stages(ranks, SyncConfig(engines=[])), list[RankLink](), Deadline(600, "link")

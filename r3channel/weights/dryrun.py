@@ -80,8 +80,6 @@ class PartTable(Sequence[Part]):
 
     @classmethod
     def of(cls, parts: Sequence[Part]) -> PartTable:
-        if isinstance(parts, PartTable):
-            return parts
         kinds: dict[tuple[Box, tuple[int, ...]], int] = {}
         numbers = [kinds.setdefault((part.box, part.strides), len(kinds)) for part in parts]
         rows = [(p.tensor, p.param, p.offset, kind) for p, kind in zip(parts, numbers, strict=True)]
@@ -98,12 +96,12 @@ class PartTable(Sequence[Part]):
         return self._made[index]
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Needs:
     """The parts of a checkpoint that one rank takes."""
 
-    params: tuple[TensorMeta, ...]
-    parts: Sequence[Part]
+    params: tuple[TensorMeta, ...] = ()
+    parts: PartTable = PartTable.of(())
     """Ordered by tensor."""
     missing: tuple[str, ...] = ()
     """Parameters that the tensors leave empty or fill in part."""
@@ -113,12 +111,11 @@ class Needs:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        table = PartTable.of(self.parts)
-        packed = zlib.compress(table.columns_CP.astype("<i8").tobytes(), 1)
+        packed = zlib.compress(self.parts.columns_CP.astype("<i8").tobytes(), 1)
         return {
             "params": [meta.row() for meta in self.params],
             "missing": self.missing,
-            "kinds": [(box.start, box.stop, strides) for box, strides in table.kinds],
+            "kinds": [(box.start, box.stop, strides) for box, strides in self.parts.kinds],
             "parts": base64.b64encode(packed).decode(),
         }
 
@@ -160,7 +157,7 @@ class Learned(NamedTuple):
     """Where experts and parameters lay."""
     placed: Callable[[], str] = str
     """Digests where experts lie now; empty where they always lie alike."""
-    needs: Needs = Needs((), ())
+    needs: Needs = Needs()
     refused: str = ""
     """Why whole tensors are staged and the model's own loader places them at the commit; empty where parts are placed."""
     copied: tuple[Part, ...] = ()
@@ -192,7 +189,7 @@ def learn(model: torch.nn.Module, tensors: tuple[TensorMeta, ...], before: Learn
         return result(_whole_tensors(tensors, sorted(recorder.used), missing), recorder.refused, copied)
     metas = tuple(TensorMeta.of(name, param) for name, param in params.items())
     parts = sorted(recorder.parts, key=lambda part: (part.tensor, part.param, part.offset))
-    return result(Needs(metas, tuple(parts), missing, padding), derived=tuple(recorder.derived))
+    return result(Needs(metas, PartTable.of(parts), missing, padding), derived=tuple(recorder.derived))
 
 
 def derive(model: torch.nn.Module, learned: Learned) -> None:
@@ -202,12 +199,12 @@ def derive(model: torch.nn.Module, learned: Learned) -> None:
 
 
 def _whole_tensors(tensors: Sequence[TensorMeta], used: Iterable[int], missing: tuple[str, ...]) -> Needs:
-    metas = [tensors[index] for index in used]
-    parts = (
-        Part(index, Box.whole(meta.shape), at, 0, tuple(_steps(meta.shape)))
-        for at, (index, meta) in enumerate(zip(used, metas, strict=True))
-    )
-    return Needs(tuple(metas), tuple(parts), missing)
+    metas, parts = list[TensorMeta](), list[Part]()
+    for index in used:
+        shape = tensors[index].shape
+        parts.append(Part(index, Box.whole(shape), len(metas), 0, tuple(_steps(shape))))
+        metas.append(tensors[index])
+    return Needs(tuple(metas), PartTable.of(parts), missing)
 
 
 def dry_run(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> _Recorder:

@@ -18,12 +18,14 @@ from r3channel.weights.geometry import Box, Layout, ShardMap
 from r3channel.weights.manifest import TensorMeta
 
 
-def deal(loads_R: np.ndarray, holders_H: np.ndarray, *, count: int, nbytes: int) -> np.ndarray:
-    """Give `count` items of `nbytes` each to the least loaded of `holders_H` (ascending ranks), one after the other.
+def deal(loads_R: np.ndarray, batch: Batch) -> np.ndarray:
+    """Give a batch's items to the least loaded of its holders, one after the other.
 
     Returns the sender of each item and adds to `loads_R` (int64, bytes per rank). The items fill the holders like water:
     everybody below the final level is raised to it in whole items, and what is left goes to the lowest.
     """
+    holders_H, nbytes = np.array(batch.holders), batch.nbytes
+    count = len(batch.tensors) * len(batch.items)
     if len(holders_H) == 1 or nbytes == 0:
         loads_R[holders_H[0]] += count * nbytes
         return np.full(count, holders_H[0])
@@ -52,35 +54,13 @@ _RULES = b"r3channel reshard 1"
 """Part of the hash, so that processes with other rules do not agree."""
 
 
-class Op(NamedTuple):
-    """One box of one tensor, to one rank."""
-
-    tensor: int
-    """Index into the plan's tensors."""
-    dst: int
-    box: Box
-
-
 class RankPlan(NamedTuple):
-    """What one rank sends, and what is known of the others' load."""
+    """What one rank sends."""
 
-    tensors: tuple[TensorMeta, ...]
-    """The receivers' metas, in the target map's order."""
     hash: str
-    """The hash over every operation of every rank, in order."""
-    ops: tuple[Op, ...]
-    """The operations that this rank sends."""
-    sent_bytes_R: tuple[int, ...]
-    """Bytes that each rank sends."""
-    shares: tuple[tuple[tuple[int, ...], int, int], ...]
-    """(holders, bytes of one item, number of items) of all that is dealt out."""
-
-    def sends(self) -> dict[int, list[tuple[int, Box]]]:
-        """What this rank sends to each receiver: tensors and boxes."""
-        grouped: dict[int, list[tuple[int, Box]]] = {}
-        for tensor, dst, box in self.ops:
-            grouped.setdefault(dst, []).append((tensor, box))
-        return grouped
+    """The hash over every box that any rank sends, in order."""
+    sends: dict[int, list[tuple[int, Box]]]
+    """What this rank sends to each receiver: the tensor's number in the target map, and a box of it."""
 
 
 def plan_reshard(source: ShardMap, target: ShardMap, *, rank: int, world_size: int) -> RankPlan:
@@ -88,23 +68,21 @@ def plan_reshard(source: ShardMap, target: ShardMap, *, rank: int, world_size: i
 
     Every tensor of `target` must be in `source` with the same whole shape and be held completely, each element by one box
     or by replicas of that box; tensors that only `source` has are not sent. Raises ManifestMismatch, naming the tensor.
-    Memory: this rank's operations, and the items of each pair of layouts that occurs.
+    Memory: what this rank sends, and the items of each pair of layouts that occurs.
     """
     digest = xxhash.xxh3_128(_RULES + f"{source.digest} {target.digest} {world_size}".encode())
-    loads_R, mine, batches = np.zeros(world_size, dtype=np.int64), list[Op](), _batches(source, target)
-    for batch in batches:
-        holders = np.array(batch.holders, dtype=np.int64)
-        senders = deal(loads_R, holders, count=batch.number, nbytes=batch.nbytes)
+    loads_R, sends = np.zeros(world_size, dtype=np.int64), dict[int, list[tuple[int, Box]]]()
+    for batch in batches(source, target):
+        senders = deal(loads_R, batch)
         digest.update(senders.astype(np.int64).data)
         for at in np.flatnonzero(senders == rank).tolist():
             tensor, item = divmod(at, len(batch.items))
             box, dst = batch.items[item]
-            mine.append(Op(batch.tensors[tensor], dst, box))
-    shares = tuple((batch.holders, batch.nbytes, batch.number) for batch in batches)
-    return RankPlan(target.metas, digest.hexdigest(), tuple(mine), tuple(loads_R.tolist()), shares)
+            sends.setdefault(dst, []).append((batch.tensors[tensor], box))
+    return RankPlan(digest.hexdigest(), sends)
 
 
-class _Batch(NamedTuple):
+class Batch(NamedTuple):
     """Items of one size with the same holders, for any of the tensors, which are cut alike."""
 
     nbytes: int
@@ -113,12 +91,8 @@ class _Batch(NamedTuple):
     items: list[tuple[Box, int]]
     """Each a box and the rank that needs it; one object where several ranks need the same box."""
 
-    @property
-    def number(self) -> int:
-        return len(self.tensors) * len(self.items)
 
-
-def _batches(source: ShardMap, target: ShardMap) -> list[_Batch]:
+def batches(source: ShardMap, target: ShardMap) -> list[Batch]:
     """The batches, largest items first; equal ones in the order in which the target first needs them."""
     alike: dict[tuple[int, int, int], list[int]] = {}
     for index, meta in enumerate(target.metas):
@@ -130,15 +104,15 @@ def _batches(source: ShardMap, target: ShardMap) -> list[_Batch]:
             raise ManifestMismatch(text)
         key = source.layout_of[at], target.layout_of[index], meta.dtype.itemsize
         alike.setdefault(key, []).append(index)
-    batches = list[_Batch]()
+    found = list[Batch]()
     for (src, dst, itemsize), tensors in alike.items():
         try:
             items = _items(_parts(source.layouts[src]), _parts(target.layouts[dst]))
         except ManifestMismatch as error:
             raise ManifestMismatch(f"tensor {target.metas[tensors[0]]}: {error}") from error
         for (holders, numel), chosen in items.items():
-            batches.append(_Batch(numel * itemsize, holders, tensors, chosen))
-    return sorted(batches, key=lambda batch: -batch.nbytes)
+            found.append(Batch(numel * itemsize, holders, tensors, chosen))
+    return sorted(found, key=lambda batch: -batch.nbytes)
 
 
 # -- one pair of layouts -----------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
 from r3channel.weights import wires
 from r3channel.weights.config import SyncConfig
-from r3channel.weights.dryrun import Needs, PartTable
+from r3channel.weights.dryrun import Needs
 from r3channel.weights.geometry import Box, ShardMap, report_of
 from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
 from r3channel.weights.plan import RankPlan, plan_reshard
@@ -108,7 +108,7 @@ class Stages:
             told = wires.expect_json(link, NEEDS, timeout_s=deadline.left_s())
             refused = refused or str(told.get("error", ""))
             try:
-                needs = Needs.from_dict(told["needs"], len(self.metas)) if "needs" in told else Needs((), ())
+                needs = Needs.from_dict(told["needs"], len(self.metas)) if "needs" in told else Needs()
                 shared = wires.shared_views(needs.params, told["shared"]) if told.get("shared") else []
                 how = str(told.get("whole", "")), int(told.get("compared", 0))
                 rank = RankLink(hello["engine"], int(hello["rank"]), link, needs, *how, shared)
@@ -137,10 +137,9 @@ class Stages:
 
     # -- what is sent --------------------------------------------------------------------------------------------------
 
-    def survey(self, given: Given, deadline: Deadline) -> bool:
-        """Exchange what each rank holds. Returns whether that changed since the last call."""
-        changed = any(self.ranks.exchange(given.held != self._held, deadline))
-        if changed:
+    def survey(self, given: Given, deadline: Deadline) -> None:
+        """Exchange what each rank holds, if that changed anywhere since the last call."""
+        if any(self.ranks.exchange(given.held != self._held, deadline)):
             self._source = ShardMap.gathered(self.ranks.exchange_bytes(report_of(given.held), deadline))
             self.metas, self._held, self._shards = given.metas or self._source.metas, given.held, {}
             rows = [self._source.digest]
@@ -148,27 +147,27 @@ class Stages:
                 self._shards.setdefault(meta.name, []).append(index)
                 rows.append(f"{meta} {box.start} {box.stop}")
             self._key = xxhash.xxh3_128_hexdigest("\n".join(rows).encode())
-        return changed
 
-    def aimed_at(self, links: Sequence[RankLink], ends: Sequence[int]) -> bool:
-        """Whether each was told what it gets of what is held now."""
-        return all(link.aimed == (self._key, tuple(ends)) for link in links)
+    def due(self, links: Sequence[RankLink], ends: Sequence[int]) -> list[int]:
+        """Which of them were not told what they get of what is held now."""
+        return [at for at, link in enumerate(links) if link.aimed != (self._key, tuple(ends))]
 
     def aim(self, links: Sequence[RankLink], ends: Sequence[int], deadline: Deadline) -> None:
-        """Plan for those of these engine ranks (the same order on every trainer) that `aimed_at` is not true of, and tell them
-        what will come, by bucket. What others were told stays.
+        """Plan for those of these engine ranks (the same order on every trainer) that are due, and tell them what will come, by
+        bucket. What others were told stays.
 
         ManifestMismatch with both hashes unless every trainer planned the same."""
-        assert self._source is not None
         # asked of all: a trainer that failed alone, or came late, has told less than the others
-        due = [number for number, link in enumerate(links) if not self.aimed_at([link], ends)]
-        due = sorted(set[int]().union(*self.ranks.exchange(due, deadline)))
-        links = [links[number] for number in due]
+        due = set[int]().union(*self.ranks.exchange(self.due(links, ends), deadline))
+        if not due:
+            return
+        assert self._source is not None
+        links = [links[number] for number in sorted(due)]
         for link in links:
             link.aimed = None
         first, target = self.ranks.size, _target_map(self.metas, links, first=self.ranks.size)
         plan = plan_reshard(self._source, target, rank=self.ranks.rank, world_size=first + len(links))
-        self._tell(links, plan, ends, deadline)
+        self._tell(links, plan, target, ends, deadline)
         hashes = self.ranks.exchange(plan.hash, deadline)
         other = next((rank for rank, seen in enumerate(hashes) if seen != hashes[0]), None)
         if other is not None:
@@ -179,19 +178,19 @@ class Stages:
             link.aimed = self._key, tuple(ends)
 
     def _tell(
-        self, links: Sequence[RankLink], plan: RankPlan, ends: Sequence[int], deadline: Deadline
-    ) -> None:
-        sends, index_of = plan.sends(), {meta.name: index for index, meta in enumerate(self.metas)}
-        for needs, _, numbers in _tables(links):  # of ranks at the same place of several engines
+        self, links: Sequence[RankLink], plan: RankPlan, target: ShardMap, ends: Sequence[int], deadline: Deadline
+    ) -> None:  # fmt: skip
+        index_of = {meta.name: index for index, meta in enumerate(self.metas)}
+        for needs, numbers in _alike(links).items():  # of ranks at the same place of several engines
             known: dict[tuple[int, Box], list[tuple[int, Piece]]] = {}
             told: list[tuple[list[tuple[int, Box]], RankLink]] = []
             for number in numbers:
-                link, ops = links[number], sends.get(self.ranks.size + number, [])
+                link, ops = links[number], plan.sends.get(self.ranks.size + number, [])
                 like = next((one for same, one in told if same == ops and not link.shared), None)
                 buckets: list[list[Piece]] = [[] for _ in ends]
                 for tensor, box in ops if like is None else ():
                     if (tensor, box) not in known:
-                        at = index_of[plan.tensors[tensor].name]
+                        at = index_of[target.metas[tensor].name]
                         known[tensor, box] = list(self._pieces(needs, at, box, ends, link.record_bytes))
                     for bucket, piece in known[tensor, box]:
                         buckets[bucket].append(piece)
@@ -208,7 +207,7 @@ class Stages:
             raise ManifestMismatch(f"tensor {name}: the plan needs {box} of this rank, which lacks it")
         bucket, (meta, held) = bisect_right(ends, shard), self._held[shard]
         inside = shard - (ends[bucket - 1] if bucket else 0)
-        for at in range(*np.searchsorted(PartTable.of(needs.parts).tensor_P, (tensor, tensor + 1)).tolist()):
+        for at in range(*np.searchsorted(needs.parts.tensor_P, (tensor, tensor + 1)).tolist()):
             part = needs.parts[at]
             if part.box.holds(box):
                 for one, cut in _cuts(box, held, record_bytes // needs.params[part.param].dtype.itemsize):
@@ -221,14 +220,12 @@ def _cuts(box: Box, held: Box, most: int) -> list[tuple[Box, tuple[slice, ...] |
     return [(one, None if one == held else one.within(held)) for one in box.cut(most)]
 
 
-def _tables(links: Sequence[RankLink]) -> Iterator[tuple[Needs, PartTable, list[int]]]:
+def _alike(links: Sequence[RankLink]) -> dict[Needs, list[int]]:
     """Different needs, and which of the links have them."""
-    numbers: dict[int, list[int]] = {}
+    numbers: dict[Needs, list[int]] = {}
     for number, link in enumerate(links):
-        numbers.setdefault(id(link.needs), []).append(number)
-    for at in numbers.values():
-        needs = links[at[0]].needs
-        yield needs, PartTable.of(needs.parts), at
+        numbers.setdefault(link.needs, []).append(number)
+    return numbers
 
 
 def _target_map(metas: Sequence[TensorMeta], links: Sequence[RankLink], *, first: int) -> ShardMap:
@@ -236,7 +233,8 @@ def _target_map(metas: Sequence[TensorMeta], links: Sequence[RankLink], *, first
     held: dict[int, list[int]] = {}
     dtypes: dict[int, torch.dtype] = {}
     holders = list[tuple[list[int], Box]]()
-    for needs, table, numbers in _tables(links):
+    for needs, numbers in _alike(links).items():
+        table = needs.parts
         kept = np.array([box.numel > 0 for box, _ in table.kinds], dtype=bool)[table.kind_P]
         columns = table.tensor_P, table.kind_P + len(holders), table.param_P
         for tensor, holder, param in zip(*(column[kept].tolist() for column in columns), strict=True):
@@ -255,8 +253,9 @@ def check_complete(
     Returns what the engines keep in another dtype (tensor -> `float32 -> bfloat16`), and what has no place there.
     """
     rounded = cast_by(ranks, metas)
-    missing = sorted({name for needs, _, _ in _tables(ranks) for name in needs.missing})
-    used = {tensor for _, table, _ in _tables(ranks) for tensor in np.unique(table.tensor_P).tolist()}
+    kinds = _alike(ranks)
+    missing = sorted({name for needs in kinds for name in needs.missing})
+    used = {tensor for needs in kinds for tensor in np.unique(needs.parts.tensor_P).tolist()}
     unknown = [meta.name for index, meta in enumerate(metas) if index not in used]
     scales = [name for name in unknown if is_scale(name)]
     placed = {unit_of(metas[index].name) for index in used} if scales else ()
@@ -277,10 +276,10 @@ def cast_by(ranks: Sequence[RankLink], metas: Sequence[TensorMeta]) -> dict[str,
     """Tensors that engines keep in another dtype. ManifestMismatch where that is float8: a cast alone lands under old scales."""
     found = {}
     dtype_T = np.array([meta.dtype for meta in metas], dtype=object)
-    for needs, table, (first, *_) in _tables(ranks):
-        kept_P = np.array([meta.dtype for meta in needs.params], dtype=object)[table.param_P]
-        for at in np.flatnonzero(dtype_T[table.tensor_P] != kept_P).tolist():
-            own, kept = metas[table.tensor_P[at]], needs.params[table.param_P[at]]
+    for needs, (first, *_) in _alike(ranks).items():
+        kept_P = np.array([meta.dtype for meta in needs.params], dtype=object)[needs.parts.param_P]
+        for at in np.flatnonzero(dtype_T[needs.parts.tensor_P] != kept_P).tolist():
+            own, kept = metas[needs.parts.tensor_P[at]], needs.params[needs.parts.param_P[at]]
             if kept.dtype_name.startswith("float8"):
                 raise ManifestMismatch(
                     f"engine {ranks[first].engine} keeps {own.name} in {kept.dtype_name}, the trainer gives {own.dtype_name}: "

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from r3channel.errors import ManifestMismatch
 from r3channel.weights.config import SyncConfig
-from r3channel.weights.dryrun import Needs, Part
+from r3channel.weights.dryrun import Needs, Part, PartTable
 from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.plan import RankPlan, deal, plan_reshard
+from r3channel.weights.plan import Batch, RankPlan, batches, deal, plan_reshard
 from r3channel.weights.progress import Deadline
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.stages import Given, Stages
@@ -41,6 +41,11 @@ def plans(case: Case) -> list[RankPlan]:
     return [plan_reshard(source, target, rank=rank, world_size=world_size) for rank in range(world_size)]
 
 
+def boxes_of(plan: RankPlan) -> list[tuple[int, int, Box]]:
+    """(receiver, tensor, box) of all that it sends."""
+    return [(dst, *item) for dst, items in plan.sends.items() for item in items]
+
+
 @settings(max_examples=150)
 @given(cases(world_sizes=st.integers(2, 13)))
 def test_every_destination_element_is_written_exactly_once_by_one_that_holds_it(case: Case) -> None:
@@ -54,12 +59,12 @@ def test_every_destination_element_is_written_exactly_once_by_one_that_holds_it(
         for rank in range(world_size)
     ]
     for rank, plan in enumerate(plans(case)):
-        for op in plan.ops:
-            name = plan.tensors[op.tensor].name
-            assert any(box.intersect(op.box) == op.box for box in holders[rank][name])
-            for outer, count in written[op.dst][name]:
-                if outer.intersect(op.box) == op.box:
-                    count[op.box.within(outer)] += 1
+        for dst, tensor, sent in boxes_of(plan):
+            name = target.metas[tensor].name
+            assert any(box.intersect(sent) == sent for box in holders[rank][name])
+            for outer, count in written[dst][name]:
+                if outer.intersect(sent) == sent:
+                    count[sent.within(outer)] += 1
     boxes = [parts for held in written for parts in held.values()]
     assert all(bool((count == 1).all()) for parts in boxes for _, count in parts)
 
@@ -67,12 +72,13 @@ def test_every_destination_element_is_written_exactly_once_by_one_that_holds_it(
 @settings(max_examples=100)
 @given(cases(world_sizes=st.integers(2, 13)))
 def test_all_ranks_plan_the_same_and_each_keeps_only_what_it_sends(case: Case) -> None:
-    all_plans = plans(case)
-    assert len({(plan.hash, plan.sent_bytes_R) for plan in all_plans}) == 1
-    sent = [
-        sum(op.box.numel * plan.tensors[op.tensor].dtype.itemsize for op in plan.ops) for plan in all_plans
-    ]
-    assert tuple(sent) == all_plans[0].sent_bytes_R
+    (source, target, world_size), all_plans = case, plans(case)
+    assert len({plan.hash for plan in all_plans}) == 1
+    loads_R, metas = np.zeros(world_size, dtype=np.int64), target.metas
+    for batch in batches(source, target):
+        deal(loads_R, batch)
+    sent = [sum(b.numel * metas[t].dtype.itemsize for _, t, b in boxes_of(plan)) for plan in all_plans]
+    assert sent == loads_R.tolist()
 
 
 def test_the_hash_depends_on_layout_dtype_and_world_but_not_on_the_rank() -> None:
@@ -94,9 +100,9 @@ def test_replicas_of_a_tensor_take_turns_over_the_engines(replicas: int, engines
     source = ShardMap([(meta, replicated(meta.shape, trainers)) for meta in metas])
     target = ShardMap([(meta, replicated(meta.shape, targets)) for meta in metas])
     found = [plan_reshard(source, target, rank=rank, world_size=9) for rank in trainers]
-    assert set(found[0].sent_bytes_R[:replicas]) == {12 * engines * 128 // replicas}
     for plan in found:
-        sent = [op.tensor for op in plan.ops]
+        sent = [tensor for _, tensor, _ in boxes_of(plan)]
+        assert len(sent) == 12 * engines // replicas
         assert len(set(sent)) >= 12 // replicas, "no replica serves one tensor to all while others rest"
 
 
@@ -152,7 +158,7 @@ class OneRankOfTwo(TrainerRanks):
 
 
 def rank_link(meta: TensorMeta, box: Box) -> RankLink:
-    needs = Needs((TensorMeta(name="p", dtype=meta.dtype, shape=box.shape),), (Part(0, box, 0, 0, (1,)),))
+    needs = Needs((TensorMeta(name="p", dtype=meta.dtype, shape=box.shape),), PartTable.of([Part(0, box, 0, 0, (1,))]))
     return RankLink("e", 0, Mock(), Needs.from_dict(json.loads(json.dumps(needs.to_dict())), 1000), "", 0)
 
 
@@ -165,7 +171,7 @@ def surveyed(other: str = "") -> Stages:
         Stages(OneRankOfTwo(other), SyncConfig(engines=[])),
         Given(((W, Box.whole((8,))),), (1,), None),
     )
-    assert stages.survey(given, DEADLINE) and not stages.survey(given, DEADLINE)
+    stages.survey(given, DEADLINE)
     return stages
 
 
@@ -176,7 +182,7 @@ def test_trainers_that_planned_otherwise_are_told_both_hashes_before_a_byte() ->
     stages, link = surveyed("another hash"), rank_link(W, Box((0,), (8,)))
     with pytest.raises(ManifestMismatch, match="rank 1 planned another hash, rank 0 planned "):
         stages.aim([link], (1,), DEADLINE)
-    assert not stages.aimed_at([link], (1,))
+    assert stages.due([link], (1,)) == [0]
 
 
 def test_an_engine_that_is_left_out_or_comes_back_changes_nothing_for_those_that_stay() -> None:
@@ -186,7 +192,7 @@ def test_an_engine_that_is_left_out_or_comes_back_changes_nothing_for_those_that
 
     def tables(links: list[RankLink], ends: tuple[int, ...] = (1,)) -> list[int]:
         stages.aim(links, ends, DEADLINE)
-        assert stages.aimed_at(links, ends)
+        assert stages.due(links, ends) == []
         said: list[Any] = [link.link for link in (one, other, third)]
         return [link.send_record.call_count for link in said]
 
@@ -196,8 +202,9 @@ def test_an_engine_that_is_left_out_or_comes_back_changes_nothing_for_those_that
     other = rank_link(W, half)
     assert tables([one, other, third]) == [1, 1, 1]
     peer = Given(((W, half),), (1,), None)
-    assert stages.survey(peer, DEADLINE) and not stages.aimed_at([one], (1,))
-    assert stages.survey(Given(((W, Box.whole((8,))),), (1,), None), DEADLINE)
+    stages.survey(peer, DEADLINE)
+    assert stages.due([one], (1,)) == [0]
+    stages.survey(Given(((W, Box.whole((8,))),), (1,), None), DEADLINE)
     assert tables([one, other, third]) == [1, 1, 1], "what is held is again what they were told of"
     assert tables([one], (0, 1)) == [2, 1, 1]
 
@@ -267,7 +274,7 @@ def test_dealing_at_once_equals_dealing_one_by_one(loads: dict[int, int], count:
     loads = dict(sorted(loads.items()))
     loads_R = np.zeros(31, dtype=np.int64)
     loads_R[list(loads)] = list(loads.values())
-    senders = deal(loads_R, np.array(list(loads)), count=count, nbytes=nbytes)
+    senders = deal(loads_R, Batch(nbytes, tuple(loads), [0] * count, [(Box((), ()), 99)]))
     assert senders.tolist() == one_by_one(loads, count, nbytes)
     assert {rank: int(loads_R[rank]) for rank in loads} == {
         rank: held + nbytes * senders.tolist().count(rank) for rank, held in loads.items()
@@ -281,9 +288,7 @@ def test_the_busiest_of_256_senders_is_within_two_percent_and_keeps_its_part_of_
     """It sends 1/256 of what the eight engines of 32 ranks receive; another rank comes to the same hash."""
     sides = model_side(ranks=256, tp=8, ep=64), model_side(ranks=256, tp=32, ep=32, first=256)
     trainer, engine = (plan_reshard(*sides, rank=rank, world_size=512) for rank in (7, 300))
-    floor, busiest, bound = bounds_of(trainer)
+    floor, busiest, bound = bounds_of(*sides, world_size=512)
     assert floor <= busiest <= bound
-    assert (
-        len(trainer.tensors) > 45_000 and len({r for holders, _, _ in trainer.shares for r in holders}) == 256
-    )
-    assert trainer.hash == engine.hash and not engine.ops and len(trainer.ops) < 3000
+    assert len(sides[1].metas) > 45_000 and len({r for b in batches(*sides) for r in b.holders}) == 256
+    assert trainer.hash == engine.hash and not engine.sends and len(boxes_of(trainer)) < 3000
