@@ -23,13 +23,10 @@ from typing import Any
 import torch
 
 from r3channel.errors import ManifestMismatch, R3Error, WeightsError
-from r3channel.weights.checksums import engine_names
-from r3channel.weights.config import SyncConfig
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.executor import LOSSES, Work
-from r3channel.weights.group import WeightGroup, group_device
-from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, is_scale
-from r3channel.weights.pack import Packer
+from r3channel.weights.group import Source, WeightGroup
+from r3channel.weights.manifest import Bucket, TensorMeta, engine_names, is_scale
 from r3channel.weights.progress import REPAIR_S, background
 from r3channel.weights.transaction import Action, EngineState, Kind
 
@@ -37,27 +34,6 @@ _SHOWN = 3
 Order = Callable[[EngineHandle], None]
 _ANSWER_S = 2.0
 """How much longer an engine may take for a bucket than its source: once that has given up, engines that waited for it say so."""
-
-
-class Source:
-    """This trainer rank's end of broadcasts, for all updates of a session."""
-
-    def __init__(self, config: SyncConfig) -> None:
-        self.packer = Packer(group_device(config.backend))
-        self.group: WeightGroup | None = None
-        self.joining: Future[None] = Future()
-        self.manifest: Manifest | None = None
-        """What rank 0 was told of."""
-        self.buckets: dict[int, list[Bucket]] = {}
-        """By source."""
-        self.formed: tuple[Sequence[tuple[str, str]], dict[int, str]] = (), {}
-        """At rank 0: the engines' lives that are in the groups, and the groups' names by source."""
-
-    def leave(self) -> None:
-        """Engines that wait in its group fail at once. Any thread."""
-        group, self.group = self.group, None
-        if group is not None:
-            group.close()
 
 
 class Broadcast(Work):

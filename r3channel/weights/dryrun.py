@@ -16,7 +16,7 @@ import math
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -101,7 +101,7 @@ class Needs:
     """The parts of a checkpoint that one rank takes."""
 
     params: tuple[TensorMeta, ...] = ()
-    parts: PartTable = PartTable.of(())
+    parts: PartTable = field(default_factory=lambda: PartTable.of(()))
     """Ordered by tensor."""
     missing: tuple[str, ...] = ()
     """Parameters that the tensors leave empty or fill in part."""

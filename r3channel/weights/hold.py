@@ -21,12 +21,12 @@ import xxhash
 from r3channel.errors import R3Error, TransportError, WeightsCorrupt, WeightsError
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
-from r3channel.weights import cuda_ipc, wires
+from r3channel.weights import wires
 from r3channel.weights.checksums import hashed_bytes, host_bytes, tensor_digest
 from r3channel.weights.dryrun import Learned, derive
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.memory import Room
+from r3channel.weights.memory import Room, gpu_lacks, staged_bytes
 from r3channel.weights.staged_copy import StagedCopy
 from r3channel.weights.wires import HEAD
 
@@ -73,11 +73,11 @@ class Hold:
         self._serving: tuple[int, Mapping[str, str], Sequence[torch.Tensor]] | None = None
         """The version, digests and flat parameters that a trainer may read back; None: nothing was committed over these links."""
         self._items = sum(part.box.numel for part in self._needs.parts)
-        nbytes, wire = wires.staged_bytes(self._needs.params), order["wire"]
+        nbytes, wire = staged_bytes(self._needs.params), order["wire"]
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
         why = room.lacks(nbytes, insist=order["staged"] != "auto", shared=wire == "shared_memory")
         if wire == "cuda_ipc":
-            why = cuda_ipc.lacks(nbytes, device)
+            why = gpu_lacks(nbytes, device)
         copy = (
             StagedCopy((), device=device) if why else StagedCopy(self._needs.params, device=device, wire=wire)
         )

@@ -15,7 +15,6 @@ import xxhash
 
 from r3channel.errors import ManifestMismatch
 from r3channel.weights.geometry import Box, Layout, ShardMap
-from r3channel.weights.manifest import TensorMeta
 
 
 def deal(loads_R: np.ndarray, batch: Batch) -> np.ndarray:

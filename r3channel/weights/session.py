@@ -24,19 +24,19 @@ import torch
 from r3channel import errors
 from r3channel.observe.metrics import Metrics
 from r3channel.transport.collective_lock import PROCESS_SLOT
-from r3channel.weights.broadcast import Broadcast, Source
+from r3channel.weights.broadcast import Broadcast
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.convert import Shard
 from r3channel.weights.engine import EngineHandle, Engines, handle_of
-from r3channel.weights.executor import Feed, Work
+from r3channel.weights.executor import Work
 from r3channel.weights.geometry import Box
+from r3channel.weights.group import Source
 from r3channel.weights.joint import Staged
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
-from r3channel.weights.peer import from_peer
 from r3channel.weights.progress import CONTROL_S, REPAIR_S, Deadline, Run, UpdateReport, background
 from r3channel.weights.ranks import TrainerRanks
-from r3channel.weights.reader import read_again, read_first
-from r3channel.weights.stages import Given, Stages
+from r3channel.weights.sources import from_peer, read_again, read_first
+from r3channel.weights.stages import Feed, Given, Stages
 from r3channel.weights.store import HeldWeights
 from r3channel.weights.transaction import EngineState
 

@@ -24,6 +24,7 @@ from r3channel.weights.config import SyncConfig
 from r3channel.weights.dryrun import Needs
 from r3channel.weights.geometry import Box, ShardMap, report_of
 from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
+from r3channel.weights.memory import shared_views
 from r3channel.weights.plan import RankPlan, plan_reshard
 from r3channel.weights.progress import Deadline
 from r3channel.weights.ranks import TrainerRanks
@@ -35,6 +36,8 @@ Sums = list[Digests]
 """What an engine would hold, by rank."""
 Push = Callable[[Sequence[torch.Tensor]], None]
 """Takes the next bucket's tensors, in order. They may be overwritten once the next call but one has returned."""
+Feed = Callable[[Push], object]
+"""Gives an update's values, bucket by bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ class Stages:
             refused = refused or str(told.get("error", ""))
             try:
                 needs = Needs.from_dict(told["needs"], len(self.metas)) if "needs" in told else Needs()
-                shared = wires.shared_views(needs.params, told["shared"]) if told.get("shared") else []
+                shared = shared_views(needs.params, told["shared"]) if told.get("shared") else []
                 how = str(told.get("whole", "")), int(told.get("compared", 0))
                 rank = RankLink(hello["engine"], int(hello["rank"]), link, needs, *how, shared)
                 found[hello["engine"]].append(rank)

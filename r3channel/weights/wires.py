@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
-import os
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,16 +22,12 @@ import xxhash
 
 from r3channel.errors import GiverChanged, TransportError, WeightsCorrupt, WeightsError
 from r3channel.transport.connection import Connection
-from r3channel.weights import cuda_ipc
-from r3channel.weights.checksums import cross_sums, hashed_bytes, host_bytes, tensor_digest
+from r3channel.weights.checksums import cross_sums, finite, hashed_bytes, host_bytes, nonfinite, tensor_digest
 from r3channel.weights.dryrun import Needs, Part
 from r3channel.weights.geometry import Box
-from r3channel.weights.manifest import ALIGNMENT, TensorMeta
-from r3channel.weights.memory import SHM
-from r3channel.weights.pack import finite, nonfinite
+from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import Deadline
 
-Wire = Literal["tcp", "shared_memory", "cuda_ipc"]
 Digests = tuple[dict[str, str], dict[str, str]]
 """By parameter, of one rank: digests, and SGLang's own checksums if asked for."""
 
@@ -59,8 +52,6 @@ UNTOUCHED = "nothing was touched: "
 """The beginning of the reason why all ranks refused a commit before a parameter changed; without it any may have changed."""
 FLUSH_REFUSED = "cache was not flushed"
 """SGLang's words when requests wait for their grammar; the weights are in nevertheless."""
-SHARED = f"{SHM}/r3channel-weights-"
-"""How the path of a staged copy in shared memory begins: a rank that names another file of this machine is refused."""
 UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, OSError, zlib.error)
 """What reading a peer's words raises where it meant others."""
 _MOST_BYTES = 256 << 20
@@ -129,43 +120,6 @@ def runs_of(entries: Sequence[Entry], needs: Needs, staged: Sequence[torch.Tenso
         end = start + entry.box.numel
         runs.append(Run(first, at + 1 - first, flat[begun:end]))
     return runs
-
-
-def staged_bytes(params: Sequence[TensorMeta]) -> int:
-    """Bytes of a staged copy of these parameters."""
-    return sum(map(_aligned, params))
-
-
-def staged_views(params: Sequence[TensorMeta], flat: torch.Tensor) -> list[torch.Tensor]:
-    """Each parameter's memory in a staged copy, flat, in its dtype."""
-    starts = accumulate(map(_aligned, params), initial=0)
-    return [flat[at : at + meta.nbytes].view(meta.dtype) for meta, at in zip(params, starts, strict=False)]
-
-
-def _aligned(meta: TensorMeta) -> int:
-    return -(-meta.nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def shared_views(params: Sequence[TensorMeta], where: Any) -> list[torch.Tensor]:
-    """A rank's staged copy by parameter: behind CUDA's handle, or a path, which the rank takes away once all trainers have it.
-    WeightsCorrupt, or OSError, for another file."""
-    nbytes = staged_bytes(params)
-    if not isinstance(where, str):
-        return staged_views(params, cuda_ipc.mapped(where))
-    if not where.startswith(SHARED) or "/" in where[len(SHARED) :] or os.stat(where).st_size < nbytes:
-        raise WeightsCorrupt(
-            f"{where!r} is no staged copy of {nbytes} bytes, whose name begins with {SHARED}"
-        )
-    return staged_views(params, mapped(os.open(where, os.O_RDWR | os.O_NOFOLLOW), nbytes))
-
-
-def mapped(handle: int, nbytes: int) -> torch.Tensor:
-    """Shared memory as a tensor, made as large as needed; OSError without room for it. The descriptor is closed in any case."""
-    try:
-        os.posix_fallocate(handle, 0, max(nbytes, 1))  # shared memory that is short at its first touch kills
-        return torch.from_numpy(np.frombuffer(mmap.mmap(handle, max(nbytes, 1)), dtype=np.uint8)[:nbytes])
-    finally:
-        os.close(handle)
 
 
 def session_token(run_token: str, nonce: str) -> bytes:

@@ -158,7 +158,9 @@ class OneRankOfTwo(TrainerRanks):
 
 
 def rank_link(meta: TensorMeta, box: Box) -> RankLink:
-    needs = Needs((TensorMeta(name="p", dtype=meta.dtype, shape=box.shape),), PartTable.of([Part(0, box, 0, 0, (1,))]))
+    needs = Needs(
+        (TensorMeta(name="p", dtype=meta.dtype, shape=box.shape),), PartTable.of([Part(0, box, 0, 0, (1,))])
+    )
     return RankLink("e", 0, Mock(), Needs.from_dict(json.loads(json.dumps(needs.to_dict())), 1000), "", 0)
 
 
