@@ -79,13 +79,8 @@ def chunked(shape: Sequence[int], axis: int, ranks: Sequence[Iterable[int]]) -> 
 
 def held_by(shards: ShardMap, rank: int) -> dict[str, list[Box]]:
     """The boxes of one rank, by tensor; tensors of which it holds nothing are left out."""
-    boxes = []
-    for layout in shards.layouts:
-        corners = layout.ranks_N == rank
-        pairs = zip(layout.starts_ND[corners].tolist(), layout.stops_ND[corners].tolist(), strict=True)
-        boxes.append([Box(tuple(start), tuple(stop)) for start, stop in pairs])
-    named = zip(shards.metas, shards.layout_of, strict=True)
-    return {meta.name: boxes[index] for meta, index in named if boxes[index]}
+    boxes = ([box for box, ranks in layout.held if rank in ranks] for layout in shards.layouts)
+    return {meta.name: mine for meta, mine in zip(shards.metas, boxes, strict=True) if mine}
 
 
 def side(*, ranks: int, tp: int, ep: int, stages: int = 1, first: int = 0) -> ShardMap:

@@ -44,7 +44,6 @@ class Broadcast(Work):
     def __init__(self, *work: Any, source: Source, **options: Any) -> None:
         super().__init__(*work, **options)
         self._source, self._say = source, partial(self._ranks.tell, self.now.number)
-        self._held = set[str]()
         self._payloads: dict[int, torch.Tensor] = {}
         self._packed = self._loaded = 0
         """Buckets of this rank."""
@@ -90,14 +89,12 @@ class Broadcast(Work):
             return
         handle.unheld = not handle.hold(self._stages.order(handle.url, op="hold"), left_s)
         handle.ranks, handle.metas, handle.gives = [], (), None
-        if not handle.unheld:
-            self._held.add(handle.url)
 
     def _accept(self) -> None:
-        wanted = {member.url: member.size for member in self.members if member.url in self._held}
-        links = self._stages.accept(wanted, self._run.deadline) if wanted else {}
-        for member in self.members:
-            member.ranks = links.get(member.url, member.ranks)
+        coming = [m for m in self.members if m.takes_orders and not m.unheld and not m.ranks]
+        wanted = {member.url: member.size for member in coming if self._ranks.leads}
+        for url, links in self._stages.accept(wanted, self._run.deadline).items():
+            self._handles[url].ranks = links
 
     def _check(self, handle: EngineHandle, left_s: float) -> None:
         """ManifestMismatch unless an update of these names (the engine's own) fills every parameter and has no other."""

@@ -387,9 +387,7 @@ class _Moving(TorchDispatchMode):
             return args[0].reshape(args[1])
         if name in _MOVES or all(one.alias_info and not one.alias_info.is_write for one in returns):
             return func(*args, **(kwargs or {}))
-        raise ConfigError(
-            f"{self._name} is computed on its way to the checkpoint ({func}), not moved; give whole tensors (hf_weights)"
-        )
+        raise ConfigError(f"{self._name} is computed ({func}), not moved; give whole tensors (hf_weights)")
 
 
 def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:

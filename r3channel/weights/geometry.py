@@ -10,10 +10,9 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import le, sub
+from operator import sub
 from typing import Any, NamedTuple
 
-import numpy as np
 import xxhash
 
 from r3channel.errors import ManifestMismatch
@@ -26,8 +25,8 @@ MOST_PIECES = 4096
 class Box(NamedTuple):
     """`start[axis] <= index < stop[axis]`. A scalar's only box has no axes and one element.
 
-    >>> Box((0, 2), (4, 6)).intersect(Box((2, 0), (9, 3)))
-    Box(start=(2, 2), stop=(4, 3))
+    >>> Box((0, 2), (4, 6)).shape, Box((0, 2), (4, 6)).holds(Box((1, 2), (4, 3)))
+    ((4, 4), True)
     """
 
     start: tuple[int, ...]
@@ -46,14 +45,9 @@ class Box(NamedTuple):
         return math.prod(self.shape)
 
     def holds(self, other: Box) -> bool:
-        """Whether the other one lies within."""
-        return all(map(le, self.start, other.start)) and all(map(le, other.stop, self.stop))
-
-    def intersect(self, other: Box) -> Box | None:
-        """The common part, or None when it is empty."""
-        start = tuple(map(max, self.start, other.start))
-        stop = tuple(map(min, self.stop, other.stop))
-        return None if any(a >= b for a, b in zip(start, stop, strict=True)) else Box(start, stop)
+        """Whether the other one is a box, and lies within."""
+        corners = zip(self.start, other.start, other.stop, self.stop, strict=True)
+        return all(first <= start <= stop <= end for first, start, stop, end in corners)
 
     def cut(self, most: int) -> Iterator[Box]:
         """Boxes of at most `most` items, in C order, or of one item where that is less."""
@@ -77,73 +71,39 @@ def _with(corner: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
     return (*corner[:axis], value, *corner[axis + 1 :])
 
 
-class Layout:
-    """Which rank holds which box of a tensor of this shape. Immutable; equal content compares and hashes equal.
+class Layout(NamedTuple):
+    """Which ranks hold which box of a tensor of this shape. A rank may hold several boxes, or none; empty ones are left out."""
 
-    A rank may hold several boxes, or none. Held as arrays, so that hundreds of ranks cost no objects.
-    """
-
-    __slots__ = ("digest", "ranks_N", "shape", "starts_ND", "stops_ND")
-
-    def __init__(
-        self, shape: Sequence[int], ranks_N: np.ndarray, starts_ND: np.ndarray, stops_ND: np.ndarray
-    ) -> None:
-        """Arrays of int64, one line per box. Raises ManifestMismatch for a box outside the shape."""
-        self.shape = tuple(shape)
-        self.ranks_N, self.starts_ND, self.stops_ND = ranks_N, starts_ND, stops_ND
-        outside = (starts_ND < 0) | (stops_ND < starts_ND) | (stops_ND > np.array(self.shape, dtype=np.int64))
-        if outside.any():
-            worst = int(np.argmax(outside.any(axis=1)))
-            raise ManifestMismatch(
-                f"rank {ranks_N[worst]} holds {starts_ND[worst].tolist()}..{stops_ND[worst].tolist()} of a tensor "
-                f"of shape {list(self.shape)}; expected a part of it"
-            )
-        raw = b"".join(array.tobytes() for array in (ranks_N, starts_ND, stops_ND))
-        self.digest = xxhash.xxh3_128_digest(repr(self.shape).encode() + raw)
-        """16 bytes over shape, ranks and boxes in the order given."""
+    shape: tuple[int, ...]
+    held: tuple[tuple[Box, tuple[int, ...]], ...]
+    """Distinct boxes in ascending order, and the ranks that hold each."""
+    digest: str
+    """Over shape, boxes and ranks."""
 
     @classmethod
     def of(cls, shape: Sequence[int], held: Iterable[tuple[int, Box]]) -> Layout:
-        """From (rank, box) pairs."""
-        pairs = list(held)
-        wrong = next((box for _, box in pairs if len(box.start) != len(shape)), None)
-        if wrong is not None:
-            raise ManifestMismatch(f"box {wrong} has not the {len(shape)} axes of the shape {list(shape)}")
-        corners = (len(pairs), len(shape))
-        return cls(
-            shape,
-            np.array([rank for rank, _ in pairs], dtype=np.int64),
-            np.array([box.start for _, box in pairs], dtype=np.int64).reshape(corners),
-            np.array([box.stop for _, box in pairs], dtype=np.int64).reshape(corners),
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
+        """From (rank, box) pairs. Raises ManifestMismatch for a box that is not within the shape."""
+        ranks: dict[Box, set[int]] = {}
+        for rank, box in held:
+            if len(box.start) != len(shape) or not Box.whole(shape).holds(box):
+                raise ManifestMismatch(f"rank {rank} holds {box}, which is no part of shape {list(shape)}")
+            if box.numel:
+                ranks.setdefault(box, set()).add(rank)
+        boxes = tuple((box, tuple(sorted(ranks[box]))) for box in sorted(ranks))
+        return cls(tuple(shape), boxes, xxhash.xxh3_128_hexdigest(f"{list(shape)} {boxes}".encode()))
 
 
 class ShardMap:
     """Tensors in order, each with its layout. Immutable."""
 
     def __init__(self, tensors: Iterable[tuple[TensorMeta, Layout]]) -> None:
-        metas: list[TensorMeta] = []
-        interned: dict[Layout, int] = {}
-        indexes: list[int] = []
-        for meta, layout in tensors:
-            metas.append(meta)
-            indexes.append(interned.setdefault(layout, len(interned)))
-        self.metas: tuple[TensorMeta, ...] = tuple(metas)
-        self.layouts: tuple[Layout, ...] = tuple(interned)
-        self.layout_of: tuple[int, ...] = tuple(indexes)
-        """Index into `layouts`, per tensor."""
-        self.index_of: Mapping[str, int] = {meta.name: i for i, meta in enumerate(metas)}
-        rows = [[*meta.row(), index] for meta, index in zip(metas, indexes, strict=True)]
-        digest = xxhash.xxh3_128(json.dumps(rows, separators=(",", ":")).encode())
-        for layout in self.layouts:
-            digest.update(layout.digest)
-        self.digest: str = digest.hexdigest()
+        placed = list(tensors)
+        self.metas = tuple(meta for meta, _ in placed)
+        self.layouts = tuple(layout for _, layout in placed)
+        """By tensor."""
+        self.index_of: Mapping[str, int] = {meta.name: i for i, meta in enumerate(self.metas)}
+        rows = [[*meta.row(), layout.digest] for meta, layout in placed]
+        self.digest = xxhash.xxh3_128_hexdigest(json.dumps(rows, separators=(",", ":")).encode())
 
     @classmethod
     def of_holders(

@@ -66,7 +66,7 @@ class Staged(Work):
                 member.size = told["sizes"][member.url]
                 if not self._ranks.leads:
                     member.unlink()
-            links = stages.accept({m.url: m.size for m in fresh}, deadline) if fresh else {}
+            links = stages.accept({m.url: m.size for m in fresh}, deadline)
             for member in fresh:
                 member.ranks, member.metas = links[member.url], stages.metas
             ranks = [link for member in self.members for link in member.ranks]

@@ -125,9 +125,7 @@ def shared_views(params: Sequence[TensorMeta], where: Any) -> list[torch.Tensor]
     if not isinstance(where, str):
         return staged_views(params, ipc_memory(where))
     if not where.startswith(SHARED) or "/" in where[len(SHARED) :] or os.stat(where).st_size < nbytes:
-        raise WeightsCorrupt(
-            f"{where!r} is no staged copy of {nbytes} bytes, whose name begins with {SHARED}"
-        )
+        raise WeightsCorrupt(f"{where!r} is no staged copy of {nbytes} bytes; expected {SHARED}...")
     return staged_views(params, mapped(os.open(where, os.O_RDWR | os.O_NOFOLLOW), nbytes))
 
 
@@ -147,12 +145,10 @@ def gpu_lacks(nbytes: int, device: torch.device) -> str:
     torch.cuda.ipc_collect()  # of an earlier copy that its trainers have left
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]
+    if nbytes <= free:
+        return ""
     remedy = 'lower --mem-fraction-static, release the KV cache, or take wire="shared_memory"'
-    return (
-        f"a staged copy needs {nbytes:,} bytes, {free:,} are free on {device}: {remedy}"
-        if nbytes > free
-        else ""
-    )
+    return f"a staged copy needs {nbytes:,} bytes, {free:,} are free on {device}: {remedy}"
 
 
 def ipc_handle(flat: torch.Tensor) -> list[Any]:

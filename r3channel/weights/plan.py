@@ -93,7 +93,7 @@ class Batch(NamedTuple):
 
 def batches(source: ShardMap, target: ShardMap) -> list[Batch]:
     """The batches, largest items first; equal ones in the order in which the target first needs them."""
-    alike: dict[tuple[int, int, int], list[int]] = {}
+    alike: dict[tuple[str, str, int], list[int]] = {}
     for index, meta in enumerate(target.metas):
         at = source.index_of.get(meta.name)
         if at is None:
@@ -101,14 +101,15 @@ def batches(source: ShardMap, target: ShardMap) -> list[Batch]:
         if source.metas[at].shape != meta.shape:
             text = f"tensor {meta}: the trainer's is {source.metas[at]}; expected equal whole shapes"
             raise ManifestMismatch(text)
-        key = source.layout_of[at], target.layout_of[index], meta.dtype.itemsize
+        key = source.layouts[at].digest, target.layouts[index].digest, meta.dtype.itemsize
         alike.setdefault(key, []).append(index)
     found = list[Batch]()
-    for (src, dst, itemsize), tensors in alike.items():
+    for (_, _, itemsize), tensors in alike.items():
+        meta = target.metas[tensors[0]]
         try:
-            items = _items(_parts(source.layouts[src]), _parts(target.layouts[dst]))
+            items = _items(source.layouts[source.index_of[meta.name]], target.layouts[tensors[0]])
         except ManifestMismatch as error:
-            raise ManifestMismatch(f"tensor {target.metas[tensors[0]]}: {error}") from error
+            raise ManifestMismatch(f"tensor {meta}: {error}") from error
         for (holders, numel), chosen in items.items():
             found.append(Batch(numel * itemsize, holders, tensors, chosen))
     return sorted(found, key=lambda batch: -batch.nbytes)
@@ -116,46 +117,37 @@ def batches(source: ShardMap, target: ShardMap) -> list[Batch]:
 
 # -- one pair of layouts -----------------------------------------------------------------------------------------------
 
-_Parts = tuple[np.ndarray, np.ndarray, list[tuple[int, ...]]]
-"""Starts and stops [parts, axes] of the distinct boxes of a layout, and who holds each. Empty boxes are left out."""
 
-
-def _parts(layout: Layout) -> _Parts:
-    filled = (layout.stops_ND > layout.starts_ND).all(axis=1)
-    # The last column is for unique(), which is not defined for lines without one: those of a scalar.
-    columns = layout.starts_ND, layout.stops_ND, np.zeros_like(layout.ranks_N)[:, None]
-    unique, index = np.unique(np.concatenate(columns, axis=1)[filled], axis=0, return_inverse=True)
-    ranks_F, axes = layout.ranks_N[filled], len(layout.shape)
-    held = [tuple(np.unique(ranks_F[index.reshape(-1) == part]).tolist()) for part in range(len(unique))]
-    return unique[:, :axes], unique[:, axes:-1], held
-
-
-def _items(src: _Parts, dst: _Parts) -> dict[tuple[tuple[int, ...], int], list[tuple[Box, int]]]:
+def _items(src: Layout, dst: Layout) -> dict[tuple[tuple[int, ...], int], list[tuple[Box, int]]]:
     """Boxes and the ranks that need them, by who holds each box and by its number of elements."""
     starts, stops, numel_SD = _common(src, dst)
     _, _, again_SS = _common(src, src)
     np.fill_diagonal(again_SS, 0)
-    if again_SS.any():  # nobody could say whose value counts
-        one, other = np.argwhere(again_SS)[0]
-        raise ManifestMismatch(
-            f"rank {src[2][one][0]} and rank {src[2][other][0]} hold different boxes that overlap; expected equal or disjoint"
-        )
-    wanted, found = np.prod(dst[1] - dst[0], axis=1, dtype=np.int64), numel_SD.sum(axis=0)
-    for box in np.flatnonzero(found != wanted)[:1].tolist():
-        raise ManifestMismatch(
-            f"rank {dst[2][box][0]} needs {dst[0][box].tolist()}..{dst[1][box].tolist()} "
-            f"({wanted[box]} elements), of which the sources hold {found[box]}; is a trainer rank's report missing?"
-        )
+    for one, other in np.argwhere(again_SS)[:1].tolist():  # nobody could say whose value counts
+        ranks = f"rank {src.held[one][1][0]} and rank {src.held[other][1][0]}"
+        raise ManifestMismatch(f"{ranks} hold different boxes that overlap; expected equal or disjoint")
+    for (box, ranks), found in zip(dst.held, numel_SD.sum(axis=0).tolist(), strict=True):
+        if found != box.numel:
+            raise ManifestMismatch(
+                f"rank {ranks[0]} needs {box} ({box.numel} elements), of which the sources hold {found}; is a trainer rank's "
+                "report missing?"
+            )
     items: dict[tuple[tuple[int, ...], int], list[tuple[Box, int]]] = {}
     for at in map(tuple, np.argwhere(numel_SD).tolist()):
         cut = Box(tuple(starts[at].tolist()), tuple(stops[at].tolist()))
-        chosen = items.setdefault((src[2][at[0]], int(numel_SD[at])), [])
-        chosen += [(cut, rank) for rank in dst[2][at[1]]]
+        chosen = items.setdefault((src.held[at[0]][1], int(numel_SD[at])), [])
+        chosen += [(cut, rank) for rank in dst.held[at[1]][1]]
     return items
 
 
-def _common(one: _Parts, other: _Parts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _common(one: Layout, other: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What each pair of boxes has in common: starts, stops, elements."""
-    starts = np.maximum(one[0][:, None], other[0][None])
-    stops = np.minimum(one[1][:, None], other[1][None])
+    mine, theirs = (
+        np.array([box for box, _ in layout.held], dtype=np.int64).reshape(
+            len(layout.held), 2, len(layout.shape)
+        )
+        for layout in (one, other)
+    )
+    starts = np.maximum(mine[:, None, 0], theirs[None, :, 0])
+    stops = np.minimum(mine[:, None, 1], theirs[None, :, 1])
     return starts, stops, np.prod(np.maximum(stops - starts, 0), axis=2, dtype=np.int64)

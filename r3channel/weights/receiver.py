@@ -14,10 +14,10 @@ engine whose weights nobody knows.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import signature
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -129,14 +129,10 @@ _receiver: Receiver | None = None
 def available() -> bool:
     """Whether this SGLang has what is hooked; 0.5.15.post1 has not."""
     try:
-        for hooked, parameters in _HOOKED.items():
-            module, kind, method = hooked.rsplit(".", 2)
-            found = getattr(getattr(importlib.import_module(module), kind), method)
-            if not parameters <= set(inspect.signature(found).parameters):
-                return False
+        found = [signature(resolve_name(hooked)).parameters for hooked in _HOOKED]
     except (ImportError, AttributeError):
         return False
-    return True
+    return all(wanted <= set(takes) for wanted, takes in zip(_HOOKED.values(), found, strict=True))
 
 
 def apply(run_token: str) -> None:

@@ -295,13 +295,14 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             held = tuple((shard.meta, shard.box) for shard in shards)
             return Given(held, (len(held),), None), lambda push: push(tensors)
         given = self._given
-        if given is not None and given.manifest is not None:
-            return given, run.stage("plan")(partial(read_again, what, given.manifest, run))
-        with run.stage("plan"):
-            manifest, buckets = read_first(what, run, cap_bytes=self._config.bucket_bytes)
-        if not manifest.buckets and self._ranks.size == 1:
-            raise errors.ManifestMismatch("the update gives no tensors at all")
-        return Given.whole(manifest), lambda push: [push(bucket) for bucket in buckets]
+        if given is None:
+            with run.stage("plan"):
+                manifest, copies = read_first(what, run, cap_bytes=self._config.bucket_bytes)
+            if not copies and self._ranks.size == 1:
+                raise errors.ManifestMismatch("the update gives no tensors at all")
+            given, what = Given.whole(manifest), iter(copies)
+        assert given.manifest is not None  # this session's are whole
+        return given, run.stage("plan")(partial(read_again, what, given.manifest, run))
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
@@ -316,9 +317,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         failed = f"weight version {version} was not committed, version {self.version} stays"
         try:
             if (found := source()) is None:
-                raise errors.UsageError(
-                    f"nothing holds version {self.version} for engine {names}: no other engine took it staged; republish()"
-                )
+                why = "no other engine took it staged; republish()"
+                raise errors.UsageError(f"nothing holds version {self.version} for engine {names}: {why}")
             given, feed = found
             for member in members if alone else ():
                 member.boot_id = ""  # nothing that was known of it is

@@ -10,8 +10,8 @@ and the exact plan sends it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 
 import torch
 
@@ -30,22 +30,17 @@ _Read = tuple[RankLink, int, Sequence[Part]]
 """One parameter of one rank, by its number there, and the checkpoint's parts in it."""
 
 
-def read_first(
-    given: Iterator[Named], run: Run, *, cap_bytes: int
-) -> tuple[Manifest, list[list[torch.Tensor]]]:
-    """All that comes, copied to the host, by bucket. Raises ManifestMismatch, NonFiniteWeights, and what the iterator raises."""
-    metas, held = list[TensorMeta](), dict[str, torch.Tensor]()
+def read_first(given: Iterator[Named], run: Run, *, cap_bytes: int) -> tuple[Manifest, list[Named]]:
+    """All that comes, copied to the host. Raises ManifestMismatch, NonFiniteWeights, and what the iterator raises."""
+    copies = list[Named]()
     for name, tensor in _in_time(given, run):
-        meta = TensorMeta.of(name, tensor)
         with run.stage("pack"):
-            kept = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         with run.stage("digest"):
-            if not finite(kept):
-                raise nonfinite(f"after {len(metas)} tensors", meta)
-        metas.append(meta)
-        held[name] = kept
-    manifest = fill_buckets(metas, cap_bytes=cap_bytes)
-    return manifest, [[held[name] for name in bucket.names] for bucket in manifest.buckets]
+            if not finite(copy):
+                raise nonfinite(f"after {len(copies)} tensors", TensorMeta.of(name, copy))
+        copies.append((name, copy))
+    return fill_buckets(itertools.starmap(TensorMeta.of, copies), cap_bytes=cap_bytes), copies
 
 
 def read_again(given: Iterator[Named], manifest: Manifest, run: Run, push: Push) -> None:
@@ -66,10 +61,8 @@ def read_again(given: Iterator[Named], manifest: Manifest, run: Run, push: Push)
             due += 1
             push([full[slot] for slot in range(len(full))])
     if come < len(manifest.arrivals):
-        missing = manifest.arrivals[come][0]
-        raise ManifestMismatch(
-            f"the update ended after {come} of {len(manifest.arrivals)} tensors; the next one expected is {missing}"
-        )
+        missing, total = manifest.arrivals[come][0], len(manifest.arrivals)
+        raise ManifestMismatch(f"the update ended after {come} of {total} tensors; expected {missing} next")
 
 
 def _in_time(given: Iterator[Named], run: Run) -> Iterator[Named]:
@@ -114,7 +107,7 @@ def from_peer(
             push(tensors)
 
     rounded = cast_by(peer.ranks, peer.metas)
-    return Given(held, tuple(accumulate(map(len, parts))), None, peer.metas, rounded), feed
+    return Given(held, tuple(itertools.accumulate(map(len, parts))), None, peer.metas, rounded), feed
 
 
 def _chosen(members: Sequence[EngineHandle], stages: Stages, version: int, run: Run) -> EngineHandle | None:

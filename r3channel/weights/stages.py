@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from r3channel.errors import CannotStage, ManifestMismatch, WeightsCorrupt
 from r3channel.transport.auth import read_token
@@ -77,7 +76,7 @@ class Stages:
         self._trainers: list[tuple[str, int]] = []
         self._held: Held = ()
         self._source: ShardMap | None = None
-        self._key = ""
+        self._key: tuple[str, Held] = "", ()
         """What all trainers hold, and this one, in its order."""
         self._shards: dict[str, list[int]] = {}
         """By tensor, which of the boxes that are held are of it."""
@@ -145,11 +144,9 @@ class Stages:
         if any(self.ranks.exchange(given.held != self._held, deadline)):
             self._source = ShardMap.gathered(self.ranks.exchange_bytes(report_of(given.held), deadline))
             self.metas, self._held, self._shards = given.metas or self._source.metas, given.held, {}
-            rows = [self._source.digest]
-            for index, (meta, box) in enumerate(given.held):
+            self._key = self._source.digest, given.held
+            for index, (meta, _) in enumerate(given.held):
                 self._shards.setdefault(meta.name, []).append(index)
-                rows.append(f"{meta} {box.start} {box.stop}")
-            self._key = xxhash.xxh3_128_hexdigest("\n".join(rows).encode())
 
     def due(self, links: Sequence[RankLink], ends: Sequence[int]) -> list[int]:
         """Which of them were not told what they get of what is held now."""
@@ -174,9 +171,7 @@ class Stages:
         hashes = self.ranks.exchange(plan.hash, deadline)
         other = next((rank for rank, seen in enumerate(hashes) if seen != hashes[0]), None)
         if other is not None:
-            raise ManifestMismatch(
-                f"not sent: rank {other} planned {hashes[other]}, rank 0 planned {hashes[0]}"
-            )
+            raise ManifestMismatch(f"rank {other} planned {hashes[other]}, rank 0 planned {hashes[0]}")
         for link in links:
             link.aimed = self._key, tuple(ends)
 
@@ -186,19 +181,15 @@ class Stages:
         index_of = {meta.name: index for index, meta in enumerate(self.metas)}
         for needs, numbers in _alike(links).items():  # of ranks at the same place of several engines
             known: dict[tuple[int, Box], list[tuple[int, Piece]]] = {}
-            told: list[tuple[list[tuple[int, Box]], RankLink]] = []
             for number in numbers:
-                link, ops = links[number], plan.sends.get(self.ranks.size + number, [])
-                like = next((one for same, one in told if same == ops and not link.shared), None)
-                buckets: list[list[Piece]] = [[] for _ in ends]
-                for tensor, box in ops if like is None else ():
+                link, buckets = links[number], list[list[Piece]]([] for _ in ends)
+                for tensor, box in plan.sends.get(self.ranks.size + number, ()):
                     if (tensor, box) not in known:
                         at = index_of[target.metas[tensor].name]
                         known[tensor, box] = list(self._pieces(needs, at, box, ends, link.record_bytes))
                     for bucket, piece in known[tensor, box]:
                         buckets[bucket].append(piece)
-                link.tell(buckets, like=like, timeout_s=deadline.left_s())
-                told += [(ops, link)] if like is None else []
+                link.tell(buckets, timeout_s=deadline.left_s())
 
     def _pieces(
         self, needs: Needs, tensor: int, box: Box, ends: Sequence[int], record_bytes: int

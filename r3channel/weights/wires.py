@@ -141,7 +141,7 @@ def read_table(blob: bytes, parts: Sequence[Part]) -> list[Entry]:
         if not 0 <= part < len(parts) or axes != len(parts[part].box.start):
             raise ValueError(f"entry {len(entries)} names part {part} of {len(parts)}, with {axes} axes")
         box = Box(tuple(values[at + 2 : at + 2 + axes]), tuple(values[at + 2 + axes : at + 2 + 2 * axes]))
-        if parts[part].box.intersect(box) != box:  # an empty one, too
+        if not parts[part].box.holds(box) or not box.numel:
             raise ValueError(f"entry {len(entries)}: {box} is outside {parts[part].box}")
         entries.append(Entry(part, box))
         at += 2 + 2 * axes
@@ -194,26 +194,19 @@ class RankLink:
     aimed: object = None
     """What the rank was told of: the trainers' boxes and buckets (`Stages.aim`)."""
     _room: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    _table: bytes = b""
+    """Where a record's bytes are put together."""
 
-    def tell(
-        self, buckets: Sequence[Sequence[Piece]], *, like: RankLink | None = None, timeout_s: float
-    ) -> None:
-        """Tell the rank what will be sent from now on, bucket by bucket, each in the order of the rank's memory.
-
-        `like`: instead, a link of equal needs that was told the same."""
-        if like is None:
-            first, self.buckets = 0, []
-            for pieces in buckets:
-                self.buckets.append(list(self._records(sorted(pieces, key=self._place), first)))
-                first += len(pieces)
-            records = [record for records in self.buckets for record in records]
-            most = max(map(self._nbytes, () if self.shared else records), default=0)
-            self._room = torch.empty(most, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-            self._table = table_bytes(piece.entry for record in records for piece in record.pieces)
-        else:
-            self.buckets, self._room, self._table = like.buckets, torch.empty_like(like._room), like._table
-        send_blob(self.link, TABLE, self._table, timeout_s=timeout_s)
+    def tell(self, buckets: Sequence[Sequence[Piece]], *, timeout_s: float) -> None:
+        """Tell the rank what will be sent from now on, bucket by bucket, each in the order of the rank's memory."""
+        first, self.buckets = 0, []
+        for pieces in buckets:
+            self.buckets.append(list(self._records(sorted(pieces, key=self._place), first)))
+            first += len(pieces)
+        if not self.shared:
+            self._room = torch.empty(RECORD_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        records = (record for records in self.buckets for record in records)
+        table = table_bytes(piece.entry for record in records for piece in record.pieces)
+        send_blob(self.link, TABLE, table, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Let go of the rank's memory, then end the link: the rank frees its copy when it sees the end."""
@@ -313,16 +306,14 @@ class RankLink:
         runs = runs_of(entries, self.needs, self.shared) if self.shared else ()
         return Record(first, self.dtype(entries[0]), pieces, runs)
 
-    def _nbytes(self, record: Record) -> int:
-        return sum(piece.entry.box.numel for piece in record.pieces) * record.dtype.itemsize
-
     def _gathered(self, record: Record, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The record's bytes as flat tensors: put where the rank has them, or together in our room."""
         if not self.shared:
             only = pieces[0].detach()
             if len(pieces) == 1 and only.is_contiguous() and not only.is_cuda:
                 return [only.view(-1)]
-            return [_joined(pieces, self._room[: self._nbytes(record)].view(record.dtype))]
+            nbytes = sum(piece.nbytes for piece in pieces)
+            return [_joined(pieces, self._room[:nbytes].view(record.dtype))]
         flats = []
         for run in record.runs:
             mine = pieces[run.first : run.first + run.count]
