@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from r3channel.weights.geometry import Box, Layout, ShardMap
+from r3channel.weights.geometry import Box, Layout, ShardMap, batches, deal
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.plan import batches, deal
 
 HIDDEN, LAYERS, DENSE_LAYERS, EXPERTS, VOCABULARY = 7168, 61, 3, 256, 129_280
 ROWS, COLUMNS = 0, 1

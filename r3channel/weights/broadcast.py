@@ -65,7 +65,7 @@ class Broadcast(Work):
         manifest, source, group = self._given.manifest, self._source, self._source.group
         assert manifest is not None
         self._buckets = manifest.buckets
-        scale = next((meta.name for meta, _ in self._given.held if is_scale(meta.name)), None)
+        scale = next((meta.name for meta, *_ in manifest.arrivals if is_scale(meta.name)), None)
         if scale is not None and self._config.expected is None:  # SGLang skips a name that it does not have
             raise ManifestMismatch(
                 f"tensor {scale} is the scale of a float8 weight, and an engine of plain weights would serve float8 ones without "

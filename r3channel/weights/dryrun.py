@@ -16,7 +16,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -461,16 +461,10 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    for index, name in _outputs(func):
-        value = args[index] if index < len(args) else kwargs.get(name, ())
-        yield from _tensors([value])
-
-
-@cache
-def _outputs(func: Any) -> tuple[tuple[int, str], ...]:
-    """Place and name of the arguments that an operator writes to."""
-    arguments = enumerate(func._schema.arguments)
-    return tuple((at, one.name) for at, one in arguments if one.alias_info and one.alias_info.is_write)
+    """The tensors that an operator writes to."""
+    for at, one in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+        if one.alias_info and one.alias_info.is_write:
+            yield from _tensors([args[at] if at < len(args) else kwargs.get(one.name, ())])
 
 
 def _memory(params: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Staged(Work):
             ranks = [link for member in self.members for link in member.ranks]
             self._check(ranks)
         with self._run.stage("plan"):
-            stages.aim(ranks, self._given.ends, deadline)
+            stages.aim(ranks, deadline)
 
     def _check(self, ranks: Sequence[RankLink]) -> None:
         """Refuse what leaves a parameter old, and tensors that the engine that is read keeps rounded, unless they are rounded

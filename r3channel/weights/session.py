@@ -293,7 +293,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             shards = list[Shard](what)
             tensors = [shard.tensor for shard in shards]
             held = tuple((shard.meta, shard.box) for shard in shards)
-            return Given(held, (len(held),), None), lambda push: push(tensors)
+            return Given((held,), None), lambda push: push(tensors)
         given = self._given
         if given is None:
             with run.stage("plan"):
@@ -345,7 +345,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         """Bring one engine to the committed version out of another one's memory; UsageError where none holds it."""
         run, version = Run(deadline), -1 if self.version is None else self.version
         others = [other for other in self._engines.all if other is not member]
-        read = partial(from_peer, others, self._stages, version, cap_bytes=self._config.bucket_bytes, run=run)
+        read = partial(from_peer, others, self._stages, version, run=run)
         return self._bring([member], version, run, read, alone=True)
 
     def _deliver(

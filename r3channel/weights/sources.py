@@ -76,38 +76,26 @@ def _in_time(given: Iterator[Named], run: Run) -> Iterator[Named]:
 
 
 def from_peer(
-    members: Sequence[EngineHandle], stages: Stages, version: int, *, cap_bytes: int, run: Run
+    members: Sequence[EngineHandle], stages: Stages, version: int, *, run: Run
 ) -> tuple[Given, Feed] | None:
     """What this trainer rank gives of `version`, and its values, out of one of `members`; None where none can give it.
 
-    Every trainer rank calls. The values come bucket by bucket, of parameters of `cap_bytes` together; giving them raises
-    GiverChanged where the engine has other bytes than were committed, TransportError where it dies.
+    Every trainer rank calls. The values come parameter by parameter; giving them raises GiverChanged where the engine has other
+    bytes than were committed, TransportError where it dies.
     """
     peer = _chosen(members, stages, version, run)
     if peer is None:
         return None
-    buckets, nbytes = list[list[_Read]](), 0
-    for read in _reads(peer.ranks[stages.ranks.rank :: stages.ranks.size]):
-        size = read[0].needs.params[read[1]].nbytes
-        if not buckets or nbytes + size > cap_bytes:
-            buckets.append([])
-            nbytes = 0
-        buckets[-1].append(read)
-        nbytes += size
-    parts = [[part for *_, read in bucket for part in read] for bucket in buckets]
-    held = tuple((peer.metas[part.tensor], part.box) for bucket in parts for part in bucket)
+    reads = list(_reads(peer.ranks[stages.ranks.rank :: stages.ranks.size]))
+    held = tuple(tuple((peer.metas[part.tensor], part.box) for part in parts) for *_, parts in reads)
 
     def feed(push: Push) -> None:
-        for bucket in buckets:
-            tensors = []
+        for rank, param, parts in reads:
             with run.stage("convert"):
-                for rank, param, held_there in bucket:
-                    flat = rank.fetch(version, param, timeout_s=run.deadline.left_s())
-                    tensors += [part.view(flat) for part in held_there]
-            push(tensors)
+                flat = rank.fetch(version, param, timeout_s=run.deadline.left_s())
+            push([part.view(flat) for part in parts])
 
-    rounded = cast_by(peer.ranks, peer.metas)
-    return Given(held, tuple(itertools.accumulate(map(len, parts))), None, peer.metas, rounded), feed
+    return Given(held, None, peer.metas, cast_by(peer.ranks, peer.metas)), feed
 
 
 def _chosen(members: Sequence[EngineHandle], stages: Stages, version: int, run: Run) -> EngineHandle | None:

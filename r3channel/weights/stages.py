@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,16 +20,15 @@ from r3channel.transport.listener import Listener
 from r3channel.weights import wires
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.dryrun import Needs
-from r3channel.weights.geometry import Box, ShardMap, report_of
+from r3channel.weights.geometry import Box, RankPlan, ShardMap, plan_reshard, report_of
 from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
 from r3channel.weights.memory import shared_views
-from r3channel.weights.plan import RankPlan, plan_reshard
 from r3channel.weights.progress import Deadline
 from r3channel.weights.ranks import TrainerRanks
-from r3channel.weights.wires import NEEDS, Digests, Entry, Piece, RankLink
+from r3channel.weights.wires import NEEDS, Digests, Piece, RankLink
 
 _SHOWN = 3
-Held = tuple[tuple[TensorMeta, Box], ...]
+Held = tuple[tuple[tuple[TensorMeta, Box], ...], ...]
 Sums = list[Digests]
 """What an engine would hold, by rank."""
 Push = Callable[[Sequence[torch.Tensor]], None]
@@ -44,9 +42,7 @@ class Given:
     """What one trainer rank gives in an update, without its values."""
 
     held: Held
-    """Boxes of tensors, each in the dtype that is sent."""
-    ends: tuple[int, ...]
-    """For each bucket, how many boxes lie before its end."""
+    """By bucket, boxes of tensors, each in the dtype that is sent."""
     manifest: Manifest | None
     """The buckets of whole tensors; None where shards are sent."""
     metas: tuple[TensorMeta, ...] = ()
@@ -56,8 +52,8 @@ class Given:
 
     @classmethod
     def whole(cls, manifest: Manifest) -> Given:
-        held = tuple((meta, Box.whole(meta.shape)) for bucket in manifest.buckets for meta in bucket.tensors)
-        return cls(held, tuple(accumulate(len(bucket.tensors) for bucket in manifest.buckets)), manifest)
+        buckets = ([(meta, Box.whole(meta.shape)) for meta in bucket.tensors] for bucket in manifest.buckets)
+        return cls(tuple(map(tuple, buckets)), manifest)
 
 
 class Stages:
@@ -74,12 +70,11 @@ class Stages:
         self.metas: tuple[TensorMeta, ...] = ()
         """The tensors that engines are told of."""
         self._trainers: list[tuple[str, int]] = []
-        self._held: Held = ()
         self._source: ShardMap | None = None
-        self._key: tuple[str, Held] = "", ()
-        """What all trainers hold, and this one, in its order."""
-        self._shards: dict[str, list[int]] = {}
-        """By tensor, which of the boxes that are held are of it."""
+        self._held: tuple[str, Held] = "", ()
+        """What all trainers hold, as a digest, and this one."""
+        self._shards: dict[str, list[tuple[int, int, TensorMeta, Box]]] = {}
+        """By tensor, the boxes of it that are held, with their bucket and place there."""
         self.committed: dict[int, tuple[str, Sums]] = {}
         """By an engine's number of ranks, what the committed version is there, and who says so."""
 
@@ -141,24 +136,26 @@ class Stages:
 
     def survey(self, given: Given, deadline: Deadline) -> None:
         """Exchange what each rank holds, if that changed anywhere since the last call."""
-        if any(self.ranks.exchange(given.held != self._held, deadline)):
-            self._source = ShardMap.gathered(self.ranks.exchange_bytes(report_of(given.held), deadline))
-            self.metas, self._held, self._shards = given.metas or self._source.metas, given.held, {}
-            self._key = self._source.digest, given.held
-            for index, (meta, _) in enumerate(given.held):
-                self._shards.setdefault(meta.name, []).append(index)
+        if any(self.ranks.exchange(given.held != self._held[1], deadline)):
+            report = report_of(chain.from_iterable(given.held))
+            self._source = ShardMap.gathered(self.ranks.exchange_bytes(report, deadline))
+            self._held, self._shards = (self._source.digest, given.held), {}
+            self.metas = given.metas or self._source.metas
+            for bucket, boxes in enumerate(given.held):
+                for at, (meta, box) in enumerate(boxes):
+                    self._shards.setdefault(meta.name, []).append((bucket, at, meta, box))
 
-    def due(self, links: Sequence[RankLink], ends: Sequence[int]) -> list[int]:
+    def due(self, links: Sequence[RankLink]) -> list[int]:
         """Which of them were not told what they get of what is held now."""
-        return [at for at, link in enumerate(links) if link.aimed != (self._key, tuple(ends))]
+        return [at for at, link in enumerate(links) if link.aimed != self._held]
 
-    def aim(self, links: Sequence[RankLink], ends: Sequence[int], deadline: Deadline) -> None:
+    def aim(self, links: Sequence[RankLink], deadline: Deadline) -> None:
         """Plan for those of these engine ranks (the same order on every trainer) that are due, and tell them what will come, by
         bucket. What others were told stays.
 
         ManifestMismatch with both hashes unless every trainer planned the same."""
         # asked of all: a trainer that failed alone, or came late, has told less than the others
-        due = set[int]().union(*self.ranks.exchange(self.due(links, ends), deadline))
+        due = set[int]().union(*self.ranks.exchange(self.due(links), deadline))
         if not due:
             return
         assert self._source is not None
@@ -167,45 +164,38 @@ class Stages:
             link.aimed = None
         first, target = self.ranks.size, _target_map(self.metas, links, first=self.ranks.size)
         plan = plan_reshard(self._source, target, rank=self.ranks.rank, world_size=first + len(links))
-        self._tell(links, plan, target, ends, deadline)
+        self._tell(links, plan, target, deadline)
         hashes = self.ranks.exchange(plan.hash, deadline)
         other = next((rank for rank, seen in enumerate(hashes) if seen != hashes[0]), None)
         if other is not None:
             raise ManifestMismatch(f"rank {other} planned {hashes[other]}, rank 0 planned {hashes[0]}")
         for link in links:
-            link.aimed = self._key, tuple(ends)
+            link.aimed = self._held
 
-    def _tell(
-        self, links: Sequence[RankLink], plan: RankPlan, target: ShardMap, ends: Sequence[int], deadline: Deadline
-    ) -> None:  # fmt: skip
+    def _tell(self, links: Sequence[RankLink], plan: RankPlan, target: ShardMap, deadline: Deadline) -> None:
         index_of = {meta.name: index for index, meta in enumerate(self.metas)}
         for needs, numbers in _alike(links).items():  # of ranks at the same place of several engines
             known: dict[tuple[int, Box], list[tuple[int, Piece]]] = {}
             for number in numbers:
-                link, buckets = links[number], list[list[Piece]]([] for _ in ends)
+                link, buckets = links[number], list[list[Piece]]([] for _ in self._held[1])
                 for tensor, box in plan.sends.get(self.ranks.size + number, ()):
                     if (tensor, box) not in known:
                         at = index_of[target.metas[tensor].name]
-                        known[tensor, box] = list(self._pieces(needs, at, box, ends, link.record_bytes))
+                        known[tensor, box] = list(self._pieces(needs, at, box, link.record_bytes))
                     for bucket, piece in known[tensor, box]:
                         buckets[bucket].append(piece)
                 link.tell(buckets, timeout_s=deadline.left_s())
 
-    def _pieces(
-        self, needs: Needs, tensor: int, box: Box, ends: Sequence[int], record_bytes: int
-    ) -> Iterator[tuple[int, Piece]]:
+    def _pieces(self, needs: Needs, tensor: int, box: Box, record_bytes: int) -> Iterator[tuple[int, Piece]]:
         """A box that a rank needs, cut from what is held, in pieces of a record at most; each with its bucket."""
-        name = self.metas[tensor].name
-        shard = next((at for at in self._shards.get(name, ()) if self._held[at][1].holds(box)), None)
-        if shard is None:
-            raise ManifestMismatch(f"tensor {name}: the plan needs {box} of this rank, which lacks it")
-        bucket, (meta, held) = bisect_right(ends, shard), self._held[shard]
-        inside = shard - (ends[bucket - 1] if bucket else 0)
+        held = (shard for shard in self._shards[self.metas[tensor].name] if shard[3].holds(box))
+        bucket, shard, meta, whole = next(held)  # it is there: the plan was made of what all said they hold
         for at in range(*np.searchsorted(needs.parts.tensor_P, (tensor, tensor + 1)).tolist()):
             part = needs.parts[at]
             if part.box.holds(box):
-                for one, cut in _cuts(box, held, record_bytes // needs.params[part.param].dtype.itemsize):
-                    yield bucket, Piece(Entry(at, one), meta, inside, cut)
+                dtype = needs.params[part.param].dtype
+                for one, cut in _cuts(box, whole, record_bytes // dtype.itemsize):
+                    yield bucket, Piece(at, one, dtype, meta, shard, cut)
 
 
 @lru_cache

@@ -59,16 +59,19 @@ _MOST_BYTES = 256 << 20
 
 
 class Entry(NamedTuple):
-    """One piece that a trainer sends: a box within a part."""
+    """One piece that a trainer sends, as the rank is told it: a box within a part."""
 
     part: int
     box: Box
 
 
 class Piece(NamedTuple):
-    """An entry, and what it is cut from."""
+    """The same, and what it is cut from."""
 
-    entry: Entry
+    part: int
+    box: Box
+    dtype: torch.dtype
+    """The rank's."""
     meta: TensorMeta
     """The whole tensor's name and shape, and the dtype that is sent."""
     shard: int
@@ -76,11 +79,11 @@ class Piece(NamedTuple):
     cut: tuple[slice, ...] | None
     """Where in the shard; None is all of it."""
 
-    def of(self, shards: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """The values, on the shard's device, contiguous or not: in the dtype that is sent, then in the rank's."""
         whole = shards[self.shard]
         piece = whole if self.cut is None else whole[self.cut]
-        return piece.to(self.meta.dtype).to(dtype)
+        return piece.to(self.meta.dtype).to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +100,12 @@ class Record(NamedTuple):
     """Pieces that travel together, in one dtype, by their place at the rank."""
 
     first: int
-    dtype: torch.dtype
     pieces: Sequence[Piece]
     runs: Sequence[Run]
     """Where the pieces lie in memory that both map; () where bytes travel."""
 
 
-def runs_of(entries: Sequence[Entry], needs: Needs, staged: Sequence[torch.Tensor]) -> list[Run]:
+def runs_of(entries: Sequence[Entry | Piece], needs: Needs, staged: Sequence[torch.Tensor]) -> list[Run]:
     """Where entries lie in the staged copy (flat, by parameter)."""
     runs, param, begun, end = list[Run](), -1, 0, 0
     for at, entry in enumerate(entries):
@@ -127,7 +129,7 @@ def session_token(run_token: str, nonce: str) -> bytes:
     return hashlib.sha256(f"{run_token} {nonce}".encode()).digest()
 
 
-def table_bytes(entries: Iterable[Entry]) -> bytes:
+def table_bytes(entries: Iterable[Entry | Piece]) -> bytes:
     rows = [[e.part, len(e.box.start), *e.box.start, *e.box.stop] for e in entries]
     return np.array([value for row in rows for value in row], dtype=np.int64).tobytes()
 
@@ -205,7 +207,7 @@ class RankLink:
         if not self.shared:
             self._room = torch.empty(RECORD_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         records = (record for records in self.buckets for record in records)
-        table = table_bytes(piece.entry for record in records for piece in record.pieces)
+        table = table_bytes(piece for record in records for piece in record.pieces)
         send_blob(self.link, TABLE, table, timeout_s=timeout_s)
 
     def close(self) -> None:
@@ -223,9 +225,6 @@ class RankLink:
         """A record's bytes at most: a GPU is waited for twice for each."""
         return RECORD_BYTES << 6 if self.on_gpu else RECORD_BYTES
 
-    def dtype(self, entry: Entry) -> torch.dtype:
-        return self.needs.params[self.needs.parts[entry.part].param].dtype
-
     def send(
         self, update: int, bucket: int, shards: Sequence[torch.Tensor], *, deadline: Deadline, record_timeout_s: float
     ) -> int:  # fmt: skip
@@ -236,10 +235,9 @@ class RankLink:
         sent = 0
         for record in self.buckets[bucket]:
             timeout_s = min(deadline.left_s(), record_timeout_s)
-            flats = self._gathered(record, [piece.of(shards, record.dtype) for piece in record.pieces])
+            flats = self._gathered(record, [piece.of(shards) for piece in record.pieces])
             if not all(map(finite, flats)):
-                values = ((piece, piece.of(shards, record.dtype)) for piece in record.pieces)
-                bad = next(piece for piece, value in values if not finite(value.cpu().flatten()))
+                bad = next(one for one in record.pieces if not finite(one.of(shards).cpu().flatten()))
                 raise nonfinite(f"bucket {bucket}", bad.meta)
             digest = xxhash.xxh3_64()
             for flat in flats:
@@ -285,16 +283,15 @@ class RankLink:
         return flat
 
     def _place(self, piece: Piece) -> tuple[int, int]:
-        part = self.needs.parts[piece.entry.part]
-        return part.param, part.start(piece.entry.box)
+        part = self.needs.parts[piece.part]
+        return part.param, part.start(piece.box)
 
     def _records(self, pieces: Sequence[Piece], first: int) -> Iterable[Record]:
         """The pieces as records: cut where the dtype changes or a record is full."""
         begun, nbytes = 0, 0
         for at, piece in enumerate(pieces):
-            dtype = self.dtype(piece.entry)
-            size = piece.entry.box.numel * dtype.itemsize
-            if at > begun and (dtype != self.dtype(pieces[begun].entry) or nbytes + size > self.record_bytes):
+            size = piece.box.numel * piece.dtype.itemsize
+            if at > begun and (piece.dtype != pieces[begun].dtype or nbytes + size > self.record_bytes):
                 yield self._record(pieces[begun:at], first + begun)
                 begun, nbytes = at, 0
             nbytes += size
@@ -302,9 +299,7 @@ class RankLink:
             yield self._record(pieces[begun:], first + begun)
 
     def _record(self, pieces: Sequence[Piece], first: int) -> Record:
-        entries = [piece.entry for piece in pieces]
-        runs = runs_of(entries, self.needs, self.shared) if self.shared else ()
-        return Record(first, self.dtype(entries[0]), pieces, runs)
+        return Record(first, pieces, runs_of(pieces, self.needs, self.shared) if self.shared else ())
 
     def _gathered(self, record: Record, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The record's bytes as flat tensors: put where the rank has them, or together in our room."""
@@ -313,7 +308,7 @@ class RankLink:
             if len(pieces) == 1 and only.is_contiguous() and not only.is_cuda:
                 return [only.view(-1)]
             nbytes = sum(piece.nbytes for piece in pieces)
-            return [_joined(pieces, self._room[:nbytes].view(record.dtype))]
+            return [_joined(pieces, self._room[:nbytes].view(pieces[0].dtype))]
         flats = []
         for run in record.runs:
             mine = pieces[run.first : run.first + run.count]

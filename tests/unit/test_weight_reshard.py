@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3channel.errors import ManifestMismatch
+from r3channel.weights import geometry
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.dryrun import Needs, Part, PartTable
-from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
+from r3channel.weights.geometry import Box, Layout, RankPlan, ShardMap, batches, deal, plan_reshard, report_of
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.plan import Batch, RankPlan, batches, deal, plan_reshard
 from r3channel.weights.progress import Deadline
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.stages import Given, Stages
@@ -171,7 +171,7 @@ def surveyed(other: str = "") -> Stages:
     """One trainer's, which holds all of `w`, as another one does."""
     stages, given = (
         Stages(OneRankOfTwo(other), SyncConfig(engines=[])),
-        Given(((W, Box.whole((8,))),), (1,), None),
+        Given((((W, Box.whole((8,))),),), None),
     )
     stages.survey(given, DEADLINE)
     return stages
@@ -183,8 +183,8 @@ DEADLINE = Deadline(3600, "test")
 def test_trainers_that_planned_otherwise_are_told_both_hashes_before_a_byte() -> None:
     stages, link = surveyed("another hash"), rank_link(W, Box((0,), (8,)))
     with pytest.raises(ManifestMismatch, match="rank 1 planned another hash, rank 0 planned "):
-        stages.aim([link], (1,), DEADLINE)
-    assert stages.due([link], (1,)) == [0]
+        stages.aim([link], DEADLINE)
+    assert stages.due([link]) == [0]
 
 
 def test_an_engine_that_is_left_out_or_comes_back_changes_nothing_for_those_that_stay() -> None:
@@ -192,9 +192,9 @@ def test_an_engine_that_is_left_out_or_comes_back_changes_nothing_for_those_that
     one, other, third = (rank_link(W, half) for _ in range(3))
     assert one.needs is other.needs, "ranks at the same place of two engines share what they say"
 
-    def tables(links: list[RankLink], ends: tuple[int, ...] = (1,)) -> list[int]:
-        stages.aim(links, ends, DEADLINE)
-        assert stages.due(links, ends) == []
+    def tables(links: list[RankLink]) -> list[int]:
+        stages.aim(links, DEADLINE)
+        assert stages.due(links) == []
         said: list[Any] = [link.link for link in (one, other, third)]
         return [link.send_record.call_count for link in said]
 
@@ -203,12 +203,12 @@ def test_an_engine_that_is_left_out_or_comes_back_changes_nothing_for_those_that
     assert tables([one, third]) == [1, 1, 1] and kept == (one.buckets, third.buckets)
     other = rank_link(W, half)
     assert tables([one, other, third]) == [1, 1, 1]
-    peer = Given(((W, half),), (1,), None)
-    stages.survey(peer, DEADLINE)
-    assert stages.due([one], (1,)) == [0]
-    stages.survey(Given(((W, Box.whole((8,))),), (1,), None), DEADLINE)
+    stages.survey(Given((((W, half),),), None), DEADLINE)
+    assert stages.due([one]) == [0]
+    stages.survey(Given((((W, Box.whole((8,))),),), None), DEADLINE)
     assert tables([one, other, third]) == [1, 1, 1], "what is held is again what they were told of"
-    assert tables([one], (0, 1)) == [2, 1, 1]
+    stages.survey(Given(((), ((W, Box.whole((8,))),)), None), DEADLINE)
+    assert tables([one]) == [2, 1, 1], "it comes in another bucket"
 
 
 def test_what_ranks_report_is_gathered_to_the_map_that_they_have() -> None:
@@ -256,7 +256,7 @@ def test_dealing_at_once_equals_dealing_one_by_one(loads: dict[int, int], count:
     loads = dict(sorted(loads.items()))
     loads_R = np.zeros(31, dtype=np.int64)
     loads_R[list(loads)] = list(loads.values())
-    senders = deal(loads_R, Batch(nbytes, tuple(loads), [0] * count, [(Box((), ()), 99)]))
+    senders = deal(loads_R, geometry.Batch(nbytes, tuple(loads), [0] * count, [(Box((), ()), 99)]))
     assert senders.tolist() == one_by_one(loads, count, nbytes)
     assert {rank: int(loads_R[rank]) for rank in loads} == {
         rank: held + nbytes * senders.tolist().count(rank) for rank, held in loads.items()
