@@ -78,9 +78,8 @@ class Hold:
         why = room.lacks(nbytes, insist=order["staged"] != "auto", shared=wire == "shared_memory")
         if wire == "cuda_ipc":
             why = gpu_lacks(nbytes, device)
-        copy = (
-            StagedCopy((), device=device) if why else StagedCopy(self._needs.params, device=device, wire=wire)
-        )
+        params, wire = ((), "tcp") if why else (self._needs.params, wire)
+        copy = StagedCopy(params, device=device, wire=wire)
         self._copy = weakref.ref(copy)
         told = {"error": why} if why else self._fill(copy, model) if learned else {"held": True}
         token = wires.session_token(run_token, order["nonce"])

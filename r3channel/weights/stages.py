@@ -62,8 +62,6 @@ class Stages:
     def __init__(self, ranks: TrainerRanks, config: SyncConfig) -> None:
         self.session = self.nonce = ""
         self.ranks, self._config = ranks, config
-        # `auto` lets a rank without memory for a staged copy refuse
-        self._how = {"staged": "auto" if config.staged == "auto" else "yes", "wire": config.wire}
         self._listener: Listener | None = None
         self.attempts: dict[str, int] = {}
         """The last order to connect, by engine. Links of an order that was given up may still come."""
@@ -93,7 +91,9 @@ class Stages:
         self.attempts[engine] = self.attempts.get(engine, 0) + 1
         trainers = self._trainers if op == "open" else self._trainers[:1]
         told = {"op": op, "session": self.session, "nonce": self.nonce, "trainers": trainers}
-        told |= {"engine": engine, "attempt": self.attempts[engine], **self._how}
+        told |= {"engine": engine, "attempt": self.attempts[engine], "wire": self._config.wire}
+        # `auto` lets a rank without memory for a staged copy refuse
+        told["staged"] = "auto" if self._config.staged == "auto" else "yes"
         return told | {"tensors": [meta.row() for meta in self.metas]}
 
     def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]:
