@@ -7,8 +7,10 @@ decide how much is allocated, never what a trainer says.
 from __future__ import annotations
 
 import json
+import math
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -67,6 +69,8 @@ class Hold:
         self._needs, self._whole = self._learned.needs, bool(self._learned.refused)
         self._lock = threading.Lock()
         self._stage = _Stage()
+        self._until_s = math.inf
+        """When the update that was begun last is over, on the clock of `time.monotonic`."""
         self._mapped = set[int]()
         self._ready: tuple[StagedCopy, list[torch.Tensor]] | None = None
         """The copy, and parameters that were looked at just before they change."""
@@ -98,8 +102,10 @@ class Hold:
 
     @property
     def ended(self) -> bool:
-        """Whether the trainers are gone, so that nobody holds the engine."""
-        return not any(link.alive for link in self._links)
+        """Whether the trainers are gone, so that nobody holds the engine. Links that something between keeps alive count as gone
+        where an update was begun, not committed, and is past its limit."""
+        given_up = time.monotonic() > self._until_s and not self._stage.committed
+        return given_up or not any(link.alive for link in self._links)
 
     @property
     def staging(self) -> bool | None:
@@ -144,6 +150,8 @@ class Hold:
                         copy.hide()
                     table, runs = wires.read_table(wires.receive_blob(link, body), self._needs.parts), _Runs()
                     failure = ""
+                elif kind == wires.BEGIN:
+                    self._until_s = time.monotonic() + wires.LIMIT.unpack(body)[0] + _CONNECT_S
                 elif kind in (wires.DATA, wires.PLACED):
                     self._place(number, link if kind == wires.DATA else None, table, runs, body, copy.views)
                 elif kind == wires.END:

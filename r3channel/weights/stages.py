@@ -25,7 +25,7 @@ from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
 from r3channel.weights.memory import shared_views
 from r3channel.weights.progress import Deadline
 from r3channel.weights.ranks import TrainerRanks
-from r3channel.weights.wires import NEEDS, Digests, Piece, RankLink
+from r3channel.weights.wires import NEEDS, Digests, Piece, RankLink, Record
 
 _SHOWN = 3
 Held = tuple[tuple[tuple[TensorMeta, Box], ...], ...]
@@ -175,16 +175,17 @@ class Stages:
     def _tell(self, links: Sequence[RankLink], plan: RankPlan, target: ShardMap, deadline: Deadline) -> None:
         index_of = {meta.name: index for index, meta in enumerate(self.metas)}
         for needs, numbers in _alike(links).items():  # of ranks at the same place of several engines
-            known: dict[tuple[int, Box], list[tuple[int, Piece]]] = {}
+            told: dict[tuple[tuple[int, Box], ...], tuple[list[list[Record]], bytes]] = {}
             for number in numbers:
-                link, buckets = links[number], list[list[Piece]]([] for _ in self._held[1])
-                for tensor, box in plan.sends.get(self.ranks.size + number, ()):
-                    if (tensor, box) not in known:
+                link, sent = links[number], tuple(plan.sends.get(self.ranks.size + number, ()))
+                if link.shared or sent not in told:
+                    buckets = list[list[Piece]]([] for _ in self._held[1])
+                    for tensor, box in sent:
                         at = index_of[target.metas[tensor].name]
-                        known[tensor, box] = list(self._pieces(needs, at, box, link.record_bytes))
-                    for bucket, piece in known[tensor, box]:
-                        buckets[bucket].append(piece)
-                link.tell(buckets, timeout_s=deadline.left_s())
+                        for bucket, piece in self._pieces(needs, at, box, link.record_bytes):
+                            buckets[bucket].append(piece)
+                    told[sent] = link.records(buckets)
+                link.tell(*told[sent], timeout_s=deadline.left_s())
 
     def _pieces(self, needs: Needs, tensor: int, box: Box, record_bytes: int) -> Iterator[tuple[int, Piece]]:
         """A box that a rank needs, cut from what is held, in pieces of a record at most; each with its bucket."""

@@ -31,11 +31,13 @@ from r3channel.weights.progress import Deadline
 Digests = tuple[dict[str, str], dict[str, str]]
 """By parameter, of one rank: digests, and SGLang's own checksums if asked for."""
 
-NEEDS, TABLE, DATA, END, VERIFY, PLACED, GIVE = range(1, 8)
+NEEDS, TABLE, DATA, END, VERIFY, PLACED, GIVE, BEGIN = range(1, 9)
 HEAD = struct.Struct("<qIIQ")
 """DATA's head: the update's number, first entry of the table, entries, xxh3 of the bytes that follow."""
 ASK = struct.Struct("<q?")
 """VERIFY's body: the update's number, and whether checksums as SGLang's own are wanted too."""
+LIMIT = struct.Struct("<d")
+"""BEGIN's body: seconds that the update has left."""
 PARAM = struct.Struct("<qI")
 """GIVE's body: version, and which parameter."""
 RECORD_BYTES = 1 << 20
@@ -198,16 +200,21 @@ class RankLink:
     _room: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     """Where a record's bytes are put together."""
 
-    def tell(self, buckets: Sequence[Sequence[Piece]], *, timeout_s: float) -> None:
-        """Tell the rank what will be sent from now on, bucket by bucket, each in the order of the rank's memory."""
-        first, self.buckets = 0, []
+    def records(self, buckets: Sequence[Sequence[Piece]]) -> tuple[list[list[Record]], bytes]:
+        """Bucket by bucket in the order of the rank's memory, and what the rank is told of them. Links of equal needs whose
+        memory is not shared may be told the same."""
+        first, made = 0, list[list[Record]]()
         for pieces in buckets:
-            self.buckets.append(list(self._records(sorted(pieces, key=self._place), first)))
+            made.append(list(self._records(sorted(pieces, key=self._place), first)))
             first += len(pieces)
+        records = (record for records in made for record in records)
+        return made, table_bytes(piece for record in records for piece in record.pieces)
+
+    def tell(self, buckets: list[list[Record]], table: bytes, *, timeout_s: float) -> None:
+        """Tell the rank what will be sent from now on."""
+        self.buckets = buckets
         if not self.shared:
             self._room = torch.empty(RECORD_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        records = (record for records in self.buckets for record in records)
-        table = table_bytes(piece for record in records for piece in record.pieces)
         send_blob(self.link, TABLE, table, timeout_s=timeout_s)
 
     def close(self) -> None:
@@ -233,6 +240,8 @@ class RankLink:
         `look`: NonFiniteWeights, naming the tensor, before its record leaves.
         """
         sent = 0
+        if not bucket:
+            self.link.send_record(BEGIN, LIMIT.pack(deadline.left_s()), timeout_s=record_timeout_s)
         for record in self.buckets[bucket]:
             timeout_s = min(deadline.left_s(), record_timeout_s)
             flats = self._gathered(record, [piece.of(shards) for piece in record.pieces])

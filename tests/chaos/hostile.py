@@ -286,12 +286,8 @@ def session_of_rank() -> Sequence[Parts]:
 
 
 def needs() -> Sequence[Parts]:
-    told = {
-        "needs": Needs(tuple(METAS), PartTable.of(change.PARTS)).to_dict(),
-        "whole": "",
-        "compared": 2,
-        "shared": "",
-    }
+    told = {"needs": Needs(tuple(METAS), PartTable.of(change.PARTS)).to_dict(), "whole": ""}
+    told |= {"compared": 2, "shared": ""}
     verified, given = {"digests": {"w": "0", "s": "0"}, "checksums": {}}, {"digest": tensor_digest(MODEL.held["w"])}  # fmt: skip
     hello = {"engine": "e", "rank": 0, "attempt": 1}
     texts = {"hello": hello, "needs": told, "verify": verified, "give": given}

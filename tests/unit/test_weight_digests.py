@@ -23,16 +23,11 @@ from tests.fake_engine import FakeEngine
 Named = dict[str, torch.Tensor]
 
 
-def packed(named: Named) -> tuple[Bucket, torch.Tensor]:
+def nonfinite(named: Named) -> TensorMeta | None:
     bucket = Bucket.of([TensorMeta.of(name, tensor) for name, tensor in named.items()])
     payload = torch.empty(bucket.payload_bytes, dtype=torch.uint8)
     for name, view in zip(bucket.names, bucket.views(payload), strict=True):
         view.copy_(named[name])
-    return bucket, payload
-
-
-def nonfinite(named: Named) -> TensorMeta | None:
-    bucket, payload = packed(named)
     return first_nonfinite(bucket.placed, payload)
 
 
