@@ -117,11 +117,9 @@ def first_nonfinite(placed: Iterable[tuple[TensorMeta, int]], payload: torch.Ten
     for dtype, run in groupby(placed, key=lambda pair: pair[0].dtype):
         metas = list(run)
         start, end = metas[0][1], metas[-1][1] + metas[-1][0].nbytes
-        if finite(payload[start:end].view(dtype)):
-            continue
-        for meta, offset in metas:
-            if not finite(payload[offset : offset + meta.nbytes].view(dtype)):
-                return meta
+        if not finite(payload[start:end].view(dtype)):
+            views = ((meta, payload[at : at + meta.nbytes].view(dtype)) for meta, at in metas)
+            return next(meta for meta, view in views if not finite(view))
     return None
 
 
