@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from r3channel.weights.geometry import Box, Layout, ShardMap
+from r3channel.weights.geometry import Box, Layout, ShardMap, batches, deal
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.plan import RankPlan
 
 HIDDEN, LAYERS, DENSE_LAYERS, EXPERTS, VOCABULARY = 7168, 61, 3, 256, 129_280
 ROWS, COLUMNS = 0, 1
@@ -78,13 +78,8 @@ def chunked(shape: Sequence[int], axis: int, ranks: Sequence[Iterable[int]]) -> 
 
 def held_by(shards: ShardMap, rank: int) -> dict[str, list[Box]]:
     """The boxes of one rank, by tensor; tensors of which it holds nothing are left out."""
-    boxes = []
-    for layout in shards.layouts:
-        corners = layout.ranks_N == rank
-        pairs = zip(layout.starts_ND[corners].tolist(), layout.stops_ND[corners].tolist(), strict=True)
-        boxes.append([Box(tuple(start), tuple(stop)) for start, stop in pairs])
-    named = zip(shards.metas, shards.layout_of, strict=True)
-    return {meta.name: boxes[index] for meta, index in named if boxes[index]}
+    boxes = ([box for box, ranks in layout.held if rank in ranks] for layout in shards.layouts)
+    return {meta.name: mine for meta, mine in zip(shards.metas, boxes, strict=True) if mine}
 
 
 def side(*, ranks: int, tp: int, ep: int, stages: int = 1, first: int = 0) -> ShardMap:
@@ -113,12 +108,12 @@ def _layout(shape: tuple[int, ...], cut: Cut, slot: int | None, ranks: range, *,
     return chunked(shape, cut, [[rank for rank in ranks if rank % tp == part] for part in range(tp)])
 
 
-def bounds_of(plan: RankPlan) -> tuple[int, int, float]:
-    """Bytes of the busiest rank: the least that was possible, what it sends, and the mean plus two percent and an operation."""
-    sizes = [(holders, nbytes * count) for holders, nbytes, count in plan.shares]
-    mean = sum(plan.sent_bytes_R) / len({rank for holders, _ in sizes for rank in holders})
-    largest = max(nbytes for _, nbytes, _ in plan.shares)
-    return floor_bytes(sizes), max(plan.sent_bytes_R), 1.02 * mean + largest
+def bounds_of(source: ShardMap, target: ShardMap, *, world_size: int) -> tuple[int, int, float]:
+    """Bytes of the busiest rank: the least that was possible, what it sends, and the mean plus two percent and an item."""
+    dealt, loads_R = batches(source, target), np.zeros(world_size, dtype=np.int64)
+    sizes = [(batch.holders, len(deal(loads_R, batch)) * batch.nbytes) for batch in dealt]
+    mean = loads_R.sum() / len({rank for holders, _ in sizes for rank in holders})
+    return floor_bytes(sizes), int(loads_R.max()), 1.02 * mean + max(batch.nbytes for batch in dealt)
 
 
 def floor_bytes(sizes: Sequence[tuple[tuple[int, ...], int]]) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from r3channel.errors import WeightUpdateFailed
-from r3channel.weights import cuda_ipc, hold, staged_copy, wires
+from r3channel.weights import hold, memory, staged_copy, wires
 from r3channel.weights.checksums import cross_sums, host_bytes, tensor_digest
 from r3channel.weights.session import WeightSync
 from tests.fake_engine import FakeEngine
@@ -53,9 +53,9 @@ def give(sync: WeightSync, version: int, named: Iterable[Any] | None = None, *, 
 def in_gpu_memory(patch: pytest.MonkeyPatch) -> None:
     """For `cuda_ipc`: memory of this process for a GPU's, hashed as there, and its number for a handle."""
     flats = list[torch.Tensor]()
-    patch.setattr(cuda_ipc, "lacks", lambda *_: "")
-    patch.setattr(cuda_ipc, "handle", lambda flat: [flats.append(flat) or len(flats) - 1])
-    patch.setattr(cuda_ipc, "mapped", lambda told: flats[told[0]])
+    patch.setattr(hold, "gpu_lacks", lambda *_: "")
+    patch.setattr(memory, "ipc_handle", lambda flat: [flats.append(flat) or len(flats) - 1])
+    patch.setattr(memory, "ipc_memory", lambda told: flats[told[0]])
     patch.setattr(wires.RankLink, "on_gpu", property(lambda rank: bool(rank.shared)))
     for module in (hold, staged_copy, wires):
         patch.setattr(module, "hashed_bytes", lambda flat: host_bytes(cross_sums(flat)))

@@ -176,23 +176,23 @@ def size(effort: Effort) -> dict[str, Any]:
     make = partial(convert.shards_of, parts, convert.merged_tp, _gate_and_up, owner=torch.nn.Module())
     found: dict[str, Any] = {"places_first_and_again_s": [timed(make)() for _ in range(2)]}
     held = [(shard.meta, shard.box) for shard in make()[1:]]
-    metas, ends, told = [meta for meta, _ in held], (-(-len(held) // _RANKS),), list[str]()
+    metas, told = [meta for meta, _ in held], list[str]()
     items = (len(held) + _KINDS) * max(box.numel for _, box in held)
     whole = TensorMeta(name="all", dtype=metas[0].dtype, shape=(items,))
     for first in range(_KINDS):
         rows = ((n, box, 0, (n + first) * box.numel, (box.shape[1], 1)) for n, (_, box) in enumerate(held))
         parts_P = tuple(map(dryrun.Part, *zip(*rows, strict=True)))
-        told.append(json.dumps(Needs((whole,), parts_P).to_dict()))
+        told.append(json.dumps(Needs((whole,), dryrun.PartTable.of(parts_P)).to_dict()))
     ranks, reports = TrainerRanks(), [report_of(held[rank::_RANKS]) for rank in range(_RANKS)]
     vars(ranks).update(size=_RANKS, exchange=lambda value, _: [value], exchange_bytes=lambda *_: reports)
     stages, links, deadline = Stages(ranks, SyncConfig(engines=[])), list[RankLink](), Deadline(600, "link")
 
     def link() -> None:
-        stages.survey(Given(tuple(held[::_RANKS]), ends, None, tuple(metas)), deadline)
+        stages.survey(Given((tuple(held[::_RANKS]),), None, tuple(metas)), deadline)
         needs = (Needs.from_dict(json.loads(told[rank % _KINDS]), 1 << 20) for rank in range(_RANKS))
         links.extend(RankLink("engine", rank, Mock(), one, "", 0) for rank, one in enumerate(needs))
         check_complete(links, metas, names=True)
-        stages.aim(links, ends, deadline)
+        stages.aim(links, deadline)
 
     before = Process().memory_info().rss
     found |= {"tensors": len(metas), "link_64_s": timed(link)()}

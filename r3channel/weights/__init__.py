@@ -1,15 +1,15 @@
 """The reverse path: weights from the trainer to the engines, versioned and transactional. README.md beside this has one page.
 
     convert    Megatron's shards -> checkpoint tensors: gathered (`hf_weights`) or each rank's own (`hf_shards`)
-    manifest   names, dtypes, shapes; units; flat buckets          reader     the caller's tensors, bucket by bucket
-    pack       a bucket's bytes: NaN, digests                      store      checkpoints, the file of what is held
-    geometry   boxes, layouts, who holds what                      plan       the exact plan, byte-balanced
-    wires      a link to an engine's rank; shared memory           stages     all links: who connects, what is sent to whom
+    manifest   names, dtypes, shapes; units; flat buckets          sources    the caller's tensors, or another engine's
+    checksums  what is in a tensor's bytes: digests, NaN           store      checkpoints, the file of what is held
+    geometry   boxes, who holds them; the plan, byte-balanced      memory     for a staged copy: room, layout, mapping
+    wires      a link to an engine's rank                          stages     all links: who connects, what is sent to whom
     dryrun, hold, receiver   the half inside the engine            engine     one engine: routes, state, links; who may serve
     ranks      what trainer ranks agree on                         config     what a session is told once
     transaction   what an update does when: states, no I/O         executor   carries it out
     joint      a staged update's calls, by all trainer ranks
-    broadcast, group, checksums   without our half                 session    `WeightSync`
+    broadcast, group   without our half                            session    `WeightSync`
     progress   deadlines, stages, reports
 
 Nothing is imported here, so that each place loads only what it uses.

@@ -23,13 +23,10 @@ from typing import Any
 import torch
 
 from r3channel.errors import ManifestMismatch, R3Error, WeightsError
-from r3channel.weights.checksums import engine_names
-from r3channel.weights.config import SyncConfig
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.executor import LOSSES, Work
-from r3channel.weights.group import WeightGroup, group_device
-from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, is_scale
-from r3channel.weights.pack import Packer
+from r3channel.weights.group import Source, WeightGroup
+from r3channel.weights.manifest import Bucket, TensorMeta, engine_names, is_scale
 from r3channel.weights.progress import REPAIR_S, background
 from r3channel.weights.transaction import Action, EngineState, Kind
 
@@ -37,27 +34,6 @@ _SHOWN = 3
 Order = Callable[[EngineHandle], None]
 _ANSWER_S = 2.0
 """How much longer an engine may take for a bucket than its source: once that has given up, engines that waited for it say so."""
-
-
-class Source:
-    """This trainer rank's end of broadcasts, for all updates of a session."""
-
-    def __init__(self, config: SyncConfig) -> None:
-        self.packer = Packer(group_device(config.backend))
-        self.group: WeightGroup | None = None
-        self.joining: Future[None] = Future()
-        self.manifest: Manifest | None = None
-        """What rank 0 was told of."""
-        self.buckets: dict[int, list[Bucket]] = {}
-        """By source."""
-        self.formed: tuple[Sequence[tuple[str, str]], dict[int, str]] = (), {}
-        """At rank 0: the engines' lives that are in the groups, and the groups' names by source."""
-
-    def leave(self) -> None:
-        """Engines that wait in its group fail at once. Any thread."""
-        group, self.group = self.group, None
-        if group is not None:
-            group.close()
 
 
 class Broadcast(Work):
@@ -68,7 +44,6 @@ class Broadcast(Work):
     def __init__(self, *work: Any, source: Source, **options: Any) -> None:
         super().__init__(*work, **options)
         self._source, self._say = source, partial(self._ranks.tell, self.now.number)
-        self._held = set[str]()
         self._payloads: dict[int, torch.Tensor] = {}
         self._packed = self._loaded = 0
         """Buckets of this rank."""
@@ -90,7 +65,7 @@ class Broadcast(Work):
         manifest, source, group = self._given.manifest, self._source, self._source.group
         assert manifest is not None
         self._buckets = manifest.buckets
-        scale = next((meta.name for meta, _ in self._given.held if is_scale(meta.name)), None)
+        scale = next((meta.name for meta, *_ in manifest.arrivals if is_scale(meta.name)), None)
         if scale is not None and self._config.expected is None:  # SGLang skips a name that it does not have
             raise ManifestMismatch(
                 f"tensor {scale} is the scale of a float8 weight, and an engine of plain weights would serve float8 ones without "
@@ -114,14 +89,12 @@ class Broadcast(Work):
             return
         handle.unheld = not handle.hold(self._stages.order(handle.url, op="hold"), left_s)
         handle.ranks, handle.metas, handle.gives = [], (), None
-        if not handle.unheld:
-            self._held.add(handle.url)
 
     def _accept(self) -> None:
-        wanted = {member.url: member.size for member in self.members if member.url in self._held}
-        links = self._stages.accept(wanted, self._run.deadline) if wanted else {}
-        for member in self.members:
-            member.ranks = links.get(member.url, member.ranks)
+        coming = [m for m in self.members if m.takes_orders and not m.unheld and not m.ranks]
+        wanted = {member.url: member.size for member in coming if self._ranks.leads}
+        for url, links in self._stages.accept(wanted, self._run.deadline).items():
+            self._handles[url].ranks = links
 
     def _check(self, handle: EngineHandle, left_s: float) -> None:
         """ManifestMismatch unless an update of these names (the engine's own) fills every parameter and has no other."""

@@ -9,7 +9,7 @@ from typing import Literal
 from r3channel.errors import ConfigError
 from r3channel.observe.metrics import Metrics
 from r3channel.weights.engine import EngineHandle, PauseMode
-from r3channel.weights.wires import Wire, staged_bytes
+from r3channel.weights.memory import Wire, staged_bytes
 
 Staging = Literal["auto"] | bool
 
@@ -52,6 +52,8 @@ class SyncConfig:
     def __post_init__(self) -> None:
         if self.verify and self.staged is False:
             raise ConfigError("verify=True tells what staged parameters will hold; staged=False stages none")
+        if self.backend not in ("gloo", "nccl"):
+            raise ConfigError(f"backend {self.backend!r}: expected gloo or nccl")
 
     @property
     def flush(self) -> bool:

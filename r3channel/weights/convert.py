@@ -116,17 +116,19 @@ def hf_weights(
     Raises:
         ConfigError: the chunks have a parameter that mbridge cannot name.
     """
-    views = [NamedView(chunk) for chunk in chunks]
+    views, mpu = [NamedView(chunk) for chunk in chunks], bridge.mpu
+    everywhere = source is None and mpu.pp_size > 1
     with torch.no_grad():
         local = _local_shards(bridge, views)
         device = local[0][1].device
         given = set[str]()
         mine = [shard for shard, _ in local]
-        for shard in mine if source is not None else _all_stages(bridge, mine, device=device):
+        for shard in _all_stages(mine, group=mpu.pp_group, device=device) if everywhere else mine:
             # Those of a stage come in the order in which it told of them.
-            own, meta = shard.stage == bridge.mpu.pp_rank, shard.meta
+            own, meta = shard.stage == mpu.pp_rank, shard.meta
             weight = local.pop(0)[1] if own else torch.empty(meta.shape, dtype=meta.dtype, device=device)
-            weight = weight if source is not None else _from_stage(bridge, shard.stage, weight)
+            if everywhere:
+                dist.broadcast(weight, dist.get_global_rank(mpu.pp_group, shard.stage), group=mpu.pp_group)
             for name, tensor in _converted(bridge, shard, weight):
                 if name not in given and source is not False:  # the last stage has tied embeddings too
                     given.add(name)
@@ -158,12 +160,10 @@ def _partition_dim(weight: torch.Tensor) -> int:
     return getattr(weight, "partition_dim", -1) if getattr(weight, "tensor_model_parallel", False) else -1
 
 
-def _all_stages(bridge: Any, mine: Sequence[_Shard], *, device: torch.device) -> list[_Shard]:
+def _all_stages(mine: Sequence[_Shard], *, group: Any, device: torch.device) -> list[_Shard]:
     """Every stage's shards, in stage order: one exchange of JSON per export."""
-    if bridge.mpu.pp_size == 1:
-        return list(mine)
     text = json.dumps([(stage, meta.row(), dim) for stage, meta, dim in mine]).encode()
-    texts = gathered_bytes(text, group=bridge.mpu.pp_group, device=device)
+    texts = gathered_bytes(text, group=group, device=device)
     rows = [row for text in texts for row in json.loads(text)]
     return [_Shard(stage, TensorMeta.from_row(meta), dim) for stage, meta, dim in rows]
 
@@ -176,14 +176,6 @@ def gathered_bytes(raw: bytes, *, group: Any, device: torch.device) -> list[byte
     mine = torch.frombuffer(bytearray(raw.ljust(longest)), dtype=torch.uint8).to(device)
     rows = _gathered(mine, group=group, size=size)
     return [row.cpu().numpy()[: int(n)].tobytes() for row, n in zip(rows, lengths, strict=True)]
-
-
-def _from_stage(bridge: Any, stage: int, weight: torch.Tensor) -> torch.Tensor:
-    """The owning stage's tensor, on every stage in `weight`."""
-    if bridge.mpu.pp_size > 1:
-        source = dist.get_global_rank(bridge.mpu.pp_group, stage)
-        dist.broadcast(weight, src=source, group=bridge.mpu.pp_group)
-    return weight
 
 
 def _converted(bridge: Any, shard: _Shard, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -387,9 +379,7 @@ class _Moving(TorchDispatchMode):
             return args[0].reshape(args[1])
         if name in _MOVES or all(one.alias_info and not one.alias_info.is_write for one in returns):
             return func(*args, **(kwargs or {}))
-        raise ConfigError(
-            f"{self._name} is computed on its way to the checkpoint ({func}), not moved; give whole tensors (hf_weights)"
-        )
+        raise ConfigError(f"{self._name} is computed ({func}), not moved; give whole tensors (hf_weights)")
 
 
 def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:

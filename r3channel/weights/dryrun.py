@@ -1,10 +1,10 @@
 """A dry run of the model's own loader: it shows which part of which checkpoint tensor goes where in a rank's parameters.
 
-`load_weights` runs once on meta tensors that share one storage. Nothing is read, and a copy is noted instead of done, so nothing
-is written. Tensors that a loader joins before it copies them are noted piece by piece, and what it has the model derive from its
-parameters at the end (MLA's `w_kc` and `w_vc`) as a call to be repeated (`derive`). A loader that does more (arithmetic,
-`.item()`) gets whole tensors staged, and the run notes only which tensors reach which parameters. Where even that cannot be known
-(the loader replaces tensors, or copies in another thread), `Learned.refused` says why.
+`load_weights` runs once on meta tensors. Nothing is read, and a copy is noted instead of done, so nothing is written. What a
+loader joins before it copies it is noted piece by piece, and what it has the model derive from its parameters at the end (MLA's
+`w_kc` and `w_vc`) as a call to be repeated (`derive`). A loader that does more (arithmetic, `.item()`) gets whole tensors staged,
+and the run notes only which tensors reach which parameters. Where even that cannot be known (the loader replaces tensors, or
+copies in another thread), `Learned.refused` says why.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import itertools
 import json
 import math
 import zlib
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -80,8 +79,6 @@ class PartTable(Sequence[Part]):
 
     @classmethod
     def of(cls, parts: Sequence[Part]) -> PartTable:
-        if isinstance(parts, PartTable):
-            return parts
         kinds: dict[tuple[Box, tuple[int, ...]], int] = {}
         numbers = [kinds.setdefault((part.box, part.strides), len(kinds)) for part in parts]
         rows = [(p.tensor, p.param, p.offset, kind) for p, kind in zip(parts, numbers, strict=True)]
@@ -98,12 +95,12 @@ class PartTable(Sequence[Part]):
         return self._made[index]
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Needs:
     """The parts of a checkpoint that one rank takes."""
 
-    params: tuple[TensorMeta, ...]
-    parts: Sequence[Part]
+    params: tuple[TensorMeta, ...] = ()
+    parts: PartTable = field(default_factory=lambda: PartTable.of(()))
     """Ordered by tensor."""
     missing: tuple[str, ...] = ()
     """Parameters that the tensors leave empty or fill in part."""
@@ -113,12 +110,11 @@ class Needs:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        table = PartTable.of(self.parts)
-        packed = zlib.compress(table.columns_CP.astype("<i8").tobytes(), 1)
+        packed = zlib.compress(self.parts.columns_CP.astype("<i8").tobytes(), 1)
         return {
             "params": [meta.row() for meta in self.params],
             "missing": self.missing,
-            "kinds": [(box.start, box.stop, strides) for box, strides in table.kinds],
+            "kinds": [(box.start, box.stop, strides) for box, strides in self.parts.kinds],
             "parts": base64.b64encode(packed).decode(),
         }
 
@@ -160,7 +156,7 @@ class Learned(NamedTuple):
     """Where experts and parameters lay."""
     placed: Callable[[], str] = str
     """Digests where experts lie now; empty where they always lie alike."""
-    needs: Needs = Needs((), ())
+    needs: Needs = Needs()
     refused: str = ""
     """Why whole tensors are staged and the model's own loader places them at the commit; empty where parts are placed."""
     copied: tuple[Part, ...] = ()
@@ -192,7 +188,7 @@ def learn(model: torch.nn.Module, tensors: tuple[TensorMeta, ...], before: Learn
         return result(_whole_tensors(tensors, sorted(recorder.used), missing), recorder.refused, copied)
     metas = tuple(TensorMeta.of(name, param) for name, param in params.items())
     parts = sorted(recorder.parts, key=lambda part: (part.tensor, part.param, part.offset))
-    return result(Needs(metas, tuple(parts), missing, padding), derived=tuple(recorder.derived))
+    return result(Needs(metas, PartTable.of(parts), missing, padding), derived=tuple(recorder.derived))
 
 
 def derive(model: torch.nn.Module, learned: Learned) -> None:
@@ -202,12 +198,12 @@ def derive(model: torch.nn.Module, learned: Learned) -> None:
 
 
 def _whole_tensors(tensors: Sequence[TensorMeta], used: Iterable[int], missing: tuple[str, ...]) -> Needs:
-    metas = [tensors[index] for index in used]
-    parts = (
-        Part(index, Box.whole(meta.shape), at, 0, tuple(_steps(meta.shape)))
-        for at, (index, meta) in enumerate(zip(used, metas, strict=True))
-    )
-    return Needs(tuple(metas), tuple(parts), missing)
+    metas, parts = list[TensorMeta](), list[Part]()
+    for index in used:
+        shape = tensors[index].shape
+        parts.append(Part(index, Box.whole(shape), len(metas), 0, tuple(_steps(shape))))
+        metas.append(tensors[index])
+    return Needs(tuple(metas), PartTable.of(parts), missing)
 
 
 def dry_run(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> _Recorder:
@@ -217,11 +213,11 @@ def dry_run(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> _Recorder:
     recorder = _Recorder(tensors, params)
     deriving = {path: module for path, module in model.named_modules() if hasattr(module, _POST_LOAD)}
     try:
-        sources = list(recorder.sources())  # before it watches: that doubles what making them costs
         for path, module in deriving.items():  # it would derive from weights that are old
             vars(module)[_POST_LOAD] = partial(recorder.derives, path)
         with torch.no_grad(), recorder:
-            model.load_weights(iter(sources))  # pyright: ignore[reportCallIssue]
+            named = zip((meta.name for meta in tensors), recorder.given, strict=True)
+            model.load_weights(named)  # pyright: ignore[reportCallIssue]
     except KeyError as error:  # it looks names up, and would fail so at the commit
         raise ManifestMismatch(f"load_weights has no place for {error}; is it misspelt?") from error
     except Exception as error:  # whatever a loader raises on a tensor without values
@@ -240,9 +236,9 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, tensors: Sequence[TensorMeta], params: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self._tensors = tensors
-        self._starts = list(itertools.accumulate((_room(meta) for meta in tensors), initial=0))
-        self._source = torch.empty(self._starts.pop(), dtype=torch.uint8, device="meta")
-        self._storage = _storage(self._source)
+        self.given = [torch.empty(meta.shape, dtype=meta.dtype, device="meta") for meta in tensors]
+        """The checkpoint, without values."""
+        self._tensor_of = {_storage(tensor): index for index, tensor in enumerate(self.given)}
         self._params, self._names = list(params.values()), list(params)
         self._index: dict[int, int] = {}
         for index, (name, param) in enumerate(params.items()):
@@ -264,12 +260,8 @@ class _Recorder(TorchDispatchMode):
         """Storage that is no view of the checkpoint -> the tensors that it was made of."""
         self._alive: list[torch.Tensor] = []
         """Keeps storages alive, so that none gets another's number."""
-        self.padding: list[tuple[Part, torch.Tensor, float | None]] = []
-        """(place, view of it, constant) that a loader fills itself; None where the view held the constant already."""
-
-    def sources(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for meta, start in zip(self._tensors, self._starts, strict=True):
-            yield meta.name, self._source[start : start + meta.nbytes].view(meta.dtype).view(meta.shape)
+        self.padding: list[tuple[Part, torch.Tensor, float]] = []
+        """(place, view of it, constant) that a loader fills itself."""
 
     def _place(self, view: torch.Tensor) -> Part:
         """Where a view lies in the parameter, of no tensor."""
@@ -309,7 +301,7 @@ class _Recorder(TorchDispatchMode):
         if not sources:
             return func(*args, **kwargs)
         if func is _TO and "device" in kwargs:
-            kwargs = {**kwargs, "device": self._source.device}
+            kwargs = {**kwargs, "device": torch.device("meta")}
         if not all(one.is_meta for one in tensors):
             args, kwargs = tree_map_only(torch.Tensor, lambda one: one.to("meta"), (args, kwargs))
         made = func(*args, **kwargs)
@@ -323,7 +315,7 @@ class _Recorder(TorchDispatchMode):
         """Whether this is written to memory of the model or of the caller, and so must not happen."""
         param = self._index.get(_storage(value))
         self._joined.pop(_storage(value), None)
-        if param is None and (not sources or (value.is_meta and _storage(value) != self._storage)):
+        if param is None and (not sources or (value.is_meta and _storage(value) not in self._tensor_of)):
             return False
         what = "its own memory" if param is None else self._names[param]
         self.refuse(f"{func} writes {what} from something that is not the checkpoint")
@@ -336,29 +328,26 @@ class _Recorder(TorchDispatchMode):
 
     def _sources(self, value: torch.Tensor) -> set[int]:
         """The tensors that this was made of."""
-        if _storage(value) == self._storage:
-            return {self._tensor_at(value)}
+        if _storage(value) in self._tensor_of:
+            return {self._tensor_of[_storage(value)]}
         return self._made_of.get(_storage(value), set())
 
     def _from(self, value: torch.Tensor, sources: set[int]) -> None:
-        if _storage(value) != self._storage:
+        if _storage(value) not in self._tensor_of:
             self._made_of[_storage(value)] = self._made_of.get(_storage(value), set()) | sources
             self._alive.append(value)
-
-    def _tensor_at(self, view: torch.Tensor) -> int:
-        return bisect_right(self._starts, view.storage_offset() * view.dtype.itemsize) - 1
 
     def _is_padding(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
         """Whether this copies what the parameter holds already, as loaders pad: it is noted as covered, and not done."""
         if _storage(dst) not in self._index or src.is_meta or not bool((dst == src).all()):
             return False
-        self.padding.append((self._place(dst), dst, None))
+        self.made.append((self._place(dst), True))
         return True
 
     def _copies(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
         """Whether this is a copy of the checkpoint into a parameter, made of boxes: it is noted, and not done. What else becomes
         of the checkpoint is refused."""
-        if _storage(src) != self._storage and _storage(src) not in self._joined:
+        if _storage(src) not in self._tensor_of and _storage(src) not in self._joined:
             return False
         try:
             parts = self._parts(dst, src)
@@ -378,15 +367,14 @@ class _Recorder(TorchDispatchMode):
                 raise NotReplayable(f"a part of what it joins is copied, of shape {list(dst.shape)}")
             places = dst.split([view.shape[axis] for view in views], axis)
             return [part for to, view in zip(places, views, strict=True) for part in self._parts(to, view)]
-        byte, tensor = src.storage_offset() * src.dtype.itemsize, self._tensor_at(src)
-        meta, src = self._tensors[tensor], src.expand(dst.shape)
-        if _storage(dst) not in self._index or _storage(src) != self._storage:
+        if _storage(dst) not in self._index or _storage(src) not in self._tensor_of:
             raise NotReplayable(f"what is computed is copied, or no parameter filled: {list(dst.shape)}")
+        tensor, src = self._tensor_of[_storage(src)], src.expand(dst.shape)
+        meta = self._tensors[tensor]
         if src.dtype != meta.dtype:
             raise NotReplayable(f"{meta.name} is read as {src.dtype}")
-        first = (byte - self._starts[tensor]) // meta.dtype.itemsize
         place, dims = self._place(dst), list(zip(dst.shape, src.stride(), dst.stride(), strict=True))
-        boxes = _boxes(meta, dims, first, place.offset)
+        boxes = _boxes(meta, dims, int(src.storage_offset()), place.offset)
         return [Part(tensor, box, place.param, at, strides) for box, at, strides in boxes]
 
 
@@ -457,13 +445,12 @@ def _coverage(
             place.view(written[place.param]).fill_(1)
     padding = []
     for place, view, constant in recorder.padding:
-        if view.numel():
-            counts = place.view(written[place.param])
-            if constant is not None and not bool((view == constant).all()):
-                if bool(counts.any()):  # the loader fills it first, then places a tensor there
-                    continue
-                padding.append((place, constant))
-            counts.fill_(1)
+        counts = place.view(written[place.param])
+        if not bool((view == constant).all()):
+            if bool(counts.any()):  # the loader fills it first, then places a tensor there
+                continue
+            padding.append((place, constant))
+        counts.fill_(1)
     missing = tuple(n for n, counts in zip(params, written, strict=True) if bool((counts == 0).any()))
     return missing, tuple(padding), tuple(part for part in recorder.parts if part.param in alone)
 
@@ -474,16 +461,10 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    for index, name in _outputs(func):
-        value = args[index] if index < len(args) else kwargs.get(name, ())
-        yield from _tensors([value])
-
-
-@cache
-def _outputs(func: Any) -> tuple[tuple[int, str], ...]:
-    """Place and name of the arguments that an operator writes to."""
-    arguments = enumerate(func._schema.arguments)
-    return tuple((at, one.name) for at, one in arguments if one.alias_info and one.alias_info.is_write)
+    """The tensors that an operator writes to."""
+    for at, one in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+        if one.alias_info and one.alias_info.is_write:
+            yield from _tensors([args[at] if at < len(args) else kwargs.get(one.name, ())])
 
 
 def _memory(params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -502,11 +483,6 @@ def _tensor_attributes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _room(meta: TensorMeta) -> int:
-    """Bytes of a tensor, rounded up so that the next one is aligned; never 0, so that offsets tell tensors apart."""
-    return max(16, -(-meta.nbytes // 16) * 16)
 
 
 def _steps(shape: Sequence[int]) -> list[int]:

@@ -57,8 +57,9 @@ class EngineHandle:
         if not fits:
             raise errors.ConfigError(f"engine address {url!r}: expected http://host:port")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise errors.ConfigError(  # http.client would show it
-                f"engine {url}: api_key has a character that no HTTP header takes; has it a line break at its end?"
+            # http.client would show it
+            raise errors.ConfigError(
+                f"engine {url}: no HTTP header takes its api_key; ends it in a line break?"
             )
         self.url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json"}
@@ -360,6 +361,7 @@ class EngineHandle:
     def _exchange(self, method: str, route: str, body: Body | None, *, timeout_s: float) -> tuple[int, bytes]:
         payload = None if body is None else json.dumps(body).encode()
         request = Request(self.url + route, data=payload, headers=self._headers, method=method)
+        where = f"engine {self.url} {route}"
         try:
             with urlopen(request, timeout_s=timeout_s) as reply:
                 status, data = reply.status, reply.read(_MAX_REPLY_BYTES)
@@ -372,12 +374,9 @@ class EngineHandle:
             return error.code, b""
         except (OSError, HTTPException) as error:
             if isinstance(getattr(error, "reason", error), TimeoutError):
-                raise errors.DeadlineExceeded(
-                    f"engine {self.url} {route}: no answer within {timeout_s:.1f} s"
-                ) from error
-            raise errors.EngineUnavailable(
-                f"engine {self.url} {route}: {type(error).__name__}: {error}; is it up, and is this its address?"
-            ) from error
+                raise errors.DeadlineExceeded(f"{where}: no answer within {timeout_s:.1f} s") from error
+            why = f"{type(error).__name__}: {error}; is it up, and is this its address?"
+            raise errors.EngineUnavailable(f"{where}: {why}") from error
 
 
 def _boot_id(told: Mapping[str, Any]) -> str:
@@ -426,9 +425,7 @@ class Engines:
             theirs = getattr(engine, name)
             if theirs and ours and theirs != ours:
                 engine.forget()
-                raise errors.RegistryRefused(
-                    f"engine {engine.url} runs {name} {theirs}, the trainer {ours}; expected equal versions"
-                )
+                raise errors.RegistryRefused(f"engine {engine.url} runs {name} {theirs}, the trainer {ours}")
 
     def routable(self, timeout_s: float) -> tuple[str, ...]:
         """Engines that serve the newest version, of those that answer within `timeout_s`; 0 asks none. One that was restarted

@@ -7,7 +7,7 @@ the calls of one way each.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Any
@@ -16,12 +16,10 @@ from r3channel import errors
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.engine import EngineHandle, Engines
 from r3channel.weights.progress import AGAIN_S, CONTROL_S, GRACE_S, REPAIR_S, Run, background
-from r3channel.weights.stages import Given, Push, Stages
+from r3channel.weights.stages import Feed, Given, Push, Stages
 from r3channel.weights.transaction import CALLS, Action, Engine, EngineState, Event, Kind, Transaction, step
 from r3channel.weights.transaction import UpdateState as State
 
-Feed = Callable[[Push], object]
-"""Gives an update's values, bucket by bucket."""
 LOSSES = (errors.EngineUnavailable, errors.TransportError)  # which DeadlineExceeded is one of
 _STAGES = {State.LINK: "join", State.PAUSE: "pause", State.STAGE: "wait_send"}
 """What waiting for calls to engines is counted as; in other states, as the call."""

@@ -1,7 +1,12 @@
-"""Boxes of a tensor and who holds them. Arithmetic only: no tensor values, no dtypes, no network.
+"""Boxes of a tensor, who holds them, and which holder sends what. Integers in, integers out: no tensor values, no network.
 
 A *box* is a half-open cuboid of a tensor, one start and stop per axis. A *layout* says which rank holds which box; ranks
 that hold the same box are replicas.
+
+The *plan*, the same on every rank, is balanced by bytes: largest first, each to the holder with the fewest bytes so far, ties to
+the lowest rank (Graham's LPT rule). Real models have thousands of items of one size with the same holders, so these are dealt out
+at once, with the result that one by one would give. With holders that may serve anything the busiest sender stays within the mean
+plus the largest item; where only some ranks hold an item no rule can promise that, and the benchmark tells what was possible.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import le, sub
+from operator import sub
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +31,8 @@ MOST_PIECES = 4096
 class Box(NamedTuple):
     """`start[axis] <= index < stop[axis]`. A scalar's only box has no axes and one element.
 
-    >>> Box((0, 2), (4, 6)).intersect(Box((2, 0), (9, 3)))
-    Box(start=(2, 2), stop=(4, 3))
+    >>> Box((0, 2), (4, 6)).shape, Box((0, 2), (4, 6)).holds(Box((1, 2), (4, 3)))
+    ((4, 4), True)
     """
 
     start: tuple[int, ...]
@@ -46,14 +51,9 @@ class Box(NamedTuple):
         return math.prod(self.shape)
 
     def holds(self, other: Box) -> bool:
-        """Whether the other one lies within."""
-        return all(map(le, self.start, other.start)) and all(map(le, other.stop, self.stop))
-
-    def intersect(self, other: Box) -> Box | None:
-        """The common part, or None when it is empty."""
-        start = tuple(map(max, self.start, other.start))
-        stop = tuple(map(min, self.stop, other.stop))
-        return None if any(a >= b for a, b in zip(start, stop, strict=True)) else Box(start, stop)
+        """Whether the other one is a box, and lies within."""
+        corners = zip(self.start, other.start, other.stop, self.stop, strict=True)
+        return all(first <= start <= stop <= end for first, start, stop, end in corners)
 
     def cut(self, most: int) -> Iterator[Box]:
         """Boxes of at most `most` items, in C order, or of one item where that is less."""
@@ -77,73 +77,39 @@ def _with(corner: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
     return (*corner[:axis], value, *corner[axis + 1 :])
 
 
-class Layout:
-    """Which rank holds which box of a tensor of this shape. Immutable; equal content compares and hashes equal.
+class Layout(NamedTuple):
+    """Which ranks hold which box of a tensor of this shape. A rank may hold several boxes, or none; empty ones are left out."""
 
-    A rank may hold several boxes, or none. Held as arrays, so that hundreds of ranks cost no objects.
-    """
-
-    __slots__ = ("digest", "ranks_N", "shape", "starts_ND", "stops_ND")
-
-    def __init__(
-        self, shape: Sequence[int], ranks_N: np.ndarray, starts_ND: np.ndarray, stops_ND: np.ndarray
-    ) -> None:
-        """Arrays of int64, one line per box. Raises ManifestMismatch for a box outside the shape."""
-        self.shape = tuple(shape)
-        self.ranks_N, self.starts_ND, self.stops_ND = ranks_N, starts_ND, stops_ND
-        outside = (starts_ND < 0) | (stops_ND < starts_ND) | (stops_ND > np.array(self.shape, dtype=np.int64))
-        if outside.any():
-            worst = int(np.argmax(outside.any(axis=1)))
-            raise ManifestMismatch(
-                f"rank {ranks_N[worst]} holds {starts_ND[worst].tolist()}..{stops_ND[worst].tolist()} of a tensor "
-                f"of shape {list(self.shape)}; expected a part of it"
-            )
-        raw = b"".join(array.tobytes() for array in (ranks_N, starts_ND, stops_ND))
-        self.digest = xxhash.xxh3_128_digest(repr(self.shape).encode() + raw)
-        """16 bytes over shape, ranks and boxes in the order given."""
+    shape: tuple[int, ...]
+    held: tuple[tuple[Box, tuple[int, ...]], ...]
+    """Distinct boxes in ascending order, and the ranks that hold each."""
+    digest: str
+    """Over shape, boxes and ranks."""
 
     @classmethod
     def of(cls, shape: Sequence[int], held: Iterable[tuple[int, Box]]) -> Layout:
-        """From (rank, box) pairs."""
-        pairs = list(held)
-        wrong = next((box for _, box in pairs if len(box.start) != len(shape)), None)
-        if wrong is not None:
-            raise ManifestMismatch(f"box {wrong} has not the {len(shape)} axes of the shape {list(shape)}")
-        corners = (len(pairs), len(shape))
-        return cls(
-            shape,
-            np.array([rank for rank, _ in pairs], dtype=np.int64),
-            np.array([box.start for _, box in pairs], dtype=np.int64).reshape(corners),
-            np.array([box.stop for _, box in pairs], dtype=np.int64).reshape(corners),
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
+        """From (rank, box) pairs. Raises ManifestMismatch for a box that is not within the shape."""
+        ranks: dict[Box, set[int]] = {}
+        for rank, box in held:
+            if len(box.start) != len(shape) or not Box.whole(shape).holds(box):
+                raise ManifestMismatch(f"rank {rank} holds {box}, which is no part of shape {list(shape)}")
+            if box.numel:
+                ranks.setdefault(box, set()).add(rank)
+        boxes = tuple((box, tuple(sorted(ranks[box]))) for box in sorted(ranks))
+        return cls(tuple(shape), boxes, xxhash.xxh3_128_hexdigest(f"{list(shape)} {boxes}".encode()))
 
 
 class ShardMap:
     """Tensors in order, each with its layout. Immutable."""
 
     def __init__(self, tensors: Iterable[tuple[TensorMeta, Layout]]) -> None:
-        metas: list[TensorMeta] = []
-        interned: dict[Layout, int] = {}
-        indexes: list[int] = []
-        for meta, layout in tensors:
-            metas.append(meta)
-            indexes.append(interned.setdefault(layout, len(interned)))
-        self.metas: tuple[TensorMeta, ...] = tuple(metas)
-        self.layouts: tuple[Layout, ...] = tuple(interned)
-        self.layout_of: tuple[int, ...] = tuple(indexes)
-        """Index into `layouts`, per tensor."""
-        self.index_of: Mapping[str, int] = {meta.name: i for i, meta in enumerate(metas)}
-        rows = [[*meta.row(), index] for meta, index in zip(metas, indexes, strict=True)]
-        digest = xxhash.xxh3_128(json.dumps(rows, separators=(",", ":")).encode())
-        for layout in self.layouts:
-            digest.update(layout.digest)
-        self.digest: str = digest.hexdigest()
+        placed = list(tensors)
+        self.metas = tuple(meta for meta, _ in placed)
+        self.layouts = tuple(layout for _, layout in placed)
+        """By tensor."""
+        self.index_of: Mapping[str, int] = {meta.name: i for i, meta in enumerate(self.metas)}
+        rows = [[*meta.row(), layout.digest] for meta, layout in placed]
+        self.digest = xxhash.xxh3_128_hexdigest(json.dumps(rows, separators=(",", ":")).encode())
 
     @classmethod
     def of_holders(
@@ -192,3 +158,142 @@ def report_of(held: Iterable[tuple[TensorMeta, Box]]) -> bytes:
         kinds.setdefault((meta.dtype_name, meta.shape, box.start, box.stop), []).append(meta.name)
     rows = [(kind, "\n".join(names)) for kind, names in kinds.items()]
     return zlib.compress(json.dumps(rows, separators=(",", ":")).encode(), 1)
+
+
+# -- who sends what ----------------------------------------------------------------------------------------------------
+
+
+def deal(loads_R: np.ndarray, batch: Batch) -> np.ndarray:
+    """Give a batch's items to the least loaded of its holders, one after the other.
+
+    Returns the sender of each item and adds to `loads_R` (int64, bytes per rank). The items fill the holders like water:
+    everybody below the final level is raised to it in whole items, and what is left goes to the lowest.
+    """
+    holders_H, nbytes = np.array(batch.holders), batch.nbytes
+    count = len(batch.tensors) * len(batch.items)
+    if len(holders_H) == 1 or nbytes == 0:
+        loads_R[holders_H[0]] += count * nbytes
+        return np.full(count, holders_H[0])
+    held_H = loads_R[holders_H]
+    items_H = _whole_items(held_H, count, nbytes)
+    who = np.repeat(np.arange(len(holders_H)), items_H)
+    nth = np.arange(len(who)) - np.repeat(np.cumsum(items_H) - items_H, items_H)
+    levels = held_H[who] + nth * nbytes
+    order = np.lexsort((who, levels))[:count]
+    senders = who[order]
+    loads_R[holders_H] += np.bincount(senders, minlength=len(holders_H)) * nbytes
+    return holders_H[senders]
+
+
+def _whole_items(held_H: np.ndarray, count: int, nbytes: int) -> np.ndarray:
+    """How many items each holder takes at most: those below the common level, and one more."""
+    rising = np.sort(held_H)
+    width = np.arange(1, len(rising) + 1)
+    volume = count * nbytes + np.cumsum(rising)
+    active = int(np.flatnonzero(rising * width < volume)[-1]) + 1  # holders whose load is below the level
+    below = (int(volume[active - 1]) - active * held_H) // (active * nbytes)
+    return np.maximum(below, -1) + 1
+
+
+_RULES = b"r3channel reshard 1"
+"""Part of the hash, so that processes with other rules do not agree."""
+
+
+class RankPlan(NamedTuple):
+    """What one rank sends."""
+
+    hash: str
+    """The hash over every box that any rank sends, in order."""
+    sends: dict[int, list[tuple[int, Box]]]
+    """What this rank sends to each receiver: the tensor's number in the target map, and a box of it."""
+
+
+def plan_reshard(source: ShardMap, target: ShardMap, *, rank: int, world_size: int) -> RankPlan:
+    """The plan of one rank. Ranks of both maps are numbers of one joint group, and no rank is in both.
+
+    Every tensor of `target` must be in `source` with the same whole shape and be held completely, each element by one box
+    or by replicas of that box; tensors that only `source` has are not sent. Raises ManifestMismatch, naming the tensor.
+    Memory: what this rank sends, and the items of each pair of layouts that occurs.
+    """
+    digest = xxhash.xxh3_128(_RULES + f"{source.digest} {target.digest} {world_size}".encode())
+    loads_R, sends = np.zeros(world_size, dtype=np.int64), dict[int, list[tuple[int, Box]]]()
+    for batch in batches(source, target):
+        senders = deal(loads_R, batch)
+        digest.update(senders.astype(np.int64).data)
+        for at in np.flatnonzero(senders == rank).tolist():
+            tensor, item = divmod(at, len(batch.items))
+            box, dst = batch.items[item]
+            sends.setdefault(dst, []).append((batch.tensors[tensor], box))
+    return RankPlan(digest.hexdigest(), sends)
+
+
+class Batch(NamedTuple):
+    """Items of one size with the same holders, for any of the tensors, which are cut alike."""
+
+    nbytes: int
+    holders: tuple[int, ...]
+    tensors: list[int]
+    items: list[tuple[Box, int]]
+    """Each a box and the rank that needs it; one object where several ranks need the same box."""
+
+
+def batches(source: ShardMap, target: ShardMap) -> list[Batch]:
+    """The batches, largest items first; equal ones in the order in which the target first needs them."""
+    alike: dict[tuple[str, str, int], list[int]] = {}
+    for index, meta in enumerate(target.metas):
+        at = source.index_of.get(meta.name)
+        if at is None:
+            raise ManifestMismatch(f"tensor {meta} is wanted by the engines, and no trainer rank reported it")
+        if source.metas[at].shape != meta.shape:
+            text = f"tensor {meta}: the trainer's is {source.metas[at]}; expected equal whole shapes"
+            raise ManifestMismatch(text)
+        key = source.layouts[at].digest, target.layouts[index].digest, meta.dtype.itemsize
+        alike.setdefault(key, []).append(index)
+    found = list[Batch]()
+    for (_, _, itemsize), tensors in alike.items():
+        meta = target.metas[tensors[0]]
+        try:
+            items = _items(source.layouts[source.index_of[meta.name]], target.layouts[tensors[0]])
+        except ManifestMismatch as error:
+            raise ManifestMismatch(f"tensor {meta}: {error}") from error
+        for (holders, numel), chosen in items.items():
+            found.append(Batch(numel * itemsize, holders, tensors, chosen))
+    return sorted(found, key=lambda batch: -batch.nbytes)
+
+
+# -- one pair of layouts -----------------------------------------------------------------------------------------------
+
+
+def _items(src: Layout, dst: Layout) -> dict[tuple[tuple[int, ...], int], list[tuple[Box, int]]]:
+    """Boxes and the ranks that need them, by who holds each box and by its number of elements."""
+    starts, stops, numel_SD = _common(src, dst)
+    _, _, again_SS = _common(src, src)
+    np.fill_diagonal(again_SS, 0)
+    for one, other in np.argwhere(again_SS)[:1].tolist():  # nobody could say whose value counts
+        ranks = f"rank {src.held[one][1][0]} and rank {src.held[other][1][0]}"
+        raise ManifestMismatch(f"{ranks} hold different boxes that overlap; expected equal or disjoint")
+    for (box, ranks), found in zip(dst.held, numel_SD.sum(axis=0).tolist(), strict=True):
+        if found != box.numel:
+            raise ManifestMismatch(
+                f"rank {ranks[0]} needs {box} ({box.numel} elements), of which the sources hold {found}; is a trainer rank's "
+                "report missing?"
+            )
+    items: dict[tuple[tuple[int, ...], int], list[tuple[Box, int]]] = {}
+    for at in map(tuple, np.argwhere(numel_SD).tolist()):
+        cut = Box(tuple(starts[at].tolist()), tuple(stops[at].tolist()))
+        chosen = items.setdefault((src.held[at[0]][1], int(numel_SD[at])), [])
+        chosen += [(cut, rank) for rank in dst.held[at[1]][1]]
+    return items
+
+
+def _common(one: Layout, other: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What each pair of boxes has in common: starts, stops, elements."""
+    mine, theirs = (
+        np.array([box for box, _ in layout.held], dtype=np.int64).reshape(
+            len(layout.held), 2, len(layout.shape)
+        )
+        for layout in (one, other)
+    )
+    starts = np.maximum(mine[:, None, 0], theirs[None, :, 0])
+    stops = np.minimum(mine[:, None, 1], theirs[None, :, 1])
+    return starts, stops, np.prod(np.maximum(stops - starts, 0), axis=2, dtype=np.int64)

@@ -1,16 +1,22 @@
-"""A group that broadcasts to SGLang's own ranks: the way that needs no half of ours in the engine."""
+"""A trainer rank's end of broadcasts to SGLang's own ranks: its group, and the buckets that it packs. Gives no orders."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from itertools import groupby
 
 import torch
 
-from r3channel.errors import ConfigError, UsageError
+from r3channel.errors import UsageError
 from r3channel.transport.base import Rendezvous
 from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore, device_of, in_background
-
-BACKENDS = ("gloo", "nccl")
+from r3channel.weights.checksums import finite, nonfinite
+from r3channel.weights.config import SyncConfig
+from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
+from r3channel.weights.memory import new_memory
+from r3channel.weights.progress import Run
 
 
 class WeightGroup:
@@ -76,8 +82,63 @@ class WeightGroup:
             in_background(wire.abort, name="weights-bury")
 
 
-def group_device(backend: str) -> torch.device:
-    """Where a payload is best: the current CUDA device for NCCL. ConfigError for an unknown backend."""
-    if backend not in BACKENDS:
-        raise ConfigError(f"weight group backend {backend!r}: expected one of {BACKENDS}")
-    return device_of(backend)
+class Packer:
+    """Packs buckets into two buffers in turn, one of which leaves meanwhile, and looks at what it packs. One thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rooms = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def pack(self, number: int, bucket: Bucket, tensors: Sequence[torch.Tensor], run: Run) -> torch.Tensor:
+        """Flat uint8, valid until bucket `number + 2` is packed. Raises NonFiniteWeights, naming bucket and tensor."""
+        with run.stage("pack"):
+            payload_N = self._room(number, bucket.payload_bytes)[: bucket.payload_bytes]
+            for view, tensor in zip(bucket.views(payload_N), tensors, strict=True):
+                view.copy_(tensor.detach())
+            if payload_N.is_cuda:  # another thread sends it, whose current stream is the default one
+                torch.cuda.current_stream(payload_N.device).synchronize()
+        with run.stage("digest"):
+            if bad := first_nonfinite(bucket.placed, payload_N):
+                raise nonfinite(f"bucket {number}", bad)
+        return payload_N
+
+    def _room(self, number: int, nbytes: int) -> torch.Tensor:
+        if len(self._rooms[number % 2]) < nbytes:
+            self._rooms[number % 2] = new_memory(nbytes, self._device)
+        return self._rooms[number % 2]
+
+
+def first_nonfinite(placed: Iterable[tuple[TensorMeta, int]], payload: torch.Tensor) -> TensorMeta | None:
+    """The first of some tensors that holds NaN or Inf; None if all numbers are finite. Any device.
+
+    `placed`: neighbours in a packed bucket with their offsets in its `payload`; equal dtypes lie without a gap. Those are
+    looked at together, for a look waits for a device and costs 16 us; one by one only to name one.
+    """
+    for dtype, run in groupby(placed, key=lambda pair: pair[0].dtype):
+        metas = list(run)
+        start, end = metas[0][1], metas[-1][1] + metas[-1][0].nbytes
+        if not finite(payload[start:end].view(dtype)):
+            views = ((meta, payload[at : at + meta.nbytes].view(dtype)) for meta, at in metas)
+            return next(meta for meta, view in views if not finite(view))
+    return None
+
+
+class Source:
+    """This trainer rank's end of broadcasts, for all updates of a session."""
+
+    def __init__(self, config: SyncConfig) -> None:
+        self.packer = Packer(device_of(config.backend))
+        self.group: WeightGroup | None = None
+        self.joining: Future[None] = Future()
+        self.manifest: Manifest | None = None
+        """What rank 0 was told of."""
+        self.buckets: dict[int, list[Bucket]] = {}
+        """By source."""
+        self.formed: tuple[Sequence[tuple[str, str]], dict[int, str]] = (), {}
+        """At rank 0: the engines' lives that are in the groups, and the groups' names by source."""
+
+    def leave(self) -> None:
+        """Engines that wait in its group fail at once. Any thread."""
+        group, self.group = self.group, None
+        if group is not None:
+            group.close()

@@ -7,8 +7,10 @@ decide how much is allocated, never what a trainer says.
 from __future__ import annotations
 
 import json
+import math
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,12 +23,12 @@ import xxhash
 from r3channel.errors import R3Error, TransportError, WeightsCorrupt, WeightsError
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
-from r3channel.weights import cuda_ipc, wires
+from r3channel.weights import wires
 from r3channel.weights.checksums import hashed_bytes, host_bytes, tensor_digest
 from r3channel.weights.dryrun import Learned, derive
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.memory import Room
+from r3channel.weights.memory import Room, gpu_lacks, staged_bytes
 from r3channel.weights.staged_copy import StagedCopy
 from r3channel.weights.wires import HEAD
 
@@ -67,20 +69,21 @@ class Hold:
         self._needs, self._whole = self._learned.needs, bool(self._learned.refused)
         self._lock = threading.Lock()
         self._stage = _Stage()
+        self._until_s = math.inf
+        """When the update that was begun last is over, on the clock of `time.monotonic`."""
         self._mapped = set[int]()
         self._ready: tuple[StagedCopy, list[torch.Tensor]] | None = None
         """The copy, and parameters that were looked at just before they change."""
         self._serving: tuple[int, Mapping[str, str], Sequence[torch.Tensor]] | None = None
         """The version, digests and flat parameters that a trainer may read back; None: nothing was committed over these links."""
         self._items = sum(part.box.numel for part in self._needs.parts)
-        nbytes, wire = wires.staged_bytes(self._needs.params), order["wire"]
+        nbytes, wire = staged_bytes(self._needs.params), order["wire"]
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
         why = room.lacks(nbytes, insist=order["staged"] != "auto", shared=wire == "shared_memory")
         if wire == "cuda_ipc":
-            why = cuda_ipc.lacks(nbytes, device)
-        copy = (
-            StagedCopy((), device=device) if why else StagedCopy(self._needs.params, device=device, wire=wire)
-        )
+            why = gpu_lacks(nbytes, device)
+        params, wire = ((), "tcp") if why else (self._needs.params, wire)
+        copy = StagedCopy(params, device=device, wire=wire)
         self._copy = weakref.ref(copy)
         told = {"error": why} if why else self._fill(copy, model) if learned else {"held": True}
         token = wires.session_token(run_token, order["nonce"])
@@ -99,8 +102,10 @@ class Hold:
 
     @property
     def ended(self) -> bool:
-        """Whether the trainers are gone, so that nobody holds the engine."""
-        return not any(link.alive for link in self._links)
+        """Whether the trainers are gone, so that nobody holds the engine. Links that something between keeps alive count as gone
+        where an update was begun, not committed, and is past its limit."""
+        given_up = time.monotonic() > self._until_s and not self._stage.committed
+        return given_up or not any(link.alive for link in self._links)
 
     @property
     def staging(self) -> bool | None:
@@ -145,6 +150,8 @@ class Hold:
                         copy.hide()
                     table, runs = wires.read_table(wires.receive_blob(link, body), self._needs.parts), _Runs()
                     failure = ""
+                elif kind == wires.BEGIN:
+                    self._until_s = time.monotonic() + wires.LIMIT.unpack(body)[0] + _CONNECT_S
                 elif kind in (wires.DATA, wires.PLACED):
                     self._place(number, link if kind == wires.DATA else None, table, runs, body, copy.views)
                 elif kind == wires.END:

@@ -44,7 +44,7 @@ class Staged(Work):
 
     def _survey(self) -> None:
         with self._run.stage("plan"):
-            self._changed = self._stages.survey(self._given, self._run.deadline)
+            self._stages.survey(self._given, self._run.deadline)
         with self._run.stage("join"):
             mine = [member.url for member in self.members if not member.staged(self._stages.metas)]
             self._unlinked = set(itertools.chain(*self._ranks.exchange(mine, self._run.deadline)))
@@ -57,7 +57,7 @@ class Staged(Work):
 
     def _plan(self) -> None:
         """Accept the links, and plan unless every rank did for these. ManifestMismatch where parameters are not given."""
-        stages, deadline, given = self._stages, self._run.deadline, self._given
+        stages, deadline = self._stages, self._run.deadline
         with self._run.stage("join"):
             told = self._hear({"fresh": self._fresh, "sizes": {m.url: m.size for m in self.members}})
             stages.attempts.update(told["fresh"])
@@ -66,17 +66,13 @@ class Staged(Work):
                 member.size = told["sizes"][member.url]
                 if not self._ranks.leads:
                     member.unlink()
-            links = stages.accept({m.url: m.size for m in fresh}, deadline) if fresh else {}
+            links = stages.accept({m.url: m.size for m in fresh}, deadline)
             for member in fresh:
                 member.ranks, member.metas = links[member.url], stages.metas
             ranks = [link for member in self.members for link in member.ranks]
             self._check(ranks)
-            # asked of all: one that failed alone, or came late, has another plan than the others
-            aimed = not self._changed and stages.aimed_at(ranks, given.ends)
-            agreed = all(self._ranks.exchange(aimed, deadline))
         with self._run.stage("plan"):
-            if not agreed:
-                stages.aim(ranks, given.ends, deadline)
+            stages.aim(ranks, deadline)
 
     def _check(self, ranks: Sequence[RankLink]) -> None:
         """Refuse what leaves a parameter old, and tensors that the engine that is read keeps rounded, unless they are rounded

@@ -16,9 +16,6 @@ import torch
 
 from r3channel.errors import ConfigError, ManifestMismatch
 
-ALIGNMENT = 256
-"""A parameter in a staged copy begins at a multiple of this many bytes, as in checkpoint-engine: every vector width fits."""
-
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 _NAMES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 _DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in (*_NAMES, *_FLOAT8)}
@@ -132,8 +129,9 @@ _FUSED: Mapping[str, tuple[str, ...]] = {
 }
 """What a receiver fuses into one parameter, in its order: all members go into one bucket."""
 
-FUSED_INTO = {member: fused for fused, members in _FUSED.items() for member in members}
-UNIT_NAME = re.compile(rf"^(?P<head>(?:.*\.)?)(?P<member>{'|'.join(FUSED_INTO)})\.(?P<tail>[^.]+)$")
+_FUSED_INTO = {member: fused for fused, members in _FUSED.items() for member in members}
+_MEMBER = re.compile(rf"^(?P<head>(?:.*\.)?)(?P<member>{'|'.join(_FUSED_INTO)})\.(?P<tail>[^.]+)$")
+_EXPERT = re.compile(r"^(?P<head>.*\.experts)\.\d+\.(?P<module>gate|up|down)_proj\.weight$")
 _SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
 """The scales of a float8 weight: a number, a column or blocks (`weight_scale_inv` of DeepSeek-V3)."""
 _PACKED_NAME = re.compile(r"\.(input_scale|qweight|qzeros|scales|weight_packed)$")
@@ -181,7 +179,7 @@ def unit_of(name: str) -> str:
     """The key of the unit that this tensor belongs to.
 
     >>> unit_of("model.layers.3.self_attn.k_proj.weight")
-    'model.layers.3.self_attn.{qkv_proj}.weight'
+    'model.layers.3.self_attn.qkv_proj.weight'
     >>> unit_of("model.norm.weight")
     'model.norm.weight'
     >>> unit_of("model.layers.3.mlp.down_proj.weight_scale_inv")
@@ -189,7 +187,37 @@ def unit_of(name: str) -> str:
     """
     if is_scale(name):
         name = name[: name.rindex(".")] + ".weight"
-    match = UNIT_NAME.match(name)
-    if match is None:
-        return name
-    return f"{match['head']}{{{FUSED_INTO[match['member']]}}}.{match['tail']}"
+    return _fused(name)
+
+
+def _fused(name: str) -> str:
+    member = _MEMBER.match(name)
+    return name if member is None else f"{member['head']}{_FUSED_INTO[member['member']]}.{member['tail']}"
+
+
+def fused_name(name: str) -> str:
+    """The engine's parameter into which it fuses a tensor with others; the tensor's own name where it keeps it as it is.
+
+    >>> fused_name("model.layers.3.mlp.experts.7.up_proj.weight")
+    'model.layers.3.mlp.experts.w13_weight'
+    >>> fused_name("model.layers.3.self_attn.k_proj.weight")
+    'model.layers.3.self_attn.qkv_proj.weight'
+    """
+    if expert := _EXPERT.match(name):
+        return f"{expert['head']}.{'w2' if expert['module'] == 'down' else 'w13'}_weight"
+    return _fused(name)
+
+
+def engine_names(names: Iterable[str]) -> frozenset[str]:
+    """The engine's own parameters that tensors of these names fill.
+
+    >>> sorted(engine_names(["a.q_proj.weight", "a.k_proj.weight", "b.q_proj.weight", "norm.weight"]))
+    ['a.qkv_proj.weight', 'b.q_proj.weight', 'norm.weight']
+    """
+    fused: dict[str, list[str]] = {}
+    for name in names:
+        fused.setdefault(fused_name(name), []).append(name)
+    stacked = "w13_weight", "w2_weight"
+    alone = {key for key, parts in fused.items() if len(parts) == 1 and not key.endswith(stacked)}
+    # a part without its fellows keeps its own name
+    return frozenset(parts[0] if key in alone else key for key, parts in fused.items())

@@ -32,6 +32,8 @@ from r3channel.weights.wires import receive_blob, session_token
 WELCOME, VALUE, FAILED, GONE, WORD = range(5)
 _HEAD = struct.Struct("<qII")
 """Update, step, and the rank that says it; the length of what it says follows."""
+_NO_STEP = (1 << 32) - 1
+"""The step of a word, which belongs to none."""
 _SILENT_S = 2.0
 """After so long a wait it is said in the log who is waited for."""
 _RETRY_S = 0.1
@@ -57,9 +59,8 @@ class TrainerRanks:
         """Guards what is below."""
         self._given_up: tuple[int, BaseException | None] = -1, None
         """The last update that this rank has given up, and why."""
-        self._words: dict[int, list[tuple[int, bytes]]] = {}
-        """By update: who said what to this rank."""
-        self._values: dict[tuple[int, int], dict[int, bytes]] = {}
+        self._said: dict[tuple[int, int], list[tuple[int, bytes]]] = {}
+        """By update and step: who said what."""
         self._failed: dict[tuple[int, int], bytes] = {}
         """By update and rank: why it will say no more in this update."""
         self._gone: dict[int, str] = {}
@@ -122,8 +123,7 @@ class TrainerRanks:
         """The next update begins on this rank; what was said of those before is void."""
         with self._changed:
             self.update, self._step = self.update + 1, 0
-            self._values = {key: said for key, said in self._values.items() if key[0] >= self.update}
-            self._words = {update: said for update, said in self._words.items() if update >= self.update}
+            self._said = {key: said for key, said in self._said.items() if key[0] >= self.update}
             self._failed = {key: why for key, why in self._failed.items() if key[0] >= self.update}
 
     def fail(self, error: BaseException, *, update: int = 0) -> None:
@@ -152,9 +152,9 @@ class TrainerRanks:
         self._say(VALUE, step, raw)
         begun_s, noticed = time.monotonic(), False
         with self._changed:
-            said = self._values.setdefault((self.update, step), {})
-            said[self.rank] = raw
-            while late := [rank for rank in range(self.size) if rank not in said]:
+            said = self._said.setdefault((self.update, step), [])
+            said.append((self.rank, raw))
+            while late := sorted({*range(self.size)} - {rank for rank, _ in said}):
                 self._raise_for(late)
                 waited_s = time.monotonic() - begun_s
                 if not noticed and waited_s >= _SILENT_S:
@@ -165,11 +165,11 @@ class TrainerRanks:
                 except errors.DeadlineExceeded as error:
                     raise errors.DeadlineExceeded(f"ranks {late} did not come along: {error}") from error
                 self._changed.wait(left_s if noticed else min(left_s, _SILENT_S))
-            return [said[rank] for rank in range(self.size)]
+            return [raw for _, raw in sorted(said)]
 
     def tell(self, update: int, word: Any, *, to: int) -> None:
         """Say something (plain, as JSON) to rank 0, or as rank 0 to any; `words` gives it there. Any thread."""
-        head, raw = _HEAD.pack(update, 0, self.rank), json.dumps(word).encode()
+        head, raw = _HEAD.pack(update, _NO_STEP, self.rank), json.dumps(word).encode()
         if to == self.rank:
             self._note(WORD, head, raw, came_from=to)
         else:
@@ -180,7 +180,7 @@ class TrainerRanks:
         Raises what a rank has failed with, this one too, and DeadlineExceeded. Any thread."""
         for at in itertools.count():
             with self._changed:
-                while len(said := self._words.get(update, [])) <= at:
+                while len(said := self._said.get((update, _NO_STEP), [])) <= at:
                     if update != self.update:
                         raise errors.WeightsError(f"update {update} is over")
                     self._raise_for(range(self.size))
@@ -230,10 +230,8 @@ class TrainerRanks:
         with self._changed:
             if update < self.update:
                 return  # a late rank's word of an update that has failed
-            if kind == VALUE:
-                self._values.setdefault((update, step), {})[rank] = raw
-            elif kind == WORD:
-                self._words.setdefault(update, []).append((rank, raw))
+            if kind in (VALUE, WORD):
+                self._said.setdefault((update, step), []).append((rank, raw))
             elif kind == FAILED:
                 self._failed[update, rank] = raw
             else:

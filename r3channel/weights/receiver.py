@@ -14,10 +14,10 @@ engine whose weights nobody knows.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import signature
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -103,14 +103,6 @@ class Receiver:
         return self._hold
 
 
-def gathered_words(word: str, group: Any, size: int) -> list[str]:
-    """Every rank's word, on every rank; no pickle."""
-    if size == 1:
-        return [word]
-    words = gathered_bytes(word.encode()[:WORD_BYTES], group=group, device=torch.device("cpu"))
-    return [one.decode(errors="replace") for one in words]
-
-
 _HOOKED = {
     "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.receive_weights_from_distributed":
     {"names", "dtypes", "shapes", "group_name", "load_format"},
@@ -129,14 +121,10 @@ _receiver: Receiver | None = None
 def available() -> bool:
     """Whether this SGLang has what is hooked; 0.5.15.post1 has not."""
     try:
-        for hooked, parameters in _HOOKED.items():
-            module, kind, method = hooked.rsplit(".", 2)
-            found = getattr(getattr(importlib.import_module(module), kind), method)
-            if not parameters <= set(inspect.signature(found).parameters):
-                return False
+        found = [signature(resolve_name(hooked)).parameters for hooked in _HOOKED]
     except (ImportError, AttributeError):
         return False
-    return True
+    return all(wanted <= set(takes) for wanted, takes in zip(_HOOKED.values(), found, strict=True))
 
 
 def apply(run_token: str) -> None:
@@ -212,7 +200,11 @@ def _own() -> Receiver:
             return tensor_digest(locations().physical_to_logical_map_cpu)
 
         def agree(word: str) -> list[str]:
-            return gathered_words(word, parallel.tp_group.cpu_group, parallel.tp_size)
+            if parallel.tp_size == 1:
+                return [word]
+            group, raw = parallel.tp_group.cpu_group, word.encode()[:WORD_BYTES]
+            words = gathered_bytes(raw, group=group, device=torch.device("cpu"))
+            return [one.decode(errors="replace") for one in words]
 
         _receiver = Receiver(rank=parallel.tp_rank, run_token=_run_token, agree=agree)
         _receiver.learned = Learned(placed=placed if get_exec().moe.enable_eplb else str)

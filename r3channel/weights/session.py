@@ -24,19 +24,19 @@ import torch
 from r3channel import errors
 from r3channel.observe.metrics import Metrics
 from r3channel.transport.collective_lock import PROCESS_SLOT
-from r3channel.weights.broadcast import Broadcast, Source
+from r3channel.weights.broadcast import Broadcast
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.convert import Shard
 from r3channel.weights.engine import EngineHandle, Engines, handle_of
-from r3channel.weights.executor import Feed, Work
+from r3channel.weights.executor import Work
 from r3channel.weights.geometry import Box
+from r3channel.weights.group import Source
 from r3channel.weights.joint import Staged
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
-from r3channel.weights.peer import from_peer
 from r3channel.weights.progress import CONTROL_S, REPAIR_S, Deadline, Run, UpdateReport, background
 from r3channel.weights.ranks import TrainerRanks
-from r3channel.weights.reader import read_again, read_first
-from r3channel.weights.stages import Given, Stages
+from r3channel.weights.sources import from_peer, read_again, read_first
+from r3channel.weights.stages import Feed, Given, Stages
 from r3channel.weights.store import HeldWeights
 from r3channel.weights.transaction import EngineState
 
@@ -293,15 +293,16 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             shards = list[Shard](what)
             tensors = [shard.tensor for shard in shards]
             held = tuple((shard.meta, shard.box) for shard in shards)
-            return Given(held, (len(held),), None), lambda push: push(tensors)
+            return Given((held,), None), lambda push: push(tensors)
         given = self._given
-        if given is not None and given.manifest is not None:
-            return given, run.stage("plan")(partial(read_again, what, given.manifest, run))
-        with run.stage("plan"):
-            manifest, buckets = read_first(what, run, cap_bytes=self._config.bucket_bytes)
-        if not manifest.buckets and self._ranks.size == 1:
-            raise errors.ManifestMismatch("the update gives no tensors at all")
-        return Given.whole(manifest), lambda push: [push(bucket) for bucket in buckets]
+        if given is None:
+            with run.stage("plan"):
+                manifest, copies = read_first(what, run, cap_bytes=self._config.bucket_bytes)
+            if not copies and self._ranks.size == 1:
+                raise errors.ManifestMismatch("the update gives no tensors at all")
+            given, what = Given.whole(manifest), iter(copies)
+        assert given.manifest is not None  # this session's are whole
+        return given, run.stage("plan")(partial(read_again, what, given.manifest, run))
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
@@ -316,9 +317,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         failed = f"weight version {version} was not committed, version {self.version} stays"
         try:
             if (found := source()) is None:
-                raise errors.UsageError(
-                    f"nothing holds version {self.version} for engine {names}: no other engine took it staged; republish()"
-                )
+                why = "no other engine took it staged; republish()"
+                raise errors.UsageError(f"nothing holds version {self.version} for engine {names}: {why}")
             given, feed = found
             for member in members if alone else ():
                 member.boot_id = ""  # nothing that was known of it is
@@ -345,7 +345,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         """Bring one engine to the committed version out of another one's memory; UsageError where none holds it."""
         run, version = Run(deadline), -1 if self.version is None else self.version
         others = [other for other in self._engines.all if other is not member]
-        read = partial(from_peer, others, self._stages, version, cap_bytes=self._config.bucket_bytes, run=run)
+        read = partial(from_peer, others, self._stages, version, run=run)
         return self._bring([member], version, run, read, alone=True)
 
     def _deliver(

@@ -20,12 +20,9 @@ import torch
 import xxhash
 
 from r3channel.errors import WeightsError
-from r3channel.weights import cuda_ipc, wires
+from r3channel.weights import memory
 from r3channel.weights.checksums import cross_sums, hashed_bytes, host_bytes, tensor_checksum, tensor_digest
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.memory import SHM
-from r3channel.weights.pack import new_memory
-from r3channel.weights.wires import Wire
 
 _Lane = tuple[torch.cuda.Stream, torch.Tensor | None]
 """A thread's way to the GPU: its stream, and a locked buffer where it needs one."""
@@ -42,23 +39,25 @@ class StagedCopy:
     Links' threads write `views`, each its own parts. `change_over` runs on the scheduler's thread.
     """
 
-    def __init__(self, params: Sequence[TensorMeta], *, device: torch.device, wire: Wire = "tcp") -> None:
+    def __init__(
+        self, params: Sequence[TensorMeta], *, device: torch.device, wire: memory.Wire = "tcp"
+    ) -> None:
         """`device`: where the parameters lie, and with `cuda_ipc` the copy, too. OSError, or CUDA's, without room."""
-        self._params, nbytes = params, wires.staged_bytes(params)
+        self._params, nbytes = params, memory.staged_bytes(params)
         self.shared: Callable[[], Any] = str
         """What one trainer of this machine needs to map the copy; "" where bytes travel."""
         self.hide: Callable[[], object] = str
         """`hide` takes a path away: once all trainers have the memory, or with this object."""
         if wire == "shared_memory":
-            handle, path = tempfile.mkstemp(prefix=os.path.basename(wires.SHARED), dir=SHM)
+            handle, path = tempfile.mkstemp(prefix=os.path.basename(memory.SHARED), dir=memory.SHM)
             self.hide, self.shared = weakref.finalize(self, os.unlink, path), lambda: path
-            flat = wires.mapped(handle, nbytes)
+            flat = memory.mapped(handle, nbytes)
         elif wire == "cuda_ipc":
-            flat = new_memory(nbytes, device)
-            self.shared = partial(cuda_ipc.handle, flat)
+            flat = memory.new_memory(nbytes, device)
+            self.shared = partial(memory.ipc_handle, flat)
         else:
-            flat = new_memory(nbytes)
-        self.views = wires.staged_views(params, flat)
+            flat = memory.new_memory(nbytes)
+        self.views = memory.staged_views(params, flat)
         """Each parameter's memory, flat, in its dtype. Of any content at first."""
         self._sealed: Sequence[str] = ()
         """What each parameter must give once it holds what was sealed: xxh3, on a GPU that of its sums."""
@@ -66,7 +65,7 @@ class StagedCopy:
         if params and device.type == "cuda":
             slots: Sequence[torch.Tensor | None] = [None] * _THREADS
             if not flat.is_cuda and not _locked(self, flat):
-                slots = new_memory(_THREADS * _SLOT_BYTES).split(_SLOT_BYTES)
+                slots = memory.new_memory(_THREADS * _SLOT_BYTES).split(_SLOT_BYTES)
                 all(_locked(self, slot) for slot in slots)  # else CUDA copies once more: right, and slow
             self._lanes.extend((torch.cuda.Stream(device), slot) for slot in slots)
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from r3channel.errors import CannotStage, ManifestMismatch, WeightsCorrupt
 from r3channel.transport.auth import read_token
@@ -21,20 +19,22 @@ from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
 from r3channel.weights import wires
 from r3channel.weights.config import SyncConfig
-from r3channel.weights.dryrun import Needs, PartTable
-from r3channel.weights.geometry import Box, ShardMap, report_of
+from r3channel.weights.dryrun import Needs
+from r3channel.weights.geometry import Box, RankPlan, ShardMap, plan_reshard, report_of
 from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
-from r3channel.weights.plan import RankPlan, plan_reshard
+from r3channel.weights.memory import shared_views
 from r3channel.weights.progress import Deadline
 from r3channel.weights.ranks import TrainerRanks
-from r3channel.weights.wires import NEEDS, Digests, Entry, Piece, RankLink
+from r3channel.weights.wires import NEEDS, Digests, Piece, RankLink, Record
 
 _SHOWN = 3
-Held = tuple[tuple[TensorMeta, Box], ...]
+Held = tuple[tuple[tuple[TensorMeta, Box], ...], ...]
 Sums = list[Digests]
 """What an engine would hold, by rank."""
 Push = Callable[[Sequence[torch.Tensor]], None]
 """Takes the next bucket's tensors, in order. They may be overwritten once the next call but one has returned."""
+Feed = Callable[[Push], object]
+"""Gives an update's values, bucket by bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,7 @@ class Given:
     """What one trainer rank gives in an update, without its values."""
 
     held: Held
-    """Boxes of tensors, each in the dtype that is sent."""
-    ends: tuple[int, ...]
-    """For each bucket, how many boxes lie before its end."""
+    """By bucket, boxes of tensors, each in the dtype that is sent."""
     manifest: Manifest | None
     """The buckets of whole tensors; None where shards are sent."""
     metas: tuple[TensorMeta, ...] = ()
@@ -54,8 +52,8 @@ class Given:
 
     @classmethod
     def whole(cls, manifest: Manifest) -> Given:
-        held = tuple((meta, Box.whole(meta.shape)) for bucket in manifest.buckets for meta in bucket.tensors)
-        return cls(held, tuple(accumulate(len(bucket.tensors) for bucket in manifest.buckets)), manifest)
+        buckets = ([(meta, Box.whole(meta.shape)) for meta in bucket.tensors] for bucket in manifest.buckets)
+        return cls(tuple(map(tuple, buckets)), manifest)
 
 
 class Stages:
@@ -64,20 +62,17 @@ class Stages:
     def __init__(self, ranks: TrainerRanks, config: SyncConfig) -> None:
         self.session = self.nonce = ""
         self.ranks, self._config = ranks, config
-        # `auto` lets a rank without memory for a staged copy refuse
-        self._how = {"staged": "auto" if config.staged == "auto" else "yes", "wire": config.wire}
         self._listener: Listener | None = None
         self.attempts: dict[str, int] = {}
         """The last order to connect, by engine. Links of an order that was given up may still come."""
         self.metas: tuple[TensorMeta, ...] = ()
         """The tensors that engines are told of."""
         self._trainers: list[tuple[str, int]] = []
-        self._held: Held = ()
         self._source: ShardMap | None = None
-        self._key = ""
-        """What all trainers hold, and this one, in its order."""
-        self._shards: dict[str, list[int]] = {}
-        """By tensor, which of the boxes that are held are of it."""
+        self._held: tuple[str, Held] = "", ()
+        """What all trainers hold, as a digest, and this one."""
+        self._shards: dict[str, list[tuple[int, int, TensorMeta, Box]]] = {}
+        """By tensor, the boxes of it that are held, with their bucket and place there."""
         self.committed: dict[int, tuple[str, Sums]] = {}
         """By an engine's number of ranks, what the committed version is there, and who says so."""
 
@@ -96,7 +91,9 @@ class Stages:
         self.attempts[engine] = self.attempts.get(engine, 0) + 1
         trainers = self._trainers if op == "open" else self._trainers[:1]
         told = {"op": op, "session": self.session, "nonce": self.nonce, "trainers": trainers}
-        told |= {"engine": engine, "attempt": self.attempts[engine], **self._how}
+        told |= {"engine": engine, "attempt": self.attempts[engine], "wire": self._config.wire}
+        # `auto` lets a rank without memory for a staged copy refuse
+        told["staged"] = "auto" if self._config.staged == "auto" else "yes"
         return told | {"tensors": [meta.row() for meta in self.metas]}
 
     def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]:
@@ -108,8 +105,8 @@ class Stages:
             told = wires.expect_json(link, NEEDS, timeout_s=deadline.left_s())
             refused = refused or str(told.get("error", ""))
             try:
-                needs = Needs.from_dict(told["needs"], len(self.metas)) if "needs" in told else Needs((), ())
-                shared = wires.shared_views(needs.params, told["shared"]) if told.get("shared") else []
+                needs = Needs.from_dict(told["needs"], len(self.metas)) if "needs" in told else Needs()
+                shared = shared_views(needs.params, told["shared"]) if told.get("shared") else []
                 how = str(told.get("whole", "")), int(told.get("compared", 0))
                 rank = RankLink(hello["engine"], int(hello["rank"]), link, needs, *how, shared)
                 found[hello["engine"]].append(rank)
@@ -137,82 +134,69 @@ class Stages:
 
     # -- what is sent --------------------------------------------------------------------------------------------------
 
-    def survey(self, given: Given, deadline: Deadline) -> bool:
-        """Exchange what each rank holds. Returns whether that changed since the last call."""
-        changed = any(self.ranks.exchange(given.held != self._held, deadline))
-        if changed:
-            self._source = ShardMap.gathered(self.ranks.exchange_bytes(report_of(given.held), deadline))
-            self.metas, self._held, self._shards = given.metas or self._source.metas, given.held, {}
-            rows = [self._source.digest]
-            for index, (meta, box) in enumerate(given.held):
-                self._shards.setdefault(meta.name, []).append(index)
-                rows.append(f"{meta} {box.start} {box.stop}")
-            self._key = xxhash.xxh3_128_hexdigest("\n".join(rows).encode())
-        return changed
+    def survey(self, given: Given, deadline: Deadline) -> None:
+        """Exchange what each rank holds, if that changed anywhere since the last call."""
+        if any(self.ranks.exchange(given.held != self._held[1], deadline)):
+            report = report_of(chain.from_iterable(given.held))
+            self._source = ShardMap.gathered(self.ranks.exchange_bytes(report, deadline))
+            self._held, self._shards = (self._source.digest, given.held), {}
+            self.metas = given.metas or self._source.metas
+            for bucket, boxes in enumerate(given.held):
+                for at, (meta, box) in enumerate(boxes):
+                    self._shards.setdefault(meta.name, []).append((bucket, at, meta, box))
 
-    def aimed_at(self, links: Sequence[RankLink], ends: Sequence[int]) -> bool:
-        """Whether each was told what it gets of what is held now."""
-        return all(link.aimed == (self._key, tuple(ends)) for link in links)
+    def due(self, links: Sequence[RankLink]) -> list[int]:
+        """Which of them were not told what they get of what is held now."""
+        return [at for at, link in enumerate(links) if link.aimed != self._held]
 
-    def aim(self, links: Sequence[RankLink], ends: Sequence[int], deadline: Deadline) -> None:
-        """Plan for those of these engine ranks (the same order on every trainer) that `aimed_at` is not true of, and tell them
-        what will come, by bucket. What others were told stays.
+    def aim(self, links: Sequence[RankLink], deadline: Deadline) -> None:
+        """Plan for those of these engine ranks (the same order on every trainer) that are due, and tell them what will come, by
+        bucket. What others were told stays.
 
         ManifestMismatch with both hashes unless every trainer planned the same."""
-        assert self._source is not None
         # asked of all: a trainer that failed alone, or came late, has told less than the others
-        due = [number for number, link in enumerate(links) if not self.aimed_at([link], ends)]
-        due = sorted(set[int]().union(*self.ranks.exchange(due, deadline)))
-        links = [links[number] for number in due]
+        due = set[int]().union(*self.ranks.exchange(self.due(links), deadline))
+        if not due:
+            return
+        assert self._source is not None
+        links = [links[number] for number in sorted(due)]
         for link in links:
             link.aimed = None
         first, target = self.ranks.size, _target_map(self.metas, links, first=self.ranks.size)
         plan = plan_reshard(self._source, target, rank=self.ranks.rank, world_size=first + len(links))
-        self._tell(links, plan, ends, deadline)
+        self._tell(links, plan, target, deadline)
         hashes = self.ranks.exchange(plan.hash, deadline)
         other = next((rank for rank, seen in enumerate(hashes) if seen != hashes[0]), None)
         if other is not None:
-            raise ManifestMismatch(
-                f"not sent: rank {other} planned {hashes[other]}, rank 0 planned {hashes[0]}"
-            )
+            raise ManifestMismatch(f"rank {other} planned {hashes[other]}, rank 0 planned {hashes[0]}")
         for link in links:
-            link.aimed = self._key, tuple(ends)
+            link.aimed = self._held
 
-    def _tell(
-        self, links: Sequence[RankLink], plan: RankPlan, ends: Sequence[int], deadline: Deadline
-    ) -> None:
-        sends, index_of = plan.sends(), {meta.name: index for index, meta in enumerate(self.metas)}
-        for needs, _, numbers in _tables(links):  # of ranks at the same place of several engines
-            known: dict[tuple[int, Box], list[tuple[int, Piece]]] = {}
-            told: list[tuple[list[tuple[int, Box]], RankLink]] = []
+    def _tell(self, links: Sequence[RankLink], plan: RankPlan, target: ShardMap, deadline: Deadline) -> None:
+        index_of = {meta.name: index for index, meta in enumerate(self.metas)}
+        for needs, numbers in _alike(links).items():  # of ranks at the same place of several engines
+            told: dict[tuple[tuple[int, Box], ...], tuple[list[list[Record]], bytes]] = {}
             for number in numbers:
-                link, ops = links[number], sends.get(self.ranks.size + number, [])
-                like = next((one for same, one in told if same == ops and not link.shared), None)
-                buckets: list[list[Piece]] = [[] for _ in ends]
-                for tensor, box in ops if like is None else ():
-                    if (tensor, box) not in known:
-                        at = index_of[plan.tensors[tensor].name]
-                        known[tensor, box] = list(self._pieces(needs, at, box, ends, link.record_bytes))
-                    for bucket, piece in known[tensor, box]:
-                        buckets[bucket].append(piece)
-                link.tell(buckets, like=like, timeout_s=deadline.left_s())
-                told += [(ops, link)] if like is None else []
+                link, sent = links[number], tuple(plan.sends.get(self.ranks.size + number, ()))
+                if link.shared or sent not in told:
+                    buckets = list[list[Piece]]([] for _ in self._held[1])
+                    for tensor, box in sent:
+                        at = index_of[target.metas[tensor].name]
+                        for bucket, piece in self._pieces(needs, at, box, link.record_bytes):
+                            buckets[bucket].append(piece)
+                    told[sent] = link.records(buckets)
+                link.tell(*told[sent], timeout_s=deadline.left_s())
 
-    def _pieces(
-        self, needs: Needs, tensor: int, box: Box, ends: Sequence[int], record_bytes: int
-    ) -> Iterator[tuple[int, Piece]]:
+    def _pieces(self, needs: Needs, tensor: int, box: Box, record_bytes: int) -> Iterator[tuple[int, Piece]]:
         """A box that a rank needs, cut from what is held, in pieces of a record at most; each with its bucket."""
-        name = self.metas[tensor].name
-        shard = next((at for at in self._shards.get(name, ()) if self._held[at][1].holds(box)), None)
-        if shard is None:
-            raise ManifestMismatch(f"tensor {name}: the plan needs {box} of this rank, which lacks it")
-        bucket, (meta, held) = bisect_right(ends, shard), self._held[shard]
-        inside = shard - (ends[bucket - 1] if bucket else 0)
-        for at in range(*np.searchsorted(PartTable.of(needs.parts).tensor_P, (tensor, tensor + 1)).tolist()):
+        held = (shard for shard in self._shards[self.metas[tensor].name] if shard[3].holds(box))
+        bucket, shard, meta, whole = next(held)  # it is there: the plan was made of what all said they hold
+        for at in range(*np.searchsorted(needs.parts.tensor_P, (tensor, tensor + 1)).tolist()):
             part = needs.parts[at]
             if part.box.holds(box):
-                for one, cut in _cuts(box, held, record_bytes // needs.params[part.param].dtype.itemsize):
-                    yield bucket, Piece(Entry(at, one), meta, inside, cut)
+                dtype = needs.params[part.param].dtype
+                for one, cut in _cuts(box, whole, record_bytes // dtype.itemsize):
+                    yield bucket, Piece(at, one, dtype, meta, shard, cut)
 
 
 @lru_cache
@@ -221,14 +205,12 @@ def _cuts(box: Box, held: Box, most: int) -> list[tuple[Box, tuple[slice, ...] |
     return [(one, None if one == held else one.within(held)) for one in box.cut(most)]
 
 
-def _tables(links: Sequence[RankLink]) -> Iterator[tuple[Needs, PartTable, list[int]]]:
+def _alike(links: Sequence[RankLink]) -> dict[Needs, list[int]]:
     """Different needs, and which of the links have them."""
-    numbers: dict[int, list[int]] = {}
+    numbers: dict[Needs, list[int]] = {}
     for number, link in enumerate(links):
-        numbers.setdefault(id(link.needs), []).append(number)
-    for at in numbers.values():
-        needs = links[at[0]].needs
-        yield needs, PartTable.of(needs.parts), at
+        numbers.setdefault(link.needs, []).append(number)
+    return numbers
 
 
 def _target_map(metas: Sequence[TensorMeta], links: Sequence[RankLink], *, first: int) -> ShardMap:
@@ -236,7 +218,8 @@ def _target_map(metas: Sequence[TensorMeta], links: Sequence[RankLink], *, first
     held: dict[int, list[int]] = {}
     dtypes: dict[int, torch.dtype] = {}
     holders = list[tuple[list[int], Box]]()
-    for needs, table, numbers in _tables(links):
+    for needs, numbers in _alike(links).items():
+        table = needs.parts
         kept = np.array([box.numel > 0 for box, _ in table.kinds], dtype=bool)[table.kind_P]
         columns = table.tensor_P, table.kind_P + len(holders), table.param_P
         for tensor, holder, param in zip(*(column[kept].tolist() for column in columns), strict=True):
@@ -255,8 +238,9 @@ def check_complete(
     Returns what the engines keep in another dtype (tensor -> `float32 -> bfloat16`), and what has no place there.
     """
     rounded = cast_by(ranks, metas)
-    missing = sorted({name for needs, _, _ in _tables(ranks) for name in needs.missing})
-    used = {tensor for _, table, _ in _tables(ranks) for tensor in np.unique(table.tensor_P).tolist()}
+    kinds = _alike(ranks)
+    missing = sorted({name for needs in kinds for name in needs.missing})
+    used = {tensor for needs in kinds for tensor in np.unique(needs.parts.tensor_P).tolist()}
     unknown = [meta.name for index, meta in enumerate(metas) if index not in used]
     scales = [name for name in unknown if is_scale(name)]
     placed = {unit_of(metas[index].name) for index in used} if scales else ()
@@ -277,10 +261,10 @@ def cast_by(ranks: Sequence[RankLink], metas: Sequence[TensorMeta]) -> dict[str,
     """Tensors that engines keep in another dtype. ManifestMismatch where that is float8: a cast alone lands under old scales."""
     found = {}
     dtype_T = np.array([meta.dtype for meta in metas], dtype=object)
-    for needs, table, (first, *_) in _tables(ranks):
-        kept_P = np.array([meta.dtype for meta in needs.params], dtype=object)[table.param_P]
-        for at in np.flatnonzero(dtype_T[table.tensor_P] != kept_P).tolist():
-            own, kept = metas[table.tensor_P[at]], needs.params[table.param_P[at]]
+    for needs, (first, *_) in _alike(ranks).items():
+        kept_P = np.array([meta.dtype for meta in needs.params], dtype=object)[needs.parts.param_P]
+        for at in np.flatnonzero(dtype_T[needs.parts.tensor_P] != kept_P).tolist():
+            own, kept = metas[needs.parts.tensor_P[at]], needs.params[needs.parts.param_P[at]]
             if kept.dtype_name.startswith("float8"):
                 raise ManifestMismatch(
                     f"engine {ranks[first].engine} keeps {own.name} in {kept.dtype_name}, the trainer gives {own.dtype_name}: "

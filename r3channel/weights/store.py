@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,37 +20,32 @@ def checkpoint_tensors(folder: str | os.PathLike[str]) -> Iterator[tuple[str, to
     Tensors that an engine fuses follow one another, also when they lie in different files. Raises ConfigError for a
     folder without safetensors files, a file that is none, and a name in two files.
     """
-    with _opened(folder) as place:
-        for name in sorted(place, key=lambda name: (unit_of(name), name)):
-            yield name, place[name].get_tensor(name)
+    place = _opened(folder)
+    for name in sorted(place, key=lambda name: (unit_of(name), name)):
+        yield name, place[name].get_tensor(name)
 
 
 def checkpoint_names(folder: str | os.PathLike[str]) -> list[str]:
     """The names of all tensors of the folder; raises as `checkpoint_tensors`."""
-    with _opened(folder) as place:
-        return list(place)
+    return list(_opened(folder))
 
 
-@contextmanager
-def _opened(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+def _opened(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Tensor name -> its opened file."""
     from safetensors import SafetensorError, safe_open
 
-    with ExitStack() as opened:
-        place: dict[str, Any] = {}
-        files = sorted(Path(folder).glob("*.safetensors"))
-        if not files:
-            raise ConfigError(f"{os.fspath(folder)} holds no .safetensors file")
-        for path in files:
-            try:
-                file: Any = opened.enter_context(safe_open(str(path), framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{path}: {error}; is it a safetensors file, and whole?") from error
-            twice = sorted(place.keys() & set(file.keys()))
-            if twice:
-                raise ConfigError(f"{path}: tensor {twice[0]} lies in another file of the folder too")
-            place |= dict.fromkeys(file.keys(), file)
-        yield place
+    place: dict[str, Any] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            file: Any = safe_open(str(path), framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path}: {error}; is it a safetensors file, and whole?") from error
+        if twice := sorted(place.keys() & set(file.keys())):
+            raise ConfigError(f"{path}: tensor {twice[0]} lies in another file of the folder too")
+        place |= dict.fromkeys(file.keys(), file)
+    if not place:
+        raise ConfigError(f"{os.fspath(folder)} holds no .safetensors file with a tensor")
+    return place
 
 
 _FORMAT = 3

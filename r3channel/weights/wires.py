@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
-import os
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,24 +22,22 @@ import xxhash
 
 from r3channel.errors import GiverChanged, TransportError, WeightsCorrupt, WeightsError
 from r3channel.transport.connection import Connection
-from r3channel.weights import cuda_ipc
-from r3channel.weights.checksums import cross_sums, hashed_bytes, host_bytes, tensor_digest
+from r3channel.weights.checksums import cross_sums, finite, hashed_bytes, host_bytes, nonfinite, tensor_digest
 from r3channel.weights.dryrun import Needs, Part
 from r3channel.weights.geometry import Box
-from r3channel.weights.manifest import ALIGNMENT, TensorMeta
-from r3channel.weights.memory import SHM
-from r3channel.weights.pack import finite, nonfinite
+from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import Deadline
 
-Wire = Literal["tcp", "shared_memory", "cuda_ipc"]
 Digests = tuple[dict[str, str], dict[str, str]]
 """By parameter, of one rank: digests, and SGLang's own checksums if asked for."""
 
-NEEDS, TABLE, DATA, END, VERIFY, PLACED, GIVE = range(1, 8)
+NEEDS, TABLE, DATA, END, VERIFY, PLACED, GIVE, BEGIN = range(1, 9)
 HEAD = struct.Struct("<qIIQ")
 """DATA's head: the update's number, first entry of the table, entries, xxh3 of the bytes that follow."""
 ASK = struct.Struct("<q?")
 """VERIFY's body: the update's number, and whether checksums as SGLang's own are wanted too."""
+LIMIT = struct.Struct("<d")
+"""BEGIN's body: seconds that the update has left."""
 PARAM = struct.Struct("<qI")
 """GIVE's body: version, and which parameter."""
 RECORD_BYTES = 1 << 20
@@ -59,8 +54,6 @@ UNTOUCHED = "nothing was touched: "
 """The beginning of the reason why all ranks refused a commit before a parameter changed; without it any may have changed."""
 FLUSH_REFUSED = "cache was not flushed"
 """SGLang's words when requests wait for their grammar; the weights are in nevertheless."""
-SHARED = f"{SHM}/r3channel-weights-"
-"""How the path of a staged copy in shared memory begins: a rank that names another file of this machine is refused."""
 UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, OSError, zlib.error)
 """What reading a peer's words raises where it meant others."""
 _MOST_BYTES = 256 << 20
@@ -68,16 +61,19 @@ _MOST_BYTES = 256 << 20
 
 
 class Entry(NamedTuple):
-    """One piece that a trainer sends: a box within a part."""
+    """One piece that a trainer sends, as the rank is told it: a box within a part."""
 
     part: int
     box: Box
 
 
 class Piece(NamedTuple):
-    """An entry, and what it is cut from."""
+    """The same, and what it is cut from."""
 
-    entry: Entry
+    part: int
+    box: Box
+    dtype: torch.dtype
+    """The rank's."""
     meta: TensorMeta
     """The whole tensor's name and shape, and the dtype that is sent."""
     shard: int
@@ -85,11 +81,11 @@ class Piece(NamedTuple):
     cut: tuple[slice, ...] | None
     """Where in the shard; None is all of it."""
 
-    def of(self, shards: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """The values, on the shard's device, contiguous or not: in the dtype that is sent, then in the rank's."""
         whole = shards[self.shard]
         piece = whole if self.cut is None else whole[self.cut]
-        return piece.to(self.meta.dtype).to(dtype)
+        return piece.to(self.meta.dtype).to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +102,12 @@ class Record(NamedTuple):
     """Pieces that travel together, in one dtype, by their place at the rank."""
 
     first: int
-    dtype: torch.dtype
     pieces: Sequence[Piece]
     runs: Sequence[Run]
     """Where the pieces lie in memory that both map; () where bytes travel."""
 
 
-def runs_of(entries: Sequence[Entry], needs: Needs, staged: Sequence[torch.Tensor]) -> list[Run]:
+def runs_of(entries: Sequence[Entry | Piece], needs: Needs, staged: Sequence[torch.Tensor]) -> list[Run]:
     """Where entries lie in the staged copy (flat, by parameter)."""
     runs, param, begun, end = list[Run](), -1, 0, 0
     for at, entry in enumerate(entries):
@@ -131,49 +126,12 @@ def runs_of(entries: Sequence[Entry], needs: Needs, staged: Sequence[torch.Tenso
     return runs
 
 
-def staged_bytes(params: Sequence[TensorMeta]) -> int:
-    """Bytes of a staged copy of these parameters."""
-    return sum(map(_aligned, params))
-
-
-def staged_views(params: Sequence[TensorMeta], flat: torch.Tensor) -> list[torch.Tensor]:
-    """Each parameter's memory in a staged copy, flat, in its dtype."""
-    starts = accumulate(map(_aligned, params), initial=0)
-    return [flat[at : at + meta.nbytes].view(meta.dtype) for meta, at in zip(params, starts, strict=False)]
-
-
-def _aligned(meta: TensorMeta) -> int:
-    return -(-meta.nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def shared_views(params: Sequence[TensorMeta], where: Any) -> list[torch.Tensor]:
-    """A rank's staged copy by parameter: behind CUDA's handle, or a path, which the rank takes away once all trainers have it.
-    WeightsCorrupt, or OSError, for another file."""
-    nbytes = staged_bytes(params)
-    if not isinstance(where, str):
-        return staged_views(params, cuda_ipc.mapped(where))
-    if not where.startswith(SHARED) or "/" in where[len(SHARED) :] or os.stat(where).st_size < nbytes:
-        raise WeightsCorrupt(
-            f"{where!r} is no staged copy of {nbytes} bytes, whose name begins with {SHARED}"
-        )
-    return staged_views(params, mapped(os.open(where, os.O_RDWR | os.O_NOFOLLOW), nbytes))
-
-
-def mapped(handle: int, nbytes: int) -> torch.Tensor:
-    """Shared memory as a tensor, made as large as needed; OSError without room for it. The descriptor is closed in any case."""
-    try:
-        os.posix_fallocate(handle, 0, max(nbytes, 1))  # shared memory that is short at its first touch kills
-        return torch.from_numpy(np.frombuffer(mmap.mmap(handle, max(nbytes, 1)), dtype=np.uint8)[:nbytes])
-    finally:
-        os.close(handle)
-
-
 def session_token(run_token: str, nonce: str) -> bytes:
     """The secret that both ends of a link prove to know: the run's, where there is one, and the session's own."""
     return hashlib.sha256(f"{run_token} {nonce}".encode()).digest()
 
 
-def table_bytes(entries: Iterable[Entry]) -> bytes:
+def table_bytes(entries: Iterable[Entry | Piece]) -> bytes:
     rows = [[e.part, len(e.box.start), *e.box.start, *e.box.stop] for e in entries]
     return np.array([value for row in rows for value in row], dtype=np.int64).tobytes()
 
@@ -187,7 +145,7 @@ def read_table(blob: bytes, parts: Sequence[Part]) -> list[Entry]:
         if not 0 <= part < len(parts) or axes != len(parts[part].box.start):
             raise ValueError(f"entry {len(entries)} names part {part} of {len(parts)}, with {axes} axes")
         box = Box(tuple(values[at + 2 : at + 2 + axes]), tuple(values[at + 2 + axes : at + 2 + 2 * axes]))
-        if parts[part].box.intersect(box) != box:  # an empty one, too
+        if not parts[part].box.holds(box) or not box.numel:
             raise ValueError(f"entry {len(entries)}: {box} is outside {parts[part].box}")
         entries.append(Entry(part, box))
         at += 2 + 2 * axes
@@ -240,26 +198,24 @@ class RankLink:
     aimed: object = None
     """What the rank was told of: the trainers' boxes and buckets (`Stages.aim`)."""
     _room: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    _table: bytes = b""
+    """Where a record's bytes are put together."""
 
-    def tell(
-        self, buckets: Sequence[Sequence[Piece]], *, like: RankLink | None = None, timeout_s: float
-    ) -> None:
-        """Tell the rank what will be sent from now on, bucket by bucket, each in the order of the rank's memory.
+    def records(self, buckets: Sequence[Sequence[Piece]]) -> tuple[list[list[Record]], bytes]:
+        """Bucket by bucket in the order of the rank's memory, and what the rank is told of them. Links of equal needs whose
+        memory is not shared may be told the same."""
+        first, made = 0, list[list[Record]]()
+        for pieces in buckets:
+            made.append(list(self._records(sorted(pieces, key=self._place), first)))
+            first += len(pieces)
+        records = (record for records in made for record in records)
+        return made, table_bytes(piece for record in records for piece in record.pieces)
 
-        `like`: instead, a link of equal needs that was told the same."""
-        if like is None:
-            first, self.buckets = 0, []
-            for pieces in buckets:
-                self.buckets.append(list(self._records(sorted(pieces, key=self._place), first)))
-                first += len(pieces)
-            records = [record for records in self.buckets for record in records]
-            most = max(map(self._nbytes, () if self.shared else records), default=0)
-            self._room = torch.empty(most, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-            self._table = table_bytes(piece.entry for record in records for piece in record.pieces)
-        else:
-            self.buckets, self._room, self._table = like.buckets, torch.empty_like(like._room), like._table
-        send_blob(self.link, TABLE, self._table, timeout_s=timeout_s)
+    def tell(self, buckets: list[list[Record]], table: bytes, *, timeout_s: float) -> None:
+        """Tell the rank what will be sent from now on."""
+        self.buckets = buckets
+        if not self.shared:
+            self._room = torch.empty(RECORD_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        send_blob(self.link, TABLE, table, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Let go of the rank's memory, then end the link: the rank frees its copy when it sees the end."""
@@ -276,9 +232,6 @@ class RankLink:
         """A record's bytes at most: a GPU is waited for twice for each."""
         return RECORD_BYTES << 6 if self.on_gpu else RECORD_BYTES
 
-    def dtype(self, entry: Entry) -> torch.dtype:
-        return self.needs.params[self.needs.parts[entry.part].param].dtype
-
     def send(
         self, update: int, bucket: int, shards: Sequence[torch.Tensor], *, deadline: Deadline, record_timeout_s: float
     ) -> int:  # fmt: skip
@@ -287,12 +240,13 @@ class RankLink:
         `look`: NonFiniteWeights, naming the tensor, before its record leaves.
         """
         sent = 0
+        if not bucket:
+            self.link.send_record(BEGIN, LIMIT.pack(deadline.left_s()), timeout_s=record_timeout_s)
         for record in self.buckets[bucket]:
             timeout_s = min(deadline.left_s(), record_timeout_s)
-            flats = self._gathered(record, [piece.of(shards, record.dtype) for piece in record.pieces])
+            flats = self._gathered(record, [piece.of(shards) for piece in record.pieces])
             if not all(map(finite, flats)):
-                values = ((piece, piece.of(shards, record.dtype)) for piece in record.pieces)
-                bad = next(piece for piece, value in values if not finite(value.cpu().flatten()))
+                bad = next(one for one in record.pieces if not finite(one.of(shards).cpu().flatten()))
                 raise nonfinite(f"bucket {bucket}", bad.meta)
             digest = xxhash.xxh3_64()
             for flat in flats:
@@ -338,16 +292,15 @@ class RankLink:
         return flat
 
     def _place(self, piece: Piece) -> tuple[int, int]:
-        part = self.needs.parts[piece.entry.part]
-        return part.param, part.start(piece.entry.box)
+        part = self.needs.parts[piece.part]
+        return part.param, part.start(piece.box)
 
     def _records(self, pieces: Sequence[Piece], first: int) -> Iterable[Record]:
         """The pieces as records: cut where the dtype changes or a record is full."""
         begun, nbytes = 0, 0
         for at, piece in enumerate(pieces):
-            dtype = self.dtype(piece.entry)
-            size = piece.entry.box.numel * dtype.itemsize
-            if at > begun and (dtype != self.dtype(pieces[begun].entry) or nbytes + size > self.record_bytes):
+            size = piece.box.numel * piece.dtype.itemsize
+            if at > begun and (piece.dtype != pieces[begun].dtype or nbytes + size > self.record_bytes):
                 yield self._record(pieces[begun:at], first + begun)
                 begun, nbytes = at, 0
             nbytes += size
@@ -355,12 +308,7 @@ class RankLink:
             yield self._record(pieces[begun:], first + begun)
 
     def _record(self, pieces: Sequence[Piece], first: int) -> Record:
-        entries = [piece.entry for piece in pieces]
-        runs = runs_of(entries, self.needs, self.shared) if self.shared else ()
-        return Record(first, self.dtype(entries[0]), pieces, runs)
-
-    def _nbytes(self, record: Record) -> int:
-        return sum(piece.entry.box.numel for piece in record.pieces) * record.dtype.itemsize
+        return Record(first, pieces, runs_of(pieces, self.needs, self.shared) if self.shared else ())
 
     def _gathered(self, record: Record, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The record's bytes as flat tensors: put where the rank has them, or together in our room."""
@@ -368,7 +316,8 @@ class RankLink:
             only = pieces[0].detach()
             if len(pieces) == 1 and only.is_contiguous() and not only.is_cuda:
                 return [only.view(-1)]
-            return [_joined(pieces, self._room[: self._nbytes(record)].view(record.dtype))]
+            nbytes = sum(piece.nbytes for piece in pieces)
+            return [_joined(pieces, self._room[:nbytes].view(pieces[0].dtype))]
         flats = []
         for run in record.runs:
             mine = pieces[run.first : run.first + run.count]

@@ -48,7 +48,7 @@ from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener, _proof
 from r3channel.weights import stages, wires
 from r3channel.weights.checksums import tensor_digest
-from r3channel.weights.dryrun import Needs
+from r3channel.weights.dryrun import Needs, PartTable
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import Deadline
 from r3channel.weights.receiver import Receiver, opened
@@ -286,7 +286,8 @@ def session_of_rank() -> Sequence[Parts]:
 
 
 def needs() -> Sequence[Parts]:
-    told = {"needs": Needs(tuple(METAS), change.PARTS).to_dict(), "whole": "", "compared": 2, "shared": ""}
+    told = {"needs": Needs(tuple(METAS), PartTable.of(change.PARTS)).to_dict(), "whole": ""}
+    told |= {"compared": 2, "shared": ""}
     verified, given = {"digests": {"w": "0", "s": "0"}, "checksums": {}}, {"digest": tensor_digest(MODEL.held["w"])}  # fmt: skip
     hello = {"engine": "e", "rank": 0, "attempt": 1}
     texts = {"hello": hello, "needs": told, "verify": verified, "give": given}

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from r3channel import errors
 from r3channel.transport.listener import connect
-from r3channel.weights import staged_copy
+from r3channel.weights import hold, staged_copy
 from r3channel.weights.dryrun import dry_run
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.session import WeightSync
@@ -148,6 +150,22 @@ def test_two_sessions_never_mix_on_one_engine(staged: bool) -> None:
         with session(engine) as third:
             give(third, 5)
             assert holds(engine, 5)
+
+
+def test_a_trainer_that_is_silent_beyond_its_updates_limit_holds_no_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that died behind a proxy, which keeps its links alive."""
+    engine = serving()
+    with session(engine) as silent, session(engine) as other:
+        give(silent, 1)
+        refused(silent, 2, "it died", disturbed(Mock(side_effect=ValueError("it died"))), timeout_s=30)
+        for late_s, why in ((0.0, "held by session"), (41.0, "")):
+            monkeypatch.setattr(
+                hold, "time", SimpleNamespace(monotonic=lambda s=late_s: time.monotonic() + s)
+            )
+            refused(other, 2, why) if why else give(other, 2)
+        assert holds(engine, 2)
 
 
 def disturbed(act: Callable[[], object]) -> Iterator[tuple[str, torch.Tensor]]:

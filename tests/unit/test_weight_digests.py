@@ -13,26 +13,21 @@ from hypothesis import strategies as st
 from r3channel.cli import main
 from r3channel.errors import ManifestMismatch
 from r3channel.tools.weights import compare
-from r3channel.weights.checksums import cross_sums, engine_names
+from r3channel.weights.checksums import _finite_on_device, cross_sums, finite
 from r3channel.weights.convert import te_name
-from r3channel.weights.manifest import Bucket, TensorMeta
-from r3channel.weights.pack import Packer, _finite_on_device, finite, first_nonfinite
-from r3channel.weights.progress import Deadline, Run
+from r3channel.weights.group import first_nonfinite
+from r3channel.weights.manifest import Bucket, TensorMeta, engine_names
 from r3channel.weights.store import HeldWeights
 from tests.fake_engine import FakeEngine
 
 Named = dict[str, torch.Tensor]
 
 
-def packed(named: Named) -> tuple[Bucket, torch.Tensor]:
-    bucket = Bucket.of([TensorMeta.of(name, tensor) for name, tensor in named.items()])
-    return bucket, Packer(torch.device("cpu"), look=False).pack(
-        0, bucket, [named[name] for name in bucket.names], Run(Deadline(9, ""))
-    )
-
-
 def nonfinite(named: Named) -> TensorMeta | None:
-    bucket, payload = packed(named)
+    bucket = Bucket.of([TensorMeta.of(name, tensor) for name, tensor in named.items()])
+    payload = torch.empty(bucket.payload_bytes, dtype=torch.uint8)
+    for name, view in zip(bucket.names, bucket.views(payload), strict=True):
+        view.copy_(named[name])
     return first_nonfinite(bucket.placed, payload)
 
 

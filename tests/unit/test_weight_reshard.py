@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3channel.errors import ManifestMismatch
+from r3channel.weights import geometry
 from r3channel.weights.config import SyncConfig
-from r3channel.weights.dryrun import Needs, Part
-from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
+from r3channel.weights.dryrun import Needs, Part, PartTable
+from r3channel.weights.geometry import Box, Layout, RankPlan, ShardMap, batches, deal, plan_reshard, report_of
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.plan import RankPlan, deal, plan_reshard
 from r3channel.weights.progress import Deadline
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.stages import Given, Stages
 from r3channel.weights.wires import RankLink
 from tests.reshard_cases import cases, side
-from tests.reshard_model import bounds_of, chunked, held_by, replicated
+from tests.reshard_model import bounds_of, held_by, replicated
 from tests.reshard_model import side as model_side
 
 Case = tuple[ShardMap, ShardMap, int]
@@ -41,6 +41,11 @@ def plans(case: Case) -> list[RankPlan]:
     return [plan_reshard(source, target, rank=rank, world_size=world_size) for rank in range(world_size)]
 
 
+def boxes_of(plan: RankPlan) -> list[tuple[int, int, Box]]:
+    """(receiver, tensor, box) of all that it sends."""
+    return [(dst, *item) for dst, items in plan.sends.items() for item in items]
+
+
 @settings(max_examples=150)
 @given(cases(world_sizes=st.integers(2, 13)))
 def test_every_destination_element_is_written_exactly_once_by_one_that_holds_it(case: Case) -> None:
@@ -54,12 +59,12 @@ def test_every_destination_element_is_written_exactly_once_by_one_that_holds_it(
         for rank in range(world_size)
     ]
     for rank, plan in enumerate(plans(case)):
-        for op in plan.ops:
-            name = plan.tensors[op.tensor].name
-            assert any(box.intersect(op.box) == op.box for box in holders[rank][name])
-            for outer, count in written[op.dst][name]:
-                if outer.intersect(op.box) == op.box:
-                    count[op.box.within(outer)] += 1
+        for dst, tensor, sent in boxes_of(plan):
+            name = target.metas[tensor].name
+            assert any(box.holds(sent) for box in holders[rank][name])
+            for outer, count in written[dst][name]:
+                if outer.holds(sent):
+                    count[sent.within(outer)] += 1
     boxes = [parts for held in written for parts in held.values()]
     assert all(bool((count == 1).all()) for parts in boxes for _, count in parts)
 
@@ -67,12 +72,13 @@ def test_every_destination_element_is_written_exactly_once_by_one_that_holds_it(
 @settings(max_examples=100)
 @given(cases(world_sizes=st.integers(2, 13)))
 def test_all_ranks_plan_the_same_and_each_keeps_only_what_it_sends(case: Case) -> None:
-    all_plans = plans(case)
-    assert len({(plan.hash, plan.sent_bytes_R) for plan in all_plans}) == 1
-    sent = [
-        sum(op.box.numel * plan.tensors[op.tensor].dtype.itemsize for op in plan.ops) for plan in all_plans
-    ]
-    assert tuple(sent) == all_plans[0].sent_bytes_R
+    (source, target, world_size), all_plans = case, plans(case)
+    assert len({plan.hash for plan in all_plans}) == 1
+    loads_R, metas = np.zeros(world_size, dtype=np.int64), target.metas
+    for batch in batches(source, target):
+        deal(loads_R, batch)
+    sent = [sum(b.numel * metas[t].dtype.itemsize for _, t, b in boxes_of(plan)) for plan in all_plans]
+    assert sent == loads_R.tolist()
 
 
 def test_the_hash_depends_on_layout_dtype_and_world_but_not_on_the_rank() -> None:
@@ -91,12 +97,12 @@ def test_the_hash_depends_on_layout_dtype_and_world_but_not_on_the_rank() -> Non
 def test_replicas_of_a_tensor_take_turns_over_the_engines(replicas: int, engines: int) -> None:
     metas = [TensorMeta(name=f"w{n}", dtype=torch.float32, shape=(8, 4)) for n in range(12)]
     trainers, targets = list(range(replicas)), list(range(replicas, replicas + engines))
-    source = ShardMap([(meta, replicated(meta.shape, trainers)) for meta in metas])
-    target = ShardMap([(meta, replicated(meta.shape, targets)) for meta in metas])
+    sides = [replicated(metas[0].shape, ranks) for ranks in (trainers, targets)]
+    source, target = (ShardMap([(meta, layout) for meta in metas]) for layout in sides)
     found = [plan_reshard(source, target, rank=rank, world_size=9) for rank in trainers]
-    assert set(found[0].sent_bytes_R[:replicas]) == {12 * engines * 128 // replicas}
     for plan in found:
-        sent = [op.tensor for op in plan.ops]
+        sent = [tensor for _, tensor, _ in boxes_of(plan)]
+        assert len(sent) == 12 * engines // replicas
         assert len(set(sent)) >= 12 // replicas, "no replica serves one tensor to all while others rest"
 
 
@@ -152,7 +158,9 @@ class OneRankOfTwo(TrainerRanks):
 
 
 def rank_link(meta: TensorMeta, box: Box) -> RankLink:
-    needs = Needs((TensorMeta(name="p", dtype=meta.dtype, shape=box.shape),), (Part(0, box, 0, 0, (1,)),))
+    needs = Needs(
+        (TensorMeta(name="p", dtype=meta.dtype, shape=box.shape),), PartTable.of([Part(0, box, 0, 0, (1,))])
+    )
     return RankLink("e", 0, Mock(), Needs.from_dict(json.loads(json.dumps(needs.to_dict())), 1000), "", 0)
 
 
@@ -163,9 +171,9 @@ def surveyed(other: str = "") -> Stages:
     """One trainer's, which holds all of `w`, as another one does."""
     stages, given = (
         Stages(OneRankOfTwo(other), SyncConfig(engines=[])),
-        Given(((W, Box.whole((8,))),), (1,), None),
+        Given((((W, Box.whole((8,))),),), None),
     )
-    assert stages.survey(given, DEADLINE) and not stages.survey(given, DEADLINE)
+    stages.survey(given, DEADLINE)
     return stages
 
 
@@ -175,8 +183,8 @@ DEADLINE = Deadline(3600, "test")
 def test_trainers_that_planned_otherwise_are_told_both_hashes_before_a_byte() -> None:
     stages, link = surveyed("another hash"), rank_link(W, Box((0,), (8,)))
     with pytest.raises(ManifestMismatch, match="rank 1 planned another hash, rank 0 planned "):
-        stages.aim([link], (1,), DEADLINE)
-    assert not stages.aimed_at([link], (1,))
+        stages.aim([link], DEADLINE)
+    assert stages.due([link]) == [0]
 
 
 def test_an_engine_that_is_left_out_or_comes_back_changes_nothing_for_those_that_stay() -> None:
@@ -184,9 +192,9 @@ def test_an_engine_that_is_left_out_or_comes_back_changes_nothing_for_those_that
     one, other, third = (rank_link(W, half) for _ in range(3))
     assert one.needs is other.needs, "ranks at the same place of two engines share what they say"
 
-    def tables(links: list[RankLink], ends: tuple[int, ...] = (1,)) -> list[int]:
-        stages.aim(links, ends, DEADLINE)
-        assert stages.aimed_at(links, ends)
+    def tables(links: list[RankLink]) -> list[int]:
+        stages.aim(links, DEADLINE)
+        assert stages.due(links) == []
         said: list[Any] = [link.link for link in (one, other, third)]
         return [link.send_record.call_count for link in said]
 
@@ -195,15 +203,16 @@ def test_an_engine_that_is_left_out_or_comes_back_changes_nothing_for_those_that
     assert tables([one, third]) == [1, 1, 1] and kept == (one.buckets, third.buckets)
     other = rank_link(W, half)
     assert tables([one, other, third]) == [1, 1, 1]
-    peer = Given(((W, half),), (1,), None)
-    assert stages.survey(peer, DEADLINE) and not stages.aimed_at([one], (1,))
-    assert stages.survey(Given(((W, Box.whole((8,))),), (1,), None), DEADLINE)
+    stages.survey(Given((((W, half),),), None), DEADLINE)
+    assert stages.due([one]) == [0]
+    stages.survey(Given((((W, Box.whole((8,))),),), None), DEADLINE)
     assert tables([one, other, third]) == [1, 1, 1], "what is held is again what they were told of"
-    assert tables([one], (0, 1)) == [2, 1, 1]
+    stages.survey(Given(((), ((W, Box.whole((8,))),)), None), DEADLINE)
+    assert tables([one]) == [2, 1, 1], "it comes in another bucket"
 
 
 def test_what_ranks_report_is_gathered_to_the_map_that_they_have() -> None:
-    shards = side(MODEL, [0, 1, 2], axis=0)
+    shards = side([row for row in MODEL if "empty" not in row[0]], [0, 1, 2], axis=0)
     reports = []
     for rank in range(3):
         boxes = held_by(shards, rank)
@@ -216,31 +225,11 @@ def test_what_ranks_report_is_gathered_to_the_map_that_they_have() -> None:
 # -- boxes and splits --------------------------------------------------------------------------------------------------
 
 
-@st.composite
-def boxes(draw: st.DrawFn, axes: int) -> Box:
-    corners = [sorted((draw(st.integers(0, 6)), draw(st.integers(0, 6)))) for _ in range(axes)]
-    return Box(tuple(lo for lo, _ in corners), tuple(hi for _, hi in corners))
-
-
-@given(st.integers(0, 3).flatmap(lambda axes: st.tuples(boxes(axes), boxes(axes))))
-def test_an_intersection_holds_the_indexes_that_both_hold(pair: tuple[Box, Box]) -> None:
-    shape = (6,) * len(pair[0].start)
-    masks = [torch.zeros(shape, dtype=torch.bool) for _ in range(3)]
-    for box, mask in zip((*pair, pair[0].intersect(pair[1])), masks, strict=True):
-        if box is not None:
-            mask[box.within(Box.whole(shape))] = True
-    assert torch.equal(masks[0] & masks[1], masks[2])
-
-
 def test_a_box_outside_its_tensor_is_refused_with_rank_and_shape() -> None:
-    with pytest.raises(ManifestMismatch, match=r"rank 3 holds \[0\]\.\.\[9\].*shape \[8\]"):
+    with pytest.raises(
+        ManifestMismatch, match=r"rank 3 holds Box.*stop=\(9,\)\), which is no part of shape \[8\]"
+    ):
         Layout.of((8,), [(3, Box((0,), (9,)))])
-
-
-def test_equal_layouts_are_one_key() -> None:
-    one, other = (chunked((8, 4), 0, [[0], [1]]) for _ in range(2))
-    assert one == other and len({one, other}) == 1
-    assert one != chunked((8, 4), 0, [[2], [3]])
 
 
 # -- who sends what ----------------------------------------------------------------------------------------------------
@@ -267,7 +256,7 @@ def test_dealing_at_once_equals_dealing_one_by_one(loads: dict[int, int], count:
     loads = dict(sorted(loads.items()))
     loads_R = np.zeros(31, dtype=np.int64)
     loads_R[list(loads)] = list(loads.values())
-    senders = deal(loads_R, np.array(list(loads)), count=count, nbytes=nbytes)
+    senders = deal(loads_R, geometry.Batch(nbytes, tuple(loads), [0] * count, [(Box((), ()), 99)]))
     assert senders.tolist() == one_by_one(loads, count, nbytes)
     assert {rank: int(loads_R[rank]) for rank in loads} == {
         rank: held + nbytes * senders.tolist().count(rank) for rank, held in loads.items()
@@ -281,9 +270,7 @@ def test_the_busiest_of_256_senders_is_within_two_percent_and_keeps_its_part_of_
     """It sends 1/256 of what the eight engines of 32 ranks receive; another rank comes to the same hash."""
     sides = model_side(ranks=256, tp=8, ep=64), model_side(ranks=256, tp=32, ep=32, first=256)
     trainer, engine = (plan_reshard(*sides, rank=rank, world_size=512) for rank in (7, 300))
-    floor, busiest, bound = bounds_of(trainer)
+    floor, busiest, bound = bounds_of(*sides, world_size=512)
     assert floor <= busiest <= bound
-    assert (
-        len(trainer.tensors) > 45_000 and len({r for holders, _, _ in trainer.shares for r in holders}) == 256
-    )
-    assert trainer.hash == engine.hash and not engine.ops and len(trainer.ops) < 3000
+    assert len(sides[1].metas) > 45_000 and len({r for b in batches(*sides) for r in b.holders}) == 256
+    assert trainer.hash == engine.hash and not engine.sends and len(boxes_of(trainer)) < 3000

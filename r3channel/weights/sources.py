@@ -1,0 +1,118 @@
+"""Where an update's values come from: the caller's tensors, or the memory of another engine.
+
+The caller's are read once and in the caller's thread: their iterator may be collective. Between two tensors the update's deadline
+is looked at. How long the next one may take is the affair of who gives it: a gathering has the timeout of its own group.
+
+An engine that lost its weights gets those of another one that serves on, so that no copy need be kept. Trainer ranks divide that
+engine's ranks among themselves and read parameters over the links that stand. They hold what they read like shards of their own,
+and the exact plan sends it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from r3channel.errors import ManifestMismatch
+from r3channel.weights.checksums import finite, nonfinite
+from r3channel.weights.dryrun import Part
+from r3channel.weights.engine import EngineHandle
+from r3channel.weights.manifest import Manifest, TensorMeta, fill_buckets
+from r3channel.weights.progress import Run
+from r3channel.weights.stages import Feed, Given, Push, Stages, cast_by
+from r3channel.weights.transaction import EngineState
+from r3channel.weights.wires import RankLink
+
+Named = tuple[str, torch.Tensor]
+_Read = tuple[RankLink, int, Sequence[Part]]
+"""One parameter of one rank, by its number there, and the checkpoint's parts in it."""
+
+
+def read_first(given: Iterator[Named], run: Run, *, cap_bytes: int) -> tuple[Manifest, list[Named]]:
+    """All that comes, copied to the host. Raises ManifestMismatch, NonFiniteWeights, and what the iterator raises."""
+    copies = list[Named]()
+    for name, tensor in _in_time(given, run):
+        with run.stage("pack"):
+            copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        with run.stage("digest"):
+            if not finite(copy):
+                raise nonfinite(f"after {len(copies)} tensors", TensorMeta.of(name, copy))
+        copies.append((name, copy))
+    return fill_buckets(itertools.starmap(TensorMeta.of, copies), cap_bytes=cap_bytes), copies
+
+
+def read_again(given: Iterator[Named], manifest: Manifest, run: Run, push: Push) -> None:
+    """Give `push` each bucket's tensors, in its order, once all have come. ManifestMismatch names what came otherwise."""
+    rows: list[dict[int, torch.Tensor]] = [{} for _ in manifest.buckets]
+    due, come = 0, 0
+    for come, (name, tensor) in enumerate(_in_time(given, run), start=1):
+        if come > len(manifest.arrivals):
+            raise ManifestMismatch(f"the update gives more tensors than the first one did: {name}")
+        meta, bucket, slot = manifest.arrivals[come - 1]
+        if name != meta.name or tensor.dtype != meta.dtype or tensor.shape != meta.shape:
+            raise ManifestMismatch(
+                f"tensor {come}: expected {meta}, got {TensorMeta.of(name, tensor)}; did model, layout or cast change since?"
+            )
+        rows[bucket][slot] = tensor
+        while due < len(rows) and len(rows[due]) == len(manifest.buckets[due].tensors):
+            full, rows[due] = rows[due], {}
+            due += 1
+            push([full[slot] for slot in range(len(full))])
+    if come < len(manifest.arrivals):
+        missing, total = manifest.arrivals[come][0], len(manifest.arrivals)
+        raise ManifestMismatch(f"the update ended after {come} of {total} tensors; expected {missing} next")
+
+
+def _in_time(given: Iterator[Named], run: Run) -> Iterator[Named]:
+    while True:
+        with run.stage("convert"):
+            named = next(given, None)
+        if named is None:
+            return
+        run.deadline.left_s()
+        yield named
+
+
+def from_peer(
+    members: Sequence[EngineHandle], stages: Stages, version: int, *, run: Run
+) -> tuple[Given, Feed] | None:
+    """What this trainer rank gives of `version`, and its values, out of one of `members`; None where none can give it.
+
+    Every trainer rank calls. The values come parameter by parameter; giving them raises GiverChanged where the engine has other
+    bytes than were committed, TransportError where it dies.
+    """
+    peer = _chosen(members, stages, version, run)
+    if peer is None:
+        return None
+    reads = list(_reads(peer.ranks[stages.ranks.rank :: stages.ranks.size]))
+    held = tuple(tuple((peer.metas[part.tensor], part.box) for part in parts) for *_, parts in reads)
+
+    def feed(push: Push) -> None:
+        for rank, param, parts in reads:
+            with run.stage("convert"):
+                flat = rank.fetch(version, param, timeout_s=run.deadline.left_s())
+            push([part.view(flat) for part in parts])
+
+    return Given(held, None, peer.metas, cast_by(peer.ranks, peer.metas)), feed
+
+
+def _chosen(members: Sequence[EngineHandle], stages: Stages, version: int, run: Run) -> EngineHandle | None:
+    """The engine to read, the same on every trainer rank: all have links to it, and the first knows what it serves."""
+    able = [m for m in members if m.staged(m.metas) and not any(rank.whole for rank in m.ranks)]
+    if stages.ranks.leads:
+        able = [m for m in able if m.now.state is EngineState.SERVING and m.gives == version]
+    first, *others = stages.ranks.exchange([m.url for m in able], run.deadline)
+    url = next((url for url in first if all(url in urls for urls in others)), None)
+    return next((m for m in able if m.url == url), None)
+
+
+def _reads(ranks: Sequence[RankLink]) -> Iterator[_Read]:
+    for rank in ranks:
+        by_param: dict[int, list[Part]] = {}
+        for part in rank.needs.parts:
+            if part.box.numel:
+                by_param.setdefault(part.param, []).append(part)
+        for param, parts in sorted(by_param.items()):
+            yield rank, param, parts
