@@ -6,7 +6,7 @@ values         the entries, row after row
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -18,23 +18,41 @@ from r3channel.wire.token_tensors import TokenTensor
 
 
 def brought(ticket: Ticket, shard: Shard) -> tuple[TokenTensor, ...]:
-    """The tensors that come to this receiver with its rows, in order."""
-    return tuple(tensor for tensor in ticket.tensors if tensor.reaches(shard.pp, ticket.layout.pp))
+    """The tensors that come to this receiver with its rows, in order, with its layers."""
+    return tuple(tensors_in(shard, ticket.tensors, stages=ticket.layout.pp))
+
+
+def tensors_in(shard: Shard, tensors: Iterable[TokenTensor], *, stages: int) -> Iterator[TokenTensor]:
+    """Those of these tensors that come to a shard, as its layers have them."""
+    for tensor in tensors:
+        if tensor.reaches(shard.pp, stages) and (shard.layers or not tensor.by_layer):
+            yield tensor.shaped(len(shard.layers), shard.spec.top_k)
 
 
 def cut_tensor(shard: Shard, tensor: TokenTensor, rows: Mapping[str, Sequence[TensorRows]]) -> bytes:
-    """The bytes for one receiver, of the rows of each sample's turns."""
+    """The bytes for one receiver, of the rows of each sample's turns. `tensor` is as `brought` has it, `rows` have all layers."""
     lengths, entries = list[bytes](), list[bytes]()
+    whole = tensor.shaped(shard.spec.num_moe_layers, shard.spec.top_k)
     for number, batch in enumerate(shard.microbatches):
         turns = [rows.get(name, ()) for name in batch.sample_ids]
-        pool_N = entries_of(tensor, [turn for of_sample in turns for turn in of_sample])
+        pool_N = entries_of(whole, [turn for of_sample in turns for turn in of_sample])
         counts = [row_lengths(*each) for each in zip(turns, batch.tokens, strict=True)]
         whole_N = np.concatenate(counts)
         begins = np.split(np.cumsum(whole_N) - whole_N, np.cumsum(batch.tokens)[:-1])
         length_M, begin_M = (shard.lay_out(number, each).ravel() for each in (counts, begins))
         lengths.append(length_M.astype("<u2").tobytes())
-        entries.append(pool_N[_ranges(begin_M, length_M)].tobytes())
+        entries.append(_own_layers(shard, tensor, pool_N[_ranges(begin_M, length_M)]).tobytes())
     return b"".join([*lengths, *entries])
+
+
+def _own_layers(shard: Shard, tensor: TokenTensor, entries_N: Numbers) -> Numbers:
+    """Entries with the layers that the shard's routers replay, where they have layers."""
+    if not tensor.by_layer or shard.sources == (*range(shard.spec.num_moe_layers),):
+        return entries_N
+    own_N = np.empty(len(entries_N), tensor.entry)
+    for name in tensor.entry.names or ():
+        own_N[name] = entries_N[name][:, list(shard.sources)]
+    return own_N
 
 
 def length_bytes(shard: Shard) -> int:

@@ -135,8 +135,9 @@ class RankShard:
         `sampling_masks`, `sampling_support`: rows of a CSR matrix, (offsets [b x s / cp + 1] int64, token ids int32[, log-probs
         float32]): token i of the flattened model input has the entries `offsets[i]` to `offsets[i + 1]`. `topk_logprobs`: (token
         ids [b, s / cp, k] int32, log-probs [b, s / cp, k], the other tokens' mass [b, s / cp] float32), likeliest first; id -1,
-        log-prob and mass 0 where no token was made: prompts, last tokens, padding. UsageError where the step has no such tensor,
-        or it does not come to this pipeline stage.
+        log-prob and mass 0 where no token was made: prompts, last tokens, padding. `combine_weights`: (float16 [layers, rows, K],)
+        of this TP rank's routers, in the order of `shard.layers` and of `layer_ids`; 0 where no engine row is. UsageError where the
+        step has no such tensor, or it does not come to this pipeline stage.
         """
         tensor = next((one for one in self._tensors if one.name == name), None)
         if tensor is None:
@@ -152,7 +153,14 @@ class RankShard:
             values = tuple(_spread(value, there, shape) for value in values)
         else:
             values = offsets, *values
+        if tensor.by_layer:
+            values = tuple(map(self._by_router, values))
         return tuple(uploaded(value, self.data_N.device) for value in values)
+
+    def _by_router(self, values: Ids) -> Ids:
+        """[b, s / cp, layers, K], as tokens lie in the model's input -> [layers, rows, K], as this rank's routers see them."""
+        rows = values.swapaxes(0, 1).reshape(self.shard.tp_slots, -1, *values.shape[2:])
+        return np.ascontiguousarray(rows[self.tp if self.shard.tp_slots > 1 else 0].swapaxes(0, 1))
 
     def lags(self, microbatch: int) -> torch.Tensor:
         """[b, s / cp] int64: weight updates between each token's row and the trainer; `staleness.UNKNOWN` on padding, on a
