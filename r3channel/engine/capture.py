@@ -75,10 +75,9 @@ class LayerSelection:
     def __init__(self, spec: RoutingSpec, *, device: str | torch.device) -> None:
         first, last = spec.moe_layers[0], spec.moe_layers[-1]
         self._spec, self._full_byte = spec, spec.num_experts == 256
-        self._range = slice(first, last + 1)
-        self._picked = None
+        self._layers: Any = slice(first, last + 1)
         if last + 1 - first != spec.num_moe_layers:
-            self._picked = torch.tensor(spec.moe_layers, device=device)
+            self._layers = torch.tensor(spec.moe_layers, device=device)
 
     def fill(self, rows_TN: torch.Tensor, captured_TAK: torch.Tensor) -> None:
         """Rows of bytes, with weights where they have room for them: then `captured_TAK` are pairs (`paired`)."""
@@ -89,13 +88,8 @@ class LayerSelection:
         halves_TAH = captured_TAK.view(torch.int16)
         self.narrow(halves_TAH[..., ::2], out=ids_TLK)
         bits_TLK = rows_TN[:, weights_offset(spec) :].view(torch.int16).unflatten(1, shape)
-        bits_TLK.copy_(self._own(halves_TAH[..., 1::2]))
+        bits_TLK.copy_(halves_TAH[:, self._layers, 1::2])
         return None
-
-    def _own(self, values_TAK: torch.Tensor) -> torch.Tensor:
-        return (
-            values_TAK[:, self._range] if self._picked is None else values_TAK.index_select(1, self._picked)
-        )
 
     def narrow(self, expert_ids_TAK: torch.Tensor, *, out: torch.Tensor) -> None:
         """Into [T, L, K] in the id dtype, on the same device, in the order of the current stream.
@@ -103,7 +97,7 @@ class LayerSelection:
         -1 becomes 255 in uint8, which no relay takes for an expert; where 255 is one, all ids of its layer become 255, which none
         takes for a choice.
         """
-        ids_TLK = self._own(expert_ids_TAK)
+        ids_TLK = expert_ids_TAK[:, self._layers]
         if self._full_byte:
             ids_TLK = ids_TLK.masked_fill((ids_TLK >> 8).any(-1, keepdim=True), -1)
         out.copy_(ids_TLK)
@@ -155,11 +149,8 @@ class SlotRows:
 
     def __init__(self, spec: RoutingSpec, *, slots: int, weights: bool = False) -> None:
         """`weights`: rows have the weight of each id, 16 bits, behind all ids."""
-        self.spec, row_bytes = spec, spec.bytes_per_token
-        self._weights_at = weights_offset(spec) if weights else None
-        if weights:
-            row_bytes = weights_offset(spec) + 2 * spec.num_moe_layers * spec.top_k
-        self.row_bytes = row_bytes
+        self.spec, self._weights_at = spec, weights_offset(spec) if weights else spec.bytes_per_token
+        self.row_bytes = row_bytes = self._weights_at + 2 * spec.num_moe_layers * spec.top_k * weights
         # By rows of bytes that begin with a line of the cache: most models' have whole ones, which are written past it.
         memory_N = np.zeros(slots * row_bytes + _LINE_BYTES, np.uint8)
         begin = -memory_N.ctypes.data % _LINE_BYTES
@@ -203,8 +194,7 @@ class SlotRows:
     def keep(self, slots_T: Ids, *, first_row: int) -> KeptRows:
         """A copy of a request's rows."""
         made = self.unfinished(slots_T, first_row=first_row, sample_key=0)
-        rows_TN = made.bytes_TN if self._weights_at is None else self._ids_SN[slots_T]
-        return KeptRows(first_row, rows_TN, made.runs)
+        return KeptRows(first_row, self._ids_SN[slots_T], made.runs)
 
     def unfinished(
         self, slots_T: Ids, *, first_row: int, sample_key: int, kept: Sequence[KeptRows] = (), hashed: bool = False
@@ -218,7 +208,7 @@ class SlotRows:
             (first_row + start, first_row + end, *self._makers[stamp])
             for start, end, stamp in self._gathered(slots_T, made, hashed=hashed)
         ]
-        if self._weights_at is not None:
+        if self._weights_at < self.row_bytes:
             made.weights_TN = self._ids_SN[slots_T, self._weights_at :]
         if kept:
             end, (versions_T, kinds_T) = first_row + made.rows, columns_of(made.runs)
@@ -227,8 +217,7 @@ class SlotRows:
                 rows = slice(at.start - first_row, at.stop - first_row)
                 versions_T[rows], kinds_T[rows] = version, kind
                 made.bytes_TN[rows] = ids_TN[:, : self.spec.bytes_per_token]
-                if made.weights_TN is not None:
-                    made.weights_TN[rows] = ids_TN[:, self._weights_at :]
+                made.weights_TN[rows] = ids_TN[:, self._weights_at :]
                 made.kept_rows += len(ids_TN)
             made.runs, made.digests_L = spans_of(versions_T, kinds_T, first_row=first_row), None
         return made
@@ -288,8 +277,8 @@ class UnfinishedFrame:
         """How many of the rows a retraction did not lose."""
         self.digests_L: Ids | None = None
         """Those of `ids_TLK`, where they are known."""
-        self.weights_TN: Ids | None = None
-        """[T, bytes of a row's weights], where slots have them."""
+        self.weights_TN: Ids = np.empty((rows, 0), np.uint8)
+        """[T, bytes of a row's weights], none where slots have none."""
         # Ids are gathered to where they stay; how long the head before them gets, only the gather finds out.
         payload = HEADER_BYTES + sections_size(rows, spans=_SPANS_IN_PLACE, layers=spec.num_moe_layers)
         self._buffer_N = np.empty(payload + rows * spec.bytes_per_token, np.uint8)

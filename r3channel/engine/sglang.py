@@ -13,6 +13,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -80,11 +81,7 @@ _table = ""
 """Which table of `sglang_hooks.TABLES` this SGLang follows."""
 _runner: Any = None
 """The model runner whose passes are captured."""
-_PAST_WEIGHTS = {
-    "capture_routed_experts_if_allowed",
-    "build_precomputed_topk_output",
-    "get_global_experts_capturer",
-}
+_PAST_WEIGHTS = {"capture_routed_experts_if_allowed", "build_precomputed_topk_output", "get_global_experts_capturer"}  # fmt: skip
 """What a model imports to tell of its ids by itself."""
 _announced_version: str | None = None
 """The last version that a weight update named, where SGLang does not tell its scheduler of versions (0.5.15.post1)."""
@@ -183,7 +180,7 @@ class FrameCapturer(RoutedExpertsCapturer):
     weighs = False
     """Whether ids are captured in pairs with their weights."""
     weights: torch.Tensor | None = None
-    """Those of the ids that come next."""
+    """Those of the ids that come next; a router that draft models have may leave some."""
 
     @staticmethod
     def create(**kwargs: Any) -> RoutedExpertsCapturer | None:
@@ -370,14 +367,11 @@ def _restored(batch: Any) -> Iterator[Restored]:
         at += count
 
 
-def note_weights(
-    topk_ids: torch.Tensor, topk_weights: torch.Tensor, topk_config: Any, *_rest: Any, **_more: Any
-) -> None:
+def note_weights(topk_ids: Any, topk_weights: torch.Tensor, *_rest: Any, **_more: Any) -> None:
     """BEFORE `_post_process_topk_ids`, which captures the ids as its first step."""
     del topk_ids
-    capturer = get_global_experts_capturer()
-    if isinstance(capturer, FrameCapturer) and topk_config.allow_routed_experts_capture:
-        capturer.weights = topk_weights if capturer.weighs else None
+    if isinstance(capturer := get_global_experts_capturer(), FrameCapturer):
+        capturer.weights = topk_weights
 
 
 def keep_rows(*_args: Any, req: Any, req_to_token_pool: Any, **_more: Any) -> None:
@@ -517,14 +511,12 @@ def _past_weights(model: Any) -> list[str]:
 
 def _weighing(model: Any) -> tuple[str, ...]:
     """How its routers make the weights that they hand on, each way once."""
-    applied = getattr(
-        routing, "is_routed_scaling_factor_fused_in_topk", lambda c: c.apply_routed_scaling_factor_on_output
-    )
-    configs = [module.topk_config for module in model.modules() if isinstance(module, TopK)]
+    applied = attrgetter("apply_routed_scaling_factor_on_output")  # not all of it: ROCm (0.5.23)
+    applied = getattr(routing, "is_routed_scaling_factor_fused_in_topk", applied)
     ways = {
         f"scoring={getattr(c.custom_routing_function, '__name__', c.scoring_func)} renormalize={c.renormalize} "
         f"scaling={c.routed_scaling_factor or 1.0} applied={applied(c)} dtype=float16"
-        for c in configs
+        for c in (module.topk_config for module in model.modules() if isinstance(module, TopK))
     }
     return tuple(sorted(ways))
 

@@ -111,9 +111,7 @@ class KeptWeights:
     def entries(self, tensor: TokenTensor, new_tokens: int) -> tuple[Values, Values]:
         """As those of masks, for prompts too."""
         del new_tokens
-        assert self._weights_TN is not None
-        there_TN = self._weights_TN if self._there_T.all() else self._weights_TN[self._there_T]
-        return self._there_T.astype(np.uint16), there_TN.view(tensor.entry)[:, 0]
+        return self._there_T.astype(np.uint16), self._weights_TN[self._there_T].view(tensor.entry)[:, 0]
 
 
 def pack_topk(logprobs_BV: torch.Tensor, tensor: TokenTensor) -> torch.Tensor:

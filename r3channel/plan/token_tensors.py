@@ -81,6 +81,31 @@ def read_tensor(shard: Shard, tensor: TokenTensor, data_N: Numbers) -> Iterator[
         yield own - own[0], entries_N[own[0] : own[-1]]
 
 
+def slot_bytes(shard: Shard, tensor: TokenTensor, data_N: Numbers) -> list[Numbers]:
+    """The bytes that each TP slot keeps of what came: of a tensor that goes by layer its own rows, as its routers see them, zeros
+    where a row is not there; of others all. ValueError as `read_tensor`."""
+    if not tensor.by_layer:
+        return [data_N] * shard.tp_slots
+    slots = [np.empty((shard.tp_slots, 0), tensor.entry)]
+    for batch, (offsets, entries_N) in zip(
+        shard.microbatches, read_tensor(shard, tensor, data_N), strict=True
+    ):
+        rows_N = np.zeros(len(offsets) - 1, tensor.entry)
+        rows_N[np.diff(offsets) > 0] = entries_N
+        slots.append(rows_N.reshape(batch.width, -1).T.reshape(shard.tp_slots, -1))
+    return list(np.concatenate(slots, axis=1).view(np.uint8))
+
+
+def read_slot(shard: Shard, tensor: TokenTensor, data_N: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
+    """As `read_tensor`, from what `slot_bytes` has for a slot."""
+    if not tensor.by_layer:
+        yield from read_tensor(shard, tensor, data_N)
+        return
+    ends = accumulate(map(shard.slot_rows, range(len(shard.microbatches))), initial=0)
+    for first, last in pairwise(ends):
+        yield np.arange(last - first + 1), np.frombuffer(data_N, tensor.entry)[first:last]
+
+
 def _ranges(begin_M: Numbers, length_M: Numbers) -> Numbers:
     """All indices of the ranges, one range after another.
 
