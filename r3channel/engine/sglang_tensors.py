@@ -108,8 +108,8 @@ def _append(req: Any) -> None:
     if all(own is None for own in kept.values()):
         return  # it asked for none
     frames = [_frame(tensor, kept[tensor.made_by], req) for tensor in _declared]
-    tail = bytearray().join(frames)  # torch wants memory that may be written
-    req.routed_experts = torch.cat([req.routed_experts, torch.frombuffer(tail, dtype=torch.uint8)])
+    reply = bytearray().join([req.routed_experts.numpy(), *frames])  # torch wants memory that may be written
+    req.routed_experts = torch.frombuffer(reply, dtype=torch.uint8)
 
 
 def _frame(tensor: TokenTensor, kept: Any, req: Any) -> bytes:

@@ -111,7 +111,8 @@ class KeptWeights:
     def entries(self, tensor: TokenTensor, new_tokens: int) -> tuple[Values, Values]:
         """As those of masks, for prompts too."""
         del new_tokens
-        return self._there_T.astype(np.uint16), self._weights_TN[self._there_T].view(tensor.entry)[:, 0]
+        there_T, weights_T = self._there_T, self._weights_TN.view(tensor.entry)[:, 0]
+        return there_T.astype(np.uint16), weights_T if there_T.all() else weights_T[there_T]
 
 
 def pack_topk(logprobs_BV: torch.Tensor, tensor: TokenTensor) -> torch.Tensor:

@@ -191,6 +191,31 @@ def routers_of_a_model() -> list[list[Any]]:
 
 
 @case
+def routing_past_the_weights() -> list[str]:
+    """What is said at start of models that route past the hook, and later of one that was not known."""
+    import importlib
+    from types import SimpleNamespace
+
+    from r3channel.engine import sglang as room
+    from r3channel.wire.token_tensors import tensors_of
+
+    names = "qwen3_moe", "llada2", "muse_spark"
+    models = [importlib.import_module(f"sglang.srt.models.{name}").__name__ for name in names]
+    blocks = [type("Block", (), {"__module__": model})() for model in models]
+    past = room._past_weights(SimpleNamespace(modules=lambda: blocks))
+    values = {"disaggregation_mode": "null", "speculative_algorithm": None, "device": "npu"}
+    told: dict[str, Any] = {"vocabulary": 9, "past": past}
+    said = [text for _, text in room.refused_tensors(values, tensors_of("combine_weights"), **told)]
+    capturer: Any = room.FrameCapturer.__new__(room.FrameCapturer)
+    capturer.weighs = True
+    try:
+        capturer.capture(3, None)
+    except room.R3Error as error:
+        said.append(str(error))
+    return said
+
+
+@case
 def kept_masks() -> Any:
     """What is streamed of two rows and of none more, what is framed, and the frame of a request for no token."""
     import numpy as np
