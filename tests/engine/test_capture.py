@@ -222,21 +222,21 @@ def test_weights_lie_with_their_ids_and_are_kept_with_them(spec: RoutingSpec, co
     weights = torch.rand(
         6, spec.num_layers, spec.top_k + 1, generator=torch.manual_seed(0)
     )  # and a shared expert
-    pairs = torch.stack([paired(buffer[:, a], weights[:, a]) for a in range(spec.num_layers)], 1)
+    pairs = torch.stack([paired(buffer[:, layer], weights[:, layer]) for layer in range(spec.num_layers)], 1)
     with numba(compiled):
         held = SlotRows(spec, slots=8, weights=True)
-    rows_TN = torch.full((6, held.row_bytes), 77, dtype=torch.uint8)
-    LayerSelection(spec, device="cpu").fill(rows_TN, pairs)
+    LayerSelection(spec, device="cpu").fill(
+        rows_TN := torch.empty(6, held.row_bytes, dtype=torch.uint8), pairs
+    )
     held.write(np.arange(6), rows_TN.numpy(), weight_version=3, kind=RowKind.DECODED)
-    kept = held.keep(np.array([1, 2]), first_row=1)
+    kept, at = held.keep(np.array([1, 2]), first_row=1), np.array([7, 1, 2, 5])  # nothing was written to 7
     held.write(np.array([1, 2]), rows_TN[:2].numpy(), weight_version=4, kind=RowKind.PREFILLED)
-    at = np.array([7, 1, 2, 5])  # nothing was ever written to 7
-    told = {"prompt_tokens": 9, "new_tokens": 1, "request_id": "s"}
-    for restored in range(2):
-        made = held.unfinished(at, first_row=0, sample_key=0, kept=() if restored else (kept,))
-        assert np.array_equal(made.ids_TLK[1:], narrowed(spec, buffer)[[1, 2, 5]])
-        (rows,) = parse_tensors(tensor_frame(tensor, KeptWeights(made), **told), [tensor], where="x")
+    for beside in ((kept,), ()):  # over what its slots have, and put back
+        made = held.unfinished(at, first_row=0, sample_key=0, kept=beside)
+        frame = tensor_frame(tensor, KeptWeights(made), prompt_tokens=9, new_tokens=1, request_id="s")
+        (rows,) = parse_tensors(frame, [tensor], where="x")
         assert (rows.first_row, rows.lengths_T.tolist()) == (0, [0, 1, 1, 1])
+        assert np.array_equal(made.ids_TLK[1:], narrowed(spec, buffer)[[1, 2, 5]])
         wanted = weights[[1, 2, 5]][:, list(spec.moe_layers), : spec.top_k].half()
         assert np.array_equal(rows.entries_N["weight"], wanted.numpy())
         held.put_back(at[1:3], kept)

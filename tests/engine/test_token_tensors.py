@@ -3,8 +3,6 @@ transformers."""
 
 from __future__ import annotations
 
-import base64
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -20,9 +18,10 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.trainer.rank_shard import RankShard
-from r3channel.wire.hello import Hello, probe_body
+from r3channel.wire.frame import parse_frame
+from r3channel.wire.hello import PROBE_PREFIX, Hello
 from tests.delivery import places_of, receive, receivers_of
-from tests.engine.client import Reply, direct_to, generate, post, random_prompt, serving
+from tests.engine.client import Reply, direct_to, generate, random_prompt, serving
 from tests.engine.reference import NEAR_TIE, Expected, reference_ids
 from tests.samples import SPEC
 
@@ -160,20 +159,18 @@ HALF = 6e-4
 
 
 @pytest.mark.parametrize("delivery", ["inband", "direct"])
-def test_the_weights_are_those_of_transformers_routers(
-    delivery: str, model_dir: Path, tmp_path: Path
-) -> None:
+def test_weights_are_those_of_transformers(delivery: str, model_dir: Path, tmp_path: Path) -> None:
     """Also of requests that were retracted in the middle, and of those whose prompt lay in the prefix cache."""
     forced = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
-    asked = delivery, "tp=2,sp=1,cp=2,pp=2", "combine_weights"
-    with channel(model_dir, tmp_path, *asked, **forced) as (relay, url, pool):
-        probe = json.loads(post(url + "/generate", probe_body()))
-        hello, _ = Hello.split(base64.b64decode(probe["meta_info"]["routed_experts"]))
+    asked = model_dir, tmp_path, delivery, "tp=2,sp=1,cp=2,pp=2", "combine_weights"
+    with channel(*asked, **forced) as (relay, url, pool):
+        probe = generate(url, [5, 6], new_tokens=1, rid=PROBE_PREFIX + "0")
+        hello, frame = Hello.split(probe.raw)
         prompts = [random_prompt(length, seed=length) for length in (3, 40, 150)]
         replies = list(pool.map(lambda prompt: generate(url, prompt, new_tokens=NEW_TOKENS), prompts))
         replies.append(generate(url, [*replies[1].tokens, 7], new_tokens=3))
         shards = delivered(relay, replies)
-    assert hello is not None
+    assert hello is not None and parse_frame(frame, spec=SPEC).rows == 2  # and no weights behind it
     assert hello.weighing == ("scoring=softmax renormalize=True scaling=1.0 applied=False dtype=float16",)
     assert sum(reply.meta["num_retractions"] for reply in replies) > 0
     assert replies[3].meta["cached_tokens"] > len(prompts[1])
@@ -181,15 +178,14 @@ def test_the_weights_are_those_of_transformers_routers(
     seen = 0
     for shard in shards:
         for number, batch in enumerate(shard.shard.microbatches):
-            (weights_LRK,) = shard.tensor("combine_weights", number)
-            for row, (index, at) in enumerate(zip(*shard.shard.row_map(number, tp=shard.tp), strict=True)):
-                if index < 0:
-                    assert not weights_LRK[:, row].any()
-                    continue
-                scores_LE = expected[int(batch.sample_ids[index])].scores_TLE[at][list(shard.shard.sources)]
-                ids_LK = np.stack([shard.layer_ids(number, layer)[row] for layer in shard.shard.layers])
-                chances_LK = np.take_along_axis(np.exp(scores_LE), ids_LK.astype(int), -1)
-                chances_LK /= chances_LK.sum(-1, keepdims=True)
-                assert np.allclose(weights_LRK[:, row], chances_LK, rtol=HALF)
-                seen += len(ids_LK)
+            (weights_LRK,), layers = shard.tensor("combine_weights", number), shard.shard.layers
+            ids_LRK = np.stack([shard.layer_ids(number, layer) for layer in layers]).astype(int)
+            wanted_LRK, (sample_R, at_R) = np.zeros(ids_LRK.shape), shard.shard.row_map(number, tp=shard.tp)
+            for row in np.flatnonzero(sample_R >= 0):
+                scores_TLE = expected[int(batch.sample_ids[sample_R[row]])].scores_TLE
+                all_LE = np.exp(scores_TLE[at_R[row]][list(shard.shard.sources)])
+                chosen_LK = np.take_along_axis(all_LE, ids_LRK[:, row], -1)
+                wanted_LRK[:, row] = chosen_LK / chosen_LK.sum(-1, keepdims=True)
+                seen += len(layers)
+            assert np.allclose(weights_LRK, wanted_LRK, rtol=HALF, atol=0)
     assert seen == sum(len(reply.tokens) - 1 for reply in replies) * SPEC.num_moe_layers

@@ -344,27 +344,24 @@ def test_each_router_gets_the_weights_of_its_ids(layout: str, tmp_path: Path) ->
         relay.join_previous()
     recorded, seen = Recording.open(tmp_path).step(0), 0
     for shard in (shard for shard in shards if shard.shard.layers):
-        own, tp = shard.shard, shard.tp
-        whole_N = torch.from_numpy(recorded.shards(dp=own.dp)[own.key])
-        told: dict[str, Any] = {"tp": tp, "tensors": recorded.tensor_shard(own)}
-        again = RankShard.from_whole(recorded.ticket, own, whole_N, **told)
+        own, told = shard.shard, {"tp": shard.tp, "tensors": recorded.tensor_shard(shard.shard)}
+        whole = recorded.shards(dp=own.dp)[own.key]
+        again = RankShard.from_whole(recorded.ticket, own, torch.from_numpy(whole), **told)
         for number in range(shard.num_microbatches):
-            (weights_LRK,) = shard.tensor("combine_weights", number)
             ids_LRK = torch.stack([shard.layer_ids(number, layer) for layer in own.layers])
-            there_R = torch.from_numpy(~np.isin(own.row_map(number, tp=tp)[1], (-1, 2)))
-            assert torch.equal(weights_LRK, (ids_LRK * there_R[:, None]).half())
-            assert torch.equal(weights_LRK, again.tensor("combine_weights", number)[0])
+            there_R = torch.from_numpy(~np.isin(own.row_map(number, tp=shard.tp)[1], (-1, 2)))
+            for weights_LRK, *_ in (each.tensor("combine_weights", number) for each in (shard, again)):
+                assert torch.equal(weights_LRK, (ids_LRK * there_R[:, None]).half())
             seen += int(there_R.sum()) * len(ids_LRK)
-    copies = relay.layout.tp // relay.layout.tp_slots
-    assert seen == copies * sum(tokens - 2 for tokens in TOKENS.values()) * SPEC.num_moe_layers
+    rows = sum(tokens - 2 for tokens in TOKENS.values()) * relay.layout.tp // relay.layout.tp_slots
+    assert seen == rows * SPEC.num_moe_layers
 
 
 def test_a_plan_has_the_bytes_of_weights_by_stage() -> None:
     plan = plan_of([101] * 4, spec=SPEC, layout=TrainerLayout.parse("pp=2"))  # of one MoE layer and of two
     plain, more = (add_up(plan, machines=Machines(), tensors=tensors_of(n)) for n in ("", "combine_weights"))
-    assert more.tensor_bytes_per_token == {"combine_weights": 3 * 16 + 2}
-    assert more.wire_bytes - plain.wire_bytes == 400 * (16 + 2 + 32 + 2)
-    assert more.held_bytes_tp0 - plain.held_bytes_tp0 == 800 * (32 + 2)
+    differ = more.wire_bytes - plain.wire_bytes, more.held_bytes_tp0 - plain.held_bytes_tp0
+    assert (more.tensor_bytes_per_token["combine_weights"], *differ) == (50, 400 * (18 + 34), 800 * 34)
 
 
 @pytest.mark.parametrize(("option", "nbytes"), [("sampling_masks", 34), ("topk_logprobs:128", 550)])
