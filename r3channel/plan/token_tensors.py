@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -31,28 +32,27 @@ def tensors_in(shard: Shard, tensors: Iterable[TokenTensor], *, stages: int) -> 
 
 def cut_tensor(shard: Shard, tensor: TokenTensor, rows: Mapping[str, Sequence[TensorRows]]) -> bytes:
     """The bytes for one receiver, of the rows of each sample's turns. `tensor` is as `brought` has it, `rows` have all layers."""
-    lengths, entries = list[bytes](), list[bytes]()
-    whole = tensor.shaped(shard.spec.num_moe_layers, shard.spec.top_k)
+    lengths, entries = list[Any](), list[Any]()
     for number, batch in enumerate(shard.microbatches):
         turns = [rows.get(name, ()) for name in batch.sample_ids]
-        pool_N = entries_of(whole, [turn for of_sample in turns for turn in of_sample])
+        pool_N = entries_of(tensor, [_own_layers(shard, turn) for of_sample in turns for turn in of_sample])
         counts = [row_lengths(*each) for each in zip(turns, batch.tokens, strict=True)]
         whole_N = np.concatenate(counts)
         begins = np.split(np.cumsum(whole_N) - whole_N, np.cumsum(batch.tokens)[:-1])
         length_M, begin_M = (shard.lay_out(number, each).ravel() for each in (counts, begins))
-        lengths.append(length_M.astype("<u2").tobytes())
-        entries.append(_own_layers(shard, tensor, pool_N[_ranges(begin_M, length_M)]).tobytes())
+        lengths.append(length_M.astype("<u2"))
+        entries.append(pool_N.take(_ranges(begin_M, length_M)))
     return b"".join([*lengths, *entries])
 
 
-def _own_layers(shard: Shard, tensor: TokenTensor, entries_N: Numbers) -> Numbers:
-    """Entries with the layers that the shard's routers replay, where they have layers."""
-    if not tensor.by_layer or shard.sources == (*range(shard.spec.num_moe_layers),):
-        return entries_N
-    own_N = np.empty(len(entries_N), tensor.entry)
-    for name in tensor.entry.names or ():
-        own_N[name] = entries_N[name][:, list(shard.sources)]
-    return own_N
+def _own_layers(shard: Shard, turn: TensorRows) -> TensorRows:
+    """With the layers that the shard's routers replay, where entries have layers."""
+    if not turn.tensor.by_layer or shard.sources == (*range(shard.spec.num_moe_layers),):
+        return turn
+    own_N = np.empty(len(turn.entries_N), turn.tensor.shaped(len(shard.sources), shard.spec.top_k).entry)
+    for name in own_N.dtype.names or ():
+        own_N[name] = turn.entries_N[name].take(shard.sources, axis=1)
+    return turn._replace(entries_N=own_N)
 
 
 def length_bytes(shard: Shard) -> int:
