@@ -219,15 +219,13 @@ def test_rows_of_slots_that_another_engine_filled_are_missing_until_they_are_wri
 @pytest.mark.parametrize("compiled", [True, False])
 def test_weights_lie_with_their_ids_and_are_kept_with_them(spec: RoutingSpec, compiled: bool) -> None:
     buffer, (tensor,) = device_buffer(spec, 6), tensors_of("combine_weights", spec)
-    weights = torch.rand(
-        6, spec.num_layers, spec.top_k + 1, generator=torch.manual_seed(0)
-    )  # and a shared expert
+    # one more: of a shared expert
+    weights = torch.rand(6, spec.num_layers, spec.top_k + 1, generator=torch.manual_seed(0))
     pairs = torch.stack([paired(buffer[:, layer], weights[:, layer]) for layer in range(spec.num_layers)], 1)
     with numba(compiled):
         held = SlotRows(spec, slots=8, weights=True)
-    LayerSelection(spec, device="cpu").fill(
-        rows_TN := torch.empty(6, held.row_bytes, dtype=torch.uint8), pairs
-    )
+    rows_TN = torch.empty(6, held.row_bytes, dtype=torch.uint8)
+    LayerSelection(spec, device="cpu").fill(rows_TN, pairs)
     held.write(np.arange(6), rows_TN.numpy(), weight_version=3, kind=RowKind.DECODED)
     kept, at = held.keep(np.array([1, 2]), first_row=1), np.array([7, 1, 2, 5])  # nothing was written to 7
     held.write(np.array([1, 2]), rows_TN[:2].numpy(), weight_version=4, kind=RowKind.PREFILLED)

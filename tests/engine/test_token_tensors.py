@@ -184,7 +184,6 @@ def test_weights_are_those_of_transformers(delivery: str, model_dir: Path, tmp_p
                 chosen_LK = np.take_along_axis(all_LE, ids_LRK[:, row], -1)
                 wanted_LRK[:, row] = chosen_LK / chosen_LK.sum(-1, keepdims=True)
                 seen += len(layers)
-            assert np.allclose(
-                weights_LRK, wanted_LRK, rtol=6e-4, atol=0
-            )  # float16's error, and of float32 sums
+            # float16's error, and that of float32 sums
+            assert np.allclose(weights_LRK, wanted_LRK, rtol=6e-4, atol=0)
     assert seen == sum(len(reply.tokens) - 1 for reply in replies) * SPEC.num_moe_layers
