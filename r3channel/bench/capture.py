@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ import torch
 from r3channel.bench.harness import Effort, Parts, cpu_seconds_of, family_of, interleaved, medians_s, ratio
 from r3channel.bench.wire import generate
 from r3channel.config import ChannelConfig, EngineConfig
-from r3channel.engine.sglang_tensors import declare, take_topk
+from r3channel.engine.sglang_tensors import add_tensors, declare, take_topk
 from r3channel.engine.token_tensors import KeptTopk, pack_topk, tensor_frame
 from r3channel.errors import EngineUnavailable
 from r3channel.model.presets import model_named
@@ -226,13 +227,16 @@ class SchedulerThread:
     def __init__(self, slots: int) -> None:
         from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
 
-        from r3channel.engine.sglang import FrameCapturer
+        from r3channel.engine import sglang as room
 
         self._slots, self._rng, config = slots, np.random.default_rng(0), _published()
         ids = torch.from_numpy(generate(model_named(MODEL), regime="U", rows=256))
         self._ids_TLK = ids.repeat(max(PASS_ROWS) // len(ids), 1, 1)
-        kinds = {"stock": RoutedExpertsCapturer, "r3channel": FrameCapturer}
+        kinds = {"stock": RoutedExpertsCapturer, "r3channel": room.FrameCapturer}
         self._capturers = {name: _capturer(kind, config, slots, requests=1) for name, kind in kinds.items()}
+        room._config, room._runner = EngineConfig(token_tensors="combine_weights"), Mock()
+        room._runner.model.modules.return_value = ()
+        self._capturers["weights"] = _capturer(room.FrameCapturer, config, slots, requests=1)
         for name, end in self.passes().items():
             self._capturers[name].device_cache.buffer.copy_(self._ids_TLK)
             for slots_T in torch.randperm(slots).split(max(PASS_ROWS)):  # every slot has been written once
@@ -246,6 +250,7 @@ class SchedulerThread:
         pool = SimpleNamespace(req_to_token=torch.from_numpy(table_T.astype(np.int32))[None])
         req: Any = SimpleNamespace(rid="r", return_routed_experts=True, routed_experts_start_len=0)
         req.origin_input_ids, req.output_ids_through_stop = range(rows + 1), range(0)
+        req.finished = lambda: True
         req.kv, req.processor = SimpleNamespace(req_pool_idx=0), SimpleNamespace(req_to_token_pool=pool)
         return req
 
@@ -279,11 +284,14 @@ class SchedulerThread:
             outlet._sender = sender
             set_global_experts_capturer(self._capturers[name])
             collect_frame(Processor._maybe_collect_routed_experts, req.processor, req)
+            if name == "weights":
+                add_tensors(None, [req])
             message.encode(req.routed_experts)
             queue._waiting.clear()
             queue._bytes = 0
 
         ways = {"stock": ("stock", None), "r3channel": ("r3channel", None), "direct": ("r3channel", queue)}
+        ways["weights"] = ("weights", None)
         return {name: partial(end, *way) for name, way in ways.items()}
 
 

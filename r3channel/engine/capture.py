@@ -58,16 +58,38 @@ def torch_id_dtype(spec: RoutingSpec) -> torch.dtype:
     return torch.uint8 if spec.id_dtype == np.uint8 else torch.int16
 
 
+def paired(ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """[T, K] int32: each id in the lower half, the bits of its weight as float16 in the upper. Further weights are left out."""
+    bits_TK = weights_TK[:, : ids_TK.shape[1]].to(torch.float16).view(torch.int16)
+    return torch.stack((ids_TK.to(torch.int16), bits_TK), dim=-1).view(torch.int32).squeeze(-1)
+
+
+def weights_offset(spec: RoutingSpec) -> int:
+    """Where weights begin in a row that has them behind its ids."""
+    return spec.bytes_per_token + spec.bytes_per_token % 2
+
+
 class LayerSelection:
     """Takes the MoE layers out of [T, A, K] and narrows them, in as few kernels as the layers allow. Never synchronises."""
 
     def __init__(self, spec: RoutingSpec, *, device: str | torch.device) -> None:
         first, last = spec.moe_layers[0], spec.moe_layers[-1]
-        self._full_byte = spec.num_experts == 256
-        self._range = slice(first, last + 1)
-        self._picked = None
+        self._spec, self._full_byte = spec, spec.num_experts == 256
+        self._layers: Any = slice(first, last + 1)
         if last + 1 - first != spec.num_moe_layers:
-            self._picked = torch.tensor(spec.moe_layers, device=device)
+            self._layers = torch.tensor(spec.moe_layers, device=device)
+
+    def fill(self, rows_TN: torch.Tensor, captured_TAK: torch.Tensor) -> None:
+        """Rows of bytes, with weights where they have room for them: then `captured_TAK` are pairs (`paired`)."""
+        spec, shape = self._spec, (self._spec.num_moe_layers, self._spec.top_k)
+        ids_TLK = rows_TN[:, : spec.bytes_per_token].view(torch_id_dtype(spec)).unflatten(1, shape)
+        if rows_TN.shape[1] == spec.bytes_per_token:
+            return self.narrow(captured_TAK, out=ids_TLK)
+        halves_TAH = captured_TAK.view(torch.int16)
+        self.narrow(halves_TAH[..., ::2], out=ids_TLK)
+        bits_TLK = rows_TN[:, weights_offset(spec) :].view(torch.int16).unflatten(1, shape)
+        bits_TLK.copy_(halves_TAH[:, self._layers, 1::2])
+        return None
 
     def narrow(self, expert_ids_TAK: torch.Tensor, *, out: torch.Tensor) -> None:
         """Into [T, L, K] in the id dtype, on the same device, in the order of the current stream.
@@ -75,10 +97,7 @@ class LayerSelection:
         -1 becomes 255 in uint8, which no relay takes for an expert; where 255 is one, all ids of its layer become 255, which none
         takes for a choice.
         """
-        if self._picked is None:
-            ids_TLK = expert_ids_TAK[:, self._range]
-        else:
-            ids_TLK = expert_ids_TAK.index_select(1, self._picked)
+        ids_TLK = expert_ids_TAK[:, self._layers]
         if self._full_byte:
             ids_TLK = ids_TLK.masked_fill((ids_TLK >> 8).any(-1, keepdim=True), -1)
         out.copy_(ids_TLK)
@@ -102,7 +121,7 @@ class KeptRows(NamedTuple):
 
     first_row: int
     ids_TN: Ids
-    """[T, bytes of a row]."""
+    """[T, bytes of a row], with its weights."""
     runs: Sequence[Run]
 
     def of(self, start: int, end: int) -> KeptRows | None:
@@ -122,14 +141,16 @@ class KeptRows(NamedTuple):
 
 
 class SlotRows:
-    """The rows that the engine holds, by KV slot: ids [slots, L, K] in the id dtype, and what made each.
+    """The rows that the engine holds, by KV slot: ids [slots, L, K] in the id dtype, weights if asked for, and what made each.
 
     Provenance travels with the slot, because a prefix-cache hit returns rows of an older request (SGLang's own version
-    spans cover output tokens only). Host memory: the ids and 2 bytes per slot. One thread at a time: the scheduler's.
+    spans cover output tokens only). Host memory: the rows and 2 bytes per slot. One thread at a time: the scheduler's.
     """
 
-    def __init__(self, spec: RoutingSpec, *, slots: int) -> None:
-        self.spec, row_bytes = spec, spec.bytes_per_token
+    def __init__(self, spec: RoutingSpec, *, slots: int, weights: bool = False) -> None:
+        """`weights`: rows have the weight of each id, 16 bits, behind all ids."""
+        self.spec, self._weights_at = spec, weights_offset(spec) if weights else spec.bytes_per_token
+        self.row_bytes = row_bytes = self._weights_at + 2 * spec.num_moe_layers * spec.top_k * weights
         # By rows of bytes that begin with a line of the cache: most models' have whole ones, which are written past it.
         memory_N = np.zeros(slots * row_bytes + _LINE_BYTES, np.uint8)
         begin = -memory_N.ctypes.data % _LINE_BYTES
@@ -140,7 +161,7 @@ class SlotRows:
         # All that is compiled is compiled now, and not while a request waits.
         layer_digests(np.zeros((1, spec.num_moe_layers, spec.top_k), spec.id_dtype), first_row=0)
         compiled = kernels()
-        self._gather = compiled and compiled.gather_rows(item, row_bytes=row_bytes)
+        self._gather = compiled and compiled.gather_rows(item, row_bytes=spec.bytes_per_token)
         self._scatter = compiled and compiled.scatter_rows(row_bytes)
         self._makers: list[Maker] = [MISSING_MAKER]
         self._stamp_of: dict[Maker, int] = {MISSING_MAKER: 0}
@@ -150,8 +171,8 @@ class SlotRows:
         return self._ids_SN.nbytes + self._stamps_S.nbytes
 
     def write(self, slots_T: Ids, expert_ids_TLK: Ids, *, weight_version: int, kind: RowKind) -> None:
-        """Rows of one forward pass, in the id dtype; int64 slots. Both are contiguous."""
-        ids_TN = expert_ids_TLK.view(np.uint8).reshape(len(slots_T), self.spec.bytes_per_token)
+        """Rows of one forward pass, ids in the id dtype or whole rows as bytes; int64 slots. Both are contiguous."""
+        ids_TN = expert_ids_TLK.view(np.uint8).reshape(len(slots_T), self.row_bytes)
         self._put(slots_T, ids_TN, (weight_version, int(kind)))
 
     def put_back(self, slots_T: Ids, kept: KeptRows) -> None:
@@ -173,7 +194,7 @@ class SlotRows:
     def keep(self, slots_T: Ids, *, first_row: int) -> KeptRows:
         """A copy of a request's rows."""
         made = self.unfinished(slots_T, first_row=first_row, sample_key=0)
-        return KeptRows(first_row, made.bytes_TN, made.runs)
+        return KeptRows(first_row, self._ids_SN[slots_T], made.runs)
 
     def unfinished(
         self, slots_T: Ids, *, first_row: int, sample_key: int, kept: Sequence[KeptRows] = (), hashed: bool = False
@@ -187,12 +208,16 @@ class SlotRows:
             (first_row + start, first_row + end, *self._makers[stamp])
             for start, end, stamp in self._gathered(slots_T, made, hashed=hashed)
         ]
+        if self._weights_at < self.row_bytes:
+            made.weights_TN = self._ids_SN[slots_T, self._weights_at :]
         if kept:
             end, (versions_T, kinds_T) = first_row + made.rows, columns_of(made.runs)
             known = [run for each in kept if (part := each.of(first_row, end)) for run in part.known()]
             for at, (version, kind), ids_TN in known:
                 rows = slice(at.start - first_row, at.stop - first_row)
-                made.bytes_TN[rows], versions_T[rows], kinds_T[rows] = ids_TN, version, kind
+                versions_T[rows], kinds_T[rows] = version, kind
+                made.bytes_TN[rows] = ids_TN[:, : self.spec.bytes_per_token]
+                made.weights_TN[rows] = ids_TN[:, self._weights_at :]
                 made.kept_rows += len(ids_TN)
             made.runs, made.digests_L = spans_of(versions_T, kinds_T, first_row=first_row), None
         return made
@@ -213,7 +238,8 @@ class SlotRows:
         else:
             stamps_T = self._stamps_S.take(slots_T)
             # Without a mode it makes a copy first.
-            self._ids_SN.take(slots_T, axis=0, out=made.bytes_TN, mode="clip")
+            ids_SN = self._ids_SN[:, : self.spec.bytes_per_token]
+            ids_SN.take(slots_T, axis=0, out=made.bytes_TN, mode="clip")
             starts = np.flatnonzero(np.diff(stamps_T, prepend=-1)).tolist()
             stamps = stamps_T[starts].tolist()
         return zip(starts, [*starts[1:], made.rows], stamps, strict=False)
@@ -251,6 +277,8 @@ class UnfinishedFrame:
         """How many of the rows a retraction did not lose."""
         self.digests_L: Ids | None = None
         """Those of `ids_TLK`, where they are known."""
+        self.weights_TN: Ids = np.empty((rows, 0), np.uint8)
+        """[T, bytes of a row's weights], none where slots have none."""
         # Ids are gathered to where they stay; how long the head before them gets, only the gather finds out.
         payload = HEADER_BYTES + sections_size(rows, spans=_SPANS_IN_PLACE, layers=spec.num_moe_layers)
         self._buffer_N = np.empty(payload + rows * spec.bytes_per_token, np.uint8)

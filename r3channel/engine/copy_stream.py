@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from r3channel.engine.capture import KeptRows, LayerSelection, SlotRows, torch_id_dtype
+from r3channel.engine.capture import KeptRows, LayerSelection, SlotRows
 from r3channel.errors import DeadlineExceeded
 from r3channel.wire.routing import Ids, RowKind
 
@@ -163,7 +163,7 @@ class Pass:
     copies: PassCopies
     serial: int
     slots_T: Ids
-    ids_TLK: Ids
+    rows_TN: Ids
     """Both on the host, whole once `copied` has passed."""
     copied: Event
     weight_version: int
@@ -198,10 +198,10 @@ class PassCopies:
         self._rows, self._selection = rows, selection
         self._timed, self._counted = timed, counted
         self._streams = streams or (CudaStreams(device) if device.type == "cuda" else Streams())
-        self._row_bytes = rows.spec.bytes_per_token + _SLOT_BYTES
+        self._row_bytes = rows.row_bytes + _SLOT_BYTES
         largest = most_rows * self._row_bytes + _ALIGNMENT
         self._ring = Ring(max(ring_bytes or _LEAST_RING_BYTES, 2 * largest), device=device)
-        self._host_N, self._dtype = self._ring.host_N.numpy(), torch_id_dtype(rows.spec)
+        self._host_N = self._ring.host_N.numpy()
         self._passes = deque[Pass]()
         self._serial = self._come_to = 0
         self._read = torch.empty(0, dtype=torch.int32)
@@ -216,18 +216,18 @@ class PassCopies:
             self._wait_for(self._passes[0], until="room")
             self._write_oldest()
         device_N, host_N = self._ring.device_N[segment], self._ring.host_N[segment]
-        device_slots_T, device_ids_TLK = self._views(device_N, count, torch.int64, self._dtype)
+        device_slots_T, device_rows_TN = self._views(device_N, count, torch.int64)
         forward, copies = self._streams.forward(), self._streams.copies
 
         def narrow() -> None:
             device_slots_T.copy_(slots_T)
-            self._selection.narrow(expert_ids_TAK, out=device_ids_TLK)
+            self._selection.fill(device_rows_TN, expert_ids_TAK)
 
         forward.run(narrow)
         copies.wait(forward.record())
         copies.run(lambda: host_N.copy_(device_N, non_blocking=True))
         self._serial += 1
-        landed = self._views(self._host_N[segment], count, np.int64, self._rows.spec.id_dtype)
+        landed = self._views(self._host_N[segment], count, np.int64)
         made = Pass(self, self._serial, *landed, copies.record(), weight_version, kind, restored)
         self._passes.append(made)
         return made
@@ -256,11 +256,11 @@ class PassCopies:
         _wait(self._streams.reads.record(), what="slot numbers")
         return read_N.numpy()
 
-    def _views(self, segment_N: Any, count: int, slot: Any, expert: Any) -> tuple[Any, Any]:
-        """Slots and ids in a segment, a tensor or an array, whose views cost a fifth; `slot`, `expert`: their dtypes there."""
-        spec, middle = self._rows.spec, count * _SLOT_BYTES
-        ids_N = segment_N[middle : count * self._row_bytes].view(expert)
-        return segment_N[:middle].view(slot), ids_N.reshape(count, spec.num_moe_layers, spec.top_k)
+    def _views(self, segment_N: Any, count: int, slot: Any) -> tuple[Any, Any]:
+        """Slots and rows in a segment, a tensor or an array, whose views cost a fifth; `slot`: their dtype there."""
+        middle = count * _SLOT_BYTES
+        rows_N = segment_N[middle : count * self._row_bytes]
+        return segment_N[:middle].view(slot), rows_N.reshape(count, self._rows.row_bytes)
 
     def _wait_for(self, made: Pass, *, until: str) -> None:
         if not made.copied.query():
@@ -272,7 +272,7 @@ class PassCopies:
         try:
             with self._timed():
                 self._rows.write(
-                    made.slots_T, made.ids_TLK, weight_version=made.weight_version, kind=made.kind
+                    made.slots_T, made.rows_TN, weight_version=made.weight_version, kind=made.kind
                 )
                 for at, kept in made.restored:
                     self._rows.put_back(made.slots_T[at : at + len(kept.ids_TN)], kept)

@@ -43,7 +43,7 @@ class KeptStore:
 
     def keep(self, kept: Kept, slots_T: Ids, *, first_row: int) -> None:
         """Copy the rows of these slots, unless that exceeds the ceiling."""
-        nbytes = len(slots_T) * self._rows.spec.bytes_per_token
+        nbytes = len(slots_T) * self._rows.row_bytes
         if self.nbytes + nbytes > self._limit_bytes:
             self._counted("given_up", len(slots_T))
             return

@@ -11,11 +11,14 @@ from __future__ import annotations
 import inspect
 import logging
 import secrets
+import sys
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
 from sglang.srt import runtime_context
+from sglang.srt.layers.moe import topk as routing
 from sglang.srt.layers.moe.hash_topk import HashTopK
 from sglang.srt.layers.moe.topk import TopK, TopKOutputFormat
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -28,6 +31,7 @@ from r3channel.engine.capture import (
     LayerSelection,
     SlotRows,
     UnfinishedFrame,
+    paired,
     parse_weight_version,
 )
 from r3channel.engine.copy_stream import PassCopies, Restored
@@ -53,17 +57,19 @@ from r3channel.engine.sglang_hooks import (
     TOP_LOGPROBS,
     TRANSFERRED,
     UPDATES,
+    WEIGHTS,
     check_hooks,
     hooked,
     installed_version,
     matching_table,
 )
 from r3channel.engine.sglang_tensors import add_tensors, declare, keep_masks, refused_tensors, take_topk
+from r3channel.engine.token_tensors import KeptWeights
 from r3channel.errors import ConfigError, R3Error
 from r3channel.model.spec import RoutingSpec
 from r3channel.transport.process_group import nccl_version, torch_version
 from r3channel.wire.frame import sample_key
-from r3channel.wire.hello import Hello
+from r3channel.wire.hello import PROBE_PREFIX, Hello
 from r3channel.wire.routing import Ids, RowKind
 from r3channel.wire.token_tensors import tensors_of
 
@@ -75,6 +81,8 @@ _table = ""
 """Which table of `sglang_hooks.TABLES` this SGLang follows."""
 _runner: Any = None
 """The model runner whose passes are captured."""
+_PAST_WEIGHTS = {"capture_routed_experts_if_allowed", "build_precomputed_topk_output", "get_global_experts_capturer"}  # fmt: skip
+"""What a model imports to tell of its ids by itself."""
 _announced_version: str | None = None
 """The last version that a weight update named, where SGLang does not tell its scheduler of versions (0.5.15.post1)."""
 
@@ -91,6 +99,8 @@ def apply(config: EngineConfig) -> None:
     if config.token_tensors:
         HookRegistry.register(TOP_LOGPROBS[_has_bags()], take_topk, HookType.AROUND)
         HookRegistry.register(STREAM, add_tensors, HookType.BEFORE)
+        if "combine_weights" in config.token_tensors:
+            HookRegistry.register(WEIGHTS, note_weights, HookType.BEFORE)
         if _has_bags():
             HookRegistry.register(MASKS, keep_masks, HookType.AROUND)
     if not _has_bags():
@@ -167,6 +177,11 @@ def _replica() -> int:
 class FrameCapturer(RoutedExpertsCapturer):
     """SGLang's capturer with narrow staging; `take_unfinished` has the rows of the last `get_topk`."""
 
+    weighs = False
+    """Whether ids are captured in pairs with their weights."""
+    weights: torch.Tensor | None = None
+    """Those of the ids that come next; a router that draft models have may leave some."""
+
     @staticmethod
     def create(**kwargs: Any) -> RoutedExpertsCapturer | None:
         # Not by name: REPLACE has bound SGLang's name to this class, here too. For the same reason SGLang's create builds this.
@@ -183,6 +198,8 @@ class FrameCapturer(RoutedExpertsCapturer):
             self.host_cache.destroy()
         self.host_cache: Any = None
         self.spec = engine_spec(model_config)
+        tensors = tensors_of(_config.token_tensors, self.spec)
+        self.weighs = any(tensor.made_by == "router_weights" for tensor in tensors)
         self._version = (weight_version(), parse_weight_version(weight_version()))
         self._unfinished: UnfinishedFrame | None = None
         self.request: Any = None
@@ -193,9 +210,9 @@ class FrameCapturer(RoutedExpertsCapturer):
             return
         hello = engine_hello(self.spec, context=getattr(model_config, "context_len", None) or 0)
         self.outlet = outlet = Outlet(_config, hello, replica=_replica())
-        declare(tensors_of(_config.token_tensors))
+        declare(tensors)
         outlet.metrics.watch("r3channel_weight_version", lambda: parse_weight_version(weight_version()))
-        self.rows = SlotRows(self.spec, slots=num_tokens)
+        self.rows = SlotRows(self.spec, slots=num_tokens, weights=self.weighs)
         log.info("r3channel: %.2f GB of host memory for %d rows", self.rows.nbytes / 1e9, num_tokens)
         self.kept = KeptStore(
             self.rows,
@@ -216,6 +233,15 @@ class FrameCapturer(RoutedExpertsCapturer):
     def destroy(self) -> None:
         if self.outlet is not None:
             self.outlet.close()
+
+    def capture(self, layer_id: int, topk_indices: torch.Tensor) -> None:
+        """As SGLang's: a pair takes the place of an id in its buffer, and on the way there between ranks."""
+        if self.weighs:
+            weights, self.weights = self.weights, None
+            if weights is None:
+                raise R3Error(f"layer {layer_id} routes past {WEIGHTS}, where combine_weights are seen")
+            topk_indices = paired(topk_indices, weights)
+        super().capture(layer_id, topk_indices)
 
     def on_forward_end(
         self,
@@ -341,6 +367,13 @@ def _restored(batch: Any) -> Iterator[Restored]:
         at += count
 
 
+def note_weights(topk_ids: Any, topk_weights: torch.Tensor, *_rest: Any, **_more: Any) -> None:
+    """BEFORE `_post_process_topk_ids`, which captures the ids as its first step."""
+    del topk_ids
+    if isinstance(capturer := get_global_experts_capturer(), FrameCapturer):
+        capturer.weights = topk_weights
+
+
 def keep_rows(*_args: Any, req: Any, req_to_token_pool: Any, **_more: Any) -> None:
     """BEFORE `release_req`, through which each retraction goes: of a full pool, of a pause, of a higher priority."""
     capturer = get_global_experts_capturer()
@@ -401,7 +434,10 @@ def collect_frame(original: Callable[..., None], processor: Any, req: Any) -> No
         capturer.request = req
         with capturer.outlet.stage("frame"):
             original(processor, req)
-            reply = capturer.outlet.reply(capturer.take_unfinished(), request_id=request_id)
+            unfinished = capturer.take_unfinished()
+            if capturer.weighs and not request_id.startswith(PROBE_PREFIX):
+                req.r3channel_weights = KeptWeights(unfinished)
+            reply = capturer.outlet.reply(unfinished, request_id=request_id)
         req.r3channel_kept = None
     except Exception as error:
         log.exception("r3channel: no frame for request %s", request_id)
@@ -434,6 +470,7 @@ def engine_hello(spec: RoutingSpec, *, context: int) -> Hello:
         codec=_config.codec,
         allowed=tuple(sorted(_config.allowed)),
         unread=tuple(unread(asked_for())),
+        weighing=_weighing(_runner.model) if "combine_weights" in _config.token_tensors else (),
         torch=torch_version(),
         nccl=nccl_version(),
         context=context,
@@ -456,13 +493,32 @@ def refuse_engine(runner: Any) -> None:
     found = [*refusals(values, spec=engine_spec(runner.model_config), routers=_routers(runner.model))]
     found += () if _tells_graphs_in_tokens(runner) else refused_chains(values)
     if tensors := tensors_of(_config.token_tensors):
-        found += refused_tensors(values, tensors, vocabulary=runner.model_config.vocab_size)
+        vocabulary, past = runner.model_config.vocab_size, _past_weights(runner.model)
+        found += refused_tensors(values, tensors, vocabulary=vocabulary, past=past)
     refuse([*found, *refused_unread(unread(asked_for()))], allowed=_config.allowed)
 
 
 def _tells_graphs_in_tokens(runner: Any) -> bool:
     """Whether a capturer is told a graph's size in tokens, as in slime's image, and not in requests."""
     return "num_tokens_per_bs" in inspect.unwrap(type(runner).forward).__code__.co_consts
+
+
+def _past_weights(model: Any) -> list[str]:
+    """Sources of the model that tell the capturer of ids by themselves, past the hook that sees their weights."""
+    names, ways = {type(module).__module__ for module in model.modules()} - {routing.__name__}, _PAST_WEIGHTS
+    return sorted(name for name in names if ways.intersection(vars(sys.modules[name])))
+
+
+def _weighing(model: Any) -> tuple[str, ...]:
+    """How its routers make the weights that they hand on, each way once."""
+    applied = attrgetter("apply_routed_scaling_factor_on_output")  # not all of it: ROCm (0.5.23)
+    applied = getattr(routing, "is_routed_scaling_factor_fused_in_topk", applied)
+    ways = {
+        f"scoring={getattr(c.custom_routing_function, '__name__', c.scoring_func)} renormalize={c.renormalize} "
+        f"scaling={c.routed_scaling_factor or 1.0} applied={applied(c)} dtype=float16"
+        for c in (module.topk_config for module in model.modules() if isinstance(module, TopK))
+    }
+    return tuple(sorted(ways))
 
 
 def _routers(model: Any) -> Iterator[Router]:

@@ -29,6 +29,7 @@ MASKS = (
     f"{_SRT}.managers.scheduler_components.batch_result_processor"
     ".SchedulerBatchResultProcessor.add_sampling_mask_return_values"
 )
+WEIGHTS = f"{_SRT}.layers.moe.topk._post_process_topk_ids"
 STREAM = f"{_SRT}.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"
 TOP_LOGPROBS = (
     f"{_SRT}.layers.utils.logprob.get_top_logprobs",

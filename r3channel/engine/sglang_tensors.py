@@ -103,12 +103,13 @@ def _append(req: Any) -> None:
     kept = {
         "top_logprobs": getattr(req, "r3channel_topk", None),
         "mask_rows": getattr(req, "sampling_mask_rows", None),
+        "router_weights": getattr(req, "r3channel_weights", None),
     }
     if all(own is None for own in kept.values()):
         return  # it asked for none
     frames = [_frame(tensor, kept[tensor.made_by], req) for tensor in _declared]
-    tail = bytearray().join(frames)  # torch wants memory that may be written
-    req.routed_experts = torch.cat([req.routed_experts, torch.frombuffer(tail, dtype=torch.uint8)])
+    reply = bytearray().join([req.routed_experts.numpy(), *frames])  # torch wants memory that may be written
+    req.routed_experts = torch.frombuffer(reply, dtype=torch.uint8)
 
 
 def _frame(tensor: TokenTensor, kept: Any, req: Any) -> bytes:
@@ -141,9 +142,10 @@ def _filters(req: Any) -> Iterator[str]:
 
 
 def refused_tensors(
-    values: dict[str, Any], tensors: Sequence[TokenTensor], *, vocabulary: int
+    values: dict[str, Any], tensors: Sequence[TokenTensor], *, vocabulary: int, past: Sequence[str] = ()
 ) -> Iterator[tuple[str, str]]:
-    """Where the tensors could not follow their frames, or would not be what they are declared to be."""
+    """Where the tensors could not follow their frames, or would not be what they are declared to be. `past`:
+    sources of the model that tell the capturer of ids past the hook that sees their weights."""
     made, most = (
         {tensor.made_by: tensor.name for tensor in tensors},
         values.get("sampling_mask_max_tokens", 0),
@@ -153,6 +155,8 @@ def refused_tensors(
         values["speculative_algorithm"],
         made.get("top_logprobs"),
     )
+    weights = made.get("router_weights")
+    past = [*past, *["hardware_backend.npu"] * (values.get("device") == "npu")]
     scaled = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() not in ("1", "true", "yes")
     faults = {
         f"token tensors {[tensor.name for tensor in tensors]} with --disaggregation-mode {mode}; expected null": mode != "null",
@@ -160,5 +164,6 @@ def refused_tensors(
         f"{topk} with --speculative-algorithm {drafts}; expected none": topk and drafts not in (None, "NONE"),
         f"{topk} of {vocabulary} tokens; expected at most {TOPK_VOCABULARY}": topk and vocabulary > TOPK_VOCABULARY,
         f"{topk} with SGLANG_RETURN_ORIGINAL_LOGPROB: they are not of what sampled; unset it": topk and not scaled,
+        f"{weights}: {', '.join(past)} routes past SGLang's _post_process_topk_ids, where weights are seen": weights and past,
     }  # fmt: skip
     return (("", fault) for fault, there in faults.items() if there)

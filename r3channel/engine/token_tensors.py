@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from r3channel.engine.capture import UnfinishedFrame
 from r3channel.errors import RoutingError
 from r3channel.wire.frame import sample_key
+from r3channel.wire.routing import RowKind, columns_of
 from r3channel.wire.tensor_frame import TensorRows, encode_tensor
 from r3channel.wire.token_tensors import TokenTensor, Values
 
@@ -98,6 +100,21 @@ class KeptTopk:
         return np.ones(len(entries_N), np.uint16), entries_N
 
 
+class KeptWeights:
+    """The weights of a request's rows, gathered with its ids; a row that no pass has made has none."""
+
+    def __init__(self, unfinished: UnfinishedFrame) -> None:
+        self.first_row = unfinished.first_row
+        self._there_T = columns_of(unfinished.runs)[1] != int(RowKind.MISSING)
+        self._weights_TN = unfinished.weights_TN
+
+    def entries(self, tensor: TokenTensor, new_tokens: int) -> tuple[Values, Values]:
+        """As those of masks, for prompts too."""
+        del new_tokens
+        there_T, weights_T = self._there_T, self._weights_TN.view(tensor.entry)[:, 0]
+        return there_T.astype(np.uint16), weights_T if there_T.all() else weights_T[there_T]
+
+
 def pack_topk(logprobs_BV: torch.Tensor, tensor: TokenTensor) -> torch.Tensor:
     """[B, bytes of an entry] uint8 on the same device, in the layout of `tensor.entry`; likeliest first. Nothing waits."""
     k, dtype = tensor.entry["low"].shape[0], torch.from_numpy(np.empty(0, tensor.entry["logprob"].base)).dtype
@@ -111,15 +128,16 @@ def pack_topk(logprobs_BV: torch.Tensor, tensor: TokenTensor) -> torch.Tensor:
 
 def tensor_frame(
     tensor: TokenTensor,
-    kept: KeptMasks | KeptTopk | None,
+    kept: KeptMasks | KeptTopk | KeptWeights | None,
     *,
     prompt_tokens: int,
     new_tokens: int,
     request_id: str,
 ) -> bytes:
-    """The frame of a finished request; its first row belongs to the logits at the prompt's last token. RoutingError where the
-    request did not ask for the tensor."""
+    """The frame of a finished request; its first row belongs to the logits at the prompt's last token, that of weights to its
+    ids'. RoutingError where the request did not ask for the tensor."""
     if kept is None:
         raise RoutingError(f"the request has no {tensor.name}: it set no {tensor.asked_by}")
     lengths_T, entries_N = kept.entries(tensor, new_tokens)
-    return encode_tensor(TensorRows(tensor, prompt_tokens - 1, lengths_T, entries_N, sample_key(request_id)))
+    first_row = kept.first_row if isinstance(kept, KeptWeights) else prompt_tokens - 1
+    return encode_tensor(TensorRows(tensor, first_row, lengths_T, entries_N, sample_key(request_id)))

@@ -19,6 +19,7 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment, names_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import Plan, Shard, plan_shards
+from r3channel.plan.token_tensors import tensors_in
 from r3channel.wire.token_tensors import TokenTensor
 
 _INT32 = 4
@@ -140,9 +141,11 @@ def add_up(plan: Plan, *, machines: Machines, tensors: Sequence[TokenTensor] = (
     per_dp = [sum(sum(batch.tokens) for batch in rank) for rank in plan.microbatches]
     padded = [sum(batch.rows for batch in rank) for rank in plan.microbatches]
     rows = sum(plan.lengths) - len(plan.lengths)
-    beside = {tensor.name: tensor.bytes_per_token for tensor in tensors}
+    whole = [tensor.shaped(spec.num_moe_layers, spec.top_k) for tensor in tensors]
+    beside = {tensor.name: tensor.bytes_per_token for tensor in whole}
     came = [
-        [one.bytes_per_token for one in tensors if one.reaches(shard.pp, layout.pp)] for shard in plan.shards
+        [tensor.bytes_per_token for tensor in tensors_in(shard, tensors, stages=layout.pp)]
+        for shard in plan.shards
     ]
     tensor_bytes = [_rows_of(shard) * sum(each) for shard, each in zip(plan.shards, came, strict=True)]
     received = [_received(shard) + more for shard, more in zip(plan.shards, tensor_bytes, strict=True)]

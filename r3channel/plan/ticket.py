@@ -226,7 +226,7 @@ class Ticket:
     @cached_property
     def tensors(self) -> tuple[TokenTensor, ...]:
         """The declarations of `token_tensors`. Raises ConfigError."""
-        return tensors_of(self.token_tensors)
+        return tensors_of(self.token_tensors, self.spec)
 
     @property
     def identity(self) -> tuple[str, int, int]:

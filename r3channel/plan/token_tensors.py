@@ -6,8 +6,9 @@ values         the entries, row after row
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -18,23 +19,40 @@ from r3channel.wire.token_tensors import TokenTensor
 
 
 def brought(ticket: Ticket, shard: Shard) -> tuple[TokenTensor, ...]:
-    """The tensors that come to this receiver with its rows, in order."""
-    return tuple(tensor for tensor in ticket.tensors if tensor.reaches(shard.pp, ticket.layout.pp))
+    """The tensors that come to this receiver with its rows, in order, with its layers."""
+    return tuple(tensors_in(shard, ticket.tensors, stages=ticket.layout.pp))
+
+
+def tensors_in(shard: Shard, tensors: Iterable[TokenTensor], *, stages: int) -> Iterator[TokenTensor]:
+    """Those of these tensors that come to a shard, as its layers have them."""
+    for tensor in tensors:
+        if tensor.reaches(shard.pp, stages) and (shard.layers or not tensor.by_layer):
+            yield tensor.shaped(len(shard.layers), shard.spec.top_k)
 
 
 def cut_tensor(shard: Shard, tensor: TokenTensor, rows: Mapping[str, Sequence[TensorRows]]) -> bytes:
-    """The bytes for one receiver, of the rows of each sample's turns."""
-    lengths, entries = list[bytes](), list[bytes]()
+    """The bytes for one receiver, of the rows of each sample's turns. `tensor` is as `brought` has it, `rows` have all layers."""
+    lengths, entries = list[Any](), list[Any]()
     for number, batch in enumerate(shard.microbatches):
         turns = [rows.get(name, ()) for name in batch.sample_ids]
-        pool_N = entries_of(tensor, [turn for of_sample in turns for turn in of_sample])
+        pool_N = entries_of(tensor, [_own_layers(shard, turn) for of_sample in turns for turn in of_sample])
         counts = [row_lengths(*each) for each in zip(turns, batch.tokens, strict=True)]
         whole_N = np.concatenate(counts)
         begins = np.split(np.cumsum(whole_N) - whole_N, np.cumsum(batch.tokens)[:-1])
         length_M, begin_M = (shard.lay_out(number, each).ravel() for each in (counts, begins))
-        lengths.append(length_M.astype("<u2").tobytes())
-        entries.append(pool_N[_ranges(begin_M, length_M)].tobytes())
+        lengths.append(length_M.astype("<u2"))
+        entries.append(pool_N.take(_ranges(begin_M, length_M)))
     return b"".join([*lengths, *entries])
+
+
+def _own_layers(shard: Shard, turn: TensorRows) -> TensorRows:
+    """With the layers that the shard's routers replay, where entries have layers."""
+    if not turn.tensor.by_layer or shard.sources == (*range(shard.spec.num_moe_layers),):
+        return turn
+    own_N = np.empty(len(turn.entries_N), turn.tensor.shaped(len(shard.sources), shard.spec.top_k).entry)
+    for name in own_N.dtype.names or ():
+        own_N[name] = turn.entries_N[name].take(shard.sources, axis=1)
+    return turn._replace(entries_N=own_N)
 
 
 def length_bytes(shard: Shard) -> int:
@@ -61,6 +79,31 @@ def read_tensor(shard: Shard, tensor: TokenTensor, data_N: Numbers) -> Iterator[
     for first, last in pairwise(accumulate(sizes, initial=0)):
         own = offsets_N[first : last + 1]
         yield own - own[0], entries_N[own[0] : own[-1]]
+
+
+def slot_bytes(shard: Shard, tensor: TokenTensor, data_N: Numbers) -> list[Numbers]:
+    """The bytes that each TP slot keeps of what came: of a tensor that goes by layer its own rows, as its routers see them, zeros
+    where a row is not there; of others all. ValueError as `read_tensor`."""
+    if not tensor.by_layer:
+        return [data_N] * shard.tp_slots
+    slots = [np.empty((shard.tp_slots, 0), tensor.entry)]
+    for batch, (offsets, entries_N) in zip(
+        shard.microbatches, read_tensor(shard, tensor, data_N), strict=True
+    ):
+        rows_N = np.zeros(len(offsets) - 1, tensor.entry)
+        rows_N[np.diff(offsets) > 0] = entries_N
+        slots.append(rows_N.reshape(batch.width, -1).T.reshape(shard.tp_slots, -1))
+    return list(np.concatenate(slots, axis=1).view(np.uint8))
+
+
+def read_slot(shard: Shard, tensor: TokenTensor, data_N: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
+    """As `read_tensor`, from what `slot_bytes` has for a slot."""
+    if not tensor.by_layer:
+        yield from read_tensor(shard, tensor, data_N)
+        return
+    ends = accumulate(map(shard.slot_rows, range(len(shard.microbatches))), initial=0)
+    for first, last in pairwise(ends):
+        yield np.arange(last - first + 1), np.frombuffer(data_N, tensor.entry)[first:last]
 
 
 def _ranges(begin_M: Numbers, length_M: Numbers) -> Numbers:

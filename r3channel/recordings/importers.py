@@ -154,7 +154,7 @@ def _step(arrays: dict[str, Any], layout: TrainerLayout | None) -> RecordedStep:
     if len(set(names)) < len(names) or not 0 <= int(arrays["step"]) < 1 << 62:
         raise ValueError(f"step {arrays['step']}, samples {names[:5]}; expected each name once")
     arrays.setdefault("token_ids", np.full(total, -1))
-    tensors = tensors_of([str(option) for option in arrays.get("token_tensors", ())])
+    tensors = tensors_of([str(option) for option in arrays.get("token_tensors", ())], spec)
     whole = [_rows_of(arrays, tensor, rows=counts[0]) for tensor in tensors]
     samples, frames, tokens, at = {}, dict[str, list[bytes]](), dict[str, Ids](), 0
     beside = dict[str, list[bytes]]()

@@ -109,7 +109,7 @@ class RecordedStep:
         """What each turn of a sample brings of a tensor. Raises FrameError, and RoutingMissing where a turn has none."""
         tensors, where = self.ticket.tensors, f"recording, sample {sample_id}"
         turns = [parse_tensors(data, tensors, where=where) for data in self.tensors.get(sample_id, ())]
-        return [turn[tensors.index(tensor)] for turn in turns]
+        return [rows for turn in turns for rows in turn if rows.tensor.name == tensor.name]
 
     def tensor_whole(self, tensor: TokenTensor, sample_id: str) -> TensorRows:
         """The same, as if the sample had one turn from its first token on; a row that no turn brought is empty."""

@@ -61,7 +61,7 @@ class Intake:
         """Guards the table and the steps, and is notified of every event."""
         self.entries, self.engines = SampleTable(), EngineRegistry(spec, pages=metrics.others)
         self._store = Store(config.store_bytes)
-        self._tensors = tensors_of(config.token_tensors)
+        self._tensors = tensors_of(config.token_tensors, spec)
         self._journal = Journal(config.journal) if config.journal else None
         self.verifier = FrameVerifier(
             spec=spec, store=self._store, journal=self._journal, clock=clock, invalid_rows=config.invalid_rows

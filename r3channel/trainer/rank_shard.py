@@ -11,7 +11,7 @@ import torch
 from r3channel.errors import RowsInvalid, UsageError
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
-from r3channel.plan.token_tensors import brought, read_tensor
+from r3channel.plan.token_tensors import brought, read_slot, slot_bytes
 from r3channel.trainer.router_digests import RouterDigestCheck, uploaded
 from r3channel.trainer.staleness import UNKNOWN, Staleness
 from r3channel.wire.routing import Ids
@@ -25,8 +25,8 @@ class RankShard:
     `data_N` is uint8 with `shard.slot_bytes` bytes: this TP rank's part, `[micro-batch][layer][row][k]`. It may be reused
     once the step is over. `digests_SL` [sample of the DP rank, layer]: what its rows must have. `invalid_rows` is the policy for
     rows without engine routing: `error`, `live` (the live router chooses for them) or `mask` (it does, and `loss_mask` takes
-    those tokens out of the loss). `tensors`: by name what came beside the ids, as it travels (`plan.token_tensors`), in host
-    memory.
+    those tokens out of the loss). `tensors`: by name this TP rank's part of what came beside the ids
+    (`plan.token_tensors.slot_bytes`), in host memory.
 
     Raises:
         RowsInvalid: the ticket names such rows and the policy is `error`.
@@ -51,7 +51,7 @@ class RankShard:
         self._loss_mask_read = False
         self._live, self._counted, self._padding = dict[int, Any](), dict[int, Any](), dict[int, Any]()
         self._tensors = {
-            tensor: list(read_tensor(shard, tensor, np.asarray(tensors[tensor.name])))
+            tensor: list(read_slot(shard, tensor, np.asarray(tensors[tensor.name])))
             for tensor in brought(ticket, shard)
             if tensors is not None
         }
@@ -60,8 +60,12 @@ class RankShard:
     def from_whole(
         cls, ticket: Ticket, shard: Shard, data_N: torch.Tensor, *, tp: int, **options: Any
     ) -> RankShard:
-        """This rank's shard out of the bytes of all TP slots (a recording, or a shard that was not scattered)."""
-        slot = tp if shard.tp_slots > 1 else 0
+        """This rank's shard out of the bytes of all TP slots (a recording, or a shard that was not scattered); `tensors` are as
+        they travel."""
+        slot, came = tp if shard.tp_slots > 1 else 0, options.get("tensors")
+        if came is not None:
+            own = brought(ticket, shard)
+            options["tensors"] = {one.name: slot_bytes(shard, one, came[one.name])[slot] for one in own}
         parts = [parts[slot] for parts in slot_parts(shard, data_N)]
         return cls(ticket, shard, torch.cat(parts) if parts else data_N[:0], tp=tp, **options)
 
@@ -135,8 +139,9 @@ class RankShard:
         `sampling_masks`, `sampling_support`: rows of a CSR matrix, (offsets [b x s / cp + 1] int64, token ids int32[, log-probs
         float32]): token i of the flattened model input has the entries `offsets[i]` to `offsets[i + 1]`. `topk_logprobs`: (token
         ids [b, s / cp, k] int32, log-probs [b, s / cp, k], the other tokens' mass [b, s / cp] float32), likeliest first; id -1,
-        log-prob and mass 0 where no token was made: prompts, last tokens, padding. UsageError where the step has no such tensor,
-        or it does not come to this pipeline stage.
+        log-prob and mass 0 where no token was made: prompts, last tokens, padding. `combine_weights`: (float16 [layers, rows,
+        K],) of this TP rank's routers, in the order of `shard.layers` and of `layer_ids`; 0 where no engine row is. UsageError
+        where the step has no such tensor, or it does not come to this pipeline stage.
         """
         tensor = next((one for one in self._tensors if one.name == name), None)
         if tensor is None:
@@ -147,7 +152,9 @@ class RankShard:
             )
         offsets, entries_N = self._tensors[tensor][microbatch]
         values = tensor.values(entries_N)
-        if tensor.dense:
+        if tensor.by_layer:
+            values = tuple(np.ascontiguousarray(value.swapaxes(0, 1)) for value in values)
+        elif tensor.dense:
             there, shape = np.diff(offsets) > 0, self.shard.token_map(microbatch)[0].shape
             values = tuple(_spread(value, there, shape) for value in values)
         else:

@@ -25,7 +25,7 @@ from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.placement import warm
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
-from r3channel.plan.token_tensors import brought
+from r3channel.plan.token_tensors import brought, slot_bytes
 from r3channel.trainer.rank_shard import RankShard, slot_parts
 from r3channel.trainer.relay_connection import Control, RelayConnection
 from r3channel.trainer.shard_buffer import ShardBuffer
@@ -132,6 +132,7 @@ class Receiver:
         """
         where = f"step {ticket.step}, {self._coords}"
         landed, whole_N, part_N, failure, shard = None, None, None, None, None
+        beside: list[tuple[TokenTensor, list[Any]]] = []
         digests: list[torch.Tensor] = []
         with ExitStack() as slot:
             try:
@@ -143,6 +144,10 @@ class Receiver:
                 whole_N = None if landed is None else self._to_device(landed[1])
                 part_N = self._part(shard, whole_N)  # memory that is not to be had is a failure too
                 digests = self._digests(shard, landed[0] if landed else None)
+                beside = [
+                    (tensor, slot_bytes(shard, tensor, landed[0].tensors[tensor.name]) if landed else [])
+                    for tensor in brought(ticket, shard)
+                ]
             except Exception as error:  # whatever it is: the other ranks of the group must learn it
                 failure = error
             try:
@@ -155,8 +160,7 @@ class Receiver:
             with self.clock.span("rebroadcast", step=ticket.step):
                 digests_N = self._hand_on(shard, whole_N, part_N, digests)
                 tensors = {
-                    tensor.name: self._hand_on_tensor(tensor, ticket, landed[0] if landed else None)
-                    for tensor in brought(ticket, shard)
+                    tensor.name: self._hand_on_tensor(tensor, ticket, parts) for tensor, parts in beside
                 }
         self._last, self._ahead = ticket.identity, None
         self._turn = (self._turn + 1) % (1 + self._stays)
@@ -310,25 +314,27 @@ class Receiver:
         self._fanout.scatter(None if whole_N is None else digests, own_N)
         return own_N
 
-    def _hand_on_tensor(
-        self, tensor: TokenTensor, ticket: Ticket, landed: ShardBuffer | None
-    ) -> torch.Tensor:
-        """The tensor on every rank of the TP group, as bytes in host memory."""
-        came_N = None if landed is None else torch.from_numpy(landed.tensors[tensor.name])
-        size = torch.tensor([0 if came_N is None else len(came_N)], device=self._device)
+    def _hand_on_tensor(self, tensor: TokenTensor, ticket: Ticket, parts: list[Any]) -> torch.Tensor:
+        """Its part of the tensor on every rank of the TP group, as bytes in host memory; `parts` are TP0's, one for each slot."""
+        size = torch.tensor([len(parts[0]) if parts else 0], device=self._device)
         self._fanout.rebroadcast(size.view(torch.uint8))
-        data_N, failure = torch.empty(0), None
+        data_N, slots, failure = torch.empty(0), list[torch.Tensor](), None
+        scatters = tensor.by_layer and self._layout.tp_slots > 1
         try:
             data_N = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-            if came_N is not None:
-                data_N.copy_(came_N)
+            slots = [torch.from_numpy(part).to(self._device) for part in parts if scatters]
+            if parts and not scatters:
+                data_N.copy_(torch.from_numpy(parts[0]))
         except Exception as error:  # as before the rows: the other ranks of the group must learn it
             failure = error
         try:
             self._fanout.vote(failure, what=f"step {ticket.step}, {self._coords}: {tensor.name}")
         finally:
             failure = None
-        self._fanout.rebroadcast(data_N)
+        if scatters:
+            self._fanout.scatter(slots or None, data_N)
+        else:
+            self._fanout.rebroadcast(data_N)
         return data_N.cpu()
 
     def _to_device(self, whole_N: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ HELLO_MAGIC = b"R3H\x01"
 PROBE_PREFIX = "r3channel-probe-"
 MAX_HELLO_BYTES = 16384
 _HEAD = struct.Struct("<4sI")
-_LATER: dict[str, Any] = dict.fromkeys(("torch", "nccl", "page"), "") | {"unread": ()}
+_LATER: dict[str, Any] = dict.fromkeys(("torch", "nccl", "page"), "") | {"unread": (), "weighing": ()}
 _LATER |= dict.fromkeys(("context", "kept_bytes", "replica"), 0)
 """Fields that an older engine does not send."""
 _KINDS: dict[type, tuple[str, ...]] = {int: ("boot_id", "spec_digest", "context", "kept_bytes", "replica")}
@@ -53,6 +53,8 @@ class Hello:
     """Refusals that its operator has overridden."""
     unread: tuple[str, ...] = ()
     """Settings of its own that were neither tested nor read."""
+    weighing: tuple[str, ...] = ()
+    """How its routers make `combine_weights`: scoring, renormalised or not, the factor and whether it is applied."""
     torch: str = ""
     nccl: str = ""
     """For the handshake of the weights; empty where the engine's r3channel is older, or its torch has no NCCL."""
@@ -93,7 +95,7 @@ class Hello:
                     raise TypeError(f"{name} is a {type(found[name]).__name__}")
             if not (0 <= found["boot_id"] < 1 << 64 and 0 <= found["context"] < 1 << 32):
                 raise ValueError(f"boot_id is {found['boot_id']}, context {found['context']}")
-            for name in ("hooks", "allowed", "unread"):
+            for name in ("hooks", "allowed", "unread", "weighing"):
                 found[name] = tuple(str(item) for item in found[name])
             for name in ("sglang", "r3channel", "delivery", "codec", "torch", "nccl"):
                 found[name] = str(found[name])

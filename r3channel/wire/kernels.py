@@ -308,6 +308,7 @@ def gather_rows(item_bytes: int, *, row_bytes: int) -> Any:
 
     Returns how many runs of equal stamps the rows have. IndexError for a slot that there is not.
 
+    bytes_SN        rows of slots; what lies in them behind the first `row_bytes` stays
     coefficients_T  those of `wire.digest`; of no rows where no digest is asked for
     words_W         as in `row_sums`
     runs_T2         of each run: its first row, its stamp
@@ -332,7 +333,7 @@ def gather_rows(item_bytes: int, *, row_bytes: int) -> Any:
                 if runs == 0 or runs_T2[runs - 1, 1] != stamps_S[slot]:
                     runs_T2[runs, 0], runs_T2[runs, 1] = row, stamps_S[slot]
                     runs += 1
-                _copy(target + row * row_bytes, source + slot * row_bytes, row_bytes, False)
+                _copy(target + row * row_bytes, source + slot * bytes_SN.shape[1], row_bytes, False)
             _add_rows(items_N[first * items : end * items], coefficients_T[first:end], sums_C)
         _add_up(sums_C, coefficients_T, multipliers_I, words_W[:layers])
         return runs

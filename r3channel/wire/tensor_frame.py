@@ -79,11 +79,11 @@ def encode_tensor(rows: TensorRows) -> bytes:
             f"{name}: a row of {lengths_T.max()} entries, expected at most {MOST_ENTRIES}; ask for "
             f"less: {rows.tensor.asked_by}"
         )
-    values = np.ascontiguousarray(rows.entries_N, rows.tensor.entry).tobytes()
-    sections = values + np.ascontiguousarray(lengths_T, "<u2").tobytes()
+    values_N = np.ascontiguousarray(rows.entries_N, rows.tensor.entry)
+    sections = b"".join([values_N, np.ascontiguousarray(lengths_T, "<u2")])
     header = Header(
         kind=rows.tensor.kind, spec_digest=rows.tensor.digest, rows=len(lengths_T), first_row=rows.first_row,
-        sections_bytes=len(sections), raw_bytes=len(values), sample_key=rows.sample_key,
+        sections_bytes=len(sections), raw_bytes=values_N.nbytes, sample_key=rows.sample_key,
     )  # fmt: skip
     return assemble(header[:-2], sections)
 

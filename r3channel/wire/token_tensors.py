@@ -7,13 +7,14 @@ A row has any number of entries, of one numpy dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from r3channel.errors import ConfigError
+from r3channel.model.spec import RoutingSpec
 from r3channel.observe.metric_table import LABELS
 
 KIND_EXPERT_IDS, KIND_ERROR = 1, 255
@@ -50,9 +51,11 @@ class TokenTensor:
     asked_by: str
     """What makes an engine return it, told where a reply has none."""
     made_by: str = ""
-    """What of an engine's it is made from: `mask_rows`, `top_logprobs`."""
+    """What of an engine's it is made from: `mask_rows`, `top_logprobs`, `router_weights`."""
     dense: bool = False
     """Whether a row has one entry, if it is there."""
+    by_layer: bool = False
+    """Whether the row of a token goes with its expert ids: a value for each of them, [layers, K]. Prompts have rows too."""
     entries: int = 1
     """Entries that a row has on average: what a plan reckons with."""
     chosen: str = ""
@@ -75,6 +78,13 @@ class TokenTensor:
     def bytes_per_token(self) -> int:
         """About; of a token that has a row."""
         return self.entry.itemsize * self.entries + LENGTH_BYTES
+
+    def shaped(self, layers: int, top_k: int) -> TokenTensor:
+        """As routers of so many layers have it."""
+        if not self.by_layer:
+            return self
+        fields = [(name, self.entry[name].base, (layers, top_k)) for name in self.entry.names or ()]
+        return replace(self, entry=np.dtype(fields))
 
     def reaches(self, pp: int, stages: int) -> bool:
         """Whether pipeline stage `pp` of so many gets it."""
@@ -109,8 +119,16 @@ def _topk_logprobs(k: str = "128", dtype: str = "float16") -> TokenTensor:
     return TokenTensor(f"topk_logprobs:{count}:{dtype}", 5, entry, asked_by, **made)
 
 
+def _combine_weights() -> TokenTensor:
+    """What a router weighs its choices with, as it hands them to the experts."""
+    made: dict[str, Any] = {"made_by": "router_weights", "dense": True, "by_layer": True, "stage": "every"}
+    entry = np.dtype([("weight", "<f2")])
+    return TokenTensor("combine_weights", 6, entry, "return_routed_experts", **made)
+
+
 REGISTRY: dict[str, Callable[..., TokenTensor]] = {
     "sampling_masks": _sampling_masks, "sampling_support": _sampling_support, "topk_logprobs": _topk_logprobs,
+    "combine_weights": _combine_weights,
 }  # fmt: skip
 """Name -> what declares the tensor, given its parameters."""
 LABELS["tensor"] = tuple(REGISTRY)
@@ -122,9 +140,9 @@ def kind_names() -> dict[int, str]:
     return {KIND_EXPERT_IDS: "expert_ids", KIND_ERROR: "error"} | {t.kind: t.name for t in tensors}
 
 
-def tensors_of(options: str | Iterable[str]) -> tuple[TokenTensor, ...]:
-    """The tensors that an option names, with commas; frames lie in this order. Raises ConfigError for an unknown name or
-    parameter, and for a name that comes twice."""
+def tensors_of(options: str | Iterable[str], spec: RoutingSpec | None = None) -> tuple[TokenTensor, ...]:
+    """The tensors that an option names, with commas, as tokens of a model have them; frames lie in this order. Raises ConfigError
+    for an unknown name or parameter, and for a name that comes twice."""
     words = options.split(",") if isinstance(options, str) else options
     wanted = [word.strip().split(":") for word in words if word.strip()]
     names = [name for name, *_ in wanted]
@@ -136,4 +154,4 @@ def tensors_of(options: str | Iterable[str]) -> tuple[TokenTensor, ...]:
         ) from error
     if len(set(names)) < len(names):
         raise ConfigError(f"token_tensors {options!r}, expected each name at most once")
-    return tensors
+    return tensors if spec is None else tuple(t.shaped(spec.num_moe_layers, spec.top_k) for t in tensors)

@@ -5,6 +5,7 @@ Every case runs in a fork of one process that has imported SGLang once: what a c
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -188,6 +189,22 @@ def routers_of_a_model() -> list[list[Any]]:
     routers.append(topk.TopK(2, layer_id=6, allow_routed_experts_capture=False))
     routers.append(hash_topk.HashTopK(2, 8, vocab_size=4, layer_id=7))
     return [list(router) for router in room._routers(torch.nn.ModuleList(routers))]
+
+
+@case
+def routing_past_the_weights() -> list[str]:
+    """What is said at start of models that route past the hook, one of these two."""
+    from types import SimpleNamespace
+
+    from r3channel.engine import sglang as room
+    from r3channel.wire.token_tensors import tensors_of
+
+    models = [importlib.import_module(f"sglang.srt.models.{name}") for name in ("qwen3_moe", "llada2")]
+    blocks = [type("Block", (), {"__module__": model.__name__})() for model in models]
+    past = room._past_weights(SimpleNamespace(modules=lambda: blocks))
+    values = {"disaggregation_mode": "null", "speculative_algorithm": None, "device": "npu"}
+    found = room.refused_tensors(values, tensors_of("combine_weights"), vocabulary=9, past=past)
+    return [text.partition(" routes past")[0] for _, text in found]
 
 
 @case

@@ -40,6 +40,8 @@ class Expected(NamedTuple):
     """The smallest distance between neighbours among the k + 1 best logits."""
     logits_TV: np.ndarray[Any, Any]
     """The logits of the token after each row's."""
+    scores_TLE: np.ndarray[Any, Any]
+    """What each router takes the best of."""
 
     def differing_rows(self, ids_TLK: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
         """(row, moe index) whose ids, order included, are others for no near tie, nor because of one that changed the set."""
@@ -68,7 +70,7 @@ def reference_ids(model: Path, token_lists: list[list[int]], *, folder: Path) ->
     _wait_for_answer(child)
     arrays = np.load(out)
     return [
-        Expected(*(arrays[f"{name}{index}"] for name in ("ids", "gaps", "logits")))
+        Expected(*(arrays[f"{name}{index}"] for name in ("ids", "gaps", "logits", "scores")))
         for index in range(len(token_lists))
     ]
 
@@ -141,6 +143,7 @@ def main() -> None:
             top = [layer.topk(top_k + 1, -1) for layer in scores]
             results[f"ids{index}"] = torch.stack([layer.indices[:, :top_k] for layer in top], 1).numpy()
             gaps = [-layer.values.diff(dim=-1).max(dim=-1).values for layer in top]
+            results[f"scores{index}"] = torch.stack(scores, 1).numpy()
             results[f"gaps{index}"] = torch.stack(gaps, 1).numpy()
         np.savez(jobs["out"], **results)
         print("DONE", file=answers, flush=True)

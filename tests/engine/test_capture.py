@@ -17,14 +17,18 @@ from r3channel.engine.capture import (
     SlotRows,
     UnfinishedFrame,
     check_representable,
+    paired,
     parse_weight_version,
     torch_id_dtype,
 )
+from r3channel.engine.token_tensors import KeptWeights, tensor_frame
 from r3channel.errors import ConfigError, ExpertIdInvalid, RoutingError
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame import encode_frame, parse_frame
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, spans_of
+from r3channel.wire.tensor_frame import parse_tensors
+from r3channel.wire.token_tensors import tensors_of
 from tests.loops import numba
 
 SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
@@ -209,6 +213,31 @@ def test_rows_of_slots_that_another_engine_filled_are_missing_until_they_are_wri
     )
     assert frame.valid_T.tolist() == [True, False, True, True]
     assert [span.weight_version for span in frame.provenance] == [5, NO_VERSION, 6, 5]
+
+
+@pytest.mark.parametrize("spec", [SPEC, EVERY_OTHER, WIDE, ODD], ids=["range", "every other", "int16", "odd"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_weights_lie_with_their_ids_and_are_kept_with_them(spec: RoutingSpec, compiled: bool) -> None:
+    buffer, (tensor,) = device_buffer(spec, 6), tensors_of("combine_weights", spec)
+    # one more: of a shared expert
+    weights = torch.rand(6, spec.num_layers, spec.top_k + 1, generator=torch.manual_seed(0))
+    pairs = torch.stack([paired(buffer[:, layer], weights[:, layer]) for layer in range(spec.num_layers)], 1)
+    with numba(compiled):
+        held = SlotRows(spec, slots=8, weights=True)
+    rows_TN = torch.empty(6, held.row_bytes, dtype=torch.uint8)
+    LayerSelection(spec, device="cpu").fill(rows_TN, pairs)
+    held.write(np.arange(6), rows_TN.numpy(), weight_version=3, kind=RowKind.DECODED)
+    kept, at = held.keep(np.array([1, 2]), first_row=1), np.array([7, 1, 2, 5])  # nothing was written to 7
+    held.write(np.array([1, 2]), rows_TN[:2].numpy(), weight_version=4, kind=RowKind.PREFILLED)
+    for beside in ((kept,), ()):  # over what its slots have, and put back
+        made = held.unfinished(at, first_row=0, sample_key=0, kept=beside)
+        frame = tensor_frame(tensor, KeptWeights(made), prompt_tokens=9, new_tokens=1, request_id="s")
+        (rows,) = parse_tensors(frame, [tensor], where="x")
+        assert (rows.first_row, rows.lengths_T.tolist()) == (0, [0, 1, 1, 1])
+        assert np.array_equal(made.ids_TLK[1:], narrowed(spec, buffer)[[1, 2, 5]])
+        wanted = weights[[1, 2, 5]][:, list(spec.moe_layers), : spec.top_k].half()
+        assert np.array_equal(rows.entries_N["weight"], wanted.numpy())
+        held.put_back(at[1:3], kept)
 
 
 def test_rows_of_an_unreadable_weight_version_are_refused() -> None:

@@ -45,6 +45,7 @@ EQUAL: dict[str, Any] = {
         *([0, ""], [1, "TRITON_KERNEL"], [2, "BYPASSED"], [3, "BYPASSED"], [4, ""], [5, "BYPASSED"]),
         *([6, "its capture is switched off"], [7, "HashTopK, a table by token"]),
     ],
+    "routing_past_the_weights": ["combine_weights: sglang.srt.models.llada2, hardware_backend.npu"],
     # masks are kept and framed while the log-probs of what was chosen are streamed; those of the support lie beside the masks
     "kept_masks": {
         "streamed": [[[], [-0.5]], [[], [-0.5]], [[], []], [[], []]],

@@ -18,6 +18,8 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.trainer.rank_shard import RankShard
+from r3channel.wire.frame import parse_frame
+from r3channel.wire.hello import PROBE_PREFIX, Hello
 from tests.delivery import places_of, receive, receivers_of
 from tests.engine.client import Reply, direct_to, generate, random_prompt, serving
 from tests.engine.reference import NEAR_TIE, Expected, reference_ids
@@ -148,3 +150,40 @@ def is_likeliest(row: tuple[Any, Any, float], reply: Reply, expected: Expected, 
     chosen, token, _ = reply.meta["output_token_logprobs"][made]
     assert token not in ids or abs(logprobs[ids == token][0] - chosen) < FLOAT16
     return 1
+
+
+# -- what routers weigh their choices with ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delivery", ["inband", "direct"])
+def test_weights_are_those_of_transformers(delivery: str, model_dir: Path, tmp_path: Path) -> None:
+    """Also of requests that were retracted in the middle, and of those whose prompt lay in the prefix cache."""
+    forced = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
+    asked = model_dir, tmp_path, delivery, "tp=2,sp=1,cp=2,pp=2", "combine_weights"
+    with channel(*asked, **forced) as (relay, url, pool):
+        probe = generate(url, [5, 6], new_tokens=1, rid=PROBE_PREFIX + "0")
+        hello, frame = Hello.split(probe.raw)
+        prompts = [random_prompt(length, seed=length) for length in (3, 40, 150)]
+        replies = list(pool.map(lambda prompt: generate(url, prompt, new_tokens=NEW_TOKENS), prompts))
+        replies.append(generate(url, [*replies[1].tokens, 7], new_tokens=3))
+        shards = delivered(relay, replies)
+    assert hello is not None and parse_frame(frame, spec=SPEC).rows == 2  # and no weights behind it
+    assert hello.weighing == ("scoring=softmax renormalize=True scaling=1.0 applied=False dtype=float16",)
+    assert sum(reply.meta["num_retractions"] for reply in replies) > 0
+    assert replies[3].meta["cached_tokens"] > len(prompts[1])
+    expected = reference_ids(model_dir, [reply.tokens for reply in replies], folder=tmp_path)
+    seen = 0
+    for shard in shards:
+        for number, batch in enumerate(shard.shard.microbatches):
+            (weights_LRK,), layers = shard.tensor("combine_weights", number), shard.shard.layers
+            ids_LRK = np.stack([shard.layer_ids(number, layer) for layer in layers]).astype(int)
+            wanted_LRK, (sample_R, at_R) = np.zeros(ids_LRK.shape), shard.shard.row_map(number, tp=shard.tp)
+            for row in np.flatnonzero(sample_R >= 0):
+                scores_TLE = expected[int(batch.sample_ids[sample_R[row]])].scores_TLE
+                all_LE = np.exp(scores_TLE[at_R[row]][list(shard.shard.sources)])
+                chosen_LK = np.take_along_axis(all_LE, ids_LRK[:, row], -1)
+                wanted_LRK[:, row] = chosen_LK / chosen_LK.sum(-1, keepdims=True)
+                seen += len(layers)
+            # float16's error, and that of float32 sums
+            assert np.allclose(weights_LRK, wanted_LRK, rtol=6e-4, atol=0)
+    assert seen == sum(len(reply.tokens) - 1 for reply in replies) * SPEC.num_moe_layers

@@ -18,7 +18,7 @@ from tests.samples import SPEC
 REFERENCE = FrameReference(sample_key=2**64 - 1, boot_id=2**63, serial=2**40, first_row=2**24, rows=2**24)
 HELLO = Hello(
     engine="http://e:1", boot_id=9, spec_digest=SPEC.digest, spec=SPEC.to_dict(), sglang="0.5.23",
-    r3channel="0.1.0", hooks=("a", "b"), delivery="direct", codec="auto", allowed=("pp",), context=8192,
+    r3channel="0.1.0", hooks=("a", "b"), delivery="direct", codec="auto", allowed=("pp",), weighing=("w",), context=8192,
 )  # fmt: skip
 
 

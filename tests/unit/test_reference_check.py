@@ -12,7 +12,7 @@ ROWS, LAYERS, TOP_K = 40, 3, 8
 def expected() -> Expected:
     rng = np.random.default_rng(0)
     ids_TLK = np.argsort(rng.random((ROWS, LAYERS, 128)), axis=-1)[..., :TOP_K]
-    return Expected(ids_TLK, np.full((ROWS, LAYERS), 0.01), np.zeros((ROWS, 1)))
+    return Expected(ids_TLK, np.full((ROWS, LAYERS), 0.01), *[np.zeros((ROWS, 1))] * 2)
 
 
 def test_equal_ids_are_equal() -> None:

@@ -38,7 +38,7 @@ from r3channel.wire.source import InHand
 from r3channel.wire.tensor_frame import TensorRows, encode_tensor, parse_tensors
 from r3channel.wire.token_tensors import MOST_ENTRIES, REGISTRY, TOPK_VOCABULARY, TokenTensor, tensors_of
 from tests.delivery import LIMIT_S, MakeRelay, places_of, receive, receivers_of, relays
-from tests.samples import SPEC, frame_of, reply_of
+from tests.samples import SPEC, frame_of, random_ids, reply_of
 
 PROMPT, VOCAB = 4, 500
 MASKS = REGISTRY["sampling_masks"]()
@@ -323,6 +323,45 @@ def test_plan_metrics_check_diff_and_arrays_read_the_declaration(
     data[-50] ^= 1  # the last row length of the last sample
     segment.write_bytes(data)
     assert Recording.open(rec).step(0).cut == ("s3",)
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=2,tp=2,sp=1,pp=2,cp=2", "tp=2,pp=2", "tp=2,sp=1,cp=2,packing=thd", "pp=4"]
+)
+def test_each_router_gets_the_weights_of_its_ids(layout: str, tmp_path: Path) -> None:
+    """Each weight is its id, so that a row, a layer or a slot of another place is seen. A row that no pass has made has none."""
+    (tensor,) = tensors_of("combine_weights", SPEC)
+    with relays(token_tensors="combine_weights") as make:
+        relay = make(layout, recorder=Recorder(tmp_path))
+        for name, tokens in TOKENS.items():
+            lengths_T, entries_T = np.ones(tokens - 1, np.uint16), np.empty(tokens - 1, tensor.entry)
+            entries_T["weight"], lengths_T[2] = random_ids(tokens - 1, seed=tokens), 0
+            rows = TensorRows(tensor, 0, lengths_T, np.delete(entries_T, 2), sample_key(name))
+            data = frame_of(tokens, seed=tokens, sample_key=sample_key(name)) + encode_tensor(rows)
+            relay.add(name, reply_of(data, request_id=name), range(tokens))
+        dealt = Assignment.round_robin(list(TOKENS), dp=relay.layout.dp, microbatch_size=2)
+        shards = receive(receivers_of(relay), relay.seal(0, dealt))
+        relay.join_previous()
+    recorded, seen = Recording.open(tmp_path).step(0), 0
+    for shard in (shard for shard in shards if shard.shard.layers):
+        own, told = shard.shard, {"tp": shard.tp, "tensors": recorded.tensor_shard(shard.shard)}
+        whole = recorded.shards(dp=own.dp)[own.key]
+        again = RankShard.from_whole(recorded.ticket, own, torch.from_numpy(whole), **told)
+        for number in range(shard.num_microbatches):
+            ids_LRK = torch.stack([shard.layer_ids(number, layer) for layer in own.layers])
+            there_R = torch.from_numpy(~np.isin(own.row_map(number, tp=shard.tp)[1], (-1, 2)))
+            for weights_LRK, *_ in (each.tensor("combine_weights", number) for each in (shard, again)):
+                assert torch.equal(weights_LRK, (ids_LRK * there_R[:, None]).half())
+            seen += int(there_R.sum()) * len(ids_LRK)
+    rows = sum(tokens - 2 for tokens in TOKENS.values()) * relay.layout.tp // relay.layout.tp_slots
+    assert seen == rows * SPEC.num_moe_layers
+
+
+def test_a_plan_has_the_bytes_of_weights_by_stage() -> None:
+    plan = plan_of([101] * 4, spec=SPEC, layout=TrainerLayout.parse("pp=2"))  # of one MoE layer and of two
+    plain, more = (add_up(plan, machines=Machines(), tensors=tensors_of(n)) for n in ("", "combine_weights"))
+    differ = more.wire_bytes - plain.wire_bytes, more.held_bytes_tp0 - plain.held_bytes_tp0
+    assert (more.tensor_bytes_per_token["combine_weights"], *differ) == (50, 400 * (18 + 34), 800 * 34)
 
 
 @pytest.mark.parametrize(("option", "nbytes"), [("sampling_masks", 34), ("topk_logprobs:128", 550)])

@@ -114,7 +114,7 @@ def marks(patched: tuple[str, str], **variables: str) -> dict[str, Any]:
 @pytest.mark.engine
 @pytest.mark.full
 def test_the_sources_have_each_hook_of_the_plug_in_and_none_while_it_is_off(patched: tuple[str, str]) -> None:
-    tensors = "topk_logprobs:16" + ",sampling_masks" * (patched[0] != VERSION)
+    tensors = "topk_logprobs:16,combine_weights" + ",sampling_masks" * (patched[0] != VERSION)
     on = marks(patched, R3CHANNEL_ENGINE="1", R3CHANNEL_TOKEN_TENSORS=tensors)
     assert on["loaded"] == ["r3channel_embedded"]
     capturer = next(path for path in on["registered"] if path.endswith("RoutedExpertsCapturer"))
