@@ -237,9 +237,8 @@ class SlotRows:
             made.digests_L = words_W[:layers] if hashed else None
         else:
             stamps_T = self._stamps_S.take(slots_T)
-            # Without a mode it makes a copy first.
-            ids_SN = self._ids_SN[:, : self.spec.bytes_per_token]
-            ids_SN.take(slots_T, axis=0, out=made.bytes_TN, mode="clip")
+            # Whole rows: of a part of each `take` would copy those of all slots first.
+            made.bytes_TN[:] = self._ids_SN.take(slots_T, axis=0)[:, : self.spec.bytes_per_token]
             starts = np.flatnonzero(np.diff(stamps_T, prepend=-1)).tolist()
             stamps = stamps_T[starts].tolist()
         return zip(starts, [*starts[1:], made.rows], stamps, strict=False)
