@@ -80,7 +80,7 @@ def encode_tensor(rows: TensorRows) -> bytes:
             f"less: {rows.tensor.asked_by}"
         )
     values_N = np.ascontiguousarray(rows.entries_N, rows.tensor.entry)
-    sections = b"".join([values_N, np.ascontiguousarray(lengths_T, "<u2")])
+    sections = b"".join([values_N.data, np.ascontiguousarray(lengths_T, "<u2").data])
     header = Header(
         kind=rows.tensor.kind, spec_digest=rows.tensor.digest, rows=len(lengths_T), first_row=rows.first_row,
         sections_bytes=len(sections), raw_bytes=values_N.nbytes, sample_key=rows.sample_key,
