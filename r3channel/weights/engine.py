@@ -102,8 +102,10 @@ class EngineHandle:
         try:
             reply = self._call("POST", "/generate", probe_body(), timeout_s=timeout_s)
             hello, _ = Hello.split(base64.b64decode(reply["meta_info"]["routed_experts"], validate=True))
-        except (errors.DeadlineExceeded, errors.EngineRefused, errors.FrameCorrupt, KeyError, TypeError, ValueError):
-            return  # without a plug-in it refuses the question, or answers it with something else
+        except (errors.EngineRefused, errors.FrameCorrupt, KeyError, TypeError, ValueError):
+            return  # no plug-in: it refuses the question, or answers it with something else
+        except errors.DeadlineExceeded:
+            return
         if hello is not None:
             self.torch, self.nccl = hello.torch, hello.nccl
 
