@@ -66,7 +66,7 @@ $(READY):
 demo: setup
 	exec $(BIN)/python -m examples.demo $(ARGS)
 
-# COUNT: hostile inputs after the faults; a million take half an hour, and the 63 kills before them 18 minutes (29 at load 14 to 33).
+# COUNT: hostile inputs after the faults; a million take half an hour, and the 63 kills before them 29 minutes at load 12 to 33.
 COUNT ?= 1000000
 chaos: setup
 	$(BIN)/python -m tests.chaos $(ARGS)
