@@ -20,7 +20,7 @@ from r3channel.weights.convert import Shard
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import UpdateReport, WeightSync
 
-WEIGHT_TIMEOUT_S = 120.0
+WEIGHT_TIMEOUT_S, ASK_TIMEOUT_S = 120.0, 15.0
 GREEDY_PROMPTS = ([5, 6, 7, 8, 9, 10, 11, 12], [301, 17, 44, 260, 8, 99], [400, 401, 402])
 GREEDY_TOKENS = 12
 
@@ -57,7 +57,7 @@ class Publisher:
         self._manifest = manifest
         engines = [EngineHandle(url) for url in urls]
         for engine in engines:
-            engine.learn_versions(timeout_s=WEIGHT_TIMEOUT_S)  # they are compared with ours when it joins
+            engine.learn_versions(timeout_s=ASK_TIMEOUT_S)  # they are compared with ours when it joins
         exact = partial(WeightSync.sharded, group=dist.group.WORLD)
         make = exact if weights == "exact" else WeightSync.whole
         self._sync = make(

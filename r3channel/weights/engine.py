@@ -97,13 +97,16 @@ class EngineHandle:
     # -- what it is, holds and takes -----------------------------------------------------------------------------------
 
     def learn_versions(self, *, timeout_s: float) -> None:
-        """Ask the engine's plug-in which torch and NCCL it runs, by a request of two tokens; without a plug-in both stay unknown.
+        """Ask the engine's plug-in which torch and NCCL it runs, by a request of two tokens. Both stay unknown without a plug-in,
+        and where no answer comes within `timeout_s`: a session that died in its change-over has left the engine paused.
         Call it before the handshake (`WeightSync.connect`), because the requests of a paused engine wait."""
         try:
             reply = self._call("POST", "/generate", probe_body(), timeout_s=timeout_s)
             hello, _ = Hello.split(base64.b64decode(reply["meta_info"]["routed_experts"], validate=True))
         except (errors.EngineRefused, errors.FrameCorrupt, KeyError, TypeError, ValueError):
             return  # no plug-in: it refuses the question, or answers it with something else
+        except errors.DeadlineExceeded:
+            return
         if hello is not None:
             self.torch, self.nccl = hello.torch, hello.nccl
 

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -27,7 +28,7 @@ from tests.chaos.proxy import Proxy
 from tests.chaos.shim import TABLE
 
 _NEW_NAMESPACE = 0x20000
-BAD = ("lost", "duplicated", "wrong_rows", "hung")
+BAD = ("lost", "duplicated", "wrong_rows", "hung", "not_recovered")
 
 
 def main() -> int:
@@ -68,7 +69,7 @@ def _run(folder: Path, seed: int, minutes: float, cells: int) -> dict[str, Any]:
         not_run["full_disk"] = "no mount namespace of our own is allowed here"
     proxy = Proxy(seed)
     os.environ["R3CHAOS_PROXY"] = str(proxy.port)
-    with deployed(folder, seed, **({"layout": matrix.LAYOUT} if cells else {})) as loop:
+    with deployed(folder, seed, **(matrix.OPTIONS if cells else {})) as loop:
         nemesis = Nemesis(loop, proxy, folder, seed=seed, longest_s=min(30.0, 5 * minutes), not_run=not_run)
         loop.step()
         start, rows, until_s = resources(), list[matrix.Row](), time.monotonic() + 60 * minutes
@@ -91,16 +92,19 @@ def _run(folder: Path, seed: int, minutes: float, cells: int) -> dict[str, Any]:
     return {
         "faults_fired": {kind: dict(where) for kind, where in sorted(nemesis.fired.items())},
         "not_run": not_run, "steps": loop.number + 1, "samples": ledger.samples, "rows_compared": ledger.rows,
-        **ledger.faults, "hung": loop.hung, "told": ledger.told, "named": ledger.named, "failed": loop.failed,
+        **ledger.faults, "hung": loop.hung, "told": ledger.told, "named": ledger.named, "failed": Counter(loop.failed),
         "max_detect_s": {name: round(max(each), 2) for name, each in detect_s}, "max_recover_s": round(max(took_s), 1),
         "restarts": loop.restarts, "start": start, "end": end, "seed": seed, "minutes": minutes, "load": load,
-        "matrix": rows,
+        "matrix": rows, "not_recovered": sum(row["killed"] and not row["whole"] for row in rows),
     }  # fmt: skip
 
 
 def resources() -> dict[str, int]:
-    """What all processes of the deployment take together, Ray's own too."""
+    """What all processes of the deployment take together, Ray's own too, but its log monitor: that keeps two files open for each
+    worker that ever was."""
     family = psutil.Process().children(recursive=True)
+    family = [each for each in family if each.status() != psutil.STATUS_ZOMBIE]
+    family = [each for each in family if "log_monitor" not in " ".join(each.cmdline())]
     counts = [(each.memory_info().rss, each.num_fds(), each.num_threads()) for each in family]
     shm_bytes = sum(path.stat().st_size for path in Path("/dev/shm").iterdir())
     names = ("rss_bytes", "descriptors", "threads", "shm_bytes")

@@ -77,6 +77,7 @@ class Manager(AuditedManager):
 class Trainer(AuditedTrainer):
     def __init__(self, args: argparse.Namespace, rank: int) -> None:
         shim.apply("trainer")
+        Path(os.environ["R3CHAOS_FOLDER"], f"rank{rank}").write_text(str(os.getpid()))
         super().__init__(args, rank)
 
     def state(self) -> int:

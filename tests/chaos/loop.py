@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +14,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
+
 from examples.async_grpo import train_async
 from examples.async_grpo.options import parse
 from examples.async_grpo.rays import actor_class, fetch
-from examples.embedded import sglang
+from examples.embedded import sglang, sglang_main
+from tests.chaos import fork_server
 from tests.chaos.actors import Manager, Trainer
 from tests.chaos.ledger import Ledger
 from tests.chaos.shim import TABLE
@@ -21,29 +29,45 @@ LIMIT_S = 200.0
 """A part of a step that takes longer hangs: the sum of the deadlines that may follow one another, and a restart."""
 
 
+class Forked(psutil.Process):
+    """A process that another one has forked, as `sglang` asks it."""
+
+    returncode = -signal.SIGKILL
+
+    def poll(self) -> int | None:
+        return None if self.is_running() else self.returncode
+
+
 class Loop:
     """One thread drives, others may look."""
 
     def __init__(self, args: Any, cluster: train_async.Cluster, engines: list[Any], ledger: Ledger) -> None:
         self.args, self.cluster, self.engines, self.ledger = args, cluster, engines, ledger
         self.version, self.routable, self.number, self.phase = 0, tuple[str, ...](), -1, "start"
-        self.restarts, self.failed, self.hung = Counter(engine=0, relay=0, trainer=0), Counter[str](), 0
+        self.restarts, self.failed, self.hung = Counter(engine=0, relay=0, trainer=0), list[str](), 0
         self.pids = {"relay": [self.relay("state")[0]]}
         self._update()
-        self.coming: Any = cluster.manager.generate.remote(0)
+        self._generate()
 
     def relay(self, method: str, *arguments: Any, timeout_s: float = LIMIT_S) -> Any:
         return fetch(getattr(self.cluster.manager, method).remote(*arguments), timeout_s=timeout_s)
 
-    def step(self) -> None:
-        """Train what was generated, and push the weights; a step that fails is given up by name."""
+    def _generate(self) -> None:
+        """The next step's samples, with the relay that is there."""
+        self.coming: Any = self.cluster.manager.generate.remote(self.number + 1)
+        self._gone = False
+
+    def step(self) -> bool:
+        """Train what was generated, and push the weights; whether nothing failed. A step that fails is given up by name."""
+        failures = len(self.failed)
         self.number, all_trainers = self.number + 1, self.cluster.all
         try:
             self.phase = "generate"
-            if self._await_relay():
+            self._await_relay()
+            if self._gone:
                 raise train_async.PartDied("the relay was killed, and with it the data of its last step")
             box = fetch(self.coming, timeout_s=LIMIT_S)
-            self.coming = self.cluster.manager.generate.remote(self.number + 1)
+            self._generate()
             self.phase = "train"
             all_trainers("train", self.number, box, timeout_s=LIMIT_S)
             parts = all_trainers("consumed", self.number)
@@ -53,11 +77,12 @@ class Loop:
             self.relay("forget", self.number, names)
             self.attempt(self.renew if self.phase == "train" else self._update)
             if self.phase == "generate":
-                self.coming = self.cluster.manager.generate.remote(self.number + 1)
+                self._generate()
         else:
             self.ledger.close(self.number, parts=[part["arrays"] for part in parts])
             self.phase = "weights"
             self.attempt(self._update)
+        return failures == len(self.failed)
 
     def end(self) -> None:
         """No trainer takes what comes."""
@@ -68,9 +93,7 @@ class Loop:
         """Until it succeeds: a weight update is tried once more, then trainers are renewed."""
         attempts = [call, self._update, self.renew, self.renew]
         while attempts:
-            for engine in self.engines:
-                if engine._running().poll() is not None:
-                    self._renew_engine(engine)
+            self._renew_engines()
             try:
                 attempts.pop(0)()
                 break
@@ -82,7 +105,7 @@ class Loop:
     def _named(self, error: Exception) -> str:
         cause = getattr(error, "cause", None) or error
         print(f"chaos: {self.phase}: {type(cause).__name__}: {str(cause)[:400]}", flush=True)
-        self.failed[why := f"{self.phase}: {type(cause).__name__}"] += 1
+        self.failed.append(why := f"{self.phase}: {type(cause).__name__}")
         self.hung += type(error) is TimeoutError
         return why
 
@@ -94,26 +117,36 @@ class Loop:
         self.routable = pushed.routable
         self.relay("route_to", self.version, self.routable)
 
-    def _await_relay(self) -> bool:
-        """Whether it is a new one, which Ray has started: it asks the engines, and may route to those with the newest weights."""
+    def _await_relay(self) -> None:
+        """A new one, which Ray has started, asks the engines, and may route to those with the newest weights. What the one before
+        it had generated, and was to generate, is gone."""
         state = self.cluster.manager.state.options(max_task_retries=-1).remote()
         pids = [fetch(state, timeout_s=LIMIT_S)[0]]
         if pids == self.pids["relay"]:
-            return False
+            return
+        self._gone = True
         self.restarts["relay"] += 1
         self.pids["relay"] = pids
         alive = [engine.url for engine in self.engines if engine._answers()]
         self.relay("start", alive)
         if current := tuple(url for url in self.routable if url in alive):
             self.relay("route_to", self.version, current)
-        return True
 
-    def _renew_engine(self, engine: Any) -> None:
-        """At the address that everybody knows."""
-        self.restarts["engine"] += 1
-        sglang.kill_family(engine._running())
-        with patch.object(sglang, "free_port", lambda: engine._port):
-            engine._spawn()
+    def await_engines(self) -> None:
+        """The new ones, too, get the next weights."""
+        for engine in self.engines:
+            engine.wait_ready(LIMIT_S)
+
+    def _renew_engines(self) -> None:
+        """Those that have died, at the addresses that everybody knows."""
+        for engine in self.engines:
+            if engine._running().poll() is not None:
+                self.restarts["engine"] += 1
+                sglang.kill_family(engine._running())
+                for segment in sglang.segments_of([engine.pid]):
+                    segment.unlink(missing_ok=True)
+                with patch.object(sglang, "free_port", lambda port=engine._port: port):
+                    engine._spawn()
 
     def renew(self) -> None:
         """All trainers: their process group is lost with one. They begin with their first weights again."""
@@ -124,11 +157,10 @@ class Loop:
         for trainer in self.cluster.trainers:
             ray.kill(trainer)
         place = Path(self.args.r3_journal).with_name(f"meet{self.restarts['trainer']}")
-        made, ranks = actor_class(Trainer, num_cpus=1), range(len(self.cluster.trainers))
+        made, ranks = _actors(Trainer, num_cpus=1), range(len(self.cluster.trainers))
         self.cluster.trainers = [made.remote(self.args, rank) for rank in ranks]
         self.cluster.all("init", f"file://{place}", self.cluster.manager, timeout_s=LIMIT_S)
-        for engine in self.engines:
-            engine.wait_ready(LIMIT_S)
+        self.await_engines()
         self.cluster.all("connect_engines", self.cluster.urls, timeout_s=LIMIT_S)
         self._update()
 
@@ -144,10 +176,35 @@ def deployed(folder: Path, seed: int, **changes: Any) -> Iterator[Loop]:
             super().__init__(options)
             engines.append(self)
 
-    def actors(cls: type, **options: Any) -> Any:
-        return actor_class(cls, **options, max_restarts=-1 if cls is Manager else 0)
-
-    ours = {"_sides": lambda _args: (Manager, Trainer), "actor_class": actors}
-    start = patch.multiple(train_async, **ours), patch.object(sglang, "EngineServer", Engine)
+    ours = {"_sides": lambda _args: (Manager, Trainer), "actor_class": _actors}
+    start = patch.multiple(train_async, **ours), patch.multiple(sglang, EngineServer=Engine, _popen=_forked)
+    _start_fork_servers()
     with start[0], start[1], train_async.start_cluster(args, folder) as cluster:
         yield Loop(args, cluster, engines, Ledger(folder, cluster.spec.moe_layers))
+
+
+def _start_fork_servers() -> None:
+    """One for each kind of process that imports much and is started often. They end with the family."""
+    for kind, names in TABLE["imports"].items():
+        environment = sglang.environment() if kind == "engine" else os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", fork_server.__name__, _socket(kind), *names]
+        subprocess.Popen(command, env=environment)
+        while not os.path.exists(_socket(kind)):
+            time.sleep(0.02)
+
+
+def _socket(kind: str) -> str:
+    return os.path.join(os.environ["R3CHAOS_FOLDER"], f"fork-{kind}")
+
+
+def _forked(command: list[str], *, env: dict[str, str], log: Any) -> Forked:
+    environment = env | {"R3DEMO_PARENT_PID": ""}  # which is not its parent
+    arguments = [sglang_main.__file__, *command[3:]]
+    return Forked(fork_server.ask(_socket("engine"), arguments, environment, [log.fileno()] * 3))
+
+
+def _actors(cls: type, **options: Any) -> Any:
+    if cls is Manager:
+        return actor_class(cls, **options, max_restarts=-1)
+    python = f"{sys.executable} -SE {fork_server.__file__} {_socket('trainer')}"
+    return actor_class(cls, **options, runtime_env={"py_executable": python})

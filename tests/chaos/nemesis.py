@@ -29,7 +29,7 @@ class Nemesis:
     def __init__(
         self, loop: Loop, proxy: Proxy, folder: Path, *, seed: int, longest_s: float, not_run: dict[str, str]
     ) -> None:
-        self._loop, self._proxy, self._folder = loop, proxy, folder
+        self._loop, self._proxy, self.folder = loop, proxy, folder
         self._random, self._longest_s, self.not_run = random.Random(seed), longest_s, not_run
         self.fired = defaultdict[str, Counter[str]](Counter)
         self.detect_s = defaultdict[str, list[float]](list)
@@ -56,17 +56,17 @@ class Nemesis:
         elif getattr(self, f"_{kind}")(victim):
             self.fired[kind][where] += 1
 
-    def order(self, stage: str, what: str) -> None:
-        """What the process does that comes to the stage next."""
-        scratch = self._folder / "order"
+    def order(self, stage: str, what: str) -> Path:
+        """What the process does that comes to the stage next. The file is there until then."""
+        scratch = self.folder / "order"
         scratch.write_text(what)
-        scratch.rename(self._folder / stage)
+        return scratch.rename(self.folder / stage)
 
     def count(self) -> None:
         """What the proxy has spoilt, and the orders that were followed."""
         for (kind, leg), pieces in self._proxy.fired.items():
             self.fired[kind][leg] = pieces
-        for path in self._folder.glob("*.fired"):
+        for path in self.folder.glob("*.fired"):
             self.fired[path.read_text().split()[0]][path.stem] += 1
             path.unlink()
 

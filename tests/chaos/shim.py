@@ -53,7 +53,7 @@ def _watch(stage: str, owner: type, name: str) -> None:
 
 def _act(what: str, number: str = "0") -> None:
     if what == "kill":
-        os.kill(int(number), signal.SIGKILL)
+        os.kill(int(Path(os.environ["R3CHAOS_FOLDER"], number).read_text()), signal.SIGKILL)
     elif what == "clock":
         time.time = lambda: _time() + float(number)
     else:

@@ -102,6 +102,14 @@ def test_an_engine_that_names_no_versions_leaves_them_unknown(serve: Serve, stat
     assert (client.torch, client.nccl) == ("", "")
 
 
+def test_an_engine_that_a_dead_session_left_paused_leaves_them_unknown() -> None:
+    """It answers no request until the next update, which the session that asks here is to make."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = EngineHandle(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        client.learn_versions(timeout_s=0.3)
+        assert (client.torch, client.nccl) == ("", "")
+
+
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://engine", "http://"])
 def test_an_address_without_scheme_or_host_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="expected http://host:port"):

@@ -1,20 +1,46 @@
-"""Two minutes of seeded faults on the demo's real processes; the ledger is `tests.chaos`'s own."""
+"""Seeded faults on the demo's real processes, and kills of each at each stage; the ledger is `tests.chaos`'s own."""
 
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
 import pytest
 
 from tests import children
+from tests.chaos import matrix
+from tests.chaos.__main__ import BAD
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+
+def reported(*options: str) -> dict[str, Any]:
+    """It has no fault in it."""
+    done = children.run("-m", "tests.chaos", "--seed", "7", "--json", *options, limit_s=840.0)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert not any(report[key] for key in BAD)
+    return report
 
 
 @pytest.mark.full
-@pytest.mark.e2e
-@pytest.mark.timeout(900)
 def test_under_faults_no_row_is_lost_without_a_name_doubled_or_changed_and_nothing_hangs() -> None:
-    done = children.run("-m", "tests.chaos", "--seed", "7", "--minutes", "2", "--json", limit_s=840.0)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert not any(report[key] for key in ("lost", "duplicated", "wrong_rows", "hung"))
+    report = reported("--minutes", "2")
     assert report["rows_compared"] > 10_000 and len(report["faults_fired"]) >= 4, report
+
+
+@pytest.mark.parametrize("count", [len(matrix.FIRST), pytest.param(12, marks=pytest.mark.full)])
+def test_whoever_is_killed_at_whatever_stage_the_loop_goes_on_and_keeps_no_descriptors(count: int) -> None:
+    report = reported("--cells", str(count))
+    rows, start, end = (report[key] for key in ("matrix", "start", "end"))
+    assert len(rows) == count and all(row["killed"] and row["whole"] for row in rows), rows
+    assert end["descriptors"] <= start["descriptors"] + 30, (start, end)  # between two steps they vary by 20
+
+
+def test_the_page_has_the_table_of_a_run_of_all_cells() -> None:
+    """`python -m tests.chaos --cells 63` prints it."""
+    page = (children.ROOT / "r3channel" / "DESIGN.md").read_text()
+    table = page.partition("<!-- killed: generated -->\n")[2].partition("\n<!-- /killed")[0]
+    empty, cells = re.subn(r"(recovered|(\w+: \w+(, then )?)+), \d+ s", "", table)
+    assert cells == 63 and empty == matrix.table([])
