@@ -15,6 +15,7 @@ import numpy as np
 from r3channel.errors import ExpertIdInvalid, FrameCorrupt, FrameMagicMismatch, RowsInvalid
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.stage_clock import StageClock
+from r3channel.plan.capacity import beside_bytes
 from r3channel.recordings.recorder import head_of
 from r3channel.relay.journal import Journal
 from r3channel.relay.memory import Block, Store
@@ -27,8 +28,6 @@ DAMAGED = (FrameCorrupt, FrameMagicMismatch)
 """What becomes of a frame on its way; anything else is its engine's own fault, and sending it again mends nothing."""
 MOST_ROWS = 1 << 20
 """Rows of a direct frame at most, while its reply has not come and its engine does not say how long sequences may be."""
-SPAN_BYTES, _RANGE_BYTES = 200, 140
-"""What a provenance span and a range of invalid rows take in Python, counted at the ceiling: a frame says how many it has."""
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -86,7 +85,7 @@ class FrameVerifier:
             frame = read_frame(source, spec=self.spec, where=where, max_rows=max_rows, begun=begun, more=more)
             edges = frame.invalid_edges
             nbytes = frame.rows * self.spec.bytes_per_token
-            beside = SPAN_BYTES * len(frame.provenance) + _RANGE_BYTES * (len(edges) // 2)
+            beside = beside_bytes(self.spec, spans=len(frame.provenance), ranges=len(edges) // 2)
             # The scratch comes first: who holds rows waits for nobody.
             coded = frame.scratch_bytes
             scratch = self.store.allocate(coded, timeout_s=room_s, what=where) if coded else None
