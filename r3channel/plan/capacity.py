@@ -96,7 +96,8 @@ class Capacity:
     relay_staging_bytes: int
     """The most that is staged for one receiver, whatever the tokens; nothing over tcp with one pipeline stage."""
     store_needed_bytes: int
-    """Rows of two steps and what lies beside them, one step off: one that receivers have not acknowledged, and the next that engines generate meanwhile."""
+    """Rows of two steps and what lies beside them, one step off: a step that receivers have not acknowledged, and the next that
+    engines generate meanwhile."""
     store_fits: bool
     """Are they within `store_bytes`? Else engines wait while a step is delivered, and a larger step than that never seals."""
     relay_needs: dict[str, float]

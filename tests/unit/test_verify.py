@@ -262,9 +262,7 @@ def test_what_came_in_replies_takes_the_memory_that_the_store_counts(kind: str, 
 
 def flooding(good: bool) -> Iterator[None]:
     """Frames of one row each, as fast as they come, that no reply claims."""
-    relay, ids_TLK = opened(), random_ids(1)
-    ids_TLK[0, 0, 1] = ids_TLK[0, 0, int(good)]
-    frame = encode_frame(SPEC, expert_ids_TLK=ids_TLK, sample_key=7)
+    relay, frame = opened(), frame_of(2, expert_ids_TLK=random_ids(1) * good)  # or experts 0
     warm(relay)
     relay._store.ceiling_bytes = 10 * MIB
     yield

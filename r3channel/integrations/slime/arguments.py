@@ -172,8 +172,8 @@ def step_size(args: Namespace) -> StepSize | None:
     sure, longest = (min(context, response + more) for more in (prompt or 0, prompt or response))
     live = args.over_sampling_batch_size or groups
     live += groups * (not args.colocate) + groups * (args.dynamic_sampling_filter_path is not None)
-    # Beside the rows of a sample that is continued once, by a turn or from the buffer: two frames, and of each a span of rows that
-    # were prefilled and one of rows that were decoded. More turns, and weights that change meanwhile, take more.
+    # Beside the rows of a sample that is continued once, by a turn or from the buffer: two frames, and of each a span of rows
+    # that were prefilled and one of rows that were decoded. More turns, and weights that change meanwhile, take more.
     row, beside = spec.bytes_per_token, 2 * beside_bytes(spec, spans=2)
     return StepSize(
         step=groups * each * (sure * row + beside),
