@@ -56,9 +56,9 @@ def trainer(rank: int, told: Any, folder: Path) -> None:
 
 def main(folder: Path) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    context, options = multiprocessing.get_context("fork"), {"daemon": True}  # before there are threads
+    context = multiprocessing.get_context("fork")  # before there are threads
     queues = [context.SimpleQueue() for _ in range(LAYOUT.world_size)]
-    ranks = [context.Process(target=trainer, args=(*each, folder), **options) for each in enumerate(queues)]
+    ranks = [context.Process(target=trainer, args=(*each, folder), daemon=True) for each in enumerate(queues)]
     for rank in ranks:
         rank.start()
     config = ChannelConfig(journal=str(folder / "journal"), token_file=str(folder / "token"))
