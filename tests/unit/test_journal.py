@@ -440,7 +440,7 @@ def test_a_recovery_without_room_changes_nothing_and_may_be_repeated(
     config = old.config.__class__(journal=str(dead))
     written, frame = [0], Journal.frame
 
-    def full_at_the_third(durable: Journal, ref: int, data: Any) -> None:
+    def full_at_the_third(durable: Journal, ref: int, data: Any, **_: Any) -> None:
         written[0] += 1
         if written[0] == 3:
             raise StoreFull("no room")
