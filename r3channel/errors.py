@@ -7,6 +7,7 @@ of an engine, then those of another process, the network or the machine.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Self, TypeVar
 
@@ -421,13 +422,16 @@ class DigestMismatch(ReplayError):
 
 
 def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
-    """Close what a `with` block used. An error of the block goes its own way, and what closing finds is a note on it."""
+    """Close what a `with` block used. An error of the block goes its own way, and what closing finds is a note on it; a signal's
+    (SystemExit shows no note) is logged, too."""
     try:
         close()
     except R3Error as found:
         if error is None:
             raise
-        error.add_note(f"r3channel, while closing: {type(found).__name__}: {found}")
+        error.add_note(said := f"r3channel, while closing: {type(found).__name__}: {found}")
+        if not isinstance(error, Exception):
+            logging.getLogger(__name__).error(said)
 
 
 def expected(value: object, kind: type[_T]) -> _T:

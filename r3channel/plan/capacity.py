@@ -27,6 +27,8 @@ _BASE64 = 4 / 3
 _ORDINARY_BYTES_PER_TOKEN = 24
 """Token id, log-prob and loss mask, 8 bytes each (seed 003)."""
 _STEPS_HELD = _SHARDS_HELD = 2
+_FRAME_BYTES, SPAN_BYTES, RANGE_BYTES = 1400, 200, 140
+"""What a frame that is kept, a provenance span and a range of invalid rows take of memory in Python, rows and digests aside."""
 _RELAY_US_PER_TOKEN = {1: 0.65, 2: 0.98}
 """Bytes of an id -> the relay's CPU for a token of 48 x top-8 ids: frames that come directly (0.53 in replies), and 9-bit ids.
 `r3channel bench relay`, 2 cores; relay/README.md has the figures."""
@@ -95,7 +97,8 @@ class Capacity:
     relay_staging_bytes: int
     """The most that is staged for one receiver, whatever the tokens; nothing over tcp with one pipeline stage."""
     store_needed_bytes: int
-    """Rows of two steps, one step off: one that receivers have not acknowledged, and the next that engines generate meanwhile."""
+    """Rows of two steps and what lies beside them, one step off: a step that receivers have not acknowledged, and the next that
+    engines generate meanwhile."""
     store_fits: bool
     """Are they within `store_bytes`? Else engines wait while a step is delivered, and a larger step than that never seals."""
     relay_needs: dict[str, float]
@@ -116,6 +119,11 @@ class Capacity:
     default_fetch_s: float
     ratio: float
     """Kept per rank: this over the default path."""
+
+
+def beside_bytes(spec: RoutingSpec, *, spans: int, ranges: int = 0) -> int:
+    """What the relay keeps beside a frame's rows, and its store counts with them: else small frames would fill memory."""
+    return _FRAME_BYTES + 8 * spec.num_moe_layers + SPAN_BYTES * spans + RANGE_BYTES * ranges
 
 
 def plan_of(
@@ -152,9 +160,10 @@ def add_up(plan: Plan, *, machines: Machines, tensors: Sequence[TokenTensor] = (
     default_row = spec.num_layers * spec.top_k * _INT32
     default_rank = max(padded) * default_row
     frame = rows * (spec.bytes_per_token + sum(beside.values()))
+    held = _STEPS_HELD * (frame + len(plan.lengths) * beside_bytes(spec, spans=2))
     work = spec.num_moe_layers * spec.top_k / (48 * 8)  # the measured token had 48 x 8 ids
     gbit_s, cpu_s = 8e-9 / machines.step_s, rows * _RELAY_US_PER_TOKEN[spec.id_dtype.itemsize] * work * 1e-6
-    needs = {"memory": _STEPS_HELD * frame, "cores": cpu_s / machines.step_s}
+    needs = {"memory": held, "cores": cpu_s / machines.step_s}
     needs |= {"network in": frame * _BASE64 * gbit_s, "network out": sum(received) * gbit_s}
     has = (machines.node_bytes, machines.node_cores, machines.http_gbit_s, machines.wire_gbyte_s * 8)
     return Capacity(
@@ -165,8 +174,8 @@ def add_up(plan: Plan, *, machines: Machines, tensors: Sequence[TokenTensor] = (
         * max(shard.nbytes + more for shard, more in zip(plan.shards, tensor_bytes, strict=True)),
         landed_bytes_per_rank=max(shard.slot_bytes for shard in plan.shards),
         landed_bytes_all_ranks=layout.tp * sum(shard.slot_bytes for shard in plan.shards),
-        relay_staging_bytes=2 * machines.bucket_bytes, store_needed_bytes=_STEPS_HELD * frame,
-        store_fits=_STEPS_HELD * frame <= machines.store_bytes, relay_needs=needs,
+        relay_staging_bytes=2 * machines.bucket_bytes, store_needed_bytes=held,
+        store_fits=held <= machines.store_bytes, relay_needs=needs,
         node_lacks=tuple(name for name, most in zip(needs, has, strict=True) if needs[name] > most),
         ordinary_bytes_per_dp=max(per_dp) * _ORDINARY_BYTES_PER_TOKEN,
         http_s=frame * _BASE64 * 8 / (machines.http_gbit_s * 1e9),

@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 _GONE_S, _LOOK_S = 3.0, 0.2
 """An engine whose connection has ended comes again within two seconds, if it lives; how often that is looked at."""
-_NAMED = 1000
-"""Expired samples that `status` still names."""
+NAMED = 1000
+"""Expired samples that `status` still names; samples of one message."""
 _NOTHING = InHand(b"")
 """Routing of rows that are left to the live router."""
 Tokens = Sequence[int] | Ids
@@ -431,14 +431,14 @@ class Intake:
                 before_s=now_s - config.expiry_s, unclaimed_s=now_s - config.unclaimed_timeout_s
             )
             names = [sample.name for sample in samples]
-            self._expired = (self._expired + names)[-_NAMED:]
+            self._expired = (self._expired + names)[-NAMED:]
         if samples or unclaimed:
             self.let_go(samples, outcome="expired")
             self.free([rows for rows in unclaimed.values() if isinstance(rows, VerifiedRows)])
             frames = [f"{self.engines.name_of(boot_id)}: {serial}" for boot_id, serial in unclaimed]
             log.warning(
                 "r3channel: dropped: %d samples that no step took within %.0f s: %s; %d frames without a reply for %.0f s: %s",
-                len(names), config.expiry_s, names, len(frames), config.unclaimed_timeout_s, frames[:_NAMED],
+                len(names), config.expiry_s, names, len(frames), config.unclaimed_timeout_s, frames[:NAMED],
             )  # fmt: skip
 
     def _judged(self, take: Callable[[], _Taken], sample_id: str, engine: str, *, new: bool) -> _Taken:

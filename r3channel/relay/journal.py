@@ -10,6 +10,7 @@ not a machine: nothing is flushed. Frames and tickets carry their own hashes.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import json
@@ -17,6 +18,7 @@ import logging
 import os
 import shutil
 import struct
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -37,6 +39,8 @@ log = logging.getLogger(__name__)
 _TAIL = struct.Struct("<IQ")
 _PREFIX, LOCK = "relay-", "lock"
 _NUMBERS = "turn", "tokens_hash", "prefix_hash"
+_FULL, _LOOK_S = (errno.ENOSPC, errno.EDQUOT), 0.2
+"""What a delivered step may mend, and how often that is tried."""
 
 
 class Journal:
@@ -52,19 +56,22 @@ class Journal:
         self._lock = os.open(self.folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def frame(self, ref: int, parts: Sequence[bytes | memoryview]) -> None:
-        """Write a frame, part by part. Raises StoreFull; then nothing is left."""
-        path = self._frame(ref)
-        try:
-            with open(path, "xb", buffering=0) as file:
-                for part in parts:
-                    left = memoryview(part)
-                    while left:
-                        left = left[file.write(left) :]
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            size = sum(map(len, parts))
-            raise errors.StoreFull(f"no room for a frame of {size} bytes: {error}") from error
+    def frame(
+        self, ref: int, parts: Sequence[bytes | memoryview], *, timeout_s: float = 0.0, what: str = ""
+    ) -> None:
+        """Write a frame, part by part; while the disk is full, again and again until `timeout_s` is over. Raises StoreFull; then
+        nothing is left."""
+        path, deadline_s = self._frame(ref), time.monotonic() + timeout_s
+        while True:
+            try:
+                with open(path, "xb") as file:
+                    return file.writelines(parts)
+            except OSError as error:
+                path.unlink(missing_ok=True)
+                if error.errno not in _FULL or time.monotonic() >= deadline_s:
+                    said = f"{what}: no room for a frame of {sum(map(len, parts))} bytes: {error}"
+                    raise errors.StoreFull(f"{said}; waited {timeout_s:.1f} s at most") from error
+            time.sleep(_LOOK_S)
 
     def note(self, ref: int, **values: Any) -> None:
         """Say whose frame it is. Raises StoreFull."""

@@ -33,7 +33,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey, check_cut
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
-from r3channel.relay.intake import Intake, tensors_held
+from r3channel.relay.intake import NAMED, Intake, tensors_held
 from r3channel.relay.journal import Recovery, take_over
 from r3channel.relay.reply import frame_bytes_of
 from r3channel.relay.row_server import RowServer
@@ -306,12 +306,14 @@ class Relay(Intake):
         errors.close_after(error, self.close)
 
     def close(self, *, timeout_s: float = 10.0) -> None:
-        """Stop the background and delete the store. Raises `StepError` naming undelivered steps; idempotent."""
+        """Stop the background and delete the store. Raises `StepError` naming undelivered steps and their samples; idempotent.
+        Samples that no step took are named in the log."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
-        undelivered = self.steps.close()
+            waiting = [sample.name for sample in self.entries.samples.values() if sample.step is None]
+        undelivered, unsent = self.steps.close()
         if self._door is not None:
             self._door.close(timeout_s=timeout_s)
         alive = self._delivery.close(timeout_s=timeout_s)
@@ -319,10 +321,15 @@ class Relay(Intake):
         alive += [self.steps.thread.name] if self.steps.thread.is_alive() else []
         self._close_storage()
         self.metrics.close()
+        if waiting:
+            log.warning(
+                "r3channel: closed with %d samples that no step took: %s", len(waiting), waiting[:NAMED]
+            )
         if undelivered or alive:
             raise errors.StepError(
-                f"closed with undelivered steps {_listed(undelivered)} (step: (dp, pp, cp) not acknowledged); "
-                f"still running: {alive}",
+                f"closed with undelivered steps {_listed(undelivered)} (step: (dp, pp, cp) not acknowledged), "
+                f"{len(unsent)} samples: {unsent[:NAMED]}; still running: {alive}",
+                samples=unsent,
                 ranks=[key for keys in undelivered.values() for key in keys],
             )
 

@@ -11,7 +11,7 @@ Whoever calls holds one lock around each call; nothing here takes longer than it
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -26,6 +26,8 @@ from r3channel.wire.parcel import FrameName, FrameReference
 EXPECTED, HELD, FAILED = "EXPECTED", "HELD", "FAILED"
 _REMEMBERED = 1 << 16
 """Names of frames that are used up, so that one that is sent again is known."""
+_MOST_FAILED = 1 << 12
+"""Frames that cannot be used and wait for their replies: 1 to 5 kB each, which no store counts."""
 
 
 class Rows(Protocol):
@@ -138,6 +140,8 @@ class SampleTable:
         """In the order of their newest replies."""
         self._awaited: dict[FrameName, tuple[Sample, Turn]] = {}
         self._unclaimed: dict[FrameName, _Unclaimed] = {}
+        self._failed: deque[FrameName] = deque()
+        """Unclaimed frames that cannot be used, the oldest first, and some that have gone since."""
         self._used: OrderedDict[FrameName, None] = OrderedDict()
         self._incomplete: dict[str, Sample] = {}
         """Samples with turns that are not HELD: a step of thousands looks at these alone."""
@@ -244,6 +248,8 @@ class SampleTable:
         if name not in self._awaited:
             self._unclaimed.pop(name, None)  # to the end: they lie in the order in which they came
             self._unclaimed[name] = _Unclaimed(what, now_s)
+            if isinstance(what, R3Error):
+                self._bound_failed(name)
             return True
         sample, turn = self._awaited[name]
         turn.error = _misfit(sample.name, turn, what)
@@ -255,6 +261,14 @@ class SampleTable:
         self._use(name)
         self._look_again(sample)
         return True
+
+    def _bound_failed(self, name: FrameName) -> None:
+        """Another frame cannot be used. Of too many the oldest is forgotten: as one that never came."""
+        self._failed.append(name)
+        if len(self._failed) > _MOST_FAILED:
+            kept = self._unclaimed.get(oldest := self._failed.popleft())
+            if kept is not None and isinstance(kept.what, R3Error):
+                del self._unclaimed[oldest]
 
     def refuse(self, reference: FrameReference) -> Rows | R3Error | None:
         """Its reply is refused: nobody will want the frame, whether it is here (then free it) or is still to come."""

@@ -326,15 +326,17 @@ class Steps:
             times_s = [sealed.sealed_s for sealed in self._steps.values() if sealed.missing]
         return time.monotonic() - min(times_s) if times_s else 0.0
 
-    def close(self) -> dict[int, tuple[ShardKey, ...]]:
-        """End every wait and the thread; returns what was not delivered."""
+    def close(self) -> tuple[dict[int, tuple[ShardKey, ...]], list[str]]:
+        """End every wait and the thread; returns what was not delivered, and the samples in it."""
         with self._changed:
             self._closed = True
             undelivered = self._missing()
+            parts = [(self._steps[step].ticket.assignment.ranks, keys) for step, keys in undelivered.items()]
             self._wake_all()
             self._steps.clear()
         self._queue.put(None)
-        return undelivered
+        ranks = [ranks[dp] for ranks, keys in parts for dp in sorted({key[0] for key in keys})]
+        return undelivered, [name for rank in ranks for batch in rank for name in batch]
 
 
 # -- what the ticket says of samples -----------------------------------------------------------------------------------

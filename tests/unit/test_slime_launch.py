@@ -25,6 +25,7 @@ from r3channel.integrations.slime import arguments as slime_arguments
 from r3channel.integrations.slime import launch as slime_launch
 from r3channel.observe.check import CheckContext
 from r3channel.plan.assignment import Assignment
+from r3channel.plan.capacity import beside_bytes
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.tools import slime as slime_command
@@ -32,7 +33,7 @@ from r3channel.wire.frame import encode_frame
 from r3channel.wire.routing import RowKind
 from tests import slime_checkout
 from tests.children import run
-from tests.samples import random_ids, span
+from tests.samples import SPEC, random_ids, span
 
 ROOT = Path(__file__).parents[2]
 PTH = ROOT / "r3channel/r3channel.pth"
@@ -92,7 +93,7 @@ def test_this_machine_and_the_layout_are_looked_at_before_slime_starts_a_part(tm
 
 
 ROW_BYTES = 3 * 8  # three layers with routers, top-8
-BESIDE = slime_arguments._BESIDE_BYTES
+BESIDE = 2 * beside_bytes(SPEC, spans=2)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +17,10 @@ from r3channel.config import ChannelConfig
 from r3channel.engine.capture import UnfinishedFrame
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
+from r3channel.plan.capacity import RANGE_BYTES, SPAN_BYTES, beside_bytes
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from r3channel.relay.verify import _RANGE_BYTES, MOST_ROWS, SPAN_BYTES, VerifiedRows
+from r3channel.relay.verify import MOST_ROWS, VerifiedRows
 from r3channel.wire import header as frame_header
 from r3channel.wire.chunks import CHUNK_ROWS, Entry, table_of
 from r3channel.wire.codec import CODECS
@@ -32,7 +33,7 @@ from tests.samples import SPEC, frame_of, random_ids, reply_of, span
 
 MIB = 1 << 20
 LZ4, SET = 1, 3
-SPAN, RANGE = SPAN_BYTES, _RANGE_BYTES
+BESIDE = beside_bytes(SPEC, spans=1)
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_rows_that_lie_in_a_frame_as_they_are_stay_where_it_was_received(relay: 
     assert np.array_equal(rows.ids_TLK, ids) and not rows.ids_TLK.flags.writeable
     assert np.shares_memory(rows.ids_TLK, np.frombuffer(rows.block.view, np.uint8))
     assert np.array_equal(rows.digests_L, layer_digests(ids, first_row=0))
-    assert relay.status()["store"]["bytes"] == len(rows.block.view) + SPAN
+    assert relay.status()["store"]["bytes"] == len(rows.block.view) + BESIDE
 
 
 @pytest.mark.parametrize("codec", ["lz4", "set"])
@@ -96,7 +97,7 @@ def test_coded_rows_are_decoded_once_and_stay_decoded(relay: Relay, codec: str) 
     deliver(relay, (1, encode_frame(SPEC, expert_ids_TLK=ids, codec=codec)))
     rows = arrived(relay)
     assert np.array_equal(rows.ids_TLK, ids)
-    assert relay.status()["store"] == {"frames": 1, "bytes": ids.nbytes + SPAN}
+    assert relay.status()["store"] == {"frames": 1, "bytes": ids.nbytes + BESIDE}
 
 
 def test_frames_that_are_refused_leave_no_memory_taken(relay: Relay) -> None:
@@ -224,8 +225,8 @@ def test_frames_of_an_engine_without_a_context_fit_the_store_or_are_not_taken(re
 
 
 ROWS, ROWS_BYTES = 4_000, 4_000 * SPEC.bytes_per_token
-COUNTED: dict[str, int] = dict.fromkeys(("stored", "lz4"), ROWS_BYTES + SPAN)
-COUNTED["spans"] = ROWS_BYTES + ROWS * SPAN + ROWS // 2 * RANGE
+COUNTED: dict[str, int] = dict.fromkeys(("stored", "lz4"), ROWS_BYTES + BESIDE)
+COUNTED["spans"] = COUNTED["lz4"] + (ROWS - 1) * SPAN_BYTES + ROWS // 2 * RANGE_BYTES
 """What the store counts for a frame of each kind: rows as they are or coded, or a span for each and every other one invalid."""
 
 
@@ -257,3 +258,25 @@ def test_what_came_in_replies_takes_the_memory_that_the_store_counts(kind: str, 
     growth, counted = growth_of(adding_replies, kind, replies), replies * COUNTED[kind]
     assert ROWS_BYTES * replies < growth.kept < 1.15 * counted
     assert growth.peak < 1.15 * counted + 8 * ROWS_BYTES
+
+
+def flooding(good: bool) -> Iterator[None]:
+    """Frames of one row each, as fast as they come, that no reply claims."""
+    relay, frame = opened(), frame_of(2, expert_ids_TLK=random_ids(1) * good)  # or experts 0
+    warm(relay)
+    relay._store.ceiling_bytes = 10 * MIB
+    yield
+    with pytest.raises(errors.StoreFull) if good else nullcontext():
+        for serial in range(10_000):
+            deliver(relay, (serial, frame))
+    assert relay.status()["store"]["bytes"] <= 10 * MIB
+    yield
+    relay.close()
+
+
+@pytest.mark.parametrize(("good", "most_bytes"), [(True, 10.8 * MIB), (False, 6.5 * MIB)])
+def test_small_frames_that_nobody_claims_take_no_more_than_the_store_allows(
+    good: bool, most_bytes: float
+) -> None:
+    """Those that are refused count nowhere: of the oldest the relay forgets why."""
+    assert growth_of(flooding, good).peak < most_bytes

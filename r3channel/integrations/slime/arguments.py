@@ -18,9 +18,9 @@ from r3channel import config
 from r3channel.errors import ConfigError
 from r3channel.integrations import guard, preflight
 from r3channel.model.spec import RoutingSpec
+from r3channel.plan.capacity import beside_bytes
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.recorder import add_options
-from r3channel.relay.verify import SPAN_BYTES
 
 _SWITCHES = "use-routing-replay use-rollout-routing-replay colocate release-train offload-train"
 _NUMBERS = "num-experts rollout-batch-size over-sampling-batch-size"
@@ -28,9 +28,6 @@ _LENGTHS = "rollout-max-response-len rollout-max-prompt-len rollout-max-context-
 """slime's own arguments that the channel asks about."""
 _LEAST_BYTES, _SPARE = 64 << 20, 1 / 8
 """What `store_bytes` takes at least; the store's share for rows of evaluated, aborted and dropped samples."""
-_BESIDE_BYTES = 2 * 2 * SPAN_BYTES
-"""What the relay keeps beside a sample's rows where it is continued once, by a turn or from the buffer: two frames, and of each a
-span of rows that were prefilled and one of rows that were decoded. More turns, and weights that change meanwhile, take more."""
 
 
 def add_channel(parser: Any) -> Any:
@@ -170,15 +167,18 @@ def step_size(args: Namespace) -> StepSize | None:
     response, prompt = args.rollout_max_response_len, args.rollout_max_prompt_len
     if not (args.hf_checkpoint and args.rollout_batch_size and response):
         return None
-    row, groups, each = spec_of(args).bytes_per_token, args.rollout_batch_size, args.n_samples_per_prompt
+    spec, groups, each = spec_of(args), args.rollout_batch_size, args.n_samples_per_prompt
     context = args.rollout_max_context_len or response + (prompt or response)
     sure, longest = (min(context, response + more) for more in (prompt or 0, prompt or response))
     live = args.over_sampling_batch_size or groups
     live += groups * (not args.colocate) + groups * (args.dynamic_sampling_filter_path is not None)
+    # Beside the rows of a sample that is continued once, by a turn or from the buffer: two frames, and of each a span of rows
+    # that were prefilled and one of rows that were decoded. More turns, and weights that change meanwhile, take more.
+    row, beside = spec.bytes_per_token, 2 * beside_bytes(spec, spans=2)
     return StepSize(
-        step=groups * each * (sure * row + _BESIDE_BYTES),
-        store=max(_LEAST_BYTES, int(live * each * (longest * row + _BESIDE_BYTES) * (1 + _SPARE))),
-        counted=f"{groups} prompts x {each} samples x ({sure} tokens x {row} bytes + {_BESIDE_BYTES} beside them in two turns), "
+        step=groups * each * (sure * row + beside),
+        store=max(_LEAST_BYTES, int(live * each * (longest * row + beside) * (1 + _SPARE))),
+        counted=f"{groups} prompts x {each} samples x ({sure} tokens x {row} bytes + {beside} beside them in two turns), "
         f"and {live} prompts live at once",
     )
 

@@ -1,0 +1,95 @@
+"""A full /dev/shm, or disk: a small file system in a mount namespace of a child's own. Weights in shared memory fail by name and
+never by SIGBUS, also where it fills after it was looked at; what lies there is unharmed; rows need none of it. A reply whose
+journal is full waits as it does for the store, and no sample is lost."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from r3channel.errors import CannotStage, StoreFull
+from r3channel.plan.assignment import Assignment
+from r3channel.weights import memory
+from tests.children import run
+from tests.delivery import LIMIT_S, check_rows, receive, receivers_of, relays, sealed, until
+from tests.fake_engine import FakeEngine
+from tests.samples import reply_for
+from tests.weights import give, holds, refused, serving, session
+
+_NEW_NAMESPACE, _REFUSED = 0x20000, 77
+
+
+@contextmanager
+def full() -> Iterator[None]:
+    """Not a byte is left meanwhile."""
+    filler = Path(memory.SHM, "filler")
+    with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    yield
+    filler.unlink()
+
+
+def give_weights() -> None:
+    engine = serving()
+    with session(engine, wire="shared_memory") as sync, full():
+        refused(sync, 1, "8,192 bytes.* in /dev/shm is 0: enlarge it", cause=CannotStage, timeout_s=100)
+    with pytest.MonkeyPatch.context() as patch:  # another process was faster
+        patch.setattr(memory.Room, "lacks", lambda *_, **__: "")
+        with session(engine, wire="shared_memory") as sync, full():
+            refused(sync, 1, "No space left on device", timeout_s=100)
+    with session(engine, wire="shared_memory") as sync:
+        give(sync, 1, timeout_s=100)
+        with full():
+            give(sync, 2, timeout_s=100)
+    assert holds(engine, 2) and not [*Path(memory.SHM).iterdir()]
+    FakeEngine.started.pop().die()
+
+
+def fill_journal() -> None:
+    with relays(journal=f"{memory.SHM}/journal", backpressure_timeout_s=0.5) as make:
+        relay, calls = make(), [(name, reply_for(name, 1000), range(1000)) for name in "ab"]
+        relay.add(*calls[0])
+        with full():
+            with pytest.raises(StoreFull, match=r"sample b .*no room for .*No space left.* 0\.5 s"):
+                relay.add(*calls[1])
+            with pytest.raises(StoreFull, match="step 0: no room for its ticket"):
+                relay.seal(0, Assignment.given([[["a"]]]))
+            assert relay.status()["pending"] == ["a"] and relay.status()["store"]["frames"] == 1
+            assert len(list(Path(memory.SHM).glob("journal/*/*.frame"))) == 1, "nothing half written is left"
+            relay.config = replace(relay.config, backpressure_timeout_s=LIMIT_S)
+            (waiting := threading.Thread(target=relay.add, args=calls[1])).start()
+            until(lambda: relay.status()["store"]["frames"] == 2)
+        waiting.join(LIMIT_S)
+        assert relay.seal(0, Assignment.given([[["a", "b"]]])).step == 0
+
+
+def main() -> None:
+    mounts = (["--make-rprivate", "/"], ["-t", "tmpfs", "-o", "size=256k", "none", memory.SHM])
+    if ctypes.CDLL(None).unshare(_NEW_NAMESPACE) or any(subprocess.call(["mount", *one]) for one in mounts):
+        raise SystemExit(_REFUSED)
+    give_weights()
+    fill_journal()
+    for transport in ("tcp", "gloo"):
+        with relays(transport=transport) as make, full():
+            relay = make("dp=2")
+            for shard in receive(receivers_of(relay), sealed(relay)):
+                check_rows(shard)
+
+
+def test_a_full_file_system_is_named_and_kills_nobody() -> None:
+    done = run("-m", __name__)
+    if done.returncode == _REFUSED:
+        pytest.skip("no mount namespace of our own is allowed here")
+    assert not done.returncode, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Twenty thousand buckets and two hundred reconnections leave memory, descriptors, threads and shared memory where they were.
+
+A real relay and a trainer's receiver over gloo in one process, so that what either keeps counts, looked at after every few
+steps. Descriptors, threads and shared memory have to be equal. Memory moves a little by itself: the second half is cut into
+blocks, a slope is fitted to each, and their mean is compared with its own standard error. What is kept once raises the slope of
+one block, and the error with it; a leak raises all of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import threading
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from r3channel.config import ChannelConfig
+from r3channel.observe.stage_clock import StageClock
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
+from r3channel.relay.relay import Relay
+from r3channel.trainer.receiver import Receiver
+from r3channel.transport.process_group import ProcessGroupTransport
+from tests.children import printed
+from tests.delivery import hand, lives
+from tests.memory import resident
+from tests.samples import SPEC, frame_of
+
+BUCKETS, STEPS, LOOKS = 20, 5, 200
+"""Buckets of a step; steps from one look to the next; looks."""
+ERRORS, LEAST_BYTES, MOST_BYTES = 4.0, 16, 200
+"""A slope of so many standard errors is a leak, unless it is below so many bytes a bucket: the allocator takes them to settle.
+It is no answer where the errors could hide so many."""
+
+
+def held() -> list[int]:
+    """Bytes of memory; descriptors, threads, bytes of shared memory."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return [
+        resident("VmRSS"),
+        len(os.listdir("/proc/self/fd")),
+        threading.active_count(),
+        resident("RssShmem"),
+    ]
+
+
+def run() -> None:
+    start_send, sent, seen = ProcessGroupTransport.start_send, [0, 0], list[list[int]]()
+
+    def counted(transport: ProcessGroupTransport, dst: int, data_N: Any) -> Any:
+        sent[0] += len(data_N) > 1  # not the byte of a join
+        if len(data_N) > 1 and sent[0] % (BUCKETS * STEPS) == BUCKETS // 2:
+            sent[1] += 1
+            transport.abort()  # gloo closes its sockets in the middle of a step's rows
+        return start_send(transport, dst, data_N)
+
+    ProcessGroupTransport.start_send = counted
+    config, layout = ChannelConfig(transport="gloo", bucket_bytes=1024), TrainerLayout()
+    # Of the newest spans a clock keeps a hundred thousand by default, 20 MB: it is full when this run is over.
+    clocks = [StageClock(role, max_spans=1000) for role in ("relay", "trainer")]
+    frame = frame_of(tokens := BUCKETS * 1024 // SPEC.bytes_per_token + 1)
+    options: dict[str, Any] = {
+        "layout": layout,
+        "config": config,
+        "coords": layout.coords(0),
+        "clock": clocks[1],
+    }
+    with (
+        closing(Relay(SPEC, layout, config, clock=clocks[0])) as relay,
+        closing(Receiver(relay, spec=SPEC, **options)) as receiver,
+    ):
+        for number in range(STEPS * LOOKS):
+            relay.add_frame("a", frame, range(tokens))
+            hand(receiver.receive(relay.seal(number, Assignment.given([[["a"]]]))))
+            relay.join_previous()
+            if number % STEPS == STEPS - 1:
+                seen.append(held())
+        print(json.dumps([*sent, *lives(relay), seen]))
+
+
+@pytest.mark.full
+@pytest.mark.dist
+@pytest.mark.timeout(900)
+def test_twenty_thousand_buckets_and_two_hundred_reconnections_leave_nothing_behind() -> None:
+    buckets, cuts, connections, seen = json.loads(printed("-m", __name__, limit_s=800).splitlines()[-1])
+    assert buckets >= BUCKETS * STEPS * LOOKS and connections == cuts + 1 > LOOKS
+    memory, *others = zip(*seen[LOOKS // 2 :], strict=True)
+    blocks = np.split(np.array(memory, float), 10)
+    slopes = [np.polyfit(range(len(block)), block, 1)[0] / STEPS / BUCKETS for block in blocks]
+    mean, error = np.mean(slopes), np.std(slopes, ddof=1) / len(slopes) ** 0.5
+    told = f"memory grows by {mean:.0f} +- {error:.0f} bytes a bucket; descriptors, threads, shared memory: {others}"
+    assert mean < max(ERRORS * error, LEAST_BYTES), told
+    assert ERRORS * error < MOST_BYTES, f"too noisy to tell: {told}"
+    assert all(max(each) == min(each) for each in others), told
+
+
+if __name__ == "__main__":
+    run()

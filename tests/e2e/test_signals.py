@@ -1,0 +1,151 @@
+"""SIGTERM and Ctrl-C at ten moments that a seed chooses, and at two of the demo's: all is gone within five seconds, what was not
+delivered is named in the last lines, and nothing is left behind.
+
+`python -m tests.e2e.test_signals FOLDER` is a run as a user writes it: a relay with a journal and an ingest, two trainers in
+processes of their own, steps without end, each under way while the next is added.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from examples.embedded.sglang import kill_family
+from r3channel import Assignment, Ticket, TrainerLayout
+from r3channel.config import ChannelConfig
+from r3channel.relay.relay import Relay
+from r3channel.trainer.receiver import Receiver
+from tests.children import ROOT
+from tests.direct import until
+from tests.foreground import foreground
+from tests.samples import SPEC, frame_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
+LAYOUT, TOKENS = TrainerLayout(dp=2), 2000
+LIMIT_S, START_S = 5.0, 150.0
+"""Until all is gone, on a machine that has nothing else to do; until there is something to stop."""
+
+
+def trainer(rank: int, told: Any, folder: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the run ends its trainers
+    where = told.get()
+    control: Any = SimpleNamespace(hello=lambda **_: where)
+    receiver = Receiver(control, spec=SPEC, layout=LAYOUT, coords=LAYOUT.coords(rank))
+    while True:
+        ticket = Ticket.from_bytes(told.get())
+        time.sleep(0.2)  # it trains
+        (folder / f"asks{rank}").write_text(str(ticket.step))
+        receiver.receive(ticket)
+
+
+def main(folder: Path) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    context = multiprocessing.get_context("fork")  # before there are threads
+    queues = [context.SimpleQueue() for _ in range(LAYOUT.world_size)]
+    ranks = [context.Process(target=trainer, args=(*each, folder), daemon=True) for each in enumerate(queues)]
+    for rank in ranks:
+        rank.start()
+    config = ChannelConfig(journal=str(folder / "journal"), token_file=str(folder / "token"))
+    with ExitStack() as stack:
+        relay = stack.enter_context(Relay(SPEC, LAYOUT, config))
+        for rank in ranks:
+            stack.callback(rank.kill)  # before the relay closes: they have nothing to say of that
+        relay.serve()
+        for dp, queue in enumerate(queues):
+            queue.put(relay.hello(dp=dp, pp=0))
+        for step in itertools.count():
+            for name in (names := [f"step{step}-{number}" for number in range(4)]):
+                relay.add_frame(name, frame_of(TOKENS), range(TOKENS))
+            relay.join_previous(timeout_s=60)
+            ticket = relay.seal(step, Assignment.round_robin(names, dp=2, microbatch_size=2))
+            (folder / "sealed").write_text(str(step))
+            for queue in queues:
+                queue.put(ticket.to_bytes())
+
+
+def stopped(command: list[str], folder: Path, kind: int, moment: Callable[[], object]) -> list[str]:
+    """What it has said; the signal comes as a terminal or a supervisor sends it. Nothing of it is left."""
+    with (folder / "said").open("wb") as said:
+        child = subprocess.Popen(
+            [sys.executable, "-m", *command], stdout=said, stderr=said, cwd=ROOT, start_new_session=True,
+            env=os.environ | {"TMPDIR": str(folder / "tmp")}, preexec_fn=foreground,
+        )  # fmt: skip
+        try:
+            moment()
+            family = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
+            lines = [
+                line for each in family for line in Path(f"/proc/{each.pid}/maps").read_text().splitlines()
+            ]
+            shared = {Path(line.split()[-1]) for line in lines if " /dev/shm/" in line}
+            (os.killpg if kind == signal.SIGINT else os.kill)(child.pid, kind)
+            child.wait(LIMIT_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+        finally:
+            kill_family(child)
+    assert not psutil.wait_procs(family[1:], timeout=1)[1] and not [path for path in shared if path.exists()]
+    assert not [*(folder / "tmp").iterdir(), *folder.glob("journal/*")]
+    codes = {128 + kind, -kind} if "demo" not in command[0] else {128 + kind}
+    assert child.returncode in codes, said
+    return (folder / "said").read_text().splitlines()
+
+
+@pytest.fixture
+def folder() -> Path:
+    """Short: Ray's sockets lie below it."""
+    (path := Path(tempfile.mkdtemp(prefix="s-"))).joinpath("tmp").mkdir()
+    return path
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_a_run_that_is_stopped_at_any_moment_names_what_was_not_delivered(folder: Path, number: int) -> None:
+    def moment() -> None:
+        """While two of them start, and in the steps of the others."""
+        until(lambda: number < 2 or (folder / "asks0").exists(), limit_s=START_S)
+        time.sleep(random.Random(number).uniform(0.0, 2.0))
+
+    said = stopped([__name__, str(folder)], folder, (signal.SIGTERM, signal.SIGINT)[number % 2], moment)
+    named = set(re.findall(r"step\d+-\d", "\n".join(line for line in said[-4:] if "r3channel" in line)))
+    assert bool(named) == (folder / "sealed").exists() or number < 2, said
+    if named:
+        last, *asks = (int((folder / name).read_text()) for name in ("sealed", "asks0", "asks1"))
+        assert {name[:-2] for name in named} <= {f"step{last}", f"step{last + 1}"}
+        assert {f"step{last}-{at}" for at in range(4) if asks[at % 2] < last} <= named, said
+
+
+def noted(path: Path) -> bool:
+    """A trained sample's, with its note: those of an evaluation are discarded again."""
+    with suppress(FileNotFoundError):
+        return b"step0/sample" in path.read_bytes()
+    return False
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", [signal.SIGTERM])  # Ctrl-C does not name them yet
+def test_a_demo_names_the_samples_in_its_relay(folder: Path, kind: signal.Signals) -> None:
+    def moment() -> None:
+        wanted, frames = random.Random(int(kind)).randrange(1, 6), "tmp/*/*/store/relay-*/*.frame"
+        until(lambda: sum(noted(path) for path in folder.glob(frames)) >= wanted, limit_s=START_S)
+
+    options = ["--steps", "2", "--layout", "dp=1,tp=1,pp=1,cp=1"]
+    said = stopped(["examples.demo", *options], folder, kind, moment)
+    assert said[-2].startswith(f"demo: stopped by {kind.name}")
+    assert re.fullmatch(r"demo: \d+ samples were not delivered: step\d+/.*", said[-1]), said[-3:]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
