@@ -46,18 +46,7 @@ def run(argv: Sequence[str]) -> int:
         _say(f"removed {left}, which a run that was killed had left")
     with scratch() as folder:
         command = [sys.executable, str(SCRIPT), "--use-r3-channel", *argv]
-        code = family(command, environment={**os.environ, "TMPDIR": str(folder)})
-        _name_unsent(folder)
-        return code
-
-
-def _name_unsent(folder: Path) -> None:
-    """What lay in the relay of a run that was ended from outside: its journal is there until the folder goes."""
-    from r3channel.relay.journal import read_remains
-
-    for left in folder.glob("*/store/relay-*"):
-        if samples := sorted(read_remains(left).samples):
-            _say(f"{len(samples)} samples were not delivered: {', '.join(samples)}")
+        return family(command, environment={**os.environ, "TMPDIR": str(folder)})
 
 
 def family(command: Sequence[str], *, environment: Mapping[str, str]) -> int:

@@ -322,9 +322,7 @@ class Relay(Intake):
         self._close_storage()
         self.metrics.close()
         if waiting:
-            log.warning(
-                "r3channel: closed with %d samples that no step took: %s", len(waiting), waiting[:NAMED]
-            )
+            log.warning("r3channel: %d samples that no step took: %s", len(waiting), waiting[:NAMED])
         if undelivered or alive:
             raise errors.StepError(
                 f"closed with undelivered steps {_listed(undelivered)} (step: (dp, pp, cp) not acknowledged), "

@@ -40,10 +40,10 @@ _EVALUATION = (
 )
 _EVALUATION += " --n-samples-per-eval-prompt 1 --eval-max-response-len 8"
 _FAULTS = f"{_SAMPLES.replace('.turns', '.tool_speaks_last').replace(' --partial-rollout', '')} --r3-on-changed live"
-_FAULTS += " --r3-on-lost live --r3-max-live 0.9 --rollout-max-prompt-len 10 --r3-store-bytes 34800"
+_FAULTS += " --r3-on-lost live --r3-max-live 0.9 --rollout-max-prompt-len 10 --r3-store-bytes 62000"
 _FAULTS += " --use-fault-tolerance --rollout-health-check-interval 1"
 _FAULTS += " --use-wandb --wandb-mode offline --wandb-project p --wandb-group g --disable-wandb-random-suffix"
-"""A step has up to 476 rows of 56 bytes in two frames a sample, 310 bytes beside each: 31.6 kB; the store has room for 1.1."""
+"""A step has up to 476 rows of 56 bytes in two frames a sample, 1,856 bytes beside each: 56.4 kB; the store has room for 1.1."""
 _SAVE = "--save {work}/saved --save-interval 2"
 # distrib_optimizer.py:648: Megatron does not load the state of torch's own Adam
 _NO_OPTIMIZER = "--no-save-optim"
