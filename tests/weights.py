@@ -34,7 +34,7 @@ def session(*engines: Any, **options: Any) -> WeightSync:
     """A connected one that stages."""
     values: dict[str, Any] = {"bucket_bytes": 2048, "staged": True, **options}
     opened = WeightSync.whole([engine.url for engine in engines], **values)
-    opened.connect(timeout_s=20)
+    opened.connect(timeout_s=60)
     return opened
 
 
@@ -43,7 +43,7 @@ def broadcasting(*engines: Any, **options: Any) -> WeightSync:
     return session(*engines, **{"staged": False, **options})
 
 
-def give(sync: WeightSync, version: int, named: Iterable[Any] | None = None, *, timeout_s: float = 20) -> Any:
+def give(sync: WeightSync, version: int, named: Iterable[Any] | None = None, *, timeout_s: float = 60) -> Any:
     """The report of an update to `weights(version)`, or to what is named."""
     return sync.update(
         weights(version).items() if named is None else named, version=version, timeout_s=timeout_s
@@ -64,12 +64,12 @@ def in_gpu_memory(patch: pytest.MonkeyPatch) -> None:
 
 def again_to(sync: WeightSync, *engines: FakeEngine, version: int) -> Any:
     """The report of giving these the committed weights again."""
-    return sync.republish(weights(version).items(), engines=[one.url for one in engines], timeout_s=20)
+    return sync.republish(weights(version).items(), engines=[one.url for one in engines], timeout_s=60)
 
 
 def refused(
     sync: WeightSync, version: int, why: str, named: Iterable[Any] | None = None, *,
-    error: type[Exception] = WeightUpdateFailed, cause: type[BaseException] | None = None, timeout_s: float = 20,
+    error: type[Exception] = WeightUpdateFailed, cause: type[BaseException] | None = None, timeout_s: float = 60,
 ) -> str:  # fmt: skip
     """What the error of such an update says."""
     with pytest.raises(error, match=why) as failure:

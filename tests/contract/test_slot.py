@@ -91,7 +91,8 @@ def test_a_receive_waits_for_the_end_of_a_weight_update_and_rows_over_tcp_do_not
         with ThreadPoolExecutor(1) as pool, PROCESS_SLOT.use("weights", "an update", timeout_s=LIMIT_S):
             receiving = pool.submit(receiver.receive, ticket)
             until(lambda: PROCESS_SLOT._changed._waiters)  # type: ignore[attr-defined]
-            assert (relay.undelivered(wait_s=1.0) == {}) is (transport == "tcp")
+            wait_s = LIMIT_S if transport == "tcp" else 1.0
+            assert (relay.undelivered(wait_s=wait_s) == {}) is (transport == "tcp")
             assert not receiving.done()
         check_rows(receiving.result(LIMIT_S))
 
