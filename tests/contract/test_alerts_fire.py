@@ -39,7 +39,7 @@ from tests.unit.test_alerts import FOLDER, RULES, needs_promtool, promtool
 
 BEFORE, AFTER, STEP_S = 45, 30, 10.0
 """Minutes of what should be, and of the fault; what a step takes."""
-SMALL_STORE = 8192
+SMALL_STORE = 1 << 16
 pytestmark = needs_promtool
 
 

@@ -209,7 +209,7 @@ def options_of_sglang() -> set[str]:
 
 def options_of_scripts() -> set[str]:
     """Options of our programs that are no commands, and of the pytest plug-in."""
-    rooms = ("r3channel", "examples", "tests/upstream/slime_cpu")
+    rooms = ("r3channel", "examples", "tests/upstream/slime_cpu", "tests/chaos")
     files = (path for room in rooms for path in (ROOT / room).rglob("*.py"))
     added = re.compile(r'add_?(?:argument|option)\(\s*"(--[\w-]+)"')
     return {option for path in files for option in added.findall(path.read_text())}
