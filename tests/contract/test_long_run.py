@@ -53,27 +53,22 @@ def held() -> list[int]:
 def run() -> None:
     start_send, sent, seen = ProcessGroupTransport.start_send, [0, 0], list[list[int]]()
 
-    def counted(transport: ProcessGroupTransport, dst: int, data_N: Any) -> Any:
+    def counted(self: ProcessGroupTransport, dst: int, data_N: Any) -> Any:
         sent[0] += len(data_N) > 1  # not the byte of a join
         if len(data_N) > 1 and sent[0] % (BUCKETS * STEPS) == BUCKETS // 2:
             sent[1] += 1
-            transport.abort()  # gloo closes its sockets in the middle of a step's rows
-        return start_send(transport, dst, data_N)
+            self.abort()  # gloo closes its sockets in the middle of a step's rows
+        return start_send(self, dst, data_N)
 
     ProcessGroupTransport.start_send = counted
     config, layout = ChannelConfig(transport="gloo", bucket_bytes=1024), TrainerLayout()
     # Of the newest spans a clock keeps a hundred thousand by default, 20 MB: it is full when this run is over.
     clocks = [StageClock(role, max_spans=1000) for role in ("relay", "trainer")]
     frame = frame_of(tokens := BUCKETS * 1024 // SPEC.bytes_per_token + 1)
-    options: dict[str, Any] = {
-        "layout": layout,
-        "config": config,
-        "coords": layout.coords(0),
-        "clock": clocks[1],
-    }
+    options: dict[str, Any] = {"layout": layout, "config": config, "clock": clocks[1]}
     with (
         closing(Relay(SPEC, layout, config, clock=clocks[0])) as relay,
-        closing(Receiver(relay, spec=SPEC, **options)) as receiver,
+        closing(Receiver(relay, spec=SPEC, coords=layout.coords(0), **options)) as receiver,
     ):
         for number in range(STEPS * LOOKS):
             relay.add_frame("a", frame, range(tokens))
