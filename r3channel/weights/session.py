@@ -301,7 +301,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             if not copies and self._ranks.size == 1:
                 raise errors.ManifestMismatch("the update gives no tensors at all")
             given, what = Given.whole(manifest), iter(copies)
-        assert given.manifest is not None  # this session's are whole
+        assert given.manifest is not None  # tensors are whole here
         return given, run.stage("plan")(partial(read_again, what, given.manifest, run))
 
     # -- updates -------------------------------------------------------------------------------------------------------
