@@ -58,10 +58,13 @@ def torch_id_dtype(spec: RoutingSpec) -> torch.dtype:
     return torch.uint8 if spec.id_dtype == np.uint8 else torch.int16
 
 
-def paired(ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """[T, K] int32: each id in the lower half, the bits of its weight as float16 in the upper. Further weights are left out."""
-    bits_TK = weights_TK[:, : ids_TK.shape[1]].to(torch.float16).view(torch.int16)
-    return torch.stack((ids_TK.to(torch.int16), bits_TK), dim=-1).view(torch.int32).squeeze(-1)
+def pair(ids_TK: torch.Tensor, weights_TK: torch.Tensor, *, out_TK: torch.Tensor) -> None:
+    """Into int32: each id in the lower half, the bits of its weight as float16 in the upper. Further weights are left out.
+
+    Two kernels, since a layer's pass pays for each."""
+    halves_TK2 = out_TK.view(torch.int16).unflatten(-1, (-1, 2))
+    halves_TK2[..., 0].copy_(ids_TK)
+    halves_TK2.view(torch.float16)[..., 1].copy_(weights_TK[:, : ids_TK.shape[1]])
 
 
 def weights_offset(spec: RoutingSpec) -> int:
@@ -80,7 +83,7 @@ class LayerSelection:
             self._layers = torch.tensor(spec.moe_layers, device=device)
 
     def fill(self, rows_TN: torch.Tensor, captured_TAK: torch.Tensor) -> None:
-        """Rows of bytes, with weights where they have room for them: then `captured_TAK` are pairs (`paired`)."""
+        """Rows of bytes, with weights where they have room for them: then `captured_TAK` are pairs (`pair`)."""
         spec, shape = self._spec, (self._spec.num_moe_layers, self._spec.top_k)
         ids_TLK = rows_TN[:, : spec.bytes_per_token].view(torch_id_dtype(spec)).unflatten(1, shape)
         if rows_TN.shape[1] == spec.bytes_per_token:

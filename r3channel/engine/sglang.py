@@ -31,7 +31,7 @@ from r3channel.engine.capture import (
     LayerSelection,
     SlotRows,
     UnfinishedFrame,
-    paired,
+    pair,
     parse_weight_version,
 )
 from r3channel.engine.copy_stream import PassCopies, Restored
@@ -236,12 +236,17 @@ class FrameCapturer(RoutedExpertsCapturer):
 
     def capture(self, layer_id: int, topk_indices: torch.Tensor) -> None:
         """As SGLang's: a pair takes the place of an id in its buffer, and on the way there between ranks."""
-        if self.weighs:
-            weights, self.weights = self.weights, None
-            if weights is None:
-                raise R3Error(f"layer {layer_id} routes past {WEIGHTS}, where combine_weights are seen")
-            topk_indices = paired(topk_indices, weights)
-        super().capture(layer_id, topk_indices)
+        if not self.weighs:
+            return super().capture(layer_id, topk_indices)
+        weights, self.weights = self.weights, None
+        if weights is None:
+            raise R3Error(f"layer {layer_id} routes past {WEIGHTS}, where combine_weights are seen")
+        pairs_TK = self.device_cache.buffer[: len(topk_indices), layer_id]
+        in_place = topk_indices.shape == pairs_TK.shape and not hasattr(self, "gather_buffer")
+        if not in_place:  # ranks gather them first, or columns are added
+            pairs_TK = torch.empty_like(topk_indices, dtype=torch.int32)
+        pair(topk_indices, weights, out_TK=pairs_TK)
+        return None if in_place else super().capture(layer_id, pairs_TK)
 
     def on_forward_end(
         self,

@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from traceback import clear_frames
 from typing import Any, TypeVar
 
 import torch
@@ -138,5 +139,14 @@ class Staged(Work):
 
 def _at_once(handle: EngineHandle, call: Callable[[RankLink], T]) -> list[T]:
     """Make a call over all links to an engine."""
-    calls = [background(partial(call, link)) for link in handle.ranks]
+    calls = [background(partial(_letting_go, call, link)) for link in handle.ranks]
     return [call.result() for call in calls]
+
+
+def _letting_go(call: Callable[[RankLink], T], link: RankLink) -> T:
+    """An error is kept longer than the link, and its frames hold views of the rank's memory: they are emptied."""
+    try:
+        return call(link)
+    except BaseException as error:
+        clear_frames(error.__traceback__)
+        raise

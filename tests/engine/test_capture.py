@@ -17,7 +17,7 @@ from r3channel.engine.capture import (
     SlotRows,
     UnfinishedFrame,
     check_representable,
-    paired,
+    pair,
     parse_weight_version,
     torch_id_dtype,
 )
@@ -221,7 +221,9 @@ def test_weights_lie_with_their_ids_and_are_kept_with_them(spec: RoutingSpec, co
     buffer, (tensor,) = device_buffer(spec, 6), tensors_of("combine_weights", spec)
     # one more: of a shared expert
     weights = torch.rand(6, spec.num_layers, spec.top_k + 1, generator=torch.manual_seed(0))
-    pairs = torch.stack([paired(buffer[:, layer], weights[:, layer]) for layer in range(spec.num_layers)], 1)
+    pairs = torch.empty_like(buffer)
+    for layer in range(spec.num_layers):
+        pair(buffer[:, layer], weights[:, layer], out_TK=pairs[:, layer])
     with numba(compiled):
         held = SlotRows(spec, slots=8, weights=True)
     rows_TN = torch.empty(6, held.row_bytes, dtype=torch.uint8)

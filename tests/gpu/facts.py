@@ -16,8 +16,8 @@ from importlib import import_module
 from typing import Any
 
 ANSWER = "R3CHANNEL-GPU "
-COST = "_cost"
-"""Ends the name of a check of what something costs: a module's `cost`, beside its `check`."""
+FURTHER = ("cost", "weights")
+"""A check that is called `<module>_<this>` is that function of its module; others are its `check`."""
 
 
 class Facts:
@@ -71,8 +71,10 @@ def main(name: str, device: str, *sizes: str) -> int:
     faulthandler.register(signal.SIGUSR1)
     facts = Facts(small=bool(sizes))
     try:
-        module = import_module(f"tests.gpu.checks.{name.removesuffix(COST)}")
-        (module.cost if name.endswith(COST) else module.check)(device, facts)
+        module, _, further = name.rpartition("_")
+        if not module or further not in FURTHER:
+            module, further = name, "check"
+        getattr(import_module(f"tests.gpu.checks.{module}"), further)(device, facts)
     except Exception:  # whatever it is: what was measured before stays
         facts.traceback = traceback.format_exc()
     facts.tell()

@@ -74,17 +74,18 @@ class Outcome:
 
 SGLANG, MEGATRON = (*PACKAGE, "sglang", "h11"), (*PACKAGE, "megatron.core")
 CHECKS = (
-    Check(name="replay", about="Megatron, world of one", needs=MEGATRON, limit_s=90),
+    Check(name="replay", about="Megatron, world of one", needs=MEGATRON, limit_s=80),
     Check(name="capture", about="FrameCapturer under SGLang's TopK", needs=SGLANG, limit_s=60),
+    Check(name="capture_weights", about="the same with combine weights", needs=SGLANG, limit_s=40),
     Check(name="host_path", about="host to pinned to device", limit_s=40),
     Check(name="group", about="our group beside the default one", limit_s=40),
-    Check(name="actor", about="relay and trainer on one GPU", limit_s=35),
-    Check(name="pair", about="relay and receiver, a GPU each", gpus=2, limit_s=35),
+    Check(name="actor", about="relay and trainer on one GPU", limit_s=30),
+    Check(name="pair", about="relay and receiver, a GPU each", gpus=2, limit_s=30),
     Check(name="weights", about="staged copy to parameters", limit_s=30),
-    Check(name="update", about="trainer to engine, two processes", needs=(*PACKAGE, "pytest"), limit_s=60),
+    Check(name="update", about="trainer to engine, two processes", needs=(*PACKAGE, "pytest"), limit_s=50),
     Check(name="tests", about="tests/gpu", needs=(*PACKAGE, "pytest", "pytest_timeout"), limit_s=25),
     Check(name="staging", about="one staging object", only_on="cuda", limit_s=15),
-    Check(name="replay_cost", about="a step, of one without replay", needs=MEGATRON, limit_s=65),
+    Check(name="replay_cost", about="a step, of one without replay", needs=MEGATRON, limit_s=55),
     Check(name="capture_cost", about="a pass, of one without capture", needs=SGLANG, limit_s=30),
     Check(name="host_path_cost", about="the copy, of the whole way", only_on="cuda", limit_s=15),
 )

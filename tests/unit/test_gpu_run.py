@@ -74,7 +74,10 @@ def test_a_machine_without_a_gpu_is_no_success_and_one_gpu_too_few_is() -> None:
 def test_what_proves_rows_right_comes_first_and_all_fit_into_the_limit() -> None:
     names = [check.name for check in command.CHECKS]
     costs = [name for name in names if name.endswith("_cost")]
-    assert names[:4] == ["replay", "capture", "host_path", "group"] and names[-len(costs) :] == costs
+    assert (
+        names[:5] == ["replay", "capture", "capture_weights", "host_path", "group"]
+        and names[-len(costs) :] == costs
+    )
     assert sum(check.limit_s for check in command.CHECKS) <= command.LIMIT_S == 540
 
 

@@ -21,7 +21,7 @@ from r3channel.weights.staged_copy import StagedCopy
 from tests.delivery import until
 from tests.gpu.checks.weights import check
 from tests.gpu.facts import Facts
-from tests.weights import give, refused, serving, session
+from tests.weights import give, refused, serving, session, weights
 
 MACHINE = {"proc/meminfo": "MemFree: 9 kB\nMemAvailable: 2 kB"}
 POD = {"pod/memory.max": "900", "pod/memory.current": "700", "pod/memory.stat": "anon 9\ninactive_file 50"}
@@ -76,7 +76,8 @@ def test_an_engine_has_one_staged_copy_at_most_and_none_when_the_session_is_clos
     others: list[Any] = []
     others += left()  # of other tests
     monkeypatch.setattr(hold, "StagedCopy", made)
-    engine = serving()
+    engine, spoiled = serving(), weights(1)
+    next(iter(spoiled.values())).view(-1)[-1] = torch.nan
     for version in (1, 3):
         with session(engine, wire=wire) as sync:
             give(sync, version)
@@ -84,6 +85,9 @@ def test_an_engine_has_one_staged_copy_at_most_and_none_when_the_session_is_clos
             engine.receiver.order(engine.model(), sync._stages.order(engine.url) | {"trainers": []})
             give(sync, version + 1)
             assert left() and not [*Path("/dev/shm").glob("r3channel-weights-*")]
+            refused(
+                sync, version + 2, "holds NaN", spoiled.items()
+            )  # an error that is kept, with what its frames hold
         until(lambda: not left())
 
 

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from r3channel.config import EngineConfig
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.routing import RowKind
+from r3channel.wire.token_tensors import tensors_of
 from tests.gpu.facts import Facts, silence
 
 SPEC = RoutingSpec(num_layers=6, moe_layers=tuple(range(6)), num_experts=128, top_k=8)
@@ -29,6 +31,9 @@ DECODED, DECODE_SIZE, PREFILL_SIZES, MOST = 12, 16, (16, 64), 64
 HIDDEN, READ = 2048, 80 * 3 * 768
 """The sizes of a decode pass through Qwen3-30B-A3B: it reads about 80 of a layer's experts."""
 IN_FLIGHT = 2
+WEIGHTS = "combine_weights"
+CLOSE = 2e-3
+"""A weight of two kernels, as float16."""
 
 
 class Runner(SimpleNamespace):
@@ -40,7 +45,7 @@ class Runner(SimpleNamespace):
 class Engine:
     """As much of one as capture sees: settings, routers, the model runner that refuses or serves, the capturer, passes."""
 
-    def __init__(self, device: str, spec: RoutingSpec = SPEC) -> None:
+    def __init__(self, device: str, spec: RoutingSpec = SPEC, *, tensors: str = "") -> None:
         from sglang.srt import runtime_context, server_args
         from sglang.srt.layers.moe import topk
         from sglang.srt.state_capturer import routed_experts
@@ -51,6 +56,8 @@ class Engine:
         from r3channel.engine import sglang as room
 
         self.device, self.spec, self.room, self._experts = device, spec, room, routed_experts
+        self.tensors = tensors_of(tensors, spec)
+        room.set_up(EngineConfig(token_tensors=tensors))
         make: Any = server_args.ServerArgs  # its fields are made at run time
         set_to = {"weight_version": "0", "chunked_prefill_size": MOST, "enable_return_routed_experts": True}
         ranks = runtime_context.SpawnRanks(world_rank=0)
@@ -64,7 +71,7 @@ class Engine:
         topk.get_model = lambda: SimpleNamespace(shared_experts=shared)
         experts: dict[str, Any] = {"num_experts": spec.num_experts, "num_experts_per_tok": spec.top_k}
         text = Qwen3MoeConfig(num_hidden_layers=spec.num_layers, mlp_only_layers=[], **experts)
-        config = SimpleNamespace(hf_text_config=text, context_len=4096)
+        config = SimpleNamespace(hf_text_config=text, context_len=4096, vocab_size=1000)
         model = routers("triton", spec)
         self.runner = Runner(is_draft_worker=False, model_config=config, model=model)
         self.runner.prefill_cuda_graph_runner = SimpleNamespace(capture_num_tokens=PREFILL_SIZES)
@@ -73,7 +80,8 @@ class Engine:
         served: Any = SimpleNamespace(shared_experts_config=shared)
         rows |= {"model": served, "model_config": config, "device": device}
         self.stock: Any = routed_experts.RoutedExpertsCapturer.create(**rows)
-        # What the hook does; to apply SGLang's hooks imports the whole engine.
+        # What the hooks do; to apply SGLang's hooks imports the whole engine.
+        topk._post_process_topk_ids = noted(room.note_weights, topk._post_process_topk_ids)
         setattr(routed_experts, "RoutedExpertsCapturer", room.FrameCapturer)  # noqa: B010
         self.capturer: Any = room.FrameCapturer.create(**rows)
         self.slots = torch.arange(IN_FLIGHT * MOST, device=device).view(IN_FLIGHT, MOST)
@@ -96,10 +104,13 @@ class Engine:
         self._experts.set_global_experts_capturer(capturer)
 
     def fill(self, rows: int, generator: torch.Generator) -> torch.Tensor:
-        """Other logits, no two of a row alike; [rows, L, K] of what their top-k must be."""
+        """Other logits, no two of a row alike; [rows, L, K, 2] of what their top-k must be, by id: ids and weights."""
         self.logits.copy_(torch.rand(self.logits.shape, generator=generator, device=self.device).argsort(-1))
         self.logits.mul_(0.05)
-        return self.logits[:, :rows].topk(self.spec.top_k, -1).indices.sort(-1).values.transpose(0, 1)
+        chosen, ids_LTK = self.logits[:, :rows].topk(self.spec.top_k, -1)
+        ids_LTK, order = ids_LTK.sort(-1)
+        weights_LTK = chosen.softmax(-1).gather(-1, order)
+        return torch.stack((ids_LTK.float(), weights_LTK), -1).transpose(0, 1)
 
     def forward(self, size: int) -> None:
         """One padded pass: for each layer where a prefill graph breaks, the router, and a product that reads as experts do."""
@@ -135,13 +146,25 @@ class Engine:
         )  # fmt: skip
         return (by or self.capturer).on_forward_end(batch, True, DECODE_SIZE, no_copy_to_cpu=True)
 
-    def frame(self, number: int, rows: int) -> Any:
-        """The frame of a finished request that has the pass's slots."""
+    def frame(self, number: int, rows: int) -> tuple[Any, Any]:
+        """The frame of a finished request that has the pass's slots, and [rows, L, K] of its weights where they are kept."""
         told = {"rid": str(number), "return_routed_experts": True, "origin_input_ids": [0] * rows}
         request: Any = SimpleNamespace(**told)
         slots, collect = number % IN_FLIGHT, self.capturer.get_topk
         self.room.collect_frame(lambda *_: collect(slots, rows + 1, self.pool), None, request)
-        return parse_frame(request.routed_experts.numpy().tobytes(), spec=self.spec)
+        frame = parse_frame(request.routed_experts.numpy().tobytes(), spec=self.spec)
+        if not self.tensors:
+            return frame, None
+        weights_T = np.ascontiguousarray(request.r3channel_weights.entries(self.tensors[0], 0)[1])
+        return frame, weights_T.view(np.float16).reshape(frame.ids().shape)
+
+
+def noted(note: Any, process: Any) -> Any:
+    def both(*args: Any, **more: Any) -> Any:
+        note(*args, **more)
+        return process(*args, **more)
+
+    return both
 
 
 def on_a_cpu() -> None:
@@ -171,7 +194,7 @@ def routers(backend: str, spec: RoutingSpec) -> torch.nn.ModuleList:
 
 
 def passes(engine: Engine, *, count: int, prefill: bool) -> int:
-    """Ids and kinds that differ. The next pass is launched before a copy is looked at, and nothing else waits for the device."""
+    """What differs. The next pass is launched before a copy is looked at, and nothing else waits for the device."""
     sizes = PREFILL_SIZES if prefill else (DECODE_SIZE,)
     graphs = {size: engine.graph(size, prefill=prefill) for size in sizes}
     generator = torch.Generator(engine.device).manual_seed(0)
@@ -179,19 +202,19 @@ def passes(engine: Engine, *, count: int, prefill: bool) -> int:
     waiting, different = list[tuple[Any, ...]](), 0
     for number in range(count):
         rows = 1 + 7 * number % MOST if prefill else DECODED
-        wanted_TLK = engine.fill(rows, generator)
+        wanted_TLK2 = engine.fill(rows, generator)
         graphs[min(size for size in sizes if size >= rows)].replay()
         output = engine.end(number, rows=rows, prefill=prefill)
-        waiting.append((number, output, *to_host(output, wanted_TLK, stream)))
+        waiting.append((number, output, *to_host(output, wanted_TLK2, stream)))
         if len(waiting) == IN_FLIGHT:
             different += judged(engine, *waiting.pop(0), prefill=prefill)
     return different + sum(judged(engine, *one, prefill=prefill) for one in waiting)
 
 
-def to_host(output: Any, wanted_TLK: torch.Tensor, stream: Any) -> tuple[torch.Tensor, Any]:
+def to_host(output: Any, wanted: torch.Tensor, stream: Any) -> tuple[torch.Tensor, Any]:
     """As SGLang's result copy: on a stream of its own, into pinned memory."""
     if stream is None:
-        return wanted_TLK, SimpleNamespace(synchronize=lambda: None)
+        return wanted, SimpleNamespace(synchronize=lambda: None)
 
     def copy(there: torch.Tensor) -> torch.Tensor:
         there.record_stream(stream)  # else the next pass may get its memory before it has been read
@@ -200,17 +223,22 @@ def to_host(output: Any, wanted_TLK: torch.Tensor, stream: Any) -> tuple[torch.T
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         output.map_device_tensors(copy)
-        return copy(wanted_TLK), stream.record_event()
+        return copy(wanted), stream.record_event()
 
 
 def judged(
-    engine: Engine, number: int, output: Any, wanted_TLK: torch.Tensor, done: Any, *, prefill: bool
+    engine: Engine, number: int, output: Any, wanted_TLK2: torch.Tensor, done: Any, *, prefill: bool
 ) -> int:
     done.synchronize()
     output.finalize()
-    frame = engine.frame(number, len(wanted_TLK))
+    frame, weights_TLK = engine.frame(number, len(wanted_TLK2))
     kind = RowKind.PREFILLED if prefill else RowKind.DECODED
-    differing = int((np.sort(frame.ids(), -1) != wanted_TLK.numpy()).sum())
+    ids_TLK, wanted_ids, wanted_weights = frame.ids(), *np.moveaxis(wanted_TLK2.numpy(), -1, 0)
+    order = ids_TLK.argsort(-1)
+    differing = int((np.take_along_axis(ids_TLK, order, -1) != wanted_ids).sum())
+    if weights_TLK is not None:
+        apart_TLK = np.abs(np.take_along_axis(weights_TLK, order, -1) / wanted_weights - 1)
+        differing += int((~(apart_TLK < CLOSE)).sum())
     return differing + sum(span.kind != kind for span in frame.provenance)
 
 
@@ -234,6 +262,24 @@ def check(device: str, facts: Facts) -> None:
             facts.left_out.append("synchronisations and graphs: there are no streams on a CPU")
 
 
+def weights(device: str, facts: Facts) -> None:
+    """The same passes with the weight of each id, and what they cost."""
+    torch.manual_seed(0)
+    engine, count = Engine(device, SPEC if facts.small else DEEP, tensors=WEIGHTS), 50 if facts.small else 500
+    engine.captured_by(engine.capturer)
+    with torch.inference_mode():
+        for name, prefill in (("decode", False), ("prefill", True)):
+            engine.attention.enabled = prefill  # DP attention of one rank
+            different = passes(engine, count=count, prefill=prefill)
+            facts.expect(
+                f"{name}: ids and weights that differ in {count} passes", different, different == 0, "0"
+            )
+        engine.attention.enabled = False
+        told = waits(engine) if device == "cuda" else ""
+        facts.expect("synchronisations in on_forward_end", told, not told, "none")
+    costs(engine, facts)
+
+
 def waits(engine: Engine) -> str:
     """What torch says of the first one."""
     try:
@@ -245,8 +291,11 @@ def waits(engine: Engine) -> str:
 
 
 def cost(device: str, facts: Facts) -> None:
+    costs(Engine(device, SPEC if facts.small else DEEP), facts)
+
+
+def costs(engine: Engine, facts: Facts) -> None:
     """Three loops take turns: no capturer, SGLang's own and ours."""
-    engine = Engine(device, SPEC if facts.small else DEEP)
     capturers = {"none": None, "SGLang's": engine.stock, "ours": engine.capturer}
     rounds, count = (2, 20) if facts.small else (10, 30)
     graphs, ends_us = {}, {name: list[float]() for name in capturers}
