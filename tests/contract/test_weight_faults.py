@@ -31,7 +31,6 @@ GOOD = [
     "/continue_generation",
 ]  # fmt: skip
 Pair = tuple[FakeEngine, FakeEngine]
-FAULTS = ["refuse", "die", "drop", "hang"]
 
 
 @pytest.fixture
@@ -56,58 +55,84 @@ def test_the_order_of_calls_of_a_good_update(sync: WeightSync, pair: Pair) -> No
     assert all(holds(engine, 2) and engine.flushed == 2 for engine in pair)
 
 
-COMMITS = {"staged": "order/commit", "broadcast": "/update_weight_version"}
+STAGED = {
+    "meet": "/server_info", "link": "order/open", "stage": "send", "verify": "verify", "pause": "/pause_generation",
+    "commit": "order/commit", "resume": "/continue_generation",
+}  # fmt: skip
 PHASES = {
-    "staged": ["/server_info", "order/open", "/pause_generation", "order/commit", "/continue_generation"],
-    "broadcast": [
-        *("/server_info", "/init_weights_update_group", "/pause_generation", "/begin_weight_update", UPDATE),
-        *("/end_weight_update", "/update_weight_version", "/continue_generation"),
-    ],
-}
-"""The calls of an update of an engine that is met anew, by way and in order."""
-IN_PLACE = (UPDATE, "/end_weight_update")
-"""Calls of a broadcast after which an engine holds parts of an update."""
-LINKS = ("order/open", "/init_weights_update_group")
-"""Calls that may take all of an update's time: a hung one ends it by its deadline."""
+    "staged": STAGED,
+    "shared_memory": {phase: STAGED[phase] for phase in ("stage", "verify", "commit")},
+    "broadcast": {
+        "meet": "/server_info", "link": "/init_weights_update_group", "pause": "/pause_generation",
+        "begin": "/begin_weight_update", "stage": UPDATE, "end": "/end_weight_update", "commit": "/update_weight_version",
+        "resume": "/continue_generation",
+    },
+}  # fmt: skip
+"""By way, the phases of an update of an engine that is met anew, and what is struck: a call to it, or a link of its rank."""
+OWN_TIME = "link"
+"""It may take all of an update's time: a hung call ends it by its deadline."""
 MATRIX = [
-    (way, route, fault)
-    for way, routes in PHASES.items()
-    for route in routes
-    for fault in FAULTS
-    if (route in LINKS) <= (fault != "hang")
-    if (route, fault) != ("/begin_weight_update", "refuse")  # taken for a bracket that is open already
+    (way, phase, fault)
+    for way, phases in PHASES.items()
+    for phase in phases
+    for fault in ("refuse", "die", "drop", "hang")
+    if (phase, fault)
+    not in ((OWN_TIME, "hang"), ("begin", "refuse"))  # taken for a bracket that is open already
 ]
 
 
-def left_behind(way: str, route: str, fault: str) -> bool:
+def left_behind(phase: str, fault: str) -> bool:
     """Whether the other engine has the version by then, and this one answered that it does not take it, or does not serve."""
-    return route == "/continue_generation" or (fault == "refuse" and route == COMMITS[way])
+    return phase == "resume" or (phase == "commit" and fault == "refuse")
 
 
-@pytest.mark.parametrize(("way", "route", "fault"), MATRIX)
-def test_a_fault_at_any_call_leaves_every_engine_with_one_version_or_fenced_by_name(
-    way: str, route: str, fault: str
+def strike(bad: FakeEngine, way: str, phase: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    struck = PHASES[way][phase]
+    if struck.startswith(("/", "order/")):
+        # linking pauses a staged engine once, and resumes it; its life was asked for just now
+        again = phase == "meet" or (way == "staged" and phase in ("pause", "resume"))
+        bad.script[struck, int(again)] = fault
+        return
+    inner, ends = getattr(RankLink, struck), bad.die if fault == "die" else None
+
+    def spoiled(link: RankLink, *words: Any, **more: Any) -> Any:
+        if link.engine == bad.url:
+            if fault == "refuse":
+                raise errors.WeightsCorrupt(f"engine {bad.url} rank 0: came damaged")
+            if fault == "hang":
+                link.link.recv_record(timeout_s=more.get("record_timeout_s") or more["timeout_s"])
+            (ends or link.link.close)()
+        return inner(link, *words, **more)
+
+    monkeypatch.setattr(RankLink, struck, spoiled)
+
+
+@pytest.mark.parametrize(("way", "phase", "fault"), MATRIX)
+def test_a_fault_in_any_phase_leaves_every_engine_with_one_version_or_fenced_by_name(
+    way: str, phase: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The update's own time is longer than an engine's: who waited it out would take the healthy engine's with it."""
     good, bad = engines_of(way), engines_of(way)
-    with session(good, bad, staged=way == "staged", engine_timeout_s=2) as sync:
+    wire: Any = way if way == "shared_memory" else "tcp"
+    with session(good, bad, staged=way != "broadcast", wire=wire, engine_timeout_s=2) as sync:
         give(sync, 1)
         bad = bad.restarted()  # it has to be met again
         assert sync.routable(timeout_s=5) == (good.url,)
-        # linking pauses a staged engine once, and resumes it; its life was asked for just now
-        again = way == "staged" and route in ("/pause_generation", "/continue_generation")
-        bad.script[route, int(again or route == "/server_info")] = fault
-        if left_behind(way, route, fault):
-            with pytest.raises(
-                errors.EngineLeftBehind, match=f"version 2 is committed, but 1 of 2 .*{bad.url}"
-            ):
-                give(sync, 2)
-        elif fault == "refuse":
-            assert bad.url in refused(sync, 2, "version 1 stays")
-        else:
-            assert give(sync, 2).evicted.keys() == {bad.url} == sync.evicted.keys()
-        if fault == "refuse" and not left_behind(way, route, fault):
-            assert sync.version == 1 and sync.routable() == (() if route in IN_PLACE else (good.url,))
-            assert good.paused if route in IN_PLACE else holds(good, 1)
+        with monkeypatch.context() as patch:
+            strike(bad, way, phase, fault, patch)
+            if left_behind(phase, fault):
+                with pytest.raises(
+                    errors.EngineLeftBehind, match=f"version 2 is committed, but 1 of 2 .*{bad.url}"
+                ):
+                    give(sync, 2)
+            elif fault == "refuse":
+                assert bad.url in refused(sync, 2, "version 1 stays")
+            else:
+                assert give(sync, 2).evicted.keys() == {bad.url} == sync.evicted.keys()
+        if fault == "refuse" and not left_behind(phase, fault):
+            in_place = way == "broadcast" and phase in ("stage", "end")  # engines hold parts of an update
+            assert sync.version == 1 and sync.routable() == (() if in_place else (good.url,))
+            assert good.paused if in_place else holds(good, 1)
         else:
             assert holds(good, 2) and sync.version == 2 and sync.routable() == (good.url,)
         if fault == "die":
@@ -119,7 +144,7 @@ def test_a_fault_at_any_call_leaves_every_engine_with_one_version_or_fenced_by_n
 
 
 def engines_of(way: str) -> FakeEngine:
-    return serving() if way == "staged" else FakeEngine()
+    return FakeEngine() if way == "broadcast" else serving()
 
 
 def test_a_release_without_begin_and_end_is_updated_without_them() -> None:
@@ -195,22 +220,3 @@ def test_an_interrupt_while_weights_are_given_again_leaves_an_engine_as_any_fail
     assert sync.engine_states[engine.url] is state and engine.paused is not first
     again_to(sync, engine, version=1)
     assert holds(engine, 1)
-
-
-@pytest.mark.parametrize("question", ["end", "verify"])
-def test_a_link_that_falls_silent_while_weights_are_staged_costs_its_engine_alone(
-    question: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The update's own time is longer than an engine's: who waited it out would take the healthy engine's with it."""
-    good, bad, inner = serving(), serving(), getattr(RankLink, question)
-
-    def silent(link: RankLink, *words: Any, timeout_s: float, **more: Any) -> Any:
-        if link.engine == bad.url:
-            link.link.recv_record(timeout_s=timeout_s)
-        return inner(link, *words, timeout_s=timeout_s, **more)
-
-    with session(good, bad, staged=True, engine_timeout_s=1) as sync:
-        give(sync, 1)
-        monkeypatch.setattr(RankLink, question, silent)
-        assert give(sync, 2).evicted.keys() == {bad.url}
-        assert holds(good, 2) and sync.routable() == (good.url,)

@@ -176,16 +176,6 @@ def disturbed(act: Callable[[], object]) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, tensor
 
 
-def test_an_engine_that_dies_while_bytes_are_staged_is_left_out() -> None:
-    pair = serving(), serving(), serving()
-    with session(*pair) as sync:
-        give(sync, 1)
-        begun_s = time.monotonic()
-        report = give(sync, 2, disturbed(pair[1].die))
-        assert time.monotonic() - begun_s < 3 and report.evicted.keys() == {pair[1].url}
-        assert holds(pair[0], 2) and holds(pair[2], 2)
-
-
 def test_an_iterator_that_outlasts_the_deadline_is_exhausted_and_the_engine_serves_on() -> None:
     engine, given = serving(), disturbed(lambda: time.sleep(1.2))
     with session(engine) as sync:
