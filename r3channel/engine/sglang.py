@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import logging
 import secrets
-import sys
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -26,6 +25,8 @@ from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer, get_
 
 import r3channel
 from r3channel.config import EngineConfig
+from r3channel.engine import sglang_hooks as hooks
+from r3channel.engine import sglang_tensors
 from r3channel.engine.capture import (
     UNREADABLE_VERSION,
     LayerSelection,
@@ -46,24 +47,7 @@ from r3channel.engine.refusals import (
     unread,
 )
 from r3channel.engine.retraction import Kept, KeptStore
-from r3channel.engine.sglang_hooks import (
-    CAPTURER,
-    COLLECT,
-    INIT_BATCH,
-    INIT_CAPTURER,
-    MASKS,
-    RELEASE,
-    STREAM,
-    TOP_LOGPROBS,
-    TRANSFERRED,
-    UPDATES,
-    WEIGHTS,
-    check_hooks,
-    hooked,
-    installed_version,
-    matching_table,
-)
-from r3channel.engine.sglang_tensors import add_tensors, declare, keep_masks, refused_tensors, take_topk
+from r3channel.engine.sglang_hooks import check_hooks, hooked, installed_version, matching_table
 from r3channel.engine.token_tensors import KeptWeights
 from r3channel.errors import ConfigError, R3Error
 from r3channel.model.spec import RoutingSpec
@@ -81,8 +65,10 @@ _table = ""
 """Which table of `sglang_hooks.TABLES` this SGLang follows."""
 _runner: Any = None
 """The model runner whose passes are captured."""
-_PAST_WEIGHTS = {"capture_routed_experts_if_allowed", "build_precomputed_topk_output", "get_global_experts_capturer"}  # fmt: skip
-"""What a model imports to tell of its ids by itself."""
+_scales: Callable[[Any], object] = getattr(
+    routing, "is_routed_scaling_factor_fused_in_topk", attrgetter("apply_routed_scaling_factor_on_output")
+)
+"""Whether a router's configuration has its factor in the weights. The attribute is not all of it: ROCm (0.5.23)."""
 _announced_version: str | None = None
 """The last version that a weight update named, where SGLang does not tell its scheduler of versions (0.5.15.post1)."""
 
@@ -90,21 +76,21 @@ _announced_version: str | None = None
 def apply(config: EngineConfig) -> None:
     """Register the hooks; SGLang applies them right after its plug-ins have run. Call once per process."""
     set_up(config)
-    HookRegistry.register(CAPTURER, FrameCapturer, HookType.REPLACE)
-    HookRegistry.register(COLLECT, collect_frame, HookType.AROUND)
-    HookRegistry.register(INIT_BATCH, note_batch, HookType.AFTER)
-    HookRegistry.register(RELEASE, keep_rows, HookType.BEFORE)
-    HookRegistry.register(TRANSFERRED, note_transferred, HookType.AFTER)
-    HookRegistry.register(INIT_CAPTURER, refuse_engine, HookType.BEFORE)
+    HookRegistry.register(hooks.CAPTURER, FrameCapturer, HookType.REPLACE)
+    HookRegistry.register(hooks.COLLECT, collect_frame, HookType.AROUND)
+    HookRegistry.register(hooks.INIT_BATCH, note_batch, HookType.AFTER)
+    HookRegistry.register(hooks.RELEASE, keep_rows, HookType.BEFORE)
+    HookRegistry.register(hooks.TRANSFERRED, note_transferred, HookType.AFTER)
+    HookRegistry.register(hooks.INIT_CAPTURER, refuse_engine, HookType.BEFORE)
     if config.token_tensors:
-        HookRegistry.register(TOP_LOGPROBS[_has_bags()], take_topk, HookType.AROUND)
-        HookRegistry.register(STREAM, add_tensors, HookType.BEFORE)
+        HookRegistry.register(hooks.TOP_LOGPROBS[_has_bags()], sglang_tensors.take_topk, HookType.AROUND)
+        HookRegistry.register(hooks.STREAM, sglang_tensors.add_tensors, HookType.BEFORE)
         if "combine_weights" in config.token_tensors:
-            HookRegistry.register(WEIGHTS, note_weights, HookType.BEFORE)
+            HookRegistry.register(hooks.WEIGHTS, note_weights, HookType.BEFORE)
         if _has_bags():
-            HookRegistry.register(MASKS, keep_masks, HookType.AROUND)
+            HookRegistry.register(hooks.MASKS, sglang_tensors.keep_masks, HookType.AROUND)
     if not _has_bags():
-        for path in UPDATES:
+        for path in hooks.UPDATES:
             HookRegistry.register(path, note_weight_version, HookType.AFTER)
 
 
@@ -210,7 +196,7 @@ class FrameCapturer(RoutedExpertsCapturer):
             return
         hello = engine_hello(self.spec, context=getattr(model_config, "context_len", None) or 0)
         self.outlet = outlet = Outlet(_config, hello, replica=_replica())
-        declare(tensors)
+        sglang_tensors.declare(tensors)
         outlet.metrics.watch("r3channel_weight_version", lambda: parse_weight_version(weight_version()))
         self.rows = SlotRows(self.spec, slots=num_tokens, weights=self.weighs)
         log.info("r3channel: %.2f GB of host memory for %d rows", self.rows.nbytes / 1e9, num_tokens)
@@ -240,7 +226,7 @@ class FrameCapturer(RoutedExpertsCapturer):
             return super().capture(layer_id, topk_indices)
         weights, self.weights = self.weights, None
         if weights is None:
-            raise R3Error(f"layer {layer_id} routes past {WEIGHTS}, where combine_weights are seen")
+            raise R3Error(f"layer {layer_id} routes past {hooks.WEIGHTS}, where combine_weights are seen")
         pairs_TK = self.device_cache.buffer[: len(topk_indices), layer_id]
         in_place = topk_indices.shape == pairs_TK.shape and not hasattr(self, "gather_buffer")
         if not in_place:  # ranks gather them first, or columns are added
@@ -475,7 +461,9 @@ def engine_hello(spec: RoutingSpec, *, context: int) -> Hello:
         codec=_config.codec,
         allowed=tuple(sorted(_config.allowed)),
         unread=tuple(unread(asked_for())),
-        weighing=_weighing(_runner.model) if "combine_weights" in _config.token_tensors else (),
+        weighing=sglang_tensors.weighing(_runner.model, _scales)
+        if "combine_weights" in _config.token_tensors
+        else (),
         torch=torch_version(),
         nccl=nccl_version(),
         context=context,
@@ -498,32 +486,17 @@ def refuse_engine(runner: Any) -> None:
     found = [*refusals(values, spec=engine_spec(runner.model_config), routers=_routers(runner.model))]
     found += () if _tells_graphs_in_tokens(runner) else refused_chains(values)
     if tensors := tensors_of(_config.token_tensors):
-        vocabulary, past = runner.model_config.vocab_size, _past_weights(runner.model)
-        found += refused_tensors(values, tensors, vocabulary=vocabulary, past=past)
+        vocabulary, past = (
+            runner.model_config.vocab_size,
+            sglang_tensors.past_weights(runner.model, routing.__name__),
+        )
+        found += sglang_tensors.refused_tensors(values, tensors, vocabulary=vocabulary, past=past)
     refuse([*found, *refused_unread(unread(asked_for()))], allowed=_config.allowed)
 
 
 def _tells_graphs_in_tokens(runner: Any) -> bool:
     """Whether a capturer is told a graph's size in tokens, as in slime's image, and not in requests."""
     return "num_tokens_per_bs" in inspect.unwrap(type(runner).forward).__code__.co_consts
-
-
-def _past_weights(model: Any) -> list[str]:
-    """Sources of the model that tell the capturer of ids by themselves, past the hook that sees their weights."""
-    names, ways = {type(module).__module__ for module in model.modules()} - {routing.__name__}, _PAST_WEIGHTS
-    return sorted(name for name in names if ways.intersection(vars(sys.modules[name])))
-
-
-def _weighing(model: Any) -> tuple[str, ...]:
-    """How its routers make the weights that they hand on, each way once."""
-    applied = attrgetter("apply_routed_scaling_factor_on_output")  # not all of it: ROCm (0.5.23)
-    applied = getattr(routing, "is_routed_scaling_factor_fused_in_topk", applied)
-    ways = {
-        f"scoring={getattr(c.custom_routing_function, '__name__', c.scoring_func)} renormalize={c.renormalize} "
-        f"scaling={c.routed_scaling_factor or 1.0} applied={applied(c)} dtype=float16"
-        for c in (module.topk_config for module in model.modules() if isinstance(module, TopK))
-    }
-    return tuple(sorted(ways))
 
 
 def _routers(model: Any) -> Iterator[Router]:

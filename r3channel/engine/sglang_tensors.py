@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +27,8 @@ _PLAIN = {
     "structural_tag": None, "watermark": None,
 }  # fmt: skip
 """Sampling parameters under which what samples is the softmax of the logits over the temperature."""
-
+_PAST_WEIGHTS = {"capture_routed_experts_if_allowed", "build_precomputed_topk_output", "get_global_experts_capturer"}  # fmt: skip
+"""What a model imports to tell of its ids by itself."""
 
 _declared: Sequence[TokenTensor] = ()
 """None on a rank that does not reply."""
@@ -113,19 +115,14 @@ def _append(req: Any) -> None:
 
 
 def _frame(tensor: TokenTensor, kept: Any, req: Any) -> bytes:
-    request_id, new_tokens = str(req.rid), len(req.output_ids_through_stop)
+    request_id = str(req.rid)
     try:
         if tensor.made_by == "top_logprobs" and (why := "; ".join(_filters(req))):
             raise RoutingError(
                 f"{tensor.name} of a request with {why}: what sampled is not the softmax over all tokens"
             )
-        return tensor_frame(
-            tensor,
-            kept,
-            prompt_tokens=len(req.origin_input_ids),
-            new_tokens=new_tokens,
-            request_id=request_id,
-        )
+        tokens = {"prompt_tokens": len(req.origin_input_ids), "new_tokens": len(req.output_ids_through_stop)}
+        return tensor_frame(tensor, kept, **tokens, request_id=request_id)
     except Exception as error:
         log.exception("r3channel: no %s for request %s", tensor.name, request_id)
         return report(error, request_id=request_id)
@@ -146,16 +143,10 @@ def refused_tensors(
 ) -> Iterator[tuple[str, str]]:
     """Where the tensors could not follow their frames, or would not be what they are declared to be. `past`:
     sources of the model that tell the capturer of ids past the hook that sees their weights."""
-    made, most = (
-        {tensor.made_by: tensor.name for tensor in tensors},
-        values.get("sampling_mask_max_tokens", 0),
-    )
-    mode, drafts, topk = (
-        values["disaggregation_mode"],
-        values["speculative_algorithm"],
-        made.get("top_logprobs"),
-    )
-    weights = made.get("router_weights")
+    made = {tensor.made_by: tensor.name for tensor in tensors}
+    topk, weights = made.get("top_logprobs"), made.get("router_weights")
+    mode, drafts = values["disaggregation_mode"], values["speculative_algorithm"]
+    most = values.get("sampling_mask_max_tokens", 0)
     past = [*past, *["hardware_backend.npu"] * (values.get("device") == "npu")]
     scaled = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() not in ("1", "true", "yes")
     faults = {
@@ -167,3 +158,19 @@ def refused_tensors(
         f"{weights}: {', '.join(past)} routes past SGLang's _post_process_topk_ids, where weights are seen": weights and past,
     }  # fmt: skip
     return (("", fault) for fault, there in faults.items() if there)
+
+
+def past_weights(model: Any, hooked: str) -> list[str]:
+    """Sources of the model that tell the capturer of ids by themselves, past the module whose hook sees their weights."""
+    names = {type(module).__module__ for module in model.modules()} - {hooked}
+    return sorted(name for name in names if _PAST_WEIGHTS.intersection(vars(sys.modules[name])))
+
+
+def weighing(model: Any, scales: Callable[[Any], object]) -> tuple[str, ...]:
+    """How its routers make the weights that they hand on, each way once. `scales`: whether the factor is in them."""
+    ways = {
+        f"scoring={getattr(c.custom_routing_function, '__name__', c.scoring_func)} renormalize={c.renormalize} "
+        f"scaling={c.routed_scaling_factor or 1.0} applied={scales(c)} dtype=float16"
+        for c in (module.topk_config for module in model.modules() if hasattr(module, "topk_config"))
+    }
+    return tuple(sorted(ways))

@@ -196,12 +196,12 @@ def routing_past_the_weights() -> list[str]:
     """What is said at start of models that route past the hook, one of these two."""
     from types import SimpleNamespace
 
-    from r3channel.engine import sglang as room
+    from r3channel.engine import sglang_tensors as room
     from r3channel.wire.token_tensors import tensors_of
 
     models = [importlib.import_module(f"sglang.srt.models.{name}") for name in ("qwen3_moe", "llada2")]
     blocks = [type("Block", (), {"__module__": model.__name__})() for model in models]
-    past = room._past_weights(SimpleNamespace(modules=lambda: blocks))
+    past = room.past_weights(SimpleNamespace(modules=lambda: blocks), "sglang.srt.layers.moe.topk")
     values = {"disaggregation_mode": "null", "speculative_algorithm": None, "device": "npu"}
     found = room.refused_tensors(values, tensors_of("combine_weights"), vocabulary=9, past=past)
     return [text.partition(" routes past")[0] for _, text in found]
