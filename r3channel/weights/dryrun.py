@@ -361,9 +361,8 @@ class _Recorder(TorchDispatchMode):
     def _parts(self, dst: torch.Tensor, src: torch.Tensor) -> list[Part]:
         if (joined := self._joined.get(_storage(src))) is not None:
             whole, views, axis = joined
-            if not (
-                dst.shape == src.shape == whole.shape and src.is_contiguous() and src.dtype == whole.dtype
-            ):
+            alike = dst.shape == src.shape == whole.shape and src.dtype == whole.dtype
+            if not (alike and src.is_contiguous()):
                 raise NotReplayable(f"a part of what it joins is copied, of shape {list(dst.shape)}")
             places = dst.split([view.shape[axis] for view in views], axis)
             return [part for to, view in zip(places, views, strict=True) for part in self._parts(to, view)]
@@ -407,9 +406,7 @@ def _boxes(meta: TensorMeta, dims: _Dims, first: int, offset: int) -> list[tuple
 
 def _by_axis(meta: TensorMeta, dims: _Dims, steps: Sequence[int]) -> tuple[dict[int, tuple[int, int]], _Dims]:
     """Dimensions that walk one axis of the tensor item by item (axis -> size, stride), and those that jump."""
-    kept: dict[int, tuple[int, int]] = {}
-    outer: _Dims = []
-    work = list(dims)
+    kept, outer, work = dict[int, tuple[int, int]](), _Dims(), [*dims]
     while work:
         size, src, dst = work.pop()
         axis = next((a for a, step in enumerate(steps) if src == step and meta.shape[a] > 1), None)

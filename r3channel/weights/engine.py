@@ -35,6 +35,8 @@ Body = Mapping[str, Any]
 
 _NO_PLUGIN = ("must run between", "init_weights_update_group")
 """What SGLang itself says to our order: that begin comes first, or, inside of it, that it knows no group of this name."""
+_UNTOLD = errors.DeadlineExceeded, errors.EngineRefused, errors.FrameCorrupt
+"""What an engine without a plug-in makes of our question, or one that stands still."""
 _ASK_S = 1.0
 _MAX_REPLY_BYTES = 64 << 20
 _SHOWN_CHARS = 500
@@ -58,9 +60,7 @@ class EngineHandle:
             raise errors.ConfigError(f"engine address {url!r}: expected http://host:port")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             # http.client would show it
-            raise errors.ConfigError(
-                f"engine {url}: no HTTP header takes its api_key; ends it in a line break?"
-            )
+            raise errors.ConfigError(f"engine {url}: no HTTP header takes its api_key; has it a line break?")
         self.url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json"}
         self._headers |= {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -103,10 +103,8 @@ class EngineHandle:
         try:
             reply = self._call("POST", "/generate", probe_body(), timeout_s=timeout_s)
             hello, _ = Hello.split(base64.b64decode(reply["meta_info"]["routed_experts"], validate=True))
-        except (errors.EngineRefused, errors.FrameCorrupt, KeyError, TypeError, ValueError):
-            return  # no plug-in: it refuses the question, or answers it with something else
-        except errors.DeadlineExceeded:
-            return
+        except (*_UNTOLD, KeyError, TypeError, ValueError):
+            return  # silent; or without a plug-in: it refuses the question, or answers it with something else
         if hello is not None:
             self.torch, self.nccl = hello.torch, hello.nccl
 
@@ -175,9 +173,8 @@ class EngineHandle:
     def init_group(self, where: Body, *, rank_offset: int = 1, timeout_s: float) -> None:
         """Join a weight group (`WeightGroup.where`) with ranks from `rank_offset` on; returns when all members have joined."""
         self.groups.append(where["group_name"])
-        self._command(
-            "/init_weights_update_group", {**where, "rank_offset": rank_offset}, timeout_s=timeout_s
-        )
+        body = {**where, "rank_offset": rank_offset}
+        self._command("/init_weights_update_group", body, timeout_s=timeout_s)
 
     def leave_groups(self, timeout_s: float) -> None:
         """Leave all weight groups, also when the engine does not answer; the engine's sockets close, which ends broadcasts that
@@ -251,8 +248,7 @@ class EngineHandle:
         if failure is not None:
             raise failure
         if not could:
-            why = "runs without our half; start it with R3CHANNEL_WEIGHTS=1"
-            raise errors.CannotStage(f"engine {self.url} {why}")
+            raise errors.CannotStage(f"engine {self.url} runs without our half; set R3CHANNEL_WEIGHTS=1")
 
     def hold(self, order: Body, timeout_s: float) -> bool:
         """Keep other sessions from this engine, and return whether our half could. Raises EngineRefused while another session
