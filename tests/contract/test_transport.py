@@ -337,9 +337,7 @@ def test_what_was_left_of_a_join_is_no_limit_of_an_nccl_groups_operations(nccl: 
         transport.broadcast(0, torch.zeros(8, dtype=torch.uint8), timeout_s=0.2)
 
 
-def test_a_weight_group_whose_member_dies_does_not_end_the_trainer(
-    nccl: Callable[..., Any],
-) -> None:
+def test_a_weight_group_whose_member_dies_does_not_end_the_trainer(nccl: Callable[..., Any]) -> None:
     group = WeightGroup("test-nccl", world_size=2, backend="nccl")
     group.join(timeout_s=TIMEOUT_S)
     with pytest.raises(DeadlineExceeded, match=r"could not broadcast 4 bytes of rank 0 within 0\.2 s"):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from r3channel import errors
+from r3channel.transport.connection import Connection
 from r3channel.weights.session import WeightSync
 from r3channel.weights.transaction import EngineState
 from r3channel.weights.wires import RankLink
@@ -93,15 +96,25 @@ def strike(bad: FakeEngine, way: str, phase: str, fault: str, monkeypatch: pytes
         again = phase == "meet" or (way == "staged" and phase in ("pause", "resume"))
         bad.script[struck, int(again)] = fault
         return
-    inner, ends = getattr(RankLink, struck), bad.die if fault == "die" else None
+    inner, record = getattr(RankLink, struck), Connection.send_record
+
+    def damaged(link: Connection, kind: int, body: bytes = b"", **more: Any) -> None:
+        """The digest at its end; of a question the update's number."""
+        raw = bytearray(body)
+        if raw:
+            raw[-1 if phase == "stage" else 0] ^= 1
+        return record(link, kind, bytes(raw), **more)
 
     def spoiled(link: RankLink, *words: Any, **more: Any) -> Any:
-        if link.engine == bad.url:
-            if fault == "refuse":
-                raise errors.WeightsCorrupt(f"engine {bad.url} rank 0: came damaged")
-            if fault == "hang":
-                link.link.recv_record(timeout_s=more.get("record_timeout_s") or more["timeout_s"])
-            (ends or link.link.close)()
+        if link.engine != bad.url:
+            return inner(link, *words, **more)
+        if fault == "refuse":
+            with patch.object(link.link, "send_record", partial(damaged, link.link)):
+                return inner(link, *words, **more)
+        if fault == "hang":
+            link.link.recv_record(timeout_s=more.get("record_timeout_s") or more["timeout_s"])
+        else:
+            (bad.die if fault == "die" else link.link.close)()
         return inner(link, *words, **more)
 
     monkeypatch.setattr(RankLink, struck, spoiled)
@@ -118,8 +131,8 @@ def test_a_fault_in_any_phase_leaves_every_engine_with_one_version_or_fenced_by_
         give(sync, 1)
         bad = bad.restarted()  # it has to be met again
         assert sync.routable(timeout_s=5) == (good.url,)
-        with monkeypatch.context() as patch:
-            strike(bad, way, phase, fault, patch)
+        with monkeypatch.context() as context:
+            strike(bad, way, phase, fault, context)
             if left_behind(phase, fault):
                 with pytest.raises(
                     errors.EngineLeftBehind, match=f"version 2 is committed, but 1 of 2 .*{bad.url}"

@@ -18,7 +18,6 @@ from r3channel.weights.dryrun import dry_run
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.session import WeightSync
 from r3channel.weights.transaction import EngineState
-from r3channel.weights.wires import HEAD
 from tests.fake_engine import UPDATE, FakeEngine, Model
 from tests.weights import COMMIT, NAMES, Weights, give, holds, refused, serving, session, weights
 
@@ -184,25 +183,6 @@ def test_an_iterator_that_outlasts_the_deadline_is_exhausted_and_the_engine_serv
         assert holds(engine, 1) and next(given, None) is None
         give(sync, 3)
         assert holds(engine, 3)
-
-
-def test_bytes_that_are_damaged_on_the_way_are_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = serving()
-    with session(engine) as sync:
-        give(sync, 1)
-        monkeypatch.setattr("r3channel.weights.wires.HEAD", _Damaging())
-        refused(sync, 2, NAMES[0], cause=errors.WeightsCorrupt)
-        assert holds(engine, 1)
-        monkeypatch.undo()
-        give(sync, 2)
-        assert holds(engine, 2)
-
-
-class _Damaging:
-    """Announces another hash than that of the bytes."""
-
-    def pack(self, version: int, first: int, count: int, digest: int) -> bytes:
-        return HEAD.pack(version, first, count, digest ^ 1)
 
 
 def test_without_our_half_staging_is_refused_or_falls_back_by_name() -> None:

@@ -37,45 +37,35 @@ CASES: dict[str, list[tuple[dict[str, str], bool]]] = {
         ({OLD: "0+60x60", SENT: "0+9x60"}, False),  # a long step, and bytes move
         ({OLD: "90x60", SENT: "500x60"}, False),
     ],
-    "R3ChannelThreadDead": [
-        ({"r3channel_background_thread_alive": "1x60"}, False),
-    ],
+    "R3ChannelThreadDead": [({"r3channel_background_thread_alive": "1x60"}, False)],
     "R3ChannelFallbackActive": [
         ({"r3channel_fallback_shards_total": "0x55 1x5"}, True),
         ({"r3channel_fallback_shards_total": "3x60", LIVE: "2x60"}, False),
     ],
-    "R3ChannelRejected": [
-        ({'r3channel_rejected_total{reason="rows"}': "7x60"}, False),
-    ],
+    "R3ChannelRejected": [({'r3channel_rejected_total{reason="rows"}': "7x60"}, False)],
     "R3ChannelNearCeiling": [
-        ({"r3channel_store_bytes": "50x57 95x3", "r3channel_store_limit_bytes": "100x60"}, False),
+        ({"r3channel_store_bytes": "50x57 95x3", "r3channel_store_limit_bytes": "100x60"}, False)
     ],
     "R3ChannelNotHidden": [
         ({WAIT: "0+6x60"}, True),  # a tenth of each minute
         ({WAIT: "0+1x60", IDLE: "0+50x60"}, False),
     ],
-    "R3ChannelMismatch": [
-        ({"r3channel_digests_different_total": "0x60"}, False),
-    ],
+    "R3ChannelMismatch": [({"r3channel_digests_different_total": "0x60"}, False)],
     "R3ChannelMismatchJumped": [
-        ({PAIRS: "0+100x60", DIFFERENT: "0+35x60"}, False),  # high, and as it was
+        ({PAIRS: "0+100x60", DIFFERENT: "0+35x60"}, False)  # high, and as it was
     ],
     "R3ChannelLogprobsApart": [
-        ({"r3channel_audit_logprob_k3": "0.001x57 0.05 0.001x2"}, False),  # one step
+        ({"r3channel_audit_logprob_k3": "0.001x57 0.05 0.001x2"}, False)  # one step
     ],
     "R3ChannelWeightsFailed": [
         ({UPDATES.format("unknown"): "0x40 1x20"}, True),
         ({UPDATES.format("failed"): "1x60", UPDATES.format("committed"): "0+1x60"}, False),
     ],
     "R3ChannelFramesGivenUp": [
-        ({FRAMES.format("given_up"): "8x60", FRAMES.format("direct"): "0+9x60"}, False),
+        ({FRAMES.format("given_up"): "8x60", FRAMES.format("direct"): "0+9x60"}, False)
     ],
-    "R3ChannelRecordingLost": [
-        ({"r3channel_recording_lost_steps": "0x60"}, False),
-    ],
-    "R3ChannelVersionSkew": [
-        ({TRAINER: "9x60", ENGINE: "8x60"}, False),
-    ],
+    "R3ChannelRecordingLost": [({"r3channel_recording_lost_steps": "0x60"}, False)],
+    "R3ChannelVersionSkew": [({TRAINER: "9x60", ENGINE: "8x60"}, False)],
     "R3ChannelEngineSilent": [
         ({"r3channel_engines_silent": "1x60"}, True),
         ({"r3channel_engine_greeted": "0x60"}, True),
@@ -83,11 +73,9 @@ CASES: dict[str, list[tuple[dict[str, str], bool]]] = {
     ],
     "R3ChannelSamplesExpired": [({EXPIRED: "3x60"}, False)],
     "R3ChannelUnbalanced": [
-        ({RECEIVED: "9x60", DELIVERED: "6x60", "r3channel_samples_in_flight": "3x60"}, False),
+        ({RECEIVED: "9x60", DELIVERED: "6x60", "r3channel_samples_in_flight": "3x60"}, False)
     ],
-    "R3ChannelPageGone": [
-        ({'up{job="r3channel"}': "1x60"}, False),
-    ],
+    "R3ChannelPageGone": [({'up{job="r3channel"}': "1x60"}, False)],
 }
 """Alert -> series of an hour, a sample a minute, and whether it fires at the end."""
 

@@ -78,10 +78,7 @@ def test_a_file_that_cannot_be_used_is_named_with_the_value(tmp_path: Path, text
 
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
-    [
-        ("QUEUE_BYTES", "lots", "a whole number"),
-        *(("ENGINE", word, "0 or 1") for word in ("yes", "on", "2")),
-    ],
+    [("QUEUE_BYTES", "lots", "a whole number"), *(("ENGINE", word, "0 or 1") for word in ("yes", "on", "2"))],
 )
 def test_a_variable_of_another_kind_is_named(name: str, value: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=f"R3CHANNEL_{name}='{value}', expected {expected}"):

@@ -103,10 +103,7 @@ def check(file: Path, form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (
-            lambda one: one.update(rollout_routed_experts=None),
-            "sample 1 has no rollout_routed_experts",
-        ),
+        (lambda one: one.update(rollout_routed_experts=None), "sample 1 has no rollout_routed_experts"),
         (
             lambda one: one.update(rollout_routed_experts=torch.zeros(13, 3, 8)),
             "(13, 3, 8), expected (13, 4, 8)",

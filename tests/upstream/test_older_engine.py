@@ -17,13 +17,7 @@ from r3channel.wire.hello import Hello, probe_body
 from r3channel.wire.routing import RowKind
 from tests.engine.client import Reply, check_replies, generate, generate_together, post, prompts_of, serving
 from tests.engine.draft import Models, write_models
-from tests.engine.test_speculative import (
-    LENGTHS,
-    NEW_TOKENS,
-    SPEC,
-    passes_by_accepted,
-    speculating,
-)
+from tests.engine.test_speculative import LENGTHS, NEW_TOKENS, SPEC, passes_by_accepted, speculating
 from tests.upstream.wheels import path_with, slimes_sglang, unpacked, without_other_models
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]

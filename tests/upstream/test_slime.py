@@ -22,8 +22,7 @@ from tests.upstream.wheels import sources as unpacked_sources
 
 pytestmark = [
     pytest.mark.skipif(
-        not os.environ.get("R3TEST_UPSTREAM"),
-        reason="R3TEST_UPSTREAM names no folder with slime's sources",
+        not os.environ.get("R3TEST_UPSTREAM"), reason="R3TEST_UPSTREAM names no folder with slime's sources"
     ),
     pytest.mark.timeout(2400),
 ]
@@ -67,10 +66,7 @@ JOBS: dict[str, tuple[str, str]] = {
         "--faults stop=1,kill=2",
         f"{_FAULTS} --wandb-dir {{work}}/wandb",
     ),
-    "killed": (
-        "--dp 2 --kill --slimes-router",
-        "--r3-journal {work}/journal --r3-bucket-bytes 1024",
-    ),
+    "killed": ("--dp 2 --kill --slimes-router", "--r3-journal {work}/journal --r3-bucket-bytes 1024"),
     "dropped": ("--dropping-router", ""),
     "nccl": ("", "--r3-transport nccl"),
     "synchronous": ("--script train.py --corrupt --delivery direct", ""),

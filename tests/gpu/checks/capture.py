@@ -248,36 +248,30 @@ def check(device: str, facts: Facts) -> None:
     for backend, name in (("triton_kernel", "TRITON_KERNEL"), ("flashinfer_trtllm", "BYPASSED")):
         told = engine.refusal(backend)
         facts.expect(f"{name} refused", told[:40], f"layer 5: {name}" in told, "by name at start")
-    engine.captured_by(engine.capturer)
-    with torch.inference_mode():
-        for name, prefill in (("decode", False), ("prefill", True)):
-            engine.attention.enabled = prefill  # DP attention of one rank
-            different = passes(engine, count=count, prefill=prefill)
-            facts.expect(f"{name}: ids that differ in {count} passes", different, different == 0, "0")
-        engine.attention.enabled = False
-        if device == "cuda":
-            told = waits(engine)
-            facts.expect("synchronisations in on_forward_end", told, not told, "none")
-        else:
-            facts.left_out.append("synchronisations and graphs: there are no streams on a CPU")
+    rows_are_right(engine, facts, count)
 
 
 def weights(device: str, facts: Facts) -> None:
     """The same passes with the weight of each id, and what they cost."""
     torch.manual_seed(0)
-    engine, count = Engine(device, SPEC if facts.small else DEEP, tensors=WEIGHTS), 50 if facts.small else 500
+    engine = Engine(device, SPEC if facts.small else DEEP, tensors=WEIGHTS)
+    rows_are_right(engine, facts, 50 if facts.small else 500)
+    costs(engine, facts)
+
+
+def rows_are_right(engine: Engine, facts: Facts, count: int) -> None:
     engine.captured_by(engine.capturer)
     with torch.inference_mode():
         for name, prefill in (("decode", False), ("prefill", True)):
             engine.attention.enabled = prefill  # DP attention of one rank
             different = passes(engine, count=count, prefill=prefill)
-            facts.expect(
-                f"{name}: ids and weights that differ in {count} passes", different, different == 0, "0"
-            )
+            facts.expect(f"{name}: what differs in {count} passes", different, different == 0, "0")
         engine.attention.enabled = False
-        told = waits(engine) if device == "cuda" else ""
-        facts.expect("synchronisations in on_forward_end", told, not told, "none")
-    costs(engine, facts)
+        if engine.device == "cuda":
+            told = waits(engine)
+            facts.expect("synchronisations in on_forward_end", told, not told, "none")
+        else:
+            facts.left_out.append("synchronisations and graphs: there are no streams on a CPU")
 
 
 def waits(engine: Engine) -> str:
