@@ -15,7 +15,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -79,20 +78,19 @@ def main(folder: Path) -> None:
                 queue.put(ticket.to_bytes())
 
 
-def stopped(command: list[str], folder: Path, kind: int, moment: Callable[[], object]) -> list[str]:
-    """What it has said; the signal comes as a terminal or a supervisor sends it. Nothing of it is left."""
+def stopped(folder: Path, kind: int, moment: Callable[[], object]) -> list[str]:
+    """What a run has said; the signal comes as a terminal or a supervisor sends it. Nothing of it is left."""
+    (folder / "tmp").mkdir()
     with (folder / "said").open("wb") as said:
         child = subprocess.Popen(
-            [sys.executable, "-m", *command], stdout=said, stderr=said, cwd=ROOT, start_new_session=True,
+            [sys.executable, "-m", __name__, str(folder)], stdout=said, stderr=said, cwd=ROOT, start_new_session=True,
             env=os.environ | {"TMPDIR": str(folder / "tmp")}, preexec_fn=foreground,
         )  # fmt: skip
         try:
             moment()
             family = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
-            lines = [
-                line for each in family for line in Path(f"/proc/{each.pid}/maps").read_text().splitlines()
-            ]
-            shared = {Path(line.split()[-1]) for line in lines if " /dev/shm/" in line}
+            maps = "".join(Path(f"/proc/{each.pid}/maps").read_text() for each in family)
+            shared = set(map(Path, re.findall(r"/dev/shm/\S+", maps)))
             (os.killpg if kind == signal.SIGINT else os.kill)(child.pid, kind)
             child.wait(LIMIT_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
         finally:
@@ -103,25 +101,20 @@ def stopped(command: list[str], folder: Path, kind: int, moment: Callable[[], ob
     return (folder / "said").read_text().splitlines()
 
 
-@pytest.fixture
-def folder() -> Path:
-    """Short: Ray's sockets lie below it."""
-    (path := Path(tempfile.mkdtemp(prefix="s-"))).joinpath("tmp").mkdir()
-    return path
-
-
 @pytest.mark.parametrize("number", range(10))
-def test_a_run_that_is_stopped_at_any_moment_names_what_was_not_delivered(folder: Path, number: int) -> None:
+def test_a_run_that_is_stopped_at_any_moment_names_what_was_not_delivered(
+    tmp_path: Path, number: int
+) -> None:
     def moment() -> None:
         """While two of them start, and in the steps of the others."""
-        until(lambda: number < 2 or (folder / "asks0").exists(), limit_s=START_S)
+        until(lambda: number < 2 or (tmp_path / "asks0").exists(), limit_s=START_S)
         time.sleep(random.Random(number).uniform(0.0, 2.0))
 
-    said = stopped([__name__, str(folder)], folder, (signal.SIGTERM, signal.SIGINT)[number % 2], moment)
+    said = stopped(tmp_path, (signal.SIGTERM, signal.SIGINT)[number % 2], moment)
     named = set(re.findall(r"step\d+-\d", "\n".join(line for line in said[-4:] if "r3channel" in line)))
-    assert bool(named) == (folder / "sealed").exists() or number < 2, said
+    assert bool(named) == (tmp_path / "sealed").exists() or number < 2, said
     if named:
-        last, *asks = (int((folder / name).read_text()) for name in ("sealed", "asks0", "asks1"))
+        last, *asks = (int((tmp_path / name).read_text()) for name in ("sealed", "asks0", "asks1"))
         assert {name[:-2] for name in named} <= {f"step{last}", f"step{last + 1}"}
         assert {f"step{last}-{at}" for at in range(4) if asks[at % 2] < last} <= named, said
 

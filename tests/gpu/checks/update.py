@@ -35,14 +35,10 @@ def engine(device: str, rows: int, pipe: Any) -> None:
     pipe.send(served.url)
     while pipe.recv():
         time.sleep(1)  # links' threads end, and with them the copy
-        found = [sums_of(served.tensors), taken(device)]
+        found = [sums_of(served.tensors), torch.cuda.memory_allocated()]
         if device == "cuda":
             torch.cuda.ipc_collect()
-        pipe.send([*found, taken(device)])
-
-
-def taken(device: str) -> int:
-    return torch.cuda.memory_allocated() if device == "cuda" else 0
+        pipe.send([*found, torch.cuda.memory_allocated()])
 
 
 def check(device: str, facts: Facts) -> None:
