@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
 
+from examples.embedded import sglang
 from examples.embedded.model import write_model
 from examples.embedded.sglang import EngineOptions, EngineServer
+from tests.forked_engines import EngineForks
 
 READY_TIMEOUT_S = 300.0  # on a busy machine; a quiet one takes 15 to 35 s
 settings.register_profile("untimed", deadline=None)  # a busy machine is no fault of what is tested
 settings.load_profile("untimed")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_engines() -> Iterator[None]:
+    with EngineForks() as forks, patch.object(sglang, "_popen", forks):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -56,7 +56,7 @@ class Manager(AuditedManager):
 
     def _ask(self, requests: list[Request], times: Any) -> dict[str, Any]:
         requests = [replace(each, rid=f"{each.sample_id}~{time.time_ns()}") for each in requests]
-        note(asked={each.sample_id: (each.rid, len(each.prompt)) for each in requests})
+        note(asked={each.sample_id: (each.rid, each.prompt) for each in requests})
         return super()._ask(requests, times)
 
     def _collect(self, step: int, requests: list[Request]) -> dict[str, Sample]:

@@ -21,8 +21,11 @@ class Ledger:
         self._folder, self._layers, self._read = folder, layers, Counter[Path]()
         self._made = defaultdict[str, dict[int, list[Any]]](lambda: defaultdict(list))
         """Request -> position -> ids [L][K] as the engine's routers chose them, each time it was computed."""
+        self._begun = defaultdict[tuple[int, ...], list[Any]](list)
+        """Beginning of a prompt -> the rows of its last token. An engine keeps one request's, for all that begin so, as it keeps
+        its cache: over steps, where an update failed."""
         self._notes = {kind: dict[str, Any]() for kind in ("asked", "received", "sealed", "named")}
-        """asked: (request, tokens of the prompt); received: rows; named: why no trainer uses it."""
+        """asked: (request, its prompt); received: rows; named: why no trainer uses it."""
         self.samples, self.named = Counter(made=0, received=0, sealed=0, delivered=0, used=0), Counter[str]()
         self.faults, self.rows = Counter(lost=0, duplicated=0, wrong_rows=0), 0
         self.told = list[str]()
@@ -58,11 +61,9 @@ class Ledger:
         return used
 
     def _choices(self, name: str, position: int) -> list[Any]:
-        """The engine keeps one request's rows of a prompt that several share, as it keeps its cache."""
-        request, prompt = self._notes["asked"].get(name, ("", 0))
-        group = name.rpartition("/")[0] + "/"
-        alike = [other for other in self._made if other.startswith(group)] if position < prompt else [request]
-        return [row for other in alike for row in self._made[other][position]]
+        request, prompt = self._notes["asked"].get(name, ("", []))
+        shared = position < len(prompt)
+        return self._begun[tuple(prompt[: position + 1])] if shared else self._made[request][position]
 
     def _fault(self, kind: str, where: Counter[Any], name: str) -> None:
         self.faults[kind] += where.total()
@@ -82,10 +83,12 @@ class Ledger:
         for line in self._lines(self._folder / NOTES):
             for kind, what in line.items():
                 self._notes[kind] |= what
+        prompts = dict(self._notes["asked"].values())
         for path in self._folder.glob("tap/*.jsonl"):
             for request, start, _, ids in self._lines(path):
                 for position, row in enumerate(ids, start):
                     self._made[request][position].append(row)
+                    self._begun[tuple(prompts.get(request, ())[: position + 1])].append(row)
 
     def _lines(self, path: Path) -> list[Any]:
         """Whole lines that are new: a killed process may leave half of one."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,28 +12,19 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import psutil
-
 from examples.async_grpo import train_async
 from examples.async_grpo.options import parse
 from examples.async_grpo.rays import actor_class, fetch
-from examples.embedded import sglang, sglang_main
-from tests.chaos import fork_server
+from examples.embedded import sglang
+from tests import fork_server
 from tests.chaos.actors import Manager, Trainer
 from tests.chaos.ledger import Ledger
 from tests.chaos.shim import TABLE
+from tests.direct import until
+from tests.forked_engines import EngineForks
 
 LIMIT_S = 200.0
 """A part of a step that takes longer hangs: the sum of the deadlines that may follow one another, and a restart."""
-
-
-class Forked(psutil.Process):
-    """A process that another one has forked, as `sglang` asks it."""
-
-    returncode = -signal.SIGKILL
-
-    def poll(self) -> int | None:
-        return None if self.is_running() else self.returncode
 
 
 class Loop:
@@ -169,6 +158,7 @@ class Loop:
 def deployed(folder: Path, seed: int, **changes: Any) -> Iterator[Loop]:
     """As the demo starts it, with our manager, which Ray starts again, and our trainers."""
     given = {**TABLE["options"], **changes, "seed": seed, "r3-journal": folder / "store"}.items()
+    forks = EngineForks()
     args, engines = parse(["--use-r3-channel", *(f"--{name}={value}" for name, value in given)]), list[Any]()
 
     class Engine(sglang.EngineServer):
@@ -177,34 +167,21 @@ def deployed(folder: Path, seed: int, **changes: Any) -> Iterator[Loop]:
             engines.append(self)
 
     ours = {"_sides": lambda _args: (Manager, Trainer), "actor_class": _actors}
-    start = patch.multiple(train_async, **ours), patch.multiple(sglang, EngineServer=Engine, _popen=_forked)
-    _start_fork_servers()
-    with start[0], start[1], train_async.start_cluster(args, folder) as cluster:
+    start = patch.multiple(train_async, **ours), patch.multiple(sglang, EngineServer=Engine, _popen=forks)
+    names = [sys.executable, "-m", fork_server.__name__, _socket(), *TABLE["imports"]["trainer"]]
+    subprocess.Popen(names, env=os.environ | {"OMP_NUM_THREADS": "1"})  # it ends with the family
+    until(lambda: os.path.exists(_socket()), limit_s=LIMIT_S)
+    with forks, start[0], start[1], train_async.start_cluster(args, folder) as cluster:
         yield Loop(args, cluster, engines, Ledger(folder, cluster.spec.moe_layers))
 
 
-def _start_fork_servers() -> None:
-    """One for each kind of process that imports much and is started often. They end with the family."""
-    for kind, names in TABLE["imports"].items():
-        environment = sglang.environment() if kind == "engine" else os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", fork_server.__name__, _socket(kind), *names]
-        subprocess.Popen(command, env=environment)
-        while not os.path.exists(_socket(kind)):
-            time.sleep(0.02)
-
-
-def _socket(kind: str) -> str:
-    return os.path.join(os.environ["R3CHAOS_FOLDER"], f"fork-{kind}")
-
-
-def _forked(command: list[str], *, env: dict[str, str], log: Any) -> Forked:
-    environment = env | {"R3DEMO_PARENT_PID": ""}  # which is not its parent
-    arguments = [sglang_main.__file__, *command[3:]]
-    return Forked(fork_server.ask(_socket("engine"), arguments, environment, [log.fileno()] * 3))
+def _socket() -> str:
+    """Of trainers: they import much, and are started often."""
+    return os.path.join(os.environ["R3CHAOS_FOLDER"], "fork-trainer")
 
 
 def _actors(cls: type, **options: Any) -> Any:
     if cls is Manager:
         return actor_class(cls, **options, max_restarts=-1)
-    python = f"{sys.executable} -SE {fork_server.__file__} {_socket('trainer')}"
+    python = f"{sys.executable} -SE {fork_server.__file__} {_socket()}"
     return actor_class(cls, **options, runtime_env={"py_executable": python})

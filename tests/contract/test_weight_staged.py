@@ -118,16 +118,9 @@ def test_an_engine_of_plain_weights_refuses_float8_ones_by_the_scale(staged: boo
             assert set(report.skipped) == set(others) and engine.tensors[name].all()
 
 
-def test_a_first_update_with_a_misspelt_name_is_refused() -> None:
+def test_a_session_that_expects_nothing_gives_a_part_of_the_model() -> None:
     engine = serving()
     half = dict(list(weights(1).items())[:4])
-    misspelt = {name.replace("layers.3.mlp.gate", "layers.3.mlp.gaet"): t for name, t in weights(1).items()}
-    with session(engine) as sync:
-        said = refused(
-            sync, 1, "would keep their old values", misspelt.items(), cause=errors.ManifestMismatch
-        )
-        assert "gaet" in said
-        assert holds(engine, 0)
     with session(engine, expected=None) as sync:
         give(sync, 1, half.items())
         assert torch.equal(engine.tensors[NAMES[0]], half[NAMES[0]])

@@ -36,31 +36,9 @@ def test_every_round_makes_all_calls_begins_elsewhere_and_forgets_the_warm_up() 
     assert seen == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
 
 
-def test_a_call_that_is_shorter_than_asked_is_repeated_and_its_mean_is_returned() -> None:
-    calls, now_s = [], [0.0]
-
-    def call() -> None:
-        calls.append(1)
-        now_s[0] += 0.5
-
-    seconds = harness.timed(call, clock=lambda: now_s[0], min_s=2.0)
-    calls.clear()
-    assert seconds() == 0.5 and len(calls) == 4
-
-
 def test_a_ratio_is_that_of_the_pairs_and_its_interval_holds_it() -> None:
     found = harness.ratio([2.0, 6.0, 20.0], [1.0, 2.0, 5.0])
     assert found["median"] == 3.0 and 2.0 <= found["low"] <= 3.0 <= found["high"] <= 4.0
-
-
-def test_rows_of_equal_keys_are_printed_as_a_table_and_other_figures_on_their_own_lines() -> None:
-    result: dict[str, Any] = {
-        "paths": {"ours": {"wall_s": 0.25, "whole_s": None}, "theirs": {"wall_s": 2.0, "whole_s": 3.5}},
-        "ratio": {"best": 8.0}, "command": "r3channel bench relay", "machine": harness.stamp(0.5),
-    }  # fmt: skip
-    said = [line.split() for line in harness.text(result).splitlines() if line]
-    table = [["paths", "wall_s", "whole_s"], ["ours", "0.25", "-"], ["theirs", "2", "3.5"]]
-    assert said[:4] == [*table, ["ratio", "best:", "8"]]
 
 
 @pytest.fixture

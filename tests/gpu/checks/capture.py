@@ -81,7 +81,8 @@ class Engine:
         rows |= {"model": served, "model_config": config, "device": device}
         self.stock: Any = routed_experts.RoutedExpertsCapturer.create(**rows)
         # What the hooks do; to apply SGLang's hooks imports the whole engine.
-        topk._post_process_topk_ids = noted(room.note_weights, topk._post_process_topk_ids)
+        process, note = topk._post_process_topk_ids, room.note_weights
+        topk._post_process_topk_ids = lambda *args, **more: (note(*args, **more), process(*args, **more))[1]
         setattr(routed_experts, "RoutedExpertsCapturer", room.FrameCapturer)  # noqa: B010
         self.capturer: Any = room.FrameCapturer.create(**rows)
         self.slots = torch.arange(IN_FLIGHT * MOST, device=device).view(IN_FLIGHT, MOST)
@@ -157,14 +158,6 @@ class Engine:
             return frame, None
         weights_T = np.ascontiguousarray(request.r3channel_weights.entries(self.tensors[0], 0)[1])
         return frame, weights_T.view(np.float16).reshape(frame.ids().shape)
-
-
-def noted(note: Any, process: Any) -> Any:
-    def both(*args: Any, **more: Any) -> Any:
-        note(*args, **more)
-        return process(*args, **more)
-
-    return both
 
 
 def on_a_cpu() -> None:

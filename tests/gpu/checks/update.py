@@ -36,8 +36,7 @@ def engine(device: str, rows: int, pipe: Any) -> None:
     while pipe.recv():
         time.sleep(1)  # links' threads end, and with them the copy
         found = [sums_of(served.tensors), torch.cuda.memory_allocated()]
-        if device == "cuda":
-            torch.cuda.ipc_collect()
+        _ = torch.cuda.is_initialized() and torch.cuda.ipc_collect()
         pipe.send([*found, torch.cuda.memory_allocated()])
 
 

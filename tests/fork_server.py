@@ -1,6 +1,6 @@
 """Processes that begin where their imports are made: a restart takes a tenth of the CPU time, and nothing else of it is spared.
 
-python -m tests.chaos.fork_server SOCKET MODULE[:FUNCTION]...    imports these, calls the functions, then forks for whoever asks
+python -m tests.fork_server SOCKET MODULE[:FUNCTION]...    imports these, calls the functions, then forks for whoever asks
 python fork_server.py SOCKET FILE ARGUMENT...                    asks, in the place of `python FILE ARGUMENT...`
 """
 
@@ -11,6 +11,7 @@ import os
 import pkgutil
 import random
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -30,7 +31,11 @@ def ask(server: str, command: Sequence[str], environment: Mapping[str, str], fil
 def _serve(server: socket.socket) -> list[str]:
     """Returns in new processes alone, each with its command."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+    starter = os.getppid()
     while True:
+        while not select.select([server], [], [], 1.0)[0]:
+            if os.getppid() != starter:
+                sys.exit()
         link = server.accept()[0]
         files = socket.recv_fds(link, 1, 3)[1]
         command, environment = json.loads(link.makefile().read())
