@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def cells(seed: int, count: int) -> list[tuple[str, str]]:
-    """The first seven, so many of the others by the seed, or all 63."""
+    """The first nine, so many of the others by the seed, or all 63."""
     every = [*product(PROCESSES, STAGES)]
     others = [cell for cell in every if cell not in FIRST]
     chosen = random.Random(seed).sample(others, min(count, len(others)))
