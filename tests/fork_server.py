@@ -57,8 +57,9 @@ def _serve(server: socket.socket) -> list[str]:
 
 def main(path: str, *names: str) -> None:
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(path)
+        server.bind(f"{path}.new")
         server.listen(64)
+        os.rename(f"{path}.new", path)  # who sees it may connect
         for name in names:
             if callable(found := pkgutil.resolve_name(name)):
                 found()

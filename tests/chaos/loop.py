@@ -176,7 +176,7 @@ def deployed(folder: Path, seed: int, **changes: Any) -> Iterator[Loop]:
 
 
 def _socket() -> str:
-    """Of trainers: they import much, and are started often."""
+    """Where trainers are forked: they import much, and are started often."""
     return os.path.join(os.environ["R3CHAOS_FOLDER"], "fork-trainer")
 
 
