@@ -72,15 +72,13 @@ PHASES = {
     },
 }  # fmt: skip
 """By way, the phases of an update of an engine that is met anew, and what is struck: a call to it, or a link of its rank."""
-OWN_TIME = "link"
-"""It may take all of an update's time: a hung call ends it by its deadline."""
+# Linking may take all of an update's time, and a begin that is refused is taken for a bracket that is open already.
 MATRIX = [
     (way, phase, fault)
     for way, phases in PHASES.items()
     for phase in phases
     for fault in ("refuse", "die", "drop", "hang")
-    if (phase, fault)
-    not in ((OWN_TIME, "hang"), ("begin", "refuse"))  # taken for a bracket that is open already
+    if (phase, fault) not in (("link", "hang"), ("begin", "refuse"))
 ]
 
 
