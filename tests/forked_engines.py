@@ -45,7 +45,7 @@ class EngineForks(ExitStack):
             imports = [sys.executable, "-m", fork_server.__name__, str(path), *IMPORTS]
             server = self.enter_context(subprocess.Popen(imports, env=env, stdout=log, stderr=log))
             self.callback(server.kill)
-            until(path.exists, limit_s=120)
+            until(path.exists, limit_s=300)
             self._servers[key] = server.pid, str(path)
         pid, where = self._servers[key]
         ours = [sglang_main.__file__, *command[3:]], {**env, "R3DEMO_PARENT_PID": str(pid)}

@@ -137,7 +137,8 @@ def test_a_fault_in_any_phase_leaves_every_engine_with_one_version_or_fenced_by_
                 ):
                     give(sync, 2)
             elif fault == "refuse":
-                assert bad.url in refused(sync, 2, "version 1 stays")
+                why = NAMES[0] if "damaged" in (said := refused(sync, 2, "version 1 stays")) else bad.url
+                assert why in said and ("damaged" in said) == (phase == "stage" and way != "broadcast")
             else:
                 assert give(sync, 2).evicted.keys() == {bad.url} == sync.evicted.keys()
         if fault == "refuse" and not left_behind(phase, fault):

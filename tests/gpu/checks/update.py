@@ -77,5 +77,5 @@ def updated(device: str, rows: int, wire: Any, first: int, url: str, facts: Fact
     wrong = sum(found[name] != seen for name, seen in committed.items())
     facts.expect(f"{wire}: parameters with other bytes", wrong, wrong == 0, "0")
     kept = [count - sum(one.nbytes for one in given.values() if one.is_cuda) for count in counts]
-    facts.note(f"{wire} from version {first}: bytes of the GPU that stay taken, and after ipc_collect", kept)
-    facts.expect(f"{wire}: bytes that stay taken", min(kept), min(kept) < 1 << 20, "none")
+    # The second is once torch has looked for memory that nobody else maps.
+    facts.expect(f"{wire} from version {first}: bytes that stay taken", kept, kept[0] < 1 << 20, "none")
