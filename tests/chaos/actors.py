@@ -8,6 +8,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from examples.async_grpo import channel_side
@@ -18,6 +19,8 @@ from r3channel.relay.relay import Relay
 from tests.chaos import shim
 
 NOTES = "notes.jsonl"
+DEPARTURES = "departures"
+"""When connections to the relay ended, by the clock that all processes share; a line each."""
 
 
 def note(**what: Any) -> None:
@@ -43,11 +46,24 @@ class Manager(AuditedManager):
         shim.apply("relay")
         setattr(channel_side, "Relay", _relay)  # noqa: B010
         super().__init__(args, spec)
+        Thread(target=self._watch, daemon=True).start()
 
-    def state(self) -> tuple[int, int, dict[str, Any]]:
-        """This process, how many engines are connected to its relay, and the relay's status."""
-        relay = self.routing.relay
-        return os.getpid(), len(relay._door._open), relay.status()
+    def _watch(self) -> None:
+        relay, before = self.routing.relay, frozenset[Any]()
+        while True:
+            now = frozenset([*list(relay._door._open), *relay.status()["receivers"]["connected"]])
+            if before - now:
+                with Path(os.environ["R3CHAOS_FOLDER"], DEPARTURES).open("a") as file:
+                    file.write(f"{time.monotonic()}\n")
+            before = now
+            time.sleep(0.02)
+
+    def state(self) -> int:
+        return os.getpid()
+
+    def stay(self, seconds: float) -> None:
+        """A call that is under way; it fails with this process."""
+        time.sleep(seconds)
 
     def forget(self, step: int, names: list[str]) -> None:
         """A step that is given up."""

@@ -33,8 +33,10 @@ class Loop:
     def __init__(self, args: Any, cluster: train_async.Cluster, engines: list[Any], ledger: Ledger) -> None:
         self.args, self.cluster, self.engines, self.ledger = args, cluster, engines, ledger
         self.version, self.routable, self.number, self.phase = 0, tuple[str, ...](), -1, "start"
+        self._linked = True
+        """Whether the trainers know the engines."""
         self.restarts, self.failed, self.hung = Counter(engine=0, relay=0, trainer=0), list[str](), 0
-        self.pids = {"relay": [self.relay("state")[0]]}
+        self.pids = {"relay": [self.relay("state")]}
         self._update()
         self._generate()
 
@@ -100,6 +102,10 @@ class Loop:
 
     def _update(self) -> None:
         """Push the weights under the next version; engines that do not hold it get no requests."""
+        if not self._linked:
+            self.await_engines()
+            self.cluster.all("connect_engines", self.cluster.urls, timeout_s=LIMIT_S)
+            self._linked = True
         self.pids |= {"trainer": self.cluster.all("state"), "engine": [engine.pid for engine in self.engines]}
         self.version += 1
         (pushed,) = filter(None, self.cluster.all("update_weights", self.version))
@@ -110,7 +116,7 @@ class Loop:
         """A new one, which Ray has started, asks the engines, and may route to those with the newest weights. What the one before
         it had generated, and was to generate, is gone."""
         state = self.cluster.manager.state.options(max_task_retries=-1).remote()
-        pids = [fetch(state, timeout_s=LIMIT_S)[0]]
+        pids = [fetch(state, timeout_s=LIMIT_S)]
         if pids == self.pids["relay"]:
             return
         self._gone = True
@@ -143,14 +149,13 @@ class Loop:
 
         self._await_relay()
         self.restarts["trainer"] += 1
+        self._linked = False
         for trainer in self.cluster.trainers:
             ray.kill(trainer)
         place = Path(self.args.r3_journal).with_name(f"meet{self.restarts['trainer']}")
         made, ranks = _actors(Trainer, num_cpus=1), range(len(self.cluster.trainers))
         self.cluster.trainers = [made.remote(self.args, rank) for rank in ranks]
         self.cluster.all("init", f"file://{place}", self.cluster.manager, timeout_s=LIMIT_S)
-        self.await_engines()
-        self.cluster.all("connect_engines", self.cluster.urls, timeout_s=LIMIT_S)
         self._update()
 
 

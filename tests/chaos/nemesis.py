@@ -10,12 +10,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from r3channel.wire.parcel import Status
 from tests import direct
-from tests.chaos.loop import Loop
+from tests.chaos.actors import DEPARTURES
+from tests.chaos.loop import LIMIT_S, Loop
 from tests.chaos.proxy import Proxy
 from tests.chaos.shim import LEGS, TABLE
 from tests.samples import frame_of
@@ -33,7 +35,8 @@ class Nemesis:
         self._random, self._longest_s, self.not_run = random.Random(seed), longest_s, not_run
         self.fired = defaultdict[str, Counter[str]](Counter)
         self.detect_s = defaultdict[str, list[float]](list)
-        """How long it took until the relay, or who called it, saw that a process was gone."""
+        """How long it took until the relay lost a process's connection, or a call of the relay failed."""
+        (folder / DEPARTURES).touch()
         self._deck = self._deal()
 
     def _deal(self) -> Iterator[tuple[str, str]]:
@@ -74,19 +77,20 @@ class Nemesis:
 
     def _kill(self, victim: str) -> bool:
         process = psutil.Process(self._random.choice(self._loop.pids[victim]))
-        before, begun_s = self._links(), time.monotonic()
+        call = self._loop.cluster.manager.stay.remote(LIMIT_S) if victim == "relay" else None
+        begun_s = time.monotonic()
         process.send_signal(signal.SIGKILL)
         gone = _until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
-        if _until(lambda: self._links() != before):
-            self.detect_s[victim].append(time.monotonic() - begun_s)
+        if _until(lambda: self._seen_s(call, begun_s) > 0):
+            self.detect_s[victim].append(self._seen_s(call, begun_s))
         return gone
 
-    def _links(self) -> object:
-        """The relay's connections; None where there is no relay."""
-        with suppress(Exception):
-            pid, engines, status = self._loop.relay("state", timeout_s=2.0)
-            return pid, engines, status["receivers"]["connected"]
-        return None
+    def _seen_s(self, call: Any, begun_s: float) -> float:
+        """How long it took until the call ended, or else the first connection to the relay; 0 before that."""
+        if call is not None:
+            return (time.monotonic() - begun_s) * _has_ended(call)
+        waits_s = [float(at) - begun_s for at in (self.folder / DEPARTURES).read_text().split()]
+        return next((wait_s for wait_s in waits_s if wait_s > 0), 0.0)
 
     def _stop(self, victim: str) -> bool:
         family = [psutil.Process(self._random.choice(self._loop.pids[victim]))]
@@ -118,6 +122,12 @@ class Nemesis:
         while (status := direct.post(url, file, direct.parcel_of((serial, frame)))) == Status.TAKEN:
             serial += 1
         return status == Status.COME_AGAIN
+
+
+def _has_ended(call: Any) -> bool:
+    import ray
+
+    return bool(ray.wait([call], timeout=0)[0])
 
 
 def _until(condition: Callable[[], bool]) -> bool:

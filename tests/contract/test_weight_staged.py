@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -13,7 +14,7 @@ import torch
 
 from r3channel import errors
 from r3channel.transport.listener import connect
-from r3channel.weights import hold, staged_copy
+from r3channel.weights import config, hold, staged_copy
 from r3channel.weights.dryrun import dry_run
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.session import WeightSync
@@ -313,14 +314,20 @@ def test_a_trainer_that_comes_again_costs_no_second_dry_run(monkeypatch: pytest.
         assert holds(engine, 3) and len(runs) == 2
 
 
-def test_an_engine_whose_dry_run_outlasts_a_buckets_limit_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = serving()
+def test_an_engine_has_the_time_for_a_slow_dry_run_and_for_as_many_bytes_as_change_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, copied = serving(), staged_copy._copied
 
-    def slow(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> object:
-        time.sleep(2.5)
-        return dry_run(model, tensors)
+    def slow(seconds: float, call: Callable[..., Any], *arguments: Any) -> object:
+        time.sleep(seconds)
+        return call(*arguments)
 
-    monkeypatch.setattr("r3channel.weights.dryrun.dry_run", slow)
+    monkeypatch.setattr("r3channel.weights.dryrun.dry_run", partial(slow, 2.5, dry_run))
     with session(engine, engine_timeout_s=1.0) as sync:
         assert give(sync, 1, timeout_s=30).way == "staged"
         assert holds(engine, 1)
+        monkeypatch.setattr(staged_copy, "_copied", partial(slow, 0.6, copied))
+        monkeypatch.setattr(config, "staged_bytes", lambda _params: 60_000_000_000)
+        assert give(sync, 2, timeout_s=60).evicted == {}
+        assert holds(engine, 2) and not engine.paused and sync.routable() == (engine.url,)
