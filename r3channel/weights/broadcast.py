@@ -12,12 +12,12 @@ those to which it passes bytes on (gloo: a tree; NCCL: all), which may be lost w
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -73,8 +73,8 @@ class Broadcast(Work):
             )
         rows = [[meta.row() for meta in bucket.tensors] for bucket in self._buckets]
         rows = [] if source.manifest is manifest else rows  # nothing changed
-        told = [len(self._buckets), rows, group.name if group else ""]
-        words = dict(enumerate(self._ranks.exchange(told, self._run.deadline)))
+        mine = [len(self._buckets), rows, group.name if group else ""]
+        words = dict(enumerate(self._ranks.exchange(mine, self._run.deadline)))
         self._groups = {rank: name for rank, (buckets, _, name) in words.items() if buckets}
         source.manifest = manifest
         for rank, (buckets, rows, _) in words.items():
@@ -98,7 +98,7 @@ class Broadcast(Work):
 
     def _check(self, handle: EngineHandle, left_s: float) -> None:
         """ManifestMismatch unless an update of these names (the engine's own) fills every parameter and has no other."""
-        buckets = (bucket for given in self._source.buckets.values() for bucket in given)
+        buckets = itertools.chain.from_iterable(self._source.buckets.values())
         names = engine_names({name for bucket in buckets for name in bucket.names})
         if self._config.expected is None or names == handle.names:
             return
@@ -142,16 +142,16 @@ class Broadcast(Work):
     def _serve(self) -> None:
         """In a thread: do what rank 0 says, until all buckets of this rank are loaded, or the update fails."""
         try:
-            for _, (what, *told) in self._ranks.words(self.now.number, self._run.deadline):
+            for _, (what, *arguments) in self._ranks.words(self.now.number, self._run.deadline):
                 if what in ("join", "leave"):
                     self._source.leave()
                 if what == "join":
-                    self._join_group(*told)
+                    self._join_group(*arguments)
                 elif what == "send":
-                    background(partial(self._send, *told))
+                    background(partial(self._send, *arguments))
                 elif what == "stand_in":
-                    self._stand_in(*told)
-                elif what == "loaded" and told == [len(self._buckets) - 1]:
+                    self._stand_in(*arguments)
+                elif what == "loaded" and arguments == [len(self._buckets) - 1]:
                     return
         except BaseException as error:
             self._ranks.fail(error, update=self.now.number)
@@ -220,7 +220,7 @@ class Broadcast(Work):
     def _join_all(self) -> None:
         """A group of each source with the engines that are left, unless they have them."""
         wanted = self._groups
-        while self._source.formed != (lives := [(one.url, one.boot_id) for one in self._left], wanted):
+        while self._source.formed != (lives := [(e.url, e.boot_id) for e in self._left], wanted):
             for handle in self._left:
                 handle.leave_groups(REPAIR_S)
             # SGLang refuses a name that it has seen
@@ -230,7 +230,7 @@ class Broadcast(Work):
         self._groups = wanted
 
     def _joined(self, rank: int, name: str) -> bool:
-        ends = list(accumulate((handle.size for handle in self._left), initial=1))
+        ends = list(itertools.accumulate((handle.size for handle in self._left), initial=1))
         first = dict(zip((handle.url for handle in self._left), ends, strict=False))
         self._say(["join", name, ends[-1]], to=rank)
         _, (where,) = self._next("where")
@@ -297,6 +297,6 @@ class Broadcast(Work):
         """The next word of this kind, and who said it."""
         kept = self._kept.setdefault(what, deque())
         while not kept:
-            rank, (kind, *told) = next(self._said)
-            self._kept.setdefault(kind, deque()).append((rank, told))
+            rank, (kind, *arguments) = next(self._said)
+            self._kept.setdefault(kind, deque()).append((rank, arguments))
         return kept.popleft()

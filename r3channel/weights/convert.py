@@ -121,24 +121,24 @@ def hf_weights(
     with torch.no_grad():
         local = _local_shards(bridge, views)
         device = local[0][1].device
-        given = set[str]()
+        yielded = set[str]()
         mine = [shard for shard, _ in local]
         for shard in _all_stages(mine, group=mpu.pp_group, device=device) if everywhere else mine:
             # Those of a stage come in the order in which it told of them.
-            own, meta = shard.stage == mpu.pp_rank, shard.meta
-            weight = local.pop(0)[1] if own else torch.empty(meta.shape, dtype=meta.dtype, device=device)
+            is_here, meta = shard.stage == mpu.pp_rank, shard.meta
+            weight = local.pop(0)[1] if is_here else torch.empty(meta.shape, dtype=meta.dtype, device=device)
             if everywhere:
                 dist.broadcast(weight, dist.get_global_rank(mpu.pp_group, shard.stage), group=mpu.pp_group)
             for name, tensor in _converted(bridge, shard, weight):
-                if name not in given and source is not False:  # the last stage has tied embeddings too
-                    given.add(name)
+                if name not in yielded and source is not False:  # the last stage has tied embeddings too
+                    yielded.add(name)
                     yield name, tensor.to(_sent_dtype(meta.name, tensor.dtype, dtype))
 
 
-def _sent_dtype(name: str, own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+def _sent_dtype(name: str, kept: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     """The dtype that a tensor is sent in; `name` is Megatron's."""
-    if wanted is None or (_ROUTER in name and wanted.itemsize < own.itemsize):
-        return own
+    if wanted is None or (_ROUTER in name and wanted.itemsize < kept.itemsize):
+        return kept
     return wanted
 
 
@@ -326,7 +326,7 @@ def _named_places(
     if kind not in known:
         known[kind] = _places(part, merge, convert)
     whole, shapes, places = known[kind]
-    metas = [TensorMeta(name=n, dtype=sent, shape=tuple(one.shape)) for n, one in convert(part.name, whole)]
+    metas = [TensorMeta(name=n, dtype=sent, shape=tuple(t.shape)) for n, t in convert(part.name, whole)]
     if [meta.shape for meta in metas] != shapes:  # not of that kind after all
         places = _places(part, merge, convert)[2]
     return [(metas[place.tensor], place) for place in places]
@@ -349,7 +349,7 @@ def _places(part: Part, merge: Merge, convert: Convert) -> tuple[torch.Tensor, l
         for number, (held, *along) in enumerate(zip(*came, strict=True))
         for box, offset, strides in _boxes(held, along, part, rank=part.rank if size > 1 else 0)
     ]
-    return torch.empty_like(whole, device="meta"), [tuple(one.shape) for one in came[0]], places
+    return torch.empty_like(whole, device="meta"), [tuple(tensor.shape) for tensor in came[0]], places
 
 
 _MOVES = {"stack", "index", "index_select", "flip", "roll", "repeat", "copy_", "empty", "empty_like"}
@@ -377,7 +377,7 @@ class _Moving(TorchDispatchMode):
             return _thin(args[0], axes).clone(memory_format=torch.contiguous_format).expand(args[0].shape)
         if name in ("view", "_unsafe_view"):
             return args[0].reshape(args[1])
-        if name in _MOVES or all(one.alias_info and not one.alias_info.is_write for one in returns):
+        if name in _MOVES or all(value.alias_info and not value.alias_info.is_write for value in returns):
             return func(*args, **(kwargs or {}))
         raise ConfigError(f"{self._name} is computed ({func}), not moved; give whole tensors (hf_weights)")
 
@@ -385,12 +385,12 @@ class _Moving(TorchDispatchMode):
 def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     first, *others = tensors
     shape, dim = list(first.shape), dim % first.dim()
-    shape[dim] = sum(one.shape[dim] for one in tensors)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
     where = first.data_ptr(), first.stride()
-    if first.stride(dim) == 0 and all((one.data_ptr(), one.stride()) == where for one in others):
+    if first.stride(dim) == 0 and all((other.data_ptr(), other.stride()) == where for other in others):
         return first.narrow(dim, 0, 1).expand(shape)
     axes = [axis for axis in range(first.dim()) if axis != dim and not any(t.stride(axis) for t in tensors)]
-    return torch.cat([_thin(one, axes) for one in tensors], dim).expand(shape)
+    return torch.cat([_thin(tensor, axes) for tensor in tensors], dim).expand(shape)
 
 
 def _thin(tensor: torch.Tensor, axes: Iterable[int]) -> torch.Tensor:

@@ -140,10 +140,10 @@ _alive = WeakValueDictionary[bytes, Needs]()
 def _check(table: PartTable, sizes: Sequence[int], tensors: int) -> None:
     """ValueError for a part of no tensor, or one that does not lie within its parameter."""
     axes = [list(zip(box.start, box.stop, strides, strict=True)) for box, strides in table.kinds]
-    ends_K = np.array([1 + sum((b - a - 1) * step for a, b, step in one) for one in axes], np.int64)
+    ends_K = np.array([1 + sum((b - a - 1) * step for a, b, step in spans) for spans in axes], np.int64)
     sizes_M, most_C = np.array(sizes, np.int64), np.array([tensors, len(sizes), 1 << 62, len(axes)])
     known = (table.columns_CP >= 0) & (table.columns_CP < most_C[:, None])
-    ascend = all(0 <= a <= b and step >= 0 for one in axes for a, b, step in one)
+    ascend = all(0 <= a <= b and step >= 0 for spans in axes for a, b, step in spans)
     if not (ascend and known.all()) or (table.offset_P > sizes_M[table.param_P] - ends_K[table.kind_P]).any():
         raise ValueError("a part lies outside its tensor or parameter")
 
@@ -296,17 +296,17 @@ class _Recorder(TorchDispatchMode):
             self.refuse(f"load_weights does more than copy: it looks at values of {names}")
             return args[0].dtype.is_floating_point * 0.0
         written = list(_written(func, args, kwargs))
-        if sum(self._keeps(func, one, sources) for one in written):  # of all
+        if sum(self._keeps(func, value, sources) for value in written):  # of all
             return written[0] if len(func._schema.returns) == 1 else None
         if not sources:
             return func(*args, **kwargs)
         if func is _TO and "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
-        if not all(one.is_meta for one in tensors):
-            args, kwargs = tree_map_only(torch.Tensor, lambda one: one.to("meta"), (args, kwargs))
+        if not all(tensor.is_meta for tensor in tensors):
+            args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         made = func(*args, **kwargs)
-        for one in _tensors([made]):
-            self._from(one, sources)
+        for result in _tensors([made]):
+            self._from(result, sources)
         if func is _CAT:
             self._joined[_storage(made)] = made, args[0], (*args, 0)[1]
         return made
@@ -459,9 +459,9 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors that an operator writes to."""
-    for at, one in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
-        if one.alias_info and one.alias_info.is_write:
-            yield from _tensors([args[at] if at < len(args) else kwargs.get(one.name, ())])
+    for at, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+        if argument.alias_info and argument.alias_info.is_write:
+            yield from _tensors([args[at] if at < len(args) else kwargs.get(argument.name, ())])
 
 
 def _memory(params: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -378,8 +378,8 @@ class EngineHandle:
             raise errors.EngineUnavailable(f"{where}: {why}") from error
 
 
-def _boot_id(told: Mapping[str, Any]) -> str:
-    start = [told.get(key) for key in ("startup_time", "random_seed")]
+def _boot_id(server_info: Mapping[str, Any]) -> str:
+    start = [server_info.get(key) for key in ("startup_time", "random_seed")]
     return hashlib.sha256(json.dumps(start, sort_keys=True).encode()).hexdigest()[:16]
 
 

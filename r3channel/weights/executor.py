@@ -117,8 +117,8 @@ class Work:
         if action.call == "pause":
             self._paused_s = time.monotonic()
         handle.found = None
-        own = getattr(self, f"_{action.call}", None)
-        call = getattr(handle, action.call) if own is None else partial(own, handle)
+        method = getattr(self, f"_{action.call}", None)
+        call = getattr(handle, action.call) if method is None else partial(method, handle)
         with self._run.stage(_STAGES.get(CALLS[action.call].during, action.call)):
             begun = background(partial(call, left_s))  # a new thread may have to wait for the interpreter
         self._calls[begun] = action, time.monotonic() + left_s + GRACE_S
@@ -212,6 +212,6 @@ class Work:
         known = [(e.url, e.state.name, e.why, e.holds, e.member) for e in self.now.engines]
         word = word | {"engines": known} if self._ranks.leads else {}
         word = self._ranks.exchange(word, self._run.deadline.at_least(GRACE_S * 10))[0]
-        told = tuple(Engine(url, EngineState[state], *rest) for url, state, *rest in word["engines"])
-        self._happen(Kind.TOLD, engines=told)
+        engines = tuple(Engine(url, EngineState[state], *rest) for url, state, *rest in word["engines"])
+        self._happen(Kind.TOLD, engines=engines)
         return word

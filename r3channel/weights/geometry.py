@@ -133,21 +133,21 @@ class ShardMap:
         Raises ManifestMismatch when two ranks disagree about a tensor, with both values.
         """
         held: dict[str, list[int]] = {}
-        told, holders = list[list[Any]](), list[tuple[list[int], Box]]()
+        kinds, holders = list[list[Any]](), list[tuple[list[int], Box]]()
         for rank, report in enumerate(reports):
             for (*kind, start, stop), names in json.loads(zlib.decompress(report)):
                 for name in names.split("\n"):
-                    first, *_ = indexes = held.setdefault(name, [len(told)])
-                    if first == len(told):
+                    first, *_ = indexes = held.setdefault(name, [len(kinds)])
+                    if first == len(kinds):
                         continue
-                    if told[first] != kind:
+                    if (other := kinds[first]) != kind:
                         raise ManifestMismatch(
-                            f"rank {rank} has a part of {name} {kind[0]}{kind[1]}, others {name} {told[first][0]}{told[first][1]}"
+                            f"rank {rank} has a part of {name} {kind[0]}{kind[1]}, others {name} {other[0]}{other[1]}"
                         )
-                    indexes.append(len(told))
-                told.append(kind)
+                    indexes.append(len(kinds))
+                kinds.append(kind)
                 holders.append(([rank], Box(tuple(start), tuple(stop))))
-        metas = (TensorMeta.from_row([name, *told[first]]) for name, (first, *_) in held.items())
+        metas = (TensorMeta.from_row([name, *kinds[first]]) for name, (first, *_) in held.items())
         return cls.of_holders(zip(metas, held.values(), strict=True), holders)
 
 
@@ -249,7 +249,7 @@ def batches(source: ShardMap, target: ShardMap) -> list[Batch]:
             raise ManifestMismatch(text)
         key = source.layouts[at].digest, target.layouts[index].digest, meta.dtype.itemsize
         alike.setdefault(key, []).append(index)
-    found = list[Batch]()
+    batches = list[Batch]()
     for (_, _, itemsize), tensors in alike.items():
         meta = target.metas[tensors[0]]
         try:
@@ -257,8 +257,8 @@ def batches(source: ShardMap, target: ShardMap) -> list[Batch]:
         except ManifestMismatch as error:
             raise ManifestMismatch(f"tensor {meta}: {error}") from error
         for (holders, numel), chosen in items.items():
-            found.append(Batch(numel * itemsize, holders, tensors, chosen))
-    return sorted(found, key=lambda batch: -batch.nbytes)
+            batches.append(Batch(numel * itemsize, holders, tensors, chosen))
+    return sorted(batches, key=lambda batch: -batch.nbytes)
 
 
 # -- one pair of layouts -----------------------------------------------------------------------------------------------
@@ -269,13 +269,13 @@ def _items(src: Layout, dst: Layout) -> dict[tuple[tuple[int, ...], int], list[t
     starts, stops, numel_SD = _common(src, dst)
     _, _, again_SS = _common(src, src)
     np.fill_diagonal(again_SS, 0)
-    for one, other in np.argwhere(again_SS)[:1].tolist():  # nobody could say whose value counts
-        ranks = f"rank {src.held[one][1][0]} and rank {src.held[other][1][0]}"
+    for first, second in np.argwhere(again_SS)[:1].tolist():  # nobody could say whose value counts
+        ranks = f"rank {src.held[first][1][0]} and rank {src.held[second][1][0]}"
         raise ManifestMismatch(f"{ranks} hold different boxes that overlap; expected equal or disjoint")
-    for (box, ranks), found in zip(dst.held, numel_SD.sum(axis=0).tolist(), strict=True):
-        if found != box.numel:
+    for (box, ranks), numel in zip(dst.held, numel_SD.sum(axis=0).tolist(), strict=True):
+        if numel != box.numel:
             raise ManifestMismatch(
-                f"rank {ranks[0]} needs {box} ({box.numel} elements), of which the sources hold {found}; is a trainer rank's "
+                f"rank {ranks[0]} needs {box} ({box.numel} elements), of which the sources hold {numel}; is a trainer rank's "
                 "report missing?"
             )
     items: dict[tuple[tuple[int, ...], int], list[tuple[Box, int]]] = {}
@@ -286,13 +286,13 @@ def _items(src: Layout, dst: Layout) -> dict[tuple[tuple[int, ...], int], list[t
     return items
 
 
-def _common(one: Layout, other: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _common(first: Layout, second: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What each pair of boxes has in common: starts, stops, elements."""
     mine, theirs = (
         np.array([box for box, _ in layout.held], dtype=np.int64).reshape(
             len(layout.held), 2, len(layout.shape)
         )
-        for layout in (one, other)
+        for layout in (first, second)
     )
     starts = np.maximum(mine[:, None, 0], theirs[None, :, 0])
     stops = np.minimum(mine[:, None, 1], theirs[None, :, 1])

@@ -85,7 +85,7 @@ class Hold:
         params, wire = ((), "tcp") if why else (self._needs.params, wire)
         copy = StagedCopy(params, device=device, wire=wire)
         self._copy = weakref.ref(copy)
-        told = {"error": why} if why else self._fill(copy, model) if learned else {"held": True}
+        reply = {"error": why} if why else self._fill(copy, model) if learned else {"held": True}
         token = wires.session_token(run_token, order["nonce"])
         hello = json.dumps({key: order[key] for key in ("engine", "attempt")} | {"rank": rank}).encode()
         self._links, self._threads = list[Connection](), list[threading.Thread]()
@@ -96,8 +96,8 @@ class Hold:
             self.close()
             raise
         for number, link in enumerate(self._links):
-            given: Any = {"args": (number, link, told, copy), "name": f"r3channel-stage-{number}"}
-            self._threads.append(threading.Thread(target=self._serve, daemon=True, **given))
+            thread: Any = {"args": (number, link, reply, copy), "name": f"r3channel-stage-{number}"}
+            self._threads.append(threading.Thread(target=self._serve, daemon=True, **thread))
             self._threads[-1].start()
 
     @property
@@ -130,18 +130,18 @@ class Hold:
 
     # -- a link's thread -----------------------------------------------------------------------------------------------
 
-    def _serve(self, number: int, link: Connection, told: dict[str, Any], copy: StagedCopy) -> None:
+    def _serve(self, number: int, link: Connection, reply: dict[str, Any], copy: StagedCopy) -> None:
         """Serve the link until the trainer leaves or dies; what was staged is then never committed."""
         try:
             with suppress(TransportError):
-                self._listen(number, link, told, copy)
+                self._listen(number, link, reply, copy)
         finally:
             link.abort("the rank has ended it")  # also where we are at fault: no dead thread holds an engine
 
-    def _listen(self, number: int, link: Connection, told: dict[str, Any], copy: StagedCopy) -> None:
+    def _listen(self, number: int, link: Connection, reply: dict[str, Any], copy: StagedCopy) -> None:
         table, runs, failure = list[wires.Entry](), _Runs(), ""
-        wires.send_blob(link, wires.NEEDS, told | {"shared": copy.shared()}, timeout_s=None)
-        while "error" not in told:  # a rank that cannot stage holds no engine
+        wires.send_blob(link, wires.NEEDS, reply | {"shared": copy.shared()}, timeout_s=None)
+        while "error" not in reply:  # a rank that cannot stage holds no engine
             kind, body = link.recv_record(timeout_s=None)
             try:
                 if kind == wires.TABLE:
@@ -225,15 +225,15 @@ class Hold:
                 return {"error": f"{staged}, asked for {update}"}
         stage.digests, sums = copy.seal(checksums=checksums and not self._whole)
         alike = [name for name in stage.digests if not (self._learned.placed() and ".experts." in name)]
-        told = {"digests": stage.digests, "checksums": sums}
-        return {kind: {n: found[n] for n in alike if n in found} for kind, found in told.items()}
+        both = {"digests": stage.digests, "checksums": sums}
+        return {kind: {name: sums[name] for name in alike if name in sums} for kind, sums in both.items()}
 
     def _given(self, version: int, param: int) -> tuple[dict[str, str], list[memoryview]]:
         """A parameter's bytes now and its digest at the commit; the trainer compares them."""
         held, digests, params = self._serving or (None, {}, ())
         if held != version:
-            found = "nothing" if held is None else f"version {held}"
-            return {"error": f"version {version} is asked for, {found} was committed last"}, []
+            last = "nothing" if held is None else f"version {held}"
+            return {"error": f"version {version} is asked for, {last} was committed last"}, []
         return {"digest": digests[self._needs.params[param].name]}, [host_bytes(params[param])]
 
     # -- the scheduler's thread ----------------------------------------------------------------------------------------
@@ -268,10 +268,10 @@ class Hold:
         for part in self._learned.copied:
             name, param = params[part.param]
             whole = Box.whole(self._learned.tensors[part.tensor].shape)
-            given = views[at[part.tensor]].view(whole.shape)[part.box.within(whole)]
-            found = part.view(param.detach().view(-1))
-            if tensor_digest(found) != tensor_digest(given.to(found.dtype)):  # of bytes: NaN equals itself
-                raise WeightsError(f"{name} holds other values than were given for it")
+            staged = views[at[part.tensor]].view(whole.shape)[part.box.within(whole)]
+            loaded = part.view(param.detach().view(-1))
+            if tensor_digest(loaded) != tensor_digest(staged.to(loaded.dtype)):  # of bytes: NaN equals itself
+                raise WeightsError(f"{name} holds other values than were staged for it")
 
     def _targets(self, model: torch.nn.Module) -> list[torch.Tensor]:
         params = dict(model.named_parameters())

@@ -60,11 +60,11 @@ class Staged(Work):
         """Accept the links, and plan unless every rank did for these. ManifestMismatch where parameters are not given."""
         stages, deadline = self._stages, self._run.deadline
         with self._run.stage("join"):
-            told = self._hear({"fresh": self._fresh, "sizes": {m.url: m.size for m in self.members}})
-            stages.attempts.update(told["fresh"])
-            fresh = [member for member in self.members if member.url in told["fresh"]]
+            linked = self._hear({"fresh": self._fresh, "sizes": {m.url: m.size for m in self.members}})
+            stages.attempts.update(linked["fresh"])
+            fresh = [member for member in self.members if member.url in linked["fresh"]]
             for member in fresh:
-                member.size = told["sizes"][member.url]
+                member.size = linked["sizes"][member.url]
                 if not self._ranks.leads:
                     member.unlink()
             links = stages.accept({m.url: m.size for m in fresh}, deadline)

@@ -118,7 +118,7 @@ class Manifest(NamedTuple):
     def of(cls, buckets: Sequence[Bucket], order: Iterable[TensorMeta] = ()) -> Manifest:
         """`order` holds the tensors as the caller gives them; without it they come as they lie in the buckets."""
         numbered = enumerate(buckets)
-        placed = {meta.name: (meta, b, at) for b, one in numbered for at, meta in enumerate(one.tensors)}
+        placed = {m.name: (m, n, at) for n, bucket in numbered for at, m in enumerate(bucket.tensors)}
         return cls(tuple(buckets), tuple(placed[meta.name] for meta in order) or tuple(placed.values()))
 
 
@@ -147,16 +147,16 @@ def fill_buckets(metas: Iterable[TensorMeta], *, cap_bytes: int) -> Manifest:
     """
     if cap_bytes < 1:
         raise ConfigError(f"bucket size of {cap_bytes} bytes: expected at least 1")
-    given: dict[str, TensorMeta] = {}
+    arrivals: dict[str, TensorMeta] = {}
     units: dict[str, list[TensorMeta]] = {}
     for meta in metas:
-        if meta.name in given:
+        if meta.name in arrivals:
             raise ManifestMismatch(f"tensor {meta.name} is given twice in one update")
         if _PACKED_NAME.search(meta.name):
             raise ManifestMismatch(
                 f"tensor {meta.name} is of a packed format; this version sends plain weights, and float8 ones with their scales"
             )
-        given[meta.name], key = meta, unit_of(meta.name)
+        arrivals[meta.name], key = meta, unit_of(meta.name)
         units[key] = [*units.pop(key, ()), meta]  # its last one decides its place
     filled: list[list[TensorMeta]] = []
     room = 0
@@ -167,7 +167,7 @@ def fill_buckets(metas: Iterable[TensorMeta], *, cap_bytes: int) -> Manifest:
             room = cap_bytes
         filled[-1] += unit
         room -= nbytes
-    return Manifest.of([Bucket.of(members) for members in filled], given.values())
+    return Manifest.of([Bucket.of(members) for members in filled], arrivals.values())
 
 
 def is_scale(name: str) -> bool:

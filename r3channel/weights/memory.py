@@ -154,24 +154,24 @@ def gpu_lacks(nbytes: int, device: torch.device) -> str:
 def ipc_handle(flat: torch.Tensor) -> list[Any]:
     """What one process needs to map this memory, as JSON. The GPU goes by its UUID: each process numbers those that it sees."""
     storage: Any = flat.untyped_storage()
-    told = list(storage._share_cuda_())
-    told[_UUID] = str(torch.cuda.get_device_properties(told[_UUID]).uuid)
-    return [value.hex() if isinstance(value, bytes) else value for value in told]
+    handle = list(storage._share_cuda_())
+    handle[_UUID] = str(torch.cuda.get_device_properties(handle[_UUID]).uuid)
+    return [value.hex() if isinstance(value, bytes) else value for value in handle]
 
 
-def ipc_memory(told: Sequence[Any]) -> torch.Tensor:
+def ipc_memory(handle: Sequence[Any]) -> torch.Tensor:
     """The memory behind a handle: flat, uint8. WeightsError where this process does not see its GPU."""
     seen = [str(torch.cuda.get_device_properties(at).uuid) for at in range(torch.cuda.device_count())]
-    if told[_UUID] not in seen:
+    if handle[_UUID] not in seen:
         raise WeightsError(
-            f"an engine stages on GPU {told[_UUID]}, this trainer sees {seen}: let CUDA_VISIBLE_DEVICES show it all that its "
+            f"an engine stages on GPU {handle[_UUID]}, this trainer sees {seen}: let CUDA_VISIBLE_DEVICES show it all that its "
             'engines use (Ray: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1), or take wire="shared_memory"'
         )
     torch.cuda.init()
-    own = [bytes.fromhex(value) if at in _HANDLES else value for at, value in enumerate(told)]
-    own[_UUID] = seen.index(told[_UUID])
+    local = [bytes.fromhex(value) if at in _HANDLES else value for at, value in enumerate(handle)]
+    local[_UUID] = seen.index(handle[_UUID])
     try:
-        storage = torch.UntypedStorage._new_shared_cuda(*own)
+        storage = torch.UntypedStorage._new_shared_cuda(*local)
     except RuntimeError as error:
         raise WeightsError(f"the memory that an engine stages in could not be mapped: {error}") from error
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -72,13 +72,13 @@ class TrainerRanks:
 
     def connect(self, host: str, run_token: str, deadline: Deadline) -> tuple[str, str, Listener]:
         """Link all ranks. Returns the session's name, its secret, and where this rank listens, for engines too."""
-        told = {"session": f"r3channel-weights-{secrets.token_hex(4)}", "nonce": secrets.token_hex(16)}
+        hub = {"session": f"r3channel-weights-{secrets.token_hex(4)}", "nonce": secrets.token_hex(16)}
         links: dict[int, Connection] = {}
         if not self.leads:
-            told, links[0] = self._to_hub(run_token, deadline)
-        listener = Listener(host, token=session_token(run_token, told["nonce"]))
+            hub, links[0] = self._to_hub(run_token, deadline)
+        listener = Listener(host, token=session_token(run_token, hub["nonce"]))
         if self.leads and self.size > 1:
-            self._store.set(self._key, json.dumps(told | {"host": host, "port": listener.port}))
+            self._store.set(self._key, json.dumps(hub | {"host": host, "port": listener.port}))
         while self.leads and len(links) < self.size - 1:
             link = listener.accept(deadline.left_s())
             link.send_record(WELCOME, timeout_s=deadline.left_s())
@@ -89,7 +89,7 @@ class TrainerRanks:
             for call in (self._send, self._receive):
                 name = f"weights-rank-{rank}"
                 threading.Thread(target=call, args=(rank, link), name=name, daemon=True).start()
-        return told["session"], told["nonce"], listener
+        return hub["session"], hub["nonce"], listener
 
     @property
     def _store(self) -> Any:
@@ -101,12 +101,12 @@ class TrainerRanks:
         while True:
             try:
                 self._store.wait([self._key], timedelta(seconds=deadline.left_s()))
-                told = json.loads(self._store.get(self._key))
-                token, hello = session_token(run_token, told["nonce"]), json.dumps({"trainer": self.rank})
+                hub = json.loads(self._store.get(self._key))
+                token, hello = session_token(run_token, hub["nonce"]), json.dumps({"trainer": self.rank})
                 left_s = deadline.left_s()
-                link = connect(told["host"], told["port"], token, timeout_s=left_s, hello=hello.encode())
+                link = connect(hub["host"], hub["port"], token, timeout_s=left_s, hello=hello.encode())
                 link.recv_record(timeout_s=left_s)
-                return told, link
+                return hub, link
             except errors.TransportError as error:
                 log.debug("trainer rank %d does not reach rank 0 yet: %s", self.rank, error)
                 time.sleep(min(_RETRY_S, deadline.left_s()))
@@ -134,8 +134,8 @@ class TrainerRanks:
                 return
             self._given_up = self.update, error
             self._changed.notify_all()
-        told = {"kind": type(error).__name__, "why": str(error), "engines": getattr(error, "engines", ())}
-        self._say(FAILED, self._step, json.dumps(told).encode())
+        failure = {"kind": type(error).__name__, "why": str(error), "engines": getattr(error, "engines", ())}
+        self._say(FAILED, self._step, json.dumps(failure).encode())
 
     def check(self) -> None:
         """Raise what a rank has failed with."""
@@ -189,9 +189,9 @@ class TrainerRanks:
             yield rank, json.loads(raw)
 
     def _raise_for(self, ranks: Iterable[int]) -> None:
-        update, own = self._given_up
-        if own is not None and update == self.update:
-            raise own
+        update, error_here = self._given_up
+        if error_here is not None and update == self.update:
+            raise error_here
         through = () if self.leads else (0,)  # what others say comes through the hub
         for rank in (*ranks, *(hub for hub in through if hub in self._gone)):
             if told := self._failed.get((self.update, rank)):

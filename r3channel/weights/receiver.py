@@ -79,9 +79,9 @@ class Receiver:
             step()
         except Exception as error:
             word = f"{type(error).__name__}: {error}"
-        found = {rank: text for rank, text in enumerate(self._agree(word)) if text}
-        if found:
-            raise WeightsError(failing + "; ".join(f"rank {rank}: {text}" for rank, text in found.items()))
+        failures = {rank: text for rank, text in enumerate(self._agree(word)) if text}
+        if failures:
+            raise WeightsError(failing + "; ".join(f"rank {rank}: {text}" for rank, text in failures.items()))
 
     def _free_for(self, session: str, model: torch.nn.Module) -> None:
         held = self.holder()
@@ -121,10 +121,10 @@ _receiver: Receiver | None = None
 def available() -> bool:
     """Whether this SGLang has what is hooked; 0.5.15.post1 has not."""
     try:
-        found = [signature(resolve_name(hooked)).parameters for hooked in _HOOKED]
+        parameters = [signature(resolve_name(hooked)).parameters for hooked in _HOOKED]
     except (ImportError, AttributeError):
         return False
-    return all(wanted <= set(takes) for wanted, takes in zip(_HOOKED.values(), found, strict=True))
+    return all(wanted <= set(takes) for wanted, takes in zip(_HOOKED.values(), parameters, strict=True))
 
 
 def apply(run_token: str) -> None:
@@ -156,13 +156,13 @@ def update(original: Any, manager: Any, recv_req: Any) -> Any:
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
 
         model = manager.tp_worker.model_runner.weight_updater.get_model()
-        done, told = opened(_own(), manager, model, recv_req.names)
-        return UpdateWeightsFromDistributedReqOutput(success=done, message=told)
+        done, message = opened(_own(), manager, model, recv_req.names)
+        return UpdateWeightsFromDistributedReqOutput(success=done, message=message)
     if recv_req.load_format != COMMIT_FORMAT:
         return original(manager, recv_req)
-    own = manager.begin_weight_update(recv_req).success  # of the request only `selector` is read
+    begun = manager.begin_weight_update(recv_req).success  # of the request only `selector` is read
     done = original(manager, recv_req)
-    if done.success or FLUSH_REFUSED in done.message or (own and UNTOUCHED in done.message):
+    if done.success or FLUSH_REFUSED in done.message or (begun and UNTOUCHED in done.message):
         # on all ranks or on none: it is collective, and they agree on their words
         manager.end_weight_update(recv_req)
     return done
@@ -204,7 +204,7 @@ def _own() -> Receiver:
                 return [word]
             group, raw = parallel.tp_group.cpu_group, word.encode()[:WORD_BYTES]
             words = gathered_bytes(raw, group=group, device=torch.device("cpu"))
-            return [one.decode(errors="replace") for one in words]
+            return [word.decode(errors="replace") for word in words]
 
         _receiver = Receiver(rank=parallel.tp_rank, run_token=_run_token, agree=agree)
         _receiver.learned = Learned(placed=placed if get_exec().moe.enable_eplb else str)

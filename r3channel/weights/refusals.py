@@ -63,22 +63,22 @@ STAGED: tuple[Setting, ...] = (
 
 def refused(values: Mapping[str, Any], settings: tuple[Setting, ...]) -> str:
     """Why an update of an engine with these server arguments would be wrong, and what to do; empty where it would not."""
-    found = ((one, values.get(one.name)) for one in settings if one.covers(values.get(one.name)))
-    return "; ".join(f"{one.name}={value}: {one.why} ({one.remedy})" for one, value in found)
+    wrong = ((row, values.get(row.name)) for row in settings if row.covers(values.get(row.name)))
+    return "; ".join(f"{row.name}={value}: {row.why} ({row.remedy})" for row, value in wrong)
 
 
 def refused_model(model: torch.nn.Module) -> Iterator[str]:
     """What cannot be updated in the model that a rank has built, whatever it was started with. Changes nothing."""
     modules = list(model.modules())
-    methods = [getattr(one, "quant_method", None) for one in modules]
-    configs = {id(found): found for one in methods if (found := getattr(one, "quant_config", None))}
+    methods = [getattr(module, "quant_method", None) for module in modules]
+    configs = {id(config): config for method in methods if (config := getattr(method, "quant_config", None))}
     for config in configs.values():
         kept = [value for name, value in vars(config).items() if _SERIALISED.fullmatch(name)]
         if (kept and not any(kept)) or getattr(config, "is_nvfp4_online", False):
             yield f"online quantisation ({type(config).__name__}): {_QUANTISES} ({_FLOAT8})"
-    if any(getattr(one, "use_intel_amx_backend", False) for one in modules):
+    if any(getattr(module, "use_intel_amx_backend", False) for module in modules):
         yield "weights are packed for AMX: new ones would land in the packed form (start it on other CPUs)"
-    yield from {str(why) for one in modules if (why := getattr(one, "_derived_weight_cache_error", None))}
+    yield from {str(why) for m in modules if (why := getattr(m, "_derived_weight_cache_error", None))}
 
 
 _SERIALISED = re.compile(r"is_checkpoint_\w+_serialized")
@@ -89,5 +89,5 @@ def _before(version: Any, first: tuple[int, ...]) -> bool:
     >>> [_before(version, (0, 5, 23)) for version in ("0.5.15.post1", None, "0.5.23", "0.6.0.dev1")]
     [True, True, False, False]
     """
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", str(version))
-    return found is None or tuple(map(int, found.groups())) < first
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", str(version))
+    return numbers is None or tuple(map(int, numbers.groups())) < first

@@ -235,12 +235,12 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
     @contextlib.contextmanager
     def _exhausted(self, named_tensors: Iterable[Any]) -> Iterator[Iterator[Any]]:
         """What the caller gives, read to its end also after a failure: other ranks may be in step with it."""
-        given = map(partial(_checked, self._exact), named_tensors)
+        checked = map(partial(_checked, self._exact), named_tensors)
         try:
-            yield given
+            yield checked
         except Exception:
             with contextlib.suppress(Exception):  # one is under way
-                deque(given, maxlen=0)
+                deque(checked, maxlen=0)
             raise
 
     @contextlib.contextmanager
@@ -316,10 +316,10 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         names = ", ".join(member.url for member in members)
         failed = f"weight version {version} was not committed, version {self.version} stays"
         try:
-            if (found := source()) is None:
+            if (giving := source()) is None:
                 why = "no other engine took it staged; republish()"
                 raise errors.UsageError(f"nothing holds version {self.version} for engine {names}: {why}")
-            given, feed = found
+            given, feed = giving
             for member in members if alone else ():
                 member.boot_id = ""  # nothing that was known of it is
             work = self._deliver(members, version, run, given, feed, alone)

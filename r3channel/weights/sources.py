@@ -30,10 +30,10 @@ _Read = tuple[RankLink, int, Sequence[Part]]
 """One parameter of one rank, by its number there, and the checkpoint's parts in it."""
 
 
-def read_first(given: Iterator[Named], run: Run, *, cap_bytes: int) -> tuple[Manifest, list[Named]]:
+def read_first(named_tensors: Iterator[Named], run: Run, *, cap_bytes: int) -> tuple[Manifest, list[Named]]:
     """All that comes, copied to the host. Raises ManifestMismatch, NonFiniteWeights, and what the iterator raises."""
     copies = list[Named]()
-    for name, tensor in _in_time(given, run):
+    for name, tensor in _in_time(named_tensors, run):
         with run.stage("pack"):
             copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         with run.stage("digest"):
@@ -43,11 +43,11 @@ def read_first(given: Iterator[Named], run: Run, *, cap_bytes: int) -> tuple[Man
     return fill_buckets(itertools.starmap(TensorMeta.of, copies), cap_bytes=cap_bytes), copies
 
 
-def read_again(given: Iterator[Named], manifest: Manifest, run: Run, push: Push) -> None:
+def read_again(named_tensors: Iterator[Named], manifest: Manifest, run: Run, push: Push) -> None:
     """Give `push` each bucket's tensors, in its order, once all have come. ManifestMismatch names what came otherwise."""
     rows: list[dict[int, torch.Tensor]] = [{} for _ in manifest.buckets]
     due, come = 0, 0
-    for come, (name, tensor) in enumerate(_in_time(given, run), start=1):
+    for come, (name, tensor) in enumerate(_in_time(named_tensors, run), start=1):
         if come > len(manifest.arrivals):
             raise ManifestMismatch(f"the update gives more tensors than the first one did: {name}")
         meta, bucket, slot = manifest.arrivals[come - 1]
@@ -65,10 +65,10 @@ def read_again(given: Iterator[Named], manifest: Manifest, run: Run, push: Push)
         raise ManifestMismatch(f"the update ended after {come} of {total} tensors; expected {missing} next")
 
 
-def _in_time(given: Iterator[Named], run: Run) -> Iterator[Named]:
+def _in_time(named_tensors: Iterator[Named], run: Run) -> Iterator[Named]:
     while True:
         with run.stage("convert"):
-            named = next(given, None)
+            named = next(named_tensors, None)
         if named is None:
             return
         run.deadline.left_s()

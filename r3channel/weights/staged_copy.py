@@ -73,11 +73,11 @@ class StagedCopy:
         """Digests of what is staged by parameter, and what the engine's own checksums will be. While the engine serves."""
         names = [meta.name for meta in self._params]
         with ThreadPoolExecutor(_THREADS) as pool:
-            self._sealed = found = [*pool.map(xxhash.xxh3_64_hexdigest, pool.map(hashed_bytes, self.views))]
+            self._sealed = digests = [*pool.map(xxhash.xxh3_64_hexdigest, pool.map(hashed_bytes, self.views))]
             if self._lanes:
                 self._sealed = [*pool.map(tensor_digest, pool.map(cross_sums, self.views))]
             sums = pool.map(tensor_checksum, self.views if checksums else ())
-            return dict(zip(names, found, strict=True)), dict(zip(names, sums, strict=False))
+            return dict(zip(names, digests, strict=True)), dict(zip(names, sums, strict=False))
 
     def change_over(self, targets: Sequence[torch.Tensor]) -> None:
         """The parameters (flat) become what was sealed last. Returns when they are; WeightsError names one that holds something
@@ -86,8 +86,8 @@ class StagedCopy:
             torch.cuda.synchronize()  # no pass reads parameters any more
         move = partial(_into_device, [*self._lanes]) if self._lanes else _copied
         with ThreadPoolExecutor(_THREADS) as pool:
-            found = [*pool.map(move, targets, self.views)]
-        for meta, holds, sealed in zip(self._params, found, self._sealed, strict=True):
+            digests = [*pool.map(move, targets, self.views)]
+        for meta, holds, sealed in zip(self._params, digests, self._sealed, strict=True):
             if holds != sealed:
                 raise WeightsError(f"{meta.name} holds other bytes than were staged")
 
@@ -128,6 +128,6 @@ def _into_device(lanes: list[_Lane], target: torch.Tensor, staged: torch.Tensor)
                 stream.synchronize()  # what it held has left; the other thread fills its own meanwhile
                 kept_N = slot_N[: len(kept_N)].copy_(kept_N)
             new_N.copy_(kept_N, non_blocking=True)
-        found = tensor_digest(cross_sums(target))  # waits for all of it
+        digest = tensor_digest(cross_sums(target))  # waits for all of it
     lanes.append(lane)
-    return found
+    return digest

@@ -90,31 +90,31 @@ class Stages:
         """The order that makes every rank of `engine` connect to all trainers, or be held by the first."""
         self.attempts[engine] = self.attempts.get(engine, 0) + 1
         trainers = self._trainers if op == "open" else self._trainers[:1]
-        told = {"op": op, "session": self.session, "nonce": self.nonce, "trainers": trainers}
-        told |= {"engine": engine, "attempt": self.attempts[engine], "wire": self._config.wire}
+        order = {"op": op, "session": self.session, "nonce": self.nonce, "trainers": trainers}
+        order |= {"engine": engine, "attempt": self.attempts[engine], "wire": self._config.wire}
         # `auto` lets a rank without memory for a staged copy refuse
-        told["staged"] = "auto" if self._config.staged == "auto" else "yes"
-        return told | {"tensors": [meta.row() for meta in self.metas]}
+        order["staged"] = "auto" if self._config.staged == "auto" else "yes"
+        return order | {"tensors": [meta.row() for meta in self.metas]}
 
     def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]:
         """The links of these engines (url -> ranks) once they are open. CannotStage tells why a rank cannot receive."""
-        found: dict[str, list[RankLink]] = {url: [] for url in wanted}
+        links: dict[str, list[RankLink]] = {url: [] for url in wanted}
         refused = ""
-        while any(len(found[url]) < ranks for url, ranks in wanted.items()):
+        while any(len(links[url]) < ranks for url, ranks in wanted.items()):
             hello, link = self._next(wanted, deadline)
-            told = wires.expect_json(link, NEEDS, timeout_s=deadline.left_s())
-            refused = refused or str(told.get("error", ""))
+            reply = wires.expect_json(link, NEEDS, timeout_s=deadline.left_s())
+            refused = refused or str(reply.get("error", ""))
             try:
-                needs = Needs.from_dict(told["needs"], len(self.metas)) if "needs" in told else Needs()
-                shared = shared_views(needs.params, told["shared"]) if told.get("shared") else []
-                how = str(told.get("whole", "")), int(told.get("compared", 0))
+                needs = Needs.from_dict(reply["needs"], len(self.metas)) if "needs" in reply else Needs()
+                shared = shared_views(needs.params, reply["shared"]) if reply.get("shared") else []
+                how = str(reply.get("whole", "")), int(reply.get("compared", 0))
                 rank = RankLink(hello["engine"], int(hello["rank"]), link, needs, *how, shared)
-                found[hello["engine"]].append(rank)
+                links[hello["engine"]].append(rank)
             except wires.UNREADABLE as error:
                 raise WeightsCorrupt(f"engine {hello['engine']} has no such needs: {error!r:.300}") from error
         if refused:
             raise CannotStage(refused)
-        return {url: sorted(ranks, key=lambda rank: rank.rank) for url, ranks in found.items()}
+        return {url: sorted(ranks, key=lambda rank: rank.rank) for url, ranks in links.items()}
 
     def _next(self, wanted: Mapping[str, int], deadline: Deadline) -> tuple[dict[str, Any], Connection]:
         """The next link of one of these engines, of its last order."""
@@ -175,17 +175,17 @@ class Stages:
     def _tell(self, links: Sequence[RankLink], plan: RankPlan, target: ShardMap, deadline: Deadline) -> None:
         index_of = {meta.name: index for index, meta in enumerate(self.metas)}
         for needs, numbers in _alike(links).items():  # of ranks at the same place of several engines
-            told: dict[tuple[tuple[int, Box], ...], tuple[list[list[Record]], bytes]] = {}
+            made: dict[tuple[tuple[int, Box], ...], tuple[list[list[Record]], bytes]] = {}
             for number in numbers:
                 link, sent = links[number], tuple(plan.sends.get(self.ranks.size + number, ()))
-                if link.shared or sent not in told:
+                if link.shared or sent not in made:
                     buckets = list[list[Piece]]([] for _ in self._held[1])
                     for tensor, box in sent:
                         at = index_of[target.metas[tensor].name]
                         for bucket, piece in self._pieces(needs, at, box, link.record_bytes):
                             buckets[bucket].append(piece)
-                    told[sent] = link.records(buckets)
-                link.tell(*told[sent], timeout_s=deadline.left_s())
+                    made[sent] = link.records(buckets)
+                link.tell(*made[sent], timeout_s=deadline.left_s())
 
     def _pieces(self, needs: Needs, tensor: int, box: Box, record_bytes: int) -> Iterator[tuple[int, Piece]]:
         """A box that a rank needs, cut from what is held, in pieces of a record at most; each with its bucket."""
@@ -195,14 +195,14 @@ class Stages:
             part = needs.parts[at]
             if part.box.holds(box):
                 dtype = needs.params[part.param].dtype
-                for one, cut in _cuts(box, whole, record_bytes // dtype.itemsize):
-                    yield bucket, Piece(at, one, dtype, meta, shard, cut)
+                for small, cut in _cuts(box, whole, record_bytes // dtype.itemsize):
+                    yield bucket, Piece(at, small, dtype, meta, shard, cut)
 
 
 @lru_cache
 def _cuts(box: Box, held: Box, most: int) -> list[tuple[Box, tuple[slice, ...] | None]]:
     """A box in pieces of at most so many items, and where they lie in what is held: the same for all experts of a model."""
-    return [(one, None if one == held else one.within(held)) for one in box.cut(most)]
+    return [(small, None if small == held else small.within(held)) for small in box.cut(most)]
 
 
 def _alike(links: Sequence[RankLink]) -> dict[Needs, list[int]]:
@@ -259,16 +259,16 @@ def check_complete(
 
 def cast_by(ranks: Sequence[RankLink], metas: Sequence[TensorMeta]) -> dict[str, str]:
     """Tensors that engines keep in another dtype. ManifestMismatch where that is float8: a cast alone lands under old scales."""
-    found = {}
+    casts = {}
     dtype_T = np.array([meta.dtype for meta in metas], dtype=object)
     for needs, (first, *_) in _alike(ranks).items():
         kept_P = np.array([meta.dtype for meta in needs.params], dtype=object)[needs.parts.param_P]
         for at in np.flatnonzero(dtype_T[needs.parts.tensor_P] != kept_P).tolist():
-            own, kept = metas[needs.parts.tensor_P[at]], needs.params[needs.parts.param_P[at]]
+            sent, kept = metas[needs.parts.tensor_P[at]], needs.params[needs.parts.param_P[at]]
             if kept.dtype_name.startswith("float8"):
                 raise ManifestMismatch(
-                    f"engine {ranks[first].engine} keeps {own.name} in {kept.dtype_name}, the trainer gives {own.dtype_name}: "
+                    f"engine {ranks[first].engine} keeps {sent.name} in {kept.dtype_name}, the trainer gives {sent.dtype_name}: "
                     "it is not quantised. Give float8 with its scales (examples/float8_blocks.py), or leave out --quantization"
                 )
-            found[own.name] = f"{own.dtype_name} -> {kept.dtype_name}"
-    return found
+            casts[sent.name] = f"{sent.dtype_name} -> {kept.dtype_name}"
+    return casts

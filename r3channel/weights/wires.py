@@ -171,13 +171,13 @@ def receive_blob(link: Connection, body: bytes, *, timeout_s: float | None = Non
 
 def expect_json(link: Connection, kind: int, *names: str, timeout_s: float) -> dict[str, Any]:
     """The next record, which must be a blob of this kind, with values of these names or an error."""
-    found, body = link.recv_record(timeout_s=timeout_s)
-    if found == kind:
+    came, body = link.recv_record(timeout_s=timeout_s)
+    if came == kind:
         with suppress(*UNREADABLE):
-            told = json.loads(receive_blob(link, body, timeout_s=timeout_s))
-            if isinstance(told, dict) and ("error" in told or told.keys() >= set(names)):
-                return told
-    raise WeightsCorrupt(f"{link.peer} sent record {found}, expected {kind} with a JSON object of {names}")
+            value = json.loads(receive_blob(link, body, timeout_s=timeout_s))
+            if isinstance(value, dict) and ("error" in value or value.keys() >= set(names)):
+                return value
+    raise WeightsCorrupt(f"{link.peer} sent record {came}, expected {kind} with a JSON object of {names}")
 
 
 @dataclass(slots=True, eq=False)
@@ -246,7 +246,7 @@ class RankLink:
             timeout_s = min(deadline.left_s(), record_timeout_s)
             flats = self._gathered(record, [piece.of(shards) for piece in record.pieces])
             if not all(map(finite, flats)):
-                bad = next(one for one in record.pieces if not finite(one.of(shards).cpu().flatten()))
+                bad = next(piece for piece in record.pieces if not finite(piece.of(shards).cpu().flatten()))
                 raise nonfinite(f"bucket {bucket}", bad.meta)
             digest = xxhash.xxh3_64()
             for flat in flats:
@@ -268,22 +268,22 @@ class RankLink:
     def verify(self, update: int, *, checksums: bool, timeout_s: float) -> Digests:
         """Digests, and checksums as SGLang's own if asked, by parameter, of what the rank would hold."""
         self.link.send_record(VERIFY, ASK.pack(update, checksums), timeout_s=timeout_s)
-        told = expect_json(self.link, VERIFY, "digests", "checksums", timeout_s=timeout_s)
-        if "error" in told:
-            raise WeightsError(f"engine {self.engine} rank {self.rank}: {told['error']}")
-        return told["digests"], told["checksums"]
+        reply = expect_json(self.link, VERIFY, "digests", "checksums", timeout_s=timeout_s)
+        if "error" in reply:
+            raise WeightsError(f"engine {self.engine} rank {self.rank}: {reply['error']}")
+        return reply["digests"], reply["checksums"]
 
     def fetch(self, version: int, param: int, *, timeout_s: float) -> torch.Tensor:
         """A parameter of the committed version out of the rank's memory, flat, on the host."""
         self.link.send_record(GIVE, PARAM.pack(version, param), timeout_s=timeout_s)
-        told = expect_json(self.link, GIVE, "digest", timeout_s=timeout_s)
+        reply = expect_json(self.link, GIVE, "digest", timeout_s=timeout_s)
         where, meta = f"engine {self.engine} rank {self.rank}", self.needs.params[param]
-        if "error" in told:
-            self.link.abort(str(told["error"]))  # so that the next one is asked
-            raise WeightsError(f"{where}: {told['error']}")
+        if "error" in reply:
+            self.link.abort(str(reply["error"]))  # so that the next one is asked
+            raise WeightsError(f"{where}: {reply['error']}")
         flat = torch.empty(meta.nbytes // meta.dtype.itemsize, dtype=meta.dtype)
         self.link.recv_into(host_bytes(flat), timeout_s=timeout_s)
-        if tensor_digest(cross_sums(flat) if self.on_gpu else flat) != told["digest"]:
+        if tensor_digest(cross_sums(flat) if self.on_gpu else flat) != reply["digest"]:
             self.link.abort(f"{meta.name} could not be read back")
             raise GiverChanged(
                 f"{where}: {meta.name} holds other bytes than were committed as version {version}, or they came damaged",
