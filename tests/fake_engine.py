@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from r3channel.transport.process_group import in_background
 from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.manifest import Bucket, TensorMeta
+from r3channel.weights.rank_link import COMMIT_FORMAT, OPEN_FORMAT
 from r3channel.weights.receiver import Receiver, opened, update
-from r3channel.weights.wires import COMMIT_FORMAT, OPEN_FORMAT
 from tests.http_answers import Answering
 
 Answer = dict[str, Any]

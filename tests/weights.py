@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from r3channel.errors import WeightUpdateFailed
-from r3channel.weights import hold, memory, staged_copy, wires
+from r3channel.weights import hold, memory, rank_link, staged_copy
 from r3channel.weights.checksums import cross_sums, host_bytes, tensor_digest
 from r3channel.weights.session import WeightSync
 from tests.fake_engine import FakeEngine
@@ -56,8 +56,8 @@ def in_gpu_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(hold, "gpu_lacks", lambda *_: "")
     patch.setattr(memory, "ipc_handle", lambda flat: [flats.append(flat) or len(flats) - 1])
     patch.setattr(memory, "ipc_memory", lambda told: flats[told[0]])
-    patch.setattr(wires.RankLink, "on_gpu", property(lambda rank: bool(rank.shared)))
-    for module in (hold, staged_copy, wires):
+    patch.setattr(rank_link.RankLink, "on_gpu", property(lambda rank: bool(rank.shared)))
+    for module in (hold, staged_copy, rank_link):
         patch.setattr(module, "hashed_bytes", lambda flat: host_bytes(cross_sums(flat)))
     patch.setattr(staged_copy, "_copied", lambda new, kept: tensor_digest(cross_sums(new.copy_(kept))))
 

@@ -25,18 +25,18 @@ import torch
 
 from r3channel.bench.harness import Effort, Parts, timed
 from r3channel.transport.process_group import in_background
-from r3channel.weights import convert, dryrun
+from r3channel.weights import convert, loader_map
 from r3channel.weights.config import SyncConfig
-from r3channel.weights.dryrun import Needs
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.geometry import report_of
 from r3channel.weights.group import WeightGroup
+from r3channel.weights.loader_map import Needs
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import Deadline, UpdateReport
+from r3channel.weights.rank_link import RankLink
 from r3channel.weights.ranks import TrainerRanks
+from r3channel.weights.send_planner import SendPlanner, UpdateSpec, check_complete
 from r3channel.weights.session import WeightSync
-from r3channel.weights.stages import Given, Stages, check_complete
-from r3channel.weights.wires import RankLink
 
 WAYS: dict[str, dict[str, Any]] = {
     "flattened": {"staged": False}, "staged": {"staged": True}, "colocated": {"staged": True, "wire": "shared_memory"},
@@ -181,18 +181,18 @@ def size(effort: Effort) -> dict[str, Any]:
     whole = TensorMeta(name="all", dtype=metas[0].dtype, shape=(items,))
     for first in range(_KINDS):
         rows = ((n, box, 0, (n + first) * box.numel, (box.shape[1], 1)) for n, (_, box) in enumerate(held))
-        parts_P = tuple(map(dryrun.Part, *zip(*rows, strict=True)))
-        told.append(json.dumps(Needs((whole,), dryrun.PartTable.of(parts_P)).to_dict()))
+        parts_P = tuple(map(loader_map.Part, *zip(*rows, strict=True)))
+        told.append(json.dumps(Needs((whole,), loader_map.PartTable.of(parts_P)).to_dict()))
     ranks, reports = TrainerRanks(), [report_of(held[rank::_RANKS]) for rank in range(_RANKS)]
     vars(ranks).update(size=_RANKS, exchange=lambda value, _: [value], exchange_bytes=lambda *_: reports)
-    stages, links, deadline = Stages(ranks, SyncConfig(engines=[])), list[RankLink](), Deadline(600, "link")
+    planner, links, deadline = SendPlanner(ranks, SyncConfig(engines=[])), list[RankLink](), Deadline(600, "link")  # fmt: skip
 
     def link() -> None:
-        stages.survey(Given((tuple(held[::_RANKS]),), None, tuple(metas)), deadline)
+        planner.survey(UpdateSpec((tuple(held[::_RANKS]),), None, tuple(metas)), deadline)
         needs = (Needs.from_dict(json.loads(told[rank % _KINDS]), 1 << 20) for rank in range(_RANKS))
         links.extend(RankLink("engine", rank, Mock(), one, "", 0) for rank, one in enumerate(needs))
         check_complete(links, metas, names=True)
-        stages.aim(links, deadline)
+        planner.aim(links, deadline)
 
     before = Process().memory_info().rss
     found |= {"tensors": len(metas), "link_64_s": timed(link)()}

@@ -4,11 +4,11 @@
     manifest   names, dtypes, shapes; units; flat buckets          sources    the caller's tensors, or another engine's
     checksums  what is in a tensor's bytes: digests, NaN           store      checkpoints, the file of what is held
     geometry   boxes, who holds them; the plan, byte-balanced      memory     for a staged copy: room, layout, mapping
-    wires      a link to an engine's rank                          stages     all links: who connects, what is sent to whom
-    dryrun, hold, receiver   the half inside the engine            engine     one engine: routes, state, links; who may serve
+    rank_link  a link to an engine's rank                          send_planner   all links: who connects, what is sent to whom
+    loader_map, hold, receiver   the half inside the engine        engine     one engine: routes, state, links; who may serve
     ranks      what trainer ranks agree on                         config     what a session is told once
     transaction   what an update does when: states, no I/O         executor   carries it out
-    joint      a staged update's calls, by all trainer ranks
+    staged     a staged update's calls, by all trainer ranks
     broadcast, group   without our half                            session    `WeightSync`
     progress   deadlines, stages, reports
 

@@ -24,7 +24,7 @@ import torch
 
 from r3channel.errors import ManifestMismatch, R3Error, WeightsError
 from r3channel.weights.engine import EngineHandle
-from r3channel.weights.executor import LOSSES, Work
+from r3channel.weights.executor import LOSSES, Update
 from r3channel.weights.group import Source, WeightGroup
 from r3channel.weights.manifest import Bucket, TensorMeta, engine_names, is_scale
 from r3channel.weights.progress import REPAIR_S, background
@@ -36,7 +36,7 @@ _ANSWER_S = 2.0
 """How much longer an engine may take for a bucket than its source: once that has given up, engines that waited for it say so."""
 
 
-class Broadcast(Work):
+class Broadcast(Update):
     """One update. A bucket leaves in a thread while the next one is packed."""
 
     way = "broadcast"
@@ -62,7 +62,7 @@ class Broadcast(Work):
 
     def _survey(self) -> None:
         """ManifestMismatch where no engine would say that it has no place for a tensor."""
-        manifest, source, group = self._given.manifest, self._source, self._source.group
+        manifest, source, group = self._spec.manifest, self._source, self._source.group
         assert manifest is not None
         self._buckets = manifest.buckets
         scale = next((meta.name for meta, *_ in manifest.arrivals if is_scale(meta.name)), None)
@@ -87,13 +87,13 @@ class Broadcast(Work):
         """Open links that ask for no tensors: while they stand, our half refuses weights from other sessions."""
         if not handle.takes_orders or handle.staged(()) or handle.unheld:
             return
-        handle.unheld = not handle.hold(self._stages.order(handle.url, op="hold"), left_s)
+        handle.unheld = not handle.hold(self._planner.order(handle.url, op="hold"), left_s)
         handle.ranks, handle.metas, handle.gives = [], (), None
 
     def _accept(self) -> None:
         coming = [m for m in self.members if m.takes_orders and not m.unheld and not m.ranks]
         wanted = {member.url: member.size for member in coming if self._ranks.leads}
-        for url, links in self._stages.accept(wanted, self._run.deadline).items():
+        for url, links in self._planner.accept(wanted, self._run.deadline).items():
             self._handles[url].ranks = links
 
     def _check(self, handle: EngineHandle, left_s: float) -> None:
@@ -224,7 +224,7 @@ class Broadcast(Work):
             for handle in self._left:
                 handle.leave_groups(REPAIR_S)
             # SGLang refuses a name that it has seen
-            names = {rank: f"{self._stages.session}-{secrets.token_hex(4)}" for rank in wanted}
+            names = {rank: f"{self._planner.session}-{secrets.token_hex(4)}" for rank in wanted}
             if all(self._joined(rank, name) for rank, name in names.items()):
                 self._source.formed, wanted = (lives, names), names
         self._groups = wanted

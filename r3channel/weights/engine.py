@@ -23,7 +23,7 @@ from urllib.request import Request
 from r3channel import errors
 from r3channel.transport.http import urlopen
 from r3channel.transport.process_group import nccl_version, torch_version
-from r3channel.weights import wires
+from r3channel.weights import rank_link
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import CONTROL_S, GRACE_S, REPAIR_S, background
 from r3channel.weights.refusals import ANY_WAY, OLD, STAGED, refused
@@ -78,7 +78,7 @@ class EngineHandle:
         """Whether a bracket of ours may be open."""
         self.groups: list[str] = []
         """Names of the groups of broadcasts that it may be in."""
-        self.ranks: list[wires.RankLink] = []
+        self.ranks: list[rank_link.RankLink] = []
         """The links of staged updates, by rank."""
         self.metas: tuple[TensorMeta, ...] = ()
         """The tensors that its ranks were told when they linked; what they need refers to these by index."""
@@ -267,19 +267,19 @@ class EngineHandle:
         whether a parameter changed."""
         try:
             answer = self._order(order, timeout_s, flush_cache=flush_cache, weight_version=str(version))
-            if wires.FLUSH_REFUSED in answer:  # then SGLang has not told its front of the version
+            if rank_link.FLUSH_REFUSED in answer:  # then SGLang has not told its front of the version
                 self.commit(version, timeout_s)
         except errors.EngineRefused as error:
-            self.found = EngineState.PAUSED if wires.UNTOUCHED in str(error) else None
+            self.found = EngineState.PAUSED if rank_link.UNTOUCHED in str(error) else None
             raise
         self.gives = version
 
     def _order(self, order: Body, timeout_s: float, **served: Any) -> str:
         """Send an order to our half in the engine and return the answer. `served`: `flush_cache`, and `weight_version`, which
         names the weights that are served once it is carried out."""
-        form = wires.COMMIT_FORMAT if order["op"] == "commit" else wires.OPEN_FORMAT
-        body = {"names": [json.dumps(order)], "dtypes": [], "shapes": [], "group_name": wires.ORDERS_GROUP}
-        body |= {"load_format": form, "flush_cache": False, "weight_version": None, **served}
+        form = rank_link.COMMIT_FORMAT if order["op"] == "commit" else rank_link.OPEN_FORMAT
+        body = {"names": [json.dumps(order)], "dtypes": [], "shapes": [], "flush_cache": False}
+        body |= {"group_name": rank_link.ORDERS_GROUP, "load_format": form, "weight_version": None, **served}
         return self._put_in(body, timeout_s)
 
     def _put_in(self, body: Body, timeout_s: float) -> str:
@@ -287,13 +287,13 @@ class EngineHandle:
         try:
             reply = self._command("/update_weights_from_distributed", body, timeout_s=timeout_s)
         except errors.EngineRefused as error:
-            if wires.FLUSH_REFUSED not in str(error):
+            if rank_link.FLUSH_REFUSED not in str(error):
                 raise
             return str(error)
         return str(reply.get("message", ""))
 
     def _look(self, answer: str) -> None:
-        self.found = EngineState.FENCED if wires.FOUND_OPEN in answer else None
+        self.found = EngineState.FENCED if rank_link.FOUND_OPEN in answer else None
 
     # -- what it does --------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Carries out what an update's transaction says, and tells it what came of it: calls to engines, at the same time, with limits.
 
-Decides nothing (`transaction` does); knows not where weights come from, or which version comes next. `joint` and `broadcast` have
+Decides nothing (`transaction` does); knows not where weights come from, or which version comes next. `staged` and `broadcast` have
 the calls of one way each.
 """
 
@@ -16,7 +16,7 @@ from r3channel import errors
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.engine import EngineHandle, Engines
 from r3channel.weights.progress import AGAIN_S, CONTROL_S, GRACE_S, REPAIR_S, Run, background
-from r3channel.weights.stages import Feed, Given, Push, Stages
+from r3channel.weights.send_planner import Feed, Push, SendPlanner, UpdateSpec
 from r3channel.weights.transaction import CALLS, Action, Engine, EngineState, Event, Kind, Transaction, step
 from r3channel.weights.transaction import UpdateState as State
 
@@ -27,7 +27,7 @@ _GROWING = ("link", "join", "send", "load", "check")
 """Calls that take the longer the more tensors there are: they have all the time that is left."""
 
 
-class Work:
+class Update:
     """One update of some engines. `run` once. One thread.
 
     `_NAME` carries out the call NAME of the transaction; with an engine, in a thread of its own. Without such a method it is the
@@ -38,15 +38,15 @@ class Work:
 
     def __init__(
         self, members: Sequence[EngineHandle], version: int, run: Run, *,
-        engines: Engines, config: SyncConfig, stages: Stages, alone: bool,
+        engines: Engines, config: SyncConfig, planner: SendPlanner, alone: bool,
     ) -> None:  # fmt: skip
-        """`stages` says what goes over which link; `alone`: as of the transaction."""
+        """`planner` says what goes over which link; `alone`: as of the transaction."""
         self._handles = {member.url: member for member in members}
-        self._engines, self._config, self._run, self._stages = engines, config, run, stages
-        self._version, self._ranks = version, stages.ranks
+        self._engines, self._config, self._run, self._planner = engines, config, run, planner
+        self._version, self._ranks = version, planner.ranks
         known = [Engine(m.url, m.now.state, m.now.why, m.now.holds if m.boot_id else None) for m in members]
-        parts = {"number": stages.ranks.update, "version": version, "way": self.way, "alone": alone}
-        self.now = Transaction(**parts, engines=tuple(known), rank=stages.ranks.rank, ranks=stages.ranks.size)
+        parts = {"number": self._ranks.update, "version": version, "way": self.way, "alone": alone}
+        self.now = Transaction(**parts, engines=tuple(known), rank=self._ranks.rank, ranks=self._ranks.size)
         self._again = {member.url for member in members if not member.now.member}
         """Engines that the last update went on without: the others wait for them at each update."""
         self._due: list[str] = []
@@ -60,11 +60,11 @@ class Work:
         """The engines that the update goes on with."""
         return [self._handles[engine.url] for engine in self.now.engines if engine.member]
 
-    def run(self, given: Given, feed: Feed) -> None:
+    def run(self, spec: UpdateSpec, feed: Feed) -> None:
         """Bring the engines to the version. Raises what failed the update, once nothing waits any more and whole engines serve.
 
         An interrupt ends it as a failure does; after the commit the engines are resumed first."""
-        self._given, self._feed = given, feed
+        self._spec, self._feed = spec, feed
         try:
             self._happen(Kind.BEGIN)
             self._carry_on()

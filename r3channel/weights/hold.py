@@ -23,21 +23,21 @@ import xxhash
 from r3channel.errors import R3Error, TransportError, WeightsCorrupt, WeightsError
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
-from r3channel.weights import wires
+from r3channel.weights import rank_link
 from r3channel.weights.checksums import hashed_bytes, host_bytes, tensor_digest
-from r3channel.weights.dryrun import Learned, derive
 from r3channel.weights.geometry import Box
+from r3channel.weights.loader_map import Learned, derive
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.memory import Room, gpu_lacks, staged_bytes
+from r3channel.weights.rank_link import HEAD
 from r3channel.weights.staged_copy import StagedCopy
-from r3channel.weights.wires import HEAD
 
 _CONNECT_S = 10.0
 WORD_BYTES = 1024
 """Bytes of a reason at most, when it is sent to the trainer."""
 
 
-_Runs = dict[tuple[int, int], list[wires.Run]]
+_Runs = dict[tuple[int, int], list[rank_link.Run]]
 """Where each record of a trainer's table lies (by first entry and number of them): the same at every update."""
 
 
@@ -86,7 +86,7 @@ class Hold:
         copy = StagedCopy(params, device=device, wire=wire)
         self._copy = weakref.ref(copy)
         reply = {"error": why} if why else self._fill(copy, model) if learned else {"held": True}
-        token = wires.session_token(run_token, order["nonce"])
+        token = rank_link.session_token(run_token, order["nonce"])
         hello = json.dumps({key: order[key] for key in ("engine", "attempt")} | {"rank": rank}).encode()
         self._links, self._threads = list[Connection](), list[threading.Thread]()
         try:
@@ -139,32 +139,32 @@ class Hold:
             link.abort("the rank has ended it")  # also where we are at fault: no dead thread holds an engine
 
     def _listen(self, number: int, link: Connection, reply: dict[str, Any], copy: StagedCopy) -> None:
-        table, runs, failure = list[wires.Entry](), _Runs(), ""
-        wires.send_blob(link, wires.NEEDS, reply | {"shared": copy.shared()}, timeout_s=None)
+        table, runs, failure = list[rank_link.Entry](), _Runs(), ""
+        rank_link.send_blob(link, rank_link.NEEDS, reply | {"shared": copy.shared()}, timeout_s=None)
         while "error" not in reply:  # a rank that cannot stage holds no engine
             kind, body = link.recv_record(timeout_s=None)
             try:
-                if kind == wires.TABLE:
+                if kind == rank_link.TABLE:
                     self._mapped.add(number)
                     if len(self._mapped) == len(self._links):
                         copy.hide()
-                    table, runs = wires.read_table(wires.receive_blob(link, body), self._needs.parts), _Runs()
-                    failure = ""
-                elif kind == wires.BEGIN:
-                    self._until_s = time.monotonic() + wires.LIMIT.unpack(body)[0] + _CONNECT_S
-                elif kind in (wires.DATA, wires.PLACED):
-                    self._place(number, link if kind == wires.DATA else None, table, runs, body, copy.views)
-                elif kind == wires.END:
+                    table = rank_link.read_table(rank_link.receive_blob(link, body), self._needs.parts)
+                    runs, failure = _Runs(), ""
+                elif kind == rank_link.BEGIN:
+                    self._until_s = time.monotonic() + rank_link.LIMIT.unpack(body)[0] + _CONNECT_S
+                elif kind in (rank_link.DATA, rank_link.PLACED):
+                    self._place(number, link if kind == rank_link.DATA else None, table, runs, body, copy)
+                elif kind == rank_link.END:
                     word, failure = failure, ""
-                    link.send_record(wires.END, word.encode()[:WORD_BYTES], timeout_s=_CONNECT_S)
-                elif kind == wires.VERIFY:
-                    answer = self._verify(copy, *wires.ASK.unpack(body))
-                    wires.send_blob(link, wires.VERIFY, answer, timeout_s=_CONNECT_S)
+                    link.send_record(rank_link.END, word.encode()[:WORD_BYTES], timeout_s=_CONNECT_S)
+                elif kind == rank_link.VERIFY:
+                    answer = self._verify(copy, *rank_link.ASK.unpack(body))
+                    rank_link.send_blob(link, rank_link.VERIFY, answer, timeout_s=_CONNECT_S)
                     if self._learned.moved():
                         return
-                elif kind == wires.GIVE:
-                    answer, data = self._given(*wires.PARAM.unpack(body))
-                    wires.send_blob(link, wires.GIVE, answer, timeout_s=_CONNECT_S)
+                elif kind == rank_link.GIVE:
+                    answer, data = self._given(*rank_link.PARAM.unpack(body))
+                    rank_link.send_blob(link, rank_link.GIVE, answer, timeout_s=_CONNECT_S)
                     link.send(data, timeout_s=None)
             except TransportError:
                 raise
@@ -175,8 +175,8 @@ class Hold:
                 failure = failure or f"{type(error).__name__}: {error}"
 
     def _place(
-        self, number: int, link: Connection | None, table: Sequence[wires.Entry], runs: _Runs, body: bytes,
-        views: Sequence[torch.Tensor],
+        self, number: int, link: Connection | None, table: Sequence[rank_link.Entry], runs: _Runs, body: bytes,
+        copy: StagedCopy,
     ) -> None:  # fmt: skip
         update, first, count, digest = HEAD.unpack(body)
         late = not self._begin(update, number, first)
@@ -184,7 +184,7 @@ class Hold:
         if len(entries) != count:
             raise ValueError(f"entries {first} to {first + count} of {len(table)}")
         if (first, count) not in runs:
-            runs[first, count] = wires.runs_of(entries, self._needs, views)
+            runs[first, count] = rank_link.runs_of(entries, self._needs, copy.views)
         for run in runs[first, count]:
             in_place = link is None or (run.view.is_contiguous() and not late)
             landing = run.view if in_place else torch.empty(run.view.shape, dtype=run.view.dtype)

@@ -27,7 +27,7 @@ from r3channel import errors
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener, connect
 from r3channel.weights.progress import Deadline
-from r3channel.weights.wires import receive_blob, session_token
+from r3channel.weights.rank_link import receive_blob, session_token
 
 WELCOME, VALUE, FAILED, GONE, WORD = range(5)
 _HEAD = struct.Struct("<qII")

@@ -25,12 +25,12 @@ import torch
 from r3channel.errors import WeightsError
 from r3channel.weights.checksums import tensor_digest
 from r3channel.weights.convert import gathered_bytes
-from r3channel.weights.dryrun import Learned, learn
 from r3channel.weights.hold import WORD_BYTES, Hold
+from r3channel.weights.loader_map import Learned, learn
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.memory import Room
+from r3channel.weights.rank_link import COMMIT_FORMAT, FLUSH_REFUSED, FOUND_OPEN, OPEN_FORMAT, UNTOUCHED
 from r3channel.weights.refusals import refused_model
-from r3channel.weights.wires import COMMIT_FORMAT, FLUSH_REFUSED, FOUND_OPEN, OPEN_FORMAT, UNTOUCHED
 
 
 class Receiver:

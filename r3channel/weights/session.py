@@ -28,15 +28,15 @@ from r3channel.weights.broadcast import Broadcast
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.convert import Shard
 from r3channel.weights.engine import EngineHandle, Engines, handle_of
-from r3channel.weights.executor import Work
+from r3channel.weights.executor import Update
 from r3channel.weights.geometry import Box
 from r3channel.weights.group import Source
-from r3channel.weights.joint import Staged
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
 from r3channel.weights.progress import CONTROL_S, REPAIR_S, Deadline, Run, UpdateReport, background
 from r3channel.weights.ranks import TrainerRanks
+from r3channel.weights.send_planner import Feed, SendPlanner, UpdateSpec
 from r3channel.weights.sources import from_peer, read_again, read_first
-from r3channel.weights.stages import Feed, Given, Stages
+from r3channel.weights.staged import Staged
 from r3channel.weights.store import HeldWeights
 from r3channel.weights.transaction import EngineState
 
@@ -71,10 +71,10 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         self._must_stage = config.staged is True or config.verify or self._exact
         self._way = "" if config.staged else "broadcast: not wanted"
         self._ranks = TrainerRanks(group)
-        self._stages = Stages(self._ranks, config)
+        self._planner = SendPlanner(self._ranks, config)
         self._source = Source(config)
         """This rank's end of broadcasts."""
-        self._given: Given | None = None
+        self._spec: UpdateSpec | None = None
         """What the last committed update gave."""
         self.metrics = config.metrics or Metrics("trainer")
         for name in _COUNTED:
@@ -129,7 +129,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         if self._phase != "new":
             raise errors.UsageError(f"WeightSync.connect() on a session that is {self._phase}")
         deadline = Deadline(timeout_s, "connect")
-        self._stages.connect(deadline)
+        self._planner.connect(deadline)
         if self._ranks.leads:
             self._meet(self._engines.all, deadline)
         self._phase = "ready"
@@ -227,7 +227,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             wait([background(member.leave) for member in self._engines.all], timeout=2 * REPAIR_S)
             self._source.leave()
             self._source = Source(self._config)  # frees the buffers
-            self._stages.close()
+            self._planner.close()
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         errors.close_after(error, self.close)
@@ -287,28 +287,28 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
 
     # -- what is given -------------------------------------------------------------------------------------------------
 
-    def _what(self, what: Iterator[Any], run: Run) -> tuple[Given, Feed]:
+    def _what(self, what: Iterator[Any], run: Run) -> tuple[UpdateSpec, Feed]:
         """What an update gives, and how its values come. Whole tensors are copied where their names are not known sooner."""
         if self._exact:
             shards = list[Shard](what)
             tensors = [shard.tensor for shard in shards]
             held = tuple((shard.meta, shard.box) for shard in shards)
-            return Given((held,), None), lambda push: push(tensors)
-        given = self._given
-        if given is None:
+            return UpdateSpec((held,), None), lambda push: push(tensors)
+        spec = self._spec
+        if spec is None:
             with run.stage("plan"):
                 manifest, copies = read_first(what, run, cap_bytes=self._config.bucket_bytes)
             if not copies and self._ranks.size == 1:
                 raise errors.ManifestMismatch("the update gives no tensors at all")
-            given, what = Given.whole(manifest), iter(copies)
-        assert given.manifest is not None  # tensors are whole here
-        return given, run.stage("plan")(partial(read_again, what, given.manifest, run))
+            spec, what = UpdateSpec.whole(manifest), iter(copies)
+        assert spec.manifest is not None  # tensors are whole here
+        return spec, run.stage("plan")(partial(read_again, what, spec.manifest, run))
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def _bring(
         self, members: Sequence[EngineHandle], version: int, run: Run,
-        source: Callable[[], tuple[Given, Feed] | None], *, alone: bool = False,
+        source: Callable[[], tuple[UpdateSpec, Feed] | None], *, alone: bool = False,
     ) -> UpdateReport:  # fmt: skip
         """Bring engines to a version; UsageError where the source does not hold it. `alone`: it is committed already.
 
@@ -319,10 +319,10 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             if (giving := source()) is None:
                 why = "no other engine took it staged; republish()"
                 raise errors.UsageError(f"nothing holds version {self.version} for engine {names}: {why}")
-            given, feed = giving
+            spec, feed = giving
             for member in members if alone else ():
                 member.boot_id = ""  # nothing that was known of it is
-            work = self._deliver(members, version, run, given, feed, alone)
+            work = self._deliver(members, version, run, spec, feed, alone)
         except (errors.TrainerRankLost, errors.UsageError):  # after the commit; or before anything
             raise
         except Exception as error:
@@ -335,37 +335,37 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             failed = f"engine {names} was not brought to version {version}" if alone else failed
             raise errors.WeightUpdateFailed(f"{failed}: {error} [engines now: {states}]") from error
         if not alone:
-            self.version, self._given = version, given
+            self.version, self._spec = version, spec
             self.held = HeldWeights(version, run.checksums) if run.checksums else None
         if (error := work.outcome()) is not None:
             raise error
-        return run.ended(version, given.manifest or Manifest.of([Bucket.of(self._stages.metas)]))
+        return run.ended(version, spec.manifest or Manifest.of([Bucket.of(self._planner.metas)]))
 
     def _from_peer(self, member: EngineHandle, deadline: Deadline) -> UpdateReport:
         """Bring one engine to the committed version out of another one's memory; UsageError where none holds it."""
         run, version = Run(deadline), -1 if self.version is None else self.version
         others = [other for other in self._engines.all if other is not member]
-        read = partial(from_peer, others, self._stages, version, run=run)
+        read = partial(from_peer, others, self._planner, version, run=run)
         return self._bring([member], version, run, read, alone=True)
 
     def _deliver(
-        self, members: Sequence[EngineHandle], version: int, run: Run, given: Given, feed: Feed, alone: bool
-    ) -> Work:
+        self, members: Sequence[EngineHandle], version: int, run: Run, spec: UpdateSpec, feed: Feed, alone: bool
+    ) -> Update:  # fmt: skip
         """Send staged if that is wanted and possible, else broadcast. Returns what was done."""
-        room: Any = {"engines": self._engines, "config": self._config, "stages": self._stages, "alone": alone}
+        room: Any = {"engines": self._engines, "config": self._config, "planner": self._planner}
         run.report.way = self._way or "staged"
-        if not self._way or given.manifest is None:
-            work = Staged(members, version, run, **room)
+        if not self._way or spec.manifest is None:
+            work = Staged(members, version, run, **room, alone=alone)
             try:
-                work.run(given, feed)
+                work.run(spec, feed)
                 return work
             except errors.CannotStage as error:
-                if given.manifest is None or self._must_stage:
+                if spec.manifest is None or self._must_stage:
                     raise
                 run.report.way = self._way = f"broadcast: {error}"
             self._ranks.begin()  # another update
-        work = Broadcast(members, version, run, **room, source=self._source)
-        work.run(given, feed)
+        work = Broadcast(members, version, run, **room, alone=alone, source=self._source)
+        work.run(spec, feed)
         return work
 
 

@@ -17,13 +17,13 @@ import torch
 
 from r3channel.errors import ManifestMismatch
 from r3channel.weights.checksums import finite, nonfinite
-from r3channel.weights.dryrun import Part
 from r3channel.weights.engine import EngineHandle
+from r3channel.weights.loader_map import Part
 from r3channel.weights.manifest import Manifest, TensorMeta, fill_buckets
 from r3channel.weights.progress import Run
-from r3channel.weights.stages import Feed, Given, Push, Stages, cast_by
+from r3channel.weights.rank_link import RankLink
+from r3channel.weights.send_planner import Feed, Push, SendPlanner, UpdateSpec, cast_by
 from r3channel.weights.transaction import EngineState
-from r3channel.weights.wires import RankLink
 
 Named = tuple[str, torch.Tensor]
 _Read = tuple[RankLink, int, Sequence[Part]]
@@ -76,17 +76,17 @@ def _in_time(named_tensors: Iterator[Named], run: Run) -> Iterator[Named]:
 
 
 def from_peer(
-    members: Sequence[EngineHandle], stages: Stages, version: int, *, run: Run
-) -> tuple[Given, Feed] | None:
+    members: Sequence[EngineHandle], planner: SendPlanner, version: int, *, run: Run
+) -> tuple[UpdateSpec, Feed] | None:
     """What this trainer rank gives of `version`, and its values, out of one of `members`; None where none can give it.
 
     Every trainer rank calls. The values come parameter by parameter; giving them raises GiverChanged where the engine has other
     bytes than were committed, TransportError where it dies.
     """
-    peer = _chosen(members, stages, version, run)
+    peer = _chosen(members, planner, version, run)
     if peer is None:
         return None
-    reads = list(_reads(peer.ranks[stages.ranks.rank :: stages.ranks.size]))
+    reads = list(_reads(peer.ranks[planner.ranks.rank :: planner.ranks.size]))
     held = tuple(tuple((peer.metas[part.tensor], part.box) for part in parts) for *_, parts in reads)
 
     def feed(push: Push) -> None:
@@ -95,15 +95,15 @@ def from_peer(
                 flat = rank.fetch(version, param, timeout_s=run.deadline.left_s())
             push([part.view(flat) for part in parts])
 
-    return Given(held, None, peer.metas, cast_by(peer.ranks, peer.metas)), feed
+    return UpdateSpec(held, None, peer.metas, cast_by(peer.ranks, peer.metas)), feed
 
 
-def _chosen(members: Sequence[EngineHandle], stages: Stages, version: int, run: Run) -> EngineHandle | None:
+def _chosen(members: Sequence[EngineHandle], planner: SendPlanner, version: int, run: Run) -> EngineHandle | None:  # fmt: skip
     """The engine to read, the same on every trainer rank: all have links to it, and the first knows what it serves."""
     able = [m for m in members if m.staged(m.metas) and not any(rank.whole for rank in m.ranks)]
-    if stages.ranks.leads:
+    if planner.ranks.leads:
         able = [m for m in able if m.now.state is EngineState.SERVING and m.gives == version]
-    first, *others = stages.ranks.exchange([m.url for m in able], run.deadline)
+    first, *others = planner.ranks.exchange([m.url for m in able], run.deadline)
     url = next((url for url in first if all(url in urls for urls in others)), None)
     return next((m for m in able if m.url == url), None)
 

@@ -46,9 +46,9 @@ from r3channel.relay.relay import Relay
 from r3channel.transport.auth import create_token
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener, _proof
-from r3channel.weights import stages, wires
+from r3channel.weights import rank_link, send_planner
 from r3channel.weights.checksums import tensor_digest
-from r3channel.weights.dryrun import Needs, PartTable
+from r3channel.weights.loader_map import Needs, PartTable
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import Deadline
 from r3channel.weights.receiver import Receiver, opened
@@ -92,7 +92,7 @@ class Place:
         head = f"POST /v1/frames HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n"
         self.greeting = lambda: f"{head}R3-Session: {said_hello(url, token_file)}\r\n".encode()
         self.head = self.greeting()
-        self.listener = Listener("127.0.0.1", token=wires.session_token("", "n"))
+        self.listener = Listener("127.0.0.1", token=rank_link.session_token("", "n"))
         self.rank = Receiver(rank=0, run_token="", agree=lambda word: [word])
 
     def close(self) -> None:
@@ -201,10 +201,10 @@ class Place:
         """A trainer's records to an engine's rank, which answers or ends the link."""
         self.rank.order(MODEL, self.order())
         with closing(self.listener.accept(LIMIT_S)) as link, suppress(errors.TransportError, OSError):
-            wires.expect_json(link, wires.NEEDS, timeout_s=LIMIT_S)
+            rank_link.expect_json(link, rank_link.NEEDS, timeout_s=LIMIT_S)
             for kind, name, data in (
-                (wires.TABLE, "size", "table"), (wires.DATA, "head", "data"), (wires.END, "", ""),
-                (wires.VERIFY, "ask", ""), (wires.GIVE, "give", ""),
+                (rank_link.TABLE, "size", "table"), (rank_link.DATA, "head", "data"), (rank_link.END, "", ""),
+                (rank_link.VERIFY, "ask", ""), (rank_link.GIVE, "give", ""),
             ):  # fmt: skip
                 link.send_record(kind, parts.get(name, b""), timeout_s=LIMIT_S)
                 link.send([parts.get(data, b"")], timeout_s=LIMIT_S)
@@ -278,11 +278,11 @@ def sign_link(name: str, data: bytearray, rng: random.Random) -> None:
 
 
 def session_of_rank() -> Sequence[Parts]:
-    table = wires.table_bytes(wires.Entry(at, part.box) for at, part in enumerate(change.PARTS))
+    table = rank_link.table_bytes(rank_link.Entry(at, part.box) for at, part in enumerate(change.PARTS))
     data = WEIGHTS + bytes(4)
-    head = wires.HEAD.pack(1, 0, 2, xxhash.xxh3_64_intdigest(data))
+    head = rank_link.HEAD.pack(1, 0, 2, xxhash.xxh3_64_intdigest(data))
     told = {"size": len(table).to_bytes(8, "little"), "table": table, "head": head, "data": data}
-    return [told | {"ask": wires.ASK.pack(1, True), "give": wires.PARAM.pack(0, 0)}]
+    return [told | {"ask": rank_link.ASK.pack(1, True), "give": rank_link.PARAM.pack(0, 0)}]
 
 
 def needs() -> Sequence[Parts]:
@@ -299,7 +299,7 @@ def read_needs(parts: Parts) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         theirs = Connection(socket.create_connection(server.getsockname()), "trainer")
         ours = Connection(server.accept()[0], "rank")
-    come, trainer = [ours], stages.Stages(SimpleNamespace(), SimpleNamespace(staged="", wire=""))  # pyright: ignore
+    come, trainer = [ours], send_planner.SendPlanner(SimpleNamespace(), SimpleNamespace(staged="", wire=""))  # pyright: ignore
     trainer.attempts, trainer.metas, ours.hello = {"e": 1}, tuple(METAS), parts["hello"]
 
     def accept(timeout_s: float) -> Connection:
@@ -309,13 +309,13 @@ def read_needs(parts: Parts) -> None:
 
     trainer._listener = SimpleNamespace(accept=accept)  # pyright: ignore
     with closing(ours), closing(theirs):
-        for kind, name in ((wires.NEEDS, "needs"), (wires.VERIFY, "verify"), (wires.GIVE, "give")):
-            wires.send_blob(theirs, kind, parts[name], timeout_s=LIMIT_S)
+        for name in ("needs", "verify", "give"):
+            rank_link.send_blob(theirs, getattr(rank_link, name.upper()), parts[name], timeout_s=LIMIT_S)
         theirs.send([parts["data"]], timeout_s=LIMIT_S)
         theirs._socket.shutdown(socket.SHUT_WR)
         (rank,) = trainer.accept({"e": 1}, Deadline(LIMIT_S, "accept"))["e"]
-        stages.check_complete([rank], METAS, names=True)
-        stages._target_map(METAS, [rank], first=1)
+        send_planner.check_complete([rank], METAS, names=True)
+        send_planner._target_map(METAS, [rank], first=1)
         rank.verify(1, checksums=True, timeout_s=LIMIT_S)
         if rank.needs.params:
             rank.fetch(1, 0, timeout_s=LIMIT_S)

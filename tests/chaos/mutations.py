@@ -24,9 +24,9 @@ from r3channel import errors
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.weights import wires
-from r3channel.weights.dryrun import Part
+from r3channel.weights import rank_link
 from r3channel.weights.geometry import Box
+from r3channel.weights.loader_map import Part
 from r3channel.wire import parcel
 from r3channel.wire import row_protocol as rows
 from r3channel.wire.digest import layer_digests
@@ -264,7 +264,7 @@ def read_message(parts: Parts) -> Any:
 
 def read_table(parts: Parts) -> Any:
     try:
-        return [(part, tuple(box)) for part, box in wires.read_table(parts[""], PARTS)]
+        return [(part, tuple(box)) for part, box in rank_link.read_table(parts[""], PARTS)]
     except (ValueError, IndexError) as error:  # what a link's thread takes for a peer out of step
         raise errors.WeightsCorrupt(repr(error)) from error
 
@@ -336,5 +336,5 @@ KINDS = {
     "ticket": Kind(14, tickets(), read_ticket, None, sign_ticket),
     "row message": Kind(10, MESSAGES, read_message, lambda p: tuple(json.loads(*p.values())[n] for n in rows.SEAL)),
     "tensors": Kind(8, [{"": tensor_frames()}], read_tensors, tensors_told, sign_tensors),
-    "weight table": Kind(4, [{"": wires.table_bytes(wires.Entry(*one) for one in BOXES)}], read_table, table_told),
+    "weight table": Kind(4, [{"": rank_link.table_bytes(rank_link.Entry(*one) for one in BOXES)}], read_table, table_told),
 }  # fmt: skip

@@ -24,11 +24,11 @@ from r3channel.transport.collective_lock import Slot
 from r3channel.weights.convert import Shard
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.geometry import Box
-from r3channel.weights.joint import Staged
 from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.rank_link import RankLink
+from r3channel.weights.send_planner import SendPlanner
 from r3channel.weights.session import WeightSync
-from r3channel.weights.stages import Stages
-from r3channel.weights.wires import RankLink
+from r3channel.weights.staged import Staged
 from tests.dist.ranks import write_result
 
 NAMES = [f"model.layers.{index}.mlp.gate.weight" for index in range(4)]
@@ -143,8 +143,8 @@ def stopped(how: str) -> Iterator[None]:
             yield
     elif how == "plan":  # when the other one has its plan
         with (
-            patch.object(Stages, "aim", forgetful(Stages.aim)),
-            patch.object(Stages, "due", lambda _, links: [*range(len(links))]),
+            patch.object(SendPlanner, "aim", forgetful(SendPlanner.aim)),
+            patch.object(SendPlanner, "due", lambda _, links: [*range(len(links))]),
         ):
             yield
     else:
@@ -152,7 +152,7 @@ def stopped(how: str) -> Iterator[None]:
 
 
 def forgetful(aim: Callable[..., None]) -> Callable[..., None]:
-    def aimed(self: Stages, links: Sequence[RankLink], *values: Any) -> None:
+    def aimed(self: SendPlanner, links: Sequence[RankLink], *values: Any) -> None:
         aim(self, links, *values)
         for link in links:
             link.aimed = None

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from examples.float8_blocks import quantise
-from r3channel.weights.dryrun import dry_run
+from r3channel.weights.loader_map import dry_run
 from r3channel.weights.manifest import TensorMeta
 from tests.contract.exact_rank import FLOAT8, plain, weights
 from tests.dist.ranks import run_ranks

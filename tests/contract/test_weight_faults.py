@@ -12,9 +12,9 @@ import torch
 
 from r3channel import errors
 from r3channel.transport.connection import Connection
+from r3channel.weights.rank_link import RankLink
 from r3channel.weights.session import WeightSync
 from r3channel.weights.transaction import EngineState
-from r3channel.weights.wires import RankLink
 from tests.fake_engine import UPDATE, FakeEngine
 from tests.weights import (
     BUCKETS,

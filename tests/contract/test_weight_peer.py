@@ -10,8 +10,8 @@ import torch
 
 from r3channel.cli import main
 from r3channel.errors import EngineLeftBehind, GiverChanged, UsageError, WeightsError, WeightUpdateFailed
+from r3channel.weights.rank_link import RankLink
 from r3channel.weights.session import WeightSync
-from r3channel.weights.wires import RankLink
 from tests.contract.test_weight_staged import loading
 from tests.fake_engine import FakeEngine
 from tests.weights import COMMIT, NAMES, again_to, give, holds, in_gpu_memory, serving, session, weights

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from r3channel.errors import CannotStage, ConfigError, EngineRefused, ManifestMismatch, WeightUpdateFailed
-from r3channel.weights.dryrun import Learned
+from r3channel.weights.loader_map import Learned
 from r3channel.weights.refusals import ANY_WAY, STAGED
 from tests.fake_engine import FakeEngine, Model
 from tests.weights import COMMIT, NAMES, give, holds, refused, serving, session, weights

@@ -15,7 +15,7 @@ import torch
 from r3channel import errors
 from r3channel.transport.listener import connect
 from r3channel.weights import config, hold, staged_copy
-from r3channel.weights.dryrun import dry_run
+from r3channel.weights.loader_map import dry_run
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.session import WeightSync
 from r3channel.weights.transaction import EngineState
@@ -299,7 +299,7 @@ def test_a_trainer_that_comes_again_costs_no_second_dry_run(monkeypatch: pytest.
         runs.append(len(tensors))
         return dry_run(model, tensors)
 
-    monkeypatch.setattr("r3channel.weights.dryrun.dry_run", counted)
+    monkeypatch.setattr("r3channel.weights.loader_map.dry_run", counted)
     for version in (1, 2):
         with session(engine) as sync:
             give(sync, version)
@@ -323,7 +323,7 @@ def test_an_engine_has_the_time_for_a_slow_dry_run_and_for_as_many_bytes_as_chan
         time.sleep(seconds)
         return call(*arguments)
 
-    monkeypatch.setattr("r3channel.weights.dryrun.dry_run", partial(slow, 2.5, dry_run))
+    monkeypatch.setattr("r3channel.weights.loader_map.dry_run", partial(slow, 2.5, dry_run))
     with session(engine, engine_timeout_s=1.0) as sync:
         assert give(sync, 1, timeout_s=30).way == "staged"
         assert holds(engine, 1)

@@ -82,7 +82,7 @@ def test_an_engine_has_one_staged_copy_at_most_and_none_when_the_session_is_clos
         with session(engine, wire=wire) as sync:
             give(sync, version)
             assert engine.receiver is not None  # an order that links it anew, to nobody
-            engine.receiver.order(engine.model(), sync._stages.order(engine.url) | {"trainers": []})
+            engine.receiver.order(engine.model(), sync._planner.order(engine.url) | {"trainers": []})
             give(sync, version + 1)
             assert left() and not [*Path("/dev/shm").glob("r3channel-weights-*")]
             refused(

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from r3channel.errors import ManifestMismatch
 from r3channel.weights import geometry
 from r3channel.weights.config import SyncConfig
-from r3channel.weights.dryrun import Needs, Part, PartTable
 from r3channel.weights.geometry import Box, Layout, RankPlan, ShardMap, batches, deal, plan_reshard, report_of
+from r3channel.weights.loader_map import Needs, Part, PartTable
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import Deadline
+from r3channel.weights.rank_link import RankLink
 from r3channel.weights.ranks import TrainerRanks
-from r3channel.weights.stages import Given, Stages
-from r3channel.weights.wires import RankLink
+from r3channel.weights.send_planner import SendPlanner, UpdateSpec
 from tests.reshard_cases import cases, side
 from tests.reshard_model import bounds_of, held_by, replicated
 from tests.reshard_model import side as model_side
@@ -167,34 +167,34 @@ def rank_link(meta: TensorMeta, box: Box) -> RankLink:
 W = TensorMeta(name="w", dtype=torch.float32, shape=(8,))
 
 
-def surveyed(other: str = "") -> Stages:
+def surveyed(other: str = "") -> SendPlanner:
     """One trainer's, which holds all of `w`, as another one does."""
-    stages, given = (
-        Stages(OneRankOfTwo(other), SyncConfig(engines=[])),
-        Given((((W, Box.whole((8,))),),), None),
+    planner, spec = (
+        SendPlanner(OneRankOfTwo(other), SyncConfig(engines=[])),
+        UpdateSpec((((W, Box.whole((8,))),),), None),
     )
-    stages.survey(given, DEADLINE)
-    return stages
+    planner.survey(spec, DEADLINE)
+    return planner
 
 
 DEADLINE = Deadline(3600, "test")
 
 
 def test_trainers_that_planned_otherwise_are_told_both_hashes_before_a_byte() -> None:
-    stages, link = surveyed("another hash"), rank_link(W, Box((0,), (8,)))
+    planner, link = surveyed("another hash"), rank_link(W, Box((0,), (8,)))
     with pytest.raises(ManifestMismatch, match="rank 1 planned another hash, rank 0 planned "):
-        stages.aim([link], DEADLINE)
-    assert stages.due([link]) == [0]
+        planner.aim([link], DEADLINE)
+    assert planner.due([link]) == [0]
 
 
 def test_an_engine_that_is_left_out_or_comes_back_changes_nothing_for_those_that_stay() -> None:
-    stages, half = surveyed(), Box((0,), (4,))
+    planner, half = surveyed(), Box((0,), (4,))
     one, other, third = (rank_link(W, half) for _ in range(3))
     assert one.needs is other.needs, "ranks at the same place of two engines share what they say"
 
     def tables(links: list[RankLink]) -> list[int]:
-        stages.aim(links, DEADLINE)
-        assert stages.due(links) == []
+        planner.aim(links, DEADLINE)
+        assert planner.due(links) == []
         said: list[Any] = [link.link for link in (one, other, third)]
         return [link.send_record.call_count for link in said]
 
@@ -203,11 +203,11 @@ def test_an_engine_that_is_left_out_or_comes_back_changes_nothing_for_those_that
     assert tables([one, third]) == [1, 1, 1] and kept == (one.buckets, third.buckets)
     other = rank_link(W, half)
     assert tables([one, other, third]) == [1, 1, 1]
-    stages.survey(Given((((W, half),),), None), DEADLINE)
-    assert stages.due([one]) == [0]
-    stages.survey(Given((((W, Box.whole((8,))),),), None), DEADLINE)
+    planner.survey(UpdateSpec((((W, half),),), None), DEADLINE)
+    assert planner.due([one]) == [0]
+    planner.survey(UpdateSpec((((W, Box.whole((8,))),),), None), DEADLINE)
     assert tables([one, other, third]) == [1, 1, 1], "what is held is again what they were told of"
-    stages.survey(Given(((), ((W, Box.whole((8,))),)), None), DEADLINE)
+    planner.survey(UpdateSpec(((), ((W, Box.whole((8,))),)), None), DEADLINE)
     assert tables([one]) == [2, 1, 1], "it comes in another bucket"
 
 

@@ -23,8 +23,8 @@ import xxhash
 from r3channel.errors import GiverChanged, TransportError, WeightsCorrupt, WeightsError
 from r3channel.transport.connection import Connection
 from r3channel.weights.checksums import cross_sums, finite, hashed_bytes, host_bytes, nonfinite, tensor_digest
-from r3channel.weights.dryrun import Needs, Part
 from r3channel.weights.geometry import Box
+from r3channel.weights.loader_map import Needs, Part
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import Deadline
 
@@ -196,7 +196,7 @@ class RankLink:
     """The rank's staged copy itself, by parameter, where both are on one machine: bytes are put there, none is sent."""
     buckets: list[list[Record]] = field(default_factory=list)
     aimed: object = None
-    """What the rank was told of: the trainers' boxes and buckets (`Stages.aim`)."""
+    """What the rank was told of: the trainers' boxes and buckets (`SendPlanner.aim`)."""
     _room: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     """Where a record's bytes are put together."""
 

@@ -17,15 +17,15 @@ from r3channel.errors import CannotStage, ManifestMismatch, WeightsCorrupt
 from r3channel.transport.auth import read_token
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
-from r3channel.weights import wires
+from r3channel.weights import rank_link
 from r3channel.weights.config import SyncConfig
-from r3channel.weights.dryrun import Needs
 from r3channel.weights.geometry import Box, RankPlan, ShardMap, plan_reshard, report_of
+from r3channel.weights.loader_map import Needs
 from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
 from r3channel.weights.memory import shared_views
 from r3channel.weights.progress import Deadline
+from r3channel.weights.rank_link import NEEDS, Digests, Piece, RankLink, Record
 from r3channel.weights.ranks import TrainerRanks
-from r3channel.weights.wires import NEEDS, Digests, Piece, RankLink, Record
 
 _SHOWN = 3
 Held = tuple[tuple[tuple[TensorMeta, Box], ...], ...]
@@ -38,7 +38,7 @@ Feed = Callable[[Push], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class UpdateSpec:
     """What one trainer rank gives in an update, without its values."""
 
     held: Held
@@ -51,12 +51,12 @@ class Given:
     """Tensors that are held rounded, and may only go where they are rounded alike."""
 
     @classmethod
-    def whole(cls, manifest: Manifest) -> Given:
+    def whole(cls, manifest: Manifest) -> UpdateSpec:
         buckets = ([(meta, Box.whole(meta.shape)) for meta in bucket.tensors] for bucket in manifest.buckets)
         return cls(tuple(map(tuple, buckets)), manifest)
 
 
-class Stages:
+class SendPlanner:
     """OPEN -> CLOSED. One thread."""
 
     def __init__(self, ranks: TrainerRanks, config: SyncConfig) -> None:
@@ -102,7 +102,7 @@ class Stages:
         refused = ""
         while any(len(links[url]) < ranks for url, ranks in wanted.items()):
             hello, link = self._next(wanted, deadline)
-            reply = wires.expect_json(link, NEEDS, timeout_s=deadline.left_s())
+            reply = rank_link.expect_json(link, NEEDS, timeout_s=deadline.left_s())
             refused = refused or str(reply.get("error", ""))
             try:
                 needs = Needs.from_dict(reply["needs"], len(self.metas)) if "needs" in reply else Needs()
@@ -110,7 +110,7 @@ class Stages:
                 how = str(reply.get("whole", "")), int(reply.get("compared", 0))
                 rank = RankLink(hello["engine"], int(hello["rank"]), link, needs, *how, shared)
                 links[hello["engine"]].append(rank)
-            except wires.UNREADABLE as error:
+            except rank_link.UNREADABLE as error:
                 raise WeightsCorrupt(f"engine {hello['engine']} has no such needs: {error!r:.300}") from error
         if refused:
             raise CannotStage(refused)
@@ -121,7 +121,7 @@ class Stages:
         assert self._listener is not None
         while True:
             link = self._listener.accept(deadline.left_s())
-            with suppress(*wires.UNREADABLE):
+            with suppress(*rank_link.UNREADABLE):
                 hello = json.loads(link.hello)
                 if hello["engine"] in wanted and hello["attempt"] == self.attempts[hello["engine"]]:
                     return hello, link
@@ -134,14 +134,14 @@ class Stages:
 
     # -- what is sent --------------------------------------------------------------------------------------------------
 
-    def survey(self, given: Given, deadline: Deadline) -> None:
+    def survey(self, spec: UpdateSpec, deadline: Deadline) -> None:
         """Exchange what each rank holds, if that changed anywhere since the last call."""
-        if any(self.ranks.exchange(given.held != self._held[1], deadline)):
-            report = report_of(chain.from_iterable(given.held))
+        if any(self.ranks.exchange(spec.held != self._held[1], deadline)):
+            report = report_of(chain.from_iterable(spec.held))
             self._source = ShardMap.gathered(self.ranks.exchange_bytes(report, deadline))
-            self._held, self._shards = (self._source.digest, given.held), {}
-            self.metas = given.metas or self._source.metas
-            for bucket, boxes in enumerate(given.held):
+            self._held, self._shards = (self._source.digest, spec.held), {}
+            self.metas = spec.metas or self._source.metas
+            for bucket, boxes in enumerate(spec.held):
                 for at, (meta, box) in enumerate(boxes):
                     self._shards.setdefault(meta.name, []).append((bucket, at, meta, box))
 

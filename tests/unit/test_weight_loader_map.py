@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 
-from r3channel.weights.dryrun import Learned, derive, learn
 from r3channel.weights.geometry import Box
+from r3channel.weights.loader_map import Learned, derive, learn
 from r3channel.weights.manifest import TensorMeta
 
 Load = Callable[["Fused", Iterable[tuple[str, torch.Tensor]]], None]

@@ -18,16 +18,16 @@ import torch
 
 from r3channel import errors
 from r3channel.weights.engine import EngineHandle
-from r3channel.weights.executor import Work
+from r3channel.weights.executor import Update
 from r3channel.weights.progress import background
-from r3channel.weights.stages import Sums, check_complete
+from r3channel.weights.rank_link import RankLink
+from r3channel.weights.send_planner import Sums, check_complete
 from r3channel.weights.transaction import Kind
-from r3channel.weights.wires import RankLink
 
 T = TypeVar("T")
 
 
-class Staged(Work):
+class Staged(Update):
     """A staged update on one rank."""
 
     way = "staged"
@@ -37,7 +37,7 @@ class Staged(Work):
         self._coming: dict[int, tuple[str, Sums]] = {}
         """By an engine's number of ranks: who staged it first, and what."""
         if self.now.alone:
-            self._coming = dict(self._stages.committed)
+            self._coming = dict(self._planner.committed)
         self._fresh: dict[str, int] = {}
         self._bucket, self._adding = 0, threading.Lock()
 
@@ -45,43 +45,43 @@ class Staged(Work):
 
     def _survey(self) -> None:
         with self._run.stage("plan"):
-            self._stages.survey(self._given, self._run.deadline)
+            self._planner.survey(self._spec, self._run.deadline)
         with self._run.stage("join"):
-            mine = [member.url for member in self.members if not member.staged(self._stages.metas)]
+            mine = [member.url for member in self.members if not member.staged(self._planner.metas)]
             self._unlinked = set(itertools.chain(*self._ranks.exchange(mine, self._run.deadline)))
 
     def _link(self, handle: EngineHandle, left_s: float) -> None:
         """Have the engine connect if it has no links to every trainer. A dry run may take all the time there is."""
-        if handle.url in self._unlinked or not handle.staged(self._stages.metas):
-            handle.open(self._stages.order(handle.url), left_s)
-            self._fresh[handle.url] = self._stages.attempts[handle.url]
+        if handle.url in self._unlinked or not handle.staged(self._planner.metas):
+            handle.open(self._planner.order(handle.url), left_s)
+            self._fresh[handle.url] = self._planner.attempts[handle.url]
 
     def _plan(self) -> None:
         """Accept the links, and plan unless every rank did for these. ManifestMismatch where parameters are not given."""
-        stages, deadline = self._stages, self._run.deadline
+        planner, deadline = self._planner, self._run.deadline
         with self._run.stage("join"):
             linked = self._hear({"fresh": self._fresh, "sizes": {m.url: m.size for m in self.members}})
-            stages.attempts.update(linked["fresh"])
+            planner.attempts.update(linked["fresh"])
             fresh = [member for member in self.members if member.url in linked["fresh"]]
             for member in fresh:
                 member.size = linked["sizes"][member.url]
                 if not self._ranks.leads:
                     member.unlink()
-            links = stages.accept({m.url: m.size for m in fresh}, deadline)
+            links = planner.accept({m.url: m.size for m in fresh}, deadline)
             for member in fresh:
-                member.ranks, member.metas = links[member.url], stages.metas
+                member.ranks, member.metas = links[member.url], planner.metas
             ranks = [link for member in self.members for link in member.ranks]
             self._check(ranks)
         with self._run.stage("plan"):
-            stages.aim(ranks, deadline)
+            planner.aim(ranks, deadline)
 
     def _check(self, ranks: Sequence[RankLink]) -> None:
         """Refuse what leaves a parameter old, and tensors that the engine that is read keeps rounded, unless they are rounded
         alike where they go."""
         report, names = self._run.report, self._config.expected is not None
-        report.rounded, report.skipped = check_complete(ranks, self._stages.metas, names=names)
+        report.rounded, report.skipped = check_complete(ranks, self._planner.metas, names=names)
         report.loaded = next((rank.whole for rank in ranks if rank.whole), "")
-        rounded = self._given.rounded
+        rounded = self._spec.rounded
         lost = next((name for name, how in rounded.items() if report.rounded.get(name) != how), None)
         if lost is not None:
             raise errors.ManifestMismatch(
@@ -132,9 +132,9 @@ class Staged(Work):
             self._run.checksums = {str(n): [own for _, own in sums] for n, (_, sums) in self._coming.items()}
 
     def _commit(self, handle: EngineHandle, left_s: float) -> None:
-        order = {"op": "commit", "session": self._stages.session, "update": self._ranks.update}
+        order = {"op": "commit", "session": self._planner.session, "update": self._ranks.update}
         handle.change_over(order | {"version": self._version}, self._version, self._config.flush, left_s)
-        self._stages.committed = {n: ("was committed", sums) for n, (_, sums) in self._coming.items()}
+        self._planner.committed = {n: ("was committed", sums) for n, (_, sums) in self._coming.items()}
 
 
 def _at_once(handle: EngineHandle, call: Callable[[RankLink], T]) -> list[T]:
