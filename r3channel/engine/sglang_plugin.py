@@ -59,16 +59,17 @@ def hook(name: str) -> Callable[..., Any]:
 
     An engine asks for `refuse_engine` first, so what is raised here for a setting or for a name that is gone ends its start.
     """
-    return getattr(_set_up_engine(), name)
+    return _set_up_engine()[name]
 
 
 @functools.cache
-def _set_up_engine() -> ModuleType:
+def _set_up_engine() -> dict[str, Any]:
+    """The names of both modules that have hooks."""
     from r3channel.config import EngineConfig
 
     engine, _ = _engine()
     engine.set_up(EngineConfig.from_environment())
-    return engine
+    return vars(engine.sglang_tensors) | vars(engine)
 
 
 def _receive_weights(config: EngineConfig) -> None:

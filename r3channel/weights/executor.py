@@ -1,7 +1,7 @@
 """Carries out what an update's transaction says, and tells it what came of it: calls to engines, at the same time, with limits.
 
-Decides nothing (`transaction` does); knows not where weights come from, or which version comes next. `staged` and `broadcast` have
-the calls of one way each.
+Decides nothing (`transaction` does); knows not where weights come from, or which version comes next. `staged` and `broadcast`
+have the calls of one way each.
 """
 
 from __future__ import annotations

@@ -90,9 +90,8 @@ def test_answers_and_version_change_with_an_update_and_come_back(
 
 def test_the_report_counts_every_byte_and_its_stages_add_up(sync: WeightSync, changed: Weights) -> None:
     shares = list[float]()
-    while (
-        max(shares, default=0.0) < 0.95 and len(shares) < 6
-    ):  # between two stages a busy machine runs others
+    # Between two stages a busy machine runs others.
+    while max(shares, default=0.0) < 0.95 and len(shares) < 6:
         report = sync.update(changed.items(), version=1, timeout_s=60)
         shares.append(sum(report.seconds.values()) / report.wall_s)
 

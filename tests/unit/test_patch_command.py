@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from r3channel.cli import main
 from r3channel.tools import patch as command
+from tests.children import ROOT
 
 BEFORE = {"lib/one.py": "x = 1\n", "lib/two.py": "y = 1\n"}
 AFTER = {"lib/one.py": "x = 2\n", "lib/two.py": "y = 2\n"}
@@ -186,3 +188,10 @@ def test_each_patch_of_this_project_names_every_file_with_both_hashes() -> None:
     for patch in patches:
         assert len(patch.changes) == patch.path.read_text().count("\n+++ b/") > 0, patch.name
         assert patch.title.endswith((".", "path")) and "diff --git" not in patch.title
+
+
+def test_every_hook_of_our_patches_is_a_function_of_the_engine_room() -> None:
+    patches = "".join(path.read_text() for path in (ROOT / "patches").glob("sglang-*.patch"))
+    rooms = "".join((ROOT / "r3channel/engine" / f).read_text() for f in ("sglang.py", "sglang_tensors.py"))
+    names = set(re.findall(r'@r3channel_hook\("(\w+)"', patches))
+    assert len(names) >= 8 and names <= set(re.findall(r"^def (\w+)", rooms, re.MULTILINE))
