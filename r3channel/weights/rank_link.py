@@ -56,6 +56,8 @@ FLUSH_REFUSED = "cache was not flushed"
 """SGLang's words when requests wait for their grammar; the weights are in nevertheless."""
 UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, OSError, zlib.error)
 """What reading a peer's words raises where it meant others."""
+_BLOB = struct.Struct("<QQ")
+"""What announces a blob, at a record's end: its bytes, and their xxh3."""
 _MOST_BYTES = 256 << 20
 """A blob's bytes at most: the needs of 100,000 tensors are 15 MB."""
 
@@ -152,20 +154,22 @@ def read_table(blob: bytes, parts: Sequence[Part]) -> list[Entry]:
     return entries
 
 
-def send_blob(link: Connection, kind: int, value: Any, *, timeout_s: float | None) -> None:
-    """Bytes, or plain values as JSON, of any length."""
+def send_blob(link: Connection, kind: int, value: Any, *, head: bytes = b"", timeout_s: float | None) -> None:
+    """Bytes, or plain values as JSON, of any length, after a record that begins with `head`."""
     data = value if isinstance(value, bytes) else json.dumps(value, separators=(",", ":")).encode()
-    link.send_record(kind, len(data).to_bytes(8, "little"), timeout_s=timeout_s)
+    link.send_record(kind, head + _BLOB.pack(len(data), xxhash.xxh3_64_intdigest(data)), timeout_s=timeout_s)
     link.send([data], timeout_s=timeout_s)
 
 
 def receive_blob(link: Connection, body: bytes, *, timeout_s: float | None = None) -> bytes:
-    """The blob that a record's `body` announced."""
-    length = int.from_bytes(body[:9], "little")
+    """The blob that a record's `body` announced. TransportError where it comes damaged: the link is of no use any more."""
+    length, digest = _BLOB.unpack(body.ljust(_BLOB.size, b"\xff")[: _BLOB.size])
     if length > _MOST_BYTES:
         raise TransportError(f"{length} bytes are announced, at most {_MOST_BYTES} are taken")
     data = bytearray(length)
     link.recv_into(memoryview(data), timeout_s=timeout_s)
+    if xxhash.xxh3_64_intdigest(data) != digest:
+        raise TransportError(f"{length} bytes from {link.peer} came damaged")
     return bytes(data)
 
 

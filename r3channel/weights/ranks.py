@@ -27,7 +27,7 @@ from r3channel import errors
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener, connect
 from r3channel.weights.progress import Deadline
-from r3channel.weights.rank_link import receive_blob, session_token
+from r3channel.weights.rank_link import receive_blob, send_blob, session_token
 
 WELCOME, VALUE, FAILED, GONE, WORD = range(5)
 _HEAD = struct.Struct("<qII")
@@ -83,8 +83,8 @@ class TrainerRanks:
             link = listener.accept(deadline.left_s())
             link.send_record(WELCOME, timeout_s=deadline.left_s())
             links[json.loads(link.hello)["trainer"]] = link
-        for rank in links:  # before any link is read: to whom words are passed on
-            self._outgoing[rank] = queue.SimpleQueue()
+        # before any link is read: to whom words are passed on
+        self._outgoing = {rank: queue.SimpleQueue() for rank in links}
         for rank, link in links.items():
             for call in (self._send, self._receive):
                 name = f"weights-rank-{rank}"
@@ -210,10 +210,8 @@ class TrainerRanks:
     def _send(self, rank: int, link: Connection) -> None:
         """A link's own thread: a rank that stands still keeps nobody from telling the others."""
         with suppress(errors.TransportError):
-            while (message := self._outgoing[rank].get()) is not None:
-                kind, head, raw = message
-                link.send_record(kind, head + len(raw).to_bytes(8, "little"), timeout_s=None)
-                link.send([raw], timeout_s=None)
+            for kind, head, raw in iter(self._outgoing[rank].get, None):
+                send_blob(link, kind, raw, head=head, timeout_s=None)
         link.close()
 
     def _receive(self, rank: int, link: Connection) -> None:

@@ -206,7 +206,8 @@ class Place:
                 (rank_link.TABLE, "size", "table"), (rank_link.DATA, "head", "data"), (rank_link.END, "", ""),
                 (rank_link.VERIFY, "ask", ""), (rank_link.GIVE, "give", ""),
             ):  # fmt: skip
-                link.send_record(kind, parts.get(name, b""), timeout_s=LIMIT_S)
+                seal = xxhash.xxh3_64_intdigest(parts.get(data, b"")).to_bytes(8, "little") * (name == "size")
+                link.send_record(kind, parts.get(name, b"") + seal, timeout_s=LIMIT_S)
                 link.send([parts.get(data, b"")], timeout_s=LIMIT_S)
             link._socket.shutdown(socket.SHUT_WR)
             while True:

@@ -20,6 +20,7 @@ from r3channel.errors import ConfigError, DeadlineExceeded, TransportError, Usag
 from r3channel.transport import listener as listening
 from r3channel.transport.connection import MAX_RECORD_BYTES, Connection
 from r3channel.transport.listener import HELLO_BYTES, MOST_STRANGERS, Listener, connect
+from r3channel.weights.rank_link import receive_blob, send_blob
 from tests.memory import growth_of
 
 TOKEN = bytes(range(32))
@@ -265,11 +266,11 @@ def test_a_record_that_announces_too_much_is_refused_before_room_is_made_for_it(
     assert growth_of(receiving_a_record_that_announces_too_much).peak < MIB
 
 
-def test_a_changed_bit_anywhere_in_a_record_is_noticed(pair: Pair) -> None:
+def test_a_changed_bit_anywhere_in_a_record_and_what_it_announces_is_noticed(pair: Pair) -> None:
     bare_out: list[bytes] = []
     pair[0].send = lambda parts, **_: bare_out.append(b"".join(parts))  # type: ignore[method-assign]
-    pair[0].send_record(5, b"some body", timeout_s=TIMEOUT_S)
-    (good,) = bare_out
+    send_blob(pair[0], 5, b"what is announced", head=b"some body", timeout_s=TIMEOUT_S)
+    good = b"".join(bare_out)
     with socket.create_server(("127.0.0.1", 0)) as server:
         for bit in range(8 * len(good)):
             changed = bytearray(good)
@@ -279,7 +280,8 @@ def test_a_changed_bit_anywhere_in_a_record_is_noticed(pair: Pair) -> None:
                 bare.sendall(changed)
                 bare.shutdown(socket.SHUT_WR)
                 with closing(link), pytest.raises(TransportError):
-                    link.recv_record(timeout_s=TIMEOUT_S)
+                    _, body = link.recv_record(timeout_s=TIMEOUT_S)
+                    receive_blob(link, body.removeprefix(b"some body"), timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.parametrize(("kind", "nbytes"), [(-1, 0), (256, 0), (1, MAX_RECORD_BYTES + 1)])
