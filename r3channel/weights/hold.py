@@ -271,7 +271,7 @@ class Hold:
             staged = views[at[part.tensor]].view(whole.shape)[part.box.within(whole)]
             loaded = part.view(param.detach().view(-1))
             if tensor_digest(loaded) != tensor_digest(staged.to(loaded.dtype)):  # of bytes: NaN equals itself
-                raise WeightsError(f"{name} holds other values than were staged for it")
+                raise WeightsError(f"{name} holds other values than were given for it")
 
     def _targets(self, model: torch.nn.Module) -> list[torch.Tensor]:
         params = dict(model.named_parameters())
