@@ -88,7 +88,9 @@ class Nemesis:
     def _seen_s(self, call: Any, begun_s: float) -> float:
         """How long it took until the call ended, or else the first connection to the relay; 0 before that."""
         if call is not None:
-            return (time.monotonic() - begun_s) * _has_ended(call)
+            import ray
+
+            return (time.monotonic() - begun_s) * bool(ray.wait([call], timeout=0)[0])
         waits_s = [float(at) - begun_s for at in (self.folder / DEPARTURES).read_text().split()]
         return next((wait_s for wait_s in waits_s if wait_s > 0), 0.0)
 
@@ -122,12 +124,6 @@ class Nemesis:
         while (status := direct.post(url, file, direct.parcel_of((serial, frame)))) == Status.TAKEN:
             serial += 1
         return status == Status.COME_AGAIN
-
-
-def _has_ended(call: Any) -> bool:
-    import ray
-
-    return bool(ray.wait([call], timeout=0)[0])
 
 
 def _until(condition: Callable[[], bool]) -> bool:
