@@ -31,11 +31,12 @@ def test_under_faults_no_row_is_lost_without_a_name_doubled_or_changed_and_nothi
 
 
 @pytest.mark.parametrize("count", [len(matrix.FIRST), pytest.param(12, marks=pytest.mark.full)])
-def test_whoever_is_killed_at_whatever_stage_the_loop_goes_on_and_keeps_no_descriptors(count: int) -> None:
+def test_whoever_is_killed_at_whatever_stage_the_loop_goes_on_and_no_process_stays(count: int) -> None:
     report = reported("--cells", str(count))
     rows, start, end = (report[key] for key in ("matrix", "start", "end"))
     assert len(rows) == count and all(row["killed"] and row["whole"] for row in rows), rows
-    assert end["descriptors"] <= start["descriptors"] + 30, (start, end)  # between two steps they vary by 20
+    # Between two steps they vary by 20, and a process has more. What connections leak shows in test_long_run.
+    assert end["descriptors"] <= start["descriptors"] + 30, (start, end)
 
 
 def test_the_page_has_the_table_of_a_run_of_all_cells() -> None:
