@@ -98,8 +98,7 @@ class Broadcast(Update):
 
     def _check(self, handle: EngineHandle, left_s: float) -> None:
         """ManifestMismatch unless an update of these names (the engine's own) fills every parameter and has no other."""
-        buckets = itertools.chain.from_iterable(self._source.buckets.values())
-        names = engine_names({name for bucket in buckets for name in bucket.names})
+        names = engine_names({n for part in self._source.buckets.values() for bucket in part for n in bucket.names})  # fmt: skip
         if self._config.expected is None or names == handle.names:
             return
         held = {name for sums in handle.weight_checksums(timeout_s=left_s) for name in sums}
@@ -189,7 +188,9 @@ class Broadcast(Update):
         work = {"join": self._join_all, "load": self._load_all}.get(action.call)
         if work is not None and self._under_way != action.call:
             self._under_way, self._left = action.call, self.members
-            self._orders = background(partial(self._conduct, work))
+            # As the engines' calls are counted: this new thread, too, may have to wait for the interpreter.
+            with self._run.stage("join" if action.call == "join" else "wait_send"):
+                self._orders = background(partial(self._conduct, work))
         super()._ask(action)
 
     def _conduct(self, work: Callable[[], None]) -> None:

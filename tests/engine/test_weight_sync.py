@@ -89,15 +89,12 @@ def test_answers_and_version_change_with_an_update_and_come_back(
 
 
 def test_the_report_counts_every_byte_and_its_stages_add_up(sync: WeightSync, changed: Weights) -> None:
-    shares = list[float]()
-    # Between two stages a busy machine runs others.
-    while max(shares, default=0.0) < 0.95 and len(shares) < 6:
-        report = sync.update(changed.items(), version=1, timeout_s=60)
-        shares.append(sum(report.seconds.values()) / report.wall_s)
+    sync.update(changed.items(), version=1, timeout_s=60)
+    report = sync.update(changed.items(), version=1, timeout_s=60)
 
-        assert report.payload_bytes == sum(w.nbytes for w in changed.values())
-        assert (report.tensors, report.buckets, report.version) == (len(changed), 10, 1)
-    assert 0.95 <= max(shares) <= 1.0
+    assert report.payload_bytes == sum(w.nbytes for w in changed.values())
+    assert (report.tensors, report.buckets, report.version) == (len(changed), 10, 1)
+    assert 0.95 * report.wall_s <= sum(report.seconds.values()) <= report.wall_s
 
 
 def test_a_wrong_shape_keeps_the_version_pauses_the_engine_and_the_next_update_repairs(

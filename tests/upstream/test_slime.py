@@ -94,7 +94,7 @@ def jobs(
     def start(name: str, own: str, slime: str, before: str = "") -> dict[str, Any]:
         more = slime.format(work=root / name, before=root / before).split()
         where = ["--work", str(root / name), "--sources", str(sources.slime.parent)]
-        argv = [*where, "--timeout-s", "1200", *own.split(), "--", *more]
+        argv = [*where, "--timeout-s", "900", *own.split(), "--", *more]
         return slime_cpu.run(slime_cpu.options_of(argv))
 
     def follow(name: str, before: str, own: str, slime: str) -> dict[str, Any]:
