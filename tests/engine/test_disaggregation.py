@@ -41,7 +41,7 @@ def urls(model_dir: Path, bootstrap_port: int) -> Iterator[tuple[str, str]]:
     env = {"R3CHANNEL_ALLOW": "disaggregation", "UCX_TLS": "tcp,shm,self", "SGLANG_HOST_IP": "127.0.0.1"}
     common = [
         "--disaggregation-transfer-backend", "nixl", "--disaggregation-bootstrap-port", str(bootstrap_port),
-        "--hicache-ratio", "2",  # else SGLang wants 10 GiB that nobody uses
+        "--disaggregation-decode-retraction-backup", "cpu_tensor",  # a host pool wants 10 GiB free beside itself
     ]  # fmt: skip
 
     def start(mode: str, **options: Any) -> AbstractContextManager[EngineServer]:
