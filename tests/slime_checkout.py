@@ -8,7 +8,7 @@ from pathlib import Path
 from r3channel.integrations.slime.api_check import files_of
 
 _OFF = "use_routing_replay use_rollout_routing_replay colocate release_train debug_train_only"
-_UNSET = "hf_checkpoint rollout_max_prompt_len rollout_max_context_len dynamic_sampling_filter_path"
+_UNSET = "hf_checkpoint advantage_estimator rollout_max_prompt_len rollout_max_context_len dynamic_sampling_filter_path"
 PARSED = {
     "num_experts": 8, "update_weight_transport": "disk", "update_weight_mode": "full", "rollout_batch_size": 32,
     "n_samples_per_prompt": 8, "rollout_max_response_len": 1000, "over_sampling_batch_size": 32, "debug_rollout_only": False,

@@ -56,6 +56,8 @@ def test_engines_and_requests_give_routing_and_slimes_own_replay_is_off() -> Non
     assert args.r3_channel["bucket_bytes"] == 65536
     assert args.r3_channel["trace"] == os.path.abspath("run"), "actors are elsewhere"
     assert slime_arguments.prepared(parsed(colocate=True, update_weight_transport="nccl")), "by memory"
+    woken = {"offload_train": True, "advantage_estimator": "ppo"}
+    assert slime_arguments.prepared(parsed("--r3-weights", "broadcast", **woken)), "the critic's turn is over"
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,7 @@ def test_engines_and_requests_give_routing_and_slimes_own_replay_is_off() -> Non
         ((), {"update_weight_transport": "nccl"}, "--update-weight-transport disk"),
         (("--r3-weights", "broadcast"), {"colocate": True}, "--colocate"),
         (("--r3-weights", "broadcast"), {"update_weight_mode": "delta"}, "--update-weight-mode full"),
+        (("--r3-weights", "broadcast"), {"offload_train": True}, "no --offload-train"),
         ((), {"rollout_data_transport": "straw"}, "transport straw"), ((), {"rollout_data_transport": "nixl"}, "transport nixl"),
         (("--r3-delivery", "direct", "--r3-ingest-port", "9000"), {"detached": True}, "--r3-token-file"),
         (("--r3-weights", "broadcast"), {"detached": True}, "0.4.0"), (("--r3-transport", "nccl"), {"detached": True}, "0.4.0"),

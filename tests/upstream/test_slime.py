@@ -51,11 +51,11 @@ JOBS: dict[str, tuple[str, str]] = {
     "stock": ("--stock", ""),
     "experts": (
         "--dp 2 --ep 2 --own-engines --slimes-router --delivery direct",
-        f"{_TWICE} {_RECOMPUTE} {_REFERENCE} --r3-weights broadcast --use-fault-tolerance --r3-trace {{work}}/trace",
+        f"{_TWICE} {_RECOMPUTE} {_REFERENCE} --r3-weights exact --use-fault-tolerance --r3-trace {{work}}/trace",
     ),
     "pipeline": (
         "--tp 2 --pp 2 --ep 2 --engines 2 --delivery direct",
-        "--num-layers-per-virtual-pipeline-stage 1 --r3-weights exact --r3-transport gloo",
+        "--num-layers-per-virtual-pipeline-stage 1 --r3-weights broadcast --r3-transport gloo",
     ),
     "samples": (
         "--steps 3 --cp 2",
@@ -117,7 +117,7 @@ def checked(result: dict[str, Any], *, steps: int, rows_at_least: int = 600) -> 
 
 
 def same_weights(result: dict[str, Any], *, ranks: int) -> None:
-    """What each rank gave of the checkpoint's tensors is what slime's own updater would have sent of them."""
+    """What each rank gave of the checkpoint's tensors is what slime's own conversion of the whole model makes of them."""
     for rank in range(ranks):
         seen = result["processes"][f"weights-{rank}"]
         assert seen["differ"] == 0 and seen["compared"] >= 50, seen
@@ -146,6 +146,7 @@ class TestJobs:
         assert manager["fetched"] == 0, "the schedule is known, so no rank's batch is read from Ray's store"
         slimes_router = manager["router_answers"], manager["router_sockets"]
         assert slimes_router == (200, 0), "slime's own router runs, and holds none of the relay's ports"
+        same_weights(result, ranks=2)
 
     def test_every_alert_has_its_series_on_the_pages_of_a_run_and_each_is_of_that_run(
         self, jobs: Any
@@ -164,7 +165,7 @@ class TestJobs:
         for kind in ("engine", "manager", "trainer", "page-engine", "page-relay", "page-trainer", "ray"):
             assert f"{kind}-" in told, f"nothing was looked at of the {kind}"
 
-    def test_tensor_and_interleaved_pipeline_parallel_two_engines_direct_delivery_exact_weights_and_gloo(
+    def test_tensor_and_interleaved_pipeline_parallel_two_engines_direct_delivery_a_stages_weights_and_gloo(
         self, jobs: Any
     ) -> None:
         result = checked(jobs["pipeline"].result(), steps=2)
@@ -172,6 +173,8 @@ class TestJobs:
         received = ["group" in result["processes"][f"trainer-{rank}"]["seconds"] for rank in range(4)]
         assert sum(received) == 2, "rows come to each stage's TP0 over a process group of it and the relay"
         same_weights(result, ranks=4)
+        sent = [result["processes"][f"weights-{rank}"]["sent"] for rank in range(4)]
+        assert sorted(map(bool, sent)) == [False, False, True, True], "one rank of each stage sends"
 
     def test_turns_filtered_and_unfinished_samples_evaluation_and_weights_in_shared_memory_over_context_parallel(
         self, jobs: Any

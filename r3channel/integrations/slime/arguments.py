@@ -50,8 +50,8 @@ def add_arguments(parser: Any) -> Any:
     group.add_argument(
         "--r3-weights", choices=("off", "broadcast", "exact", "colocated"), default="off",
         help="who updates the engines' weights: `off`, slime's own updater; `broadcast`, r3channel's WeightSync, all or none, "
-        "from rank 0; `exact`, the same from every rank, each part once; `colocated`, as `exact`, through the shared memory of "
-        "the one machine that engines and trainers are on",
+        "from one rank of each pipeline stage; `exact`, the same from every rank, each part once; `colocated`, as `exact`, "
+        "through the shared memory of the one machine that engines and trainers are on",
     )  # fmt: skip
     return parser
 
@@ -64,7 +64,7 @@ def refusals_of(arguments: Sequence[str], *, detached: bool = False) -> list[str
     for name in f"{_NUMBERS} {_LENGTHS}".split():
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--n-samples-per-prompt", type=int, default=1)
-    for name in ("hf-checkpoint", "dynamic-sampling-filter-path"):
+    for name in ("hf-checkpoint", "dynamic-sampling-filter-path", "advantage-estimator"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--update-weight-mode", default="full")
     parser.add_argument("--update-weight-transport", default="nccl")
@@ -105,8 +105,9 @@ def prepared(args: Namespace, *, detached: bool = False) -> Namespace:
         (channel.token_tensors, "--r3-token-tensors: slime carries its own (--rollout-top-p); expected none"),
         (updates and not own_gpus, f"--r3-weights {args.r3_weights} sends whole weights to engines with GPUs of their own; "
          "expected neither --colocate nor --release-train, and --update-weight-mode full"),
-        (exact and getattr(args, "offload_train", False), f"--r3-weights {args.r3_weights} sends parameters from "
-         "where they lie, and --offload-train puts them to sleep; expected --r3-weights broadcast"),
+        (updates and getattr(args, "offload_train", False) and (exact or args.advantage_estimator != "ppo"),
+         f"--r3-weights {args.r3_weights} sends parameters from where they lie, and --offload-train puts them to sleep: with a "
+         "critic slime wakes them for broadcast; expected no --offload-train, or --advantage-estimator ppo and broadcast"),
         (exact and _takes_staged() is False, f"--r3-weights {args.r3_weights} stages weights in engines, and this SGLang has no "
          "begin_weight_update: 0.5.23 has; expected off or broadcast"),
         (updates and direct and not channel.token_file, f"--r3-weights {args.r3_weights} and --r3-delivery "

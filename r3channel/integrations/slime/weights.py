@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -13,9 +12,6 @@ import ray
 import torch
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf  # pyright: ignore[reportMissingImports]
 from slime.backends.megatron_utils.update_weight import common  # pyright: ignore[reportMissingImports]
-from slime.backends.megatron_utils.update_weight.hf_weight_iterator_base import (  # pyright: ignore[reportMissingImports]
-    HfWeightIteratorBase,
-)
 from slime.utils.distributed_utils import get_gloo_group  # pyright: ignore[reportMissingImports]
 
 from r3channel.errors import ConfigError
@@ -26,37 +22,33 @@ from r3channel.weights.session import WeightSync
 
 
 class ChannelUpdater:
-    """Tensors that slime's own conversion gives: whole ones from rank 0, or every rank's part of them. Every rank calls."""
+    """Tensors that slime's own conversion gives: whole ones from each pipeline stage's first rank, or every rank's part of them.
+    Every rank calls."""
 
     def __init__(self, actor: Any) -> None:
         """`actor` is a `ChannelActor` that has slime's updater."""
         replaced, self._actor = actor.weight_updater, actor
         args, model, name = replaced.args, replaced.model, replaced.model_name
-        quantised = replaced.quantization_config
         self.args, self.weight_version = args, replaced.weight_version
         self._sync: WeightSync | None = None
-        self._exact, self._rank = args.r3_weights != "broadcast", actor._rank
+        self._exact = args.r3_weights != "broadcast"
         if not self._exact:
-            create = HfWeightIteratorBase.create
-            whole = create(args=args, model=model, model_name=name, quantization_config=quantised)
-            chunks_of, backup = whole.get_hf_weight_chunks, actor.weights_backuper
-            self._tensors = lambda: chain.from_iterable(chunks_of(backup.get("actor")))
-        elif quantised:
-            method = quantised.get("quant_method")
+            self._tensors = partial(stage_tensors, replaced)
+        elif replaced.quantization_config:
+            method = replaced.quantization_config.get("quant_method")
             text = f"--r3-weights {args.r3_weights} moves elements as they are, and this checkpoint is quantised ({method})"
             raise ConfigError(text + "; expected --r3-weights broadcast")
         else:
-            self._tensors = lambda: shards(args, model, name)
+            self._tensors = partial(shards, args, model, name)
 
     def connect_rollout_engines(self, rollout_engines: Sequence[Any], _lock: Any, **_options: Any) -> None:
         """Connect anew whenever slime has started engines: a restarted engine has the weights of its checkpoint."""
-        if self._rank and not self._exact:
-            return
         self.disconnect_rollout_engines()
         urls = ray.get([engine.get_url.remote() for engine in rollout_engines])
-        make = partial(WeightSync.sharded, group=get_gloo_group()) if self._exact else WeightSync.whole
+        make = WeightSync.sharded if self._exact else WeightSync.whole
         self._sync = make(
-            urls, host=local_address(interface_of(self.args)), token_file=self.args.r3_channel["token_file"],
+            urls, group=get_gloo_group(),
+            host=local_address(interface_of(self.args)), token_file=self.args.r3_channel["token_file"],
             backend="nccl" if torch.cuda.is_available() else "gloo",
             wire="shared_memory" if self.args.r3_weights == "colocated" else "tcp",
             metrics=self._actor.channel and self._actor.channel.metrics,
@@ -70,14 +62,22 @@ class ChannelUpdater:
 
     @torch.no_grad()
     def update_weights(self) -> None:
-        if self._sync is None:
-            deque(self._tensors(), maxlen=0)  # collective: slime's conversion needs every rank
-        else:
-            timeout_s = self.args.r3_channel["step_timeout_s"]
-            self._sync.update(self._tensors(), version=self.weight_version + 1, timeout_s=timeout_s)
+        assert self._sync is not None  # slime connects before
+        timeout_s = self.args.r3_channel["step_timeout_s"]
+        self._sync.update(self._tensors(), version=self.weight_version + 1, timeout_s=timeout_s)
         self.weight_version += 1
 
     pop_metrics = staticmethod(dict)
+
+
+def stage_tensors(updater: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The whole tensors of this rank's pipeline stage, as `updater`, slime's `UpdateWeightFromDistributed`, gathers and converts
+    them (with a quantised checkpoint, quantised); none but on the stage's first rank. Collective within the stage."""
+    mpu = common.mpu
+    first = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+    updater._is_pp_src_rank = first and mpu.get_tensor_model_parallel_rank() == 0
+    chunks = chain(updater._iter_non_expert_chunks(), updater._iter_expert_chunks())
+    return chain.from_iterable(chunks)
 
 
 def shards(args: Namespace, model: Any, model_name: str) -> list[Shard]:

@@ -198,16 +198,20 @@ def sockets(process: Any) -> set[str]:
 
 
 def watch_weights(module: Any) -> None:
-    """r3channel.integrations.slime.weights: each rank's parts beside the whole tensors that slime would have sent."""
-    inner, seen = module.shards, {"compared": 0, "differ": 0}
+    """r3channel.integrations.slime.weights: each rank's parts and each stage's tensors beside the whole ones that slime would
+    have sent."""
+    parts_of_rank, tensors_of_stage = module.shards, module.stage_tensors
+    seen = {"compared": 0, "differ": 0, "sent": 0}
 
-    def shards(args: Any, model: Any, model_name: str) -> Any:
-        import torch.distributed as dist
+    def compared(args: Any, model: Any, model_name: str) -> tuple[dict[str, Any], Any]:
+        found, named = (
+            parts_of_rank(args, model, model_name),
+            dict(module.common.named_params_and_buffers(args, model)),
+        )
+        from slime.backends.megatron_utils.update_weight import hf_weight_iterator_base as base
 
-        found = inner(args, model, model_name)
-        named = dict(module.common.named_params_and_buffers(args, model))
         how = {"args": args, "model": model, "model_name": model_name, "quantization_config": None}
-        own = module.HfWeightIteratorBase.create(**how)
+        own = base.HfWeightIteratorBase.create(**how)
         whole = {name: value.clone() for chunk in own.get_hf_weight_chunks(named) for name, value in chunk}
         for shard in found:
             place = tuple(slice(*ends) for ends in zip(shard.box.start, shard.box.stop, strict=True))
@@ -215,10 +219,27 @@ def watch_weights(module: Any) -> None:
             same = tuple(tensor.shape) == shard.meta.shape and shard.tensor.equal(tensor[place])
             seen["differ"] += not same
         seen["compared"] += len(found)
+        return whole, found
+
+    def tell_seen() -> None:
+        import torch.distributed as dist
+
         tell(f"weights-{dist.get_rank()}", **seen)
+
+    def shards(*model: Any) -> Any:
+        found = compared(*model)[1]
+        tell_seen()
         return found
 
-    module.shards = shards
+    def stage_tensors(updater: Any) -> Any:
+        whole, _ = compared(updater.args, updater.model, updater.model_name)
+        for name, tensor in tensors_of_stage(updater):
+            seen["sent"] += 1
+            seen["differ"] += not (name in whole and tensor.equal(whole[name]))
+            yield name, tensor
+        tell_seen()
+
+    module.shards, module.stage_tensors = shards, stage_tensors
 
 
 # -- slime's own way -----------------------------------------------------------------------------------------------------
