@@ -110,8 +110,7 @@ def watch_channel(module: Any) -> None:
 
     def train_actor(self: Any, rollout_id: int, rollout_data: Any, external_data: Any = None) -> None:
         tell_args("trainer", self.args)
-        calls: list[Consumed] = []
-        shards: list[Any] = []
+        calls, shards = list[Consumed](), list[Any]()
         channel = self._attach()
         receive = channel.receiver.receive
         corrupt = os.environ.get("SLIME_CPU_CORRUPT") == "1"
@@ -132,13 +131,10 @@ def watch_channel(module: Any) -> None:
             channel.receiver.receive = receive
         stages = channel.metrics.clock.totals(step=rollout_id)
         SPENT.setdefault("waits", []).append(sum(stages.get(wait, 0) for wait in ("wait_relay", "wait_wire")))
-        for call in calls:
-            if call.microbatch < 0:
-                continue
+        for call in (each for each in calls if each.microbatch >= 0):
             batch = shards[0].shard
             samples, positions = batch.row_map(call.microbatch, tp=shards[0].tp)
-            real = samples >= 0
-            held = batch.microbatches[call.microbatch].sample_ids
+            real, held = samples >= 0, batch.microbatches[call.microbatch].sample_ids
             names = np.asarray([int(name.partition(".")[0]) for name in held])
             _SEEN.append((names[samples[real]], positions[real], call.layer, call.ids_RK[real]))
         _write(rollout_id)
@@ -198,46 +194,34 @@ def sockets(process: Any) -> set[str]:
 
 
 def watch_weights(module: Any) -> None:
-    """r3channel.integrations.slime.weights: each rank's parts and each stage's tensors beside the whole ones that slime would
-    have sent."""
+    """r3channel.integrations.slime.weights: each rank's parts and each stage's tensors, beside slime's own of the whole model."""
     parts_of_rank, tensors_of_stage = module.shards, module.stage_tensors
-    seen = {"compared": 0, "differ": 0, "sent": 0}
+    seen, whole = {"compared": 0, "differ": 0, "sent": 0}, dict[str, Any]()
 
-    def compared(args: Any, model: Any, model_name: str) -> tuple[dict[str, Any], Any]:
-        found, named = (
-            parts_of_rank(args, model, model_name),
-            dict(module.common.named_params_and_buffers(args, model)),
-        )
-        from slime.backends.megatron_utils.update_weight import hf_weight_iterator_base as base
+    def shards(args: Any, model: Any, model_name: str) -> Any:
+        from slime.backends.megatron_utils.update_weight import hf_weight_iterator_base as slimes
 
-        how = {"args": args, "model": model, "model_name": model_name, "quantization_config": None}
-        own = base.HfWeightIteratorBase.create(**how)
-        whole = {name: value.clone() for chunk in own.get_hf_weight_chunks(named) for name, value in chunk}
+        found, named = parts_of_rank(args, model, model_name), module.common.named_params_and_buffers
+        own = slimes.HfWeightIteratorBase.create(args, model, model_name=model_name, quantization_config=None)
+        for chunk in own.get_hf_weight_chunks(dict(named(args, model))):
+            whole.update((name, value.clone()) for name, value in chunk)
         for shard in found:
             place = tuple(slice(*ends) for ends in zip(shard.box.start, shard.box.stop, strict=True))
-            tensor = whole[shard.meta.name]
-            same = tuple(tensor.shape) == shard.meta.shape and shard.tensor.equal(tensor[place])
-            seen["differ"] += not same
-        seen["compared"] += len(found)
-        return whole, found
-
-    def tell_seen() -> None:
-        import torch.distributed as dist
-
-        tell(f"weights-{dist.get_rank()}", **seen)
-
-    def shards(*model: Any) -> Any:
-        found = compared(*model)[1]
-        tell_seen()
+            seen["differ"] += tuple(whole[shard.meta.name].shape) != shard.meta.shape
+            compare(shard.tensor, whole[shard.meta.name][place])
         return found
 
     def stage_tensors(updater: Any) -> Any:
-        whole, _ = compared(updater.args, updater.model, updater.model_name)
+        shards(updater.args, updater.model, updater.model_name)  # looked at, not sent
         for name, tensor in tensors_of_stage(updater):
             seen["sent"] += 1
-            seen["differ"] += not (name in whole and tensor.equal(whole[name]))
+            compare(tensor, whole[name])
             yield name, tensor
-        tell_seen()
+
+    def compare(tensor: Any, wanted: Any) -> None:
+        seen["compared"] += 1
+        seen["differ"] += not tensor.equal(wanted)
+        tell(f"weights-{os.environ['RANK']}", **seen)
 
     module.shards, module.stage_tensors = shards, stage_tensors
 
