@@ -55,11 +55,11 @@ class AlignedPair:
             router = [seen.ids(name, of_pass=of_pass) for name in names]
             seen_RLK = np.concatenate([ids for ids, _ in router])
             layers_L = np.asarray(seen.spec.moe_layers)
-            own = np.flatnonzero(np.isin(layers_L, want.spec.moe_layers))
-            plain = len(own) == seen.spec.num_moe_layers
+            shared = np.flatnonzero(np.isin(layers_L, want.spec.moe_layers))
+            plain = len(shared) == seen.spec.num_moe_layers
             yield cls(
                 ticket=want.ticket, spec=want.spec, names=names, want_RLK=want_RLK,
-                seen_RLK=seen_RLK if plain else seen_RLK[:, own],
+                seen_RLK=seen_RLK if plain else seen_RLK[:, shared],
                 extra_RLK=seen_RLK[:, np.flatnonzero(layers_L >= want.spec.num_layers)],
                 valid_R=np.concatenate([there for _, there in engine]),
                 there_R=np.concatenate([there for _, there in router]), want_spans=[_spans(want, name) for name in names],
@@ -105,8 +105,8 @@ class AlignedPair:
 
 
 def _check_pair(want: RecordedStep, seen: RecordedStep) -> None:
-    told = [{(s.sample_id, s.tokens, s.tokens_hash) for s in step.ticket.samples} for step in (want, seen)]
-    if other := sorted({name for name, *_ in told[0] ^ told[1]}):
+    sides = [{(s.sample_id, s.tokens, s.tokens_hash) for s in step.ticket.samples} for step in (want, seen)]
+    if other := sorted({name for name, *_ in sides[0] ^ sides[1]}):
         raise RecordingInvalid(
             f"step {want.number}: {len(other)} samples are not the same on both sides, the first is {other[0]}; expected two "
             "sides of one run's step",

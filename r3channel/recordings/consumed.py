@@ -76,8 +76,8 @@ class ConsumedRows:
     def _frame(self, key: SampleKey) -> bytes:
         sample = self.ticket.sample(key[1])
         there_T, spans = np.all(self.there[key], axis=1), sample.provenance if _tiled(sample) else None
-        told: dict[str, Any] = {"valid_T": there_T, "provenance": spans, "codec": "stored"}
-        return encode_frame(self.spec, expert_ids_TLK=self.ids[key], **told)
+        options: dict[str, Any] = {"valid_T": there_T, "provenance": spans, "codec": "stored"}
+        return encode_frame(self.spec, expert_ids_TLK=self.ids[key], **options)
 
 
 def _tiled(sample: TicketSample) -> bool:
@@ -88,9 +88,9 @@ def _tiled(sample: TicketSample) -> bool:
 
 def consumed_by(tap_records: Iterable[Any], shard: Shard, *, ticket: Ticket, tp: int) -> ConsumedRows:
     """The rows in one rank's `trainer.audit.RouterTap.records`."""
-    found = ConsumedRows(ticket, ticket.spec)
+    rows = ConsumedRows(ticket, ticket.spec)
     for call in tap_records:
         if call.pass_name in PASSES and call.microbatch >= 0 and call.layer in ticket.spec.moe_layers:
-            add = partial(found.add_call, tp=tp, of_pass=call.pass_name)
+            add = partial(rows.add_call, tp=tp, of_pass=call.pass_name)
             add(shard, call.ids_RK, microbatch=call.microbatch, layer=call.layer)
-    return found
+    return rows

@@ -108,8 +108,8 @@ class _Case:
 
 
 def _finding(name: str, sides: AlignedPair, **values: Any) -> Finding:
-    told = {"verdict": True, "what": FAULTS[name], "step": sides.ticket.step, "of_pass": sides.of_pass}
-    return Finding(name=name, **told, **values)
+    fields = {"verdict": True, "what": FAULTS[name], "step": sides.ticket.step, "of_pass": sides.of_pass}
+    return Finding(name=name, **fields, **values)
 
 
 def _same(want: Ids, seen: Ids) -> Bools:
@@ -170,11 +170,11 @@ def _physical_ids(cells: Cells) -> Bools:
     """Whether in each layer every seen id stands for one wanted id only, and enough ids are seen again."""
     good = np.zeros(len(cells.want), bool)
     for layer in np.unique(cells.layers):
-        own = np.flatnonzero(cells.layers == layer)
-        pairs = np.stack((cells.seen[own].ravel(), cells.want[own].ravel()), axis=1).astype(np.int64)
-        found, times = np.unique(pairs, axis=0, return_counts=True)
-        ids = len(np.unique(found[:, 0]))
-        good[own] = len(found) == ids and int(times.sum()) - ids >= _AGAIN
+        index = np.flatnonzero(cells.layers == layer)
+        pairs = np.stack((cells.seen[index].ravel(), cells.want[index].ravel()), axis=1).astype(np.int64)
+        distinct, times = np.unique(pairs, axis=0, return_counts=True)
+        ids = len(np.unique(distinct[:, 0]))
+        good[index] = len(distinct) == ids and int(times.sum()) - ids >= _AGAIN
     return _sure(good)
 
 
@@ -202,8 +202,8 @@ _OF_SOME = (*_OF_ALL[:2], _zero_rows, _padding_rows, *_OF_ALL[2:], _duplicated_i
 
 def _versions(sides: AlignedPair) -> Iterator[Finding]:
     """Differences between what the two sides say about who made a row."""
-    for name, _, (want_T, made_T), (seen_T, told_T) in _said(sides):
-        again_T = (made_T == RowKind.DECODED) & (told_T == RowKind.PREFILLED)
+    for name, _, (want_T, want_kind_T), (seen_T, seen_kind_T) in _said(sides):
+        again_T = (want_kind_T == RowKind.DECODED) & (seen_kind_T == RowKind.PREFILLED)
         off = np.flatnonzero((want_T != seen_T) & ~again_T)
         if len(off):
             fewer = len(np.unique(want_T)) > len(np.unique(seen_T))
@@ -215,15 +215,15 @@ def _versions(sides: AlignedPair) -> Iterator[Finding]:
 def _decoded_again(sides: AlignedPair) -> Bools:
     """Rows that were decoded by the engines' side and prefilled by the routers'."""
     again_R = np.zeros(len(sides.sample_R), bool)
-    for _, begin, (_, made_T), (_, told_T) in _said(sides):
-        again_R[begin : begin + len(made_T)] = (made_T == RowKind.DECODED) & (told_T == RowKind.PREFILLED)
+    for _, begin, (_, want_T), (_, seen_T) in _said(sides):
+        again_R[begin : begin + len(want_T)] = (want_T == RowKind.DECODED) & (seen_T == RowKind.PREFILLED)
     return again_R
 
 
 def _said(sides: AlignedPair) -> Iterator[tuple[str, int, tuple[Ints, Ints], tuple[Ints, Ints]]]:
     """(sample, its first row, what the engines' side says of its rows, what the routers') where they do not say the same."""
-    told = zip(sides.names, sides.begin_S[:-1], sides.want_spans, sides.seen_spans, strict=True)
-    for name, begin, want, seen in told:
+    samples = zip(sides.names, sides.begin_S[:-1], sides.want_spans, sides.seen_spans, strict=True)
+    for name, begin, want, seen in samples:
         if want and seen and want != seen:
             rows = min(want[-1].end, seen[-1].end)
             yield name, int(begin), spread(want, rows), spread(seen, rows)

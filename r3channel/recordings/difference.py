@@ -38,21 +38,21 @@ def _beside(first: RecordedStep, second: RecordedStep) -> dict[str, dict[str, fl
 def _logprobs(first: RecordedStep, second: RecordedStep) -> dict[str, float]:
     """Each side's largest difference, where both recordings have that side."""
     _, here, there = np.intersect1d(_places(first), _places(second), return_indices=True)
-    found = dict[str, float]()
+    largest = dict[str, float]()
     for name in SIDES:
         if name in first.logprobs and name in second.logprobs:
             apart = first.logprobs[name][here] - second.logprobs[name][there]
-            found[name] = float(np.abs(apart).max(initial=0))
-    return found
+            largest[name] = float(np.abs(apart).max(initial=0))
+    return largest
 
 
 def _tensors(first: RecordedStep, second: RecordedStep) -> dict[str, float]:
     """By name the samples whose tensor is not the same, of tensors that both recordings have."""
-    found, names = dict[str, float](), {*first.tensors} & {*second.tensors}
+    counts, names = dict[str, float](), {*first.tensors} & {*second.tensors}
     for tensor in {*first.ticket.tensors} & {*second.ticket.tensors}:
         pairs = ([side.tensor_whole(tensor, name) for side in (first, second)] for name in names)
-        found[tensor.name] = sum(encode_tensor(one) != encode_tensor(other) for one, other in pairs)
-    return found
+        counts[tensor.name] = sum(encode_tensor(one) != encode_tensor(other) for one, other in pairs)
+    return counts
 
 
 def _places(step: RecordedStep) -> Ids:
@@ -71,20 +71,20 @@ def _step(sides: AlignedPair) -> dict[str, Any]:
         for place, layer in enumerate(sides.spec.moe_layers)
         if differs_RL[:, place].any()
     }
-    found: dict[str, Any] = {"step": sides.ticket.step, "pass": sides.of_pass}
-    found["rows"] = int(sides.both_R.sum())
-    found |= {name: int(hit_RL.sum()) for name, hit_RL in cells.items()}
-    found |= {"missing": int((sides.valid_R & ~sides.there_R).sum()), "layers": layers}
+    report: dict[str, Any] = {"step": sides.ticket.step, "pass": sides.of_pass}
+    report["rows"] = int(sides.both_R.sum())
+    report |= {name: int(hit_RL.sum()) for name, hit_RL in cells.items()}
+    report |= {"missing": int((sides.valid_R & ~sides.there_R).sum()), "layers": layers}
     for what, name in (("first", "different"), ("first_order_only", "order_only")):
         if cells[name].any():
-            found[what] = sides.example(cells[name])
-    return found
+            report[what] = sides.example(cells[name])
+    return report
 
 
-def text(found: dict[str, Any]) -> str:
+def text(result: dict[str, Any]) -> str:
     """The result as text for a terminal."""
     lines = []
-    for step in found["steps"]:
+    for step in result["steps"]:
         passed = f", {step['pass']}" if step["pass"] != "forward" else ""
         lines.append(
             f"step {step['step']}{passed}: {step['rows']:,} rows compared, {step['different']:,} rows of layers differ, "
@@ -95,16 +95,16 @@ def text(found: dict[str, Any]) -> str:
             lines.append(f"  log-probs, largest difference: {largest}")
         lines += [f"  {name}: another in {samples:,} samples" for name, samples in step["tensors"].items()]
         for what, name in (("first", "first difference"), ("first_order_only", "first other order")):
-            if one := step.get(what):
+            if example := step.get(what):
                 lines.append(
-                    f"  {name}: sample {one['sample']}, position {one['position']}, layer {one['layer']}: "
-                    f"{one['expected']} and {one['seen']}"
+                    f"  {name}: sample {example['sample']}, position {example['position']}, layer {example['layer']}: "
+                    f"{example['expected']} and {example['seen']}"
                 )
         lines += [
             f"  layer {layer:>4}: {counts['different']:,} different, {counts['order_only']:,} in their order only"
             for layer, counts in step["layers"].items()
         ]
     for name in ("first", "second"):
-        if only := found[f"only_{name}"]:
+        if only := result[f"only_{name}"]:
             lines.append(f"only in the {name}: steps {only}")
-    return "\n".join([*lines, "equal" if found["equal"] else "not equal"])
+    return "\n".join([*lines, "equal" if result["equal"] else "not equal"])

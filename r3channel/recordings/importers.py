@@ -67,7 +67,7 @@ def export_npz(recording: Recording, folder: Path) -> list[Path]:
             )
         names = [sample.sample_id for sample in step.samples]
         ids, there = zip(*(step.ids(name) for name in names), strict=True)
-        version, kind = zip(*(spread(one.provenance, one.tokens - 1) for one in step.samples), strict=True)
+        version, kind = zip(*(spread(s.provenance, s.tokens - 1) for s in step.samples), strict=True)
         unknown = {sample.sample_id: np.full(sample.tokens, -1) for sample in step.samples}
         arrays: dict[str, Any] = {
             "sample": names, "tokens": [sample.tokens for sample in step.samples],
@@ -107,13 +107,13 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             _check_sizes(path, archive)
-            found = {name.removesuffix(".npy"): _array(archive.read(name)) for name in archive.namelist()}
+            arrays = {name.removesuffix(".npy"): _array(archive.read(name)) for name in archive.namelist()}
     except _DAMAGE as error:
         raise RecordingInvalid(f"{path}: expected an .npz of plain arrays: {error!r}") from error
-    if missing := [name for name in _NEEDED if name not in found]:
-        told = f"{path} has the arrays {sorted(found)}, needed are {missing} too"
-        raise RecordingInvalid(f"{told}; `r3channel export` writes such files")
-    return found
+    if missing := [name for name in _NEEDED if name not in arrays]:
+        problem = f"{path} has the arrays {sorted(arrays)}, needed are {missing} too"
+        raise RecordingInvalid(f"{problem}; `r3channel export` writes such files")
+    return arrays
 
 
 def _array(data: bytes) -> Any:
@@ -159,11 +159,11 @@ def _step(arrays: dict[str, Any], layout: TrainerLayout | None) -> RecordedStep:
     samples, frames, tokens, at = {}, dict[str, list[bytes]](), dict[str, Ids](), 0
     beside = dict[str, list[bytes]]()
     for index, (name, length) in enumerate(zip(names, lengths, strict=True)):
-        own, told = slice(at - index, at - index + length - 1), arrays["token_ids"][at : at + length]
-        if (told >= 0).all():
-            tokens[name] = told.astype(np.int32)
-        samples[name], frame = _sample(arrays, name, own, tokens.get(name), spec)
-        frames[name], beside[name] = [frame], [b"".join(encode_tensor(rows.part(own)) for rows in whole)]
+        own_rows, token_T = slice(at - index, at - index + length - 1), arrays["token_ids"][at : at + length]
+        if (token_T >= 0).all():
+            tokens[name] = token_T.astype(np.int32)
+        samples[name], frame = _sample(arrays, name, own_rows, tokens.get(name), spec)
+        frames[name], beside[name] = [frame], [b"".join(encode_tensor(rows.part(own_rows)) for rows in whole)]
         at += length
     assignment = Assignment.balanced(dict(zip(names, lengths, strict=True)), dp=cut.dp, microbatch_size=1)
     ordered = tuple(samples[name] for name in assignment.sample_ids)
@@ -182,12 +182,12 @@ def _rows_of(arrays: dict[str, Any], tensor: TokenTensor, *, rows: int) -> Tenso
 
 
 def _sample(
-    arrays: dict[str, Any], name: str, own: slice, tokens: Ids | None, spec: RoutingSpec
+    arrays: dict[str, Any], name: str, own_rows: slice, tokens: Ids | None, spec: RoutingSpec
 ) -> tuple[TicketSample, bytes]:
-    ids_TLK, rows = np.ascontiguousarray(arrays["ids"][own]), own.stop - own.start
-    valid_T = arrays["valid"][own].astype(bool) if "valid" in arrays else np.ones(rows, bool)
-    version_T = arrays["version"][own] if "version" in arrays else np.zeros(rows, np.int64)
-    kind_T = arrays["kind"][own] if "kind" in arrays else np.full(rows, RowKind.UNKNOWN)
+    ids_TLK, rows = np.ascontiguousarray(arrays["ids"][own_rows]), own_rows.stop - own_rows.start
+    valid_T = arrays["valid"][own_rows].astype(bool) if "valid" in arrays else np.ones(rows, bool)
+    version_T = arrays["version"][own_rows] if "version" in arrays else np.zeros(rows, np.int64)
+    kind_T = arrays["kind"][own_rows] if "kind" in arrays else np.full(rows, RowKind.UNKNOWN)
     spans = _runs(version_T, kind_T.clip(0))
     digests_L = layer_digests(ids_TLK, first_row=0, valid_T=None if valid_T.all() else valid_T)
     edges = np.flatnonzero(np.diff(valid_T, prepend=True, append=True)).tolist()
@@ -201,8 +201,8 @@ def _sample(
 def _runs(version_T: Ids, kind_T: Ids) -> tuple[ProvenanceSpan, ...]:
     changes = np.flatnonzero((np.diff(version_T) != 0) | (np.diff(kind_T) != 0)) + 1
     edges = [0, *changes.tolist(), len(version_T)]
-    made = ((a, b, int(version_T[a]), RowKind(int(kind_T[a]))) for a, b in pairwise(edges))
-    return tuple(ProvenanceSpan(*each) for each in made)
+    spans = ((a, b, int(version_T[a]), RowKind(int(kind_T[a]))) for a, b in pairwise(edges))
+    return tuple(ProvenanceSpan(*span) for span in spans)
 
 
 _STORAGES = {
@@ -314,16 +314,16 @@ class _Machine:
 
     def _binpersid(self, _: Any) -> None:
         _, kind, key, _, count = self._stack.pop()
-        found = np.frombuffer(self._storage(_only(str, key)), _STORAGES[kind.name[6:-7]])
-        if len(found) != count:
-            raise ValueError(f"storage {key} has {len(found)} numbers, expected {count}")
-        self._stack.append(found)
+        numbers = np.frombuffer(self._storage(_only(str, key)), _STORAGES[kind.name[6:-7]])
+        if len(numbers) != count:
+            raise ValueError(f"storage {key} has {len(numbers)} numbers, expected {count}")
+        self._stack.append(numbers)
 
     def _reduce(self, _: Any) -> None:
         arguments, called = self._stack.pop(), self._stack.pop()
         name = called.name if isinstance(called, Foreign) else ""
-        made = self._bytes(_only(str, arguments[0])) if name == "_codecs encode" else _made(name, arguments)
-        self._stack.append(made)
+        value = self._bytes(_only(str, arguments[0])) if name == "_codecs encode" else _made(name, arguments)
+        self._stack.append(value)
 
     _newobj = _reduce
 
@@ -411,7 +411,7 @@ def _arrays(saved: Any, spec: RoutingSpec, *, most_bytes: int) -> dict[str, Any]
     if sum(len(sample["tokens"]) for sample in samples) * spec.num_layers * spec.top_k > most_bytes:
         raise ValueError(f"{len(samples)} samples of more ids than the file holds")
     ids = [_rows(f"sample {number}", sample, spec) for number, sample in enumerate(samples)]
-    versions = [np.full(len(own), _version(sample)) for own, sample in zip(ids, samples, strict=True)]
+    versions = [np.full(len(rows), _version(sample)) for rows, sample in zip(ids, samples, strict=True)]
     return {
         "sample": [f"sample{number}" for number in range(len(samples))],
         "tokens": [len(sample["tokens"]) for sample in samples],
@@ -423,17 +423,17 @@ def _arrays(saved: Any, spec: RoutingSpec, *, most_bytes: int) -> dict[str, Any]
 
 def _rows(where: str, sample: dict[str, Any], spec: RoutingSpec) -> Any:
     """[tokens - 1, MoE layers, K] of the spec's id type."""
-    found, tokens = sample.get(_ROWS), sample.get("tokens")
-    found = found.value if isinstance(found, Array) else found
-    if not isinstance(found, np.ndarray) or not isinstance(tokens, list) or {*map(type, tokens)} != {int}:
+    ids, tokens = sample.get(_ROWS), sample.get("tokens")
+    ids = ids.value if isinstance(ids, Array) else ids
+    if not isinstance(ids, np.ndarray) or not isinstance(tokens, list) or {*map(type, tokens)} != {int}:
         raise ValueError(f"{where} has no {_ROWS} or no tokens; made with --use-rollout-routing-replay?")
     expected = (len(tokens) - 1, spec.num_layers, spec.top_k)
-    if found.shape != expected:
+    if ids.shape != expected:
         raise ValueError(
-            f"{where}: {_ROWS} {found.shape}, expected {expected}: a row per token but the last, all decoder layers; is --model "
+            f"{where}: {_ROWS} {ids.shape}, expected {expected}: a row per token but the last, all decoder layers; is --model "
             "the rollout's?"
         )
-    rows = found[:, list(spec.moe_layers)]
+    rows = ids[:, list(spec.moe_layers)]
     if rows.size and not 0 <= (least := int(rows.min())) <= (most := int(rows.max())) < spec.num_experts:
         raise ValueError(
             f"{where}: ids {least}..{most}, expected 0..{spec.num_experts - 1}; is --model the rollout's?"

@@ -31,16 +31,16 @@ def write_logprobs(folder: Path, step: int, rank: int, columns: Mapping[str, Ids
     if not (folder / f"step-{step:06d}.r3s").exists():
         return None
     head, at = dict[str, object](), 0
-    arrays = {name: np.ascontiguousarray(own, _DTYPES[name][1]) for name, own in columns.items()}
-    for name, own in arrays.items():
-        end = at + own.nbytes
-        head[name] = {"dtype": _DTYPES[name][0], "shape": list(own.shape), "data_offsets": [at, end]}
+    arrays = {name: np.ascontiguousarray(column, _DTYPES[name][1]) for name, column in columns.items()}
+    for name, array in arrays.items():
+        end = at + array.nbytes
+        head[name] = {"dtype": _DTYPES[name][0], "shape": list(array.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)
     path = folder / logprobs_glob(step).replace("*", str(rank))
     scratch = path.with_name(f".{path.name}")
-    columns_bytes = (own.tobytes() for own in arrays.values())
+    columns_bytes = (array.tobytes() for array in arrays.values())
     scratch.write_bytes(b"".join([len(text).to_bytes(8, "little"), text, *columns_bytes]))
     return scratch.rename(path)
 
@@ -59,16 +59,16 @@ def _read(path: Path) -> dict[str, Ids]:
         if not 8 <= size + 8 <= min(len(data), _MOST_JSON):
             raise ValueError(f"{size} bytes of JSON in a file of {len(data)}")
         body, head = memoryview(data)[8 + size :], json.loads(data[8 : 8 + size])
-        found = {name: _view(body, name, head[name]) for name in _DTYPES if name in head}
-        if not {*PLACES, "trainer"} <= found.keys() or len({own.shape for own in found.values()}) > 1:
-            raise ValueError(f"columns { ({name: own.shape for name, own in found.items()}) }")
+        columns = {name: _view(body, name, head[name]) for name in _DTYPES if name in head}
+        if not {*PLACES, "trainer"} <= columns.keys() or len({array.shape for array in columns.values()}) > 1:
+            raise ValueError(f"columns { ({name: array.shape for name, array in columns.items()}) }")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise RecordingInvalid(f"{path}: expected a safetensors file of log-probs: {error!r}") from error
-    return found
+    return columns
 
 
-def _view(body: memoryview, name: str, one: Mapping[str, object]) -> Ids:
-    begin, end = one["data_offsets"]  # type: ignore[misc]
-    if one["dtype"] != _DTYPES[name][0] or not 0 <= begin <= end <= len(body):
-        raise ValueError(f"{name} of {one['dtype']} at {begin}..{end} of {len(body)} bytes")
-    return np.frombuffer(body[begin:end], _DTYPES[name][1]).reshape(one["shape"])  # type: ignore[call-overload]
+def _view(body: memoryview, name: str, entry: Mapping[str, object]) -> Ids:
+    begin, end = entry["data_offsets"]  # type: ignore[misc]
+    if entry["dtype"] != _DTYPES[name][0] or not 0 <= begin <= end <= len(body):
+        raise ValueError(f"{name} of {entry['dtype']} at {begin}..{end} of {len(body)} bytes")
+    return np.frombuffer(body[begin:end], _DTYPES[name][1]).reshape(entry["shape"])  # type: ignore[call-overload]

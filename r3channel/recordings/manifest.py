@@ -67,14 +67,14 @@ class Manifest:
         path = folder / NAME
         try:
             values = json.loads(path.read_text())
-            found = values["format"], values["version"]
+            header = values["format"], values["version"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise RecordingInvalid(
                 f"{folder}: expected a recording's folder, with its {NAME}: {error!r}. Is it the folder that --record was given?"
             ) from error
-        if found != (_FORMAT, _VERSION):
+        if header != (_FORMAT, _VERSION):
             raise RecordingInvalid(
-                f"{path}: format {found[0]!r}, version {found[1]!r}; expected {_FORMAT!r}, {_VERSION}: read it with the "
+                f"{path}: format {header[0]!r}, version {header[1]!r}; expected {_FORMAT!r}, {_VERSION}: read it with the "
                 "r3channel that wrote it"
             )
         try:
@@ -88,14 +88,14 @@ class Manifest:
             raise ValueError(f"side {values['side']!r}, expected one of {SIDES}")
         versions = {str(name): str(version) for name, version in values["versions"].items()}
         spec, layout = RoutingSpec.from_dict(values["spec"]), TrainerLayout.from_dict(values["layout"])
-        told = {"side": values["side"], "tokens": bool(values["tokens"]), "versions": versions}
-        return cls(spec=spec, layout=layout, **told)
+        fields = {"side": values["side"], "tokens": bool(values["tokens"]), "versions": versions}
+        return cls(spec=spec, layout=layout, **fields)
 
 
 def installed() -> dict[str, str]:
     """Name -> version of what is installed here; nothing is imported."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in _NAMED:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions[name] = metadata.version(name)
+    return versions

@@ -96,11 +96,11 @@ class Slots:
         number, layout = {name: index for index, name in enumerate(self.names)}, self.ticket.layout
         for dp in range(layout.dp):
             for index, batch in enumerate(self.ticket.plan.microbatches[dp]):
-                own = np.asarray([*(number.get(name, -1) for name in batch.sample_ids), -1])
+                numbers = np.asarray([*(number.get(name, -1) for name in batch.sample_ids), -1])
                 for cp in range(layout.cp):
                     parts = self.ticket.plan.table(dp).row_map(cp=cp, microbatch=index)
                     for sample, position in zip(*parts, strict=True):
-                        yield len(sample), own[sample], position
+                        yield len(sample), numbers[sample], position
 
     def at(self, sample_N: Ints, position_N: Ints) -> Ints:
         """The slot of a sample's position; none outside of it."""
@@ -119,8 +119,8 @@ class Slots:
         """Each call has the rows of another one; `by`: rotated by so many."""
         index_S = np.arange(self.none + 1) - self._begin_C[self.call_S]
         index_S = (index_S + by) % self.size_C[self.call_S] if by else index_S
-        found = np.where(index_S < self.size_C[call_S], self._begin_C[call_S] + index_S, self.none)
-        return np.append(found[:-1], self.none)
+        source_S = np.where(index_S < self.size_C[call_S], self._begin_C[call_S] + index_S, self.none)
+        return np.append(source_S[:-1], self.none)
 
     def of_parts(self, source: Ints) -> Ints:
         """The routers of each micro-batch have each other's rows: part p those of part `source[p]`."""
@@ -179,16 +179,16 @@ class Catalogue:
 
     def candidates(self, votes: Votes) -> list[Mistake]:
         """With those whose parameters cells tell."""
-        real = (votes.slot_N < self.slots.none) & (votes.from_slot_N < self.slots.none)
-        real &= np.maximum(votes.layer_N, votes.from_layer_N) < self._own_L[-1]
-        told = Votes(*(column[real] for column in votes))
-        return [*self.fixed, *self._rows_voted(told), *self._layers_voted(told), *self._samples_voted(told)]
+        real_N = (votes.slot_N < self.slots.none) & (votes.from_slot_N < self.slots.none)
+        real_N &= np.maximum(votes.layer_N, votes.from_layer_N) < self._own_L[-1]
+        real = Votes(*(column[real_N] for column in votes))
+        return [*self.fixed, *self._rows_voted(real), *self._layers_voted(real), *self._samples_voted(real)]
 
     def agreed(self, votes: Votes) -> int:
         """How many cells vote for one mistake: one without parameters, or one rotation."""
         by = self._turns(votes)[votes.layer_N == votes.from_layer_N]
         turns = np.unique(by[by != 0], return_counts=True)[1]
-        return max(int(turns.max(initial=0)), *(one.votes(votes) for one in self.fixed))
+        return max(int(turns.max(initial=0)), *(mistake.votes(votes) for mistake in self.fixed))
 
     def _rows(self, name: str, source_S: Ints, place_S: Ints) -> Mistake:
         return Mistake(name, source_S, self._own_L, place_S)
@@ -236,7 +236,7 @@ class Catalogue:
         layout, given = self.slots.ticket.layout, self.slots.ticket.assignment.ranks
         ranks = [[name for batch in rank for name in batch] for rank in given]
         for size in sorted({min(size, len(ranks[0])) for size in _SIZES}):
-            cut = [[own[at : at + size] for at in range(0, len(own), size)] for own in ranks]
+            cut = [[names[at : at + size] for at in range(0, len(names), size)] for names in ranks]
             yield from self._cut("other_microbatch_size", cut, layout)
         exchanged = replace(layout, tp=layout.cp, cp=layout.tp, sp=None)
         if exchanged.tp_slots * exchanged.cp == self.slots.parts:
@@ -323,4 +323,4 @@ def _cycles(pairs: Counter[tuple[int, int]]) -> Iterator[dict[int, int]]:
             at = way[at]
         members = list(way)
         if at in way and at != members[-1]:
-            yield {one: way[one] for one in members[members.index(at) :]}
+            yield {member: way[member] for member in members[members.index(at) :]}

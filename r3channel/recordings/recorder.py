@@ -88,8 +88,8 @@ class Recorder:
         be written."""
         try:
             Manifest(spec=spec, layout=layout, tokens=self.tokens).write(self.folder)
-            found = sorted(self.folder.glob("step-*.r3s"), key=lambda path: path.stat().st_mtime)
-            self._written = {path: path.stat().st_size for path in found}
+            segments = sorted(self.folder.glob("step-*.r3s"), key=lambda path: path.stat().st_mtime)
+            self._written = {path: path.stat().st_size for path in segments}
         except OSError as error:
             raise ConfigError(
                 f"recording: {self.folder} cannot be written: {error}; expected a folder that this relay may write"
@@ -108,7 +108,7 @@ class Recorder:
         """Append a sealed step, each sample's turns in the ticket's order, and forget its tokens. `tensors`: by sample the frames
         that its turns bring beside their rows."""
         tokens = [self._kept.pop(name, _NO_TOKENS) for name in ticket.assignment.sample_ids]
-        frames = ([(0, head_of(turn, ticket.spec), turn.ids_TLK.data) for turn in own] for own in turns)
+        frames = ([(0, head_of(turn, ticket.spec), turn.ids_TLK.data) for turn in sample] for sample in turns)
         records = [] if self.stopped else [*_records(ticket, tokens, frames, tensors)]
         path = self.folder / segment_name(ticket.step)
         try:
@@ -180,9 +180,9 @@ def _records(
     """Sample by sample, so that a torn segment has whole ones."""
     yield pack(Kind.TICKET, ticket.to_bytes())
     samples = zip(ticket.assignment.sample_ids, tokens, frames, strict=True)
-    for place, (name, own, payloads) in enumerate(samples):
-        if len(own):
-            yield pack(Kind.TOKENS, np.ascontiguousarray(own, "<i4").data, sample=place)
+    for place, (name, token_T, payloads) in enumerate(samples):
+        if len(token_T):
+            yield pack(Kind.TOKENS, np.ascontiguousarray(token_T, "<i4").data, sample=place)
         turns = Counter[int]()
         for part, *payload in payloads:
             yield pack(Kind.FRAME, *payload, sample=place, turn=turns[part], part=part)
@@ -205,19 +205,19 @@ def head_of(turn: TurnRows, spec: RoutingSpec) -> bytes:
 
 def add_options(parser: ArgumentParser | _ArgumentGroup, *, prefix: str = "") -> None:
     """`--record` and its limits, each after `prefix`."""
-    told = "keep every step's frames, ticket and tokens there, for offline replay"
-    parser.add_argument(f"--{prefix}record", metavar="DIR", help=told)
+    help_text = "keep every step's frames, ticket and tokens there, for offline replay"
+    parser.add_argument(f"--{prefix}record", metavar="DIR", help=help_text)
     add_limits(parser, prefix=prefix)
 
 
 def add_limits(parser: ArgumentParser | _ArgumentGroup, *, prefix: str = "") -> None:
     for what in ("steps", "bytes"):
-        told = f"record so many {what} at most"
-        parser.add_argument(f"--{prefix}record-{what}", metavar="N", type=int, default=0, help=told)
-    told = "at a limit the oldest step goes, instead of the recording ending"
-    parser.add_argument(f"--{prefix}record-ring", action="store_true", help=told)
-    told = "leave token ids out of the recording"
-    parser.add_argument(f"--{prefix}record-no-tokens", action="store_true", help=told)
+        help_text = f"record so many {what} at most"
+        parser.add_argument(f"--{prefix}record-{what}", metavar="N", type=int, default=0, help=help_text)
+    help_text = "at a limit the oldest step goes, instead of the recording ending"
+    parser.add_argument(f"--{prefix}record-ring", action="store_true", help=help_text)
+    help_text = "leave token ids out of the recording"
+    parser.add_argument(f"--{prefix}record-no-tokens", action="store_true", help=help_text)
 
 
 def values_of(args: Namespace, *, prefix: str = "") -> dict[str, Any] | None:

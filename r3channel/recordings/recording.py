@@ -83,28 +83,28 @@ class Recording:
         ticket = Ticket.from_bytes(bytes(segment.records[0].payload))
         self._check(segment, ticket, step)
         frames, tokens, tensors = self._gathered(segment, ticket)
-        plain = {name: own for (part, name), own in frames.items() if part in PASSES[:2]}
+        plain = {name: turns for (part, name), turns in frames.items() if part in PASSES[:2]}
         named = {sample.sample_id: plain.get(sample.sample_id, []) for sample in ticket.samples}
         router, spec = self.manifest.side == "router", self.manifest.spec
-        told: dict[str, Any] = {"side": self.manifest.side, "tensors": tensors}
-        told["logprobs"] = self._logprobs(ticket)
-        found = RecordedStep(ticket, named, tokens, spec, passes=frames if router else {}, **told)
+        options: dict[str, Any] = {"side": self.manifest.side, "tensors": tensors}
+        options["logprobs"] = self._logprobs(ticket)
+        recorded = RecordedStep(ticket, named, tokens, spec, passes=frames if router else {}, **options)
         if segment.ended and router:
-            return found  # rows that no router used are for `check` to tell
-        cut = tuple(s.sample_id for s in ticket.samples if not self._is_whole(found, s.sample_id))
-        return replace(found, cut=cut)
+            return recorded  # rows that no router used are for `check` to tell
+        cut = tuple(s.sample_id for s in ticket.samples if not self._is_whole(recorded, s.sample_id))
+        return replace(recorded, cut=cut)
 
     def _logprobs(self, ticket: Ticket) -> dict[str, Ids]:
-        found = read_logprobs(self.folder, ticket.step)
-        if found:
-            sample, position = found["sample"], found["position"]
-            rows = np.asarray([one.tokens - 1 for one in ticket.samples])
-            known = (sample >= 0) & (sample < len(rows)) & (position >= 0)
-            if not known.all() or (position >= rows[sample]).any():
+        columns = read_logprobs(self.folder, ticket.step)
+        if columns:
+            sample, position = columns["sample"], columns["position"]
+            rows = np.asarray([s.tokens - 1 for s in ticket.samples])
+            inside = (sample >= 0) & (sample < len(rows)) & (position >= 0)
+            if not inside.all() or (position >= rows[sample]).any():
                 raise RecordingInvalid(
                     f"{self.folder}: log-probs of step {ticket.step} are of places that its ticket does not have: of another run?"
                 )
-        return found
+        return columns
 
     def _check(self, segment: Segment, ticket: Ticket, step: int) -> None:
         if ticket.step != step:

@@ -26,8 +26,8 @@ def fitted(step: RecordedStep, layout: TrainerLayout | None) -> RecordedStep:
     sizes = sorted({len(batch) for rank in step.ticket.assignment.ranks for batch in rank})
     size = min(sizes[-1], len(names) // layout.dp)
     count = len(names) // (layout.dp * size) * layout.dp * size
-    told = {f"do not fill {layout.dp} DP ranks": names[count:], "are not whole": step.cut}
-    untested = [f"{len(own)} samples {why}: {', '.join(own[:5])}" for why, own in told.items() if own]
+    left_out = {f"do not fill {layout.dp} DP ranks": names[count:], "are not whole": step.cut}
+    untested = [f"{len(ids)} samples {why}: {', '.join(ids[:5])}" for why, ids in left_out.items() if ids]
     if sizes != [size]:
         untested.append(f"order and padding in micro-batches of {sizes} samples, as recorded; here of {size}")
     kept = replace(step, cut=(*step.cut, *names[count:]), untested=tuple(untested))
@@ -36,29 +36,29 @@ def fitted(step: RecordedStep, layout: TrainerLayout | None) -> RecordedStep:
 
 def consumed(step: RecordedStep) -> ConsumedRows:
     """What the routers of all ranks would be handed, added up over ranks."""
-    found, layout = ConsumedRows(step.ticket, step.ticket.spec), step.ticket.layout
+    rows, layout = ConsumedRows(step.ticket, step.ticket.spec), step.ticket.layout
     for dp in range(layout.dp):
         shards = step.shards(dp=dp)
         for (_, pp, cp), data_N in shards.items():
-            _add_shard(found, RankCoords(dp=dp, pp=pp, cp=cp, tp=0), data_N)
-    return found
+            _add_shard(rows, RankCoords(dp=dp, pp=pp, cp=cp, tp=0), data_N)
+    return rows
 
 
-def _add_shard(found: ConsumedRows, at: RankCoords, data_N: Ids) -> None:
-    shard = found.ticket.plan.shard(dp=at.dp, pp=at.pp, cp=at.cp)
+def _add_shard(rows: ConsumedRows, at: RankCoords, data_N: Ids) -> None:
+    shard = rows.ticket.plan.shard(dp=at.dp, pp=at.pp, cp=at.cp)
     for microbatch, ids_SLRK in enumerate(shard.views(data_N)):
         for slot in range(shard.tp_slots):
             for place, layer in enumerate(shard.layers):
-                if layer in found.spec.moe_layers:
-                    found.add_call(shard, ids_SLRK[slot, place], microbatch=microbatch, layer=layer, tp=slot)
+                if layer in rows.spec.moe_layers:
+                    rows.add_call(shard, ids_SLRK[slot, place], microbatch=microbatch, layer=layer, tp=slot)
 
 
-def described(step: RecordedStep, found: ConsumedRows) -> dict[str, Any]:
+def described(step: RecordedStep, rows: ConsumedRows) -> dict[str, Any]:
     """The counts that `r3channel replay --json` prints."""
-    rows = sum(int(there.sum()) for there in found.there.values())
+    count = sum(int(there.sum()) for there in rows.there.values())
     expected = sum(sample.tokens - 1 for sample in step.samples) * step.ticket.spec.num_moe_layers
     return {
         "step": step.number, "layout": str(step.ticket.layout), "ranks": step.ticket.layout.world_size,
-        "samples": len(step.samples), "untested": list(step.untested), "rows_of_layers": rows,
+        "samples": len(step.samples), "untested": list(step.untested), "rows_of_layers": count,
         "expected_rows_of_layers": expected,
     }  # fmt: skip

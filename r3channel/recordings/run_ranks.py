@@ -58,8 +58,8 @@ class Rank:
     def tokens(self, microbatch: int) -> Ids:
         """[b, s / cp] int64 ([1, t / cp] for a pack): this rank's model input. 0 where padding is."""
         names = self.shard.microbatches[microbatch].sample_ids
-        own = [self.step.tokens[name].astype(np.int64) for name in names]
-        return self.shard.lay_out(microbatch, own)
+        tokens = [self.step.tokens[name].astype(np.int64) for name in names]
+        return self.shard.lay_out(microbatch, tokens)
 
     def rows(self, microbatch: int, layer: int) -> Ids:
         """[rows, K]: the ids that the router of a global layer is to use, in its row order."""
@@ -126,9 +126,9 @@ def _run(work: Path, world_size: int, timeout_s: float) -> None:
             if failed or time.monotonic() > deadline_s:
                 late = [rank for rank, code in enumerate(codes) if code is None]
                 who = failed or late
-                said = (work / f"rank-{who[0]}.log").read_text(errors="replace")[-2000:]
+                log_tail = (work / f"rank-{who[0]}.log").read_text(errors="replace")[-2000:]
                 raise PeerFailed(
-                    f"ranks {failed} failed and {late} were not done after {timeout_s:.0f} s; rank {who[0]}:\n{said}"
+                    f"ranks {failed} failed and {late} were not done after {timeout_s:.0f} s; rank {who[0]}:\n{log_tail}"
                 )
             time.sleep(0.01)
     finally:
@@ -137,23 +137,23 @@ def _run(work: Path, world_size: int, timeout_s: float) -> None:
             child.wait()
 
 
-def _save(path: Path, found: ConsumedRows, seconds: float) -> None:
-    keys = [json.dumps(key) for key in found.ids]
+def _save(path: Path, rows: ConsumedRows, seconds: float) -> None:
+    keys = [json.dumps(key) for key in rows.ids]
     arrays: dict[str, Any] = {"keys": np.asarray(keys or [""]), "seconds": np.asarray(seconds)}
-    for index, key in enumerate(found.ids):
-        arrays |= {f"ids{index}": found.ids[key], f"there{index}": found.there[key]}
+    for index, key in enumerate(rows.ids):
+        arrays |= {f"ids{index}": rows.ids[key], f"there{index}": rows.there[key]}
     np.savez(path, **arrays)
 
 
 def _merge(path: Path, total: ConsumedRows) -> float:
     """Add what one rank used to the total; the seconds that it took."""
-    found = ConsumedRows(total.ticket, total.spec)
+    rows = ConsumedRows(total.ticket, total.spec)
     with np.load(path, allow_pickle=False) as arrays:
         for index, text in enumerate(filter(None, arrays["keys"].tolist())):
             of_pass, sample = json.loads(text)
-            found.ids[of_pass, sample] = arrays[f"ids{index}"]
-            found.there[of_pass, sample] = arrays[f"there{index}"]
-        total.merge(found)
+            rows.ids[of_pass, sample] = arrays[f"ids{index}"]
+            rows.there[of_pass, sample] = arrays[f"there{index}"]
+        total.merge(rows)
         return float(arrays["seconds"])
 
 

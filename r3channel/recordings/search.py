@@ -67,7 +67,7 @@ class Search:
 
     def run(self) -> dict[str, Bools]:
         """The cells that each mistake takes part in, by its name; the largest first."""
-        differs_RL, found = self.left_RL, dict[str, Bools]()
+        differs_RL, hits = self.left_RL, dict[str, Bools]()
         while len(self._chain) < _CLAIMS and (longer := self._longer()) and self._accept(longer):
             pass
         for layer, cells in enumerate(self._all()):
@@ -76,9 +76,9 @@ class Search:
                 source = mistake.sources(slots, layers)
                 hit_R = differs_RL[:, layer] & cells.matched & _moved(source, slots, layers)
                 if hit_R.any():
-                    found.setdefault(mistake.name, np.zeros_like(differs_RL))[:, layer] |= hit_R
+                    hits.setdefault(mistake.name, np.zeros_like(differs_RL))[:, layer] |= hit_R
                 slots, layers = source
-        return dict(sorted(found.items(), key=lambda one: -int(one[1].sum())))
+        return dict(sorted(hits.items(), key=lambda item: -int(item[1].sum())))
 
     # -- what a chain predicts ---------------------------------------------------------------------------------------------
 
@@ -117,8 +117,8 @@ class Search:
 
     def _firsts(self, votes: Votes) -> list[Chain]:
         """The chains with one more mistake beyond which cells vote most alike for a second."""
-        chains = [(*self._chain, one) for one in self._catalogue.candidates(_beyond(self._chain, votes))]
-        return sorted(chains, key=lambda one: -self._catalogue.agreed(_beyond(one, votes)))[:_TRIED]
+        chains = [(*self._chain, first) for first in self._catalogue.candidates(_beyond(self._chain, votes))]
+        return sorted(chains, key=lambda chain: -self._catalogue.agreed(_beyond(chain, votes)))[:_TRIED]
 
     def _best(self, base: Chain, cells: Cells, votes: Votes) -> Found:
         """A chain with the mistake that adds most."""
@@ -162,17 +162,17 @@ class Search:
         words, inverse = np.unique(cells.seen[:left], return_inverse=True)
         want_N = self._want_RL[:-1, :-1].ravel()
         number_N = np.minimum(np.searchsorted(words, want_N), len(words) - 1)
-        found = np.flatnonzero(words[number_N] == want_N)[::-1]
+        matches = np.flatnonzero(words[number_N] == want_N)[::-1]
         first = np.full(len(words), -1)
-        first[number_N[found]] = found
-        times = np.bincount(number_N[found], minlength=len(words))
+        first[number_N[matches]] = matches
+        times = np.bincount(number_N[matches], minlength=len(words))
         known = ((times > 0) & (times <= _REPEATED))[inverse]
         rows, layers = np.divmod(first[inverse][known], self._layers)
         return Votes(cells.slots[:left][known], cells.layers[:left][known], self._slot_R[rows], layers)
 
 
-def _score(found: Found) -> tuple[int, int]:
-    return found[:2]
+def _score(candidate: Found) -> tuple[int, int]:
+    return candidate[:2]
 
 
 def _sources(chain: Chain, slots: Ints, layers: Ints) -> tuple[Ints, Ints]:

@@ -93,13 +93,13 @@ def read(path: Path) -> tuple[list[Record], int]:
 def _records(data: memoryview, path: Path) -> Iterator[Record]:
     at = 0
     while at + HEAD_BYTES <= len(data):
-        head, found = data[at : at + _HEAD.size], data[at + _HEAD.size : at + HEAD_BYTES]
+        head, head_hash = data[at : at + _HEAD.size], data[at + _HEAD.size : at + HEAD_BYTES]
         magic, kind, part, sample, turn, size = _HEAD.unpack(head)
         if magic[:3] == _MAGIC[:3] and magic != _MAGIC:
             raise RecordingInvalid(
                 f"{path}: segment format {magic[3]}, expected {_MAGIC[3]}: written by another r3channel; read it with that one"
             )
-        if bytes(found) != _hash(head) or kind not in set(Kind):
+        if bytes(head_hash) != _hash(head) or kind not in set(Kind):
             raise RecordingInvalid(
                 f"{path}: byte {at}: expected the head of a record, its hash differs; damaged, or no segment? Record it again"
             )

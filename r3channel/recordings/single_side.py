@@ -42,17 +42,17 @@ CANNOT = (
 
 def judge_alone(step: RecordedStep) -> list[Finding]:
     """Raises what reading does."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for sample in step.samples:
-        found += _plain(step, sample)
-        if not found and step.side == "engine":
-            found += _held(step, sample.sample_id)
-    return [*_grouped(found), *_suspicions(step), *judge_beside(step)]
+        findings += _plain(step, sample)
+        if not findings and step.side == "engine":
+            findings += _held(step, sample.sample_id)
+    return [*_grouped(findings), *_suspicions(step), *judge_beside(step)]
 
 
 def judge_beside(step: RecordedStep) -> list[Finding]:
     """What came beside the ids: tensors, and log-probs."""
-    tensors = [one for name in step.tokens if name not in step.cut for one in _unsampled(step, name)]
+    tensors = [finding for name in step.tokens if name not in step.cut for finding in _unsampled(step, name)]
     return [*_grouped(tensors), *log_probs_suspect(step)]
 
 
@@ -64,8 +64,8 @@ def _unsampled(step: RecordedStep, name: str) -> Iterator[Finding]:
         has_N = entries_N[tensor.chosen] == step.tokens[name][row_N + 1]
         at = np.flatnonzero((length_T > 0) & (np.bincount(row_N, has_N, len(length_T)) == 0))
         if len(at):
-            told = {"cells": len(at), "what": f"{tensor.name}: {FAULTS['tensor_row']}"}
-            yield _finding(step, "tensor_row", name, position=int(at[0]), **told)
+            fields = {"cells": len(at), "what": f"{tensor.name}: {FAULTS['tensor_row']}"}
+            yield _finding(step, "tensor_row", name, position=int(at[0]), **fields)
 
 
 def _plain(step: RecordedStep, sample: TicketSample) -> Iterator[Finding]:
@@ -99,12 +99,12 @@ def _held(step: RecordedStep, name: str) -> Iterator[Finding]:
         yield _finding(step, "unexplained", name, what=f"{type(error).__name__}: {error}")
 
 
-def _grouped(found: Sequence[Finding]) -> list[Finding]:
+def _grouped(findings: Sequence[Finding]) -> list[Finding]:
     """One finding of each name: its first example, with all its cells."""
     grouped = dict[str, Finding]()
-    for one in found:
-        before = grouped.get(one.name)
-        grouped[one.name] = replace(before, cells=before.cells + one.cells) if before else one
+    for finding in findings:
+        before = grouped.get(finding.name)
+        grouped[finding.name] = replace(before, cells=before.cells + finding.cells) if before else finding
     return list(grouped.values())
 
 
@@ -129,9 +129,9 @@ def _suspicions(step: RecordedStep) -> Iterator[Finding]:
     parts = []
     for index, name in enumerate(names):
         ids_TLK, there_T = step.ids(name)
-        own, at = step.tokens[name], np.flatnonzero(there_T)
+        token_T, at = step.tokens[name], np.flatnonzero(there_T)
         inner = (at > 0) & (at < len(there_T) - 1)
-        around = np.stack([own[at - 1], own[at], own[at + 1]]).T
+        around = np.stack([token_T[at - 1], token_T[at], token_T[at + 1]]).T
         parts.append((np.full(len(at), index), at, ids_TLK[at], around, inner))
     if parts:
         sample, position, ids, token, inner = map(np.concatenate, zip(*parts, strict=True))
@@ -158,8 +158,8 @@ def _twice(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
     count, token = len(rows.ids_RLK), rows.token_3R[1]
     if count * _chance(step.spec) >= _RARE:
         return
-    own = row_words(items_of(np.ascontiguousarray(rows.ids_RLK).reshape(count, 1, -1))[:, 0])
-    _, first, inverse, times = np.unique(own, return_index=True, return_inverse=True, return_counts=True)
+    words = row_words(items_of(np.ascontiguousarray(rows.ids_RLK).reshape(count, 1, -1))[:, 0])
+    _, first, inverse, times = np.unique(words, return_index=True, return_inverse=True, return_counts=True)
     first, times = first[inverse], times[inverse]
     other = np.append((times > 1) & (token != token[first]), np.zeros(_STRETCH, bool))
     at = np.flatnonzero(np.convolve(other, np.ones(_STRETCH), "valid") == _STRETCH)
@@ -179,8 +179,8 @@ def _neighbours(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
             f"the first MoE layer agrees with the token {best:+d} positions on in {agreement[best]:.0%} of its experts, with its "
             f"own in {agreement[0]:.0%}: {FAULTS['off_by_one_row']}"
         )
-        told: dict[str, Any] = {"verdict": False, "what": what, "layer": step.spec.moe_layers[0]}
-        yield _finding(step, "off_by_one_row", rows.names[0], **told)
+        fields: dict[str, Any] = {"verdict": False, "what": what, "layer": step.spec.moe_layers[0]}
+        yield _finding(step, "off_by_one_row", rows.names[0], **fields)
 
 
 def _agreement(rows: _Rows, by: int) -> float:

@@ -63,7 +63,7 @@ class RecordedStep:
 
     def parsed(self, sample_id: str, *, of_pass: str = "forward") -> list[Frame]:
         """The frames of a sample, all but their ids verified. Raises SampleUnknown, RecordingInvalid and FrameError."""
-        known = self.ticket.sample(sample_id)
+        sample = self.ticket.sample(sample_id)
         if sample_id in self.cut:
             raise RecordingInvalid(
                 f"sample {sample_id} of step {self.number} was cut off when the recording ended, or a relay's segment is not "
@@ -72,7 +72,7 @@ class RecordedStep:
         frames = self.passes.get((of_pass, sample_id), self.frames.get(sample_id))
         if frames is None:
             raise SampleUnknown(f"sample {sample_id} is not in the recording of step {self.number}")
-        options: dict[str, Any] = {"spec": self.spec, "engine": "recording", "max_rows": known.tokens}
+        options: dict[str, Any] = {"spec": self.spec, "engine": "recording", "max_rows": sample.tokens}
         return [parse_frame(data, sample_id=sample_id, **options) for data in frames]
 
     def rows(self, sample_id: str) -> Ids:
@@ -86,8 +86,8 @@ class RecordedStep:
         rows_TLK = np.repeat(pads_TK[:, None], self.spec.num_moe_layers, axis=1)
         digest_L = np.zeros(self.spec.num_moe_layers, np.uint64)
         for frame in frames:
-            own_TLK = rows_TLK[frame.first_row : frame.first_row + frame.rows]
-            own_TLK[frame.valid_T] = frame.verify()[frame.valid_T]
+            frame_TLK = rows_TLK[frame.first_row : frame.first_row + frame.rows]
+            frame_TLK[frame.valid_T] = frame.verify()[frame.valid_T]
             digest_L += frame.digests_L
         if self.side == "engine":
             self._hold(sample_id, fold(digest_L) if frames else 0)
@@ -96,14 +96,14 @@ class RecordedStep:
     def ids(self, sample_id: str, *, of_pass: str = "forward") -> tuple[Ids, Ids]:
         """([tokens - 1, L, K], [tokens - 1] bool where there are rows), as they lie on disk: not judged."""
         rows = self.ticket.sample(sample_id).tokens - 1
-        found_TLK = np.zeros((rows, self.spec.num_moe_layers, self.spec.top_k), self.spec.id_dtype)
+        ids_TLK = np.zeros((rows, self.spec.num_moe_layers, self.spec.top_k), self.spec.id_dtype)
         there_T = np.zeros(rows, bool)
         for frame in self.parsed(sample_id, of_pass=of_pass):
             if frame.first_row == 0 and frame.rows == rows and frame.valid_T.all():
                 return frame.ids(), frame.valid_T
-            own = slice(frame.first_row, frame.first_row + frame.rows)
-            found_TLK[own], there_T[own] = frame.ids(), frame.valid_T
-        return found_TLK, there_T
+            frame_rows = slice(frame.first_row, frame.first_row + frame.rows)
+            ids_TLK[frame_rows], there_T[frame_rows] = frame.ids(), frame.valid_T
+        return ids_TLK, there_T
 
     def tensor_rows(self, tensor: TokenTensor, sample_id: str) -> list[TensorRows]:
         """What each turn of a sample brings of a tensor. Raises FrameError, and RoutingMissing where a turn has none."""
@@ -118,20 +118,20 @@ class RecordedStep:
 
     def tensor_shard(self, shard: Shard) -> dict[str, Ids]:
         """By name the bytes of each tensor that comes to this shard: `tensors` of `RankShard.from_whole`."""
-        names, found = [name for batch in shard.microbatches for name in batch.sample_ids], dict[str, Ids]()
+        names, arrays = [name for batch in shard.microbatches for name in batch.sample_ids], dict[str, Ids]()
         for tensor in brought(self.ticket, shard):
             data = cut_tensor(shard, tensor, {name: self.tensor_rows(tensor, name) for name in names})
-            found[tensor.name] = np.frombuffer(data, np.uint8)
-        return found
+            arrays[tensor.name] = np.frombuffer(data, np.uint8)
+        return arrays
 
     def _hold(self, sample_id: str, digest: int) -> None:
-        known = self.ticket.sample(sample_id)
-        own = self.tokens.get(sample_id)
-        tokens_hash = known.tokens_hash if own is None else hash_tokens(own)
-        if (digest, tokens_hash) != (known.digest, known.tokens_hash):
+        sample = self.ticket.sample(sample_id)
+        tokens = self.tokens.get(sample_id)
+        tokens_hash = sample.tokens_hash if tokens is None else hash_tokens(tokens)
+        if (digest, tokens_hash) != (sample.digest, sample.tokens_hash):
             raise TicketMismatch(
                 f"sample {sample_id}: (digest, hash of the tokens) in the recording are {(digest, tokens_hash)}, the ticket says "
-                f"{(known.digest, known.tokens_hash)}. Were files of two recordings mixed?"
+                f"{(sample.digest, sample.tokens_hash)}. Were files of two recordings mixed?"
             )
 
     def replan(self, layout: TrainerLayout, *, microbatch_size: int) -> RecordedStep:

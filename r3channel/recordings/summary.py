@@ -45,8 +45,8 @@ def _step(recording: Recording, number: int, load_LE: Ids) -> dict[str, Any]:
 def _logprobs(columns: Mapping[str, Ids]) -> dict[str, float]:
     """Their number, and how far the trainer's are from the engine's; nothing where there are none."""
     names = {"abs_diff": "trainer", "abs_diff_replay_off": "natural"} if "engine" in columns else {}
-    found = {"tokens": len(columns["trainer"])} if columns else {}
-    return found | {
+    number = {"tokens": len(columns["trainer"])} if columns else {}
+    return number | {
         name: float(np.abs(columns[side] - columns["engine"]).mean())
         for name, side in names.items()
         if side in columns and len(columns[side])
@@ -56,8 +56,8 @@ def _logprobs(columns: Mapping[str, Ids]) -> dict[str, float]:
 def _count(load_LE: Ids, ids_TLK: Ids) -> None:
     layers, experts = load_LE.shape
     for place in range(layers):
-        found = np.bincount(ids_TLK[:, place].ravel().astype(np.int64).clip(0), minlength=experts)
-        load_LE[place] += found[:experts]
+        counts = np.bincount(ids_TLK[:, place].ravel().astype(np.int64).clip(0), minlength=experts)
+        load_LE[place] += counts[:experts]
 
 
 def _load(layer: int, load_E: Ids) -> dict[str, Any]:
@@ -68,17 +68,17 @@ def _load(layer: int, load_E: Ids) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def table(found: dict[str, Any]) -> str:
+def table(summary: dict[str, Any]) -> str:
     """The summary as text for a terminal."""
-    spec = found["spec"]
+    spec = summary["spec"]
     lines = [
-        f"{found['side']} side: {len(found['steps'])} steps, {found['samples']:,} samples, {found['rows']:,} rows, "
-        f"{found['bytes'] / 1e6:,.1f} MB; {len(spec['moe_layers'])} MoE layers, top-{spec['top_k']} of {spec['num_experts']}; "
-        f"{found['layout']}",
-        "written with " + ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
+        f"{summary['side']} side: {len(summary['steps'])} steps, {summary['samples']:,} samples, {summary['rows']:,} rows, "
+        f"{summary['bytes'] / 1e6:,.1f} MB; {len(spec['moe_layers'])} MoE layers, top-{spec['top_k']} of {spec['num_experts']}; "
+        f"{summary['layout']}",
+        "written with " + ", ".join(f"{name} {version}" for name, version in summary["versions"].items()),
         f"{'step':>6} {'samples':>8} {'rows':>10} {'MB':>9}  {'versions':12} kinds",
     ]
-    for step in found["steps"]:
+    for step in summary["steps"]:
         kinds = " ".join(f"{name} {count}" for name, count in step["kinds"].items())
         versions = ",".join(map(str, step["weight_versions"]))
         cut = f"CUT: {len(step['cut'])} samples" if step["cut"] else ""
@@ -86,13 +86,13 @@ def table(found: dict[str, Any]) -> str:
             f"{step['step']:>6} {step['samples']:>8,} {step['rows']:>10,} {step['bytes'] / 1e6:>9.2f}  {versions:12} "
             f"{kinds:34} {cut}".rstrip()
         )
-        if told := step["logprobs"]:
+        if logprobs := step["logprobs"]:
             lines.append(
-                "       log-probs: " + ", ".join(f"{name} {value:g}" for name, value in told.items())
+                "       log-probs: " + ", ".join(f"{name} {value:g}" for name, value in logprobs.items())
             )
     lines.append(f"{'layer':>6} {'busiest expert':>15} {'of mean load':>13} {'idle experts':>13}")
     lines += [
-        f"{one['layer']:>6} {one['busiest']:>15} {one['busiest_over_mean']:>13.2f} {one['idle_experts']:>13}"
-        for one in found["load"]
+        f"{load['layer']:>6} {load['busiest']:>15} {load['busiest_over_mean']:>13.2f} {load['idle_experts']:>13}"
+        for load in summary["load"]
     ]
     return "\n".join(lines)
