@@ -128,11 +128,11 @@ class Parser(argparse.ArgumentParser):
 
 def parser(command: str, *, prog: str = "", description: str | None = None) -> Parser:
     """The parser of a command, with its examples; `prog` where it has commands of its own."""
-    found = COMMANDS[command]
-    made = Parser(prog=f"r3channel {prog or command}", description=description or f"{found.what}.")
-    own = [example for example in found.examples if example.startswith(prog or command)]
-    made.examples = tuple(f"r3channel {example}" for example in own or [f"{prog} --quick"])
-    return made
+    entry = COMMANDS[command]
+    command_parser = Parser(prog=f"r3channel {prog or command}", description=description or f"{entry.what}.")
+    examples = [example for example in entry.examples if example.startswith(prog or command)]
+    command_parser.examples = tuple(f"r3channel {example}" for example in examples or [f"{prog} --quick"])
+    return command_parser
 
 
 def overview() -> str:

@@ -106,11 +106,11 @@ def panels_of(metric: Metric) -> list[Panel]:
 def _histogram_panels(metric: Metric, *, title: str, legend: str) -> list[Panel]:
     by = ", ".join(metric.labels)
     tail = f"histogram_quantile(0.95, sum by (le, {by}) (rate({metric.name}_bucket{_WINDOW})))"
-    share, said = f"avg by ({by}) (rate({metric.name}_sum{_WINDOW}))", metric.help
-    mean = f"{said} Mean over the processes of a role; 1 is one whole thread."
+    share, help_text = f"avg by ({by}) (rate({metric.name}_sum{_WINDOW}))", metric.help
+    mean = f"{help_text} Mean over the processes of a role; 1 is one whole thread."
     return [
         Panel(f"{title}: share of wall time", "percentunit", legend, share, mean),
-        Panel(f"{title}: 95th percentile", "s", legend, tail, f"{said} The slowest one in twenty."),
+        Panel(f"{title}: 95th percentile", "s", legend, tail, f"{help_text} The slowest one in twenty."),
     ]
 
 
@@ -118,8 +118,8 @@ def dashboard() -> dict[str, Any]:
     """The whole dashboard as Grafana's JSON model; the same table always gives the same model."""
     rows: list[tuple[str, list[Panel]]] = [("Is it well?", list(_FIRST_ROW))]
     for title, shown in _ROWS.items():
-        panels = ([one] if isinstance(one, Panel) else panels_of(METRICS[one]) for one in shown)
-        rows.append((title, [panel for some in panels for panel in some]))
+        panels = ([entry] if isinstance(entry, Panel) else panels_of(METRICS[entry]) for entry in shown)
+        rows.append((title, [panel for group in panels for panel in group]))
     return {
         "uid": "r3channel",
         "title": "r3channel",

@@ -13,14 +13,14 @@ def run(argv: Sequence[str]) -> int:
     parser = commands.parser("errors")
     parser.add_argument("name", nargs="?", help="an error's class, or its reason; without it all are listed")
     name = parser.parse_args(argv).name
-    known = every_error()
+    kinds = every_error()
     if name is None:
-        print("\n".join(f"{kind.__name__:22} {happened(kind)}" for kind in known))
+        print("\n".join(f"{kind.__name__:22} {happened(kind)}" for kind in kinds))
         return 0
-    found = [kind for kind in known if name.lower() in (kind.__name__.lower(), kind.reason)]
-    if not found:
-        raise UsageError(f"no error is named {name!r}{nearest(name, [kind.__name__ for kind in known])}")
-    for kind in found:
+    matches = [kind for kind in kinds if name.lower() in (kind.__name__.lower(), kind.reason)]
+    if not matches:
+        raise UsageError(f"no error is named {name!r}{nearest(name, [kind.__name__ for kind in kinds])}")
+    for kind in matches:
         print(
             f"{kind.__name__} ({kind.__mro__[1].__name__}, reason {kind.reason}): {happened(kind)}\n{kind.remedy}"
         )

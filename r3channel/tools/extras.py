@@ -78,12 +78,12 @@ def packages(names: Iterable[str], versions: Mapping[str, tuple[str, ...]]) -> I
     """A fault for each distribution that is not installed, or not in a version of `versions`; a fault is a line of text."""
     for name in names:
         try:
-            found, read = importlib.metadata.version(name), versions.get(name, ())
+            installed, expected = importlib.metadata.version(name), versions.get(name, ())
         except importlib.metadata.PackageNotFoundError:
             yield f"{name} is not installed; {remedy(name)}"
             continue
-        if read and found not in read:
-            yield f"{name} {found} was not read, only {' and '.join(read)}; pip install {name}=={read[-1]}"
+        if expected and installed not in expected:
+            yield f"{name} {installed} was not read, only {' and '.join(expected)}; pip install {name}=={expected[-1]}"
 
 
 def check_packages(context: CheckContext) -> Iterator[Check]:

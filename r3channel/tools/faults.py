@@ -30,11 +30,11 @@ class Fault(NamedTuple):
 
     def shown(self, page: Sequence[Series]) -> Iterator[Series]:
         """The series of a page that show this fault, each with the value that is judged."""
-        whole = next((one.value for one in page if one.name == self.of and one.value), 1.0)
-        for one in page if self.says else ():
-            asked = one.name == self.series and self.labels.items() <= one.labels.items()
-            if asked and not self.least <= one.value / whole <= self.most:
-                yield one._replace(value=one.value / whole)
+        whole = next((series.value for series in page if series.name == self.of and series.value), 1.0)
+        for series in page if self.says else ():
+            asked = series.name == self.series and self.labels.items() <= series.labels.items()
+            if asked and not self.least <= series.value / whole <= self.most:
+                yield series._replace(value=series.value / whole)
 
 
 FAULTS = tuple(

@@ -57,7 +57,7 @@ class Patch:
     @classmethod
     def read(cls, path: Path) -> Patch:
         text = path.read_text()
-        return cls(path, text.partition("\n")[0], tuple(Change(*found) for found in _FILE.findall(text)))
+        return cls(path, text.partition("\n")[0], tuple(Change(*fields) for fields in _FILE.findall(text)))
 
     @property
     def name(self) -> str:
@@ -72,14 +72,14 @@ class Patch:
         by_state: dict[str, list[str]] = {}
         for change in self.changes:
             by_state.setdefault(change.state(target), []).append(change.file)
-        found = "; ".join(f"{state}: {_some(files)}" for state, files in sorted(by_state.items()))
+        state_text = "; ".join(f"{state}: {_some(files)}" for state, files in sorted(by_state.items()))
         if by_state.keys() == {"clean", "patched"}:
             return (
-                f"{self.name} is half applied in {target}: {found}; expected all clean, or all patched. "
+                f"{self.name} is half applied in {target}: {state_text}; expected all clean, or all patched. "
                 "Put the upstream's own files in place of the patched ones, then apply"
             )
         return (
-            f"{target} is not what {self.name} is for ({self.title}): {found}; "
+            f"{target} is not what {self.name} is for ({self.title}): {state_text}; "
             "expected each file as that version has it, or as this patch leaves it. Get that version, or undo the changes"
         )
 
@@ -94,9 +94,9 @@ def run(argv: Sequence[str]) -> int:
     wanted = {"check": state, "apply": "patched", "reverse": "clean"}[options.action]
     if wanted != state:
         turn(patch, options.target, reverse=wanted == "clean")
-    said = "is applied" if wanted == "patched" else "is applicable"
-    done = "" if wanted != state or options.action == "check" else ", and was; nothing was changed"
-    print(f"{patch.name} {said}{done}: {len(patch.changes)} files below {options.target}")
+    outcome = "is applied" if wanted == "patched" else "is applicable"
+    note = "" if wanted != state or options.action == "check" else ", and was; nothing was changed"
+    print(f"{patch.name} {outcome}{note}: {len(patch.changes)} files below {options.target}")
     return 0
 
 
@@ -127,7 +127,7 @@ def chosen(target: Path, name: str | None) -> Patch:
     if not patches:
         raise UsageError(f"--patch {name}: no such patch, expected one of {names}")
     here = [patch for patch in patches if any((target / change.file).is_file() for change in patch.changes)]
-    nearest = sorted(here, key=lambda patch: [one.state(target) for one in patch.changes].count("changed"))
+    nearest = sorted(here, key=lambda patch: [file.state(target) for file in patch.changes].count("changed"))
     fitting = [patch for patch in here if patch.state(target) != "other"] or nearest[:1]
     if len(fitting) == 1:
         return fitting[0]
@@ -149,15 +149,15 @@ def turn(patch: Patch, target: Path, *, reverse: bool) -> None:
             (copies / change.file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(target / change.file, copies / change.file)
         _git_apply(patch, copies, reverse=reverse)
-        made = {change.file: (copies / change.file).read_bytes() for change in patch.changes}
+        contents = {change.file: (copies / change.file).read_bytes() for change in patch.changes}
     for change in patch.changes:
         expected = change.before if reverse else change.after
-        if (found := blob(made[change.file])) != expected:
+        if (actual := blob(contents[change.file])) != expected:
             raise UsageError(
-                f"{patch.name} made {found[:12]} of {change.file}, expected {expected[:12]}; no file was changed"
+                f"{patch.name} made {actual[:12]} of {change.file}, expected {expected[:12]}; no file was changed"
             )
-        _check_compiles(change.file, made[change.file])
-    _replace(target, made)
+        _check_compiles(change.file, contents[change.file])
+    _replace(target, contents)
 
 
 def _git_apply(patch: Patch, folder: Path, *, reverse: bool) -> None:
@@ -193,22 +193,22 @@ def _check_compiles(file: str, content: bytes) -> None:
             raise UsageError(f"{file} would not compile: {error}; no file was changed") from error
 
 
-def _replace(target: Path, made: Mapping[str, bytes]) -> None:
+def _replace(target: Path, contents: Mapping[str, bytes]) -> None:
     """Replace all files or none. New files are written beside the old ones first, so a full disk is noticed in time."""
-    before = {file: (target / file).read_bytes() for file in made}
+    before = {file: (target / file).read_bytes() for file in contents}
     done: list[str] = []
     try:
-        for file, content in made.items():
+        for file, content in contents.items():
             _beside(target / file).write_bytes(content)
             shutil.copymode(target / file, _beside(target / file))
-        for file in made:
+        for file in contents:
             # hard links, as of a package cache, keep the old content
             os.replace(_beside(target / file), target / file)
             done.append(file)
     except BaseException as error:
         for file in done:
             (target / file).write_bytes(before[file])
-        for file in made:
+        for file in contents:
             _beside(target / file).unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise UsageError(f"a file cannot be replaced: {error}; all are as they were") from error

@@ -40,8 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--lengths", metavar="FILE", help="JSON list of samples' tokens, instead of these two"
     )
-    told = "what else each token brings, as the option of the relay names it"
-    parser.add_argument("--token-tensors", type=tensors_of, default=(), metavar="NAMES", help=told)
+    help_text = "what else each token brings, as the option of the relay names it"
+    parser.add_argument("--token-tensors", type=tensors_of, default=(), metavar="NAMES", help=help_text)
     parser.add_argument("--microbatch-size", type=int, default=1)
     parser.add_argument("--max-tokens", type=count, help="token budget of a micro-batch, instead of its size")
     for field in fields(Machines):
@@ -90,14 +90,14 @@ def simulate(options: argparse.Namespace) -> dict[str, Any]:
 
 def _plan(options: argparse.Namespace, layout: TrainerLayout, lengths: Sequence[int]) -> dict[str, Any]:
     spec = spec_of(options.model)
-    given = {field.name: getattr(options, field.name) for field in fields(Machines)}
-    machines = Machines(**{name: value for name, value in given.items() if value is not None})
+    values = {field.name: getattr(options, field.name) for field in fields(Machines)}
+    machines = Machines(**{name: value for name, value in values.items() if value is not None})
     begin = time.perf_counter()
     cut = {"microbatch_size": options.microbatch_size, "max_tokens": options.max_tokens}
     plan = plan_of(lengths, spec=spec, layout=layout, **cut)
-    found, digest = add_up(plan, machines=machines, tensors=options.token_tensors), f"{plan.digest:#x}"
+    totals, digest = add_up(plan, machines=machines, tensors=options.token_tensors), f"{plan.digest:#x}"
     extra = {"ranks": layout.world_size, "plan_digest": digest, "plan_s": time.perf_counter() - begin}
-    return {"model": options.model, **asdict(found), **extra, "machines": asdict(machines)}
+    return {"model": options.model, **asdict(totals), **extra, "machines": asdict(machines)}
 
 
 def _lengths(options: argparse.Namespace, layout: TrainerLayout) -> list[int]:
@@ -168,11 +168,11 @@ def _per_token(result: dict[str, Any]) -> str:
 def _store_text(result: dict[str, Any]) -> str:
     """The store that a loop one step off needs, as text."""
     need, allowed = _bytes(result["store_needed_bytes"]), _bytes(result["machines"]["store_bytes"])
-    said = (
+    text = (
         f"store: rows of two steps, one delivered while the next is generated, need {need} of the relay's memory; "
         f"store_bytes allows {allowed}"
     )
-    return said if result["store_fits"] else f"{said}. Raise store_bytes; else engines wait for room"
+    return text if result["store_fits"] else f"{text}. Raise store_bytes; else engines wait for room"
 
 
 def _node_text(result: dict[str, Any]) -> str:
@@ -180,11 +180,11 @@ def _node_text(result: dict[str, Any]) -> str:
     machines, (memory, *needs) = result["machines"], result["relay_needs"].values()
     has = (machines[name] for name in ("node_bytes", "node_cores", "http_gbit_s", "wire_gbyte_s"))
     words = "{:.0f} GB of memory, {:.2f} cores, {:.2f} Gbit/s in and {:.2f} out"
-    said = f"the relay's node, a step in {machines['step_s']:g} s: {words.format(memory / 1e9, *needs)}"
+    text = f"the relay's node, a step in {machines['step_s']:g} s: {words.format(memory / 1e9, *needs)}"
     memory, cores, inwards, outwards = has
     lacks = " and ".join(result["node_lacks"])
     has = words.format(memory / 1e9, cores, inwards, 8 * outwards)
-    return f"{said}. WARNING: one node of {has} has too little {lacks}" if lacks else said
+    return f"{text}. WARNING: one node of {has} has too little {lacks}" if lacks else text
 
 
 def _bytes(value: float) -> str:

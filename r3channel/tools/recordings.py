@@ -52,8 +52,8 @@ def _parser(command: str) -> argparse.ArgumentParser:
     if command == "import":
         parser.add_argument("source", nargs="+", type=Path, metavar="FILE")
         parser.add_argument("--out", type=Path, required=True, metavar="REC")
-        told = "the checkpoint of a dump, which does not say where its experts are"
-        parser.add_argument("--model", metavar="FOLDER", help=told)
+        help_text = "the checkpoint of a dump, which does not say where its experts are"
+        parser.add_argument("--model", metavar="FOLDER", help=help_text)
     else:
         parser.add_argument("recording", type=Path, metavar="REC")
     if command == "export":
@@ -64,15 +64,15 @@ def _parser(command: str) -> argparse.ArgumentParser:
     if command == "diff":
         parser.add_argument("other", type=Path, metavar="REC")
     if command == "check":
-        told = "what routers used, as a recording"
-        parser.add_argument("router", type=Path, nargs="?", metavar="ROUTER_REC", help=told)
+        help_text = "what routers used, as a recording"
+        parser.add_argument("router", type=Path, nargs="?", metavar="ROUTER_REC", help=help_text)
         parser.add_argument("--strict", action="store_true", help="a suspicion is exit 1, too")
     if command in ("replay", "import"):
-        told = "dp=2,tp=2,...; default: the recorded one"
-        parser.add_argument("--layout", type=TrainerLayout.parse, help=told)
+        help_text = "dp=2,tp=2,...; default: the recorded one"
+        parser.add_argument("--layout", type=TrainerLayout.parse, help=help_text)
     if command == "replay":
-        told = "a gloo process for each rank; default: all ranks in this process"
-        parser.add_argument("--gloo", action="store_true", help=told)
+        help_text = "a gloo process for each rank; default: all ranks in this process"
+        parser.add_argument("--gloo", action="store_true", help=help_text)
     if command in ("inspect", "diff", "replay", "check"):
         parser.add_argument("--json", action="store_true", help="one JSON object")
     return parser
@@ -110,27 +110,27 @@ def _record(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    found = summary.summarize(Recording.open(options.recording))
-    _print(options, found, summary.table)
-    return int(not found["steps"] or any(step["cut"] for step in found["steps"]))
+    contents = summary.summarize(Recording.open(options.recording))
+    _print(options, contents, summary.table)
+    return int(not contents["steps"] or any(step["cut"] for step in contents["steps"]))
 
 
 def _diff(options: argparse.Namespace) -> int:
-    found = difference.compare(Recording.open(options.recording), Recording.open(options.other))
-    _print(options, found, difference.text)
-    return int(not found["equal"])
+    comparison = difference.compare(Recording.open(options.recording), Recording.open(options.other))
+    _print(options, comparison, difference.text)
+    return int(not comparison["equal"])
 
 
 def _replay(options: argparse.Namespace) -> int:
-    recording, told, found = Recording.open(options.recording), [], list[Finding]()
+    recording, results, findings = Recording.open(options.recording), [], list[Finding]()
     for number in recording.steps:
         step = fitted(recording.step(number), options.layout)
         rows, seconds = _consumed(options, step)
-        told.append(described(step, rows) | {"seconds": round(seconds, 3)})
-        found += [one for sides in AlignedPair.of(step, rows.step()) for one in judge(sides)]
-    _print(options, {"steps": told, "findings": [asdict(one) for one in found]}, _replayed)
-    lost = any(one["rows_of_layers"] != one["expected_rows_of_layers"] for one in told)
-    return int(bool(found) or lost)
+        results.append(described(step, rows) | {"seconds": round(seconds, 3)})
+        findings += [finding for sides in AlignedPair.of(step, rows.step()) for finding in judge(sides)]
+    _print(options, {"steps": results, "findings": [asdict(finding) for finding in findings]}, _replayed)
+    lost = any(result["rows_of_layers"] != result["expected_rows_of_layers"] for result in results)
+    return int(bool(findings) or lost)
 
 
 def _consumed(options: argparse.Namespace, step: RecordedStep) -> tuple[ConsumedRows, float]:
@@ -158,41 +158,41 @@ def consume(rank: Rank) -> None:
     else:
         slots = [] if whole_N is None else zip(*slot_parts(shard, whole_N), strict=True)
         fanout.scatter([torch.cat(parts) for parts in slots] or None, part_N)
-    own = RankShard(rank.step.ticket, shard, part_N, tp=tp, invalid_rows="live")
+    rank_shard = RankShard(rank.step.ticket, shard, part_N, tp=tp, invalid_rows="live")
     for microbatch in rank.microbatches:
         for layer in rank.layers:
             if layer in rank.consumed.spec.moe_layers:
-                rank.used(microbatch, layer, own.layer_ids(microbatch, layer))
+                rank.used(microbatch, layer, rank_shard.layer_ids(microbatch, layer))
 
 
-def _replayed(found: dict[str, Any]) -> str:
+def _replayed(data: dict[str, Any]) -> str:
     lines = [
-        f"step {one['step']}: {one['ranks']} ranks of {one['layout']}: {one['rows_of_layers']:,} rows of layers, expected "
-        f"{one['expected_rows_of_layers']:,}; {one['seconds']:.2f} s"
-        for one in found["steps"]
+        f"step {step['step']}: {step['ranks']} ranks of {step['layout']}: {step['rows_of_layers']:,} rows of layers, expected "
+        f"{step['expected_rows_of_layers']:,}; {step['seconds']:.2f} s"
+        for step in data["steps"]
     ]
-    lines += [f"step {one['step']}: not tested: {what}" for one in found["steps"] for what in one["untested"]]
-    return "\n".join([*lines, *(str(Finding(**one)) for one in found["findings"])])
+    lines += [f"step {step['step']}: not tested: {gap}" for step in data["steps"] for gap in step["untested"]]
+    return "\n".join([*lines, *(str(Finding(**fields)) for fields in data["findings"])])
 
 
 def _check(options: argparse.Namespace) -> int:
     sides = [Recording.open(path) for path in (options.recording, options.router) if path]
-    steps, found, untested = _shared(sides), list[Finding](), list[str]()
+    steps, findings, untested = _shared(sides), list[Finding](), list[str]()
     for number in sorted(set().union(*(side.steps for side in sides)) - set(steps)):
         untested.append(f"step {number}, which one side has alone")
     whole = bool(steps)
     for number in steps:
-        read = [side.step(number) for side in sides]
-        for names in (step.cut for step in read if step.cut):
+        recorded = [side.step(number) for side in sides]
+        for names in (step.cut for step in recorded if step.cut):
             untested.append(f"step {number}: {len(names)} samples that are not whole: {', '.join(names[:5])}")
             whole = False
-        found += judge_alone(*read) if len(read) == 1 else _judge_pair(*read)
+        findings += judge_alone(*recorded) if len(recorded) == 1 else _judge_pair(*recorded)
     values: dict[str, Any] = {
-        "findings": [asdict(one) for one in found], "steps": steps, "untested": untested,
+        "findings": [asdict(finding) for finding in findings], "steps": steps, "untested": untested,
     }  # fmt: skip
     values["cannot_know"] = CANNOT if len(sides) == 1 else ""
     _print(options, values, _checked)
-    verdicts = [one for one in found if (one.verdict or options.strict) and one.name not in NOTES]
+    verdicts = [fault for fault in findings if (fault.verdict or options.strict) and fault.name not in NOTES]
     return int(bool(verdicts) or not whole)
 
 
@@ -206,14 +206,14 @@ def _shared(sides: Sequence[Recording]) -> list[int]:
 
 
 def _judge_pair(engine: RecordedStep, router: RecordedStep) -> list[Finding]:
-    found = [one for sides in AlignedPair.of(engine, router) for one in judge(sides)]
-    return [*found, *judge_beside(engine)]
+    findings = [finding for sides in AlignedPair.of(engine, router) for finding in judge(sides)]
+    return [*findings, *judge_beside(engine)]
 
 
 def _checked(values: dict[str, Any]) -> str:
-    lines = [str(Finding(**one)) for one in values["findings"]]
+    lines = [str(Finding(**fields)) for fields in values["findings"]]
     lines = lines or [f"{len(values['steps'])} steps: nothing found"]
-    lines += [f"not tested: {what}" for what in values["untested"]]
+    lines += [f"not tested: {gap}" for gap in values["untested"]]
     return "\n".join([*lines, *filter(None, [values["cannot_know"]])])
 
 
@@ -243,9 +243,9 @@ def _check_format(name: str, formats: Sequence[str]) -> None:
 
 
 def _print(
-    options: argparse.Namespace, found: dict[str, Any], as_text: Callable[[dict[str, Any]], str]
+    options: argparse.Namespace, values: dict[str, Any], as_text: Callable[[dict[str, Any]], str]
 ) -> None:
-    print(json.dumps(found) if options.json else as_text(found))
+    print(json.dumps(values) if options.json else as_text(values))
 
 
 _RUN: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -77,16 +77,16 @@ def run(argv: Sequence[str]) -> int:
 def write_page(folder: Path) -> Path:
     """Write report.html and trace.json beside a run's spans, which may still be coming. Raises ConfigError where there are none,
     or no matplotlib for the page."""
-    events, said = read(folder)
-    print(*said, sep="\n", end="\n" if said else "", file=sys.stderr)
+    events, warnings = read(folder)
+    print(*warnings, sep="\n", end="\n" if warnings else "", file=sys.stderr)
     (folder / "trace.json").write_text(json.dumps(chrome_trace(events)))
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("the page of a run needs matplotlib: pip install 'r3channel[plot]'")
-    path, known = folder / "report.html", folder / "report.json"
+    path, facts_file = folder / "report.html", folder / "report.json"
     spans = spans_of(events)
     audits = [event["args"] for event in events if event.get("cat") == "note" and "layers" in event["args"]]
     result = facts_of(spans) | {"routing_mismatch": audits}
-    result |= json.loads(known.read_text()) if known.is_file() else {}
+    result |= json.loads(facts_file.read_text()) if facts_file.is_file() else {}
     path.write_text(page(result, spans))
     return path
 
@@ -96,16 +96,16 @@ def write_page(folder: Path) -> Path:
 
 def facts_of(spans: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
     """What a page needs of any run, by the names of the demo's report.json."""
-    trainers = [own for name, own in spans.items() if name.startswith("trainer")]
-    each = [waits_of(own) for own in trainers]
-    waits = {step: max(own.get(step, 0.0) for own in each) for step in sorted(set[int]().union(*each))}
+    trainers = [lane for name, lane in spans.items() if name.startswith("trainer")]
+    each = [waits_of(trainer) for trainer in trainers]
+    waits = {step: max(waited.get(step, 0.0) for waited in each) for step in sorted(set[int]().union(*each))}
     begin_s, end_s = _ends(spans)
     wall_s = end_s - begin_s
     return {
         "steps": len(waits),
         "wall_s": wall_s,
         "stages_by_process_s": {
-            name: _sums((one.stage, one.seconds) for one in own) for name, own in spans.items()
+            name: _sums((span.stage, span.seconds) for span in lane) for name, lane in spans.items()
         },
         "hidden_fraction": hidden_share(spans.get("relay", ()), chain(*trainers)),
         "wait_s_by_step": waits,
@@ -119,10 +119,10 @@ def hidden_share(relay: Iterable[Span], trainers: Iterable[Span]) -> float:
     Work is what the relay does between `seal` and the last acknowledgement (`WORK`). To wait is to wait for routing
     (`ROUTING_WAITS`): a trainer that waits for the next rollout waits for no relay.
     """
-    waits = merge_intervals((one.start_s, one.end_s) for one in trainers if one.stage in ROUTING_WAITS)
+    waits = merge_intervals((span.start_s, span.end_s) for span in trainers if span.stage in ROUTING_WAITS)
     starts, ends = [start for start, _ in waits], [end for _, end in waits]
     total_s = exposed_s = 0.0
-    for work in (one for one in relay if one.stage in WORK):
+    for work in (span for span in relay if span.stage in WORK):
         total_s += work.seconds
         exposed_s += sum(
             max(0.0, min(work.end_s, end) - max(work.start_s, start))
@@ -133,8 +133,8 @@ def hidden_share(relay: Iterable[Span], trainers: Iterable[Span]) -> float:
 
 def waits_of(spans: Iterable[Span]) -> dict[int, float]:
     """Step -> seconds that one trainer stood still for its routing."""
-    mine = (one for one in spans if one.stage in ROUTING_WAITS and one.step is not None)
-    return _sums((one.step, one.seconds) for one in mine)
+    mine = (span for span in spans if span.stage in ROUTING_WAITS and span.step is not None)
+    return _sums((span.step, span.seconds) for span in mine)
 
 
 def _sums(pairs: Iterable[tuple[Any, float]]) -> dict[Any, float]:
@@ -147,8 +147,8 @@ def _sums(pairs: Iterable[tuple[Any, float]]) -> dict[Any, float]:
 
 def _ends(spans: Mapping[str, Sequence[Span]]) -> tuple[float, float]:
     """When the trainers' first span began and their last one ended; anybody's without trainers, zeros without spans."""
-    trainers = [own for name, own in spans.items() if name.startswith("trainer")]
-    ends = [(one.start_s, one.end_s) for one in chain(*(trainers or spans.values()))] or [(0.0, 0.0)]
+    trainers = [lane for name, lane in spans.items() if name.startswith("trainer")]
+    ends = [(span.start_s, span.end_s) for span in chain(*(trainers or spans.values()))] or [(0.0, 0.0)]
     return min(ends)[0], max(end for _, end in ends)
 
 
@@ -198,13 +198,13 @@ def verdict_of(result: Mapping[str, Any]) -> tuple[bool | None, str]:
 
 def _longest(result: Mapping[str, Any], stages: Sequence[str]) -> tuple[tuple[str, str], float]:
     """(process, stage) and seconds of the longest of these at any process. A relay's `http` is the engines' time to answer."""
-    found = {
+    durations = {
         (process, stage): seconds
-        for process, own in result["stages_by_process_s"].items()
-        for stage, seconds in own.items()
+        for process, stage_seconds in result["stages_by_process_s"].items()
+        for stage, seconds in stage_seconds.items()
         if stage in stages and (process, stage) != ("relay", "http")
     }
-    return max(found.items(), key=lambda item: item[1], default=(("any process", "none"), 0.0))
+    return max(durations.items(), key=lambda item: item[1], default=(("any process", "none"), 0.0))
 
 
 def _timeline(_: Any, spans: Mapping[str, Sequence[Span]]) -> Figure:
@@ -214,8 +214,8 @@ def _timeline(_: Any, spans: Mapping[str, Sequence[Span]]) -> Figure:
     figure, axes = _axes(11, 0.55 * len(lanes) + 1.4)
     for lane, name in enumerate(lanes):
         for colour, stages in _KINDS.values():
-            own = [one for one in spans[name] if one.stage in stages]
-            merged = merge_intervals((one.start_s, one.end_s + dot_s) for one in own)
+            kind_spans = [span for span in spans[name] if span.stage in stages]
+            merged = merge_intervals((span.start_s, span.end_s + dot_s) for span in kind_spans)
             bars = [(start - begin_s, end - start) for start, end in merged]
             axes.broken_barh(bars, (lane - 0.36, 0.72), color=colour, linewidth=0)
     handles = [axes.plot([], [], color=colour, linewidth=6)[0] for colour, _ in _KINDS.values()]
@@ -229,14 +229,14 @@ def _timeline(_: Any, spans: Mapping[str, Sequence[Span]]) -> Figure:
 
 
 def _bytes(result: Mapping[str, Any], _: Any) -> Figure:
-    found = result["bytes_per_token"]
+    per_token = result["bytes_per_token"]
     legs = {
         "stock int32 through Ray": result["default_bytes_per_token"],
-        "engine's HTTP reply": found["engine_http"],
-        "engine's frame": found["engine_frame"],
-        "through Ray": found["object_store"],
-        "on the wire": found["wire"],
-        "landed, a rank": max(found["landed_per_rank"].values(), default=0.0),
+        "engine's HTTP reply": per_token["engine_http"],
+        "engine's frame": per_token["engine_frame"],
+        "through Ray": per_token["object_store"],
+        "on the wire": per_token["wire"],
+        "landed, a rank": max(per_token["landed_per_rank"].values(), default=0.0),
     }
     return _bars(legs, "bytes a token", first=_ORANGE)
 
@@ -252,9 +252,9 @@ def _waits(result: Mapping[str, Any], _: Any) -> Figure:
 
 def _mismatch(result: Mapping[str, Any], _: Any) -> Figure:
     """Audits of several ranks add up."""
-    found = [(audit["step"], one) for audit in result["routing_mismatch"] for one in audit["layers"]]
-    rows = _sums(((step, one["layer"]), one["rows"]) for step, one in found)
-    different = _sums(((step, one["layer"]), one["different"]) for step, one in found)
+    audited = [(audit["step"], counts) for audit in result["routing_mismatch"] for counts in audit["layers"]]
+    rows = _sums(((step, counts["layer"]), counts["rows"]) for step, counts in audited)
+    different = _sums(((step, counts["layer"]), counts["different"]) for step, counts in audited)
     steps, layers = sorted({step for step, _ in rows}), sorted({layer for _, layer in rows})
     share = {at: different[at] / max(rows[at], 1) for at in rows}
     grid = [[share.get((step, layer), float("nan")) for step in steps] for layer in layers]
@@ -283,14 +283,14 @@ def _load(result: Mapping[str, Any], _: Any) -> Figure:
 def _versions(result: Mapping[str, Any], _: Any) -> Figure:
     """The rows of each step by weight version, stacked."""
     steps = {
-        int(step): {int(key): rows for key, rows in own.items()}
-        for step, own in result["rows_by_version"].items()
+        int(step): {int(key): rows for key, rows in by_version.items()}
+        for step, by_version in result["rows_by_version"].items()
     }
-    versions = sorted({version for own in steps.values() for version in own})
+    versions = sorted({version for by_version in steps.values() for version in by_version})
     figure, axes = _axes(5.4, 3.0)
     below = dict.fromkeys(steps, 0)
     for number, version in enumerate(versions):
-        rows = [own.get(version, 0) for own in steps.values()]
+        rows = [by_version.get(version, 0) for by_version in steps.values()]
         bottom = list(below.values())
         axes.bar(
             [str(step) for step in steps],
@@ -309,11 +309,11 @@ def _versions(result: Mapping[str, Any], _: Any) -> Figure:
 
 def _logprobs(result: Mapping[str, Any], _: Any) -> Figure:
     """The difference in log-probs: a point for each token; at 0 both sides agree."""
-    found, tokens = result["logprob_abs_diff"], result["logprobs"]
+    differences, tokens = result["logprob_abs_diff"], result["logprobs"]
     figure, axes = _axes(5.4, 3.2)
     engine = [token[0] for token in tokens]
     for name, column, colour in (("replay_off", 2, _ORANGE), ("replay_on", 1, _BLUE)):
-        label = f"{name.replace('_', ' ')}: {found[name]:.4f} nats apart"
+        label = f"{name.replace('_', ' ')}: {differences[name]:.4f} nats apart"
         apart = [token[column] - token[0] for token in tokens]
         axes.scatter(engine, apart, s=9, color=colour, linewidths=0, label=label)
     axes.axhline(0, color=_FAINT, linewidth=0.8)
@@ -325,8 +325,8 @@ def _logprobs(result: Mapping[str, Any], _: Any) -> Figure:
 
 def _outcomes(result: Mapping[str, Any], _: Any) -> Figure:
     rejected = {f"refused: {why}": count for why, count in result["rejected_by_reason"].items()}
-    known = {name: count for name, count in result["samples_by_outcome"].items() if count}
-    return _bars({**known, **rejected}, "samples")
+    outcomes = {name: count for name, count in result["samples_by_outcome"].items() if count}
+    return _bars({**outcomes, **rejected}, "samples")
 
 
 _Draw = Callable[[Mapping[str, Any], Mapping[str, Sequence[Span]]], "Figure"]
@@ -396,4 +396,4 @@ def _svg(figure: Figure, title: str) -> str:
     text = text[text.index("<svg") :].replace(_INK, "var(--ink)").replace(_FAINT, "var(--faint)")
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     salt = re.sub(r"\W", "", title)
-    return re.sub(r'(id="|url\(#|href="#)', lambda found: found[1] + salt, text)
+    return re.sub(r'(id="|url\(#|href="#)', lambda match: match[1] + salt, text)

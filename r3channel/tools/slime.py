@@ -38,25 +38,25 @@ def check_arguments(context: CheckContext) -> Iterator[Check]:
     """One finding for each fault of the job's arguments, those that the launcher would find once slime has parsed them too."""
     if not context.arguments:
         return
-    found = [*faults(context.arguments, context.environment)]
+    problems = [*faults(context.arguments, context.environment)]
     if guard.FLAG not in context.arguments:
-        found.append(
+        problems.append(
             f"{guard.FLAG} is not among them: without it slime runs, and nothing of r3channel happens"
         )
     detached = api_check.nearest(Path(context.slime or "")).version == api_check.NEWER
-    found += refusals_of(context.arguments, detached=detached)
-    for fault in found:
+    problems += refusals_of(context.arguments, detached=detached)
+    for fault in problems:
         yield Check(name="arguments", ok=False, found=fault)
-    if not found:
+    if not problems:
         yield Check(name="arguments", ok=True, found="nothing that is refused at start")
 
 
 def misspelt(words: Sequence[str]) -> Iterator[str]:
     """One line for each word that looks like one of our options and is none."""
-    known = add_arguments(ArgumentParser(add_help=False))._option_string_actions
+    options = add_arguments(ArgumentParser(add_help=False))._option_string_actions
     for word in words:
-        if word.startswith(_OURS) and (name := word.partition("=")[0]) not in known:
-            yield f"{name} is no option of r3channel{nearest(name, known)}"
+        if word.startswith(_OURS) and (name := word.partition("=")[0]) not in options:
+            yield f"{name} is no option of r3channel{nearest(name, options)}"
 
 
 def faults(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
@@ -91,23 +91,23 @@ def settings(words: Sequence[str], flags: Mapping[str, str]) -> dict[str, Any]:
     >>> settings(["train.py", "--moe-router-fusion", "--tp=2", "--lr", "1e-6", "--names", "a", "b"], {"--tp": "tp_size"})
     {'moe_router_fusion': True, 'tp_size': 2, 'lr': '1e-6', 'names': ['a', 'b']}
     """
-    found, behind = dict[str, list[Any]](), list[Any]()
+    by_name, behind = dict[str, list[Any]](), list[Any]()
     for word in words:
-        flag, given, value = word.partition("=") if word.startswith("--") else ("", "=", word)
+        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "=", word)
         if flag:
-            behind = found[flags.get(flag, flag[2:].replace("-", "_"))] = []
-        if given:
+            behind = by_name[flags.get(flag, flag[2:].replace("-", "_"))] = []
+        if equals:
             behind.append(int(value) if value.isdecimal() else value)
-    return {name: values[0] if len(values) == 1 else values or True for name, values in found.items()}
+    return {name: values[0] if len(values) == 1 else values or True for name, values in by_name.items()}
 
 
 def sglang_fields() -> dict[str, tuple[str, Any]]:
     """Flag in slime -> name and plain default of each setting of the installed SGLang, read in its sources: to be imported it
     wants a GPU. Empty without SGLang. slime has arguments of its own with the same prefix; they are not among these."""
-    found = importlib.util.find_spec("sglang")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
         return {}
-    root = Path(found.submodule_search_locations[0], "srt")
+    root = Path(spec.submodule_search_locations[0], "srt")
     files = (*root.glob("server_args.py"), *root.glob("arg_groups/fields/*.py"))  # 0.5.23 has them in both
     nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
     return {

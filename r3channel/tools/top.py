@@ -48,9 +48,9 @@ def run(argv: Sequence[str]) -> int:
         watch = _Watch(options.targets, pool)
         time.sleep(options.every)
         if options.once:
-            found = watch.look()
-            console.print(screen(found))
-            return 1 if any(faults_of(found)) else 0
+            processes = watch.look()
+            console.print(screen(processes))
+            return 1 if any(faults_of(processes)) else 0
         with Live(screen=True, console=console, auto_refresh=False) as live:
             while True:
                 live.update(screen(watch.look(), height=console.height), refresh=True)
@@ -85,7 +85,7 @@ def urls_of(target: str) -> list[str]:
 
 
 def _pages(groups: Iterable[dict[str, list[str]]]) -> list[str]:
-    return [f"http://{one}/metrics" for group in groups for one in group["targets"]]
+    return [f"http://{address}/metrics" for group in groups for address in group["targets"]]
 
 
 def _listed(url: str) -> list[str]:
@@ -120,9 +120,9 @@ class _Watch:
     def look(self) -> list[Between]:
         urls = dict.fromkeys(url for target in self._targets for url in urls_of(target))
         now = list(self._pool.map(lambda url: Look.at(url, timeout_s=_TIMEOUT_S), urls))
-        found = [Between(self._last.get(look.url, look), look) for look in now]
+        processes = [Between(self._last.get(look.url, look), look) for look in now]
         self._last |= {look.url: look for look in now if not look.fault}
-        return found
+        return processes
 
 
 # -- a page -------------------------------------------------------------------------------------------------------------
@@ -137,9 +137,9 @@ def read_page(url: str, *, timeout_s: float) -> list[Series]:
 def parse_page(text: str) -> Iterator[Series]:
     """Series in their order; comments and what is no series are passed over."""
     for line in text.splitlines():
-        found = None if line.startswith("#") else _SERIES.match(line)
-        if found:
-            yield Series(found[1], dict(_LABEL.findall(found[2] or "")), float(found[3]))
+        match = None if line.startswith("#") else _SERIES.match(line)
+        if match:
+            yield Series(match[1], dict(_LABEL.findall(match[2] or "")), float(match[3]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +170,13 @@ class Look:
         return self.labels_of("role")
 
     def labels_of(self, label: str) -> str:
-        return next((one.labels[label] for one in self.page if label in one.labels), "")
+        return next((line.labels[label] for line in self.page if label in line.labels), "")
 
     def found(self, name: str, **labels: str) -> list[Series]:
-        return [one for one in self.page if one.name == name and labels.items() <= one.labels.items()]
+        return [line for line in self.page if line.name == name and labels.items() <= line.labels.items()]
 
     def sum(self, name: str, **labels: str) -> float:
-        return sum(one.value for one in self.found(name, **labels))
+        return sum(line.value for line in self.found(name, **labels))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +203,9 @@ def screen(processes: Sequence[Between], *, height: int = 0) -> Group:
     """The whole screen; with a `height`, the stages that took the least time are left out."""
     from rich.console import Group
 
-    up = [one for one in processes if not one.now.fault]
+    up = [process for process in processes if not process.now.fault]
     head = [_title(processes), *_down(processes), *_samples(up)]
-    tables = [_processes(role, [one for one in up if one.now.role == role]) for role in _ROLES]
+    tables = [_processes(role, [process for process in up if process.now.role == role]) for role in _ROLES]
     shown = [table for table in tables if table.row_count]
     faults = _faults(processes)
     used = len(head) + sum(table.row_count + 2 for table in shown) + len(faults) + 3
@@ -214,38 +214,38 @@ def screen(processes: Sequence[Between], *, height: int = 0) -> Group:
 
 def faults_of(processes: Iterable[Between]) -> Iterator[str]:
     """The faults since each process began, and how much of each is new."""
-    for one in processes:
-        if one.now.fault:
-            yield f"{one.now.place} does not answer: {one.now.fault}"
+    for process in processes:
+        if process.now.fault:
+            yield f"{process.now.place} does not answer: {process.now.fault}"
         for fault in FAULTS:
-            for series in fault.shown(one.now.page):
-                new = one.grew(fault.series, **series.labels)
-                told = f"{fault.says}. {fault.do}".format(value=series.value, new=new, **series.labels)
-                yield f"{one.now.role} {one.now.place}: {told}"
+            for series in fault.shown(process.now.page):
+                new = process.grew(fault.series, **series.labels)
+                text = f"{fault.says}. {fault.do}".format(value=series.value, new=new, **series.labels)
+                yield f"{process.now.role} {process.now.place}: {text}"
 
 
 def _title(processes: Sequence[Between]) -> Text:
-    runs = sorted({one.now.labels_of("run") for one in processes} - {""})
-    down = sum(bool(one.now.fault) for one in processes)
+    runs = sorted({process.now.labels_of("run") for process in processes} - {""})
+    down = sum(bool(process.now.fault) for process in processes)
     pages = f"{len(processes)} page(s), {down} down" if down else f"{len(processes)} page(s)"
     return _text(" ".join(["r3channel", *runs, "-", pages]), "bold")
 
 
 def _down(processes: Iterable[Between]) -> list[Text]:
-    return [_text(fault, "bold red") for fault in faults_of(one for one in processes if one.now.fault)]
+    return [_text(fault, "bold red") for fault in faults_of(down for down in processes if down.now.fault)]
 
 
 def _samples(up: Sequence[Between]) -> list[Text]:
     """The balance of all relays, in the words of the alert that watches it."""
-    relays = [one for one in up if one.now.role == "relay"]
+    relays = [process for process in up if process.now.role == "relay"]
     if not relays:
         return []
-    sums = {one: sum(r.now.sum(_SAMPLES, outcome=one) for r in relays) for one in LABELS["outcome"]}
+    sums = {name: sum(r.now.sum(_SAMPLES, outcome=name) for r in relays) for name in LABELS["outcome"]}
     sums["in flight"] = sum(relay.now.sum("r3channel_samples_in_flight") for relay in relays)
     parts = " + ".join(f"{count:,.0f} {name}" for name, count in sums.items() if count and name != "received")
     rates = " in, ".join(
-        f"{sum(relay.rate(_SAMPLES, outcome=one) for relay in relays):,.1f}/s"
-        for one in ("received", "delivered")
+        f"{sum(relay.rate(_SAMPLES, outcome=name) for relay in relays):,.1f}/s"
+        for name in ("received", "delivered")
     )
     return [_text(f"samples: {sums['received']:,.0f} received = {parts or 0}; {rates} delivered")]
 
@@ -254,27 +254,27 @@ _Cell = Callable[[Between], str]
 
 
 def _value(name: str) -> _Cell:
-    return lambda one: f"{one.now.sum(name):,.0f}" if one.now.found(name) else "-"
+    return lambda process: f"{process.now.sum(name):,.0f}" if process.now.found(name) else "-"
 
 
 def _rate(name: str, unit: float = 1, **labels: str) -> _Cell:
-    return lambda one: f"{one.rate(name, **labels) / unit:,.1f}"
+    return lambda process: f"{process.rate(name, **labels) / unit:,.1f}"
 
 
 def _of(part: str, whole: str) -> _Cell:
-    return lambda one: (
-        f"{one.now.sum(part) / 2**20:,.1f} of {one.now.sum(whole) / 2**20:,.0f}"
-        if one.now.found(whole)
+    return lambda process: (
+        f"{process.now.sum(part) / 2**20:,.1f} of {process.now.sum(whole) / 2**20:,.0f}"
+        if process.now.found(whole)
         else "-"
     )
 
 
 def _waits(*stages: str) -> _Cell:
-    return lambda one: f"{sum(_share(one, stage) for stage in stages):.1%}"
+    return lambda process: f"{sum(_share(process, stage) for stage in stages):.1%}"
 
 
-def _share(one: Between, stage: str) -> float:
-    return one.rate(f"{_STAGE}_sum", stage=stage)
+def _share(process: Between, stage: str) -> float:
+    return process.rate(f"{_STAGE}_sum", stage=stage)
 
 
 _VERSION = ("version", _value("r3channel_weight_version"))
@@ -303,26 +303,26 @@ _COLUMNS: dict[str, tuple[tuple[str, _Cell], ...]] = {
 """Role -> title and cell of each column."""
 
 
-def _processes(role: str, own: Sequence[Between]) -> Table:
+def _processes(role: str, peers: Sequence[Between]) -> Table:
     table = _table(role, *(title for title, _ in _COLUMNS[role]))
-    for one in sorted(own, key=lambda one: -sum(_share(one, stage) for stage in ROUTING_WAITS))[:_MOST]:
-        table.add_row(one.now.place, *(cell(one) for _, cell in _COLUMNS[role]))
-    if len(own) > _MOST:
-        table.add_row(f"and {len(own) - _MOST} more")
+    for peer in sorted(peers, key=lambda peer: -sum(_share(peer, stage) for stage in ROUTING_WAITS))[:_MOST]:
+        table.add_row(peer.now.place, *(cell(peer) for _, cell in _COLUMNS[role]))
+    if len(peers) > _MOST:
+        table.add_row(f"and {len(peers) - _MOST} more")
     return table
 
 
 def _stages(up: Sequence[Between], most: int) -> Table:
     """The slowest process of each role, stage by stage: share of a thread's time, and milliseconds of one span."""
-    table = _table("stage", *(f"{role} {what}" for role in _ROLES for what in ("busy", "ms")))
+    table = _table("stage", *(f"{role} {measure}" for role in _ROLES for measure in ("busy", "ms")))
     slowest = {
         (role, stage): max(
-            (one for one in up if one.now.role == role), key=lambda one: _share(one, stage), default=None
+            (peer for peer in up if peer.now.role == role), key=lambda peer: _share(peer, stage), default=None
         )
         for role in _ROLES
         for stage in STAGES
     }
-    shares = {key: _share(one, key[1]) if one else 0.0 for key, one in slowest.items()}
+    shares = {key: _share(peer, key[1]) if peer else 0.0 for key, peer in slowest.items()}
     longest = {stage: max(shares[role, stage] for role in _ROLES) for stage in STAGES}
     shown = sorted((stage for stage in STAGES if longest[stage]), key=lambda stage: -longest[stage])
     for stage in sorted(shown[: most or None], key=STAGES.index):
@@ -331,17 +331,17 @@ def _stages(up: Sequence[Between], most: int) -> Table:
     return table
 
 
-def _stage_cells(one: Between | None, stage: str) -> tuple[str, str]:
-    spans = one.grew(f"{_STAGE}_count", stage=stage) if one else 0
-    if one is None or not spans:
+def _stage_cells(peer: Between | None, stage: str) -> tuple[str, str]:
+    spans = peer.grew(f"{_STAGE}_count", stage=stage) if peer else 0
+    if peer is None or not spans:
         return "", ""
-    return f"{_share(one, stage):.1%}", f"{1000 * one.grew(f'{_STAGE}_sum', stage=stage) / spans:,.1f}"
+    return f"{_share(peer, stage):.1%}", f"{1000 * peer.grew(f'{_STAGE}_sum', stage=stage) / spans:,.1f}"
 
 
 def _faults(processes: Sequence[Between]) -> list[Text]:
     if not any(faults_of(processes)):
         return [_text("no fault", "green")]
-    return [_text(fault, "red") for fault in faults_of(one for one in processes if not one.now.fault)]
+    return [_text(fault, "red") for fault in faults_of(up for up in processes if not up.now.fault)]
 
 
 def _table(first: str, *titles: str) -> Table:

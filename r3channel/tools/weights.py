@@ -51,19 +51,19 @@ def run(argv: Sequence[str]) -> int:
         )
     wanted = [engines[0][1] if held is None else held.of_ranks(len(sums)) for _, sums in engines]
     version = engines[0][0] if held is None else str(held.version)
-    found = [
+    differences = [
         d
-        for client, (_, sums), own in zip(clients, engines, wanted, strict=True)
-        for d in compare_ranks(own, sums, engine=client.url)
+        for client, (_, sums), expected in zip(clients, engines, wanted, strict=True)
+        for d in compare_ranks(expected, sums, engine=client.url)
     ]
     versions = {client.url: answer[0] for client, answer in zip(clients, engines, strict=True)}
     stale = [url for url, other in versions.items() if other != version]
     if options.json:
-        told = {"parameters": _count(wanted[0]), "version": version, "engine_versions": versions}
-        print(json.dumps(told | {"different": [asdict(difference) for difference in found]}))
+        fields = {"parameters": _count(wanted[0]), "version": version, "engine_versions": versions}
+        print(json.dumps(fields | {"different": [asdict(difference) for difference in differences]}))
     else:
-        print(_text([_count(own) for own in wanted], version, versions, found))
-    return 1 if found or stale else 0
+        print(_text([_count(expected) for expected in wanted], version, versions, differences))
+    return 1 if differences or stale else 0
 
 
 def compare_ranks(
@@ -100,14 +100,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _text(
-    counts: Sequence[int], version: str, versions: Mapping[str, str], found: Sequence[Difference]
+    counts: Sequence[int], version: str, versions: Mapping[str, str], differences: Sequence[Difference]
 ) -> str:
     lines = []
-    for (url, own), count in zip(versions.items(), counts, strict=True):
-        mine = [difference for difference in found if difference.engine.split(" ")[0] == url]
-        said = "equal" if not mine else f"{len(mine)} differ"
-        note = "" if own == version else f", but it says version {own}"
-        lines.append(f"{url}: {count} parameters of version {version}: {said}{note}")
+    for (url, engine_version), count in zip(versions.items(), counts, strict=True):
+        mine = [difference for difference in differences if difference.engine.split(" ")[0] == url]
+        verdict = "equal" if not mine else f"{len(mine)} differ"
+        note = "" if engine_version == version else f", but it says version {engine_version}"
+        lines.append(f"{url}: {count} parameters of version {version}: {verdict}{note}")
         lines += [f"  {difference}" for difference in mine[:_SHOWN]]
         lines += [f"  and {len(mine) - _SHOWN} more"] if len(mine) > _SHOWN else []
     return "\n".join(lines)
