@@ -72,6 +72,7 @@ chaos: setup
 	$(BIN)/python -m tests.chaos $(ARGS)
 	$(BIN)/python -m tests.chaos --cells 63
 	$(BIN)/python -m tests.chaos.hostile --count $(COUNT)
+	$(BIN)/python -m tests.chaos.guided
 
 # After a crash pytest-xdist waits for ever for the tests that the worker had: the run ends at once, and names the test.
 # Engines and trainers start on one core for most of their time, so two files of tests that have them go on side by side, too.

@@ -152,6 +152,7 @@ class Recorder:
 def write_segment(path: Path, records: Iterable[Pieces]) -> int:
     """All records and the end, in a new file; its bytes. Raises OSError."""
     records = [*records, pack(Kind.END)]
+    path.unlink(missing_ok=True)  # who has mapped it would be killed by a file that is cut
     with path.open("wb") as file:
         check_room(file.fileno(), nbytes := nbytes_of(records))
         file.writelines(chain.from_iterable(records))

@@ -86,8 +86,7 @@ def read(path: Path) -> tuple[list[Record], int]:
     except OSError as error:
         raise RecordingInvalid(f"{path}: expected a segment of a recording: {error}") from error
     records = list(_records(data, path))
-    used = sum(HEAD_BYTES + _padded(record.payload.nbytes) for record in records)
-    return records, size - used
+    return records, size - sum(HEAD_BYTES + _padded(record.payload.nbytes) for record in records)
 
 
 def _records(data: memoryview, path: Path) -> Iterator[Record]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+
+import pytest
 
 from tests.chaos.mutations import KINDS, rows_told
 from tests.children import run
@@ -17,6 +20,14 @@ def test_changed_inputs_of_every_kind_are_read_as_an_oracle_reads_them_or_refuse
     assert all(len(outcomes) > 0 for outcomes in told["outcomes"].values())
     greeted = {"greeted": 1, "greeted with a wrong proof": 0}
     assert told["crowd"] == {"taken 200": 100, "wrong token 401": 100} | greeted
+
+
+@pytest.mark.full
+def test_coverage_guides_inputs_to_branches_that_the_corpus_does_not_reach() -> None:
+    done = run("-m", "tests.chaos.guided", "ticket", "--seconds", "5", limit_s=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    begin, end = (int(re.findall(rf"{word} *cov: (\d+)", done.stderr)[0]) for word in ("INITED", "DONE"))
+    assert end > begin > 100
 
 
 def test_the_oracles_read_what_the_encoders_made() -> None:

@@ -161,6 +161,14 @@ def test_a_segment_that_was_spliced_is_noticed(tmp_path: Path) -> None:
     assert Recording.open(tmp_path).step(0).cut == ("b",) and main(["check", str(tmp_path)]) == 1
 
 
+def test_a_step_that_is_recorded_again_leaves_a_reader_what_it_has_mapped(tmp_path: Path) -> None:
+    path = tmp_path / segment_name(0)
+    write_segment(path, [pack(Kind.TOKENS, b"1" * 8)])
+    mapped = read(path)[0]
+    write_segment(path, [pack(Kind.TOKENS, b"2" * 8)])
+    assert mapped[0].payload == b"1" * 8
+
+
 def test_a_disk_without_room_is_known_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = os.open(tmp_path / "x", os.O_WRONLY | os.O_CREAT)
     monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_blocks=1, f_bavail=255, f_frsize=4096))

@@ -154,27 +154,10 @@ def _device_properties(torch: Any) -> None:
     torch.cuda.get_device_properties = lambda *_args, **_options: found
 
 
-def _timed_manager(module: Any) -> None:
-    """What the rollout manager spends on routing and on its ordinary data; both ways have the same ends."""
+def _watched_manager(module: Any) -> None:
     from tests.upstream.slime_cpu import witness
 
     manager = module.RolloutManager.__ray_metadata__.modified_class
-    witness.timed(manager, "_convert_samples_to_train_data", "split")
-    split = manager._split_train_data_by_dp
-
-    def split_train_data_by_dp(self: Any, data: Any) -> Any:
-        import pickle
-
-        with witness.spent("split"):
-            boxes = split(self, data)
-        import ray
-
-        sizes = [len(pickle.dumps(ray.get(box.inner), protocol=5)) for box in boxes]
-        tokens = sum(len(one) for one in data["tokens"])
-        witness.TOLD["store_bytes"] = witness.TOLD.get("store_bytes", 0) + sum(sizes)
-        witness.TOLD["tokens"] = witness.TOLD.get("tokens", 0) + tokens
-        return boxes
-
     generate, dispose = manager.generate, manager.dispose
 
     def generated(self: Any, rollout_id: int) -> Any:
@@ -193,8 +176,7 @@ def _timed_manager(module: Any) -> None:
         witness.tell("manager", **witness.TOLD)
         dispose(self)
 
-    manager._split_train_data_by_dp, manager.dispose = split_train_data_by_dp, disposed
-    manager.generate = generated
+    manager.generate, manager.dispose = generated, disposed
     _told_router(module)
 
 
@@ -217,35 +199,17 @@ def _told_router(module: Any) -> None:
     module._start_router = start_router
 
 
-def _timed_replies(module: Any) -> None:
-    """slime decodes int32 here; with the channel the field is gone by then."""
+def _watched_rows(module: Any) -> None:
     from tests.upstream.slime_cpu import witness
 
-    _count_bytes(module.Sample, "_apply_meta_info")
-    witness.timed(module.Sample, "_apply_meta_info", "reply")
+    take, witness.TOLD["reply_bytes"] = module.SampleRows.take, 0
 
+    def counted(self: Any, sample: Any, meta_info: Any, **options: Any) -> Any:
+        witness.TOLD["reply_bytes"] += len(meta_info.get("routed_experts") or "")
+        return take(self, sample, meta_info, **options)
 
-def _timed_rows(module: Any) -> None:
-    from tests.upstream.slime_cpu import witness
-
-    _count_bytes(module.SampleRows, "take")
+    module.SampleRows.take = counted
     witness.watch_turns(module.SampleRows)
-    witness.timed(module.SampleRows, "take", "reply")
-    witness.timed(module.SampleRows, "seal", "split")
-
-
-def _count_bytes(owner: Any, name: str) -> None:
-    from tests.upstream.slime_cpu import witness
-
-    inner = getattr(owner, name)
-
-    def counted(self: Any, first: Any, meta_info: Any, *args: Any, **options: Any) -> Any:
-        field = meta_info.get("routed_experts")
-        nbytes = len(field) if isinstance(field, str) else 0
-        witness.TOLD["reply_bytes"] = witness.TOLD.get("reply_bytes", 0) + nbytes
-        return inner(self, first, meta_info, *args, **options)
-
-    setattr(owner, name, counted)
 
 
 def _killed(module: Any) -> None:
@@ -300,9 +264,8 @@ def setup() -> None:
 
         after_import("r3channel.integrations.slime.rollout", witness.watch_engine)
         after_import("r3channel.integrations.slime.relay_manager", witness.watch_fetches)
-        after_import("slime.utils.types", _timed_replies)
-        after_import("r3channel.integrations.slime.sample_rows", _timed_rows)
-        after_import("slime.ray.rollout", _timed_manager)
+        after_import("r3channel.integrations.slime.sample_rows", _watched_rows)
+        after_import("slime.ray.rollout", _watched_manager)
         if os.environ["SLIME_CPU_KILL"] == "1":
             after_import("r3channel.relay.row_stream", _killed)
     if os.environ.get("SLIME_CPU_FAULTS"):

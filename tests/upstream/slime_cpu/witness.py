@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import time
 import types
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -31,22 +30,16 @@ TOLD: dict[str, float] = {}
 """What the rollout manager told. Read through the module: what Ray pickles with a patched class would be a copy."""
 
 
-@contextmanager
-def spent(what: str) -> Iterator[None]:
-    begin = time.perf_counter()
-    try:
-        yield
-    finally:
-        SPENT.setdefault(what, []).append(round(time.perf_counter() - begin, 6))
-
-
 def timed(owner: Any, name: str, what: str) -> None:
     """Wrap a function of a module or class."""
     inner = getattr(owner, name)
 
     def run(*args: Any, **options: Any) -> Any:
-        with spent(what):
+        begin_s = time.perf_counter()
+        try:
             return inner(*args, **options)
+        finally:
+            SPENT.setdefault(what, []).append(round(time.perf_counter() - begin_s, 6))
 
     setattr(owner, name, run)
 
@@ -87,8 +80,7 @@ def _keep(name: str, value: Any) -> None:
 
 def tell(who: str, **more: Any) -> None:
     """This process's figures so far."""
-    found = {"peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "seconds": SPENT, **more}
-    (_folder() / f"{who}.json").write_text(json.dumps(found))
+    (_folder() / f"{who}.json").write_text(json.dumps({"seconds": SPENT, **more}))
 
 
 def _folder(name: str = "SLIME_CPU_WITNESS") -> Path:
@@ -116,9 +108,7 @@ def watch_channel(module: Any) -> None:
         corrupt = os.environ.get("SLIME_CPU_CORRUPT") == "1"
 
         def received(*args: Any, **options: Any) -> Any:
-            with spent("routing"):
-                shard = receive(*args, **options)
-            shards.append(shard)
+            shards.append(shard := receive(*args, **options))
             if corrupt and shard.shard.layers:
                 _corrupt(shard.layer_ids(0, shard.shard.layers[0]))
             return shard
@@ -129,8 +119,6 @@ def watch_channel(module: Any) -> None:
                 inner(self, rollout_id, rollout_data, external_data=external_data)
         finally:
             channel.receiver.receive = receive
-        stages = channel.metrics.clock.totals(step=rollout_id)
-        SPENT.setdefault("waits", []).append(sum(stages.get(wait, 0) for wait in ("wait_relay", "wait_wire")))
         for call in (each for each in calls if each.microbatch >= 0):
             batch = shards[0].shard
             samples, positions = batch.row_map(call.microbatch, tp=shards[0].tp)
@@ -240,8 +228,7 @@ def watch_actor(module: Any) -> None:
         _LAYERS[:] = _own_moe_layers(self, pattern)
         for indices in rollout_data["micro_batch_indices"]:
             _EXPECTED.append(_rows(self.args, rollout_data, indices))
-        with spent("routing"):
-            return fill(self, data_iterator, num_microbatches, rollout_data)
+        return fill(self, data_iterator, num_microbatches, rollout_data)
 
     actor.fill_routing_replay = fill_routing_replay
 
