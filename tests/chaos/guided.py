@@ -20,7 +20,7 @@ COMPILED = ["r3channel.wire.kernels", "r3channel.plan.placement"]
 """What Numba compiles cannot be watched."""
 with atheris.instrument_imports(include=["r3channel"], exclude=COMPILED):
     from tests.chaos.hostile import Run, stop
-    from tests.chaos.mutations import KINDS
+    from tests.chaos.mutations import KINDS, change
 
 _SIGNED, _MOST_BYTES = 0.85, 4096
 
@@ -38,16 +38,21 @@ def fuzz(name: str, seconds: int, folder: Path) -> None:
         run.one(name, {part_of(data): data[1:]})
         assert not run.failures, run.failures
 
-    def change(data: bytes, most: int, seed: int) -> bytes:
-        changed, rng = bytearray(atheris.Mutate(data, most)), random.Random(seed)
-        inner = changed[1:]
+    def changed(data: bytes, most: int, seed: int) -> bytes:
+        """By libFuzzer, or as `hostile` does, which knows numbers and JSON."""
+        rng = random.Random(seed)
+        ours = rng.random() < 0.5 and len(data) > 1
+        whole = bytearray(data if ours else atheris.Mutate(data, most))
+        inner = whole[1:]
+        if ours:
+            change(inner, rng)
         if rng.random() < _SIGNED:
-            kind.sign(part_of(changed), inner, rng)
-        return bytes(changed[:1] + inner)
+            kind.sign(part_of(whole), inner, rng)
+        return bytes(whole[:1] + inner)[:most]
 
     signal.signal(signal.SIGALRM, stop)
-    options = f"-max_total_time={seconds} -max_len={_MOST_BYTES} -artifact_prefix={folder}/ {folder}"
-    atheris.Setup([sys.argv[0], *options.split()], read, custom_mutator=change)
+    options = f"-max_total_time={seconds} -use_value_profile=1 -max_len={_MOST_BYTES} -artifact_prefix={folder}/ {folder}"
+    atheris.Setup([sys.argv[0], *options.split()], read, custom_mutator=changed)
     atheris.Fuzz()
 
 
