@@ -18,7 +18,7 @@ import atheris
 
 COMPILED = ["r3channel.wire.kernels", "r3channel.plan.placement"]
 """What Numba compiles cannot be watched."""
-with atheris.instrument_imports(include=["r3channel"], exclude=COMPILED):
+with atheris.instrument_imports(include=["r3channel"], exclude=COMPILED):  # pyright: ignore
     from tests.chaos.hostile import Run, stop
     from tests.chaos.mutations import KINDS, change
 

@@ -187,7 +187,7 @@ def watch_weights(module: Any) -> None:
     seen, whole = {"compared": 0, "differ": 0, "sent": 0}, dict[str, Any]()
 
     def shards(args: Any, model: Any, model_name: str) -> Any:
-        from slime.backends.megatron_utils.update_weight import hf_weight_iterator_base as slimes
+        from slime.backends.megatron_utils.update_weight import hf_weight_iterator_base as slimes  # pyright: ignore
 
         found, named = parts_of_rank(args, model, model_name), module.common.named_params_and_buffers
         own = slimes.HfWeightIteratorBase.create(args, model, model_name=model_name, quantization_config=None)
