@@ -17,13 +17,15 @@ LARGE := . On Linux PyPI serves the CUDA build: 2.7 GB to download, where the CP
 ARGS ?=
 
 LOCK := examples/embedded/requirements.txt
+# Not of the lock: its wheels are for x86-64 alone.
+FUZZER := atheris==3.0.0
 VENV := .venv
 HEAVY := (engine or dist or e2e)
 WORKERS := -n 2 --dist loadfile --max-worker-restart 0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 # The stamp's name is a hash of all that setup depends on: when nothing changed, setup is one look at a file.
-KEY := $(shell (cat $(LOCK) pyproject.toml; echo '$(TORCH) $(CURDIR)') | sha256sum | cut -c1-16)
+KEY := $(shell (cat $(LOCK) pyproject.toml; echo '$(TORCH) $(FUZZER) $(CURDIR)') | sha256sum | cut -c1-16)
 READY := $(VENV)/ready-$(KEY)
 OLD_NUMPY := $(VENV)/numpy-1.26.4
 
@@ -59,6 +61,7 @@ $(READY):
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || : # on all cores; pip compiles on one. Some packages ship templates
 	@$(BIN)/python -m pyright --version >/dev/null \
 	  || echo "setup: pyright does not start here; only make lint needs it" >&2
+	@$(PIP) --no-deps --only-binary :all: "$(FUZZER)" || echo "setup: no Atheris for this machine; only make chaos needs it" >&2
 	@echo "$(CURDIR)" > $(VENV)/home; rm $(VENV)/unfinished; touch $@
 	@echo "setup: ready ($(VENV))"
 
@@ -73,7 +76,7 @@ chaos: setup
 	$(BIN)/python -m tests.chaos $(ARGS)
 	$(BIN)/python -m tests.chaos --cells 63
 	$(BIN)/python -m tests.chaos.hostile --count $(COUNT)
-	$(BIN)/python -m tests.chaos.guided --seconds 120
+	! $(BIN)/python -c "import atheris" || $(BIN)/python -m tests.chaos.guided --seconds 120
 
 # After a crash pytest-xdist waits for ever for the tests that the worker had: the run ends at once, and names the test.
 # Engines and trainers start on one core for most of their time, so two files of tests that have them go on side by side, too.

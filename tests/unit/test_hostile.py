@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 
 import pytest
 
@@ -23,6 +24,7 @@ def test_changed_inputs_of_every_kind_are_read_as_an_oracle_reads_them_or_refuse
 
 
 @pytest.mark.full
+@pytest.mark.skipif(find_spec("atheris") is None, reason="no Atheris for this machine (make setup says so)")
 def test_coverage_guides_inputs_to_branches_that_the_corpus_does_not_reach() -> None:
     done = run("-m", "tests.chaos.guided", "ticket", "--seconds", "5", limit_s=300)
     assert done.returncode == 0, done.stderr[-4000:]
