@@ -21,7 +21,7 @@ ENDS = {
     **dict.fromkeys(
         ("capture", "capture_weights", "capture_cost"), "NeedsKernel: only a GPU has Triton's kernels"
     ),
-    "group": "only a GPU has NCCL",
+    **dict.fromkeys(("group", "pair"), "only a GPU has NCCL"),
 }
 """What the checks ask for that nothing stands in for; the others pass."""
 WRONG = ("NeedsKernel", "AssertionError: on the host", "AssertionError: pageable")
@@ -53,10 +53,9 @@ def test_on_an_image_with_cuda_each_check_goes_on_until_it_needs_a_kernel(tmp_pa
     for name, row in rows.items():
         if name in ENDS:
             assert row["status"] == "failed" and row["traceback"].strip().endswith(ENDS[name]), row
-    assert rows["pair"]["why"] == "needs 2 GPU(s), torch sees 1"
     failed = rows["tests"]["figures"]["failed"]
     assert failed and all(any(end in why for end in WRONG) for why in failed.values()), failed
-    others = rows.keys() - ENDS.keys() - {"pair", "tests"}
+    others = rows.keys() - ENDS.keys() - {"tests"}
     assert {name: rows[name]["why"] for name in others if rows[name]["status"] != "passed"} == {}
     gradients = [name for name in rows["replay"]["figures"] if name.endswith("gradients, relative")]
     assert len(gradients) == 12, "all models, before the audit asks for a profile"

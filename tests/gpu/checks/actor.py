@@ -43,9 +43,10 @@ class Owner(RelayHost):
     """The relay's process."""
 
     def __init__(self, transport: str, stand_in: str = "") -> None:
-        """`stand_in`: the GPU that it is to think it has, where it has none."""
-        if stand_in:
+        """`stand_in`: the GPU that it is to think it has."""
+        if stand_in and not torch.cuda.is_available():
             setattr(row_server, "DeviceStaging", lambda device: HostPool())  # noqa: B010
+        if stand_in:
             setattr(row_server, "gpu_of", lambda device: stand_in)  # noqa: B010
         self.relay = Relay(SPEC, LAYOUT, config_of(transport))
 
