@@ -186,7 +186,7 @@ def run(
         outcome.why = f"{', '.join(missing)} not installed (WHEELS=, see make gpu-wheels)"
     elif check.only_on and check.only_on != device:
         outcome.why = "needs a CUDA device: it would say nothing on a CPU"
-    elif device == "cuda" and not machine["GPUs"]:
+    elif outcome.unfit:
         outcome.why = "needs a GPU, torch sees 0"
     elif left_s < 1:
         outcome.why = "the checks before it took all the time"

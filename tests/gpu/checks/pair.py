@@ -24,7 +24,8 @@ def check(device: str, facts: Facts) -> None:
         # The relay's process is made with it.
         os.environ.update(NCCL_HOSTID="relay", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     with relay_in("python", transport, *other) as (owner, control):
-        os.environ["NCCL_HOSTID"] = "trainer"
+        # Not where each has a GPU: the two would go through sockets there, too.
+        os.environ.update({"NCCL_HOSTID": "trainer"} if other else {})
         if gpus:
             torch.cuda.set_device(where)
         receiver, begin = receiver_of(control, transport, where), time.monotonic()
