@@ -115,8 +115,8 @@ gpu-wheels:
 lint: setup
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
-	$(BIN)/python -m tests.code_lines
-	$(BIN)/python -m tests.docstrings
+	$(BIN)/python -m tests.support.code_lines
+	$(BIN)/python -m tests.support.docstrings
 	$(BIN)/python -m pyright
 
 format: setup
@@ -129,7 +129,7 @@ dashboard: setup
 
 # Ceilings of code lines fall to today's figures.
 lower: setup
-	$(BIN)/python -m tests.code_lines --lower
+	$(BIN)/python -m tests.support.code_lines --lower
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -12,7 +12,7 @@ from hypothesis import settings
 from examples.embedded import sglang
 from examples.embedded.model import write_model
 from examples.embedded.sglang import EngineOptions, EngineServer
-from tests.forked_engines import EngineForks
+from tests.support.forked_engines import EngineForks
 
 READY_TIMEOUT_S = 300.0  # on a busy machine; a quiet one takes 15 to 35 s
 settings.register_profile("untimed", deadline=None)  # a busy machine is no fault of what is tested

@@ -56,12 +56,12 @@ from r3channel.wire.parcel import pack_parcel
 from r3channel.wire.row_protocol import _NAMES, pack
 from tests.chaos import mutations as change
 from tests.chaos.mutations import KINDS, Kind, Parts
-from tests.direct import hello_of, said_hello, turns_here
-from tests.fake_engine import Model
-from tests.memory import resident
-from tests.misaligned import engine_step
-from tests.oracle import read as oracle_rows
-from tests.samples import SPEC, frame_of
+from tests.chaos.oracle import read as oracle_rows
+from tests.support.direct import hello_of, said_hello, turns_here
+from tests.support.fake_engine import Model
+from tests.support.memory import resident
+from tests.support.misaligned import engine_step
+from tests.support.samples import SPEC, frame_of
 
 LIMIT_S, MOST_BYTES, CROWD = 10.0, 48 << 20, 2000
 """Seconds and memory of an input of some kilobytes at most; connections at once."""

@@ -16,12 +16,12 @@ from examples.async_grpo import train_async
 from examples.async_grpo.options import parse
 from examples.async_grpo.rays import actor_class, fetch
 from examples.embedded import sglang
-from tests import fork_server
 from tests.chaos.actors import Manager, Trainer
 from tests.chaos.ledger import Ledger
 from tests.chaos.shim import TABLE
-from tests.direct import until
-from tests.forked_engines import EngineForks
+from tests.support import fork_server
+from tests.support.direct import until
+from tests.support.forked_engines import EngineForks
 
 LIMIT_S = 200.0
 """A part of a step that takes longer hangs: the sum of the deadlines that may follow one another, and a restart."""

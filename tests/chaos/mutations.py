@@ -36,9 +36,9 @@ from r3channel.wire.routing import RowKind
 from r3channel.wire.source import InHand
 from r3channel.wire.tensor_frame import TensorRows, encode_tensor, parse_tensors
 from r3channel.wire.token_tensors import tensors_of
-from tests.direct import hello_of
-from tests.oracle import read as oracle_rows
-from tests.samples import SPEC, WIDE, frame_of, random_ids, span
+from tests.chaos.oracle import read as oracle_rows
+from tests.support.direct import hello_of
+from tests.support.samples import SPEC, WIDE, frame_of, random_ids, span
 
 Parts = dict[str, bytes]
 """An input: one part, or a part for each file of a folder, member of an archive or message of a connection."""

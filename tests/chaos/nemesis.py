@@ -15,12 +15,12 @@ from typing import Any
 import psutil
 
 from r3channel.wire.parcel import Status
-from tests import direct
 from tests.chaos.actors import DEPARTURES
 from tests.chaos.loop import LIMIT_S, Loop
 from tests.chaos.proxy import Proxy
 from tests.chaos.shim import LEGS, TABLE
-from tests.samples import frame_of
+from tests.support import direct
+from tests.support.samples import frame_of
 
 FAULTS: dict[str, list[str]] = TABLE["faults"]
 

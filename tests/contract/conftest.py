@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.delivery import MakeRelay, relays
-from tests.fake_engine import FakeEngine
+from tests.support.delivery import MakeRelay, relays
+from tests.support.fake_engine import FakeEngine
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from r3channel.weights.group import WeightGroup
 from r3channel.weights.session import WeightSync
 from tests.contract.exact_rank import failure
 from tests.dist.ranks import write_result
-from tests.weights import NAMES, weights
+from tests.support.weights import NAMES, weights
 
 
 def stage(job: dict[str, Any], version: int) -> list[tuple[str, torch.Tensor]]:

@@ -31,10 +31,10 @@ from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.mismatch import RoutingAudit, measure, publish
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.weights.session import WeightSync
-from tests.delivery import MakeRelay, receivers_of, relays, until
-from tests.direct import Engine, hello_of
-from tests.fake_engine import FakeEngine
-from tests.samples import SPEC, random_ids, reply_for
+from tests.support.delivery import MakeRelay, receivers_of, relays, until
+from tests.support.direct import Engine, hello_of
+from tests.support.fake_engine import FakeEngine
+from tests.support.samples import SPEC, random_ids, reply_for
 from tests.unit.test_alerts import FOLDER, RULES, needs_promtool, promtool
 
 BEFORE, AFTER, STEP_S = 45, 30, 10.0

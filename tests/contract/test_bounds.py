@@ -11,8 +11,8 @@ from r3channel import errors
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
-from tests.delivery import LIMIT_S, receivers_of, relays, until
-from tests.samples import reply_for
+from tests.support.delivery import LIMIT_S, receivers_of, relays, until
+from tests.support.samples import reply_for
 
 TOKENS = 1000  # 24 kB of ids
 

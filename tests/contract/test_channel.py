@@ -15,8 +15,8 @@ from r3channel.plan.assignment import Assignment
 from r3channel.relay.relay import Relay
 from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.replay import ReplayDriver, ReplayStep
-from tests.delivery import receivers_of, relays
-from tests.samples import SPEC, reply_for
+from tests.support.delivery import receivers_of, relays
+from tests.support.samples import SPEC, reply_for
 from tests.unit.test_replay_step import Router, handle
 
 TOKENS = 9

@@ -21,7 +21,7 @@ from r3channel.plan.assignment import Assignment
 from r3channel.recordings.recorder import Recorder
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
-from tests.delivery import (
+from tests.support.delivery import (
     LIMIT_S,
     TOKENS,
     MakeRelay,
@@ -38,7 +38,7 @@ from tests.delivery import (
     ticket_of,
     until,
 )
-from tests.samples import SPEC, random_ids, reply_for
+from tests.support.samples import SPEC, random_ids, reply_for
 
 ROWS = 3 * sum(n - 1 for n in TOKENS.values())
 

@@ -30,7 +30,7 @@ from r3channel.relay.relay import Relay
 from r3channel.transport.auth import obtain_token, read_token
 from r3channel.wire.frame import FRAME_MAGIC
 from r3channel.wire.parcel import FRAMES_PATH, HELLO_PATH, REFERENCE_MAGIC
-from tests.direct import (
+from tests.support.direct import (
     LIMIT_S,
     Engine,
     ask,
@@ -46,7 +46,7 @@ from tests.direct import (
     turns_here,
     until,
 )
-from tests.samples import SPEC, random_ids, reply_for
+from tests.support.samples import SPEC, random_ids, reply_for
 
 
 @dataclass

@@ -26,9 +26,19 @@ from r3channel.transport.base import Pending, Rendezvous, Transport
 from r3channel.transport.connection import Connection
 from r3channel.transport.process_group import ProcessGroupTransport
 from r3channel.transport.select import join
-from tests.delivery import LIMIT_S, MakeRelay, check_rows, hand, lives, receive, receivers_of, relays, sealed
-from tests.direct import until
-from tests.samples import reply_for
+from tests.support.delivery import (
+    LIMIT_S,
+    MakeRelay,
+    check_rows,
+    hand,
+    lives,
+    receive,
+    receivers_of,
+    relays,
+    sealed,
+)
+from tests.support.direct import until
+from tests.support.samples import reply_for
 
 
 class Cable:

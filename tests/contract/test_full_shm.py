@@ -17,11 +17,11 @@ import pytest
 from r3channel.errors import CannotStage, StoreFull
 from r3channel.plan.assignment import Assignment
 from r3channel.weights import memory
-from tests.children import run
-from tests.delivery import LIMIT_S, check_rows, receive, receivers_of, relays, sealed, until
-from tests.fake_engine import FakeEngine
-from tests.samples import reply_for
-from tests.weights import give, holds, refused, serving, session
+from tests.support.children import run
+from tests.support.delivery import LIMIT_S, check_rows, receive, receivers_of, relays, sealed, until
+from tests.support.fake_engine import FakeEngine
+from tests.support.samples import reply_for
+from tests.support.weights import give, holds, refused, serving, session
 
 _NEW_NAMESPACE, _REFUSED = 0x20000, 77
 

@@ -26,10 +26,10 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.trainer.receiver import Receiver
 from r3channel.transport.process_group import ProcessGroupTransport
-from tests.children import printed
-from tests.delivery import hand, lives
-from tests.memory import resident
-from tests.samples import SPEC, frame_of
+from tests.support.children import printed
+from tests.support.delivery import hand, lives
+from tests.support.memory import resident
+from tests.support.samples import SPEC, frame_of
 
 BUCKETS, STEPS, LOOKS = 20, 5, 200
 """Buckets of a step; steps from one look to the next; looks."""

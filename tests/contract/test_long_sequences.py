@@ -18,8 +18,8 @@ from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.router import RouterHandle
 from r3channel.trainer.step import ReplayStep
 from r3channel.wire.frame import encode_frame
-from tests.delivery import MakeRelay, receive, receivers_of, relays
-from tests.memory import growth_of
+from tests.support.delivery import MakeRelay, receive, receivers_of, relays
+from tests.support.memory import growth_of
 
 SPEC = RoutingSpec(num_layers=48, moe_layers=tuple(range(48)), num_experts=128, top_k=8)
 MIB = 1 << 20

@@ -22,9 +22,9 @@ from r3channel.tools.report_page import verdict_of
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.shard_buffer import RelaySink
 from r3channel.transport.http import urlopen
-from tests.delivery import MakeRelay, receivers_of, relays, until
-from tests.direct import Engine
-from tests.samples import reply_for
+from tests.support.delivery import MakeRelay, receivers_of, relays, until
+from tests.support.direct import Engine
+from tests.support.samples import reply_for
 from tests.unit.test_report_page import result
 
 

@@ -21,7 +21,7 @@ from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.staleness import Staleness
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame import encode_frame
-from tests.misaligned import CASES, DENSE, PLAIN, WIDE, Rows, engine_step, rows_of
+from tests.support.misaligned import CASES, DENSE, PLAIN, WIDE, Rows, engine_step, rows_of
 
 NOT_HANDED = {
     "mixed_versions": "the ids are right; the ticket is the only one that says versions",

@@ -11,8 +11,18 @@ import pytest
 from r3channel import errors
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
-from tests.delivery import LIMIT_S, MakeRelay, Slowly, check_rows, lives, receive, receivers_of, relays, until
-from tests.delivery import sealed as sealed_with
+from tests.support.delivery import (
+    LIMIT_S,
+    MakeRelay,
+    Slowly,
+    check_rows,
+    lives,
+    receive,
+    receivers_of,
+    relays,
+    until,
+)
+from tests.support.delivery import sealed as sealed_with
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from r3channel.trainer.rank_shard import RankShard
 from r3channel.transport.connection import Connection
 from r3channel.wire import row_protocol as wire
 from r3channel.wire.frame import encode_frame
-from tests.delivery import (
+from tests.support.delivery import (
     LIMIT_S,
     MakeRelay,
     Slowly,
@@ -42,7 +42,7 @@ from tests.delivery import (
     ticket_of,
     until,
 )
-from tests.samples import SPEC, reply_for
+from tests.support.samples import SPEC, reply_for
 
 SHORT_S = 1.0
 """A deadline that is to pass."""

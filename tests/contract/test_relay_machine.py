@@ -38,9 +38,9 @@ from r3channel.trainer.receiver import Receiver
 from r3channel.wire import row_protocol as wire
 from r3channel.wire.frame import encode_frame, sample_key
 from r3channel.wire.routing import Ids
-from tests.delivery import compare, connected, hand, receivers_of, relays, threads
-from tests.direct import LIMIT_S, deliver, parcel_of, post, reference_reply, said_hello, until
-from tests.samples import SPEC, random_ids, reply_of, span
+from tests.support.delivery import compare, connected, hand, receivers_of, relays, threads
+from tests.support.direct import LIMIT_S, deliver, parcel_of, post, reference_reply, said_hello, until
+from tests.support.samples import SPEC, random_ids, reply_of, span
 
 HELD, WAITING, FAILED = "held", "waiting", "failed"
 OUTCOMES = ("received", "duplicate", "rejected", "discarded", "expired", "delivered")

@@ -18,9 +18,9 @@ from r3channel.relay.relay import Relay
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
 from r3channel.wire.frame import encode_frame
-from tests.delivery import LIMIT_S, MakeRelay, receivers_of, threads, until
-from tests.direct import deliver, draft_of, hello_of, reference_reply
-from tests.samples import SPEC, frame_of, random_ids, reply_for, reply_of
+from tests.support.delivery import LIMIT_S, MakeRelay, receivers_of, threads, until
+from tests.support.direct import deliver, draft_of, hello_of, reference_reply
+from tests.support.samples import SPEC, frame_of, random_ids, reply_for, reply_of
 
 
 def receiver_of(relay: Relay) -> Receiver:

@@ -13,7 +13,7 @@ import torch
 from r3channel import errors
 from r3channel.transport.collective_lock import PROCESS_SLOT, Slot
 from r3channel.weights.session import WeightSync
-from tests.delivery import LIMIT_S, check_rows, receivers_of, relays, sealed, until
+from tests.support.delivery import LIMIT_S, check_rows, receivers_of, relays, sealed, until
 
 
 def test_uses_of_one_kind_may_overlap() -> None:

@@ -25,9 +25,18 @@ from r3channel.wire.frame import encode_frame, sample_key
 from r3channel.wire.parcel import FrameReference
 from r3channel.wire.routing import ProvenanceSpan, RowKind
 from r3channel.wire.source import InHand
-from tests.delivery import LIMIT_S, MakeRelay, Slowly, check_rows, receive, receivers_of, relays, sealed
-from tests.direct import until
-from tests.samples import SPEC, random_ids, reply_for, reply_of
+from tests.support.delivery import (
+    LIMIT_S,
+    MakeRelay,
+    Slowly,
+    check_rows,
+    receive,
+    receivers_of,
+    relays,
+    sealed,
+)
+from tests.support.direct import until
+from tests.support.samples import SPEC, random_ids, reply_for, reply_of
 
 TOKENS = 100
 

@@ -18,8 +18,8 @@ import pytest
 
 from r3channel.plan.assignment import Assignment
 from r3channel.tools.top import Look, urls_of
-from tests.delivery import receivers_of, relays, until
-from tests.direct import Engine, hello_of
+from tests.support.delivery import receivers_of, relays, until
+from tests.support.direct import Engine, hello_of
 
 _NEWNET = 0x40000000
 """CLONE_NEWNET of sched.h."""

@@ -13,8 +13,8 @@ import pytest
 
 from r3channel.errors import ConfigError, DeadlineExceeded, EngineRefused, EngineUnavailable
 from r3channel.weights.engine import EngineHandle
-from tests.direct import hello_of
-from tests.http_answers import Answering
+from tests.support.direct import hello_of
+from tests.support.http_answers import Answering
 
 Serve = Callable[[int, bytes], EngineHandle]
 

@@ -16,7 +16,7 @@ from r3channel.weights.loader_map import dry_run
 from r3channel.weights.manifest import TensorMeta
 from tests.contract.exact_rank import FLOAT8, plain, weights
 from tests.dist.ranks import run_ranks
-from tests.fake_engine import FakeEngine, Model
+from tests.support.fake_engine import FakeEngine, Model
 
 RANK = "tests.contract.exact_rank"
 

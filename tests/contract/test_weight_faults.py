@@ -15,8 +15,8 @@ from r3channel.transport.connection import Connection
 from r3channel.weights.rank_link import RankLink
 from r3channel.weights.session import WeightSync
 from r3channel.weights.transaction import EngineState
-from tests.fake_engine import UPDATE, FakeEngine
-from tests.weights import (
+from tests.support.fake_engine import UPDATE, FakeEngine
+from tests.support.weights import (
     BUCKETS,
     NAMES,
     again_to,

@@ -10,8 +10,8 @@ import torch
 from r3channel import errors
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
-from tests.fake_engine import FakeEngine
-from tests.weights import again_to, broadcasting, give, weights
+from tests.support.fake_engine import FakeEngine
+from tests.support.weights import again_to, broadcasting, give, weights
 
 OURS = str(torch.__version__)
 

@@ -13,8 +13,18 @@ from r3channel.errors import EngineLeftBehind, GiverChanged, UsageError, Weights
 from r3channel.weights.rank_link import RankLink
 from r3channel.weights.session import WeightSync
 from tests.contract.test_weight_staged import loading
-from tests.fake_engine import FakeEngine
-from tests.weights import COMMIT, NAMES, again_to, give, holds, in_gpu_memory, serving, session, weights
+from tests.support.fake_engine import FakeEngine
+from tests.support.weights import (
+    COMMIT,
+    NAMES,
+    again_to,
+    give,
+    holds,
+    in_gpu_memory,
+    serving,
+    session,
+    weights,
+)
 
 __all__ = ["loading"]
 Trio = tuple[WeightSync, FakeEngine, FakeEngine, FakeEngine]

@@ -11,8 +11,8 @@ import torch
 from r3channel.errors import CannotStage, ConfigError, EngineRefused, ManifestMismatch, WeightUpdateFailed
 from r3channel.weights.loader_map import Learned
 from r3channel.weights.refusals import ANY_WAY, STAGED
-from tests.fake_engine import FakeEngine, Model
-from tests.weights import COMMIT, NAMES, give, holds, refused, serving, session, weights
+from tests.support.fake_engine import FakeEngine, Model
+from tests.support.weights import COMMIT, NAMES, give, holds, refused, serving, session, weights
 
 EITHER_WAY: list[tuple[str, Any, str]] = [
     ("dp_size", 2, "one replica alone"),

@@ -8,8 +8,8 @@ import torch
 
 from tests.contract.test_weight_faults import UPDATE
 from tests.dist.ranks import run_ranks
-from tests.fake_engine import FakeEngine
-from tests.weights import NAMES, holds, serving, weights
+from tests.support.fake_engine import FakeEngine
+from tests.support.weights import NAMES, holds, serving, weights
 
 RANK = "tests.contract.source_rank"
 

@@ -19,8 +19,8 @@ from r3channel.weights.loader_map import dry_run
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.session import WeightSync
 from r3channel.weights.transaction import EngineState
-from tests.fake_engine import UPDATE, FakeEngine, Model
-from tests.weights import COMMIT, NAMES, Weights, give, holds, refused, serving, session, weights
+from tests.support.fake_engine import UPDATE, FakeEngine, Model
+from tests.support.weights import COMMIT, NAMES, Weights, give, holds, refused, serving, session, weights
 
 
 def test_an_update_reaches_every_engine_and_pauses_it_for_the_change_over_alone() -> None:

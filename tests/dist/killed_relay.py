@@ -34,10 +34,10 @@ from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.relay_connection import RelayConnection
 from r3channel.trainer.shard_buffer import RelaySink
-from tests.delivery import compare
-from tests.direct import until
 from tests.dist.control import ControlServer, TcpControl
-from tests.samples import SPEC, random_ids, reply_for
+from tests.support.delivery import compare
+from tests.support.direct import until
+from tests.support.samples import SPEC, random_ids, reply_for
 
 TOKENS = {f"s{i}": n for i, n in enumerate((9, 700, 17, 5, 40, 30))}
 STEP = 4

@@ -30,7 +30,7 @@ from r3channel.transport.tp_fanout import TensorParallelFanout
 from r3channel.weights.convert import hf_weights
 from tests.dist.control import TcpControl
 from tests.dist.ranks import megatron_world
-from tests.plans import oracle_rows
+from tests.support.plans import oracle_rows
 
 NO_AUX_LOSS = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}  # it would count padding
 

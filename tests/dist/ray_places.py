@@ -10,8 +10,8 @@ from r3channel.config import ChannelConfig
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.ray_host import RelayHost
 from r3channel.relay.relay import Relay
-from tests.direct import Engine, hello_of
-from tests.samples import SPEC
+from tests.support.direct import Engine, hello_of
+from tests.support.samples import SPEC
 
 
 class Manager(RelayHost):

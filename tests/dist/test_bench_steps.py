@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.children import printed
+from tests.support.children import printed
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.children import ROOT, run
 from tests.gpu.run import CHECKS
+from tests.support.children import ROOT, run
 
 pytestmark = [pytest.mark.dist, pytest.mark.full, pytest.mark.timeout(1800)]
 ON_A_CPU = {"tests": "not run", "staging": "not run", "host_path_cost": "not run"}

@@ -25,10 +25,10 @@ from r3channel.recordings.recorder import Recorder
 from r3channel.relay.relay import Relay
 from r3channel.tools.pages import PROVEN, WHEN
 from r3channel.wire.frame import encode_frame
-from tests.delivery import recorded
 from tests.dist.control import ControlServer
 from tests.dist.ranks import run_ranks
-from tests.samples import random_ids
+from tests.support.delivery import recorded
+from tests.support.samples import random_ids
 from tests.upstream.wheels import unpacked
 
 pytestmark = pytest.mark.dist

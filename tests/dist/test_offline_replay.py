@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from tests.children import ROOT, printed, said_by
+from tests.support.children import ROOT, printed, said_by
 
 pytestmark = pytest.mark.dist
 EXAMPLES = ROOT / "examples"

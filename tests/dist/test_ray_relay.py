@@ -21,9 +21,9 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recording import Recording
 from r3channel.relay.ray_host import NAME, RayRelay
-from tests.children import ROOT, run
-from tests.delivery import compare, receive, receivers_of
-from tests.samples import SPEC, random_ids
+from tests.support.children import ROOT, run
+from tests.support.delivery import compare, receive, receivers_of
+from tests.support.samples import SPEC, random_ids
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
 LAYOUT = TrainerLayout(dp=2, pp=2)

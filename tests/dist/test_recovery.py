@@ -16,9 +16,9 @@ from r3channel.relay.journal import Recovery, read_remains
 from r3channel.relay.relay import Relay
 from r3channel.trainer.receiver import Receiver
 from r3channel.wire.header import announced_bytes
-from tests.direct import draft_of
 from tests.dist.killed_relay import LAYOUT, TOKENS, Child, config, fill, leave
-from tests.samples import SPEC, reply_for
+from tests.support.direct import draft_of
+from tests.support.samples import SPEC, reply_for
 
 
 def kill_at(point: str, folder: Path) -> Path:

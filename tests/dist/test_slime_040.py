@@ -9,8 +9,8 @@ import pytest
 
 from examples.embedded.model import ModelShape, config_of
 from examples.embedded.sglang import free_port
-from tests import slime_checkout
-from tests.children import ROOT, run
+from tests.support import slime_checkout
+from tests.support.children import ROOT, run
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
 
@@ -36,7 +36,7 @@ BODIES = {
   self.engine = ray.remote(engine_group.SGLangEngine).remote(args)
   ray.get(self.engine.init.remote())
  def started(self): return self.engine""",
-    "slime/backends/sglang_utils/sglang_engine.py": "import os\nfrom tests.direct import Engine, until",
+    "slime/backends/sglang_utils/sglang_engine.py": "import os\nfrom tests.support.direct import Engine, until",
     "SGLangEngine.init": """
   self.plugin = Engine(*(os.environ[f"R3CHANNEL_{name}"] for name in ("RELAY_URL", "TOKEN_FILE")))
  def __init__(self, args): self.args = args
@@ -76,8 +76,8 @@ from slime.utils.arguments import parse_args
 from r3channel.config import ChannelConfig
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.ray_host import RayRelay
-from tests.delivery import compare, receive, receivers_of
-from tests.samples import random_ids
+from tests.support.delivery import compare, receive, receivers_of
+from tests.support.samples import random_ids
 
 args, restore_plan = parse_args(return_restore_plan=True)
 startup = create_rollout_manager(args, restore_plan=restore_plan)

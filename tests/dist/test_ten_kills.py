@@ -13,7 +13,6 @@ import pytest
 from r3channel.config import ChannelConfig
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
-from tests.direct import until
 from tests.dist.control import ControlServer
 from tests.dist.killed_relay import (
     AT_RECEIVER,
@@ -30,7 +29,8 @@ from tests.dist.killed_relay import (
     fill,
     rows_in,
 )
-from tests.samples import SPEC
+from tests.support.direct import until
+from tests.support.samples import SPEC
 
 pytestmark = pytest.mark.dist
 RANKS = range(LAYOUT.world_size)

@@ -7,7 +7,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.placement import place_samples
 from r3channel.plan.shards import plan_shards
 from r3channel.wire.frame import parse_frame
-from tests.samples import SPEC, frame_of
+from tests.support.samples import SPEC, frame_of
 
 IDS_TLK = parse_frame(frame_of(9), spec=SPEC).verify()
 PLAN = plan_shards(Assignment.given([[["s"]]]), tokens={"s": 9}, spec=SPEC, layout=TrainerLayout())

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from r3channel.tools.dashboard import dashboard
-from tests.prometheus import answer, prometheus
+from tests.support.prometheus import answer, prometheus
 
 
 @contextmanager

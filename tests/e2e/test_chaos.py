@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests import children
 from tests.chaos import matrix
 from tests.chaos.__main__ import BAD
+from tests.support import children
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -27,12 +27,12 @@ from r3channel.recordings.recording import Recording
 from r3channel.recordings.summary import summarize
 from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.store import HeldWeights
-from tests import children
 from tests.e2e.conftest import Run, RunDemo
 from tests.engine.reference import reference_ids
-from tests.foreground import foreground
-from tests.prometheus import PROMETHEUS
-from tests.weights import as_engine_keeps
+from tests.support import children
+from tests.support.foreground import foreground
+from tests.support.prometheus import PROMETHEUS
+from tests.support.weights import as_engine_keeps
 
 pytestmark = pytest.mark.e2e
 TOP_K, LAYERS = 8, (1, 2, 3)

@@ -30,10 +30,10 @@ from r3channel import Assignment, Ticket, TrainerLayout
 from r3channel.config import ChannelConfig
 from r3channel.relay.relay import Relay
 from r3channel.trainer.receiver import Receiver
-from tests.children import ROOT
-from tests.direct import until
-from tests.foreground import foreground
-from tests.samples import SPEC, frame_of
+from tests.support.children import ROOT
+from tests.support.direct import until
+from tests.support.foreground import foreground
+from tests.support.samples import SPEC, frame_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full]
 LAYOUT, TOKENS = TrainerLayout(dp=2), 2000

@@ -19,9 +19,9 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.relay.relay import Relay
 from r3channel.wire.frame import Frame, parse_frame
 from tests.conftest import READY_TIMEOUT_S
-from tests.direct import rows_here
 from tests.engine.reference import reference_ids
-from tests.samples import SPEC
+from tests.support.direct import rows_here
+from tests.support.samples import SPEC
 
 TIMEOUT_S = 90.0
 PROMPT = list(range(5, 25))

@@ -29,7 +29,7 @@ from r3channel.wire.frame import encode_frame, parse_frame
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, spans_of
 from r3channel.wire.tensor_frame import parse_tensors
 from r3channel.wire.token_tensors import tensors_of
-from tests.loops import numba
+from tests.support.loops import numba
 
 SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
 EVERY_OTHER = RoutingSpec(num_layers=5, moe_layers=(1, 3), num_experts=128, top_k=8)

@@ -20,7 +20,7 @@ from r3channel.wire.frame import parse_frame
 from r3channel.wire.routing import RowKind
 from tests.engine.client import Reply, generate, random_prompt, serving
 from tests.engine.reference import reference_ids
-from tests.samples import SPEC
+from tests.support.samples import SPEC
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 

@@ -14,9 +14,9 @@ import pytest
 from examples.embedded.model import write_model
 from examples.embedded.sglang import EngineOptions, EngineServer, environment
 from r3channel.errors import ConfigError, UsageError
-from tests.children import said_by
-from tests.direct import until
 from tests.engine.client import post
+from tests.support.children import said_by
+from tests.support.direct import until
 
 SHIMS = Path(__file__).parents[2] / "examples" / "embedded" / "shims"
 HOOKED = "import sys; print([type(f).__name__ for f in sys.meta_path].count('_DeclareTorchvisionOperators'))"

@@ -23,7 +23,7 @@ from tests.engine.client import (
     set_weight_version,
     stream,
 )
-from tests.samples import SPEC
+from tests.support.samples import SPEC
 
 pytestmark = pytest.mark.engine
 

@@ -17,10 +17,10 @@ from r3channel.relay.relay import Relay
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
 from r3channel.wire.routing import Ids
-from tests.direct import rows_here
 from tests.engine.client import Reply, generate, generate_together, prompts_of, random_prompt, serving
 from tests.engine.families import FAMILIES, ON_CPU, write_families
 from tests.engine.reference import reference_ids
+from tests.support.direct import rows_here
 
 REFUSED = r"has no place for .*o_prj\.weight.*: not linked|have no place there: .*o_prj\.weight.*: serving the committed"
 """By a loader that refuses a name, while it links; by us, once it is linked."""

@@ -10,7 +10,7 @@ from examples.embedded.sglang import environment
 from r3channel.weights.loader_map import _POST_LOAD
 from r3channel.weights.receiver import RELEASED
 from r3channel.weights.refusals import ANY_WAY, STAGED
-from tests.children import facts_of
+from tests.support.children import facts_of
 
 pytestmark = pytest.mark.engine
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.children import printed
 from tests.engine.client import serving
+from tests.support.children import printed
 
 pytestmark = pytest.mark.engine
 

@@ -23,7 +23,7 @@ from tests.engine.client import (
     prompts_of,
     serving,
 )
-from tests.samples import SPEC
+from tests.support.samples import SPEC
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 

@@ -18,7 +18,7 @@ from examples.embedded.sglang import EngineServer
 from r3channel.wire.hello import Hello, probe_body
 from r3channel.wire.routing import Ids, RowKind
 from tests.engine.client import Reply, generate, generate_together, post, prompts_of, serving
-from tests.samples import SPEC
+from tests.support.samples import SPEC
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 

@@ -21,7 +21,6 @@ from r3channel.wire.hello import probe_body
 from r3channel.wire.parcel import REFERENCE_MAGIC
 from r3channel.wire.routing import RowKind
 from tests.conftest import READY_TIMEOUT_S
-from tests.direct import turns_here
 from tests.engine.client import (
     Reply,
     check_relay,
@@ -36,7 +35,8 @@ from tests.engine.client import (
     set_weight_version,
     stream,
 )
-from tests.samples import SPEC
+from tests.support.direct import turns_here
+from tests.support.samples import SPEC
 
 pytestmark = pytest.mark.engine
 

@@ -20,10 +20,10 @@ from r3channel.relay.relay import Relay
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import PROBE_PREFIX, Hello
-from tests.delivery import places_of, receive, receivers_of
 from tests.engine.client import Reply, direct_to, generate, random_prompt, serving
 from tests.engine.reference import NEAR_TIE, Expected, reference_ids
-from tests.samples import SPEC
+from tests.support.delivery import places_of, receive, receivers_of
+from tests.support.samples import SPEC
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 

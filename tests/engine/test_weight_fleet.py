@@ -21,7 +21,7 @@ from r3channel.weights.store import checkpoint_tensors
 from tests.dist.ranks import run_ranks
 from tests.engine.client import greedy, serving
 from tests.engine.conftest import Weights
-from tests.weights import as_engine_keeps
+from tests.support.weights import as_engine_keeps
 
 pytestmark = pytest.mark.engine
 

@@ -21,7 +21,7 @@ from r3channel.wire.frame import parse_frame
 from r3channel.wire.routing import RowKind
 from tests.engine.client import PROMPT, generate, greedy, post
 from tests.engine.conftest import Weights
-from tests.weights import as_engine_keeps
+from tests.support.weights import as_engine_keeps
 
 pytestmark = pytest.mark.engine
 

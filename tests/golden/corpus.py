@@ -29,7 +29,7 @@ from r3channel.recordings.replay import consumed
 from r3channel.relay.relay import Relay
 from tests.engine.client import generate, set_weight_version
 from tests.engine.families import ON_CPU, write_families
-from tests.misaligned import CASES, given
+from tests.support.misaligned import CASES, given
 
 FOLDER = Path(__file__).parent / "corpus"
 STEP = 7

@@ -15,7 +15,7 @@ import numpy as np
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
-from tests.samples import SPEC, WIDE, random_ids
+from tests.support.samples import SPEC, WIDE, random_ids
 
 FOLDER = Path(__file__).parent
 ROWS = 12

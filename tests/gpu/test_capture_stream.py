@@ -7,7 +7,7 @@ import torch
 
 from r3channel.engine.capture import LayerSelection
 from tests.gpu.facts import silence
-from tests.samples import SPEC, random_ids
+from tests.support.samples import SPEC, random_ids
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none")
 

@@ -24,9 +24,9 @@ from r3channel.trainer import relay_connection as member
 from r3channel.trainer.receiver import Receiver
 from r3channel.transport.base import Pending, Rendezvous, Transport
 from r3channel.wire.digest import HostRuns, TorchRuns, column_digests, column_digests_torch
-from tests.delivery import check_rows, sealed
 from tests.gpu.facts import silence
-from tests.samples import SPEC, random_ids
+from tests.support.delivery import check_rows, sealed
+from tests.support.samples import SPEC, random_ids
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none")
 

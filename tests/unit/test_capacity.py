@@ -19,7 +19,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import Shard
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import TicketSample
-from tests.samples import sparse
+from tests.support.samples import sparse
 
 QWEN = model_named("qwen3-30b-a3b").spec
 

@@ -18,7 +18,7 @@ from r3channel.bench import BENCHES
 from r3channel.tools.commands import COMMANDS
 from r3channel.tools.pages import options
 from r3channel.tools.plan import count
-from tests import children
+from tests.support import children
 from tests.unit.test_documents import PAGES, ROOT
 
 PLAN = ["plan", "--model", "qwen3-30b-a3b"]

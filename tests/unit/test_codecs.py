@@ -24,9 +24,9 @@ from r3channel.wire.codec import CODECS, LZ4, PACKED9, SET, STORED, Codec, bytes
 from r3channel.wire.frame import HEADER_BYTES, encode_frame, parse_frame
 from r3channel.wire.routing import Ids
 from tests.chaos.mutations import rehash
-from tests.loops import numba
-from tests.memory import growth_of
-from tests.samples import SPEC, WIDE, random_ids
+from tests.support.loops import numba
+from tests.support.memory import growth_of
+from tests.support.samples import SPEC, WIDE, random_ids
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, 5, 8, 10, 22])

@@ -15,8 +15,8 @@ from r3channel.wire.kernels import place_runs
 from r3channel.wire.mixing import coefficients, multipliers
 from r3channel.wire.routing import Ids
 from r3channel.wire.validate import items_of
-from tests.children import run, said_by
-from tests.samples import random_ids, sparse
+from tests.support.children import run, said_by
+from tests.support.samples import random_ids, sparse
 
 LAYERS = 5
 SOURCES = np.array([0, 2, 3, 3], np.int64)
@@ -91,7 +91,7 @@ import numpy as np
 from r3channel.engine.capture import SlotRows
 from r3channel.wire import validate as distinct
 from r3channel.wire.digest import HostRuns, column_digests
-from tests.samples import sparse
+from tests.support.samples import sparse
 from tests.unit.test_compiled import placed
 few, many = (np.arange(slots, dtype=np.uint8)[None, None].repeat(4, 1) for slots in (8, 64))
 spec = sparse(5, experts=128, top_k=8)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from examples.embedded.sglang import segments_of
-from tests.foreground import foreground
+from tests.support.foreground import foreground
 
 ROOT = Path(__file__).parents[2]
 

@@ -26,8 +26,8 @@ from r3channel.wire.digest import (
 )
 from r3channel.wire.routing import Ids
 from r3channel.wire.validate import checked
-from tests.loops import numba
-from tests.samples import SPEC, random_ids, sparse
+from tests.support.loops import numba
+from tests.support.samples import SPEC, random_ids, sparse
 
 MASK = 2**64 - 1
 GOLDEN_RATIO = 0x9E3779B97F4A7C15

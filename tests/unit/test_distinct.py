@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from r3channel.wire import validate as distinct
 from r3channel.wire.validate import checked, sound, sound_rows
-from tests.loops import numba
+from tests.support.loops import numba
 
 
 def judged(ids: np.ndarray, experts: int) -> np.ndarray:

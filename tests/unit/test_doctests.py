@@ -24,4 +24,4 @@ def test_the_examples_in_the_documentation_are_true(name: str) -> None:
 
 
 def test_examples_are_found() -> None:
-    assert {"r3channel.wire.codec", "r3channel.tools.extras", "tests.code_lines"} <= set(MODULES)
+    assert {"r3channel.wire.codec", "r3channel.tools.extras", "tests.support.code_lines"} <= set(MODULES)

@@ -31,7 +31,7 @@ from r3channel.transport import network
 from r3channel.transport.network import Interface
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.hello import Hello
-from tests.http_answers import Answering
+from tests.support.http_answers import Answering
 
 
 def context(config: ChannelConfig | None = None, **options: Any) -> CheckContext:

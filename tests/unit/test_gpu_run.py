@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.delivery import until
 from tests.gpu import run as command
 from tests.gpu.facts import ANSWER, Facts
+from tests.support.delivery import until
 
 HOST_PATH = next(check for check in command.CHECKS if check.name == "host_path")
 MACHINE: dict[str, Any] = {"missing": [], "GPUs": 1}

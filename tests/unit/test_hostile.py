@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.chaos.mutations import KINDS, rows_told
-from tests.children import run
+from tests.support.children import run
 
 
 def test_changed_inputs_of_every_kind_are_read_as_an_oracle_reads_them_or_refused_by_name() -> None:

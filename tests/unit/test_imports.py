@@ -17,7 +17,7 @@ import pytest
 
 import r3channel
 from r3channel import bench
-from tests.children import said_by
+from tests.support.children import said_by
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "r3channel"

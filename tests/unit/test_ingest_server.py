@@ -29,7 +29,7 @@ from r3channel.transport.auth import create_token, read_token
 from r3channel.wire.hello import Hello
 from r3channel.wire.parcel import Status, frames_in, pack_parcel
 from r3channel.wire.source import Source
-from tests.direct import Engine, hello_of
+from tests.support.direct import Engine, hello_of
 
 LIMIT_S = 20.0
 NEVER_S = 1000.0

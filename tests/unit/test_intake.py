@@ -25,9 +25,9 @@ from r3channel.relay.relay import Relay
 from r3channel.wire import frame_view as received
 from r3channel.wire.frame import encode_error, encode_frame, sample_key
 from r3channel.wire.routing import as_tokens
-from tests.delivery import receivers_of, recorded, start
-from tests.direct import LIMIT_S, rows_here, turns_here
-from tests.samples import SPEC, frame_of, random_ids, reply_for, reply_of, span
+from tests.support.delivery import receivers_of, recorded, start
+from tests.support.direct import LIMIT_S, rows_here, turns_here
+from tests.support.samples import SPEC, frame_of, random_ids, reply_for, reply_of, span
 
 TOKENS = list(range(100, 141))
 IDS = random_ids(40, seed=5)

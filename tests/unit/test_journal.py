@@ -32,10 +32,19 @@ from r3channel.relay import journal as durable_module
 from r3channel.relay.journal import Journal, Recovery, Remains, dead_relays, read_remains
 from r3channel.relay.relay import Relay
 from r3channel.wire.frame import encode_frame
-from tests.delivery import TOKENS, MakeRelay, assignment, check_rows, fill, receive, receivers_of, relays
-from tests.direct import LIMIT_S, until
-from tests.memory import growth_of
-from tests.samples import SPEC, frame_of, random_ids, span
+from tests.support.delivery import (
+    TOKENS,
+    MakeRelay,
+    assignment,
+    check_rows,
+    fill,
+    receive,
+    receivers_of,
+    relays,
+)
+from tests.support.direct import LIMIT_S, until
+from tests.support.memory import growth_of
+from tests.support.samples import SPEC, frame_of, random_ids, span
 
 ROOT = Path(__file__).parents[2]
 BIG = (1 << 64) - 1

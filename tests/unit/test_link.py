@@ -21,7 +21,7 @@ from r3channel.transport import listener as listening
 from r3channel.transport.connection import MAX_RECORD_BYTES, Connection
 from r3channel.transport.listener import HELLO_BYTES, MOST_STRANGERS, Listener, connect
 from r3channel.weights.rank_link import receive_blob, send_blob
-from tests.memory import growth_of
+from tests.support.memory import growth_of
 
 TOKEN = bytes(range(32))
 SOON_S, TIMEOUT_S, FAR_S = 0.2, 20.0, 60.0

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import docstrings
-from tests.code_lines import ROOT, TABLE, above, ceilings_of, lowered, rooms
+from tests.support import docstrings
+from tests.support.code_lines import ROOT, TABLE, above, ceilings_of, lowered, rooms
 
 PROJECT = f'[project]\nname = "x"\n\n{TABLE}\n"a" = 10\n"b" = 5\n"gone" = 7\n\n[tool.other]\ny = 1\n'
 
@@ -25,7 +25,7 @@ def test_ceilings_fall_and_never_rise() -> None:
 
 
 def test_every_room_has_a_ceiling() -> None:
-    assert ceilings_of((ROOT / "tests/code_lines.toml").read_text()).keys() == rooms(ROOT).keys()
+    assert ceilings_of((ROOT / "tests/support/code_lines.toml").read_text()).keys() == rooms(ROOT).keys()
 
 
 def test_no_folder_of_tests_is_passed_over(request: pytest.FixtureRequest) -> None:

@@ -32,7 +32,7 @@ from r3channel.transport.listener import Listener
 from r3channel.wire import row_protocol as wire
 from r3channel.wire.routing import Ids
 from r3channel.wire.token_tensors import TokenTensor
-from tests.samples import SPEC, random_ids
+from tests.support.samples import SPEC, random_ids
 
 LIMIT_S = 20.0
 ROWS_TLK = random_ids(8)

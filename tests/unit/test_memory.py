@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from r3channel.errors import StoreFull, UsageError
 from r3channel.relay.memory import Block, Store
-from tests.delivery import LIMIT_S, until
-from tests.memory import growth_of
+from tests.support.delivery import LIMIT_S, until
+from tests.support.memory import growth_of
 
 KIB, MIB = 1 << 10, 1 << 20
 WAIT_S = 3600.0

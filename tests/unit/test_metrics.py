@@ -25,7 +25,7 @@ from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import STAGES, WAITS, Span, StageClock, merge_intervals
 from r3channel.tools.report_page import hidden_share, waits_of
 from r3channel.trainer.mismatch import LayerMismatch, MismatchReport, publish
-from tests.children import said_by
+from tests.support.children import said_by
 
 
 def page(port: int) -> str:

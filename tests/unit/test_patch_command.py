@@ -12,7 +12,7 @@ import pytest
 
 from r3channel.cli import main
 from r3channel.tools import patch as command
-from tests.children import ROOT
+from tests.support.children import ROOT
 
 BEFORE = {"lib/one.py": "x = 1\n", "lib/two.py": "y = 1\n"}
 AFTER = {"lib/one.py": "x = 2\n", "lib/two.py": "y = 2\n"}

@@ -13,7 +13,7 @@ from r3channel.relay.pd_merge import merge, merged_frame
 from r3channel.wire.frame import encode_frame, parse_frame, sample_key
 from r3channel.wire.parcel import FrameReference
 from r3channel.wire.routing import RowKind, SampleRouting, spans_of
-from tests.samples import SPEC, WIDE, random_ids, reply_of, span
+from tests.support.samples import SPEC, WIDE, random_ids, reply_of, span
 
 
 def routing(

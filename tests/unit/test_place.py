@@ -1,6 +1,6 @@
 """Placement: over random layouts, turns and rows without routing, each byte of a shard is written once, with its digest.
 
-What stands where is compared with the oracle in tests/plans.py, which cuts whole samples as the default path does.
+What stands where is compared with the oracle in tests/support/plans.py, which cuts whole samples as the default path does.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.routing import Ids
-from tests.loops import numba
-from tests.plans import Step, oracle_rows, steps
-from tests.samples import random_ids, sparse
+from tests.support.loops import numba
+from tests.support.plans import Step, oracle_rows, steps
+from tests.support.samples import random_ids, sparse
 
 
 def filled(step: Step, shard: Shard, *, bucket_rows: int) -> tuple[np.ndarray, Ids]:

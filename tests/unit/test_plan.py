@@ -16,9 +16,9 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.placement import place_samples
 from r3channel.plan.shards import Plan, plan_shards
-from tests.children import said_by
-from tests.plans import layouts, oracle_rows
-from tests.samples import SPEC, random_ids
+from tests.support.children import said_by
+from tests.support.plans import layouts, oracle_rows
+from tests.support.samples import SPEC, random_ids
 
 DEEP = RoutingSpec(num_layers=8, moe_layers=(1, 2, 5), num_experts=16, top_k=2)
 
@@ -164,7 +164,7 @@ from r3channel.plan.assignment import Assignment, names_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import plan_shards
 from r3channel.model.spec import RoutingSpec
-from tests.samples import SPEC
+from tests.support.samples import SPEC
 lengths = names_of(np.array(json.loads(sys.argv[1]), np.int64))
 layout = TrainerLayout.parse("dp=4,tp=2,cp=2,pp=2,packing=thd")
 found = []

@@ -14,7 +14,7 @@ from r3channel.errors import ConfigError
 from r3channel.integrations import preflight
 from r3channel.plan.layout import TrainerLayout
 from r3channel.tools import extras
-from tests.children import run
+from tests.support.children import run
 
 
 def faults_of(config: ChannelConfig, *, ranks: int = 4) -> str:

@@ -19,8 +19,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from r3channel.recordings.recorder import write_step
-from tests import children
-from tests.misaligned import engine_step
+from tests.support import children
+from tests.support.misaligned import engine_step
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE, GOLDEN = ROOT / "examples" / "04_pytest", ROOT / "tests" / "golden" / "recording"

@@ -21,8 +21,8 @@ from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.trainer.rank_shard import RankShard, slot_parts
 from r3channel.trainer.staleness import UNKNOWN
 from r3channel.wire.routing import RowKind
-from tests.plans import Step, steps
-from tests.samples import SPEC, random_ids, span
+from tests.support.plans import Step, steps
+from tests.support.samples import SPEC, random_ids, span
 
 
 def shard_of(

@@ -13,7 +13,7 @@ from r3channel.errors import FrameCorrupt, FrameReferenceInvalid
 from r3channel.wire.hello import Hello
 from r3channel.wire.parcel import FrameReference, frames_in, open_parcel, pack_parcel
 from r3channel.wire.source import InHand
-from tests.samples import SPEC
+from tests.support.samples import SPEC
 
 REFERENCE = FrameReference(sample_key=2**64 - 1, boot_id=2**63, serial=2**40, first_row=2**24, rows=2**24)
 HELLO = Hello(

@@ -21,7 +21,7 @@ from r3channel.trainer.relay_connection import Control, RelayConnection
 from r3channel.transport.tp_fanout import TensorParallelFanout
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.routing import as_tokens, hash_tokens
-from tests.samples import SPEC, random_ids
+from tests.support.samples import SPEC, random_ids
 
 NOBODY = cast(Control, None)
 

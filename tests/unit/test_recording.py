@@ -31,8 +31,8 @@ from r3channel.trainer.logprobs import KeptLogprobs
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.routing import as_tokens, hash_tokens
-from tests.misaligned import engine_step
-from tests.samples import SPEC, WIDE, random_ids, span
+from tests.support.misaligned import engine_step
+from tests.support.samples import SPEC, WIDE, random_ids, span
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "recording"
 TOKENS = {"a": 9, "b": 30, "c": 5}

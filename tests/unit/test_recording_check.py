@@ -27,9 +27,9 @@ from r3channel.recordings.recording import Recording
 from r3channel.recordings.replay import consumed, fitted
 from r3channel.recordings.single_side import judge_alone
 from r3channel.recordings.step import RecordedStep
-from tests import misaligned
 from tests.golden import corpus
-from tests.misaligned import CASES, PLAIN, Rows, changed, engine_step, router_step, rows_of
+from tests.support import misaligned
+from tests.support.misaligned import CASES, PLAIN, Rows, changed, engine_step, router_step, rows_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "recording"
 

@@ -23,8 +23,8 @@ from r3channel.observe.stage_clock import Span, StageClock
 from r3channel.observe.trace import chrome_trace, read, spans_of
 from r3channel.observe.trace_file import TraceFile
 from r3channel.tools.report_page import facts_of, page, verdict_of
-from tests.children import ROOT
-from tests.direct import until
+from tests.support.children import ROOT
+from tests.support.direct import until
 
 CHROMIUM = shutil.which("chromium")
 LAYERS, STEPS = (1, 2, 3), 4

@@ -21,8 +21,8 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
 from r3channel.wire.routing import as_tokens, hash_tokens
-from tests.direct import deliver, draft_of, hello_of, reference_reply, rows_here, until
-from tests.samples import SPEC, random_ids, reply_for, reply_of
+from tests.support.direct import deliver, draft_of, hello_of, reference_reply, rows_here, until
+from tests.support.samples import SPEC, random_ids, reply_for, reply_of
 
 
 @dataclass

@@ -31,9 +31,9 @@ from r3channel.relay.relay import Relay
 from r3channel.tools import slime as slime_command
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.routing import RowKind
-from tests import slime_checkout
-from tests.children import run
-from tests.samples import SPEC, random_ids, span
+from tests.support import slime_checkout
+from tests.support.children import run
+from tests.support.samples import SPEC, random_ids, span
 
 ROOT = Path(__file__).parents[2]
 PTH = ROOT / "r3channel/r3channel.pth"

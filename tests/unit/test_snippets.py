@@ -18,8 +18,8 @@ from r3channel.errors import UsageError
 from r3channel.plan.assignment import Assignment
 from r3channel.relay.relay import Relay
 from r3channel.wire.frame import encode_frame, sample_key
-from tests.delivery import receivers_of, relays
-from tests.samples import SPEC, frame_of, random_ids, reply_for, reply_of
+from tests.support.delivery import receivers_of, relays
+from tests.support.samples import SPEC, frame_of, random_ids, reply_for, reply_of
 from tests.unit.test_documents import SNIPPETS
 
 ELSEWHERE = {

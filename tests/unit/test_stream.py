@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from r3channel.plan.stream import Stream, Stretches, step_streams
 from r3channel.plan.ticket import Ticket
-from tests.plans import Step, steps
+from tests.support.plans import Step, steps
 
 Row = tuple[int, int]
 """(sample of the DP rank, position)."""

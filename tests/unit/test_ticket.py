@@ -21,8 +21,8 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.wire.routing import RowKind
-from tests.memory import growth_of
-from tests.samples import SPEC, span
+from tests.support.memory import growth_of
+from tests.support.samples import SPEC, span
 
 HEAD = ticket_module._HEAD
 

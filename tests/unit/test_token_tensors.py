@@ -37,8 +37,8 @@ from r3channel.wire.parcel import FrameReference
 from r3channel.wire.source import InHand
 from r3channel.wire.tensor_frame import TensorRows, encode_tensor, parse_tensors
 from r3channel.wire.token_tensors import MOST_ENTRIES, REGISTRY, TOPK_VOCABULARY, TokenTensor, tensors_of
-from tests.delivery import LIMIT_S, MakeRelay, places_of, receive, receivers_of, relays
-from tests.samples import SPEC, frame_of, random_ids, reply_of
+from tests.support.delivery import LIMIT_S, MakeRelay, places_of, receive, receivers_of, relays
+from tests.support.samples import SPEC, frame_of, random_ids, reply_of
 
 PROMPT, VOCAB = 4, 500
 MASKS = REGISTRY["sampling_masks"]()

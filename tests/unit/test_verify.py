@@ -27,9 +27,9 @@ from r3channel.wire.codec import CODECS
 from r3channel.wire.digest import coefficients, layer_digests
 from r3channel.wire.frame import encode_frame, sample_key
 from r3channel.wire.header import FLAG_UNORDERED, MAX_ROWS, Header, assemble, padding
-from tests.direct import deliver, hello_of, reference_reply
-from tests.memory import growth_of
-from tests.samples import SPEC, frame_of, random_ids, reply_of, span
+from tests.support.direct import deliver, hello_of, reference_reply
+from tests.support.memory import growth_of
+from tests.support.samples import SPEC, frame_of, random_ids, reply_of, span
 
 MIB = 1 << 20
 LZ4, SET = 1, 3

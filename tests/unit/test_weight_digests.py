@@ -18,7 +18,7 @@ from r3channel.weights.convert import te_name
 from r3channel.weights.group import first_nonfinite
 from r3channel.weights.manifest import Bucket, TensorMeta, engine_names
 from r3channel.weights.store import HeldWeights
-from tests.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 Named = dict[str, torch.Tensor]
 

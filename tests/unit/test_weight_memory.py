@@ -18,10 +18,10 @@ from r3channel.weights import hold, memory, staged_copy
 from r3channel.weights.checksums import cross_sums
 from r3channel.weights.memory import Room, free_bytes
 from r3channel.weights.staged_copy import StagedCopy
-from tests.delivery import until
 from tests.gpu.checks.weights import check
 from tests.gpu.facts import Facts
-from tests.weights import give, refused, serving, session, weights
+from tests.support.delivery import until
+from tests.support.weights import give, refused, serving, session, weights
 
 MACHINE = {"proc/meminfo": "MemFree: 9 kB\nMemAvailable: 2 kB"}
 POD = {"pod/memory.max": "900", "pod/memory.current": "700", "pod/memory.stat": "anon 9\ninactive_file 50"}

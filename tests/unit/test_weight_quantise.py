@@ -14,8 +14,8 @@ from r3channel.errors import ConfigError
 from r3channel.weights.convert import Shard
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
-from tests.fake_engine import FakeEngine
-from tests.weights import give, refused, session
+from tests.support.fake_engine import FakeEngine
+from tests.support.weights import give, refused, session
 
 BLOCK = (128, 128)
 WEIGHT, ROUTER = "model.layers.0.mlp.experts.0.down_proj.weight", "model.layers.0.mlp.gate.weight"

@@ -23,9 +23,9 @@ from r3channel.weights.progress import Deadline
 from r3channel.weights.rank_link import RankLink
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.send_planner import SendPlanner, UpdateSpec
-from tests.reshard_cases import cases, side
-from tests.reshard_model import bounds_of, held_by, replicated
-from tests.reshard_model import side as model_side
+from tests.support.reshard_cases import cases, side
+from tests.support.reshard_model import bounds_of, held_by, replicated
+from tests.support.reshard_model import side as model_side
 
 Case = tuple[ShardMap, ShardMap, int]
 MODEL = [

@@ -15,7 +15,7 @@ from r3channel.wire.codec import LZ4
 from r3channel.wire.frame import encode_error, encode_frame, parse_frame, sample_key
 from r3channel.wire.routing import ProvenanceSpan, RowKind
 from tests.golden.regenerate import golden_spec
-from tests.samples import SPEC, WIDE, frame_of, random_ids
+from tests.support.samples import SPEC, WIDE, frame_of, random_ids
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -24,7 +24,7 @@ import torch
 from examples.async_grpo.rays import fetch, start
 from examples.embedded import megatron, megatron_shim
 from r3channel.integrations.slime.arguments import layout_of, spec_of
-from tests.samples import random_ids
+from tests.support.samples import random_ids
 from tests.upstream.slime_cpu import patches
 
 _ABSENT = "polars pylatexenc sglang_router sglang_router.launch_router "

@@ -18,7 +18,7 @@ from r3channel.cli import main
 from r3channel.model.spec import RoutingSpec
 from r3channel.recordings.importers import Foreign, read_saved
 from r3channel.recordings.recording import Recording
-from tests.children import ROOT, said_by
+from tests.support.children import ROOT, said_by
 from tests.upstream.wheels import sources
 
 LENGTHS = (9, 14, 5, 9)

@@ -14,8 +14,8 @@ from examples.embedded.sglang import environment
 from r3channel.errors import ConfigError
 from r3channel.integrations.miles import launch
 from r3channel.integrations.slime.api_check import nearest
-from tests.children import ROOT, run
-from tests.slime_checkout import PARSED
+from tests.support.children import ROOT, run
+from tests.support.slime_checkout import PARSED
 from tests.upstream.slime_cpu.sources import MEGATRON
 from tests.upstream.wheels import sources
 

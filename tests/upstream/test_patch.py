@@ -18,9 +18,9 @@ from r3channel.cli import main
 from r3channel.engine.sglang_hooks import TABLES, hooked
 from r3channel.tools.patch import known
 from r3channel.wire.frame import parse_frame
-from tests.children import facts_of
 from tests.engine.client import serving
 from tests.engine.reference import reference_ids
+from tests.support.children import facts_of
 from tests.upstream.test_older_engine import SPEC, VERSION, answers, check_update
 from tests.upstream.wheels import path_with, unpacked, without_other_models
 

@@ -12,7 +12,7 @@ import pytest
 from examples.embedded.sglang import environment
 from r3channel.engine.sglang_hooks import TABLES
 from r3channel.engine.sglang_settings import SETTINGS
-from tests.children import facts_of
+from tests.support.children import facts_of
 from tests.upstream.wheels import path_with, slimes_sglang, unpacked
 
 PROBLEMS = """

@@ -27,9 +27,9 @@ from r3channel.relay.send_buffers import HostPool
 from r3channel.trainer import relay_connection as member
 from r3channel.trainer.receiver import Receiver
 from r3channel.transport.select import gpu_of
-from tests.delivery import check_rows, sealed
 from tests.gpu.facts import Facts
-from tests.samples import SPEC
+from tests.support.delivery import check_rows, sealed
+from tests.support.samples import SPEC
 
 LAYOUT, STEPS, LIMIT_S = TrainerLayout(), 20, 60.0
 

@@ -34,7 +34,7 @@ from r3channel.trainer.replay import ReplayDriver
 from r3channel.trainer.step import index_dtype
 from r3channel.wire.frame import encode_frame
 from tests.gpu.facts import Facts
-from tests.samples import random_ids
+from tests.support.samples import random_ids
 
 MICROBATCHES, SAMPLES, VOCAB = 2, 2, 512
 LAYOUT = TrainerLayout.parse("dp=1,pad_policy=live")

@@ -11,8 +11,8 @@ import torch
 from r3channel.errors import WeightUpdateFailed
 from r3channel.weights.checksums import cross_sums, tensor_digest
 from r3channel.weights.session import WeightSync
-from tests.fake_engine import FakeEngine
 from tests.gpu.facts import Facts
+from tests.support.fake_engine import FakeEngine
 
 NAMES = [f"model.layers.{at}.weight" for at in range(24)]
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from tests.children import ROOT
-from tests.prometheus import answer, prometheus
+from tests.support.children import ROOT
+from tests.support.prometheus import answer, prometheus
 
 _TIMES = {"m": 6, "h": 360}
 _FIRED = 'max by (alertname, reason, instance) (max_over_time(ALERTS{alertstate="firing"}[1d]))'

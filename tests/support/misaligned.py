@@ -23,9 +23,9 @@ from r3channel.recordings.step import RecordedStep
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, as_tokens, hash_tokens
-from tests import combined as mistakes
-from tests.combined import State, made
-from tests.samples import random_ids, span
+from tests.support import combined as mistakes
+from tests.support.combined import State, made
+from tests.support.samples import random_ids, span
 
 LAYOUTS = (
     "", "dp=2", "tp=2", "cp=2", "tp=2,cp=2", "tp=2,cp=2,packing=thd", "pp=2", "dp=2,pp=2,packing=thd", "cp=2,packing=thd",

@@ -14,8 +14,8 @@ from typing import IO, Any
 import psutil
 
 from examples.embedded import sglang_main
-from tests import fork_server
-from tests.direct import until
+from tests.support import fork_server
+from tests.support.direct import until
 
 IMPORTS = ("sglang.srt.entrypoints.http_server", "sglang.srt.model_executor.model_runner")
 _LATER = ("R3CHANNEL_", "R3DEMO_", "R3TEST_", "PYTEST_", "SGLANG_CPU_OMP_THREADS_BIND")

@@ -1,4 +1,4 @@
-"""Refuses docstrings that begin with "Of", which name no subject: `python -m tests.docstrings` is part of `make lint`."""
+"""Refuses docstrings that begin with "Of", which name no subject: `make lint` runs it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from tests.code_lines import ROOT, ROOTS, docstrings
+from tests.support.code_lines import ROOT, ROOTS, docstrings
 
 
 def without_subject(source: str) -> list[int]:

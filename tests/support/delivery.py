@@ -30,8 +30,8 @@ from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
 from r3channel.transport.tp_fanout import TensorParallelFanout
 from r3channel.wire import row_protocol as wire
-from tests.direct import LIMIT_S, until
-from tests.samples import SPEC, random_ids, reply_for
+from tests.support.direct import LIMIT_S, until
+from tests.support.samples import SPEC, random_ids, reply_for
 
 TOKENS = {f"s{i}": n for i, n in enumerate((9, 30, 17, 5))}
 MakeRelay = Callable[..., Relay]

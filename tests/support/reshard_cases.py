@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from r3channel.weights.geometry import Box, Layout, ShardMap
 from r3channel.weights.manifest import TensorMeta
-from tests.reshard_model import chunked, replicated
+from tests.support.reshard_model import chunked, replicated
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.float16)
 

@@ -33,7 +33,7 @@ from r3channel.wire.parcel import (
 )
 from r3channel.wire.routing import Ids, RowKind
 from r3channel.wire.source import InHand
-from tests.samples import SPEC, random_ids, reply_of
+from tests.support.samples import SPEC, random_ids, reply_of
 
 LIMIT_S = 20.0
 

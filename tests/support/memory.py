@@ -24,7 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.children import printed
+from tests.support.children import printed
 
 _NO_HUGE_PAGES = 41
 """prctl's PR_SET_THP_DISABLE: a page of 2 MiB would count whole where one byte of it is used."""
@@ -40,7 +40,7 @@ class Growth(NamedTuple):
 
 def growth_of(case: Callable[..., Iterator[None]], *arguments: Any) -> Growth:
     """Run `case(*arguments)`, a generator of an importable module, in a process of its own; arguments travel as JSON."""
-    told = printed("-m", "tests.memory", case.__module__, case.__name__, json.dumps(arguments))
+    told = printed("-m", "tests.support.memory", case.__module__, case.__name__, json.dumps(arguments))
     return Growth(*json.loads(told.splitlines()[-1]))
 
 

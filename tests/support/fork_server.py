@@ -1,6 +1,6 @@
 """Processes that begin where their imports are made: a restart takes a tenth of the CPU time, and nothing else of it is spared.
 
-python -m tests.fork_server SOCKET MODULE[:FUNCTION]...    imports these, calls the functions, then forks for whoever asks
+python -m tests.support.fork_server SOCKET MODULE[:FUNCTION]...    imports these, calls the functions, then forks for whoever asks
 python fork_server.py SOCKET FILE ARGUMENT...                    asks, in the place of `python FILE ARGUMENT...`
 """
 

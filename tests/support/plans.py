@@ -17,7 +17,7 @@ from r3channel.plan.shards import Microbatch, Shard
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.wire.routing import Ids
-from tests.samples import random_ids
+from tests.support.samples import random_ids
 
 
 @st.composite

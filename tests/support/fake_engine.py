@@ -23,7 +23,7 @@ from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.manifest import Bucket, TensorMeta
 from r3channel.weights.rank_link import COMMIT_FORMAT, OPEN_FORMAT
 from r3channel.weights.receiver import Receiver, opened, update
-from tests.http_answers import Answering
+from tests.support.http_answers import Answering
 
 Answer = dict[str, Any]
 UPDATE = "/update_weights_from_distributed"

@@ -12,7 +12,7 @@ from r3channel.errors import WeightUpdateFailed
 from r3channel.weights import hold, memory, rank_link, staged_copy
 from r3channel.weights.checksums import cross_sums, host_bytes, tensor_digest
 from r3channel.weights.session import WeightSync
-from tests.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 Weights = dict[str, torch.Tensor]
 NAMES = [f"model.layers.{index}.mlp.gate.weight" for index in range(8)]
