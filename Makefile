@@ -1,8 +1,9 @@
 # One command each to set up, run, test and check. Everything lives in .venv; nothing else is written or needed.
 #
 #   make demo          the main job: real SGLang, Ray and Megatron-core on this machine's CPU
-#   make test          what a newcomer runs       make quick   unit and contract tests only
-#   make test-full     everything                 make lint    ruff, pyright, code lines, docstrings
+#   make test          what a newcomer runs       make test-long   what CI runs beside it    make test-full   everything
+#   make covering      the long tests of what changed since a commit: SINCE=main              (tests/README.md)
+#   make quick         unit and contract tests    make lint    ruff, pyright, code lines, docstrings
 #   make chaos         faults on the demo's processes, by a seed (ARGS="--seed 7 --minutes 30"), 63 kills, then hostile input
 #   make gpu           every check of the GPU paths, nine minutes at most, with this machine's own python3 and torch
 #
@@ -36,10 +37,10 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chaos test test-full test-rest quick gpu gpu-wheels lint format dashboard lower clean distclean
+.PHONY: help setup demo chaos test test-long test-full test-rest covering quick gpu gpu-wheels lint format dashboard lower clean distclean
 
 help:
-	@sed -n '3,7s/^# *//p' Makefile
+	@sed -n '3,8s/^# *//p' Makefile
 
 setup: $(READY)
 	@:
@@ -81,20 +82,28 @@ chaos: setup
 # After a crash pytest-xdist waits for ever for the tests that the worker had: the run ends at once, and names the test.
 # Engines and trainers start on one core for most of their time, so two files of tests that have them go on side by side, too.
 test: setup
-	$(BIN)/python -m pytest -m "not full and not $(HEAVY)" $(WORKERS) $(ARGS)
-	$(BIN)/python -m pytest -m "not full and $(HEAVY)" $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -m "not full and not long and not $(HEAVY)" $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -m "not full and not long and $(HEAVY)" $(WORKERS) $(ARGS)
 
-test-full: test test-rest
+test-long: setup
+	$(BIN)/python -m pytest -m long $(WORKERS) $(ARGS)
+
+test-full: test test-long test-rest
+
+SINCE ?= HEAD
+covering: setup
+	files=$$($(BIN)/python -m tests.support.covering $(SINCE)) && [ -z "$$files" ] \
+	  || $(BIN)/python -m pytest -m "full or long" $$files $(WORKERS) $(ARGS)
 
 # Unit tests that the numpy that slime's image pins cannot change.
 NO_NUMPY := hostile documents lint packaging snippets cli doctor patch_command imports report_page gpu_run weight_transaction \
   bench_relay bench_machine demo_family slime_launch alerts
-# What test-full runs beyond test; the unit tests that compute with the numpy that slime's image pins, too.
+# What test-full runs beyond the two; the unit tests that compute with the numpy that slime's image pins, too.
 test-rest: setup $(OLD_NUMPY)
-	$(BIN)/python -m pytest -m "full and not $(HEAVY)" $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -m "full and not long and not $(HEAVY)" $(WORKERS) $(ARGS)
 	PYTHONPATH=$(CURDIR)/$(OLD_NUMPY) $(BIN)/python -m pytest -m "not full" tests/unit $(WORKERS) $(ARGS) \
 	  $(foreach name,$(NO_NUMPY),--ignore=tests/unit/test_$(name).py)
-	$(BIN)/python -m pytest -m "full and $(HEAVY)" $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -m "full and not long and $(HEAVY)" $(WORKERS) $(ARGS)
 
 $(OLD_NUMPY): $(READY)
 	@rm -rf $@ $@.new && $(PIP) --no-deps --target $@.new numpy==$(@F:numpy-%=%) && mv $@.new $@

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from examples.embedded import sglang
 from examples.embedded.model import write_model
 from examples.embedded.sglang import EngineOptions, EngineServer
+from tests.support.children import ROOT
 from tests.support.forked_engines import EngineForks
+from tests.support.waits import ENGINE_S
 
-READY_TIMEOUT_S = 300.0  # on a busy machine; a quiet one takes 15 to 35 s
+# Ray counts the page cache of what tests read as memory, and kills workers for it.
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 settings.register_profile("untimed", deadline=None)  # a busy machine is no fault of what is tested
 settings.load_profile("untimed")
+
+
+class ByEngine(LoadFileScheduling):
+    """A file's tests stay together, and all files that ask for the shared engine, so that one is started."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "engine" if re.search(r"\bengine_(url|server):", (ROOT / file).read_text()) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByEngine:
+    return ByEngine(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,7 +54,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine_server(model_dir: Path) -> Iterator[EngineServer]:
     """A real SGLang server in float32 with frames; prompts above 128 tokens are prefilled in chunks."""
     with EngineServer(EngineOptions(model=model_dir, chunked_prefill_size=128)) as server:
-        server.wait_ready(READY_TIMEOUT_S)
+        server.wait_ready(ENGINE_S)
         yield server
 
 

@@ -43,7 +43,7 @@ class Layout(NamedTuple):
     """Which command runs the proof."""
 
 
-_TEST, _FULL = "make test", "make test-full"
+_TEST, _LONG, _FULL = "make test", "make test-long", "make test-full"
 
 LAYOUTS = (
     Layout("dp=1", "all rows, sequence-major", _TEST),
@@ -51,21 +51,21 @@ LAYOUTS = (
     Layout("dp=2,ep=2", "the rows of the DP rank, whoever owns the experts", _FULL),
     Layout("tp=2,ep=2", "as tp=2", _FULL),
     Layout("pp=2", "all rows of the stage's layers, 1F1B", _FULL),
-    Layout("pp=2,vpp=2", "all rows of the layers of both chunks, interleaved", _TEST),
+    Layout("pp=2,vpp=2", "all rows of the layers of both chunks, interleaved", _FULL),
     Layout("pp=2,uniform=0", "as pp=2, each micro-batch of its own length", _FULL),
     Layout("pp=2,first_layers=3", "all rows of 3 and 5 layers", _FULL),
     Layout("cp=2", "zigzag chunks r and 2*cp-1-r of the sequence", _FULL),
-    Layout("cp=2,packing=thd", "the same of each packed sequence, in pack order", _TEST),
+    Layout("cp=2,packing=thd", "the same of each packed sequence, in pack order", _FULL),
     Layout("tp=2,cp=2,packing=thd", "the CP cut, then the contiguous half", _TEST),
-    Layout("dp=2,tp=2", "the DP rank's rows, then the contiguous half", _TEST),
+    Layout("dp=2,tp=2", "the DP rank's rows, then the contiguous half", _FULL),
     Layout("dp=2,tp=2,ep=2", "the same", _FULL),
     Layout("dp=2,cp=2", "the DP rank's rows, then zigzag", _FULL),
     Layout("dp=2,pp=2,vpp=2", "the DP rank's rows of the layers of both chunks", _FULL),
     Layout("tp=2,pp=2", "the contiguous half of the stage's layers", _FULL),
     Layout("cp=2,pad_policy=live", "as cp=2; the live router chooses for padding and last tokens", _FULL),
     Layout("pp=2,cp=2,packing=thd", "zigzag of each packed sequence, the stage's layers", _FULL),
+    Layout("tp=2,cp=2,pp=2,vpp=2,packing=thd", "the same of both chunks, then the contiguous half", _LONG),
 )
-PROVEN = tuple(layout.text for layout in LAYOUTS)
 WHEN = {layout.text: layout.when for layout in LAYOUTS}
 _LAYOUT_NOTES = (
     "Each proof: real Megatron-core over gloo, several micro-batches, full recompute; every id that a router used, the loss",

@@ -20,8 +20,8 @@ from tests.chaos.actors import Manager, Trainer
 from tests.chaos.ledger import Ledger
 from tests.chaos.shim import TABLE
 from tests.support import fork_server
-from tests.support.direct import until
 from tests.support.forked_engines import EngineForks
+from tests.support.waits import until
 
 LIMIT_S = 200.0
 """A part of a step that takes longer hangs: the sum of the deadlines that may follow one another, and a restart."""

@@ -30,6 +30,7 @@ from r3channel.weights.send_planner import SendPlanner
 from r3channel.weights.session import WeightSync
 from r3channel.weights.staged import Staged
 from tests.dist.ranks import write_result
+from tests.support.waits import UPDATE_S
 
 NAMES = [f"model.layers.{index}.mlp.gate.weight" for index in range(4)]
 
@@ -88,23 +89,25 @@ def plain_weights(job: dict[str, Any]) -> dict[str, Any]:
     """Updates that succeed, that fail, and one in which a rank dies."""
     rank, result = job["rank"], dict[str, Any]()
     with WeightSync.sharded(job["engines"], group=dist.group.WORLD, verify=True) as sync:
-        sync.connect(timeout_s=60)
-        report = sync.update(shards(rank, 1), version=1, timeout_s=60)
+        sync.connect(timeout_s=UPDATE_S)
+        report = sync.update(shards(rank, 1), version=1, timeout_s=UPDATE_S)
         result["sent"] = report.sent_bytes
         spoiled = shards(rank, 2)
         if rank:
             spoiled[0].tensor[0, 0] = float("nan")
-        result["spoiled"] = failure(lambda: sync.update(spoiled, version=2, timeout_s=60))
+        result["spoiled"] = failure(lambda: sync.update(spoiled, version=2, timeout_s=UPDATE_S))
         short = shards(rank, 2)[rank:]  # nobody has the lower half of the first tensor
-        result["short"] = [failure(lambda: sync.update(short, version=2, timeout_s=60)) for _ in range(2)]
+        result["short"] = [
+            failure(lambda: sync.update(short, version=2, timeout_s=UPDATE_S)) for _ in range(2)
+        ]
         result["version"] = sync.version
         result["other"] = failure(
-            lambda: sync.republish(shards(rank, 3), engines=job["engines"], timeout_s=60)
+            lambda: sync.republish(shards(rank, 3), engines=job["engines"], timeout_s=UPDATE_S)
         )
-        sync.republish(shards(rank, 1), engines=job["engines"][:1], timeout_s=60)
+        sync.republish(shards(rank, 1), engines=job["engines"][:1], timeout_s=UPDATE_S)
         if rank == job["dies"]:
             die_after_the_commit(job, 2)
-        result["lost"] = failure(lambda: sync.update(shards(rank, 2), version=2, timeout_s=60))
+        result["lost"] = failure(lambda: sync.update(shards(rank, 2), version=2, timeout_s=UPDATE_S))
         result |= {"after": sync.version, "held": sync.held.version if sync.held else None}
     return result
 
@@ -113,18 +116,20 @@ def stopping(job: dict[str, Any]) -> dict[str, Any]:
     """Rank 1 stops alone in each of these ways, one update after another, the last for good: what the others are told, when."""
     rank, told = job["rank"], dict[str, Any]()
     with WeightSync.sharded(job["engines"], group=dist.group.WORLD) as sync:
-        sync.connect(timeout_s=60)
-        sync.update(shards(rank, 1), version=1, timeout_s=60)
+        sync.connect(timeout_s=UPDATE_S)
+        sync.update(shards(rank, 1), version=1, timeout_s=UPDATE_S)
         for version, how in enumerate(job["stops"], start=2):
             dist.barrier()  # the test's own
             begun_s = time.monotonic()
             with stopped(how) if rank == 1 else nullcontext():
                 given = failing(job, how, shards(rank, version)) if rank == 1 else shards(rank, version)
-                said = failure(lambda given=given, v=version: sync.update(given, version=v, timeout_s=20))
+                said = failure(
+                    lambda given=given, v=version: sync.update(given, version=v, timeout_s=UPDATE_S)
+                )
             told[how] = [time.monotonic() - begun_s, *said]
             if how != "kill":
                 dist.barrier()
-                sync.update(shards(rank, version), version=version, timeout_s=20)
+                sync.update(shards(rank, version), version=version, timeout_s=UPDATE_S)
     return told
 
 
@@ -179,14 +184,14 @@ def late(job: dict[str, Any]) -> dict[str, Any]:
     """Rank 1 stands still beyond the deadline of every second update; then both go on."""
     rank, told = job["rank"], list[Any]()
     with WeightSync.sharded(job["engines"], group=dist.group.WORLD) as sync:
-        sync.connect(timeout_s=60)
+        sync.connect(timeout_s=UPDATE_S)
         for version in range(1, 2 * job["late"] + 1):
             stands_still = version % 2 == 0
             if rank and stands_still:
                 waking = subprocess.Popen(["sh", "-c", f"sleep 1.2; kill -CONT {os.getpid()}"])
                 os.kill(os.getpid(), signal.SIGSTOP)
                 waking.wait()
-            limit_s = 0.6 if stands_still else 20
+            limit_s = 0.6 if stands_still else UPDATE_S
             told.append(
                 failure(lambda v=version, s=limit_s: sync.update(shards(rank, v), version=v, timeout_s=s))
             )
@@ -198,9 +203,9 @@ def float8(job: dict[str, Any]) -> dict[str, Any]:
     half = Box((256 * job["rank"], 0), (256 * job["rank"] + 256, 200))
     given = Shard(TensorMeta.of(FLOAT8, plain()), half, plain()[half.within(Box.whole((512, 200)))])
     with WeightSync.sharded(job["engines"], group=dist.group.WORLD) as sync:
-        sync.connect(timeout_s=60)
-        report = sync.update(float8_blocks([given], like=job["like"]), version=1, timeout_s=60)
-        joined = sync.add_engine(job["joins"], timeout_s=60)
+        sync.connect(timeout_s=UPDATE_S)
+        report = sync.update(float8_blocks([given], like=job["like"]), version=1, timeout_s=UPDATE_S)
+        joined = sync.add_engine(job["joins"], timeout_s=UPDATE_S)
         facts = {"joined": joined and joined.version, "routable": list(sync.routable())}
         return {"tensors": report.tensors} | facts
 

@@ -15,6 +15,7 @@ from r3channel.weights.group import WeightGroup
 from r3channel.weights.session import WeightSync
 from tests.contract.exact_rank import failure
 from tests.dist.ranks import write_result
+from tests.support.waits import UPDATE_S
 from tests.support.weights import NAMES, weights
 
 
@@ -69,13 +70,13 @@ def run(job: dict[str, Any]) -> None:
     }
     options |= {"engine_timeout_s": job.get("engine_timeout_s", 1.0)}
     with WeightSync.whole(job["engines"], **options) as sync:
-        sync.connect(timeout_s=60)
+        sync.connect(timeout_s=UPDATE_S)
         version = 0
         for how in job["hows"]:
             version += 1
             given = failing(job, version, how) if job["rank"] == 1 else iter(stage(job, version))
             sent.clear()
-            said = failure(lambda v=version, given=given: sync.update(given, version=v, timeout_s=60))
+            said = failure(lambda v=version, given=given: sync.update(given, version=v, timeout_s=UPDATE_S))
             version -= bool(said)
             told[how] = {"said": said, "sent": list(sent), "routable": sync.routable()}
     write_result(job, told)

@@ -31,10 +31,11 @@ from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.mismatch import RoutingAudit, measure, publish
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.weights.session import WeightSync
-from tests.support.delivery import MakeRelay, receivers_of, relays, until
+from tests.support.delivery import MakeRelay, receivers_of, relays
 from tests.support.direct import Engine, hello_of
 from tests.support.fake_engine import FakeEngine
 from tests.support.samples import SPEC, random_ids, reply_for
+from tests.support.waits import UPDATE_S, until
 from tests.unit.test_alerts import FOLDER, RULES, needs_promtool, promtool
 
 BEFORE, AFTER, STEP_S = 45, 30, 10.0
@@ -69,7 +70,7 @@ class Place:
         name, self.number = f"s{self.number}", self.number + 1
         self.relay.add(name, reply_for(name, 20), range(20))
         self.receiver.receive(self.relay.seal(self.number, Assignment.given([[[name]]])))
-        self.relay.join_previous(timeout_s=20.0)
+        self.relay.join_previous(timeout_s=UPDATE_S)
         audited(self, shift=0)
         until(lambda: not (self.relay.metrics.value("r3channel_samples_in_flight") or len(self.relay._store)))
 
@@ -92,7 +93,7 @@ def refused(place: Place) -> None:
 def left_to_the_live_router(place: Place) -> None:
     place.relay.add("x", {"meta_info": {"id": "x"}}, range(9))
     place.receiver.receive(place.relay.seal(99, Assignment.given([[["x"]]])))
-    place.relay.join_previous(timeout_s=20.0)
+    place.relay.join_previous(timeout_s=UPDATE_S)
 
 
 def never_asked_for(place: Place) -> None:
@@ -179,10 +180,10 @@ def engine_hangs_while_others_are_updated(place: Place) -> None:
     sync = place.stack.enter_context(
         WeightSync.whole([one.url for one in engines], metrics=place.receiver.metrics, engine_timeout_s=2)
     )
-    sync.connect(timeout_s=20)
+    sync.connect(timeout_s=UPDATE_S)
     hung = engines[1]
     for version in (1, 2, 3):
-        sync.update(weight.items(), version=version, timeout_s=20)
+        sync.update(weight.items(), version=version, timeout_s=UPDATE_S)
         hung.script["/pause_generation", hung._counts["/pause_generation"] + 1] = "hang"
     assert sync.evicted.keys() == {hung.url} and hung.version == "1"
     value = place.receiver.metrics.value
@@ -202,7 +203,7 @@ def rows_are_damaged_in_a_trainer(place: Place) -> None:
         ids_RK = channel.shard.layer_ids(0, layer)
         ids_RK[0] = ids_RK[0].flip(0) ^ 1
         channel.shard.check_digest(0, layer, ids_RK)
-    place.relay.join_previous(timeout_s=20.0)
+    place.relay.join_previous(timeout_s=UPDATE_S)
 
 
 def engines_log_probs_are_of_other_weights(place: Place) -> None:
@@ -213,10 +214,10 @@ def an_update_has_no_numbers(place: Place) -> None:
     engine = FakeEngine(receives={"model.norm.weight": torch.zeros(4)})
     place.stack.callback(engine.die)
     sync = place.stack.enter_context(WeightSync.whole([engine.url], metrics=place.receiver.metrics))
-    sync.connect(timeout_s=20)
+    sync.connect(timeout_s=UPDATE_S)
     place.look_again()
     with pytest.raises(errors.R3Error):
-        sync.update([("model.norm.weight", torch.full((4,), torch.nan))], version=1, timeout_s=20)
+        sync.update([("model.norm.weight", torch.full((4,), torch.nan))], version=1, timeout_s=UPDATE_S)
 
 
 def relay_takes_no_frames(place: Place) -> None:
@@ -229,7 +230,7 @@ def relay_takes_no_frames(place: Place) -> None:
     until(lambda: engine.outlet.metrics.value("r3channel_engine_greeted"))
     place.look_again()
     assert place.relay._door is not None
-    place.relay._door.close(timeout_s=20.0)
+    place.relay._door.close(timeout_s=UPDATE_S)
     engine.finish("x", 9)
     until(lambda: engine.frames("given_up"))
 

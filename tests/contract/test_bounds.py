@@ -11,8 +11,9 @@ from r3channel import errors
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
-from tests.support.delivery import LIMIT_S, receivers_of, relays, until
+from tests.support.delivery import receivers_of, relays
 from tests.support.samples import reply_for
+from tests.support.waits import SOON_S, until
 
 TOKENS = 1000  # 24 kB of ids
 
@@ -65,7 +66,7 @@ def test_at_the_ceiling_add_says_so_by_name_and_keeps_what_it_holds(relay: Relay
 
 
 def test_add_goes_on_when_a_step_is_delivered(relay: Relay) -> None:
-    relay.config = relay.config.__class__(backpressure_timeout_s=LIMIT_S)
+    relay.config = relay.config.__class__(backpressure_timeout_s=SOON_S)
     add(relay, "a", "b", "c", "d")
     ticket = seal(relay, 0, "a", "b")
     waiting = threading.Thread(target=add, args=(relay, "e"))
@@ -73,7 +74,7 @@ def test_add_goes_on_when_a_step_is_delivered(relay: Relay) -> None:
     until(lambda: relay._store._waiting)
     assert relay.status()["pending"] == ["c", "d"]
     deliver(relay, ticket, 0, 1)
-    waiting.join(LIMIT_S)
+    waiting.join(SOON_S)
     assert relay.status()["pending"] == ["c", "d", "e"]
 
 

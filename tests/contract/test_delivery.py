@@ -22,7 +22,6 @@ from r3channel.recordings.recorder import Recorder
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
 from tests.support.delivery import (
-    LIMIT_S,
     TOKENS,
     MakeRelay,
     assignment,
@@ -36,9 +35,9 @@ from tests.support.delivery import (
     start,
     threads,
     ticket_of,
-    until,
 )
 from tests.support.samples import SPEC, random_ids, reply_for
+from tests.support.waits import SOON_S, until
 
 ROWS = 3 * sum(n - 1 for n in TOKENS.values())
 
@@ -60,7 +59,7 @@ def test_a_receiver_told_its_largest_step_makes_all_memory_when_it_joins(make_re
     for expected in (1 << 16, 0):
         relay = make_relay_over("dp=1", expected_shard_bytes=expected)
         (receiver,) = receivers_of(relay)
-        receiver.join(timeout_s=LIMIT_S)
+        receiver.join(timeout_s=SOON_S)
         before = memory_of(receiver)
         for step, rows in enumerate((8, 90, 200)):
             relay.add(f"s{rows}", reply_for(f"s{rows}", rows + 1), range(rows + 1))
@@ -82,7 +81,7 @@ def test_every_stage_context_and_tensor_rank_receives_its_own_rows(make_relay: M
     assert len({(shard.shard.key, shard.tp) for shard in shards}) == layout.world_size
     assert sum(map(check_rows, shards)) == ROWS * layout.tp // layout.tp_slots
     assert sum(len(s.data_N) for s in shards) == sum(one.slot_bytes * layout.tp for one in ticket.plan.shards)
-    relay.join_previous(timeout_s=LIMIT_S)
+    relay.join_previous(timeout_s=SOON_S)
 
 
 def test_rows_without_routing_travel_by_name_when_the_policy_allows_them(make_relay: MakeRelay) -> None:
@@ -94,7 +93,7 @@ def test_rows_without_routing_travel_by_name_when_the_policy_allows_them(make_re
         relay.add(name, reply_for(name, tokens, seed=index, **own), range(tokens))
     ticket = relay.seal(0, assignment())
     assert ticket.sample("s1").invalid == ((3, 5), (20, 21))
-    shard = start(receivers_of(relay)[1:], ticket)[0].result(LIMIT_S)
+    shard = start(receivers_of(relay)[1:], ticket)[0].result(SOON_S)
     live = shard.live_rows(0)
     assert live is not None and int(live.sum()) == 3
     sample, position = shard.shard.row_map(0, tp=0)
@@ -117,18 +116,18 @@ def test_a_receiver_that_comes_twice_is_served_on_its_newest_connection(make_rel
     """The older is one that it gave up, or that a process had which was killed and whose host says nothing."""
     relay = make_relay_over("dp=1")
     first, second = receivers_of(relay)[0], receivers_of(relay)[0]
-    first.join(timeout_s=LIMIT_S)
+    first.join(timeout_s=SOON_S)
     until(
         lambda: relay.status()["receivers"]["connected"],
         "the relay knows of a connection a moment after its peer does",
     )
-    second.join(timeout_s=LIMIT_S)
+    second.join(timeout_s=SOON_S)
     check_rows(second.receive(sealed(relay)))
     assert relay.status()["receivers"] == {"connected": [(0, 0, 0)], "lives": {(0, 0, 0): 2}}
     link = first._member._link
     assert link is not None
     with pytest.raises(errors.TransportError, match="left"):
-        link.recv_record(timeout_s=LIMIT_S)
+        link.recv_record(timeout_s=SOON_S)
     until(lambda: [one.name for one in threading.enumerate()].count("r3channel-send-0-0-0") == 1)
 
 
@@ -149,7 +148,7 @@ def test_close_names_what_was_not_delivered_and_leaves_no_thread(make_relay_over
     before = threads()
     relay = make_relay_over("dp=2,pp=2")
     for receiver in receivers_of(relay):
-        receiver.join(timeout_s=LIMIT_S)
+        receiver.join(timeout_s=SOON_S)
     fill(relay)
     relay.seal(7, assignment())
     with pytest.raises(errors.StepError, match=r"7: \[\(0, 0, 0\).*still running: \[\]") as told:

@@ -29,8 +29,9 @@ from r3channel.wire.frame import encode_frame
 from r3channel.wire.kernels import column_sums, place_runs
 from r3channel.wire.routing import Ids
 from r3channel.wire.row_protocol import Seal
-from tests.support.delivery import Fanout, MakeRelay, compare, hand, receive, receivers_of, until
+from tests.support.delivery import Fanout, MakeRelay, compare, hand, receive, receivers_of
 from tests.support.samples import SPEC, WIDE, random_ids, reply_for
+from tests.support.waits import until
 
 SPECS = {
     "uint8 top-8": SPEC,

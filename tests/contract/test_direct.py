@@ -31,7 +31,6 @@ from r3channel.transport.auth import obtain_token, read_token
 from r3channel.wire.frame import FRAME_MAGIC
 from r3channel.wire.parcel import FRAMES_PATH, HELLO_PATH, REFERENCE_MAGIC
 from tests.support.direct import (
-    LIMIT_S,
     Engine,
     ask,
     deliver,
@@ -44,9 +43,9 @@ from tests.support.direct import (
     rows_here,
     said_hello,
     turns_here,
-    until,
 )
 from tests.support.samples import SPEC, random_ids, reply_for
+from tests.support.waits import SOON_S, until
 
 
 @dataclass
@@ -69,7 +68,7 @@ class Place:
     def begin(self, nbytes: int) -> socket.socket:
         """A connection on which a parcel of so many bytes is announced."""
         target = urlsplit(self.url)
-        peer = socket.create_connection((target.hostname or "", target.port or 0), timeout=LIMIT_S)
+        peer = socket.create_connection((target.hostname or "", target.port or 0), timeout=SOON_S)
         head = "".join(f"{name}: {value}\r\n" for name, value in self.headers().items())
         peer.sendall(
             f"POST {FRAMES_PATH} HTTP/1.1\r\nHost: x\r\n{head}Content-Length: {nbytes}\r\n\r\n".encode()
@@ -97,7 +96,7 @@ def open_place(tmp_path: Path) -> Iterator[Open]:
     places: list[Place] = []
 
     def make(*, port: int = 0, **changes: Any) -> Place:
-        config = ChannelConfig(ingest_port=port, **{"frame_timeout_s": LIMIT_S, **changes})
+        config = ChannelConfig(ingest_port=port, **{"frame_timeout_s": SOON_S, **changes})
         relay = Relay(SPEC, TrainerLayout(), config)
         places.append(Place(relay, relay.serve(token_file=tmp_path / "token"), tmp_path / "token"))
         return places[-1]
@@ -181,12 +180,12 @@ def test_relays_that_start_at_once_share_the_token_that_one_of_them_creates(tmp_
         path, together = tmp_path / f"token-{attempt}", threading.Barrier(3)
 
         def ask(path: Path = path, together: threading.Barrier = together) -> str:
-            together.wait(LIMIT_S)
+            together.wait(SOON_S)
             return obtain_token(path)
 
         with ThreadPoolExecutor(3) as pool:
             futures = [pool.submit(ask) for _ in range(3)]
-            assert {future.result(LIMIT_S) for future in futures} == {read_token(path)}
+            assert {future.result(SOON_S) for future in futures} == {read_token(path)}
 
 
 def test_a_token_that_another_relay_is_writing_is_waited_for(tmp_path: Path) -> None:
@@ -238,7 +237,7 @@ def test_the_event_loop_goes_on_while_a_body_is_added(place: Place) -> None:
     turned, turns = threading.Event(), 0
 
     def tokens(reply: Any) -> Sequence[int]:
-        assert turned.wait(LIMIT_S), "the event loop stood still"
+        assert turned.wait(SOON_S), "the event loop stood still"
         return reply["output_ids"]
 
     async def turn() -> None:
@@ -298,7 +297,7 @@ def test_a_frame_of_an_engine_that_lives_is_waited_for_and_of_one_that_died_no_l
     open_place: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(intake, "_GONE_S", 0.1)
-    place = open_place(frame_timeout_s=LIMIT_S)
+    place = open_place(frame_timeout_s=SOON_S)
     with place.engine() as engine, ThreadPoolExecutor(1) as pool:
         until(lambda: place.relay.engines.knows(engine.hello.boot_id))
         place.add("s1", reference_reply("s1", 9, serial=99), 9)
@@ -311,7 +310,7 @@ def test_a_frame_of_an_engine_that_lives_is_waited_for_and_of_one_that_died_no_l
             r"sample s1 from engine http://e:1, frame 99, .* died, or was started anew, before its frame came"
         )
         with pytest.raises(errors.FrameMissing, match=said):
-            sealed.result(LIMIT_S / 2)
+            sealed.result(SOON_S / 2)
 
 
 def test_a_full_queue_sends_the_frame_in_the_reply(place: Place) -> None:
@@ -454,7 +453,7 @@ def test_an_expected_engine_that_stays_silent_is_refused_with_the_reason(place: 
 
 
 def test_an_expected_engine_that_said_hello_is_used(place: Place) -> None:
-    place.relay.expect_engines(["http://e:1/"], timeout_s=LIMIT_S)
+    place.relay.expect_engines(["http://e:1/"], timeout_s=SOON_S)
     with place.engine() as engine:
         place.add("s1", engine.finish("r1", 9), 9)
         place.seal("s1")
@@ -462,7 +461,7 @@ def test_an_expected_engine_that_said_hello_is_used(place: Place) -> None:
 
 def test_an_engine_of_another_model_is_refused_with_the_field(place: Place) -> None:
     other = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=64, top_k=8)
-    place.relay.expect_engines(["http://e:1"], timeout_s=LIMIT_S)
+    place.relay.expect_engines(["http://e:1"], timeout_s=SOON_S)
     assert place.hello(hello_of(spec=other).to_bytes()) == 422
     said = r"routing has {'num_experts': 64}, expected {'num_experts': 128}"
     with pytest.raises(errors.PluginNotApplied, match=said):

@@ -26,19 +26,9 @@ from r3channel.transport.base import Pending, Rendezvous, Transport
 from r3channel.transport.connection import Connection
 from r3channel.transport.process_group import ProcessGroupTransport
 from r3channel.transport.select import join
-from tests.support.delivery import (
-    LIMIT_S,
-    MakeRelay,
-    check_rows,
-    hand,
-    lives,
-    receive,
-    receivers_of,
-    relays,
-    sealed,
-)
-from tests.support.direct import until
+from tests.support.delivery import MakeRelay, check_rows, hand, lives, receive, receivers_of, relays, sealed
 from tests.support.samples import reply_for
+from tests.support.waits import SOON_S, until
 
 
 class Cable:
@@ -125,7 +115,7 @@ def test_the_failure_of_one_receiver_touches_no_other(
         cable.cuts, cable.only = (2 if transport == "gloo" else 1) * (step == 0), "r3channel-send-0-0-0"
         for shard in receive(receivers, sealed(relay, step, prefix=f"{step}-")):
             check_rows(shard, prefix=f"{step}-")
-        relay.join_previous(timeout_s=LIMIT_S)
+        relay.join_previous(timeout_s=SOON_S)
     assert len(cable.cut) == (2 if transport == "gloo" else 1)
     assert lives(relay) == ([3, 1] if transport == "gloo" else [2, 1])
     assert [fallbacks(receiver) for receiver in receivers] == [float(transport == "gloo"), 0]
@@ -154,7 +144,7 @@ def test_a_receiver_that_hangs_in_its_turn_holds_up_the_others_for_a_moment(
     def slow(self: Any, *args: Any, **kwargs: Any) -> None:
         told.append(1)
         if len(told) == 1:
-            assert go_on.wait(LIMIT_S)
+            assert go_on.wait(SOON_S)
         inner(self, *args, **kwargs)
 
     monkeypatch.setattr(*hangs, slow)
@@ -166,7 +156,7 @@ def test_a_receiver_that_hangs_in_its_turn_holds_up_the_others_for_a_moment(
         until(lambda: len(relay.undelivered(wait_s=0)[0]) == 1)
         go_on.set()
         for future in receiving:
-            hand(future.result(LIMIT_S))  # the one that hung came again
+            hand(future.result(SOON_S))  # the one that hung came again
     assert sum(lives(relay)) == 3
 
 
@@ -198,7 +188,7 @@ def test_a_group_is_made_when_a_receiver_joins_and_its_first_step_makes_none(
 ) -> None:
     relay = make_relay("dp=1")
     (receiver,) = receivers_of(relay)
-    receiver.join(timeout_s=LIMIT_S)
+    receiver.join(timeout_s=SOON_S)
     monkeypatch.setattr("r3channel.trainer.relay_connection.join", None)  # whoever joins now fails
     for step, prefix in enumerate("ab"):
         check_rows(receiver.receive(sealed(relay, step, prefix=prefix)), prefix=prefix)
@@ -211,7 +201,7 @@ def test_a_group_that_is_not_there_by_the_joins_deadline_fails_the_join(
     relay, ended = make_relay("dp=1"), threading.Event()
 
     def hangs(*_: Any, **__: Any) -> Any:
-        ended.wait(LIMIT_S)
+        ended.wait(SOON_S)
         raise errors.TransportError("the relay's end was given up")
 
     monkeypatch.setattr("r3channel.relay.row_server.join", hangs)
@@ -242,7 +232,7 @@ def test_rows_go_over_nccl_where_both_ends_ask_for_it(
     monkeypatch.setattr("r3channel.trainer.relay_connection.join", over_gloo)
     relay = make_relay("dp=1", transport="nccl")
     (receiver,) = receivers_of(relay, replace(relay.config, transport=transport))
-    receiver.join(timeout_s=LIMIT_S)
+    receiver.join(timeout_s=SOON_S)
     check_rows(receiver.receive(sealed(relay)))
     assert backends == joined and fallbacks(receiver) == 0
 
@@ -256,7 +246,7 @@ def test_a_receiver_on_the_relays_own_gpu_is_refused_by_name(
     monkeypatch.setattr("r3channel.trainer.relay_connection.gpu_of", lambda: "GPU-3")
     relay = make_relay("dp=1", transport="nccl", device=3)
     (receiver,) = receivers_of(relay)
-    for call in (lambda: receiver.join(timeout_s=LIMIT_S), lambda: receiver.receive(sealed(relay))):
+    for call in (lambda: receiver.join(timeout_s=SOON_S), lambda: receiver.receive(sealed(relay))):
         with pytest.raises(errors.ConfigError, match=r"\(0, 0, 0\) uses GPU GPU-3.*transport='tcp'") as told:
             call()
         assert told.value.ranks == ((0, 0, 0),)

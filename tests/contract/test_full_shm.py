@@ -18,9 +18,10 @@ from r3channel.errors import CannotStage, StoreFull
 from r3channel.plan.assignment import Assignment
 from r3channel.weights import memory
 from tests.support.children import run
-from tests.support.delivery import LIMIT_S, check_rows, receive, receivers_of, relays, sealed, until
+from tests.support.delivery import check_rows, receive, receivers_of, relays, sealed
 from tests.support.fake_engine import FakeEngine
 from tests.support.samples import reply_for
+from tests.support.waits import SOON_S, UPDATE_S, until
 from tests.support.weights import give, holds, refused, serving, session
 
 _NEW_NAMESPACE, _REFUSED = 0x20000, 77
@@ -40,15 +41,15 @@ def full() -> Iterator[None]:
 def give_weights() -> None:
     engine = serving()
     with session(engine, wire="shared_memory") as sync, full():
-        refused(sync, 1, "8,192 bytes.* in /dev/shm is 0: enlarge it", cause=CannotStage, timeout_s=100)
+        refused(sync, 1, "8,192 bytes.* in /dev/shm is 0: enlarge it", cause=CannotStage, timeout_s=UPDATE_S)
     with pytest.MonkeyPatch.context() as patch:  # another process was faster
         patch.setattr(memory.Room, "lacks", lambda *_, **__: "")
         with session(engine, wire="shared_memory") as sync, full():
-            refused(sync, 1, "No space left on device", timeout_s=100)
+            refused(sync, 1, "No space left on device", timeout_s=UPDATE_S)
     with session(engine, wire="shared_memory") as sync:
-        give(sync, 1, timeout_s=100)
+        give(sync, 1, timeout_s=UPDATE_S)
         with full():
-            give(sync, 2, timeout_s=100)
+            give(sync, 2, timeout_s=UPDATE_S)
     assert holds(engine, 2) and not [*Path(memory.SHM).iterdir()]
     FakeEngine.started.pop().die()
 
@@ -64,10 +65,10 @@ def fill_journal() -> None:
                 relay.seal(0, Assignment.given([[["a"]]]))
             assert relay.status()["pending"] == ["a"] and relay.status()["store"]["frames"] == 1
             assert len(list(Path(memory.SHM).glob("journal/*/*.frame"))) == 1, "nothing half written is left"
-            relay.config = replace(relay.config, backpressure_timeout_s=LIMIT_S)
+            relay.config = replace(relay.config, backpressure_timeout_s=SOON_S)
             (waiting := threading.Thread(target=relay.add, args=calls[1])).start()
             until(lambda: relay.status()["store"]["frames"] == 2)
-        waiting.join(LIMIT_S)
+        waiting.join(SOON_S)
         assert relay.seal(0, Assignment.given([[["a", "b"]]])).step == 0
 
 

@@ -30,6 +30,7 @@ from tests.support.children import printed
 from tests.support.delivery import hand, lives
 from tests.support.memory import resident
 from tests.support.samples import SPEC, frame_of
+from tests.support.waits import JOB_S
 
 BUCKETS, STEPS, LOOKS = 20, 5, 200
 """Buckets of a step; steps from one look to the next; looks."""
@@ -83,7 +84,7 @@ def run() -> None:
 @pytest.mark.dist
 @pytest.mark.timeout(900)
 def test_twenty_thousand_buckets_and_two_hundred_reconnections_leave_nothing_behind() -> None:
-    buckets, cuts, connections, seen = json.loads(printed("-m", __name__, limit_s=800).splitlines()[-1])
+    buckets, cuts, connections, seen = json.loads(printed("-m", __name__, limit_s=JOB_S).splitlines()[-1])
     assert buckets >= BUCKETS * STEPS * LOOKS and connections == cuts + 1 > LOOKS
     memory, *others = zip(*seen[LOOKS // 2 :], strict=True)
     blocks = np.split(np.array(memory, float), 10)

@@ -22,9 +22,10 @@ from r3channel.tools.report_page import verdict_of
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.shard_buffer import RelaySink
 from r3channel.transport.http import urlopen
-from tests.support.delivery import MakeRelay, receivers_of, relays, until
+from tests.support.delivery import MakeRelay, receivers_of, relays
 from tests.support.direct import Engine
 from tests.support.samples import reply_for
+from tests.support.waits import SOON_S, until
 from tests.unit.test_report_page import result
 
 
@@ -53,7 +54,7 @@ def test_relay_trainer_and_engine_serve_what_they_measure(
             relay.add(name, engine.finish(name, 20), range(20))
         until(lambda: engine.frames("direct") == 2)
         receiver.receive(relay.seal(0, Assignment.given([[["a", "b"]]])))
-        relay.join_previous(timeout_s=20.0)
+        relay.join_previous(timeout_s=SOON_S)
         until(lambda: relay.metrics.value("r3channel_samples_in_flight") == 0)
         found = pages(relay, receiver, engine)
         assert len(list((tmp_path / "targets").glob("*.json"))) == 3
@@ -139,7 +140,7 @@ def verdict_since(begin_s: float, relay: Relay, receiver: Receiver) -> str:
 def one_step(relay: Relay, receiver: Receiver, step: int) -> None:
     relay.add(f"s{step}", reply_for(f"s{step}", 20), range(20))
     receiver.receive(relay.seal(step, Assignment.given([[[f"s{step}"]]])))
-    relay.join_previous(timeout_s=20.0)
+    relay.join_previous(timeout_s=SOON_S)
 
 
 def make_slow(patch: pytest.MonkeyPatch, place: Any, name: str) -> list[str]:

@@ -11,18 +11,9 @@ import pytest
 from r3channel import errors
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
-from tests.support.delivery import (
-    LIMIT_S,
-    MakeRelay,
-    Slowly,
-    check_rows,
-    lives,
-    receive,
-    receivers_of,
-    relays,
-    until,
-)
+from tests.support.delivery import MakeRelay, Slowly, check_rows, lives, receive, receivers_of, relays
 from tests.support.delivery import sealed as sealed_with
+from tests.support.waits import SOON_S, until
 
 
 @pytest.fixture
@@ -42,7 +33,7 @@ def test_the_next_shard_arrives_beside_the_one_in_use(relay: Relay) -> None:
     for step in range(1, 4):
         ticket = sealed(relay, step)
         receiver.prefetch(ticket)
-        relay.join_previous(timeout_s=LIMIT_S)  # it was received and acknowledged before anybody asked for it
+        relay.join_previous(timeout_s=SOON_S)  # it was received and acknowledged before anybody asked for it
         check_rows(shard, prefix=f"{step - 1}-")
         shard = receiver.receive(ticket)
         check_rows(shard, prefix=f"{step}-")
@@ -85,7 +76,7 @@ def test_what_was_prefetched_of_an_older_seal_gives_way_to_the_new_ticket(
     relay, slowly = make_relay("dp=1"), Slowly(monkeypatch)
     (receiver,) = receivers_of(relay)
     receiver.prefetch(old := sealed(relay, 0))
-    assert slowly.entered.wait(LIMIT_S)
+    assert slowly.entered.wait(SOON_S)
     relay.abandon(0)
     new = relay.seal(0, old.assignment)
     receiver.prefetch(new)
@@ -105,7 +96,7 @@ def test_a_relay_that_was_not_there_for_a_prefetch_is_asked_again_by_the_receive
         receiver.prefetch(ticket)
         assert receiver._ahead is not None
         with pytest.raises(errors.TransportError):
-            receiver._ahead[1].result(LIMIT_S)
+            receiver._ahead[1].result(SOON_S)
     check_rows(receiver.receive(ticket), prefix="0-")
 
 
@@ -123,12 +114,12 @@ def test_only_the_prefetched_step_may_be_received_next(relay: Relay) -> None:
 
 
 def test_a_closed_receiver_ends_its_transfer(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
-    relay, slowly = make_relay("dp=1", step_timeout_s=10 * LIMIT_S), Slowly(monkeypatch)
+    relay, slowly = make_relay("dp=1", step_timeout_s=10 * SOON_S), Slowly(monkeypatch)
     (receiver,) = receivers_of(relay)
     receiver.prefetch(sealed(relay, 0))
-    assert slowly.entered.wait(LIMIT_S)
+    assert slowly.entered.wait(SOON_S)
     receiver.close()
     assert receiver._ahead is not None
     with pytest.raises(errors.TransportError):
-        receiver._ahead[1].result(LIMIT_S / 2)
+        receiver._ahead[1].result(SOON_S / 2)
     slowly.go_on.set()

@@ -28,7 +28,6 @@ from r3channel.transport.connection import Connection
 from r3channel.wire import row_protocol as wire
 from r3channel.wire.frame import encode_frame
 from tests.support.delivery import (
-    LIMIT_S,
     MakeRelay,
     Slowly,
     assignment,
@@ -40,9 +39,9 @@ from tests.support.delivery import (
     sealed,
     start,
     ticket_of,
-    until,
 )
 from tests.support.samples import SPEC, reply_for
+from tests.support.waits import SOON_S, until
 
 SHORT_S = 1.0
 """A deadline that is to pass."""
@@ -59,7 +58,7 @@ def second(make_relay: MakeRelay, tmp_path: Path) -> Iterator[Relay]:
     first = make_relay("dp=2", journal=str(tmp_path / "first"))
     check_rows(receivers_of(first)[0].receive(sealed(first, 7)))
     assert first.status()["steps"][7]["missing"] == [(1, 0, 0)]
-    config = ChannelConfig(journal=str(tmp_path / "second"), bucket_bytes=1024, step_timeout_s=LIMIT_S)
+    config = ChannelConfig(journal=str(tmp_path / "second"), bucket_bytes=1024, step_timeout_s=SOON_S)
     (folder,) = (tmp_path / "first").iterdir()
     shutil.copytree(folder, tmp_path / "second" / folder.name)  # as a kill leaves it, unlocked
     relay, recovery = Relay.recover(SPEC, first.layout, config)
@@ -72,9 +71,9 @@ def second(make_relay: MakeRelay, tmp_path: Path) -> Iterator[Relay]:
 def test_who_had_acknowledged_to_a_killed_relay_is_not_waited_for(second: Relay) -> None:
     assert second.status()["steps"][7]["missing"] == [(1, 0, 0)]
     check_rows(receivers_of(second)[1].receive(ticket_of(second, 7)))
-    second.join_previous(timeout_s=LIMIT_S)
+    second.join_previous(timeout_s=SOON_S)
     check_rows(receive(receivers_of(second), sealed(second, 8, prefix="n-"))[0], prefix="n-")
-    second.join_previous(timeout_s=LIMIT_S)
+    second.join_previous(timeout_s=SOON_S)
     until(lambda: second.status()["store"]["frames"] == 0)
     assert second.status()["steps"] == {}
 
@@ -83,7 +82,7 @@ def test_who_had_acknowledged_and_never_learned_of_it_gets_the_rows_again_howeve
     early, late = receivers_of(second)[1], receivers_of(second)[0]
     ticket = ticket_of(second, 7)
     check_rows(early.receive(ticket))
-    second.join_previous(timeout_s=LIMIT_S)
+    second.join_previous(timeout_s=SOON_S)
     check_rows(late.receive(ticket))
     until(lambda: second.status()["store"]["frames"] == 0)
 
@@ -115,8 +114,8 @@ def hang(relay: Relay, ticket: Ticket) -> Connection:
     """dp 0 says that it is ready, reads what is announced, and no row."""
     link = connected(relay, (0, 0, 0))
     ready = {**wire.seal_of(ticket.identity), "group": False}
-    link.send_record(wire.READY, wire.pack(**ready), timeout_s=LIMIT_S)
-    kind, body = link.recv_record(timeout_s=LIMIT_S)
+    link.send_record(wire.READY, wire.pack(**ready), timeout_s=SOON_S)
+    kind, body = link.recv_record(timeout_s=SOON_S)
     assert kind == wire.ROWS and json.loads(bytes(body))["nbytes"] == ROWS * BIG.bytes_per_token
     return link
 
@@ -148,7 +147,7 @@ def test_a_receiver_that_hung_beyond_its_deadline_is_let_go_and_comes_again(make
     patient = receivers_of(relay, ChannelConfig())[0]
     same(patient.receive(ticket), ROWS)
     same(receivers_of(relay)[1].receive(ticket), 100)
-    relay.join_previous(timeout_s=LIMIT_S)
+    relay.join_previous(timeout_s=SOON_S)
     hung.close()
 
 
@@ -175,7 +174,7 @@ def test_a_receiver_waits_on_one_connection_for_a_busy_relay(make_relay: MakeRel
     time.sleep(1.5 * SHORT_S)
     buffers.close()
     for future in receiving:
-        check_rows(future.result(LIMIT_S))
+        check_rows(future.result(SOON_S))
     assert lives(relay) == [1] * len(receivers)
 
 
@@ -193,7 +192,7 @@ def test_a_receive_of_a_relay_that_never_prepares_ends_by_name(make_relay: MakeR
 def test_a_relay_that_prepares_too_late_tells_its_receivers(make_relay: MakeRelay, slowly: Slowly) -> None:
     relay = make_relay("dp=2", step_timeout_s=SHORT_S)
     ticket = sealed(relay, 3)
-    receiver = receivers_of(relay, ChannelConfig(step_timeout_s=LIMIT_S))[0]
+    receiver = receivers_of(relay, ChannelConfig(step_timeout_s=SOON_S))[0]
     with pytest.raises(errors.StepError, match=r"step 3: .*\(0, 0, 0\)") as told:
         receiver.receive(ticket)
     assert (told.value.step, told.value.ranks) == (3, ((0, 0, 0),))
@@ -215,7 +214,7 @@ def test_a_full_disk_ends_the_recording_and_costs_the_relay_nothing(
         for shard in receive(receivers_of(relay), sealed(relay, step, prefix=prefix)):
             check_rows(shard, prefix=prefix)
         monkeypatch.setattr("r3channel.recordings.recorder.check_room", full)
-    relay.join_previous(timeout_s=LIMIT_S)
+    relay.join_previous(timeout_s=SOON_S)
     relay.add("x", reply_for("x", 9), range(9))
     assert recorder.lost == 2 and "No space left" in recorder.stopped and recorder._kept == {}
     assert relay.metrics.value("r3channel_recording_lost_steps") == 2

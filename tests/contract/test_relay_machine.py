@@ -39,8 +39,9 @@ from r3channel.wire import row_protocol as wire
 from r3channel.wire.frame import encode_frame, sample_key
 from r3channel.wire.routing import Ids
 from tests.support.delivery import compare, connected, hand, receivers_of, relays, threads
-from tests.support.direct import LIMIT_S, deliver, parcel_of, post, reference_reply, said_hello, until
+from tests.support.direct import deliver, parcel_of, post, reference_reply, said_hello
 from tests.support.samples import SPEC, random_ids, reply_of, span
+from tests.support.waits import SOON_S, until
 
 HELD, WAITING, FAILED = "held", "waiting", "failed"
 OUTCOMES = ("received", "duplicate", "rejected", "discarded", "expired", "delivered")
@@ -219,7 +220,7 @@ class Wire:
         if 0 < room <= len(data):
             receiver.sendall(data[:room])
             self.stands.set()
-            if not self.go_on.wait(LIMIT_S) or self.breaks:
+            if not self.go_on.wait(SOON_S) or self.breaks:
                 raise ConnectionError
             data = data[room:]
         receiver.sendall(data)
@@ -254,7 +255,7 @@ EVENT = st.tuples(st.integers(1, 9), st.integers(1, 3), FLIP, FLAG)
 
 class RelayMachine(RuleBasedStateMachine):
     steps = 0
-    patience_s = LIMIT_S
+    patience_s = SOON_S
     """How long the relay's background may take; short once something was wrong, for that is run again and again."""
 
     @initialize(layout=st.sampled_from(["dp=2", "dp=2,cp=2", "dp=2,pp=2,packing=thd"]))
@@ -371,7 +372,7 @@ class RelayMachine(RuleBasedStateMachine):
         late = [turn for turn in model.awaited().values() if turn.name in names and turn.state == WAITING]
         come = bool(frames_come) and not model.used & {turn.serial for turn in late}
         coming = [turn for turn in late if come and model.frame(turn.serial, whole=True)]
-        self.relay.config = replace(self.config, frame_timeout_s=LIMIT_S if come else 0.002)
+        self.relay.config = replace(self.config, frame_timeout_s=SOON_S if come else 0.002)
         sent = self.pool.submit(deliver, self.relay, *((turn.serial, self.frame(turn)) for turn in coming))
         with refused(*model.seal(step, assignment.sample_ids)):
             ticket = Ticket.from_bytes(self.relay.seal(step, assignment).to_bytes())
@@ -380,7 +381,7 @@ class RelayMachine(RuleBasedStateMachine):
             assert set(ticket.weight_versions) == versions
             rows = {name: np.concatenate([turn.ids_TLK for turn in model.samples[name]]) for name in names}
             self.sealed.append((ticket, rows))
-        sent.result(LIMIT_S)
+        sent.result(SOON_S)
         self.relay.config = self.config
 
     @rule(names=st.permutations(NAMES), dp=st.integers(1, 2))
@@ -451,7 +452,7 @@ class RelayMachine(RuleBasedStateMachine):
             if self.last[key] < (ticket.step, ticket.seal):
                 control.room = room
                 self.slow[key] = number, self.pool.submit(receiver.receive, ticket)
-                assert control.stands.wait(LIMIT_S)
+                assert control.stands.wait(SOON_S)
 
     @precondition(lambda self: self.slow)
     @rule(end=st.sampled_from(["goes on", "its connection breaks", "is killed"]))
@@ -468,7 +469,7 @@ class RelayMachine(RuleBasedStateMachine):
         gone = end == "its connection breaks" and not self.model.live(self.sealed[number][0])
         error = errors.TransportError if end == "is killed" else errors.TicketMismatch if gone else None
         with pytest.raises(error) if error else nullcontext():
-            self.has(key, number, receiving.result(LIMIT_S))
+            self.has(key, number, receiving.result(SOON_S))
         self.begins_anew(key)
 
     @rule(which=WHICH, back=BACK)
@@ -479,8 +480,8 @@ class RelayMachine(RuleBasedStateMachine):
             if (step := self.model.live(ticket)) and key in step.missing:
                 ticket = replace(ticket, run="another")
             with closing(connected(self.relay, key)) as link:
-                link.send_record(wire.DONE, wire.pack(**wire.seal_of(ticket.identity)), timeout_s=LIMIT_S)
-                assert link.recv_record(timeout_s=LIMIT_S)[0] == wire.THANKS
+                link.send_record(wire.DONE, wire.pack(**wire.seal_of(ticket.identity)), timeout_s=SOON_S)
+                assert link.recv_record(timeout_s=SOON_S)[0] == wire.THANKS
             self.calls[key] += 1
             self.lives[key] += 1
             self.begins_anew(key)
@@ -520,7 +521,7 @@ class RelayMachine(RuleBasedStateMachine):
             self.relay.close()
         for key, (_, receiving) in self.slow.items():
             self.receivers[key][1].go_on.set()
-            assert receiving.exception(LIMIT_S)
+            assert receiving.exception(SOON_S)
         self.stack.close()
         until(lambda: threads() <= self.before, "no thread is left")
 

@@ -18,9 +18,10 @@ from r3channel.relay.relay import Relay
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
 from r3channel.wire.frame import encode_frame
-from tests.support.delivery import LIMIT_S, MakeRelay, receivers_of, threads, until
+from tests.support.delivery import MakeRelay, receivers_of, threads
 from tests.support.direct import deliver, draft_of, hello_of, reference_reply
 from tests.support.samples import SPEC, frame_of, random_ids, reply_for, reply_of
+from tests.support.waits import SOON_S, until
 
 
 def receiver_of(relay: Relay) -> Receiver:
@@ -131,7 +132,7 @@ def test_a_reply_without_routing_and_a_frame_that_never_came_leave_exactly_their
     kept = ids_in(shard, "turns")
     assert np.array_equal(kept[:10], random_ids(10, seed=2))
     assert np.array_equal(kept[15:], random_ids(20, seed=3)[15:])
-    relay.join_previous(timeout_s=LIMIT_S)
+    relay.join_previous(timeout_s=SOON_S)
     until(lambda: relay.metrics.value("r3channel_samples_total", outcome="live") == 4)
 
 
@@ -145,7 +146,7 @@ def test_a_frame_that_comes_once_its_rows_were_left_to_the_live_router_is_freed_
     deliver(relay, (1, draft_of("r", 8).encode().tobytes()))
     shard = receiver_of(relay).receive(ticket)
     assert shard.live_counts()["invalid"] == 8
-    relay.join_previous(timeout_s=LIMIT_S)
+    relay.join_previous(timeout_s=SOON_S)
     assert relay.status()["store"]["frames"] == 0
 
 

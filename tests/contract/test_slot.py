@@ -13,19 +13,20 @@ import torch
 from r3channel import errors
 from r3channel.transport.collective_lock import PROCESS_SLOT, Slot
 from r3channel.weights.session import WeightSync
-from tests.support.delivery import LIMIT_S, check_rows, receivers_of, relays, sealed, until
+from tests.support.delivery import check_rows, receivers_of, relays, sealed
+from tests.support.waits import SOON_S, until
 
 
 def test_uses_of_one_kind_may_overlap() -> None:
-    slot, met = Slot(), threading.Barrier(2, timeout=LIMIT_S)
+    slot, met = Slot(), threading.Barrier(2, timeout=SOON_S)
 
     def user() -> None:
-        with slot.use("routing", "routing", timeout_s=LIMIT_S):
+        with slot.use("routing", "routing", timeout_s=SOON_S):
             met.wait()  # breaks where the other is not let in
 
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(user) for _ in range(2)]:
-            done.result(2 * LIMIT_S)
+            done.result(2 * SOON_S)
 
 
 def test_uses_of_different_kinds_never_overlap() -> None:
@@ -34,7 +35,7 @@ def test_uses_of_different_kinds_never_overlap() -> None:
 
     def user(kind: str) -> None:
         for _ in range(30):
-            with slot.use(kind, kind, timeout_s=LIMIT_S):
+            with slot.use(kind, kind, timeout_s=SOON_S):
                 with lock:
                     inside[kind] += 1
                     seen.add((inside["routing"], inside["weights"]))
@@ -44,7 +45,7 @@ def test_uses_of_different_kinds_never_overlap() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         for done in [pool.submit(user, kind) for kind in ("routing", "weights") * 2]:
-            done.result(LIMIT_S)
+            done.result(SOON_S)
     assert seen and not {pair for pair in seen if all(pair)}
 
 
@@ -55,11 +56,11 @@ def test_a_wait_is_bounded_and_names_the_holder() -> None:
     def hold() -> None:
         with slot.use("weights", "the update to weight version 7", timeout_s=1):
             entered.set()
-            leave.wait(LIMIT_S)
+            leave.wait(SOON_S)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert entered.wait(LIMIT_S)
+    assert entered.wait(SOON_S)
     with (
         pytest.raises(
             errors.DeadlineExceeded, match=r"step 3 waited 0\.2 s for the update to weight version 7"
@@ -68,7 +69,7 @@ def test_a_wait_is_bounded_and_names_the_holder() -> None:
     ):
         pass
     leave.set()
-    thread.join(LIMIT_S)
+    thread.join(SOON_S)
     with slot.use("routing", "step 3", timeout_s=0.2):
         pass
 
@@ -76,9 +77,9 @@ def test_a_wait_is_bounded_and_names_the_holder() -> None:
 def test_a_thread_that_would_wait_for_itself_is_refused_at_once() -> None:
     slot = Slot()
     with (
-        slot.use("routing", "step 3", timeout_s=LIMIT_S),
+        slot.use("routing", "step 3", timeout_s=SOON_S),
         pytest.raises(errors.UsageError, match="the update inside step 3"),
-        slot.use("weights", "the update", timeout_s=LIMIT_S),
+        slot.use("weights", "the update", timeout_s=SOON_S),
     ):
         pass
 
@@ -88,13 +89,13 @@ def test_a_receive_waits_for_the_end_of_a_weight_update_and_rows_over_tcp_do_not
     with relays() as make:
         relay = make("dp=1", transport=transport)
         ticket, receiver = sealed(relay), receivers_of(relay)[0]
-        with ThreadPoolExecutor(1) as pool, PROCESS_SLOT.use("weights", "an update", timeout_s=LIMIT_S):
+        with ThreadPoolExecutor(1) as pool, PROCESS_SLOT.use("weights", "an update", timeout_s=SOON_S):
             receiving = pool.submit(receiver.receive, ticket)
             until(lambda: PROCESS_SLOT._changed._waiters)  # type: ignore[attr-defined]
-            wait_s = LIMIT_S if transport == "tcp" else 1.0
+            wait_s = SOON_S if transport == "tcp" else 1.0
             assert (relay.undelivered(wait_s=wait_s) == {}) is (transport == "tcp")
             assert not receiving.done()
-        check_rows(receiving.result(LIMIT_S))
+        check_rows(receiving.result(SOON_S))
 
 
 def test_a_weight_update_waits_for_the_end_of_a_receive() -> None:
@@ -105,8 +106,8 @@ def test_a_weight_update_waits_for_the_end_of_a_receive() -> None:
         read.append("begun")
         yield "w", torch.zeros(4)
 
-    with ThreadPoolExecutor(1) as pool, PROCESS_SLOT.use("routing", "step 3", timeout_s=LIMIT_S):
+    with ThreadPoolExecutor(1) as pool, PROCESS_SLOT.use("routing", "step 3", timeout_s=SOON_S):
         updating = pool.submit(sync.update, tensors(), version=1, timeout_s=0.3)
         with pytest.raises(errors.DeadlineExceeded, match="step 3"):
-            updating.result(LIMIT_S)
+            updating.result(SOON_S)
     until(lambda: read == ["begun"])  # drained on a thread, because other ranks may be in step with it

@@ -25,18 +25,9 @@ from r3channel.wire.frame import encode_frame, sample_key
 from r3channel.wire.parcel import FrameReference
 from r3channel.wire.routing import ProvenanceSpan, RowKind
 from r3channel.wire.source import InHand
-from tests.support.delivery import (
-    LIMIT_S,
-    MakeRelay,
-    Slowly,
-    check_rows,
-    receive,
-    receivers_of,
-    relays,
-    sealed,
-)
-from tests.support.direct import until
+from tests.support.delivery import MakeRelay, Slowly, check_rows, receive, receivers_of, relays, sealed
 from tests.support.samples import SPEC, random_ids, reply_for, reply_of
+from tests.support.waits import SOON_S, until
 
 TOKENS = 100
 
@@ -134,7 +125,7 @@ def test_a_sample_that_grew_while_it_was_sealed_is_refused_by_name(
 
 def check_delivered(relay: Relay, ticket: Ticket) -> list[RankShard]:
     shards = receive(receivers_of(relay), ticket)
-    relay.join_previous(timeout_s=LIMIT_S)
+    relay.join_previous(timeout_s=SOON_S)
     assert relay.status()["steps"] == {}
     return shards
 
@@ -149,12 +140,12 @@ def test_a_receiver_that_waits_for_a_step_is_told_when_it_is_abandoned(
     add(relay, "a")
     with ThreadPoolExecutor(1) as pool:
         receiving = pool.submit(receivers_of(relay)[0].receive, relay.seal(0, each("a")))
-        assert slowly.entered.wait(LIMIT_S)
+        assert slowly.entered.wait(SOON_S)
         waiting(relay, 1)
         (event,) = relay.steps._steps[0]._waiting.values()
         assert relay.abandon(0) == 1 and event.is_set()
         with pytest.raises(errors.TicketMismatch, match="abandoned"):
-            receiving.result(LIMIT_S)
+            receiving.result(SOON_S)
         relay.discard(["a"])
         slowly.go_on.set()
     add(relay, "a")
@@ -210,16 +201,16 @@ def test_of_two_seals_at_once_one_wins(make_relay: MakeRelay, monkeypatch: pytes
 
     def slow(*_: Any, **__: Any) -> None:
         first.set()
-        assert go_on.wait(LIMIT_S)
+        assert go_on.wait(SOON_S)
 
     monkeypatch.setattr(relay, "await_frames", slow)
     with ThreadPoolExecutor(1) as pool:
         winner = pool.submit(relay.seal, 5, each("a"))
-        assert first.wait(LIMIT_S)
+        assert first.wait(SOON_S)
         with pytest.raises(errors.StepError, match="is being sealed"):
             relay.seal(5, each("b"))
         go_on.set()
-        assert winner.result(LIMIT_S).assignment == each("a")
+        assert winner.result(SOON_S).assignment == each("a")
     assert relay.discard("ab") == 1 and relay.abandon(5) == 1 and relay.discard("a") == 1
 
 
@@ -268,7 +259,7 @@ def test_all_go_on_while_a_step_is_prepared(make_relay: MakeRelay, monkeypatch: 
     until(lambda: relay.status()["steps"][0]["state"] == "PREPARED")
     slowly = Slowly(monkeypatch)
     second = sealed(relay, 1, prefix="n-")
-    assert slowly.entered.wait(LIMIT_S)
+    assert slowly.entered.wait(SOON_S)
     receiver = receivers_of(relay)[0]
     check_rows(receiver.receive(first))
     third = sealed(relay, 2, prefix="m-")
@@ -300,39 +291,39 @@ def test_rows_of_the_first_dp_rank_leave_before_those_of_the_last_are_prepared(
 def test_closing_ends_waits_and_frees_memory(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
     relay, slowly = make_relay("dp=2"), Slowly(monkeypatch)
     ticket = sealed(relay)
-    assert slowly.entered.wait(LIMIT_S)
+    assert slowly.entered.wait(SOON_S)
     with ThreadPoolExecutor(4) as pool:
         receiving = pool.submit(receivers_of(relay)[1].receive, ticket)
-        joining = pool.submit(relay.join_previous, timeout_s=10 * LIMIT_S)
+        joining = pool.submit(relay.join_previous, timeout_s=10 * SOON_S)
         waiting(relay, 2)
-        closing = pool.submit(relay.close, timeout_s=LIMIT_S)
+        closing = pool.submit(relay.close, timeout_s=SOON_S)
         for ended in (receiving, joining):
             with pytest.raises(errors.R3Error):
-                ended.result(LIMIT_S)
+                ended.result(SOON_S)
         slowly.go_on.set()
         with pytest.raises(errors.StepError, match=r"\{0: \[\(0, 0, 0\), \(1, 0, 0\)\]\}.*running: \[\]"):
-            closing.result(LIMIT_S)
+            closing.result(SOON_S)
     assert relay._store.held_bytes == relay._store.live_bytes
     assert relay._journal is not None and not relay._journal.folder.exists()
     with pytest.raises(errors.UsageError, match="closed"):
-        relay.undelivered(wait_s=10 * LIMIT_S)
+        relay.undelivered(wait_s=10 * SOON_S)
 
 
 def test_closing_ends_a_group_whose_receiver_asked_for_it_and_never_joined(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    relay = make_relay(transport="gloo", join_timeout_s=10 * LIMIT_S)
+    relay = make_relay(transport="gloo", join_timeout_s=10 * SOON_S)
     add(relay, "a")
     receiver = receivers_of(relay)[0]
     relay.seal(0, each("a"))
     member = receiver._member
-    member._connect(timeout_s=LIMIT_S)
+    member._connect(timeout_s=SOON_S)
     member._say(wire.GROUP, gpu="")
     assert member._link is not None
-    assert member._link.recv_record(timeout_s=LIMIT_S)[0] == wire.GROUP, "and nobody comes"
+    assert member._link.recv_record(timeout_s=SOON_S)[0] == wire.GROUP, "and nobody comes"
     store: Any = relay._delivery._store
     assert isinstance(store, RendezvousStore)
     until(lambda: store._store is None or store._store.num_keys() > 0)
     with pytest.raises(errors.StepError, match=r"still running: \[\]"):
-        relay.close(timeout_s=LIMIT_S)
+        relay.close(timeout_s=SOON_S)
     receiver.close()

@@ -26,8 +26,8 @@ from r3channel.transport.base import Rendezvous, Transport
 from r3channel.transport.process_group import UNLIMITED, ProcessGroupTransport, RendezvousStore
 from r3channel.transport.select import TRANSPORTS, Kind, join
 from r3channel.weights.group import WeightGroup
+from tests.support.waits import SOON_S
 
-TIMEOUT_S = 20.0
 Joiner = Callable[..., list[Transport]]
 
 
@@ -38,7 +38,7 @@ class Meeting:
         self.name, self.store = uuid.uuid4().hex, RendezvousStore("127.0.0.1")
 
     def join(
-        self, rank: int, size: int = 2, *, connection: int = 1, backend: str = "gloo", timeout_s: float = TIMEOUT_S,
+        self, rank: int, size: int = 2, *, connection: int = 1, backend: str = "gloo", timeout_s: float = SOON_S,
     ) -> Any:  # fmt: skip
         place = {"name": f"{self.name}/{connection}", "host": self.store.host, "port": self.store.port}
         at = Rendezvous(backend=backend, connection=connection, rank=rank, world_size=size, **place)  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
     """Start; the returned call joins and raises what the thread raised."""
     pool = ThreadPoolExecutor(1)
     future = pool.submit(function)
-    return lambda: future.result(TIMEOUT_S)
+    return lambda: future.result(SOON_S)
 
 
 def data(nbytes: int, seed: int = 0) -> torch.Tensor:
@@ -77,7 +77,7 @@ def data(nbytes: int, seed: int = 0) -> torch.Tensor:
 
 def received(member: Transport, nbytes: int) -> torch.Tensor:
     out = torch.zeros(nbytes, dtype=torch.uint8)
-    member.recv(0, out, timeout_s=TIMEOUT_S)
+    member.recv(0, out, timeout_s=SOON_S)
     return out
 
 
@@ -87,7 +87,7 @@ def test_bytes_arrive_as_they_were_sent_and_memory_may_be_reused_after(group: Jo
 
     def send() -> None:
         buffer = data(nbytes)
-        relay.send(1, buffer, timeout_s=TIMEOUT_S)
+        relay.send(1, buffer, timeout_s=SOON_S)
         buffer.fill_(0)
 
     done = in_thread(send)
@@ -114,7 +114,7 @@ def test_after_a_deadline_the_group_is_dead_and_the_next_connection_works(group:
             member.recv(0, torch.empty(8, dtype=torch.uint8), timeout_s=0.2)
     relay.abort()
     relay, member = group(connection=2)
-    done = in_thread(lambda: relay.send(1, data(8), timeout_s=TIMEOUT_S))
+    done = in_thread(lambda: relay.send(1, data(8), timeout_s=SOON_S))
     assert torch.equal(received(member, 8), data(8))
     done()
 
@@ -127,7 +127,7 @@ def test_threads_that_abort_at_once_end_the_group_once(group: Joiner) -> None:
         for connection in range(1, 11):
             relay = group(connection=connection)[0]
             start = threading.Barrier(4)
-            threads = [in_thread(lambda b=start, t=relay: (b.wait(TIMEOUT_S), t.abort())) for _ in range(4)]
+            threads = [in_thread(lambda b=start, t=relay: (b.wait(SOON_S), t.abort())) for _ in range(4)]
             for ended in threads:
                 ended()
     finally:
@@ -154,12 +154,12 @@ def test_several_messages_may_be_under_way(group: Joiner) -> None:
 
     def send() -> None:
         for pending in [relay.start_send(1, data(1 << 16, i)) for i in range(4)]:
-            pending.wait(timeout_s=TIMEOUT_S)
+            pending.wait(timeout_s=SOON_S)
 
     done = in_thread(send)
     out = [torch.empty(1 << 16, dtype=torch.uint8) for _ in range(4)]
     for i, pending in enumerate([member.start_recv(0, part) for part in out]):
-        pending.wait(timeout_s=TIMEOUT_S)
+        pending.wait(timeout_s=SOON_S)
         assert torch.equal(out[i], data(1 << 16, i))
     done()
 
@@ -173,12 +173,12 @@ def test_an_abort_with_messages_under_way_frees_the_peer_at_once(group: Joiner, 
     begin = time.monotonic()
     with pytest.raises(TransportError):
         if side == "recv":
-            relay.recv(1, torch.empty(8, dtype=torch.uint8), timeout_s=TIMEOUT_S)
+            relay.recv(1, torch.empty(8, dtype=torch.uint8), timeout_s=SOON_S)
         for _ in range(8):
-            relay.send(1, data(1 << 16), timeout_s=TIMEOUT_S)
-    assert time.monotonic() - begin < TIMEOUT_S / 2
+            relay.send(1, data(1 << 16), timeout_s=SOON_S)
+    assert time.monotonic() - begin < SOON_S / 2
     with pytest.raises(TransportError):
-        started[1].wait(timeout_s=TIMEOUT_S)
+        started[1].wait(timeout_s=SOON_S)
 
 
 # -- NCCL, and what a group is joined by ----------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class NcclGroup:
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Waits for the peer as long as NCCL itself does; nobody can end it."""
         self.connected.append((device, threading.current_thread().name))
-        assert self.peer_comes or self.ended.wait(TIMEOUT_S)
+        assert self.peer_comes or self.ended.wait(SOON_S)
 
     def broadcast(self, _tensors: list[torch.Tensor], options: Any) -> Any:
         """Its peer is gone: the operation never ends."""
@@ -274,7 +274,7 @@ class NcclGroup:
         raise RuntimeError("ncclCommAbort failed")
 
     def shutdown(self) -> None:
-        assert self.shuts_down or self.ended.wait(TIMEOUT_S)
+        assert self.shuts_down or self.ended.wait(SOON_S)
 
 
 @pytest.fixture
@@ -339,7 +339,7 @@ def test_what_was_left_of_a_join_is_no_limit_of_an_nccl_groups_operations(nccl: 
 
 def test_a_weight_group_whose_member_dies_does_not_end_the_trainer(nccl: Callable[..., Any]) -> None:
     group = WeightGroup("test-nccl", world_size=2, backend="nccl")
-    group.join(timeout_s=TIMEOUT_S)
+    group.join(timeout_s=SOON_S)
     with pytest.raises(DeadlineExceeded, match=r"could not broadcast 4 bytes of rank 0 within 0\.2 s"):
         group.broadcast(torch.zeros(4, dtype=torch.uint8), timeout_s=0.2)
     group.close()
@@ -372,7 +372,7 @@ def test_an_abort_beside_a_waits_end_raises_nothing(monkeypatch: pytest.MonkeyPa
 
     one, two = group()
     monkeypatch.setattr(one, "_started", Started())
-    sent = in_thread(lambda: one.send(1, data(100), timeout_s=TIMEOUT_S))
+    sent = in_thread(lambda: one.send(1, data(100), timeout_s=SOON_S))
     received(two, 100)
     sent()
 
@@ -398,7 +398,7 @@ def test_host_tensors_cross_nccl_through_memory_of_the_device(monkeypatch: pytes
 
         def recv(self, tensors: list[torch.Tensor], src: int, _tag: int) -> object:
             assert tensors[0].data_ptr() in on_device
-            tensors[0].copy_(lines[src, self.rank].get(timeout=TIMEOUT_S))
+            tensors[0].copy_(lines[src, self.rank].get(timeout=SOON_S))
             return done
 
         def shutdown(self) -> None: ...
@@ -418,10 +418,10 @@ def test_host_tensors_cross_nccl_through_memory_of_the_device(monkeypatch: pytes
         try:
             mine_N, theirs_N = torch.tensor([7 - rank], dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
             if rank == 0:
-                transport.send(1, mine_N, timeout_s=TIMEOUT_S)
-            transport.recv(1 - rank, theirs_N, timeout_s=TIMEOUT_S)
+                transport.send(1, mine_N, timeout_s=SOON_S)
+            transport.recv(1 - rank, theirs_N, timeout_s=SOON_S)
             if rank == 1:
-                transport.send(0, mine_N, timeout_s=TIMEOUT_S)
+                transport.send(0, mine_N, timeout_s=SOON_S)
             return min(int(mine_N), int(theirs_N))
         finally:
             transport.close()

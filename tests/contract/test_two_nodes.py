@@ -18,8 +18,9 @@ import pytest
 
 from r3channel.plan.assignment import Assignment
 from r3channel.tools.top import Look, urls_of
-from tests.support.delivery import receivers_of, relays, until
+from tests.support.delivery import receivers_of, relays
 from tests.support.direct import Engine, hello_of
+from tests.support.waits import PROGRAM_S, SOON_S, until
 
 _NEWNET = 0x40000000
 """CLONE_NEWNET of sched.h."""
@@ -31,7 +32,7 @@ MAY = TOOLS and subprocess.run([*UNSHARE, "true"], capture_output=True).returnco
 @pytest.mark.skipif(not MAY, reason="needs iproute2, Debian's prometheus, and user namespaces")
 def test_each_process_binds_its_own_nodes_address_and_the_relay_lists_them_all(tmp_path: Path) -> None:
     command = [*UNSHARE, sys.executable, "-m", __spec__.name, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == {
         "pages": [["10.7.0.1", "relay", ""], *[["10.7.0.2", role, ""] for role in ("engine", "engine", "trainer")]],
@@ -72,7 +73,7 @@ def main(folder: Path) -> dict[str, Any]:
         relay.add("a", engines[0].finish("a", 9), range(9))
         receiver.receive(relay.seal(0, Assignment.given([[["a"]]])))
         listed = relay.metrics.url.replace("/metrics", "/targets")
-        looks = other.map(lambda page: Look.at(page, timeout_s=20.0), urls_of(listed))
+        looks = other.map(lambda page: Look.at(page, timeout_s=SOON_S), urls_of(listed))
         seen: dict[str, Any] = {"discovered": len(discovered(folder, listed))}
         seen["pages"] = sorted([look.place.partition(":")[0], look.role, look.fault] for look in looks)
         engines.append(engine(2, 13, "here"))
@@ -89,7 +90,7 @@ def discovered(folder: Path, url: str) -> list[dict[str, Any]]:
     job = {"job_name": "r3channel", "http_sd_configs": [{"url": url}]}
     (folder / "prometheus.json").write_text(json.dumps({"scrape_configs": [job]}))
     command = f"promtool check service-discovery --timeout=3s {folder}/prometheus.json r3channel".split()
-    return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+    return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=PROGRAM_S).stdout)
 
 
 if __name__ == "__main__":

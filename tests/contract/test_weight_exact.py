@@ -30,7 +30,7 @@ def test_an_error_of_either_trainer_rank_says_what_version_engines_hold(tmp_path
     pair = empty(2)
     urls = [engine.url for engine in pair]
     job = {"engines": urls, "dies": dies}
-    results = run_ranks(RANK, tmp_path, world_size=2, job=job, timeout_s=240)
+    results = run_ranks(RANK, tmp_path, world_size=2, job=job)
     for engine in pair:
         assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in weights(2).items())
         assert engine.version == "2" and not engine.paused
@@ -57,16 +57,14 @@ def empty(count: int) -> list[FakeEngine]:
     ]
 
 
-def test_a_rank_that_stops_alone_is_named_to_the_others_at_once_and_the_next_update_succeeds(
-    tmp_path: Path,
-) -> None:
+def test_rank_that_stops_alone_is_named_to_others_at_once_and_next_update_succeeds(tmp_path: Path) -> None:
     said = {
         "slot": "DeadlineExceeded: .*waited 0.2 s for step 3", "plan": "OSError: no memory", "link": "OSError: no buffer",
         "convert": "ValueError: gather failed", "kill": "is gone",
     }  # fmt: skip
     (engine,) = empty(1)
     job = {"engines": [engine.url], "stops": list(said)}
-    first, _, third = run_ranks(RANK, tmp_path, world_size=3, job=job, timeout_s=120)
+    first, _, third = run_ranks(RANK, tmp_path, world_size=3, job=job)
     for found, (how, words) in itertools.product((first, third), said.items()):
         seconds, kind, error = found[how]
         assert kind == "WeightUpdateFailed" and re.search(f"trainer rank 1.*{words}", error), (how, error)
@@ -77,9 +75,7 @@ def test_a_rank_that_stops_alone_is_named_to_the_others_at_once_and_the_next_upd
 def test_a_rank_that_stands_still_beyond_a_deadline_fails_that_update_and_no_other(tmp_path: Path) -> None:
     (engine,) = empty(1)
     job = {"engines": [engine.url], "late": 10}
-    first, second = (
-        found["told"] for found in run_ranks(RANK, tmp_path, world_size=2, job=job, timeout_s=240)
-    )
+    first, second = (found["told"] for found in run_ranks(RANK, tmp_path, world_size=2, job=job))
     assert first[::2] == second[::2] == [[]] * 10
     assert all("ranks [1] did not come along" in error for _, error in first[1::2])
     assert [error for _, error in second[1::2] if "trainer rank 0" not in error] == []
@@ -97,7 +93,7 @@ def test_shards_of_two_trainer_ranks_become_float8_at_an_engine_and_at_one_that_
     (checkpoint / "config.json").write_text(json.dumps({"quantization_config": quantised}))
     pair = [FakeEngine(receives={n: torch.zeros_like(t) for n, t in wanted.items()}) for _ in range(2)]
     job = {"engines": [pair[0].url], "joins": pair[1].url, "like": str(checkpoint)}
-    results = run_ranks(RANK, tmp_path, world_size=2, job=job, timeout_s=240)
+    results = run_ranks(RANK, tmp_path, world_size=2, job=job)
     assert [(found["tensors"], found["joined"]) for found in results] == [(2, 1), (2, 1)]
     assert results[0]["routable"] == sorted(engine.url for engine in pair)
     for engine in pair:

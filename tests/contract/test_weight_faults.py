@@ -16,6 +16,7 @@ from r3channel.weights.rank_link import RankLink
 from r3channel.weights.session import WeightSync
 from r3channel.weights.transaction import EngineState
 from tests.support.fake_engine import UPDATE, FakeEngine
+from tests.support.waits import UPDATE_S
 from tests.support.weights import (
     BUCKETS,
     NAMES,
@@ -205,7 +206,7 @@ def test_float8_of_another_maker_is_sent_and_looked_through(dtype: torch.dtype) 
 
 def test_an_engine_that_cannot_join_is_not_taken_in(sync: WeightSync, pair: Pair) -> None:
     with pytest.raises(errors.EngineUnavailable, match=r"127\.0\.0\.1:9"):
-        sync.add_engine("http://127.0.0.1:9", timeout_s=20)
+        sync.add_engine("http://127.0.0.1:9", timeout_s=UPDATE_S)
     assert set(sync.engine_states) == {engine.url for engine in pair}
     with pytest.raises(errors.ConfigError, match="is not one of"):
         sync.remove_engine("http://127.0.0.1:9")
@@ -225,7 +226,7 @@ def test_an_interrupt_while_weights_are_given_again_leaves_an_engine_as_any_fail
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sync.republish(interrupted(), engines=[engine.url], timeout_s=20)
+        sync.republish(interrupted(), engines=[engine.url], timeout_s=UPDATE_S)
     state = EngineState.SERVING if first else EngineState.FENCED
     assert sync.engine_states[engine.url] is state and engine.paused is not first
     again_to(sync, engine, version=1)

@@ -11,6 +11,7 @@ from r3channel import errors
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
 from tests.support.fake_engine import FakeEngine
+from tests.support.waits import UPDATE_S
 from tests.support.weights import again_to, broadcasting, give, weights
 
 OURS = str(torch.__version__)
@@ -32,14 +33,14 @@ def test_awex_handshake_refuses_an_engine_of_other_versions_before_a_group_is_fo
     unlike = rf"{bad.url} runs {what} {theirs}, the trainer {ours.split('+')[0]}"
     refused = pytest.raises(errors.RegistryRefused, match=unlike)
     with WeightSync.whole([good.url, other], backend="nccl") as sync, refused:
-        sync.connect(timeout_s=20)
+        sync.connect(timeout_s=UPDATE_S)
     assert "/init_weights_update_group" not in good.calls + bad.calls
 
     with broadcasting(good) as sync:
         give(sync, 1)
         monkeypatch.setattr(sync._engines, "_ours", {"torch": OURS.split("+")[0], "nccl": "2.27.3"})
         with pytest.raises(errors.RegistryRefused, match=f"{what} {theirs}"):
-            sync.add_engine(other, timeout_s=20)
+            sync.add_engine(other, timeout_s=UPDATE_S)
         assert sync.routable() == urls(good) == tuple(sync.engine_states)
 
 
@@ -62,7 +63,7 @@ def test_awex_engines_are_routable_from_their_commit_on_and_not_while_an_update_
         with pytest.raises(errors.UsageError, match="version 1 after 2"):
             give(sync, 1)
         newcomer = FakeEngine()
-        sync.add_engine(newcomer.url, timeout_s=20)
+        sync.add_engine(newcomer.url, timeout_s=UPDATE_S)
         assert sync.routable() == urls(*pair)
         again_to(sync, newcomer, version=2)
         assert sync.routable() == urls(*pair, newcomer)

@@ -14,6 +14,7 @@ from r3channel.weights.rank_link import RankLink
 from r3channel.weights.session import WeightSync
 from tests.contract.test_weight_staged import loading
 from tests.support.fake_engine import FakeEngine
+from tests.support.waits import UPDATE_S
 from tests.support.weights import (
     COMMIT,
     NAMES,
@@ -52,7 +53,7 @@ def test_a_restarted_engine_is_filled_while_the_others_get_no_call(trio: Trio) -
     sync, one, other, lost = trio
     again = lost.restarted()
     with sync:
-        report = sync.update_one(again.url, timeout_s=20)
+        report = sync.update_one(again.url, timeout_s=UPDATE_S)
         assert report.version == 1 and report.verified == report.tensors == len(NAMES) and report.buckets > 0
         assert holds(again, 1) and one.calls == other.calls == [] and len(sync.routable()) == 3
         again.calls.clear()
@@ -69,7 +70,7 @@ def test_weights_that_somebody_changed_are_not_passed_on_and_their_engine_is_not
     one.tensors[NAMES[5]][3, 3] += 1
     with sync:
         with pytest.raises(WeightUpdateFailed, match=f"{one.url} rank 0: {NAMES[5]} holds other") as failure:
-            sync.update_one(again.url, timeout_s=20)
+            sync.update_one(again.url, timeout_s=UPDATE_S)
         assert isinstance(failure.value.__cause__, GiverChanged)
         assert failure.value.__cause__.engines == (one.url,)
         assert again.version == "0" and not again.tensors[NAMES[0]].any() and not again.paused
@@ -77,11 +78,11 @@ def test_weights_that_somebody_changed_are_not_passed_on_and_their_engine_is_not
         assert one.url not in sync.routable() and one.url not in sync.routable(timeout_s=5), (
             "it serves nothing"
         )
-        sync.update_one(again.url, timeout_s=20)  # from the other one
+        sync.update_one(again.url, timeout_s=UPDATE_S)  # from the other one
         assert holds(again, 1)
         assert main(["weights", "verify", "--engine", one.url, "--engine", again.url]) == 1
         assert NAMES[5] in capsys.readouterr().out
-        sync.update_one(one.url, timeout_s=20)
+        sync.update_one(one.url, timeout_s=UPDATE_S)
         assert holds(one, 1) and len(sync.routable()) == 3
 
 
@@ -93,7 +94,7 @@ def test_an_engine_that_lost_its_links_since_its_commit_is_not_asked(trio: Trio)
         with pytest.raises(WeightUpdateFailed, match="NaN"):  # it is linked again, and nothing committed
             give(sync, 2, spoiled.items())
         again = lost.restarted()
-        sync.update_one(again.url, timeout_s=20)
+        sync.update_one(again.url, timeout_s=UPDATE_S)
         assert holds(again, 1) and holds(one, 1) and holds(other, 1)
 
 
@@ -110,9 +111,9 @@ def test_an_engine_that_dies_while_read_spares_the_other(trio: Trio, monkeypatch
     monkeypatch.setattr(RankLink, "fetch", dying)
     with sync:
         with pytest.raises(WeightUpdateFailed, match=again.url):
-            sync.update_one(again.url, timeout_s=20)
+            sync.update_one(again.url, timeout_s=UPDATE_S)
         assert again.version == "0" and not again.tensors[NAMES[0]].any() and not again.paused
-        sync.update_one(again.url, timeout_s=20)  # from the one that lives
+        sync.update_one(again.url, timeout_s=UPDATE_S)  # from the one that lives
         assert holds(again, 1) and set(fetched[3:]) == {other.url}
 
 
@@ -129,7 +130,7 @@ def test_an_engine_with_another_version_is_asked_for_nothing(trio: Trio) -> None
 def test_where_nothing_holds_the_version_the_caller_is_told(why: str) -> None:
     pair = serving(), serving()
     with session(*pair[: 1 if why == "alone" else 2]) as sync:
-        update = partial(sync.update, weights(1).items(), version=1, timeout_s=20)
+        update = partial(sync.update, weights(1).items(), version=1, timeout_s=UPDATE_S)
         if why == "left behind":
             pair[0].script["/continue_generation", 1] = "refuse"
             with pytest.raises(EngineLeftBehind):
@@ -138,7 +139,7 @@ def test_where_nothing_holds_the_version_the_caller_is_told(why: str) -> None:
             update()
         url = pair[0].url if why != "left behind" else pair[1].restarted().url
         with pytest.raises(UsageError, match=f"nothing holds version.*for engine {url}"):
-            sync.update_one(url, timeout_s=20)
+            sync.update_one(url, timeout_s=UPDATE_S)
 
 
 @pytest.mark.parametrize("staged", [True, "auto"])
@@ -148,9 +149,9 @@ def test_an_engine_that_joins_without_our_half_waits_for_the_next_update(staged:
         give(sync, 1)
         if staged is True:
             with pytest.raises(WeightUpdateFailed, match=f"{plain.url} runs without our half"):
-                sync.add_engine(plain.url, timeout_s=20)
+                sync.add_engine(plain.url, timeout_s=UPDATE_S)
         else:
-            assert sync.add_engine(plain.url, timeout_s=20) is None
+            assert sync.add_engine(plain.url, timeout_s=UPDATE_S) is None
         assert sync.routable() == (one.url,) and not plain.paused
         report = give(sync, 2)
         assert holds(one, 2) and report.way.startswith("staged" if staged is True else "broadcast")
@@ -159,9 +160,9 @@ def test_an_engine_that_joins_without_our_half_waits_for_the_next_update(staged:
             give(sync, 3)
             assert holds(plain, 3) and holds(one, 3) and "order/hold" not in one.calls  # it is held already
             # Nobody's memory is known any more.
-            assert sync.add_engine(serving().url, timeout_s=20) is None
+            assert sync.add_engine(serving().url, timeout_s=UPDATE_S) is None
             with pytest.raises(UsageError, match="nothing holds version 3"):
-                sync.update_one(plain.url, timeout_s=20)
+                sync.update_one(plain.url, timeout_s=UPDATE_S)
 
 
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32])
@@ -173,10 +174,10 @@ def test_what_an_engine_rounded_is_not_given_to_one_that_keeps_it_whole(kept: to
         assert len(give(sync, 1, whole.items()).rounded) == len(NAMES)
         if kept is torch.float32:
             with pytest.raises(WeightUpdateFailed, match=r"keeps .* rounded \(float32 -> bfloat16\)"):
-                sync.add_engine(joins.url, timeout_s=20)
+                sync.add_engine(joins.url, timeout_s=UPDATE_S)
             assert joins.version == "0" and not joins.tensors[NAMES[0]].any() and not joins.paused
         else:
-            report = sync.add_engine(joins.url, timeout_s=20)
+            report = sync.add_engine(joins.url, timeout_s=UPDATE_S)
             assert report is not None and len(report.rounded) == len(NAMES)
             assert all(torch.equal(joins.tensors[n], t.bfloat16()) for n, t in whole.items())
 
@@ -186,10 +187,10 @@ def test_a_tensor_that_the_giver_has_no_place_for_is_not_left_out_where_it_has_o
     with session(giver, expected=None) as sync:
         assert give(sync, 1).skipped == (NAMES[7],)
         with pytest.raises(WeightUpdateFailed, match=f"{NAMES[7]}.* is wanted by the engines"):
-            sync.add_engine(joins.url, timeout_s=20)
+            sync.add_engine(joins.url, timeout_s=UPDATE_S)
         assert holds(joins, 0)
         again = FakeEngine(receives={n: torch.zeros_like(t) for n, t in giver.tensors.items()})
-        report = sync.add_engine(again.url, timeout_s=20)
+        report = sync.add_engine(again.url, timeout_s=UPDATE_S)
         assert report is not None and report.skipped == (NAMES[7],)
         assert all(torch.equal(again.tensors[n], weights(1)[n]) for n in NAMES[:7])
         again.calls.clear()
@@ -202,7 +203,7 @@ def test_parameters_that_a_loader_derives_are_not_read_back(loading: dict[str, s
     with session(*pair) as sync:
         assert give(sync, 1).loaded
         with pytest.raises(UsageError, match="nothing holds version 1"):
-            sync.update_one(pair[0].url, timeout_s=20)
+            sync.update_one(pair[0].url, timeout_s=UPDATE_S)
 
 
 # -- where no engine is left to read: the trainer gives the version again ---------------------------------------------------
@@ -218,8 +219,8 @@ def test_engines_that_were_all_killed_get_the_committed_version_again(staged: bo
         give(sync, 1, backwards(1))
         engines = [engine.restarted() for engine in engines]
         with pytest.raises(UsageError, match=r"nothing holds version 1.*republish\(\)"):
-            sync.update_one(engines[0].url, timeout_s=20)
-        report = sync.republish(backwards(1), engines=[engine.url for engine in engines], timeout_s=20)
+            sync.update_one(engines[0].url, timeout_s=UPDATE_S)
+        report = sync.republish(backwards(1), engines=[engine.url for engine in engines], timeout_s=UPDATE_S)
         assert report.version == 1 and all(holds(engine, 1) for engine in engines)
         assert len(sync.routable(timeout_s=5)) == count
         give(sync, 2, backwards(2))

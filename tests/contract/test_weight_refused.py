@@ -12,6 +12,7 @@ from r3channel.errors import CannotStage, ConfigError, EngineRefused, ManifestMi
 from r3channel.weights.loader_map import Learned
 from r3channel.weights.refusals import ANY_WAY, STAGED
 from tests.support.fake_engine import FakeEngine, Model
+from tests.support.waits import UPDATE_S
 from tests.support.weights import COMMIT, NAMES, give, holds, refused, serving, session, weights
 
 EITHER_WAY: list[tuple[str, Any, str]] = [
@@ -210,7 +211,7 @@ def test_a_name_that_a_loader_refuses_fails_an_update_before_a_byte(monkeypatch:
     engine = FakeEngine(receives=weights(0))
     with session(engine) as sync:
         with pytest.raises(WeightUpdateFailed, match=r"no place for 'model\.gatee'"):
-            sync.update((weights(1) | {"model.gatee": torch.ones(2)}).items(), version=1, timeout_s=20)
+            sync.update((weights(1) | {"model.gatee": torch.ones(2)}).items(), version=1, timeout_s=UPDATE_S)
         assert holds(engine, 0) and "order/commit" not in engine.calls
 
 

@@ -20,6 +20,7 @@ from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.session import WeightSync
 from r3channel.weights.transaction import EngineState
 from tests.support.fake_engine import UPDATE, FakeEngine, Model
+from tests.support.waits import UPDATE_S
 from tests.support.weights import COMMIT, NAMES, Weights, give, holds, refused, serving, session, weights
 
 
@@ -65,9 +66,7 @@ def test_weights_that_are_wrong_before_the_commit_touch_no_engine(order: str) ->
         assert holds(engine, 2) and engine.calls == COMMIT
 
 
-def test_an_engine_that_finds_other_bytes_is_fenced_and_the_others_serve_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_engine_that_finds_other_bytes_is_fenced_and_others_serve_on(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = serving(), serving()
     copied, spoiled = staged_copy._copied, list[int]()
 
@@ -84,8 +83,8 @@ def test_an_engine_that_finds_other_bytes_is_fenced_and_the_others_serve_on(
         (good,) = (engine for engine in pair if engine is not bad)
         assert holds(good, 2) and sync.routable() == (good.url,)
         with pytest.raises(errors.UsageError, match="nothing holds version 2"):  # what it holds is not known
-            sync.update_one(good.url, timeout_s=20)
-        sync.update_one(bad.url, timeout_s=20)
+            sync.update_one(good.url, timeout_s=UPDATE_S)
+        sync.update_one(bad.url, timeout_s=UPDATE_S)
         assert holds(bad, 2) and len(sync.routable()) == 2
 
 
@@ -96,7 +95,7 @@ def test_an_engine_of_float8_weights_refuses_others_by_name(expected: str | None
     engine = FakeEngine(receives={key: tensor.clone() for key, tensor in held.items()})
     with session(engine, expected=expected) as sync:
         with pytest.raises(errors.WeightUpdateFailed, match=f"keeps {name} in float8_e4m3fn.*gives bfloat16"):
-            sync.update([(name, torch.full((8, 8), 0.5).bfloat16())], version=1, timeout_s=20)
+            sync.update([(name, torch.full((8, 8), 0.5).bfloat16())], version=1, timeout_s=UPDATE_S)
         assert torch.equal(engine.tensors[name].float(), held[name].float()) and not engine.paused
         scaled = held | {name: torch.full((8, 8), 2.0).to(torch.float8_e4m3fn)}
         give(sync, 1, scaled.items())
@@ -152,8 +151,8 @@ def test_a_trainer_that_is_silent_beyond_its_updates_limit_holds_no_engine(
     engine = serving()
     with session(engine) as silent, session(engine) as other:
         give(silent, 1)
-        refused(silent, 2, "it died", disturbed(Mock(side_effect=ValueError("it died"))), timeout_s=30)
-        for late_s, why in ((0.0, "held by session"), (41.0, "")):
+        refused(silent, 2, "it died", disturbed(Mock(side_effect=ValueError("it died"))), timeout_s=UPDATE_S)
+        for late_s, why in ((0.0, "held by session"), (UPDATE_S + 11, "")):
             monkeypatch.setattr(
                 hold, "time", SimpleNamespace(monotonic=lambda s=late_s: time.monotonic() + s)
             )
@@ -325,9 +324,9 @@ def test_an_engine_has_the_time_for_a_slow_dry_run_and_for_as_many_bytes_as_chan
 
     monkeypatch.setattr("r3channel.weights.loader_map.dry_run", partial(slow, 2.5, dry_run))
     with session(engine, engine_timeout_s=1.0) as sync:
-        assert give(sync, 1, timeout_s=30).way == "staged"
+        assert give(sync, 1, timeout_s=UPDATE_S).way == "staged"
         assert holds(engine, 1)
         monkeypatch.setattr(staged_copy, "_copied", partial(slow, 0.6, copied))
         monkeypatch.setattr(config, "staged_bytes", lambda _params: 60_000_000_000)
-        assert give(sync, 2, timeout_s=60).evicted == {}
+        assert give(sync, 2, timeout_s=UPDATE_S).evicted == {}
         assert holds(engine, 2) and not engine.paused and sync.routable() == (engine.url,)

@@ -11,6 +11,7 @@ from typing import Any
 from r3channel.errors import R3Error, TransportError
 from r3channel.relay.relay import Relay
 from r3channel.wire.row_protocol import error_of, values_of
+from tests.support.waits import ENGINE_S
 
 
 class ControlServer:
@@ -52,7 +53,7 @@ class TcpControl:
     def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
         try:
             with (
-                socket.create_connection(("127.0.0.1", self.port), timeout=60) as link,
+                socket.create_connection(("127.0.0.1", self.port), timeout=ENGINE_S) as link,
                 link.makefile("rw") as file,
             ):
                 file.write(json.dumps({"dp": dp, "pp": pp, "cp": cp}) + "\n")

@@ -36,8 +36,8 @@ from r3channel.trainer.relay_connection import RelayConnection
 from r3channel.trainer.shard_buffer import RelaySink
 from tests.dist.control import ControlServer, TcpControl
 from tests.support.delivery import compare
-from tests.support.direct import until
 from tests.support.samples import SPEC, random_ids, reply_for
+from tests.support.waits import until
 
 TOKENS = {f"s{i}": n for i, n in enumerate((9, 700, 17, 5, 40, 30))}
 STEP = 4

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 
 from r3channel.plan.layout import TrainerLayout
+from tests.support.waits import ENGINE_S, RUN_S, end_of
 
 ROOT = Path(__file__).parents[2]
 Job = dict[str, Any]
 
 
 def run_ranks(
-    module: str, folder: Path, *, job: Job, timeout_s: float, world_size: int = 0, overlay: Sequence[Path] = (),
+    module: str, folder: Path, *, job: Job, timeout_s: float = RUN_S, world_size: int = 0, overlay: Sequence[Path] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Run `module.run(job)` on as many processes as the job's layout has, or `world_size`; gives what each returned, by rank.
 
@@ -64,7 +65,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_s: flo
             late = code is None and time.monotonic() > deadline_s
             what = f"still running after {timeout_s} s" if late else f"exit status {code}"
             log = folder / f"log.{rank}"
-            assert not code and not late, f"rank {rank}: {what}\n{log.read_text()[-4000:]}"
+            assert not code and not late, f"rank {rank}: {what}\n{end_of(log)}"
         if None not in codes:
             return
         time.sleep(0.05)
@@ -82,7 +83,7 @@ def megatron_world(job: Job, *, layout: str = "", meeting: str = "") -> Iterator
 
     own = TrainerLayout.parse(layout or job["layout"])
     place = {key: job[key] for key in ("rank", "world_size")} | {"init_method": job["init_method"] + meeting}
-    megatron.init_distributed(**place, layout=own, timeout_s=60)
+    megatron.init_distributed(**place, layout=own, timeout_s=ENGINE_S)
     yield own
     megatron.close_distributed()
 

@@ -16,10 +16,10 @@ import pytest
 
 from r3channel.bench.relay import MODELS
 from r3channel.bench.relay_paths import ALL
+from tests.support.waits import RUN_S
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 500.0
 
 
 @pytest.fixture
@@ -31,12 +31,12 @@ def bench(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     )
     yield child
     child.kill()
-    child.wait(30)
+    child.wait(RUN_S)
 
 
 @pytest.mark.timeout(600)
 def test_all_paths_end_alike_and_every_promised_key_is_there(bench: subprocess.Popen[str]) -> None:
-    stdout, stderr = bench.communicate(timeout=LIMIT_S)  # paths that end differently raise EndStatesDiffer
+    stdout, stderr = bench.communicate(timeout=RUN_S)  # paths that end differently raise EndStatesDiffer
     assert bench.returncode == 0, stderr[-4000:]
     report = json.loads(stdout)
     assert set(report["paths"]) == set(ALL)
@@ -52,14 +52,14 @@ def test_all_paths_end_alike_and_every_promised_key_is_there(bench: subprocess.P
 
 def test_a_benchmark_that_is_killed_takes_its_processes_along(bench: subprocess.Popen[str]) -> None:
     family: list[psutil.Process] = []
-    deadline_s = time.monotonic() + 120
+    deadline_s = time.monotonic() + RUN_S
     while sum("Rank" in _title(process) for process in family) < 4:
         assert time.monotonic() < deadline_s and bench.poll() is None, "the ranks did not start"
         time.sleep(0.5)
         family = psutil.Process(bench.pid).children(recursive=True)
     bench.send_signal(signal.SIGKILL)
     # Ray's agents first try to tell a server that is gone, too
-    _, alive = psutil.wait_procs(family, timeout=200)
+    _, alive = psutil.wait_procs(family, timeout=RUN_S)
     assert not [_title(process) for process in alive]
 
 

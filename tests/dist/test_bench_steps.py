@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from tests.support.children import printed
+from tests.support.waits import RUN_S
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
 
 
 def measured(*words: str) -> dict[str, Any]:
     bench = ("-m", "r3channel.cli", "bench", *words, "--quick", "--rounds", "2", "--json")
-    return json.loads(printed(*bench, limit_s=280).splitlines()[-1])
+    return json.loads(printed(*bench, limit_s=RUN_S).splitlines()[-1])
 
 
 def holds(interval: dict[str, float]) -> bool:

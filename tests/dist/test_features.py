@@ -31,7 +31,7 @@ def run(out: Path) -> Run:
     @cache
     def start(layout: str) -> list[dict[str, Any]]:
         job = {"layout": layout, "export": layout != "tp=2", "facts": layout in ("dp=1", "dp=2,ep=2", "tp=2")}
-        return run_ranks("tests.dist.megatron_features", out / layout, job=job, timeout_s=170)
+        return run_ranks("tests.dist.megatron_features", out / layout, job=job)
 
     return start
 
@@ -46,13 +46,15 @@ def one(run: Run) -> dict[str, Any]:
     return run("dp=1")[0]
 
 
+@pytest.mark.long
 def test_every_fact_of_the_driver_holds_on_one_rank(one: dict[str, Any]) -> None:
     assert one["passed"] == list(facts_of(megatron_features.__name__))
 
 
+@pytest.mark.long
 def test_every_known_misuse_of_the_driver_raises_its_typed_error(tmp_path: Path) -> None:
     job = {"layout": "dp=1", "model": str(write_model(tmp_path / "model", experts=32, top_k=4))}
-    (result,) = run_ranks("tests.dist.megatron_traps", tmp_path, job=job, timeout_s=150)
+    (result,) = run_ranks("tests.dist.megatron_traps", tmp_path, job=job)
     assert result["passed"] == list(facts_of(megatron_traps.__name__))
 
 
@@ -88,6 +90,7 @@ def test_mla_sigmoid_bias_and_mtp_replay_with_tensor_parallelism(one: dict[str, 
 # -- exported ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_every_name_of_the_checkpoint_is_there(one: dict[str, Any]) -> None:
     moe = deepseek.LAYERS - 1
     per_layer = 2 + 7  # norms; q and kv down, their norms, up, and the output projection
@@ -98,12 +101,14 @@ def test_every_name_of_the_checkpoint_is_there(one: dict[str, Any]) -> None:
     }
 
 
+@pytest.mark.long
 def test_routers_are_never_rounded(one: dict[str, Any]) -> None:
     layers = range(1, deepseek.LAYERS)
     parts = ("e_score_correction_bias", "weight")
     assert one["float32"] == [f"model.layers.{layer}.mlp.gate.{part}" for layer in layers for part in parts]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one")
 def test_transformers_loads_the_export_and_has_the_same_log_probs(out: Path) -> None:
     """A name that it misses leaves numbers of chance there."""
@@ -114,7 +119,7 @@ def test_transformers_loads_the_export_and_has_the_same_log_probs(out: Path) -> 
 
 
 SHARDED = [
-    "tp=2,ep=2",
+    pytest.param("tp=2,ep=2", marks=pytest.mark.long),
     *(pytest.param(text, marks=pytest.mark.full) for text in ("dp=2,ep=2", "tp=2,ep=2,pp=2")),
 ]
 

@@ -12,8 +12,9 @@ import pytest
 
 from tests.gpu.run import CHECKS
 from tests.support.children import ROOT, run
+from tests.support.waits import JOB_S
 
-pytestmark = [pytest.mark.dist, pytest.mark.full, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.dist, pytest.mark.full, pytest.mark.timeout(2 * JOB_S)]
 ON_A_CPU = {"tests": "not run", "staging": "not run", "host_path_cost": "not run"}
 EMULATED = f"{ROOT}/tests/gpu/emulated:{ROOT}"
 ENDS = {
@@ -30,9 +31,10 @@ WRONG = ("NeedsKernel", "AssertionError: on the host", "AssertionError: pageable
 
 def command(out: Path, *options: str, path: str = str(ROOT)) -> subprocess.CompletedProcess[str]:
     own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return run("-m", "tests.gpu.run", "--out", str(out), *options, limit_s=1700, **own)  # pyright: ignore
+    return run("-m", "tests.gpu.run", "--out", str(out), *options, limit_s=JOB_S, **own)  # pyright: ignore
 
 
+@pytest.mark.long
 def test_every_check_runs_in_small_without_a_gpu_or_says_why_not(tmp_path: Path) -> None:
     child = command(out := tmp_path / "gpu.json", "--device", "cpu")
     assert child.returncode == 0, child.stdout + child.stderr

@@ -23,7 +23,7 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.relay import Relay
-from r3channel.tools.pages import PROVEN, WHEN
+from r3channel.tools.pages import WHEN
 from r3channel.wire.frame import encode_frame
 from tests.dist.control import ControlServer
 from tests.dist.ranks import run_ranks
@@ -36,17 +36,17 @@ pytestmark = pytest.mark.dist
 LENGTHS = (28, 9, 17, 5, 23, 12, 30, 7)  # tokens of the step's samples
 SPEC = RoutingSpec(num_layers=8, moe_layers=tuple(range(1, 8)), num_experts=32, top_k=4)
 IDS = (sum(LENGTHS) - len(LENGTHS)) * SPEC.num_moe_layers * SPEC.top_k
-LIMIT_S = 170.0
 OTHERWISE: dict[str, dict[str, Any]] = {
     "bfloat16": {"layout": "dp=1", "dtype": "bfloat16"},
     "tp=2,sp=0": {"eval": True},  # Megatron refuses to train MoE so
 }
 """Runs that are no row of the table."""
 TRAP = "pp=2,vpp=2"
-QUICK = tuple(text for text in PROVEN if WHEN[text] == "make test")
-SLOW = tuple(text for text in PROVEN if WHEN[text] == "make test-full")
+QUICK, LONG, SLOW = (
+    tuple(text for text in WHEN if WHEN[text] == f"make test{tier}") for tier in ("", "-long", "-full")
+)
 NEWEST = "0.19.2"
-NEWER = (*QUICK, "dp=2,ep=2", "pp=2")
+NEWER = (*QUICK, TRAP, "cp=2,packing=thd", "dp=2,tp=2", "dp=2,ep=2", "pp=2")
 
 Results = Callable[[str], list[dict[str, Any]]]
 
@@ -102,8 +102,8 @@ def trained(
                 how = {"name": name, "layout": name, "dtype": "float32", "eval": False}
                 how["trap"] = name == TRAP and not overlay
                 runs.append(how | place | OTHERWISE.get(name, {}))
-            job, more = {"model": str(model_dir), "runs": runs}, {"timeout_s": LIMIT_S, "overlay": overlay}
-            return run_ranks("tests.dist.layout_train", folder, world_size=size, job=job, **more)
+            job = {"model": str(model_dir), "runs": runs}
+            return run_ranks("tests.dist.layout_train", folder, world_size=size, job=job, overlay=overlay)
 
     def of(name: str) -> list[dict[str, Any]]:
         size, (lane,) = layout_of(name).world_size, [lane for lane in lanes if name in lane]
@@ -115,7 +115,7 @@ def trained(
 
 @pytest.fixture(scope="module")
 def results(model_dir: Path, out: Path) -> Results:
-    return trained(model_dir, out, ((*QUICK, *OTHERWISE), SLOW))
+    return trained(model_dir, out, (QUICK, LONG, (*SLOW, *OTHERWISE)))
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def check(text: str, results: Results, out: Path) -> None:
         assert sum(rank["ids"].get(name, 0) for rank in ranks) == IDS, name
     found, wanted = sum(sum(rank["losses"]) for rank in ranks), sum(one[0]["losses"])
     assert abs(found - wanted) < 1e-5 * wanted
-    if text in (*QUICK, "tp=2", "pp=2"):
+    if text in (*NEWER, "tp=2"):
         assert all(abs(rank["norm"] - one[0]["norm"]) < 1e-6 * one[0]["norm"] for rank in ranks)
     ours, theirs = gradients(out, text), gradients(out, "dp=1")
     assert ours.keys() == theirs.keys()
@@ -154,7 +154,12 @@ def check(text: str, results: Results, out: Path) -> None:
     assert sum(rank["pairs"] for rank in ranks) > 0
 
 
-@pytest.mark.parametrize("text", [*QUICK, *(pytest.param(text, marks=pytest.mark.full) for text in SLOW)])
+TIERS = [(QUICK, ()), (LONG, pytest.mark.long), (SLOW, pytest.mark.full)]
+
+
+@pytest.mark.parametrize(
+    "text", [pytest.param(text, marks=marks) for texts, marks in TIERS for text in texts]
+)
 def test_ids_gradients_and_bytes_are_exact(text: str, results: Results, out: Path) -> None:
     check(text, results, out)
 
@@ -166,11 +171,13 @@ def test_the_newest_megatron_is_as_exact(text: str, newer: Results, newer_out: P
     assert {rank["megatron"] for rank in newer(text)} == {NEWEST}
 
 
+@pytest.mark.full
 def test_interleaved_stages_own_the_routers_of_their_chunks(results: Results) -> None:
     ranks = results("pp=2,vpp=2")
     assert [rank["layers"] for rank in ranks] == [[1, 4, 5], [2, 3, 6, 7]]
 
 
+@pytest.mark.full
 def test_leaving_the_action_on_under_a_pipeline_is_wrong_and_the_driver_prevents_it(results: Results) -> None:
     (one,), last = results("dp=1"), results(TRAP)[-1]
     assert sum(last["trap_losses"]) == pytest.approx(
@@ -179,10 +186,12 @@ def test_leaving_the_action_on_under_a_pipeline_is_wrong_and_the_driver_prevents
     assert abs(last["trap_norm"] - one["norm"]) > 1e-4 * one["norm"]
 
 
+@pytest.mark.full
 def test_without_sequence_parallelism_every_tp_rank_replays_all_rows_in_eval(results: Results) -> None:
     assert [rank["ids"] for rank in results("tp=2,sp=0")] == [{"logprob": IDS}] * 2
 
 
+@pytest.mark.full
 def test_bfloat16_trainer_exports_exactly_and_learns_under_replay(results: Results) -> None:
     (one,), (narrow,) = results("dp=1"), results("bfloat16")
     assert narrow["norm"] == pytest.approx(one["norm"], rel=0.05)

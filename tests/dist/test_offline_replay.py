@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.children import ROOT, printed, said_by
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.long]
 EXAMPLES = ROOT / "examples"
 GOLDEN = ROOT / "tests" / "golden" / "recording"
 NOTHING_BUT_MEGATRON = (

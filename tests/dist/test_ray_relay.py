@@ -24,10 +24,10 @@ from r3channel.relay.ray_host import NAME, RayRelay
 from tests.support.children import ROOT, run
 from tests.support.delivery import compare, receive, receivers_of
 from tests.support.samples import SPEC, random_ids
+from tests.support.waits import ENGINE_S
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
 LAYOUT = TrainerLayout(dp=2, pp=2)
-LIMIT_S = 60.0
 TOKENS = {f"s{i}": 20 + 7 * i for i in range(12)}
 NAMES = list(TOKENS)
 ASSIGNMENT = Assignment.given([[NAMES[0::4], NAMES[1::4]], [NAMES[2::4], NAMES[3::4]]])
@@ -69,7 +69,7 @@ class Places:
         """The relay's."""
         import ray
 
-        return ray.get(self.manager.call.remote(method, *arguments, **options), timeout=LIMIT_S)
+        return ray.get(self.manager.call.remote(method, *arguments, **options), timeout=ENGINE_S)
 
 
 def pinned(cls: type, node: str, **options: Any) -> Any:
@@ -90,9 +90,9 @@ def places(nodes: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterat
     token = str(tmp_path_factory.mktemp("ray") / "token")
     manager = pinned(Manager, nodes[0], max_concurrency=32, name=NAME).remote(LAYOUT.to_dict(), token)
     engine = pinned(Node, nodes[1]).remote()
-    url = ray.get(manager.address.remote(), timeout=LIMIT_S)
-    made = Places(manager, engine, ray.get(engine.start.remote(url, token), timeout=LIMIT_S))
-    made.call("expect_engines", [made.name], timeout_s=30)
+    url = ray.get(manager.address.remote(), timeout=ENGINE_S)
+    made = Places(manager, engine, ray.get(engine.start.remote(url, token), timeout=ENGINE_S))
+    made.call("expect_engines", [made.name], timeout_s=ENGINE_S)
     yield made
     for actor in (manager, engine):
         ray.kill(actor)
@@ -102,7 +102,7 @@ def roll_out(places: Places) -> None:
     import ray
 
     for index, (name, tokens) in enumerate(TOKENS.items()):
-        reply: Any = ray.get(places.engine.finish.remote(name, tokens, index), timeout=LIMIT_S)
+        reply: Any = ray.get(places.engine.finish.remote(name, tokens, index), timeout=ENGINE_S)
         assert len(reply["meta_info"]["routed_experts"]) <= 64
         places.call("add", name, reply, range(tokens), engine=places.name)
 
@@ -132,7 +132,7 @@ def test_a_recording_begins_and_ends_while_the_channel_runs(places: Places, tmp_
         assert not arguments or said in recorded("record", *arguments)
         roll_out(places)
         received(places, places.call("seal", step, ASSIGNMENT))
-        places.call("join_previous", timeout_s=LIMIT_S)
+        places.call("join_previous", timeout_s=ENGINE_S)
     status = RayRelay(places.manager).status()
     assert status["steps"] == {} and status["pending"] == []
     recording = Recording.open(folder)
@@ -152,12 +152,12 @@ def test_a_relay_whose_process_was_killed_is_named_at_once_to_trainers_that_wait
 
     roll_out(places)
     ticket = places.call("seal", 7, ASSIGNMENT)
-    os.kill(ray.get(places.manager.pid.remote(), timeout=LIMIT_S), signal.SIGKILL)
+    os.kill(ray.get(places.manager.pid.remote(), timeout=ENGINE_S), signal.SIGKILL)
     with pytest.raises(errors.BackgroundFailed, match=r"relay's actor .* is gone during hello"):
         received(places, ticket)
 
 
 def recorded(*arguments: str) -> str:
     """What `r3channel` said."""
-    done = run("-m", "r3channel.cli", *arguments, limit_s=LIMIT_S)
+    done = run("-m", "r3channel.cli", *arguments, limit_s=ENGINE_S)
     return done.stdout + done.stderr

@@ -36,12 +36,12 @@ BODIES = {
   self.engine = ray.remote(engine_group.SGLangEngine).remote(args)
   ray.get(self.engine.init.remote())
  def started(self): return self.engine""",
-    "slime/backends/sglang_utils/sglang_engine.py": "import os\nfrom tests.support.direct import Engine, until",
+    "slime/backends/sglang_utils/sglang_engine.py": "import os\nfrom tests.support import direct, waits",
     "SGLangEngine.init": """
-  self.plugin = Engine(*(os.environ[f"R3CHANNEL_{name}"] for name in ("RELAY_URL", "TOKEN_FILE")))
+  self.plugin = direct.Engine(*(os.environ[f"R3CHANNEL_{name}"] for name in ("RELAY_URL", "TOKEN_FILE")))
  def __init__(self, args): self.args = args
  def finish(self, request, tokens, first_row): return self.plugin.finish(request, tokens, first_row=first_row)
- def delivered(self): until(lambda: self.plugin.frames("direct"), "a frame went directly")""",
+ def delivered(self): waits.until(lambda: self.plugin.frames("direct"), "a frame went directly")""",
     "slime/ray/rollout.py": "import ray\nfrom slime.data.batch_builder import BatchBuilder\nfrom slime.utils.types import Sample",
     "RolloutManager": "@ray.remote\nclass RolloutManager:",
     "RolloutManager.__init__": """

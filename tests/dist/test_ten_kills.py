@@ -29,8 +29,8 @@ from tests.dist.killed_relay import (
     fill,
     rows_in,
 )
-from tests.support.direct import until
 from tests.support.samples import SPEC
+from tests.support.waits import until
 
 pytestmark = pytest.mark.dist
 RANKS = range(LAYOUT.world_size)
@@ -140,6 +140,7 @@ def relay(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Relay]:
     relay.close()
 
 
+@pytest.mark.long
 def test_a_killed_member_gets_the_same_bytes_and_other_ranks_are_undisturbed(relay: Relay) -> None:
     ticket = relay.seal(STEP, STEPS[STEP])
     with ExitStack() as stack:

@@ -15,8 +15,9 @@ from r3channel.errors import ConfigError, DeadlineExceeded, UsageError
 from r3channel.transport.process_group import in_background
 from r3channel.weights.group import WeightGroup
 from tests.support.fake_engine import UPDATE, FakeEngine
+from tests.support.waits import SOON_S
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.long]
 
 
 @pytest.fixture
@@ -25,8 +26,8 @@ def pair() -> Iterator[tuple[WeightGroup, FakeEngine]]:
     body = group.where | {"rank_offset": 1}
     joined = in_background(lambda: engine.answer("/init_weights_update_group", body), name="test-engine")
     try:
-        group.join(timeout_s=60)
-        assert joined.result(60) == {"success": True}
+        group.join(timeout_s=SOON_S)
+        assert joined.result(SOON_S) == {"success": True}
         yield group, engine
     finally:
         group.close()
@@ -45,8 +46,8 @@ def test_bytes_arrive_and_a_close_frees_a_waiting_peer(pair: tuple[WeightGroup, 
     group, engine = pair
     payload = torch.arange(1000).to(torch.uint8)
     answer = receiving(group, engine, 1000)
-    group.broadcast(payload, timeout_s=20)
-    assert answer.result(20) == {"success": True} and torch.equal(engine.tensors["w"], payload)
+    group.broadcast(payload, timeout_s=SOON_S)
+    assert answer.result(SOON_S) == {"success": True} and torch.equal(engine.tensors["w"], payload)
 
     listening = [c for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert {c.laddr.ip for c in listening if c.laddr.port == group.where["master_port"]} == {"127.0.0.1"}
@@ -56,7 +57,7 @@ def test_bytes_arrive_and_a_close_frees_a_waiting_peer(pair: tuple[WeightGroup, 
     begun_s = time.monotonic()
     group.close()
     group.close()
-    assert "closed by peer" in answer.result(20)["message"] and time.monotonic() - begun_s < 2
+    assert "closed by peer" in answer.result(SOON_S)["message"] and time.monotonic() - begun_s < 2
 
 
 def test_a_join_without_the_other_member_ends_at_the_deadline() -> None:

@@ -19,6 +19,7 @@ from r3channel.transport.process_group import in_background
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
 from tests.dist.ranks import run_ranks
+from tests.support.waits import ENGINE_S, UPDATE_S
 
 pytestmark = [pytest.mark.dist, pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -34,7 +35,7 @@ def servers(model_dir: Path) -> Iterator[list[EngineServer]]:
     options = EngineOptions(model=model_dir, tp=2, **PLAIN)
     with EngineServer(options) as one, EngineServer(options) as other:
         for server in (one, other):
-            server.wait_ready(300)
+            server.wait_ready(ENGINE_S)
         yield [one, other]
 
 
@@ -44,11 +45,11 @@ def engines(servers: list[EngineServer]) -> list[str]:
 
 
 def checksums(urls: list[str]) -> list[list[dict[str, str]]]:
-    return [EngineHandle(url).weight_checksums(timeout_s=60) for url in urls]
+    return [EngineHandle(url).weight_checksums(timeout_s=UPDATE_S) for url in urls]
 
 
 LAYOUTS = [
-    pytest.param("tp=2,dp=2,ep=2", "float32", id="tp2-ep2"),
+    pytest.param("tp=2,dp=2,ep=2", "float32", marks=pytest.mark.long, id="tp2-ep2"),
     pytest.param("tp=2", "float32", marks=pytest.mark.full, id="tp2"),
     pytest.param("dp=2,ep=2", "bfloat16", marks=pytest.mark.full, id="ep2-bfloat16"),
     pytest.param("pp=2", "float32", marks=pytest.mark.full, id="pp2"),
@@ -63,7 +64,7 @@ def test_every_parameter_of_every_rank_equals_what_sglang_loads_itself(
 ) -> None:  # fmt: skip
     manifest = str(tmp_path / "committed.json")
     job = {"what": "exact", "layout": layout, "dtype": dtype, "model": str(model_dir), "engines": engines}
-    results = run_ranks(RANK, tmp_path / "ranks", job=job | {"manifest": manifest}, timeout_s=400)
+    results = run_ranks(RANK, tmp_path / "ranks", job=job | {"manifest": manifest})
     whole = load_file(model_dir / "model.safetensors")
     check_results(results, sum(tensor.nbytes for tensor in whole.values()), engines=len(engines))
 
@@ -74,8 +75,8 @@ def test_every_parameter_of_every_rank_equals_what_sglang_loads_itself(
 
     expected = {n: 4 * (t if dtype == "float32" else t.to(torch.bfloat16).float()) for n, t in whole.items()}
     with WeightSync.whole(engines, staged=False) as sync:  # ranks are asked of the engines
-        sync.connect(timeout_s=60)
-        sync.update(expected.items(), version=3, timeout_s=120)
+        sync.connect(timeout_s=UPDATE_S)
+        sync.update(expected.items(), version=3, timeout_s=UPDATE_S)
     assert got == checksums(engines) and len(got[0]) == 2
 
 
@@ -92,7 +93,7 @@ def check_results(results: list[dict[str, Any]], model_bytes: int, *, engines: i
 
 @pytest.mark.full
 def test_tied_embeddings_over_two_stages_are_given_once(tmp_path: Path) -> None:
-    one, other = run_ranks(RANK, tmp_path, job={"what": "tied", "layout": "pp=2"}, timeout_s=120)
+    one, other = run_ranks(RANK, tmp_path, job={"what": "tied", "layout": "pp=2"})
     assert one["names"] == other["names"] and len(set(one["names"])) == len(one["names"])
     assert one["names"].count("model.embed_tokens.weight") == 1
     for own in ("shards", "stage"):
@@ -105,17 +106,17 @@ def test_an_engine_of_one_rank_is_filled_from_the_memory_of_two(engines: list[st
     with EngineServer(
         EngineOptions(model=model_dir, extra_args=("--load-format", "dummy"), **PLAIN)
     ) as dummy:
-        dummy.wait_ready(300)
+        dummy.wait_ready(ENGINE_S)
         with WeightSync.whole(engines[:1], staged=True) as sync:
-            sync.connect(timeout_s=60)
-            sync.update(tensors.items(), version=5, timeout_s=120)
-            report = sync.add_engine(dummy.url, timeout_s=120)
+            sync.connect(timeout_s=UPDATE_S)
+            sync.update(tensors.items(), version=5, timeout_s=UPDATE_S)
+            report = sync.add_engine(dummy.url, timeout_s=UPDATE_S)
             assert report is not None and (report.version, report.verified) == (5, PARAMETERS)
             assert set(sync.routable()) == {engines[0], dummy.url}
         got = checksums([dummy.url])
         with WeightSync.whole([dummy.url], staged=False) as sync:
-            sync.connect(timeout_s=60)
-            sync.update(tensors.items(), version=6, timeout_s=120)
+            sync.connect(timeout_s=UPDATE_S)
+            sync.update(tensors.items(), version=6, timeout_s=UPDATE_S)
         assert got == checksums([dummy.url])
 
 
@@ -135,13 +136,13 @@ def test_the_lines_of_the_readme_update_two_engines_and_bring_a_killed_one_back(
             time.sleep(0.1)
         servers[1].close()
         (folder / "killed").touch()
-        again.start().wait_ready(300)
+        again.start().wait_ready(ENGINE_S)
 
     restarting = in_background(kill_and_start_again, name="test-restart")
     try:
         job = {"what": "readme", "layout": "tp=2,dp=2,ep=2", "model": str(model_dir), "engines": engines}
-        results = run_ranks(RANK, folder, job=job, timeout_s=500)
-        restarting.result(timeout=10)
+        results = run_ranks(RANK, folder, job=job)
+        restarting.result(ENGINE_S)
         assert results == [{"version": 3, "evicted": {}, "states": 2}] * 4
         said = (folder / "log.0").read_text()
         assert "the engines are equal" in said

@@ -18,6 +18,7 @@ from r3channel.weights.convert import hf_shards, hf_weights
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
 from tests.dist.ranks import ROOT, megatron_world
+from tests.support.waits import UPDATE_S
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -39,13 +40,13 @@ def exact(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
     model = megatron.build(job["model"], layout, dtype=job["dtype"])
     result: dict[str, Any] = {"reports": []}
     with WeightSync.sharded(job["engines"], group=dist.group.WORLD, verify=True) as sync:
-        sync.connect(timeout_s=60)
+        sync.connect(timeout_s=UPDATE_S)
         for version in (1, 2):
             scale(model.chunks, 2.0)
-            report = sync.update(hf_shards(model.bridge, model.chunks), version=version, timeout_s=120)
+            report = sync.update(hf_shards(model.bridge, model.chunks), version=version, timeout_s=UPDATE_S)
             result["reports"].append([report.version, report.verified, report.sent_bytes])
         result["refused"] = spoiled(sync, model, job["rank"])
-        report = sync.update_one(job["engines"][0], timeout_s=60)
+        report = sync.update_one(job["engines"][0], timeout_s=UPDATE_S)
         result["one"] = [report.version, report.verified]
         if sync.held is not None and job["rank"] == 0:
             sync.held.write(job["manifest"])
@@ -58,7 +59,7 @@ def spoiled(sync: WeightSync, model: Any, rank: int) -> str:
     if rank == dist.get_world_size() - 1:
         shards[0].tensor.view(-1)[0] = float("nan")
     try:
-        sync.update(shards, version=3, timeout_s=60)
+        sync.update(shards, version=3, timeout_s=UPDATE_S)
     except WeightUpdateFailed as error:
         return str(error)
     return ""
@@ -77,7 +78,7 @@ def readme(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
             while not Path("killed").exists():
                 time.sleep(0.1)
         if version == 3 and job["rank"] == 0:
-            one, other = (EngineHandle(url).weight_checksums(timeout_s=60) for url in job["engines"])
+            one, other = (EngineHandle(url).weight_checksums(timeout_s=UPDATE_S) for url in job["engines"])
             print("the engines are", "equal" if one == other else "not equal")
 
     own = {"bridge": model.bridge, "chunks": model.chunks, "engines": job["engines"], "train": train}

@@ -11,26 +11,33 @@ import pytest
 from tests.chaos import matrix
 from tests.chaos.__main__ import BAD
 from tests.support import children
+from tests.support.waits import JOB_S
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2 * JOB_S)]
 
 
 def reported(*options: str) -> dict[str, Any]:
     """It has no fault in it."""
-    done = children.run("-m", "tests.chaos", "--seed", "7", "--json", *options, limit_s=840.0)
+    done = children.run("-m", "tests.chaos", "--seed", "7", "--json", *options, limit_s=JOB_S)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     report = json.loads(done.stdout.splitlines()[-1])
     assert not any(report[key] for key in BAD)
     return report
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_under_faults_no_row_is_lost_without_a_name_doubled_or_changed_and_nothing_hangs() -> None:
-    report = reported("--minutes", "2")
+    report = reported("--minutes", "1")
     assert report["rows_compared"] > 10_000 and len(report["faults_fired"]) >= 4, report
 
 
-@pytest.mark.parametrize("count", [len(matrix.FIRST), pytest.param(12, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(4, marks=pytest.mark.long),
+        *(pytest.param(count, marks=pytest.mark.full) for count in (len(matrix.FIRST), 12)),
+    ],
+)
 def test_whoever_is_killed_at_whatever_stage_the_loop_goes_on_and_no_process_stays(count: int) -> None:
     report = reported("--cells", str(count))
     rows, start, end = (report[key] for key in ("matrix", "start", "end"))

@@ -31,14 +31,14 @@ from r3channel.config import ChannelConfig
 from r3channel.relay.relay import Relay
 from r3channel.trainer.receiver import Receiver
 from tests.support.children import ROOT
-from tests.support.direct import until
 from tests.support.foreground import foreground
 from tests.support.samples import SPEC, frame_of
+from tests.support.waits import PROGRAM_S, SOON_S, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full]
 LAYOUT, TOKENS = TrainerLayout(dp=2), 2000
-LIMIT_S, START_S = 5.0, 150.0
-"""Until all is gone, on a machine that has nothing else to do; until there is something to stop."""
+LIMIT_S = 5.0
+"""Until all is gone, on a machine that has nothing else to do."""
 
 
 def trainer(rank: int, told: Any, folder: Path) -> None:
@@ -71,7 +71,7 @@ def main(folder: Path) -> None:
         for step in itertools.count():
             for name in (names := [f"step{step}-{number}" for number in range(4)]):
                 relay.add_frame(name, frame_of(TOKENS), range(TOKENS))
-            relay.join_previous(timeout_s=60)
+            relay.join_previous(timeout_s=SOON_S)
             ticket = relay.seal(step, Assignment.round_robin(names, dp=2, microbatch_size=2))
             (folder / "sealed").write_text(str(step))
             for queue in queues:
@@ -102,13 +102,11 @@ def stopped(folder: Path, kind: int, moment: Callable[[], object]) -> list[str]:
 
 
 @pytest.mark.parametrize("number", range(10))
-def test_a_run_that_is_stopped_at_any_moment_names_what_was_not_delivered(
-    tmp_path: Path, number: int
-) -> None:
+def test_run_that_is_stopped_at_any_moment_names_what_was_not_delivered(tmp_path: Path, number: int) -> None:
     def moment() -> None:
         """While two of them start, and in the steps of the others."""
         # not in an import: there Python itself makes another error of a Ctrl-C
-        until((tmp_path / ("journal" if number < 2 else "asks0")).exists, limit_s=START_S)
+        until((tmp_path / ("journal" if number < 2 else "asks0")).exists, limit_s=PROGRAM_S)
         time.sleep(random.Random(number).uniform(0.0, 2.0))
 
     said = stopped(tmp_path, (signal.SIGTERM, signal.SIGINT)[number % 2], moment)

@@ -18,12 +18,11 @@ from examples.embedded.sglang import EngineOptions, EngineServer
 from r3channel.model.spec import RoutingSpec
 from r3channel.relay.relay import Relay
 from r3channel.wire.frame import Frame, parse_frame
-from tests.conftest import READY_TIMEOUT_S
 from tests.engine.reference import reference_ids
 from tests.support.direct import rows_here
 from tests.support.samples import SPEC
+from tests.support.waits import ENGINE_S
 
-TIMEOUT_S = 90.0
 PROMPT = list(range(5, 25))
 
 
@@ -52,7 +51,7 @@ class Reply:
 
 
 def post(url: str, body: dict[str, Any]) -> bytes:
-    with urllib.request.urlopen(_request(url, body), timeout=TIMEOUT_S) as reply:
+    with urllib.request.urlopen(_request(url, body), timeout=ENGINE_S) as reply:
         return reply.read()
 
 
@@ -69,7 +68,7 @@ def generate(url: str, prompt: list[int], *, new_tokens: int, routing: bool = Tr
 def stream(url: str, prompt: list[int], *, new_tokens: int, **extra: Any) -> Iterator[Reply]:
     """One reply per chunk, as they come; each holds all tokens so far, and the last one the routing."""
     body = _body(prompt, new_tokens, return_routed_experts=True, stream=True, **extra)
-    with urllib.request.urlopen(_request(url + "/generate", body), timeout=TIMEOUT_S) as reply:
+    with urllib.request.urlopen(_request(url + "/generate", body), timeout=ENGINE_S) as reply:
         for line in reply:
             if line.startswith(b"data: {"):
                 yield _reply(prompt, line.removeprefix(b"data: "))
@@ -102,7 +101,7 @@ def serving(model: Path, log_path: Path | None = None, **options: Any) -> Iterat
     with EngineServer(
         EngineOptions(model=model, **{"chunked_prefill_size": 128, **options}), log_path=log_path
     ) as server:
-        server.wait_ready(READY_TIMEOUT_S)
+        server.wait_ready(ENGINE_S)
         yield server
 
 
@@ -120,7 +119,7 @@ def delivered(relay: Relay, replies: Sequence[Reply], *, engine: str) -> dict[st
     samples = {f"s{number}": reply.tokens for number, reply in enumerate(replies)}
     for name, reply in zip(samples, replies, strict=True):
         relay.add(name, reply.as_json, reply.tokens, engine=engine)
-    relay.await_frames(list(samples), timeout_s=30, step=0)
+    relay.await_frames(list(samples), timeout_s=ENGINE_S, step=0)
     return samples
 
 

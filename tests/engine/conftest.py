@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from r3channel.weights.session import WeightSync
+from tests.support.waits import UPDATE_S
 
 Weights = dict[str, torch.Tensor]
 
@@ -33,5 +34,5 @@ def restored(engine_url: str, original: Weights) -> Iterator[None]:
     """The shared engine serves its first weights as version 0 again, however a test left it."""
     yield
     with WeightSync.whole([engine_url], verify=True) as repair:
-        repair.connect(timeout_s=30)
-        repair.update(original.items(), version=0, timeout_s=60)
+        repair.connect(timeout_s=UPDATE_S)
+        repair.update(original.items(), version=0, timeout_s=UPDATE_S)

@@ -13,6 +13,7 @@ from typing import Any
 
 from examples.embedded.model import VOCAB_SIZE, write_tokenizer
 from examples.embedded.sglang import environment
+from tests.support.waits import PROGRAM_S
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -86,7 +87,7 @@ _WHOLE = {"llama4": "Llama4ForConditionalGeneration"}
 def write_families(folder: Path, *names: str) -> None:
     """One process for all: importing transformers takes most of the time."""
     command = [sys.executable, __file__, str(folder), *names]
-    subprocess.run(command, env=environment(r3channel=False), check=True, timeout=120)
+    subprocess.run(command, env=environment(r3channel=False), check=True, timeout=PROGRAM_S)
 
 
 def main(folder: str, *names: str) -> None:

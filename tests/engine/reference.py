@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from examples.embedded.sglang import environment
-
-TIMEOUT_S = 120.0
-
+from tests.support.waits import PROGRAM_S
 
 NEAR_TIE = 1e-5
 """Router logits closer than this may come out in either order: float32 sums differ with the batch (logits are about 1). Measured
@@ -89,7 +87,7 @@ def _wait_for_answer(child: subprocess.Popen[str]) -> None:
     assert child.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(child.stdout, selectors.EVENT_READ)
-        assert selector.select(TIMEOUT_S), f"transformers gave no answer within {TIMEOUT_S:g} s"
+        assert selector.select(PROGRAM_S), f"transformers gave no answer within {PROGRAM_S:g} s"
     answer = child.stdout.readline()
     assert answer == "DONE\n", f"the reference process ended, or said {answer!r}"
 

@@ -30,6 +30,7 @@ from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, spans_of
 from r3channel.wire.tensor_frame import parse_tensors
 from r3channel.wire.token_tensors import tensors_of
 from tests.support.loops import numba
+from tests.support.waits import SOON_S
 
 SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
 EVERY_OTHER = RoutingSpec(num_layers=5, moe_layers=(1, 3), num_experts=128, top_k=8)
@@ -181,7 +182,7 @@ def test_a_frame_may_be_encoded_on_another_thread_after_the_slots_are_reused() -
     unfinished = rows.unfinished(np.array([2, 3, 4]), first_row=0, sample_key=1)
     rows.write(np.arange(10), narrowed(SPEC, buffer.flip(0)), weight_version=2, kind=RowKind.PREFILLED)
     with ThreadPoolExecutor(1) as pool:
-        data = pool.submit(unfinished.encode).result(timeout=10)
+        data = pool.submit(unfinished.encode).result(SOON_S)
     routing = parse_frame(data.tobytes(), spec=SPEC).routing(sample_id="s")
     assert np.array_equal(routing.expert_ids_TLK, buffer[2:5, 1:].numpy())
     assert [span.weight_version for span in routing.provenance] == [1]

@@ -21,6 +21,7 @@ from r3channel.engine.copy_stream import Pass, PassCopies, Restored, Ring, Strea
 from r3channel.errors import DeadlineExceeded
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.routing import Ids, RowKind
+from tests.support.waits import SOON_S
 
 SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 3), num_experts=256, top_k=4)
 MOST, SLOTS = 24, 60
@@ -40,7 +41,7 @@ class Flag:
 
     def wait(self) -> None:
         if not self._ignored:
-            self._done.wait(60)
+            self._done.wait(SOON_S)
 
 
 class LateStream:
@@ -175,7 +176,7 @@ def test_a_pass_that_still_runs_is_not_waited_for() -> None:
     with late() as streams:
         engine, go = Engine(streams, Counter()), threading.Event()
         first, slots_T, ids_TLK, stream = engine.launch(0)
-        stream.run(lambda: go.wait(60))
+        stream.run(lambda: go.wait(SOON_S))
         engine.launch(1)
         first.finalize()
         engine.passes.flush()
@@ -190,7 +191,7 @@ def test_a_device_that_hangs_ends_the_wait_by_name(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(copy_stream, "WAIT_S", 0.05)
     with late() as streams:
         engine, go = Engine(streams, Counter()), threading.Event()
-        streams.copies.run(lambda: go.wait(60))
+        streams.copies.run(lambda: go.wait(SOON_S))
         engine.launch(0)[0].finalize()
         with pytest.raises(DeadlineExceeded, match="rows of pass 1 did not come"):
             engine.passes.flush()

@@ -16,7 +16,7 @@ from examples.embedded.sglang import EngineOptions, EngineServer, environment
 from r3channel.errors import ConfigError, UsageError
 from tests.engine.client import post
 from tests.support.children import said_by
-from tests.support.direct import until
+from tests.support.waits import ENGINE_S, SOON_S, until
 
 SHIMS = Path(__file__).parents[2] / "examples" / "embedded" / "shims"
 HOOKED = "import sys; print([type(f).__name__ for f in sys.meta_path].count('_DeclareTorchvisionOperators'))"
@@ -67,6 +67,7 @@ def test_a_server_that_was_not_started_says_so(model_dir: Path) -> None:
         server.start()
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_the_whole_server_ends_when_its_starter_is_killed(model_dir: Path) -> None:
     program = (
@@ -78,12 +79,12 @@ def test_the_whole_server_ends_when_its_starter_is_killed(model_dir: Path) -> No
     try:
         assert starter.stdout is not None
         server = psutil.Process(int(starter.stdout.readline()))
-        until(lambda: len(server.children(recursive=True)) >= 2, "its processes", limit_s=60)
+        until(lambda: len(server.children(recursive=True)) >= 2, "its processes", limit_s=ENGINE_S)
         family = [server, *server.children(recursive=True)]
     finally:
         starter.kill()
-        starter.wait(10)
-    _, alive = psutil.wait_procs(family, timeout=15)
+        starter.wait(SOON_S)
+    _, alive = psutil.wait_procs(family, timeout=SOON_S)
     assert alive == []
 
 

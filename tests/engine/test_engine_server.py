@@ -117,6 +117,7 @@ def test_what_cannot_be_framed_is_reported_and_the_engine_goes_on(engine_url: st
     assert generate(engine_url, random_prompt(25, seed=26), new_tokens=4).frame().rows == 28
 
 
+@pytest.mark.long
 def test_a_stock_server_is_known_and_has_the_same_ids(stock_server: EngineServer, batch: list[Reply]) -> None:
     stock = generate(stock_server.url, batch[3].prompt, new_tokens=NEW_TOKENS)
     with pytest.raises(FrameMagicMismatch):
@@ -126,11 +127,13 @@ def test_a_stock_server_is_known_and_has_the_same_ids(stock_server: EngineServer
     assert len(stock.raw) > 4.5 * batch[3].frame().nbytes
 
 
+@pytest.mark.long
 def test_a_stock_server_has_faults(stock_server: EngineServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--engine", stock_server.url]) == 1
     assert "answers with stock int32 routing; install r3channel" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_an_engine_whose_rows_would_be_wrong_does_not_start(model_dir: Path) -> None:
     arguments = (
         "--disaggregation-mode decode --disaggregation-transfer-backend nixl --enable-streaming-session"

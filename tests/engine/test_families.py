@@ -21,6 +21,7 @@ from tests.engine.client import Reply, generate, generate_together, prompts_of, 
 from tests.engine.families import FAMILIES, ON_CPU, write_families
 from tests.engine.reference import reference_ids
 from tests.support.direct import rows_here
+from tests.support.waits import UPDATE_S
 
 REFUSED = r"has no place for .*o_prj\.weight.*: not linked|have no place there: .*o_prj\.weight.*: serving the committed"
 """By a loader that refuses a name, while it links; by us, once it is linked."""
@@ -77,16 +78,16 @@ def _served(model: Path, options: dict[str, Any]) -> list[Reply]:
 def _hold_weights_to_names(url: str, model: Path) -> None:
     """By parts or by whole tensors, as the family's loader is: a misspelt name is found, the right ones change nothing."""
     client = EngineHandle(url)
-    (before,) = client.weight_checksums(timeout_s=60)
+    (before,) = client.weight_checksums(timeout_s=UPDATE_S)
     given = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
     named = next(name for name in given if name.endswith("self_attn.o_proj.weight"))
     misspelt = {name.replace("o_proj", "o_prj") if name == named else name: t for name, t in given.items()}
     with WeightSync.whole([url], staged=True) as sync:
-        sync.connect(timeout_s=60)
+        sync.connect(timeout_s=UPDATE_S)
         with pytest.raises(WeightUpdateFailed, match=REFUSED):
-            sync.update(misspelt.items(), version=1, timeout_s=100)
-        report = sync.update(given.items(), version=1, timeout_s=100)
-    assert client.weight_checksums(timeout_s=60) == [before]
+            sync.update(misspelt.items(), version=1, timeout_s=UPDATE_S)
+        report = sync.update(given.items(), version=1, timeout_s=UPDATE_S)
+    assert client.weight_checksums(timeout_s=UPDATE_S) == [before]
     assert report.verified == len(before) - FUSED.get(model.name, 0) and report.skipped == ()
 
 

@@ -12,7 +12,7 @@ from r3channel.weights.receiver import RELEASED
 from r3channel.weights.refusals import ANY_WAY, STAGED
 from tests.support.children import facts_of
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

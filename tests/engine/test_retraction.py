@@ -100,7 +100,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = ("overlap", "paused at any moment")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long if case in LONG else ()) for case in CASES]
+)
 def test_rows_are_of_the_pass_that_made_the_token(model_dir: Path, tmp_path: Path, case: str) -> None:
     with tapped(model_dir, tmp_path, **CASES[case]) as server:
         with paused(server.url) if "paused" in case else nullcontext():

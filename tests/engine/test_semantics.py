@@ -20,7 +20,6 @@ from r3channel.relay.relay import Relay
 from r3channel.wire.hello import probe_body
 from r3channel.wire.parcel import REFERENCE_MAGIC
 from r3channel.wire.routing import RowKind
-from tests.conftest import READY_TIMEOUT_S
 from tests.engine.client import (
     Reply,
     check_relay,
@@ -37,6 +36,7 @@ from tests.engine.client import (
 )
 from tests.support.direct import turns_here
 from tests.support.samples import SPEC
+from tests.support.waits import ENGINE_S
 
 pytestmark = pytest.mark.engine
 
@@ -140,7 +140,7 @@ def direct(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     relay = new_relay(frame_timeout_s=30.0)
     env = {"SGLANG_TEST_RETRACT": "1", **direct_to(relay, tmp_path_factory.mktemp("token"))}
     with serving(model_dir, extra_args=["--skip-tokenizer-init"], env=env) as server:
-        relay.expect_engines([server.url], timeout_s=READY_TIMEOUT_S)
+        relay.expect_engines([server.url], timeout_s=ENGINE_S)
         yield Direct(relay, server)
     relay.close()
 
@@ -151,6 +151,7 @@ def replies(direct: Direct) -> list[Reply]:
     return generate_together(direct.server.url, prompts, new_tokens=NEW_TOKENS)
 
 
+@pytest.mark.long
 def test_frames_delivered_directly_are_exact_under_retraction(
     direct: Direct, replies: list[Reply], model_dir: Path, tmp_path: Path
 ) -> None:
@@ -159,6 +160,7 @@ def test_frames_delivered_directly_are_exact_under_retraction(
     check_relay(direct.relay, samples, model=model_dir, folder=tmp_path)
 
 
+@pytest.mark.long
 def test_a_reply_of_direct_delivery_carries_at_most_64_bytes_and_the_engine_said_hello_before(
     direct: Direct, replies: list[Reply]
 ) -> None:
@@ -167,12 +169,14 @@ def test_a_reply_of_direct_delivery_carries_at_most_64_bytes_and_the_engine_said
     assert direct.relay.status()["engines"][direct.server.url].startswith("SGLang 0.5.23")
 
 
+@pytest.mark.long
 def test_a_probe_is_answered_with_hello_and_frame_whatever_the_delivery(direct: Direct) -> None:
     reply = json.loads(post(direct.server.url + "/generate", probe_body()))
     assert base64.b64decode(reply["meta_info"]["routed_experts"])[:4] == b"R3H\x01"
     direct.relay.check_engine(reply, engine=direct.server.url, tokens=3)
 
 
+@pytest.mark.long
 def test_the_doctor_shows_what_an_engine_says(direct: Direct, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--engine", direct.server.url]) == 0
     text = capsys.readouterr().out

@@ -20,7 +20,6 @@ from r3channel.relay.relay import Relay
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
 from r3channel.wire.routing import RowKind
-from tests.conftest import READY_TIMEOUT_S
 from tests.engine.client import (
     Reply,
     check_relay,
@@ -35,6 +34,7 @@ from tests.engine.client import (
     stream,
 )
 from tests.engine.draft import LAYERS, Models, write_models
+from tests.support.waits import ENGINE_S, UPDATE_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
@@ -84,15 +84,15 @@ def test_an_update_that_would_leave_the_draft_old_is_refused_before_the_engine_i
     engine_url: str, models: Models
 ) -> None:
     client, weights = EngineHandle(engine_url), load_file(models.target / "model.safetensors")
-    before = client.weight_checksums(timeout_s=60), client.weight_version(timeout_s=10)
+    before = client.weight_checksums(timeout_s=UPDATE_S), client.weight_version(timeout_s=UPDATE_S)
     assert any(name.startswith("draft.") for name in before[0][0]), "the engine holds a draft's weights"
     with WeightSync.whole([client], staged=True) as sync:
-        sync.connect(timeout_s=60)
+        sync.connect(timeout_s=UPDATE_S)
         said = "speculative_algorithm=EAGLE: the draft would stay old.*without or with NGRAM"
         with pytest.raises(WeightUpdateFailed, match=f"(?s){said}") as failure:
-            sync.update(weights.items(), version=7, timeout_s=60)
+            sync.update(weights.items(), version=7, timeout_s=UPDATE_S)
         assert isinstance(failure.value.__cause__, CannotStage)
-    assert (client.weight_checksums(timeout_s=60), client.weight_version(timeout_s=10)) == before
+    assert (client.weight_checksums(timeout_s=UPDATE_S), client.weight_version(timeout_s=UPDATE_S)) == before
     assert generate(engine_url, random_prompt(9, seed=9), new_tokens=2).output, "it serves on"
 
 
@@ -151,7 +151,7 @@ def test_direct_rows_without_overlap_are_exact_under_retraction(models: Models, 
     relay = Relay(SPEC, TrainerLayout(), ChannelConfig(frame_timeout_s=30.0))
     env = {"SGLANG_TEST_RETRACT": "1", **direct_to(relay, tmp_path)}
     with speculating(models, algorithm="STANDALONE", overlap=False, env=env) as server:
-        relay.expect_engines([server.url], timeout_s=READY_TIMEOUT_S)
+        relay.expect_engines([server.url], timeout_s=ENGINE_S)
         replies = generate_together(server.url, prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
         samples = delivered(relay, replies, engine=server.url)
     assert sum(reply.meta["num_retractions"] for reply in replies) > 0

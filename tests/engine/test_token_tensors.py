@@ -28,6 +28,7 @@ from tests.support.samples import SPEC
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 TOP_K = 8
+DELIVERIES = pytest.mark.parametrize("delivery", ["inband", pytest.param("direct", marks=pytest.mark.long)])
 Channel = tuple[Relay, str, ThreadPoolExecutor]
 NEW_TOKENS = 70  # SGLang streams, also what is not asked to stream, every 50
 
@@ -57,7 +58,7 @@ def delivered(relay: Relay, replies: list[Reply]) -> list[RankShard]:
     return receive(receivers_of(relay), relay.seal(0, Assignment.round_robin(names, dp=1, microbatch_size=2)))
 
 
-@pytest.mark.parametrize("delivery", ["inband", "direct"])
+@DELIVERIES
 def test_the_tokens_that_could_be_chosen_reach_the_logits_that_chose_them(
     delivery: str, model_dir: Path, tmp_path: Path
 ) -> None:
@@ -107,7 +108,7 @@ def likeliest(url: str, length: int, **sampling: Any) -> Reply:
     return generate(url, random_prompt(length, seed=length), new_tokens=NEW_TOKENS, **extra)
 
 
-@pytest.mark.parametrize("delivery", ["inband", "direct"])
+@DELIVERIES
 def test_the_likeliest_tokens_are_those_of_the_distribution_that_sampled(
     delivery: str, model_dir: Path, tmp_path: Path
 ) -> None:
@@ -155,7 +156,7 @@ def is_likeliest(row: tuple[Any, Any, float], reply: Reply, expected: Expected, 
 # -- what routers weigh their choices with ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("delivery", ["inband", "direct"])
+@DELIVERIES
 def test_weights_are_those_of_transformers(delivery: str, model_dir: Path, tmp_path: Path) -> None:
     """Also of requests that were retracted in the middle, and of those whose prompt lay in the prefix cache."""
     forced = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}

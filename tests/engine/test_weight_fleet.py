@@ -21,6 +21,7 @@ from r3channel.weights.store import checkpoint_tensors
 from tests.dist.ranks import run_ranks
 from tests.engine.client import greedy, serving
 from tests.engine.conftest import Weights
+from tests.support.waits import UPDATE_S
 from tests.support.weights import as_engine_keeps
 
 pytestmark = pytest.mark.engine
@@ -53,56 +54,59 @@ def dummy(model_dir: Path) -> Iterator[EngineServer]:
 def two(url: str, **options: Any) -> tuple[WeightSync, Watched]:
     watched = Watched(url)
     session = WeightSync.whole([watched], bucket_bytes=BUCKET_BYTES, **options)
-    session.connect(timeout_s=30)
+    session.connect(timeout_s=UPDATE_S)
     return session, watched
 
 
+@pytest.mark.long
 def test_an_engine_with_dummy_weights_is_filled_alone_while_the_other_serves(
     restored: None, engine_url: str, dummy: EngineServer, original: Weights, changed: Weights
 ) -> None:
     sync, watched = two(engine_url)
     with sync:
-        sync.update(original.items(), version=1, timeout_s=60)
+        sync.update(original.items(), version=1, timeout_s=UPDATE_S)
         tokens, _ = greedy(engine_url)
         assert greedy(dummy.url)[0] != tokens
         watched.routes.clear()
         with _Serving(engine_url) as serving:
-            report = sync.add_engine(dummy.url, timeout_s=60)
+            report = sync.add_engine(dummy.url, timeout_s=UPDATE_S)
         assert watched.routes == [] and serving.answers and set(serving.answers) == {(tuple(tokens), "1")}
         assert report is not None and report.verified == 38 and report.way == "staged"
         assert greedy(dummy.url) == (tokens, "1")
 
-        sync.update(changed.items(), version=2, timeout_s=60)
+        sync.update(changed.items(), version=2, timeout_s=UPDATE_S)
         assert greedy(dummy.url) == greedy(engine_url) and greedy(dummy.url)[1] == "2"
-        report = sync.republish(changed.items(), engines=[dummy.url], timeout_s=60)
+        report = sync.republish(changed.items(), engines=[dummy.url], timeout_s=UPDATE_S)
         assert report.verified == 38 and greedy(dummy.url) == greedy(engine_url)
 
 
+@pytest.mark.long
 def test_checkpoint_engine_a_dummy_engine_is_filled_from_a_checkpoint_alone(
     restored: None, engine_url: str, dummy: EngineServer, model_dir: Path
 ) -> None:
     """No trainer and no other engine takes part; the outputs equal those of an engine that loaded the checkpoint itself."""
     tokens, _ = greedy(engine_url)
     with WeightSync.whole([dummy.url], bucket_bytes=BUCKET_BYTES) as alone:
-        alone.connect(timeout_s=60)
-        report = alone.update(checkpoint_tensors(model_dir), version=3, timeout_s=60)
+        alone.connect(timeout_s=UPDATE_S)
+        report = alone.update(checkpoint_tensors(model_dir), version=3, timeout_s=UPDATE_S)
         assert report.verified == 38 and alone.routable() == (dummy.url,)
     assert greedy(dummy.url) == (tokens, "3")
-    checksums = [EngineHandle(url).weight_checksums(timeout_s=30) for url in (engine_url, dummy.url)]
+    checksums = [EngineHandle(url).weight_checksums(timeout_s=UPDATE_S) for url in (engine_url, dummy.url)]
     assert checksums[0] == checksums[1]
 
 
+@pytest.mark.long
 def test_two_trainer_ranks_broadcast_to_two_engines_bit_for_bit(
     restored: None, engine_url: str, dummy: EngineServer, original: Weights, model_dir: Path, tmp_path: Path
 ) -> None:
     """Each bucket once, into both engines; the second update in the groups of the first."""
     job = {"engines": [engine_url, dummy.url], "hows": ["first", "second"], "bucket_bytes": BUCKET_BYTES}
     job |= {"tensors": str(model_dir / "model.safetensors"), "engine_timeout_s": 30.0}
-    told = run_ranks("tests.contract.source_rank", tmp_path, world_size=2, job=job, timeout_s=240)
+    told = run_ranks("tests.contract.source_rank", tmp_path, world_size=2, job=job)
     twice = as_engine_keeps({name: tensor * 2 for name, tensor in original.items()})
     wanted = {name: tensor_checksum(tensor) for name, tensor in twice.items()}
     for url in (engine_url, dummy.url):
-        assert EngineHandle(url).weight_checksums(timeout_s=30) == [wanted] and greedy(url)[1] == "2"
+        assert EngineHandle(url).weight_checksums(timeout_s=UPDATE_S) == [wanted] and greedy(url)[1] == "2"
     sent = [rank["second"]["sent"] for rank in told]
     assert [rank[how]["said"] for rank in told for how in rank] == [[]] * 4
     assert sum(map(sum, sent)) == sum(tensor.nbytes for tensor in original.values()) and all(sent)
@@ -130,21 +134,22 @@ class _Serving:
         self._thread.join(60)
 
 
+@pytest.mark.long
 def test_the_verify_command_names_the_one_tensor_that_differs(
     restored: None, engine_url: str, dummy: EngineServer, changed: Weights, tmp_path: Path, capsys: Any
 ) -> None:
     manifest = str(tmp_path / "committed.json")
     one, both = ["--engine", engine_url], ["--engine", engine_url, "--engine", dummy.url]
     with WeightSync.whole([engine_url, dummy.url], verify=True) as sync:
-        sync.connect(timeout_s=30)
-        sync.update(changed.items(), version=5, timeout_s=60)
+        sync.connect(timeout_s=UPDATE_S)
+        sync.update(changed.items(), version=5, timeout_s=UPDATE_S)
         assert sync.held is not None
         sync.held.write(manifest)
         assert verify(*both, "--manifest", manifest) == 0
         assert capsys.readouterr().out.count("38 parameters of version 5: equal") == 2
 
         other = {**changed, NORM: changed[NORM] + 1}
-        sync.update(other.items(), version=6, timeout_s=60)
+        sync.update(other.items(), version=6, timeout_s=UPDATE_S)
     assert verify(*one, "--manifest", manifest, "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in found["different"]] == [NORM]
@@ -172,9 +177,9 @@ def slowly(weights):
 url, path = sys.argv[1:]
 weights = load_file(path)
 with WeightSync.whole([url], bucket_bytes=1 << 20, staged=True) as sync:
-    sync.connect(timeout_s=30)
-    sync.update(weights.items(), version=7, timeout_s=60)
-    sync.update(slowly({name: weight + 1 for name, weight in weights.items()}), version=8, timeout_s=100)
+    sync.connect(timeout_s=UPDATE_S)
+    sync.update(weights.items(), version=7, timeout_s=UPDATE_S)
+    sync.update(slowly({name: weight + 1 for name, weight in weights.items()}), version=8, timeout_s=UPDATE_S)
 """
 
 
@@ -193,11 +198,11 @@ def test_a_trainer_that_dies_while_it_stages_leaves_an_engine_that_serves_as_bef
     restored: None, engine_url: str, model_dir: Path, changed: Weights
 ) -> None:
     client, (tokens, _) = EngineHandle(engine_url), greedy(engine_url)
-    before = client.weight_checksums(timeout_s=30)
+    before = client.weight_checksums(timeout_s=UPDATE_S)
     trainer_that_dies(engine_url, model_dir)
-    assert greedy(engine_url) == (tokens, "7") and client.weight_checksums(timeout_s=30) == before
+    assert greedy(engine_url) == (tokens, "7") and client.weight_checksums(timeout_s=UPDATE_S) == before
 
     with WeightSync.whole([engine_url], verify=True, staged=True) as sync:
-        sync.connect(timeout_s=30)
-        assert sync.update(changed.items(), version=9, timeout_s=60).verified == 38
+        sync.connect(timeout_s=UPDATE_S)
+        assert sync.update(changed.items(), version=9, timeout_s=UPDATE_S).verified == 38
         assert greedy(engine_url)[1] == "9" and greedy(engine_url)[0] != tokens

@@ -13,6 +13,7 @@ from r3channel.weights.session import WeightSync
 from tests.engine.client import generate, greedy, post, random_prompt, serving
 from tests.engine.conftest import Weights
 from tests.engine.families import ON_CPU, write_families
+from tests.support.waits import UPDATE_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(600)]
 
@@ -21,7 +22,7 @@ EPLB = ("--ep-size", "2", "--enable-eplb", "--eplb-rebalance-num-iterations", "2
 
 
 def checksums(url: str) -> Any:
-    return EngineHandle(url).weight_checksums(timeout_s=60)
+    return EngineHandle(url).weight_checksums(timeout_s=UPDATE_S)
 
 
 def checksums_from_disk(url: str, model: Path) -> Any:
@@ -30,7 +31,9 @@ def checksums_from_disk(url: str, model: Path) -> Any:
     return checksums(url)
 
 
-@pytest.mark.parametrize(("family", "tp"), [("deepseek_v3", 2), ("glm4_moe_lite", 1)])
+@pytest.mark.parametrize(
+    ("family", "tp"), [pytest.param("deepseek_v3", 2, marks=pytest.mark.long), ("glm4_moe_lite", 1)]
+)
 def test_mla_is_staged_in_parts_and_serves_as_loaded_from_disk(family: str, tp: int, tmp_path: Path) -> None:
     write_families(tmp_path, family)
     weights = load_file(tmp_path / family / "model.safetensors")
@@ -43,8 +46,8 @@ def test_mla_is_staged_in_parts_and_serves_as_loaded_from_disk(family: str, tp: 
             return meta["input_token_logprobs"], meta["output_token_logprobs"]
 
         with WeightSync.whole([server.url], staged=True) as sync:
-            sync.connect(timeout_s=60)
-            report = sync.update(weights.items(), version=1, timeout_s=60)
+            sync.connect(timeout_s=UPDATE_S)
+            report = sync.update(weights.items(), version=1, timeout_s=UPDATE_S)
         updated = checksums(server.url), logprobs()
         assert (checksums_from_disk(server.url, tmp_path / family), logprobs()) == updated
         assert report.loaded == "" and report.verified == sum(map(len, updated[0]))
@@ -69,14 +72,14 @@ def test_experts_that_eplb_moves_are_learned_anew(
 
         tokens, _ = greedy(server.url)
         with WeightSync.whole([server.url], staged=True, bucket_bytes=1 << 20) as sync:
-            sync.connect(timeout_s=60)
-            sync.update(changed.items(), version=1, timeout_s=60)
+            sync.connect(timeout_s=UPDATE_S)
+            sync.update(changed.items(), version=1, timeout_s=UPDATE_S)
             assert moved() and greedy(server.url)[0] != tokens
-            sync.update(original.items(), version=2, timeout_s=60)
+            sync.update(original.items(), version=2, timeout_s=UPDATE_S)
             placed = checksums(server.url)
             assert checksums_from_disk(server.url, model_dir) == placed and greedy(server.url) == (
                 tokens,
                 "2",
             )
-            sync.update(meanwhile(), version=3, timeout_s=90)
+            sync.update(meanwhile(), version=3, timeout_s=UPDATE_S)
             assert moved()

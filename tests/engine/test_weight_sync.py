@@ -21,6 +21,7 @@ from r3channel.wire.frame import parse_frame
 from r3channel.wire.routing import RowKind
 from tests.engine.client import PROMPT, generate, greedy, post
 from tests.engine.conftest import Weights
+from tests.support.waits import UPDATE_S
 from tests.support.weights import as_engine_keeps
 
 pytestmark = pytest.mark.engine
@@ -50,22 +51,22 @@ def broadcasting(restored: None, engine_url: str) -> Iterator[WeightSync]:
 def session(engine_url: str, way: str) -> WeightSync:
     wire: Wire = "shared_memory" if way == "shared_memory" else "tcp"
     opened = WeightSync.whole([engine_url], bucket_bytes=BUCKET_BYTES, staged=way != "broadcast", wire=wire)
-    opened.connect(timeout_s=30)
+    opened.connect(timeout_s=UPDATE_S)
     return opened
 
 
 def test_an_engine_tells_its_versions(engine_url: str) -> None:
     client = EngineHandle(engine_url)
-    client.learn_versions(timeout_s=30)
+    client.learn_versions(timeout_s=UPDATE_S)
     assert client.torch == torch.__version__
 
 
 def test_every_parameter_of_the_engine_equals_the_trainers_bit_for_bit(
     sync: WeightSync, client: EngineHandle, original: Weights, changed: Weights
 ) -> None:
-    (before,) = client.weight_checksums(timeout_s=30)
-    sync.update(changed.items(), version=1, timeout_s=60)
-    (after,) = client.weight_checksums(timeout_s=30)
+    (before,) = client.weight_checksums(timeout_s=UPDATE_S)
+    sync.update(changed.items(), version=1, timeout_s=UPDATE_S)
+    (after,) = client.weight_checksums(timeout_s=UPDATE_S)
 
     assert before == {name: tensor_checksum(w) for name, w in as_engine_keeps(original).items()}
     assert after == {name: tensor_checksum(w) for name, w in as_engine_keeps(changed).items()}
@@ -77,10 +78,10 @@ def test_answers_and_version_change_with_an_update_and_come_back(
     sync: WeightSync, engine_url: str, original: Weights, changed: Weights
 ) -> None:
     tokens, version = greedy(engine_url)
-    sync.update(changed.items(), version=1, timeout_s=60)
+    sync.update(changed.items(), version=1, timeout_s=UPDATE_S)
     new_tokens, new_version = greedy(engine_url)
     cached = generate(engine_url, PROMPT, new_tokens=1).meta["cached_tokens"]
-    sync.update(original.items(), version=2, timeout_s=60)
+    sync.update(original.items(), version=2, timeout_s=UPDATE_S)
     flushed = generate(engine_url, PROMPT, new_tokens=1).meta["cached_tokens"]
 
     assert cached > 0 == flushed  # no key or value of the old weights is used again
@@ -89,8 +90,8 @@ def test_answers_and_version_change_with_an_update_and_come_back(
 
 
 def test_the_report_counts_every_byte_and_its_stages_add_up(sync: WeightSync, changed: Weights) -> None:
-    sync.update(changed.items(), version=1, timeout_s=60)
-    report = sync.update(changed.items(), version=1, timeout_s=60)
+    sync.update(changed.items(), version=1, timeout_s=UPDATE_S)
+    report = sync.update(changed.items(), version=1, timeout_s=UPDATE_S)
 
     assert report.payload_bytes == sum(w.nbytes for w in changed.values())
     assert (report.tensors, report.buckets, report.version) == (len(changed), 10, 1)
@@ -105,7 +106,7 @@ def test_a_wrong_shape_keeps_the_version_pauses_the_engine_and_the_next_update_r
     wrong = {**changed, GATE: torch.zeros(64, 64)}
     said = r"version 1 was not committed, version None stays: bucket \d+ .*64, 64"
     with pytest.raises(errors.WeightUpdateFailed, match=said) as failure:
-        sync.update(wrong.items(), version=1, timeout_s=60)
+        sync.update(wrong.items(), version=1, timeout_s=UPDATE_S)
 
     assert engine_url in str(failure.value) and isinstance(failure.value.__cause__, errors.EngineRefused)
     assert sync.engine_states == {engine_url: EngineState.FENCED} and sync.version is None
@@ -115,16 +116,16 @@ def test_a_wrong_shape_keeps_the_version_pauses_the_engine_and_the_next_update_r
         time.sleep(0.5)
         assert not waiting.done()  # a dirty engine serves nothing
 
-        sync.update(original.items(), version=1, timeout_s=60)
+        sync.update(original.items(), version=1, timeout_s=UPDATE_S)
         assert waiting.result(timeout=60) == (tokens, "1")
     assert sync.engine_states == {engine_url: EngineState.SERVING}
 
 
 def test_a_changed_manifest_is_refused_by_tensor(sync: WeightSync, changed: Weights) -> None:
-    sync.update(changed.items(), version=1, timeout_s=60)
+    sync.update(changed.items(), version=1, timeout_s=UPDATE_S)
     other = {**changed, GATE: changed[GATE].bfloat16()}
     with pytest.raises(errors.WeightUpdateFailed, match=rf"expected {GATE} float32") as failure:
-        sync.update(other.items(), version=2, timeout_s=60)
+        sync.update(other.items(), version=2, timeout_s=UPDATE_S)
     assert isinstance(failure.value.__cause__, errors.ManifestMismatch)
 
 
@@ -133,7 +134,9 @@ def test_a_router_that_an_engine_keeps_in_another_dtype_is_reported(
 ) -> None:
     lossy = {name: w.bfloat16() if name == GATE else w for name, w in changed.items()}
     with session(engine_url, "staged") as sync:
-        assert sync.update(lossy.items(), version=1, timeout_s=60).rounded == {GATE: "bfloat16 -> float32"}
+        assert sync.update(lossy.items(), version=1, timeout_s=UPDATE_S).rounded == {
+            GATE: "bfloat16 -> float32"
+        }
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
@@ -145,10 +148,10 @@ def test_a_running_request_survives_an_update_with_all_its_rows(
         WeightSync.whole([engine_url], pause=mode, staged=sync._must_stage) as session,
         ThreadPoolExecutor(1) as pool,
     ):
-        session.connect(timeout_s=30)
+        session.connect(timeout_s=UPDATE_S)
         running = pool.submit(generate, engine_url, PROMPT, new_tokens=new_tokens)
         time.sleep(0.5)
-        session.update(changed.items(), version=1, timeout_s=60)
+        session.update(changed.items(), version=1, timeout_s=UPDATE_S)
         reply = running.result(timeout=60)
     spans = reply.meta["weight_versions"]
     spec = RoutingSpec.from_hf_config(model_dir)
@@ -171,9 +174,9 @@ def test_an_engine_that_released_its_weights_serves_new_ones_once_it_resumes(
     """As slime does around an update where trainers and engines share GPUs."""
     post(engine_url + "/release_memory_occupation", {"tags": ["weights"]})
     with pytest.raises(errors.WeightUpdateFailed, match="released the memory of its weights"):
-        sync.update(changed.items(), version=1, timeout_s=60)
+        sync.update(changed.items(), version=1, timeout_s=UPDATE_S)
     post(engine_url + "/resume_memory_occupation", {"tags": ["weights"]})
-    sync.update(changed.items(), version=1, timeout_s=60)
+    sync.update(changed.items(), version=1, timeout_s=UPDATE_S)
     assert greedy(engine_url)[1] == "1"
 
 
@@ -182,7 +185,7 @@ def test_a_bracket_left_open_by_a_trainer_that_died_is_taken_over(
 ) -> None:
     client.pause("retract", timeout_s=10)
     client.begin(timeout_s=10)
-    sync.update(changed.items(), version=1, timeout_s=60)
+    sync.update(changed.items(), version=1, timeout_s=UPDATE_S)
     assert client.weight_version(timeout_s=10) == "1"
 
 
@@ -192,4 +195,4 @@ def test_misuse_is_named(broadcasting: WeightSync, changed: Weights) -> None:
         sync.connect(timeout_s=10)
     sync.close()
     with pytest.raises(errors.UsageError, match="is closed"):
-        sync.update(changed.items(), version=4, timeout_s=60)
+        sync.update(changed.items(), version=4, timeout_s=UPDATE_S)

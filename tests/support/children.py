@@ -9,21 +9,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.waits import PROGRAM_S
+
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 150.0
 
 
 def run(
-    *command: str, cwd: Path = ROOT, input: str | None = None, limit_s: float = LIMIT_S, **environment: str
+    *command: str, cwd: Path = ROOT, input: str | None = None, limit_s: float = PROGRAM_S, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """`python *command`, with these variables on top of ours; whatever its status."""
-    return subprocess.run(
-        [sys.executable, *command], cwd=cwd, input=input, env=os.environ | environment, capture_output=True, text=True,
-        timeout=limit_s, check=False,
-    )  # fmt: skip
+    try:
+        return subprocess.run(
+            [sys.executable, *command], cwd=cwd, input=input, env=os.environ | environment, capture_output=True,
+            text=True, timeout=limit_s, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as late:
+        said = (late.stdout or b"")[-4000:] + (late.stderr or b"")[-4000:]
+        raise AssertionError(f"{command[:3]} still runs after {limit_s:g} s\n{said.decode()}") from None
 
 
-def printed(*command: str, cwd: Path = ROOT, limit_s: float = LIMIT_S, **environment: str) -> str:
+def printed(*command: str, cwd: Path = ROOT, limit_s: float = PROGRAM_S, **environment: str) -> str:
     """What `python *command` prints; it must end well."""
     done = run(*command, cwd=cwd, input=None, limit_s=limit_s, **environment)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
@@ -32,7 +37,7 @@ def printed(*command: str, cwd: Path = ROOT, limit_s: float = LIMIT_S, **environ
 
 def said_by(program: str, *arguments: str, **environment: str) -> str:
     """What `python -c program` prints; it must end well."""
-    return printed("-c", program, *arguments, cwd=ROOT, limit_s=LIMIT_S, **environment)
+    return printed("-c", program, *arguments, cwd=ROOT, limit_s=PROGRAM_S, **environment)
 
 
 def facts_of(program: str, *arguments: str, **environment: str) -> Any:

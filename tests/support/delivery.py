@@ -30,8 +30,8 @@ from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
 from r3channel.transport.tp_fanout import TensorParallelFanout
 from r3channel.wire import row_protocol as wire
-from tests.support.direct import LIMIT_S, until
 from tests.support.samples import SPEC, random_ids, reply_for
+from tests.support.waits import SOON_S, until
 
 TOKENS = {f"s{i}": n for i, n in enumerate((9, 30, 17, 5))}
 MakeRelay = Callable[..., Relay]
@@ -41,7 +41,7 @@ MakeRelay = Callable[..., Relay]
 def relays(**common: Any) -> Iterator[MakeRelay]:
     """Makes relays, by layout and options; all are closed at the end, and with them every wait of a receiver."""
     made: list[Relay] = []
-    limits = dict.fromkeys(("join_timeout_s", "send_timeout_s", "step_timeout_s"), LIMIT_S)
+    limits = dict.fromkeys(("join_timeout_s", "send_timeout_s", "step_timeout_s"), SOON_S)
 
     def make(
         layout: str = "", *, spec: RoutingSpec = SPEC, recorder: Recorder | None = None, **changes: Any
@@ -84,9 +84,9 @@ class Board:
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         self._values[rank] = value
-        self._meeting.wait(LIMIT_S)
+        self._meeting.wait(SOON_S)
         found = list(self._values)
-        self._meeting.wait(LIMIT_S)
+        self._meeting.wait(SOON_S)
         return found
 
 
@@ -117,7 +117,7 @@ def connected(relay: Relay, key: tuple[int, int, int]) -> Connection:
     dp, pp, cp = key
     where, hello = relay.hello(dp=dp, pp=pp, cp=cp), wire.pack(dp=dp, pp=pp, cp=cp)
     token = bytes.fromhex(where["token"])
-    return connect(where["host"], where["port"], token, timeout_s=LIMIT_S, hello=hello)
+    return connect(where["host"], where["port"], token, timeout_s=SOON_S, hello=hello)
 
 
 def threads() -> set[threading.Thread]:
@@ -148,7 +148,7 @@ def start(receivers: list[Receiver], ticket: Ticket) -> list[Future[RankShard]]:
 
 def receive(receivers: list[Receiver], ticket: Ticket) -> list[RankShard]:
     """All of them, each in a thread of its own."""
-    return [future.result(LIMIT_S) for future in start(receivers, ticket)]
+    return [future.result(SOON_S) for future in start(receivers, ticket)]
 
 
 def check_rows(shard: RankShard, *, prefix: str = "") -> int:
@@ -215,7 +215,7 @@ class Slowly:
 
         def slow(step: SealedStep, rank: int) -> Any:
             self.entered.set()
-            assert rank < dp or self.go_on.wait(LIMIT_S)
+            assert rank < dp or self.go_on.wait(SOON_S)
             self.prepared.append(step.ticket.step)
             return prepare(step, rank)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import http.client
-import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -34,8 +32,7 @@ from r3channel.wire.parcel import (
 from r3channel.wire.routing import Ids, RowKind
 from r3channel.wire.source import InHand
 from tests.support.samples import SPEC, random_ids, reply_of
-
-LIMIT_S = 20.0
+from tests.support.waits import SOON_S
 
 
 def hello_of(
@@ -85,7 +82,7 @@ def headers_of(token_file: Path, session: str = "") -> dict[str, str]:
 def ask(url: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
     """One request to a relay's ingest, on a connection of its own -> the status and text of its answer."""
     target = urlsplit(url)
-    with closing(http.client.HTTPConnection(target.hostname or "", target.port, timeout=LIMIT_S)) as peer:
+    with closing(http.client.HTTPConnection(target.hostname or "", target.port, timeout=SOON_S)) as peer:
         peer.request("POST", path, body, headers)
         return (answer := peer.getresponse()).status, answer.read().decode()
 
@@ -109,14 +106,6 @@ def turns_here(relay: Relay, name: str) -> list[VerifiedRows]:
 def rows_here(relay: Relay, name: str) -> Ids:
     """The same as one array [T, L, K]."""
     return np.concatenate([rows.ids_TLK for rows in turns_here(relay, name)])
-
-
-def until(condition: Callable[[], object], what: str = "", *, limit_s: float = LIMIT_S) -> None:
-    """For what another thread does after all that can be waited for."""
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {limit_s:g} s: {what or condition}"
-        time.sleep(0.002)
 
 
 class Engine:

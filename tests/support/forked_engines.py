@@ -15,7 +15,7 @@ import psutil
 
 from examples.embedded import sglang_main
 from tests.support import fork_server
-from tests.support.direct import until
+from tests.support.waits import ENGINE_S, await_memory, until
 
 IMPORTS = ("sglang.srt.entrypoints.http_server", "sglang.srt.model_executor.model_runner")
 _LATER = ("R3CHANNEL_", "R3DEMO_", "R3TEST_", "PYTEST_", "SGLANG_CPU_OMP_THREADS_BIND")
@@ -39,13 +39,14 @@ class EngineForks(ExitStack):
         self._servers: dict[frozenset[tuple[str, str]], tuple[int, str]] = {}
 
     def __call__(self, command: Sequence[str], *, env: Mapping[str, str], log: IO[bytes]) -> Any:
+        await_memory(2, "an engine")
         key = frozenset(one for one in env.items() if not one[0].startswith(_LATER))
         if key not in self._servers:
             path = Path(self.enter_context(TemporaryDirectory(prefix="r3-")), "forks")  # short: a socket's
             imports = [sys.executable, "-m", fork_server.__name__, str(path), *IMPORTS]
             server = self.enter_context(subprocess.Popen(imports, env=env, stdout=log, stderr=log))
             self.callback(server.kill)
-            until(path.exists, limit_s=300)
+            until(path.exists, "SGLang's imports", limit_s=ENGINE_S, log=Path(log.name))
             self._servers[key] = server.pid, str(path)
         pid, where = self._servers[key]
         ours = [sglang_main.__file__, *command[3:]], {**env, "R3DEMO_PARENT_PID": str(pid)}

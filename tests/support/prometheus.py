@@ -12,9 +12,9 @@ from typing import Any
 
 from examples.embedded.sglang import free_port
 from r3channel.transport.http import urlopen
+from tests.support.waits import PROGRAM_S
 
 PROMETHEUS = shutil.which("prometheus")
-LIMIT_S = 60.0
 
 
 @contextmanager
@@ -39,10 +39,10 @@ def prometheus(work: Path, targets: Path, *, every: str, rules: str = "") -> Ite
         yield f"http://{address}/api/v1"
     finally:
         child.kill()
-        child.wait(LIMIT_S)
+        child.wait(PROGRAM_S)
 
 
 def answer(api: str, query: str) -> list[Any]:
     """The series that it gives."""
-    with urlopen(f"{api}/{query}", timeout_s=LIMIT_S) as page:
+    with urlopen(f"{api}/{query}", timeout_s=PROGRAM_S) as page:
         return json.load(page)["data"]["result"]

@@ -13,6 +13,7 @@ from r3channel.weights import hold, memory, rank_link, staged_copy
 from r3channel.weights.checksums import cross_sums, host_bytes, tensor_digest
 from r3channel.weights.session import WeightSync
 from tests.support.fake_engine import FakeEngine
+from tests.support.waits import UPDATE_S
 
 Weights = dict[str, torch.Tensor]
 NAMES = [f"model.layers.{index}.mlp.gate.weight" for index in range(8)]
@@ -34,7 +35,7 @@ def session(*engines: Any, **options: Any) -> WeightSync:
     """A connected one that stages."""
     values: dict[str, Any] = {"bucket_bytes": 2048, "staged": True, **options}
     opened = WeightSync.whole([engine.url for engine in engines], **values)
-    opened.connect(timeout_s=60)
+    opened.connect(timeout_s=UPDATE_S)
     return opened
 
 
@@ -64,7 +65,7 @@ def in_gpu_memory(patch: pytest.MonkeyPatch) -> None:
 
 def again_to(sync: WeightSync, *engines: FakeEngine, version: int) -> Any:
     """The report of giving these the committed weights again."""
-    return sync.republish(weights(version).items(), engines=[one.url for one in engines], timeout_s=60)
+    return sync.republish(weights(version).items(), engines=[one.url for one in engines], timeout_s=UPDATE_S)
 
 
 def refused(

@@ -15,6 +15,7 @@ import yaml
 from r3channel.observe.metric_table import LABELS, METRICS
 from r3channel.tools.dashboard import dashboard, text
 from r3channel.tools.faults import FAULTS
+from tests.support.waits import PROGRAM_S
 
 FOLDER = Path(__file__).parents[2] / "dashboards"
 RULES: dict[str, dict[str, Any]] = {
@@ -130,7 +131,7 @@ def _of_a_run(series: str) -> str:
 
 
 def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=150)
+    return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=PROGRAM_S)
 
 
 # -- the committed dashboard and the table of metrics say the same ---------------------------------------------------------

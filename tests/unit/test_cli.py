@@ -19,6 +19,7 @@ from r3channel.tools.commands import COMMANDS
 from r3channel.tools.pages import options
 from r3channel.tools.plan import count
 from tests.support import children
+from tests.support.waits import PROGRAM_S
 from tests.unit.test_documents import PAGES, ROOT
 
 PLAN = ["plan", "--model", "qwen3-30b-a3b"]
@@ -165,7 +166,7 @@ def test_a_pipe_that_closes_ends_a_command_quietly() -> None:
     os.close(reads)
     with os.fdopen(writes) as closed:
         command = [sys.executable, "-m", "r3channel.cli", "errors"]
-        child = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60)
+        child = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=PROGRAM_S)
     assert (child.returncode, child.stderr) == (141, "")
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from examples.embedded.sglang import segments_of
 from tests.support.foreground import foreground
+from tests.support.waits import SOON_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,7 +83,7 @@ def test_a_signal_ends_everything_with_one_line(tmp_path: Path, number: signal.S
     child, parts = start(tmp_path, seconds=600, make=make)
     (folder,) = scratch_of(tmp_path)
     (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)
-    _, text = child.communicate(timeout=10)
+    _, text = child.communicate(timeout=SOON_S)
     said, *more = text.splitlines()
     assert said == f"demo: stopped by {number.name}: the run, its engines, Ray and trainers, 4 processes"
     if make:  # a shell calls both 128 and the number
@@ -97,7 +98,7 @@ def test_a_signal_ends_everything_with_one_line(tmp_path: Path, number: signal.S
 def test_a_run_leaves_nothing_and_its_status_is_the_commands(tmp_path: Path, make: bool, status: int) -> None:
     """make has one status for all failures, and says the command's own."""
     child, parts = start(tmp_path, seconds=0.2, make=make)
-    _, said = child.communicate(timeout=10)
+    _, said = child.communicate(timeout=SOON_S)
     assert child.returncode == status and (said.endswith("Error 7\n") if make else not said)
     assert not any(part.is_running() for part in parts) and not scratch_of(tmp_path)
 
@@ -106,7 +107,7 @@ def test_after_kill_9_the_run_ends_and_the_next_one_removes_what_was_left(tmp_pa
     child, parts = start(tmp_path, seconds=600)
     (folder,) = scratch_of(tmp_path)
     child.kill()
-    child.wait(10)
+    child.wait(SOON_S)
     parts[-1].wait(2)  # SGLang's and Ray's own processes follow it; these daemons do not
     segments = segments_of(daemon.pid for daemon in parts[:-1])
     assert len(segments) == 2 * len(parts[:-1])
@@ -116,6 +117,6 @@ def test_after_kill_9_the_run_ends_and_the_next_one_removes_what_was_left(tmp_pa
         segment.unlink()
     assert folder.exists()
     again, _ = start(tmp_path, seconds=0.2)
-    _, said = again.communicate(timeout=10)
+    _, said = again.communicate(timeout=SOON_S)
     assert said == f"demo: removed {folder}, which a run that was killed had left\n"
     assert not scratch_of(tmp_path)

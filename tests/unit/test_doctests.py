@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    for path in sorted([*(ROOT / "r3channel").rglob("*.py"), *(ROOT / "tests").glob("*.py")])
+    for path in sorted([*(ROOT / "r3channel").rglob("*.py"), *(ROOT / "tests/support").glob("*.py")])
     if re.search(r"^ +>>> ", path.read_text(), re.MULTILINE)
 ]
 

@@ -32,6 +32,7 @@ from r3channel.transport.network import Interface
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.hello import Hello
 from tests.support.http_answers import Answering
+from tests.support.waits import PROGRAM_S
 
 
 def context(config: ChannelConfig | None = None, **options: Any) -> CheckContext:
@@ -92,6 +93,7 @@ def test_the_exit_status_is_1_when_something_is_missing(
         assert cli.main(["doctor"]) == status and len(capsys.readouterr().out.splitlines()) == len(found)
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_the_embedding_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment().items():
@@ -196,7 +198,7 @@ def test_each_check_of_the_list_is_there_and_its_room_is_imported_when_it_is_run
     # The command line itself says how to get a package.
     lazy = {room for _, room, _ in doctor.CHECKS} - {extras.__name__}
     program = f"import sys, r3channel.cli, r3channel.tools.doctor; print({lazy!r} & set(sys.modules))"
-    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PROGRAM_S)
     assert child.stdout == "set()\n", child.stderr
 
 

@@ -18,8 +18,9 @@ from r3channel.integrations.slime.engine_variables import engine_variables
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.transport.auth import create_token, read_token
-from tests.support.direct import Engine, until
+from tests.support.direct import Engine
 from tests.support.samples import SPEC
+from tests.support.waits import until
 
 
 @pytest.fixture

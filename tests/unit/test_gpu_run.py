@@ -16,7 +16,7 @@ import pytest
 
 from tests.gpu import run as command
 from tests.gpu.facts import ANSWER, Facts
-from tests.support.delivery import until
+from tests.support.waits import until
 
 HOST_PATH = next(check for check in command.CHECKS if check.name == "host_path")
 MACHINE: dict[str, Any] = {"missing": [], "GPUs": 1}

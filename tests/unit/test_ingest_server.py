@@ -30,8 +30,8 @@ from r3channel.wire.hello import Hello
 from r3channel.wire.parcel import Status, frames_in, pack_parcel
 from r3channel.wire.source import Source
 from tests.support.direct import Engine, hello_of
+from tests.support.waits import SOON_S
 
-LIMIT_S = 20.0
 NEVER_S = 1000.0
 TOKEN, SESSION = "t" * 32, "5" * 32
 HEAD = f"POST /v1/frames HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nR3-Session: {SESSION}\r\n".encode()
@@ -115,7 +115,7 @@ def ask(peer: socket.socket, data: bytes, *expected: int) -> None:
 
 
 def connect(door: IngestServer) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", int(door.url.rsplit(":", 1)[1])), timeout=LIMIT_S)
+    return socket.create_connection(("127.0.0.1", int(door.url.rsplit(":", 1)[1])), timeout=SOON_S)
 
 
 def all_of(peer: socket.socket) -> bytes:
@@ -148,7 +148,7 @@ def stall(door: IngestServer, intake: Kept, number: int, stack: ExitStack) -> li
     peers = [stack.enter_context(connect(door)) for _ in range(number)]
     for peer in peers:
         peer.sendall(request()[:-50])
-        assert intake.begun.acquire(timeout=LIMIT_S)
+        assert intake.begun.acquire(timeout=SOON_S)
     return peers
 
 
@@ -347,7 +347,7 @@ def test_a_silent_peer_does_not_hold_a_thread_for_ever() -> None:
             HttpConnection(ours, StageClock("relay")).next_request(timeout_s=0.05)
         theirs.sendall(b"\r\n\r\n")
         with pytest.raises(h11.RemoteProtocolError):
-            HttpConnection(ours, StageClock("relay")).next_request(timeout_s=LIMIT_S)
+            HttpConnection(ours, StageClock("relay")).next_request(timeout_s=SOON_S)
 
 
 def test_more_connections_than_allowed_are_closed_at_once(open_door: Open) -> None:
@@ -365,7 +365,7 @@ def test_a_door_that_closes_ends_its_connections(door: IngestServer) -> None:
         closing.start()
         with suppress(ConnectionResetError):
             assert peer.recv(4096) == b""
-        closing.join(LIMIT_S)
+        closing.join(SOON_S)
         assert not closing.is_alive()
     with pytest.raises(OSError):
         connect(door).recv(1)
@@ -411,7 +411,7 @@ def test_a_parcel_that_is_always_damaged_is_given_up(
     with engine_of() as engine:
         engine.finish("r1", 9)
         for _ in range(3):
-            assert intake.begun.acquire(timeout=LIMIT_S)
+            assert intake.begun.acquire(timeout=SOON_S)
     assert set(map(tuple, intake.tried)) == {(1,)} and engine.frames("given_up") == 1
     assert "425" in caplog.text and "damaged on the way" in caplog.text
 
@@ -430,7 +430,7 @@ def test_a_parcel_whose_names_came_damaged_or_that_found_no_room_is_sent_again(
     intake.failures = [*failures]
     with engine_of(deliver_timeout_s=WAITS_S) as engine:
         engine.finish("r1", 9)
-        assert intake.ended.acquire(timeout=LIMIT_S)
+        assert intake.ended.acquire(timeout=SOON_S)
     assert intake.tried == [[1]] * (1 + len(failures)) and engine.frames("given_up") == 0
 
 

@@ -26,8 +26,9 @@ from r3channel.wire import frame_view as received
 from r3channel.wire.frame import encode_error, encode_frame, sample_key
 from r3channel.wire.routing import as_tokens
 from tests.support.delivery import receivers_of, recorded, start
-from tests.support.direct import LIMIT_S, rows_here, turns_here
+from tests.support.direct import rows_here, turns_here
 from tests.support.samples import SPEC, frame_of, random_ids, reply_for, reply_of, span
+from tests.support.waits import SOON_S
 
 TOKENS = list(range(100, 141))
 IDS = random_ids(40, seed=5)
@@ -176,20 +177,20 @@ def test_others_come_in_while_a_turn_is_verified(relay: Relay, monkeypatch: pyte
     def slow(ids_TLK: Any, **its: Any) -> Any:
         if len(ids_TLK) == 30:
             verifying.set()
-            assert goes_on.wait(LIMIT_S)
+            assert goes_on.wait(SOON_S)
         return checked(ids_TLK, **its)
 
     monkeypatch.setattr(received, "checked", slow)
     with ThreadPoolExecutor(2) as pool:
         try:
             appended = pool.submit(relay.add, "s", turn(10, 40), TOKENS, append=True)
-            assert verifying.wait(LIMIT_S)
-            pool.submit(relay.add, "t", turn(0, 10), TOKENS[:11]).result(LIMIT_S)
-            pool.submit(sealed, relay, "t").result(LIMIT_S)
+            assert verifying.wait(SOON_S)
+            pool.submit(relay.add, "t", turn(0, 10), TOKENS[:11]).result(SOON_S)
+            pool.submit(sealed, relay, "t").result(SOON_S)
             assert not appended.done() and relay.rows_held("s") == 10
         finally:
             goes_on.set()
-        appended.result(LIMIT_S)
+        appended.result(SOON_S)
     assert relay.rows_held("s") == 40
     relay.abandon(0)
 
@@ -244,8 +245,8 @@ def test_a_step_records_the_rows_of_all_turns(tmp_path: Path) -> None:
     relay = Relay(SPEC, TrainerLayout(), ChannelConfig(), recorder=Recorder(tmp_path))
     relay.add("s", turn(0, 10), TOKENS[:11])
     relay.add("s", turn(10, 40), TOKENS, append=True)
-    start(receivers_of(relay), sealed(relay, "s"))[0].result(LIMIT_S)
-    relay.join_previous(timeout_s=LIMIT_S)
+    start(receivers_of(relay), sealed(relay, "s"))[0].result(SOON_S)
+    relay.join_previous(timeout_s=SOON_S)
     recording = recorded(tmp_path)
     assert np.array_equal(recording.rows("s"), IDS) and len(recording.frames["s"]) == 2
     relay.close()

@@ -42,9 +42,9 @@ from tests.support.delivery import (
     receivers_of,
     relays,
 )
-from tests.support.direct import LIMIT_S, until
 from tests.support.memory import growth_of
 from tests.support.samples import SPEC, frame_of, random_ids, span
+from tests.support.waits import SOON_S, until
 
 ROOT = Path(__file__).parents[2]
 BIG = (1 << 64) - 1
@@ -300,7 +300,7 @@ def recover(tmp_path: Path) -> Iterator[Callable[..., tuple[Relay, Recovery]]]:
         dead = tmp_path / f"dead-{len(found)}"
         folder = shutil.copytree(folder_of(relay), dead / folder_of(relay).name)
         change(folder)
-        config = relay.config.__class__(bucket_bytes=1024, journal=str(dead), step_timeout_s=LIMIT_S)
+        config = relay.config.__class__(bucket_bytes=1024, journal=str(dead), step_timeout_s=SOON_S)
         new, recovery = Relay.recover(SPEC, relay.layout, config)
         found.append(new)
         assert not folder.exists(), "what was read is deleted"
@@ -329,7 +329,7 @@ def test_samples_and_sealed_steps_come_back_exactly(make_relay: MakeRelay, recov
     assert new.status()["pending"] == sorted(recovery.pending)
     for shard in receive(receivers_of(new), new.seal(3, recovery.steps[3].assignment)):
         check_rows(shard)
-    new.join_previous(timeout_s=LIMIT_S)
+    new.join_previous(timeout_s=SOON_S)
     assert new.status()["pending"] == ["n-s0", "n-s2", "n-s3"]
 
 
@@ -337,7 +337,7 @@ def test_a_delivered_or_abandoned_step_is_not_sealed_again(make_relay: MakeRelay
     old = make_relay("dp=1")
     fill(old)
     receivers_of(old)[0].receive(old.seal(0, assignment(dp=1)))
-    old.join_previous(timeout_s=LIMIT_S)
+    old.join_previous(timeout_s=SOON_S)
     fill(old, prefix="n-")
     old.seal(1, assignment(prefix="n-", dp=1))
     old.abandon(1)

@@ -22,9 +22,10 @@ from r3channel.transport.connection import MAX_RECORD_BYTES, Connection
 from r3channel.transport.listener import HELLO_BYTES, MOST_STRANGERS, Listener, connect
 from r3channel.weights.rank_link import receive_blob, send_blob
 from tests.support.memory import growth_of
+from tests.support.waits import SOON_S
 
 TOKEN = bytes(range(32))
-SOON_S, TIMEOUT_S, FAR_S = 0.2, 20.0, 60.0
+SHORT_S, FAR_S = 0.2, 60.0
 MIB = 1 << 20
 Pair = tuple[Connection, Connection]
 Half = tuple[Connection, socket.socket]
@@ -39,7 +40,7 @@ def door() -> Iterator[Listener]:
 @pytest.fixture
 def pair(door: Listener) -> Iterator[Pair]:
     one = connected(door)
-    with closing(one), closing(door.accept(TIMEOUT_S)) as other:
+    with closing(one), closing(door.accept(SOON_S)) as other:
         yield one, other
 
 
@@ -61,11 +62,11 @@ def half() -> Iterator[Half]:
 
 
 def connected(door: Listener, token: bytes = TOKEN, *, hello: bytes = b"") -> Connection:
-    return connect(door.host, door.port, token, timeout_s=TIMEOUT_S, hello=hello)
+    return connect(door.host, door.port, token, timeout_s=SOON_S, hello=hello)
 
 
 def stranger(door: Listener) -> socket.socket:
-    return socket.create_connection((door.host, door.port), TIMEOUT_S)
+    return socket.create_connection((door.host, door.port), SOON_S)
 
 
 def in_thread(function: Callable[[], Any]) -> Future[Any]:
@@ -84,18 +85,18 @@ def noise(nbytes: int, seed: int = 0) -> bytes:
 
 def test_records_and_bytes_arrive_in_the_order_in_which_they_were_sent(pair: Pair) -> None:
     for here, there in (pair, pair[::-1]):
-        here.send_record(7, b"ticket", timeout_s=TIMEOUT_S)
-        here.send((b"raw",), timeout_s=TIMEOUT_S)
-        here.send_record(8, timeout_s=TIMEOUT_S)
-        assert there.recv_record(timeout_s=TIMEOUT_S) == (7, b"ticket")
+        here.send_record(7, b"ticket", timeout_s=SOON_S)
+        here.send((b"raw",), timeout_s=SOON_S)
+        here.send_record(8, timeout_s=SOON_S)
+        assert there.recv_record(timeout_s=SOON_S) == (7, b"ticket")
         out = bytearray(3)
-        there.recv_into(memoryview(out), timeout_s=TIMEOUT_S)
+        there.recv_into(memoryview(out), timeout_s=SOON_S)
         assert out == b"raw"
         assert there.recv_record(timeout_s=None) == (8, b"")
-        here.send((), timeout_s=TIMEOUT_S)  # nothing can be sent and received, too
-        there.recv_into(memoryview(bytearray()), timeout_s=TIMEOUT_S)
-        here.send_record(0, timeout_s=TIMEOUT_S)
-        assert there.recv_record(timeout_s=TIMEOUT_S) == (0, b"")
+        here.send((), timeout_s=SOON_S)  # nothing can be sent and received, too
+        there.recv_into(memoryview(bytearray()), timeout_s=SOON_S)
+        here.send_record(0, timeout_s=SOON_S)
+        assert there.recv_record(timeout_s=SOON_S) == (0, b"")
 
 
 def test_thousands_of_stretches_arrive_as_one_message(pair: Pair) -> None:
@@ -105,23 +106,23 @@ def test_thousands_of_stretches_arrive_as_one_message(pair: Pair) -> None:
     parts: list[Any] = [memoryview(whole)[i : i + 8192] for i in range(0, len(whole), 8192)]
     parts[5:5] = [b"", np.zeros((0, 3), np.int16).data]
     tail = np.arange(12, dtype=np.int32).reshape(3, 4)
-    sent = in_thread(lambda: here.send([*parts, tail.data], timeout_s=TIMEOUT_S))
+    sent = in_thread(lambda: here.send([*parts, tail.data], timeout_s=SOON_S))
     out = np.zeros(len(whole) + tail.nbytes, np.uint8)
-    there.recv_into(out[: 8 * MIB].data, timeout_s=TIMEOUT_S)
-    there.recv_into(out[8 * MIB :].data, timeout_s=TIMEOUT_S)
-    sent.result(TIMEOUT_S)
+    there.recv_into(out[: 8 * MIB].data, timeout_s=SOON_S)
+    there.recv_into(out[8 * MIB :].data, timeout_s=SOON_S)
+    sent.result(SOON_S)
     assert out.tobytes() == whole + tail.tobytes()
 
 
 def test_a_receive_beyond_its_deadline_ends_the_link_and_says_what_was_left(pair: Pair) -> None:
     here, there = pair
-    here.send((b"123",), timeout_s=TIMEOUT_S)
+    here.send((b"123",), timeout_s=SOON_S)
     with pytest.raises(DeadlineExceeded, match=r"receive 10 bytes within 0\.2 s: 7 bytes were left"):
-        there.recv_into(memoryview(bytearray(10)), timeout_s=SOON_S)
+        there.recv_into(memoryview(bytearray(10)), timeout_s=SHORT_S)
     with pytest.raises(TransportError, match="cannot receive a record: could not receive 10 bytes within"):
-        there.recv_record(timeout_s=TIMEOUT_S)
+        there.recv_record(timeout_s=SOON_S)
     with pytest.raises(TransportError, match="the peer has left"):
-        here.recv_record(timeout_s=TIMEOUT_S)
+        here.recv_record(timeout_s=SOON_S)
 
 
 def test_a_trickle_stretches_no_deadline(half: Half, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,17 +138,17 @@ def test_a_trickle_stretches_no_deadline(half: Half, monkeypatch: pytest.MonkeyP
 
     trickling = in_thread(trickle)
     with pytest.raises(DeadlineExceeded):
-        link.recv_into(memoryview(bytearray(MIB)), timeout_s=SOON_S)
+        link.recv_into(memoryview(bytearray(MIB)), timeout_s=SHORT_S)
     stop.set()
-    trickling.exception(TIMEOUT_S)
+    trickling.exception(SOON_S)
 
 
 def test_a_send_that_nobody_reads_ends_by_its_deadline(pair: Pair) -> None:
     data = bytes(64 * MIB)
     with pytest.raises(DeadlineExceeded, match=r"send 67108864 bytes within 0\.2 s"):
-        pair[0].send((data,), timeout_s=SOON_S)
+        pair[0].send((data,), timeout_s=SHORT_S)
     with pytest.raises(TransportError, match="cannot send 1 bytes"):
-        pair[0].send((b"x",), timeout_s=SOON_S)
+        pair[0].send((b"x",), timeout_s=SHORT_S)
 
 
 def receive(link: Connection) -> None:
@@ -171,7 +172,7 @@ def test_who_blocks_is_woken_when_either_side_ends_the_link(
     threading.Timer(0.1, getattr(pair[side], ends)).start()
     said = "aborted|closed" if side == 0 else "left|reset|Broken"
     with pytest.raises(TransportError, match=said) as caught:
-        waiting.result(TIMEOUT_S)
+        waiting.result(SOON_S)
     assert not isinstance(caught.value, DeadlineExceeded)
 
 
@@ -184,16 +185,16 @@ def test_a_closed_link_keeps_its_descriptor_until_the_call_under_way_has_ended(
 
     def wait(*_: object) -> bool:
         inside.set()
-        go.wait(TIMEOUT_S)
+        go.wait(SOON_S)
         still_open.append(os.fstat(descriptor))
         raise TransportError("woken")
 
     monkeypatch.setattr(link, "_wait", wait)
     waiting = in_thread(lambda: receive(link))
-    assert inside.wait(TIMEOUT_S)
+    assert inside.wait(SOON_S)
     link.close()
     go.set()
-    assert isinstance(waiting.exception(TIMEOUT_S), TransportError) and len(still_open) == 1
+    assert isinstance(waiting.exception(SOON_S), TransportError) and len(still_open) == 1
     assert link._socket.fileno() == -1
 
 
@@ -209,21 +210,21 @@ def test_one_byte_wakes_a_long_wait(half: Half, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(link, "_wait", told)
     waiting = in_thread(lambda: link.recv_into(memoryview(bytearray(1)), timeout_s=FAR_S))
-    assert inside.wait(TIMEOUT_S)
+    assert inside.wait(SOON_S)
     bare.send(b"x")
-    waiting.result(TIMEOUT_S)
+    waiting.result(SOON_S)
 
 
 def test_what_was_sent_before_a_close_arrives(pair: Pair) -> None:
     here, there = pair
     data = noise(256 << 10)
-    here.send((data,), timeout_s=TIMEOUT_S)
+    here.send((data,), timeout_s=SOON_S)
     here.close()
     out = bytearray(len(data))
-    there.recv_into(memoryview(out), timeout_s=TIMEOUT_S)
+    there.recv_into(memoryview(out), timeout_s=SOON_S)
     assert out == data
     with pytest.raises(TransportError, match="could not receive a record: the peer has left"):
-        there.recv_record(timeout_s=TIMEOUT_S)
+        there.recv_record(timeout_s=SOON_S)
 
 
 def test_an_interrupted_call_ends_the_link(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,21 +235,21 @@ def test_an_interrupted_call_ends_the_link(pair: Pair, monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         receive(pair[0])
     with pytest.raises(TransportError, match="interrupted"):
-        pair[0].send((b"x",), timeout_s=TIMEOUT_S)
+        pair[0].send((b"x",), timeout_s=SOON_S)
 
 
 def test_a_link_whose_peer_has_left_is_not_alive_although_nobody_waits_on_it(pair: Pair) -> None:
     """An engine's thread that a busy machine has not woken yet must not keep the engine for a trainer that is gone."""
     here, there = pair
     assert here.alive and there.alive
-    there.send_record(5, b"last words", timeout_s=TIMEOUT_S)
+    there.send_record(5, b"last words", timeout_s=SOON_S)
     there.close()
     assert not there.alive
-    end_s = time.monotonic() + TIMEOUT_S
+    end_s = time.monotonic() + SOON_S
     while here.alive and time.monotonic() < end_s:
         time.sleep(0.01)
     assert not here.alive
-    assert here.recv_record(timeout_s=TIMEOUT_S) == (5, b"last words")
+    assert here.recv_record(timeout_s=SOON_S) == (5, b"last words")
 
 
 # -- records --------------------------------------------------------------------------------------------------------------
@@ -259,7 +260,7 @@ def receiving_a_record_that_announces_too_much() -> Iterator[None]:
         bare.sendall(struct.pack("<4sB3xII", b"R3L\x01", 1, 0xFFFFFFF0, 0))
         yield
         with pytest.raises(TransportError, match="announces 4294967280 bytes, at most 1048576"):
-            link.recv_record(timeout_s=TIMEOUT_S)
+            link.recv_record(timeout_s=SOON_S)
 
 
 def test_a_record_that_announces_too_much_is_refused_before_room_is_made_for_it() -> None:
@@ -269,7 +270,7 @@ def test_a_record_that_announces_too_much_is_refused_before_room_is_made_for_it(
 def test_a_changed_bit_anywhere_in_a_record_and_what_it_announces_is_noticed(pair: Pair) -> None:
     bare_out: list[bytes] = []
     pair[0].send = lambda parts, **_: bare_out.append(b"".join(parts))  # type: ignore[method-assign]
-    send_blob(pair[0], 5, b"what is announced", head=b"some body", timeout_s=TIMEOUT_S)
+    send_blob(pair[0], 5, b"what is announced", head=b"some body", timeout_s=SOON_S)
     good = b"".join(bare_out)
     with socket.create_server(("127.0.0.1", 0)) as server:
         for bit in range(8 * len(good)):
@@ -280,16 +281,16 @@ def test_a_changed_bit_anywhere_in_a_record_and_what_it_announces_is_noticed(pai
                 bare.sendall(changed)
                 bare.shutdown(socket.SHUT_WR)
                 with closing(link), pytest.raises(TransportError):
-                    _, body = link.recv_record(timeout_s=TIMEOUT_S)
-                    receive_blob(link, body.removeprefix(b"some body"), timeout_s=TIMEOUT_S)
+                    _, body = link.recv_record(timeout_s=SOON_S)
+                    receive_blob(link, body.removeprefix(b"some body"), timeout_s=SOON_S)
 
 
 @pytest.mark.parametrize(("kind", "nbytes"), [(-1, 0), (256, 0), (1, MAX_RECORD_BYTES + 1)])
 def test_a_record_that_nobody_would_take_is_not_sent(pair: Pair, kind: int, nbytes: int) -> None:
     with pytest.raises(UsageError):
-        pair[0].send_record(kind, bytes(nbytes), timeout_s=TIMEOUT_S)
-    pair[0].send_record(1, bytes(MAX_RECORD_BYTES), timeout_s=TIMEOUT_S)
-    assert len(pair[1].recv_record(timeout_s=TIMEOUT_S)[1]) == MAX_RECORD_BYTES
+        pair[0].send_record(kind, bytes(nbytes), timeout_s=SOON_S)
+    pair[0].send_record(1, bytes(MAX_RECORD_BYTES), timeout_s=SOON_S)
+    assert len(pair[1].recv_record(timeout_s=SOON_S)[1]) == MAX_RECORD_BYTES
 
 
 # -- who may connect --------------------------------------------------------------------------------------------------------
@@ -297,7 +298,7 @@ def test_a_record_that_nobody_would_take_is_not_sent(pair: Pair, kind: int, nbyt
 
 @pytest.mark.parametrize("hello", [b"", b"rank 3", noise(HELLO_BYTES)])
 def test_the_listener_gets_what_the_connector_says_of_itself(door: Listener, hello: bytes) -> None:
-    with closing(connected(door, hello=hello)), closing(door.accept(TIMEOUT_S)) as link:
+    with closing(connected(door, hello=hello)), closing(door.accept(SOON_S)) as link:
         assert link.hello == hello
 
 
@@ -320,7 +321,7 @@ def test_a_connector_with_another_token_learns_nothing_but_a_closed_socket() -> 
         with pytest.raises(TransportError, match="another run's token"):
             connected(door, bytes(32))
         with closing(connected(door)):
-            links.get(timeout=TIMEOUT_S).close()
+            links.get(timeout=SOON_S).close()
     assert links.empty()
 
 
@@ -345,7 +346,7 @@ def greet(
 
 def test_a_greeting_with_any_byte_changed_is_turned_away_without_an_answer(door: Listener) -> None:
     assert len(greet(door)) == 32, "a greeting by hand is answered with the listener's proof"
-    door.accept(TIMEOUT_S).close()
+    door.accept(SOON_S).close()
     good = b"r3link\x00\x01" + b"n" * 32
     for at in range(len(good)):
         assert greet(door, opening=good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]) == b"", at
@@ -380,8 +381,8 @@ def test_a_listener_without_the_token_gets_no_link(answer: str) -> None:
 
         serving = in_thread(serve)
         with pytest.raises(TransportError, match="does not hold this run's token"):
-            connect("127.0.0.1", server.getsockname()[1], TOKEN, timeout_s=TIMEOUT_S)
-        serving.exception(TIMEOUT_S)
+            connect("127.0.0.1", server.getsockname()[1], TOKEN, timeout_s=SOON_S)
+        serving.exception(SOON_S)
 
 
 def meeting_a_stranger_that_sends_much() -> Iterator[None]:
@@ -402,7 +403,7 @@ def test_silent_strangers_cost_nobody_else_anything_and_the_oldest_give_way(door
     silent = [stranger(door) for _ in range(MOST_STRANGERS + 9)]
     try:
         with closing(connect(door.host, door.port, TOKEN, timeout_s=listening.GREETING_S / 2)):
-            door.accept(TIMEOUT_S).close()
+            door.accept(SOON_S).close()
         for bare in silent[:9]:
             assert bare.recv(1) == b""
         with door._lock:
@@ -413,7 +414,7 @@ def test_silent_strangers_cost_nobody_else_anything_and_the_oldest_give_way(door
 
 
 def test_all_ranks_of_a_large_fleet_may_open_before_the_first_has_proved_anything(door: Listener) -> None:
-    limit = time.monotonic() + TIMEOUT_S
+    limit = time.monotonic() + SOON_S
     with ExitStack() as stack:
         links = [stack.enter_context(closing(Connection(stranger(door), "fleet"))) for _ in range(500)]
         for link in links:
@@ -432,16 +433,16 @@ def test_a_link_may_keep_its_thread_while_others_connect() -> None:
 
     def serve(link: Connection) -> None:
         served.put(link.hello)
-        hold.wait(TIMEOUT_S)
+        hold.wait(SOON_S)
         link.close()
 
     with closing(Listener("127.0.0.1", token=TOKEN, on_link=serve)) as door:
         links = [connected(door, hello=name) for name in (b"a", b"b")]
-        assert {served.get(timeout=TIMEOUT_S) for _ in links} == {b"a", b"b"}
+        assert {served.get(timeout=SOON_S) for _ in links} == {b"a", b"b"}
         hold.set()
         for link in links:
             with pytest.raises(TransportError, match="left"):
-                link.recv_record(timeout_s=TIMEOUT_S)
+                link.recv_record(timeout_s=SOON_S)
             link.close()
 
 
@@ -451,15 +452,15 @@ def test_a_closed_listener_lets_all_go_but_its_links(pair: Pair, door: Listener)
         door.close()
         door.close()
         with pytest.raises(TransportError, match="is closed"):
-            waiting.result(TIMEOUT_S)
+            waiting.result(SOON_S)
         with pytest.raises(TransportError, match="is closed"):
             door.accept(FAR_S)
         with suppress(ConnectionResetError):  # it was never accepted
             assert unknown.recv(1) == b""
     with pytest.raises(TransportError, match="cannot connect"):
         connected(door)
-    pair[0].send_record(1, timeout_s=TIMEOUT_S)
-    assert pair[1].recv_record(timeout_s=TIMEOUT_S) == (1, b"")
+    pair[0].send_record(1, timeout_s=SOON_S)
+    assert pair[1].recv_record(timeout_s=SOON_S) == (1, b"")
 
 
 def test_a_listener_that_answers_nothing_is_left_by_the_deadline() -> None:
@@ -467,4 +468,4 @@ def test_a_listener_that_answers_nothing_is_left_by_the_deadline() -> None:
         socket.create_server(("127.0.0.1", 0)) as server,
         pytest.raises(DeadlineExceeded, match=r"receive 32 bytes within 0\.[12] s"),
     ):
-        connect("127.0.0.1", server.getsockname()[1], TOKEN, timeout_s=SOON_S)
+        connect("127.0.0.1", server.getsockname()[1], TOKEN, timeout_s=SHORT_S)

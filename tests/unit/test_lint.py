@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import docstrings
+from tests.support import covering, docstrings
 from tests.support.code_lines import ROOT, TABLE, above, ceilings_of, lowered, rooms
 
 PROJECT = f'[project]\nname = "x"\n\n{TABLE}\n"a" = 10\n"b" = 5\n"gone" = 7\n\n[tool.other]\ny = 1\n'
@@ -42,3 +42,18 @@ def test_a_docstring_without_a_subject_is_refused_and_named(tmp_path: Path) -> N
     (page := tmp_path / "tests" / "page.py").write_text('"""Often."""\nPORT = 80\n"""Of the page."""\n')
     (line,) = docstrings.refusals(tmp_path).splitlines()
     assert line.startswith(f"{page}:3: ")
+
+
+def test_every_room_has_long_tests_that_cover_it_and_every_file_of_them_is_in_the_table() -> None:
+    folders = covering.table()
+    named = {file for files in folders.values() for file in files}
+    assert named == covering.long_files()
+    assert {room.removesuffix("/*.py") for room in rooms(ROOT)} - {"tests"} <= folders.keys()
+    assert not [folder for folder, files in folders.items() if not files or not (ROOT / folder).is_dir()]
+
+
+def test_a_change_runs_what_covers_its_nearest_folder_and_a_long_file_itself() -> None:
+    folders = {"r3channel": ["loose"], "r3channel/wire": ["wire"]}
+    changed = ["r3channel/wire/frame.py", "r3channel/wire/README.md", "tests/e2e/test_chaos.py", "Makefile"]
+    assert covering.covering(changed, folders) == ["tests/e2e/test_chaos.py", "wire"]
+    assert covering.covering(["r3channel/config.py"], folders) == ["loose"]

@@ -33,8 +33,8 @@ from r3channel.wire import row_protocol as wire
 from r3channel.wire.routing import Ids
 from r3channel.wire.token_tensors import TokenTensor
 from tests.support.samples import SPEC, random_ids
+from tests.support.waits import SOON_S
 
-LIMIT_S = 20.0
 ROWS_TLK = random_ids(8)
 LAYOUT = TrainerLayout()
 TICKET = Ticket("run", 3, SPEC, LAYOUT, Assignment.given([[["a"]]]), (TicketSample("a", 9, 7, 0, ()),), 1024)
@@ -51,14 +51,14 @@ class Played:
         self.link = link
 
     def hear(self, kind: int, **expected: Any) -> dict[str, Any]:
-        found, body = self.link.recv_record(timeout_s=LIMIT_S)
+        found, body = self.link.recv_record(timeout_s=SOON_S)
         assert found == kind, found
         values = wire.unpack(found, body, expected=kind)
         assert expected.items() <= values.items()
         return values
 
     def say(self, kind: int, **values: Any) -> None:
-        self.link.send_record(kind, wire.pack(**values), timeout_s=LIMIT_S)
+        self.link.send_record(kind, wire.pack(**values), timeout_s=SOON_S)
 
     def announce(self, **changes: Any) -> None:
         self.hear(wire.READY, run="run", step=3, seal=0, group=False)
@@ -66,7 +66,7 @@ class Played:
         self.say(wire.ROWS, **(honest | changes))
 
     def rows(self) -> None:
-        self.link.send([ROWS_TLK.tobytes(), DIGESTS], timeout_s=LIMIT_S)
+        self.link.send([ROWS_TLK.tobytes(), DIGESTS], timeout_s=SOON_S)
 
     def send_all(self, **changes: Any) -> None:
         self.announce(**changes)
@@ -84,7 +84,7 @@ class Played:
         """Until the other end has gone."""
         with suppress(TransportError):
             while True:
-                self.link.recv_record(timeout_s=LIMIT_S)
+                self.link.recv_record(timeout_s=SOON_S)
 
 
 def whole(relay: Played) -> None:
@@ -173,7 +173,7 @@ def receive(
         sinks.append(Sink(answers.pop(0) if len(answers) > 1 else answers[0]))
         return sinks[-1]
 
-    values: dict[str, Any] = {"step_timeout_s": LIMIT_S, "send_timeout_s": LIMIT_S} | changes
+    values: dict[str, Any] = {"step_timeout_s": SOON_S, "send_timeout_s": SOON_S} | changes
     clock = StageClock("trainer")
     member = RelayConnection(
         stage, coords=LAYOUT.coords(0), config=ChannelConfig(**values), pinned=False, clock=clock,
@@ -218,7 +218,7 @@ def test_other_sizes_are_refused_before_memory_is_taken(play: Play, announced: d
 def test_a_record_out_of_turn_or_shape_ends_only_the_connection(play: Play, kind: int, body: bytes) -> None:
     def nonsense(relay: Played) -> None:
         relay.hear(wire.READY)
-        relay.link.send_record(kind, body, timeout_s=LIMIT_S)
+        relay.link.send_record(kind, body, timeout_s=SOON_S)
 
     stage = play(nonsense, whole)
     (*_, sink) = receive(stage)
@@ -255,7 +255,7 @@ MASKS = bytes(2 * 9)  # a length of nothing for each token
 
 def masked(relay: Played, sent: bytes = MASKS, **changes: Any) -> None:
     relay.send_all(**{"tensors": [[len(MASKS), xxh3_64_intdigest(MASKS)]]} | changes)
-    relay.link.send([sent], timeout_s=LIMIT_S)
+    relay.link.send([sent], timeout_s=SOON_S)
 
 
 def test_masks_that_come_damaged_are_asked_for_again(play: Play) -> None:
@@ -275,7 +275,7 @@ def test_masks_come_in_pieces_of_a_bucket(play: Play) -> None:
     def pieces(relay: Played) -> None:
         relay.send_all(tensors=[[len(masks), xxh3_64_intdigest(masks)]])
         for part in (masks[:18], masks[18:1000], masks[1000:]):
-            relay.link.send([part], timeout_s=LIMIT_S)
+            relay.link.send([part], timeout_s=SOON_S)
         relay.thank()
 
     (sink,) = receive(play(pieces), ticket=MASKED)
@@ -363,17 +363,17 @@ def test_a_silent_relay_is_met_again(play: Play, silent_after: str) -> None:
     def falls_silent(relay: Played) -> None:
         if silent_after == "half a record":
             relay.link.send(
-                [b"R3L\x01" + bytes([wire.ROWS]) + bytes(3) + bytes([9, 0, 0, 0])], timeout_s=LIMIT_S
+                [b"R3L\x01" + bytes([wire.ROWS]) + bytes(3) + bytes([9, 0, 0, 0])], timeout_s=SOON_S
             )
         elif silent_after != "hello":
             relay.announce()
         if silent_after == "some rows":
-            relay.link.send([ROWS_TLK.tobytes()[:50]], timeout_s=LIMIT_S)
+            relay.link.send([ROWS_TLK.tobytes()[:50]], timeout_s=SOON_S)
         elif silent_after == "rows":
             relay.rows()
 
     stage = play(falls_silent, Played.thank if silent_after == "rows" else whole)
-    *_, sink = receive(stage, send_timeout_s=0.2, step_timeout_s=LIMIT_S / 2)
+    *_, sink = receive(stage, send_timeout_s=0.2, step_timeout_s=SOON_S / 2)
     assert sink.data == ROWS_TLK.tobytes() and stage.played == 2
     with pytest.raises(DeadlineExceeded):
         receive(play(Played.silent), send_timeout_s=0.2, step_timeout_s=0.5)

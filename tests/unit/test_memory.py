@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from r3channel.errors import StoreFull, UsageError
 from r3channel.relay.memory import Block, Store
-from tests.support.delivery import LIMIT_S, until
 from tests.support.memory import growth_of
+from tests.support.waits import SOON_S, until
 
 KIB, MIB = 1 << 10, 1 << 20
 WAIT_S = 3600.0
@@ -41,7 +41,7 @@ def fill(block: Block, mark: int) -> None:
 
 def ended(*threads: threading.Thread) -> None:
     for thread in threads:
-        thread.join(LIMIT_S)
+        thread.join(SOON_S)
         assert not thread.is_alive(), "it was forgotten"
 
 
@@ -252,7 +252,7 @@ def test_many_threads_end_with_the_books_in_order(store: Store) -> None:
 
     with ThreadPoolExecutor(6) as pool:
         for future in [pool.submit(work, seed) for seed in range(6)]:
-            future.result(LIMIT_S)
+            future.result(SOON_S)
     assert store.live_bytes == len(store) == 0
     store.trim(idle_s=0)
     assert store.held_bytes == 0

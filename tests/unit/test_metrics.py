@@ -26,6 +26,7 @@ from r3channel.observe.stage_clock import STAGES, WAITS, Span, StageClock, merge
 from r3channel.tools.report_page import hidden_share, waits_of
 from r3channel.trainer.mismatch import LayerMismatch, MismatchReport, publish
 from tests.support.children import said_by
+from tests.support.waits import PROGRAM_S
 
 
 def page(port: int) -> str:
@@ -74,9 +75,7 @@ def test_coverage_is_the_share_of_wall_that_a_threads_spans_explain() -> None:
     assert clock.coverage(10.0, 20.0, thread="another") == 0.0
 
 
-def test_a_span_that_has_not_ended_is_on_the_page_as_long_as_it_lasts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_span_that_has_not_ended_is_on_the_page_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(r3channel.observe.stage_clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with closing(Metrics("trainer")) as metrics, ThreadPoolExecutor(1) as pool:
@@ -242,7 +241,7 @@ def test_promtool_finds_no_fault_in_a_page(role: str) -> None:
     with closing(everything(role)) as metrics:
         text = page(metrics.serve())
     command = ["promtool", "check", "metrics"]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=PROGRAM_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

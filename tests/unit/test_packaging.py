@@ -17,6 +17,7 @@ import r3channel
 from examples.embedded.sglang import environment
 from r3channel.bench import BENCHES, OF_CLONE
 from r3channel.tools.commands import COMMANDS
+from tests.support.waits import PROGRAM_S
 
 ROOT = Path(__file__).parents[2]
 LOCK = ROOT / "examples" / "embedded" / "requirements.txt"
@@ -87,7 +88,7 @@ def test_sglang_opens_the_engines_plugin_and_that_of_the_examples_where_their_sh
     without = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     for env, names in ((without, "r3channel"), (environment(without), "r3channel r3channel_embedded")):
         done = subprocess.run(
-            [sys.executable, "-c", PLUGINS], env=env, capture_output=True, text=True, timeout=150
+            [sys.executable, "-c", PLUGINS], env=env, capture_output=True, text=True, timeout=PROGRAM_S
         )
         assert done.stdout.strip() == names, done.stderr
 
@@ -97,7 +98,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
     built = subprocess.run(
-        [*command, "-w", str(folder), str(ROOT)], capture_output=True, text=True, timeout=150
+        [*command, "-w", str(folder), str(ROOT)], capture_output=True, text=True, timeout=PROGRAM_S
     )
     assert built.returncode == 0, built.stderr
     return next(folder.glob("r3channel-*.whl"))
@@ -163,7 +164,7 @@ def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--no-deps",
         "--no-index",
     ]
-    done = subprocess.run([*pip, str(wheel)], capture_output=True, text=True, timeout=150)
+    done = subprocess.run([*pip, str(wheel)], capture_output=True, text=True, timeout=PROGRAM_S)
     assert done.returncode == 0, done.stderr
     return folder / "bin"
 
@@ -171,7 +172,7 @@ def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def type_in(commands: Path, line: str) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(commands / "r3channel"), *line.split()]
-    return subprocess.run(command, cwd=commands, env=env, capture_output=True, text=True, timeout=150)
+    return subprocess.run(command, cwd=commands, env=env, capture_output=True, text=True, timeout=PROGRAM_S)
 
 
 @pytest.mark.full

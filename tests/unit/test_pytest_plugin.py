@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from r3channel.recordings.recorder import write_step
 from tests.support import children
 from tests.support.misaligned import engine_step
+from tests.support.waits import PROGRAM_S
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE, GOLDEN = ROOT / "examples" / "04_pytest", ROOT / "tests" / "golden" / "recording"
@@ -67,7 +68,7 @@ def run(command: list[str]) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     elsewhere = Path(sys.executable).parent  # the checkout must not be imported for being where one stands
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=170, env={**environment, "OMP_NUM_THREADS": "1"}, cwd=elsewhere,
+        command, capture_output=True, text=True, timeout=PROGRAM_S, env={**environment, "OMP_NUM_THREADS": "1"}, cwd=elsewhere,
         check=False,
     )  # fmt: skip
     return done.stdout + done.stderr

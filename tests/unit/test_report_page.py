@@ -24,7 +24,7 @@ from r3channel.observe.trace import chrome_trace, read, spans_of
 from r3channel.observe.trace_file import TraceFile
 from r3channel.tools.report_page import facts_of, page, verdict_of
 from tests.support.children import ROOT
-from tests.support.direct import until
+from tests.support.waits import PROGRAM_S, until
 
 CHROMIUM = shutil.which("chromium")
 LAYERS, STEPS = (1, 2, 3), 4
@@ -242,4 +242,4 @@ def browse(file: Path, *, width: int, dark: bool, folder: Path) -> subprocess.Co
         f"--window-size={width},2400", "--enable-logging=stderr", "--hide-scrollbars", "--virtual-time-budget=3000",
         f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--dump-dom", f"file://{file}",
     ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S)

@@ -21,8 +21,9 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
 from r3channel.wire.routing import as_tokens, hash_tokens
-from tests.support.direct import deliver, draft_of, hello_of, reference_reply, rows_here, until
+from tests.support.direct import deliver, draft_of, hello_of, reference_reply, rows_here
 from tests.support.samples import SPEC, random_ids, reply_for, reply_of
+from tests.support.waits import SOON_S, until
 
 
 @dataclass
@@ -64,7 +65,7 @@ def meta(name: str, tokens: int, *, seed: int = 0, reason: str = "stop", **chang
 
 def waiting(rows: SampleRows) -> set[str]:
     """Samples that are here once what was handed over is kept."""
-    rows._keeper.submit(int).result(timeout=20)
+    rows._keeper.submit(int).result(SOON_S)
     rows.tidy()
     return {name for name in (f"{i}.{n}" for i in range(5) for n in range(9)) if rows.relay.rows_held(name)}
 
@@ -147,9 +148,7 @@ def test_a_request_asks_for_all_rows_where_those_that_are_here_are_not_of_its_to
 
 
 @pytest.mark.parametrize("direct", [False, True], ids=["inband", "direct"])
-def test_a_turn_that_was_put_on_a_new_sample_is_refused_with_the_cause(
-    rows: SampleRows, direct: bool
-) -> None:
+def test_turn_that_was_put_on_a_new_sample_is_refused_with_the_cause(rows: SampleRows, direct: bool) -> None:
     engine, asked = Passes(rows, direct=direct), Sample(0)
     engine.speak(asked, 9)
     fresh = Sample(0, list(asked.tokens))
@@ -330,7 +329,7 @@ def test_what_is_gone_makes_room_before_frames_are_waited_for(
     gone, late, held, wait = Sample(0, list(range(9))), Sample(1, list(range(9))), [], rows.relay.await_frames
     rows.take(gone, meta("gone", 9))
     rows.take(late, reference_reply("late", 9, serial=1)["meta_info"])
-    rows._keeper.submit(int).result(timeout=20)
+    rows._keeper.submit(int).result(SOON_S)
     monkeypatch.setattr(
         rows.relay, "await_frames", lambda *a, **o: (held.append(rows.relay.rows_held("0.0")), wait(*a, **o))
     )

@@ -37,8 +37,9 @@ from r3channel.wire.parcel import FrameReference
 from r3channel.wire.source import InHand
 from r3channel.wire.tensor_frame import TensorRows, encode_tensor, parse_tensors
 from r3channel.wire.token_tensors import MOST_ENTRIES, REGISTRY, TOPK_VOCABULARY, TokenTensor, tensors_of
-from tests.support.delivery import LIMIT_S, MakeRelay, places_of, receive, receivers_of, relays
+from tests.support.delivery import MakeRelay, places_of, receive, receivers_of, relays
 from tests.support.samples import SPEC, frame_of, random_ids, reply_of
+from tests.support.waits import SOON_S
 
 PROMPT, VOCAB = 4, 500
 MASKS = REGISTRY["sampling_masks"]()
@@ -227,7 +228,7 @@ def test_no_memory_for_masks_is_told_to_all(make_relay: MakeRelay, monkeypatch: 
     ranks = [ThreadPoolExecutor(1, thread_name_prefix=str(rank)) for rank in range(2)]
     both = zip(ranks, receivers_of(relay), strict=True)
     failed = [rank.submit(receiver.receive, ticket).exception for rank, receiver in [*both]]
-    first, second = (exception(LIMIT_S) for exception in failed)
+    first, second = (exception(SOON_S) for exception in failed)
     assert isinstance(second, MemoryError) and isinstance(first, errors.PeerFailed)
 
 

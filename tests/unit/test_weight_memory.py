@@ -20,7 +20,7 @@ from r3channel.weights.memory import Room, free_bytes
 from r3channel.weights.staged_copy import StagedCopy
 from tests.gpu.checks.weights import check
 from tests.gpu.facts import Facts
-from tests.support.delivery import until
+from tests.support.waits import until
 from tests.support.weights import give, refused, serving, session, weights
 
 MACHINE = {"proc/meminfo": "MemFree: 9 kB\nMemAvailable: 2 kB"}

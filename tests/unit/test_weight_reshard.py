@@ -23,9 +23,7 @@ from r3channel.weights.progress import Deadline
 from r3channel.weights.rank_link import RankLink
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.send_planner import SendPlanner, UpdateSpec
-from tests.support.reshard_cases import cases, side
-from tests.support.reshard_model import bounds_of, held_by, replicated
-from tests.support.reshard_model import side as model_side
+from tests.support.reshard import bounds_of, cases, held_by, model_side, plain_side, replicated
 
 Case = tuple[ShardMap, ShardMap, int]
 MODEL = [
@@ -82,12 +80,12 @@ def test_all_ranks_plan_the_same_and_each_keeps_only_what_it_sends(case: Case) -
 
 
 def test_the_hash_depends_on_layout_dtype_and_world_but_not_on_the_rank() -> None:
-    source, target = side(MODEL, [0, 1], axis=0), side(MODEL, [2, 3], axis=0)
+    source, target = plain_side(MODEL, [0, 1], axis=0), plain_side(MODEL, [2, 3], axis=0)
     changed = [(n, torch.float32 if n == "embed.weight" else d, s) for n, d, s in MODEL]
     hashes = [
         plan_reshard(source, target, rank=0, world_size=9).hash,
-        plan_reshard(source, side(MODEL, [2, 3], axis=1), rank=0, world_size=9).hash,
-        plan_reshard(source, side(changed, [2, 3], axis=0), rank=0, world_size=9).hash,
+        plan_reshard(source, plain_side(MODEL, [2, 3], axis=1), rank=0, world_size=9).hash,
+        plan_reshard(source, plain_side(changed, [2, 3], axis=0), rank=0, world_size=9).hash,
         plan_reshard(source, target, rank=0, world_size=5).hash,
     ]
     assert len(set(hashes)) == 4 and plan_reshard(source, target, rank=3, world_size=9).hash == hashes[0]
@@ -212,7 +210,7 @@ def test_an_engine_that_is_left_out_or_comes_back_changes_nothing_for_those_that
 
 
 def test_what_ranks_report_is_gathered_to_the_map_that_they_have() -> None:
-    shards = side([row for row in MODEL if "empty" not in row[0]], [0, 1, 2], axis=0)
+    shards = plain_side([row for row in MODEL if "empty" not in row[0]], [0, 1, 2], axis=0)
     reports = []
     for rank in range(3):
         boxes = held_by(shards, rank)

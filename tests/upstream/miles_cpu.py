@@ -25,6 +25,7 @@ from examples.async_grpo.rays import fetch, start
 from examples.embedded import megatron, megatron_shim
 from r3channel.integrations.slime.arguments import layout_of, spec_of
 from tests.support.samples import random_ids
+from tests.support.waits import ENGINE_S
 from tests.upstream.slime_cpu import patches
 
 _ABSENT = "polars pylatexenc sglang_router sglang_router.launch_router "
@@ -53,7 +54,7 @@ def rank(args: Namespace, number: int, refs: Any) -> list[int]:
     """What miles' trainer does with a step's routing up to its replay: with the relay's rows, and with miles' own, which are to
     be the same. Gives the rank's samples."""
     meeting: Any = {"init_method": f"file://{args.load_debug_rollout_data}.ranks", "layout": layout_of(args)}
-    megatron.init_distributed(rank=number, world_size=4, timeout_s=240, **meeting)
+    megatron.init_distributed(rank=number, world_size=4, timeout_s=ENGINE_S, **meeting)
     from megatron.core import mpu
     from megatron.training import arguments, global_vars
     from miles.backends.megatron_utils import actor, replay_utils

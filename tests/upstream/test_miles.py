@@ -16,6 +16,7 @@ from r3channel.integrations.miles import launch
 from r3channel.integrations.slime.api_check import nearest
 from tests.support.children import ROOT, run
 from tests.support.slime_checkout import PARSED
+from tests.support.waits import RUN_S
 from tests.upstream.slime_cpu.sources import MEGATRON
 from tests.upstream.wheels import sources
 
@@ -63,5 +64,5 @@ def test_trainers_replay_what_miles_would_bring_without_its_objects(layout: str,
     given = f"{text.format(model=model, rollout=tmp_path / '0.pt')} {layout}".split()
     path = os.pathsep.join(map(str, (ROOT, sources(MEGATRON), sources(MILES))))
     variables: Any = environment({"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-    child = run("-c", PROGRAM, *given, limit_s=580, **variables)
+    child = run("-c", PROGRAM, *given, limit_s=RUN_S, **variables)
     assert child.returncode == 0 and "replayed" in child.stdout, child.stderr[-4000:]

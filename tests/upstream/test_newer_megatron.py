@@ -25,7 +25,7 @@ LEFT_OUT = {"0.18.2": "mtp"}
 def held(worker: str, folder: Path, version: str, **job: Any) -> list[str]:
     """The facts that hold."""
     overlay = [unpacked(f"megatron-core=={version}")]
-    (result,) = run_ranks(worker, folder, job={"layout": "dp=1", **job}, timeout_s=150, overlay=overlay)
+    (result,) = run_ranks(worker, folder, job={"layout": "dp=1", **job}, overlay=overlay)
     return result["passed"]
 
 

@@ -42,8 +42,11 @@ def older(tree: Callable[[str], Path]) -> dict[str, str]:
 
 @pytest.fixture(
     scope="module",
-    params=[(unpacked, True, 1), (unpacked, False, 1), (slimes_sglang, True, 2)],
-    ids=["overlap", "no overlap", "slime's image, two ranks"],
+    params=[
+        pytest.param((unpacked, True, 1), id="overlap"),
+        pytest.param((unpacked, False, 1), id="no overlap"),
+        pytest.param((slimes_sglang, True, 2), id="slime's image, two ranks", marks=pytest.mark.long),
+    ],
 )
 def server(models: Models, request: pytest.FixtureRequest) -> Iterator[EngineServer]:
     tree, overlap, tp = request.param

@@ -1,20 +1,21 @@
 """slime's own loop with the channel: its script, its actors, its Megatron, a real SGLang server; no file of theirs is edited.
 
-Needs the sources that slime's image pins (R3TEST_UPSTREAM: archives or checkouts). Jobs run one after another
-beside another worker's tests, all queued by the first test that wants one.
+Needs the sources that slime's image pins (R3TEST_UPSTREAM: archives or checkouts). A job runs once, when the first test asks
+for it, beside another worker's tests.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 
 from r3channel.integrations.slime import api_check
+from tests.support.waits import JOB_S
 from tests.unit.test_alerts import RULES
 from tests.upstream.slime_cpu import run as slime_cpu
 from tests.upstream.slime_cpu.sources import SLIME, Sources, ready
@@ -24,9 +25,9 @@ pytestmark = [
     pytest.mark.skipif(
         not os.environ.get("R3TEST_UPSTREAM"), reason="R3TEST_UPSTREAM names no folder with slime's sources"
     ),
-    pytest.mark.timeout(2400),
+    pytest.mark.timeout(2 * JOB_S),
 ]
-full = [pytest.mark.full, pytest.mark.e2e]
+full, long = [pytest.mark.full, pytest.mark.e2e], pytest.mark.long
 
 _HERE = "tests.upstream.slime_cpu.functions"
 _TWICE = "--global-batch-size 4"
@@ -72,6 +73,12 @@ JOBS: dict[str, tuple[str, str]] = {
     "synchronous": ("--script train.py --corrupt --delivery direct", ""),
 }
 """Name -> arguments of the run, arguments of slime."""
+KINDS = {
+    "experts": "engine manager trainer page-engine page-relay page-trainer ray",
+    "pipeline": "manager trainer page-relay page-trainer ray",
+    "synchronous": "trainer",
+}
+"""What tells of each job with a token, at least."""
 AFTER: dict[str, tuple[str, str, str]] = {
     "replayed": ("stock", "--no-engine", "--load-debug-rollout-data {before}/rollouts/{{rollout_id}}.pt"),
     # on one rank: Megatron's parallel loading over two allocates on CUDA
@@ -85,26 +92,27 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
     return ready(tmp_path_factory.mktemp("sources"))
 
 
+Result = dict[str, Any]
+Jobs = Callable[[str], Result]
+
+
 @pytest.fixture(scope="module")
-def jobs(
-    sources: Sources, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[dict[str, Any]]]]:
+def jobs(sources: Sources, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """A job's result, by its name."""
     root = tmp_path_factory.mktemp("slime")
 
-    def start(name: str, own: str, slime: str, before: str = "") -> dict[str, Any]:
+    @cache
+    def job(name: str) -> Result:
+        before, own, slime = AFTER.get(name) or ("", *JOBS[name])
+        if before:
+            job(before)
         more = slime.format(work=root / name, before=root / before).split()
         where = ["--work", str(root / name), "--sources", str(sources.slime.parent)]
-        argv = [*where, "--timeout-s", "900", *own.split(), "--", *more]
-        return slime_cpu.run(slime_cpu.options_of(argv))
+        return slime_cpu.run(
+            slime_cpu.options_of([*where, "--timeout-s", str(JOB_S), *own.split(), "--", *more])
+        )
 
-    def follow(name: str, before: str, own: str, slime: str) -> dict[str, Any]:
-        done[before].result()
-        return start(name, own, slime, before)
-
-    with ThreadPoolExecutor(1) as pool:
-        done = {name: pool.submit(start, name, *job) for name, job in JOBS.items()}
-        done |= {name: pool.submit(follow, name, *job) for name, job in AFTER.items()}
-        yield done
+    return job
 
 
 def checked(result: dict[str, Any], *, steps: int, rows_at_least: int = 600) -> dict[str, Any]:
@@ -136,11 +144,11 @@ def test_the_names_that_we_rely_on_are_those_of_this_slime() -> None:
 class TestJobs:
     pytestmark = full
 
-    def test_slimes_own_way_is_seen_by_the_same_witness(self, jobs: Any) -> None:
-        checked(jobs["stock"].result(), steps=2)
+    def test_slimes_own_way_is_seen_by_the_same_witness(self, jobs: Jobs) -> None:
+        checked(jobs("stock"), steps=2)
 
-    def test_experts_two_optimizer_steps_more_passes_recompute_and_slimes_own_engine(self, jobs: Any) -> None:
-        result = checked(jobs["experts"].result(), steps=2, rows_at_least=3000)
+    def test_experts_two_optimizer_steps_more_passes_recompute_and_slimes_engine(self, jobs: Jobs) -> None:
+        result = checked(jobs("experts"), steps=2, rows_at_least=3000)
         assert len(result["steps"]) == 4
         manager = result["processes"]["manager"]
         assert manager["fetched"] == 0, "the schedule is known, so no rank's batch is read from Ray's store"
@@ -148,27 +156,26 @@ class TestJobs:
         assert slimes_router == (200, 0), "slime's own router runs, and holds none of the relay's ports"
         same_weights(result, ranks=2)
 
-    def test_every_alert_has_its_series_on_the_pages_of_a_run_and_each_is_of_that_run(
-        self, jobs: Any
-    ) -> None:
+    def test_every_alert_has_series_of_this_run_on_its_pages(self, jobs: Jobs) -> None:
         asked = {name for rule in RULES.values() for name in re.findall(r"r3channel_\w+", rule["expr"])}
         asked -= {"r3channel_fallback_shards_total"}  # of a run over a process group
-        lines = re.findall(r"(r3channel_\w+)({[^}]*})", jobs["experts"].result()["pages"])
+        lines = re.findall(r"(r3channel_\w+)({[^}]*})", jobs("experts")["pages"])
         assert asked <= {name for name, _ in lines}
         assert all('run="20' in labels for _, labels in lines), "the time at which it began"
 
-    def test_no_token_in_what_slime_logs_nor_in_ray_nor_in_files(self, jobs: Any) -> None:
-        for name in ("experts", "pipeline", "synchronous"):
-            result = jobs[name].result()
-            assert result["token_in"] == [], name
-        told = " ".join(jobs["experts"].result()["told"])
-        for kind in ("engine", "manager", "trainer", "page-engine", "page-relay", "page-trainer", "ray"):
+    @pytest.mark.parametrize("name", ["experts", *(pytest.param(each, marks=long) for each in [*KINDS][1:])])
+    def test_no_token_in_what_slime_logs_nor_in_ray_nor_in_files(self, jobs: Jobs, name: str) -> None:
+        result = jobs(name)
+        assert result["token_in"] == []
+        told = " ".join(result["told"])
+        for kind in KINDS[name].split():
             assert f"{kind}-" in told, f"nothing was looked at of the {kind}"
 
+    @long
     def test_tensor_and_interleaved_pipeline_parallel_two_engines_direct_delivery_a_stages_weights_and_gloo(
-        self, jobs: Any
+        self, jobs: Jobs
     ) -> None:
-        result = checked(jobs["pipeline"].result(), steps=2)
+        result = checked(jobs("pipeline"), steps=2)
         assert result["processes"]["manager"]["reply_bytes"] < 16 * 130, "frame references, not frames"
         received = ["group" in result["processes"][f"trainer-{rank}"]["seconds"] for rank in range(4)]
         assert sum(received) == 2, "rows come to each stage's TP0 over a process group of it and the relay"
@@ -177,24 +184,23 @@ class TestJobs:
         assert sorted(map(bool, sent)) == [False, False, True, True], "one rank of each stage sends"
 
     def test_turns_filtered_and_unfinished_samples_evaluation_and_weights_in_shared_memory_over_context_parallel(
-        self, jobs: Any
+        self, jobs: Jobs
     ) -> None:
-        result = checked(jobs["samples"].result(), steps=3)
+        result = checked(jobs("samples"), steps=3)
         same_weights(result, ranks=2)
         assert result["processes"]["manager"]["discarded"] >= 8, (
             "groups were filtered, and evaluated samples belong to no step"
         )
         each_row_once(result, turns=24)
 
-    def test_the_run_is_a_page_with_a_lane_for_each_process(self, jobs: Any) -> None:
-        page = checked(jobs["experts"].result(), steps=2)["page"]
+    def test_the_run_is_a_page_with_a_lane_for_each_process(self, jobs: Jobs) -> None:
+        page = checked(jobs("experts"), steps=2)["page"]
         lanes = "2 steps|trainer0|trainer1|relay|engine http://|Mismatch by layer and step"
         assert [words for words in lanes.split("|") if words not in page] == []
 
-    def test_no_fault_and_no_odd_sample_ends_a_run_or_changes_a_row_that_is_not_named(
-        self, jobs: Any
-    ) -> None:
-        result = checked(jobs["faults"].result(), steps=4)
+    @long
+    def test_no_fault_or_odd_sample_ends_a_run_or_changes_an_unnamed_row(self, jobs: Jobs) -> None:
+        result = checked(jobs("faults"), steps=4)
         manager, live, said = result["processes"]["manager"], result["rows"]["live"], " ".join(result["said"])
         each_row_once(result, turns=16)
         assert manager["refused"] > 0, "the store had room for all"
@@ -207,8 +213,9 @@ class TestJobs:
         assert result["token_in"] == [] and any(name.endswith(".wandb") for name in result["told"])
         assert result["logged"] >= 3, "W&B writes on a thread of its own: the last step's may not get there"
 
-    def test_the_alerts_that_should_fire_in_a_run_with_faults_fire(self, jobs: Any) -> None:
-        if not (alerts := jobs["faults"].result()["alerts"]):
+    @long
+    def test_the_alerts_that_should_fire_in_a_run_with_faults_fire(self, jobs: Jobs) -> None:
+        if not (alerts := jobs("faults")["alerts"]):
             pytest.skip("needs Debian's prometheus")
         assert len(alerts["R3ChannelPageGone"]) >= 2, (
             "of the engine that stood still, and of the one that died"
@@ -216,34 +223,33 @@ class TestJobs:
         assert [labels["reason"] for labels in alerts["R3ChannelRejected"]] == ["frame_missing"]
         assert "R3ChannelFallbackActive" in alerts, "rows were left to the live router"
 
-    def test_resumed(self, jobs: Any) -> None:
-        checked(jobs["resumed"].result(), steps=1, rows_at_least=300)
+    def test_resumed(self, jobs: Jobs) -> None:
+        checked(jobs("resumed"), steps=1, rows_at_least=300)
 
-    def test_the_same_rollouts_give_the_same_numbers_as_slimes_own_way(self, jobs: Any) -> None:
-        ours = checked(jobs["replayed"].result(), steps=2)["steps"][0]
-        theirs = jobs["stock"].result()["steps"][0]
+    def test_the_same_rollouts_give_the_same_numbers_as_slimes_own_way(self, jobs: Jobs) -> None:
+        ours = checked(jobs("replayed"), steps=2)["steps"][0]
+        theirs = jobs("stock")["steps"][0]
         same = ("train/loss", "train/grad_norm", "train/train_rollout_logprob_abs_diff", "train/entropy_loss")
         assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
 
-    def test_one_wrong_id_ends_the_run_in_one_line_before_anything_is_trained(self, jobs: Any) -> None:
-        result = jobs["synchronous"].result()
+    @long
+    def test_one_wrong_id_ends_the_run_in_one_line_before_anything_is_trained(self, jobs: Jobs) -> None:
+        result = jobs("synchronous")
         assert result["exit"] == 2 and result["steps"] == []
         assert result["tail"].splitlines()[-1].startswith("r3channel: DigestMismatch: step 0")
 
-    def test_a_step_whose_manager_is_killed_while_rows_travel_is_trained_from_the_journal(
-        self, jobs: Any
-    ) -> None:
-        result = jobs["killed"].result()
+    def test_step_whose_manager_is_killed_while_rows_travel_is_trained_from_journal(self, jobs: Jobs) -> None:
+        result = jobs("killed")
         checked({**result, "exit": 0}, steps=1, rows_at_least=400)
         assert result["exit"] == 2
         assert "r3channel: BackgroundFailed: the rollout manager was killed, and with it" in result["tail"]
 
-    def test_nccl_without_a_gpu_that_slime_leaves_ends_the_run_before_the_manager(self, jobs: Any) -> None:
-        result = jobs["nccl"].result()
+    def test_nccl_without_a_gpu_that_slime_leaves_ends_the_run_before_the_manager(self, jobs: Jobs) -> None:
+        result = jobs("nccl")
         assert result["exit"] == 2
         assert "manager needs a GPU of its own, and slime takes 1 of 1" in result["tail"]
 
-    def test_a_router_that_drops_the_field_ends_the_run_in_one_line_before_trainers(self, jobs: Any) -> None:
-        result = jobs["dropped"].result()
+    def test_a_router_that_drops_the_field_ends_the_run_in_one_line_before_trainers(self, jobs: Jobs) -> None:
+        result = jobs("dropped")
         assert result["exit"] == 2 and not any(name.startswith("trainer") for name in result["processes"])
         assert "r3channel: RoutingMissing: the engines send routing, and the router at" in result["tail"]

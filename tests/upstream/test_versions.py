@@ -29,6 +29,7 @@ LACKS = {
 """What is said in a release of the other one's names: one that is gone, and parameters."""
 
 
+@pytest.mark.long
 @pytest.mark.engine
 @pytest.mark.parametrize("version", list(TABLES))
 def test_a_release_has_every_name_of_its_table_and_does_not_pass_for_the_other(version: str) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from examples.embedded.sglang import environment
+from tests.support.waits import ENGINE_S, PROGRAM_S
 from tests.upstream.slime_cpu.sources import SLIME, upstream
 
-DOWNLOAD_TIMEOUT_S = 120
 BESIDE_INSTALLED = {
     "0.5.15.post1": ("sglang==0.5.15.post1", "transformers==5.12.1", "tokenizers==0.22.2"), "0.5.23": (),
 }  # fmt: skip
@@ -44,7 +44,7 @@ def unpacked(requirement: str) -> Path:
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
     command += ["--ignore-requires-python"]  # megatron-core 0.17 to 0.19 asks for 3.12, and runs on 3.11
     command += ["--disable-pip-version-check", "-d", str(folder / "wheel"), requirement]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
+    child = subprocess.run(command, capture_output=True, text=True, timeout=ENGINE_S, check=False)
     assert child.returncode == 0, f"{requirement} cannot be downloaded:\n{child.stderr[-1000:]}"
     (wheel,) = (folder / "wheel").iterdir()
     with zipfile.ZipFile(wheel) as archive:
@@ -89,7 +89,9 @@ def slimes_sglang(requirement: str) -> Path:
     for name in SLIMES_PATCHES:
         # the wheel lacks what the last one changes beside the package: kernels in C++ and SGLang's own tests
         command = ["git", "apply", "--include=python/sglang/*", str(patches / f"sglang{name}.patch")]
-        done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, cwd=tree, capture_output=True, text=True, timeout=PROGRAM_S, check=False
+        )
         assert done.returncode == 0, done.stderr
     return tree / "python"
 

@@ -223,7 +223,7 @@ def _killed(module: Any) -> None:
     witness.timed(Recorder, "write", "recorded")
 
     def batches(self: Any, nbytes: int) -> Any:
-        from tests.support.direct import until
+        from tests.support.waits import until
 
         for number, batch in enumerate(send(self, nbytes)):
             if number and not when.exists():

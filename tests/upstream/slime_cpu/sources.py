@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from r3channel.errors import UsageError
+from tests.support.waits import ENGINE_S, PROGRAM_S
 
 SLIME, MEGATRON = "slime-624b824a", "megatron-lm-1dcf0daf"
 _REQUIREMENTS = Path(__file__).with_name("requirements.txt")
@@ -85,9 +86,9 @@ def unpack(given: Path, name: str, at: Path) -> None:
 def _patched(given: Path, patch: Path, at: Path) -> None:
     unpack(given, MEGATRON, at)
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(at.parent)}
-    subprocess.run(["git", "apply", str(patch)], cwd=at, env=environment, check=True, timeout=60)
+    subprocess.run(["git", "apply", str(patch)], cwd=at, env=environment, check=True, timeout=PROGRAM_S)
 
 
 def _install(at: Path) -> None:
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--disable-pip-version-check"]
-    subprocess.run([*command, "--target", str(at), "-r", str(_REQUIREMENTS)], check=True, timeout=300)
+    subprocess.run([*command, "--target", str(at), "-r", str(_REQUIREMENTS)], check=True, timeout=ENGINE_S)

@@ -1,4 +1,4 @@
-"""The shard maps of a DeepSeek-V3-like model, and how evenly a plan of them loads the senders. No bytes are sent.
+"""Cases of resharding: random ones, plain ones, and the shard maps of a DeepSeek-V3-like model. No bytes are sent.
 
 45,215 tensors, 256 trainer ranks to 8 engines of 32 ranks. Trainers: dense weights cut 8 ways, experts over 64 ranks.
 Engines: dense weights cut 32 ways, experts over all 32 ranks. With pipeline stages the layers are dealt out in runs; a
@@ -7,11 +7,14 @@ stage that holds more bytes than others then bounds the busiest sender, which `f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from r3channel.weights.geometry import Box, Layout, ShardMap, batches, deal
 from r3channel.weights.manifest import TensorMeta
@@ -82,7 +85,7 @@ def held_by(shards: ShardMap, rank: int) -> dict[str, list[Box]]:
     return {meta.name: mine for meta, mine in zip(shards.metas, boxes, strict=True) if mine}
 
 
-def side(*, ranks: int, tp: int, ep: int, stages: int = 1, first: int = 0) -> ShardMap:
+def model_side(*, ranks: int, tp: int, ep: int, stages: int = 1, first: int = 0) -> ShardMap:
     """A side of `ranks` ranks from number `first`: stage by stage, then TP or EP fastest, replicas for the rest."""
     known: dict[tuple[Any, ...], Layout] = {}
 
@@ -130,3 +133,59 @@ def floor_bytes(sizes: Sequence[tuple[tuple[int, ...], int]]) -> int:
         -(-sum(nbytes for ranks, nbytes in totals.items() if ranks <= outer) // len(outer)) for outer in sets
     ]
     return max(means, default=0)
+
+
+# -- random and plain cases
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.float16)
+
+
+@st.composite
+def cut_boxes(draw: st.DrawFn, shape: Sequence[int]) -> list[Box]:
+    """The tensor cut along each axis at random places: uneven, possibly empty parts."""
+    corners = [Box((), ())]
+    for size in shape:
+        cuts = [0, *sorted(draw(st.lists(st.integers(0, size), max_size=3))), size]
+        spans = list(pairwise(cuts))
+        corners = [Box((*b.start, lo), (*b.stop, hi)) for b in corners for lo, hi in spans]
+    return corners
+
+
+@st.composite
+def layouts(draw: st.DrawFn, shape: Sequence[int], ranks: Sequence[int], *, complete: bool) -> Layout:
+    """Each box of a random cut on some of the ranks (at least one, if `complete`)."""
+    least = 1 if complete else 0
+    boxes = draw(cut_boxes(shape))
+    some = st.lists(st.sampled_from(list(ranks)), min_size=least, max_size=4, unique=True)
+    return Layout.of(shape, [(rank, box) for box in boxes for rank in draw(some)])
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, world_sizes: st.SearchStrategy[int]) -> tuple[ShardMap, ShardMap, int]:
+    """(source, target, world size): trainers, then engines' ranks; dtypes may change on the way."""
+    world_size = draw(world_sizes)
+    everyone = list(range(world_size))
+    cut = draw(st.integers(1, world_size - 1))
+    sides = everyone[:cut], everyone[cut:]
+    source, target = [], []
+    for number in range(draw(st.integers(1, 3))):
+        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+        dtype = draw(st.sampled_from(DTYPES))
+        wider = {torch.bfloat16: torch.float32}.get(dtype, dtype) if draw(st.booleans()) else dtype
+        name = f"t{number}"
+        for side, ranks, kind in ((source, sides[0], wider), (target, sides[1], dtype)):
+            places = draw(layouts(shape, ranks, complete=side is source))
+            side.append((TensorMeta(name=name, dtype=kind, shape=shape), places))
+    return ShardMap(source), ShardMap(target), world_size
+
+
+def plain_side(
+    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], ranks: Sequence[int], *, axis: int
+) -> ShardMap:
+    """A plain tensor-parallel side: scalars, empty and odd-shaped tensors replicated, the others cut along `axis`."""
+    rows = []
+    for name, dtype, shape in tensors:
+        whole = len(shape) <= axis or not math.prod(shape) or "rep" in name
+        layout = replicated(shape, ranks) if whole else chunked(shape, axis, [[rank] for rank in ranks])
+        rows.append((TensorMeta(name=name, dtype=dtype, shape=shape), layout))
+    return ShardMap(rows)
