@@ -60,6 +60,9 @@ class PlainTorch:
     def tp_group(self) -> Any:
         raise NotImplementedError("this model has no tensor parallelism")
 
+    def input_ids(self, ids_R: torch.Tensor) -> torch.Tensor:
+        return ids_R
+
     def routers(self, chunks: Any, layout: TrainerLayout) -> dict[int, RouterHandle]:
         # under torch.utils.checkpoint give recomputed=True: the router then runs again in the backward pass
         found = enumerate(module for module in chunks[0].modules() if isinstance(module, MoE))
@@ -103,9 +106,8 @@ def main() -> None:
         for index, tokens in enumerate(batch):
             rows = samples_R == index
             different += int((router.used[rows].numpy() != captured(tokens)[positions_R[rows], layer]).sum())
-    print(
-        f"loss {loss.mean():.3f}: {sum(each.used.numel() for each in routers)} ids used, {different} different"
-    )
+    used = sum(each.used.numel() for each in routers)
+    print(f"loss {loss.mean():.3f}: {used} ids used, {different} different")
     assert not different
 
 

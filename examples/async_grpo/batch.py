@@ -74,10 +74,10 @@ def unpack(data: dict[str, Any], shard: Shard) -> list[MicrobatchData]:
     ]
 
 
-def lengths_of(data: dict[str, Any], ranks: Sequence[Sequence[str]]) -> list[list[int]]:
-    """Tokens of each sample of each micro-batch, from the ordinary data: to be held against a ticket."""
-    tokens = dict(zip(data["names"], data["lengths"].tolist(), strict=True))
-    return [[tokens[name] for name in names] for names in ranks]
+def tokens_of(data: dict[str, Any], ranks: Sequence[Sequence[str]]) -> list[list[list[int]]]:
+    """Return the token ids of each sample of each micro-batch, to be held against a ticket."""
+    tokens = dict(zip(data["names"], np.split(data["tokens"], np.cumsum(data["lengths"])[:-1]), strict=True))
+    return [[tokens[name].tolist() for name in names] for names in ranks]
 
 
 _Arrays = dict[str, np.ndarray]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from examples.async_grpo.batch import MicrobatchData, lengths_of
+from examples.async_grpo.batch import MicrobatchData, tokens_of
 from examples.async_grpo.grpo import Request
 from r3channel.config import ChannelConfig
 from r3channel.model.spec import RoutingSpec
@@ -102,8 +102,8 @@ class ChannelReplay:
     def step(self, data: dict[str, Any], *, version: int) -> Iterator[None]:
         """Receive the step's rows and replay them inside the block."""
         ticket: Ticket = data["ticket"]
-        lengths = lengths_of(data, ticket.assignment.ranks[self._dp])
-        with self.channel.step(ticket, lengths=lengths, version=version) as self._step:
+        tokens = tokens_of(data, samples := ticket.assignment.ranks[self._dp])
+        with self.channel.step(ticket, tokens=tokens, samples=samples, version=version) as self._step:
             yield
         self._step = None
 

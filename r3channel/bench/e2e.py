@@ -33,6 +33,7 @@ from r3channel.relay.relay import Relay
 from r3channel.trainer.adapters import megatron
 from r3channel.trainer.audit import RouterTap
 from r3channel.trainer.channel import TrainerChannel
+from r3channel.trainer.model_tokens import ModelTokens
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.replay import ReplayDriver, ReplayStep
 from r3channel.wire.frame import encode_frame
@@ -54,7 +55,8 @@ class StepRelay(RelayHost):
     def seal(self, step: int) -> bytes:
         """The ticket of a step."""
         for name, frame in self._frames.items():
-            self.relay.add_frame(name, frame, range(LENGTH))
+            microbatch, sample = map(int, name.split("-"))
+            self.relay.add_frame(name, frame, _tokens_SP(microbatch)[sample].tolist())
         return self.relay.seal(step, self._assignment).to_bytes()
 
     def close(self) -> None:
@@ -112,6 +114,7 @@ class StepTrainer:
 
     def replayed(self, driver: ReplayDriver, shard: RankShard) -> None:
         with driver.step(shard, step=0) as step:
+            step.tokens = ModelTokens(shard)
             _train_step(self._model, step)
 
     def cpu_s(self, ticket: bytes | None = None) -> float:
@@ -179,8 +182,12 @@ def _train_step(model: TrainerModel, step: ReplayStep | None = None) -> None:
     model.optimizer.step()
 
 
+def _tokens_SP(microbatch: int) -> torch.Tensor:
+    return torch.randint(0, 512, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(microbatch))
+
+
 def _forward(model: TrainerModel, index: int) -> torch.Tensor:
-    tokens = torch.randint(0, 512, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(index))
+    tokens = _tokens_SP(index)
     positions = torch.arange(LENGTH).expand_as(tokens)
     return model.chunks[0](tokens, positions, None, labels=torch.roll(tokens, -1, 1))
 

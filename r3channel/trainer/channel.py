@@ -27,6 +27,7 @@ from r3channel.plan.ticket import Ticket
 from r3channel.trainer.adapters import megatron
 from r3channel.trainer.logprobs import KeptLogprobs
 from r3channel.trainer.mismatch import MismatchReport, RoutingAudit, measure, publish
+from r3channel.trainer.model_tokens import Batches, ModelTokens
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Control, Receiver
 from r3channel.trainer.replay import ReplayDriver, ReplayStep
@@ -107,15 +108,18 @@ class TrainerChannel:
         self,
         ticket: Ticket | bytes,
         *,
-        lengths: Sequence[Sequence[int]] | None = None,
-        tokens: Sequence[Sequence[Sequence[int]]] | None = None,
+        tokens: Batches | None = None,
+        samples: Sequence[Sequence[str]] | None = None,
         version: int | None = None,
     ) -> Iterator[ReplayStep]:
         """Receive this rank's shard and replay it inside the block; see `ReplayDriver.step` for what is verified at its end.
 
         One block per rollout: its optimizer steps are `ticket.plan.optimizer_steps`. `tokens` holds the token ids of each sample
-        of each micro-batch that this trainer will run, `lengths` only their numbers; a difference from the ticket is refused
-        before a row is handed on. Give `tokens`: samples of equal length that were exchanged have equal lengths.
+        of each micro-batch that this trainer will run, `samples` their names; what differs is refused before a row is
+        handed on. Give both: samples of equal tokens may have other experts.
+
+        The ids that the model is given are held against them, too, in the first pipeline stage: `TicketMismatch` names sample and
+        cause (left padding, another order or cut), on a CPU at once, on a GPU in `step.verified()`.
 
         What routers are handed is held against the engines' digests (`DigestMismatch`): on a CPU before they use it, on a GPU by
         `step.verified()`, at the latest at the end of the block.
@@ -127,7 +131,7 @@ class TrainerChannel:
         ticket = Ticket.from_bytes(ticket) if isinstance(ticket, bytes) else ticket
         if version is None and self.config.max_staleness >= 0:
             raise UsageError(f"max_staleness is {self.config.max_staleness}, but step() was given no version")
-        shard = self.shard = self.receiver.receive(ticket, lengths=lengths, tokens=tokens)
+        shard = self.shard = self.receiver.receive(ticket, tokens=tokens, samples=samples)
         spent, trace = self._spent(), self.receiver.clock.trace
         if trace is not None and (shard.tp, shard.shard.pp, shard.shard.cp) == (0, 0, 0):
             for name in shard.sample_ids:
@@ -142,6 +146,7 @@ class TrainerChannel:
         )
         try:
             with self.driver.step(shard, step=ticket.step, audit=audit) as step:
+                step.tokens = ModelTokens(shard, tokens)
                 if self.recording is not None and shard.tp == 0:  # the others of its TP group have the same
                     step.logprobs = KeptLogprobs(ticket, shard.shard)
                 yield step

@@ -8,10 +8,11 @@ have the digests that their engines made.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from r3channel.plan.placement import warm
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
 from r3channel.plan.token_tensors import brought, slot_bytes
+from r3channel.trainer.model_tokens import Batches
 from r3channel.trainer.rank_shard import RankShard, slot_parts
 from r3channel.trainer.relay_connection import Control, RelayConnection
 from r3channel.trainer.shard_buffer import ShardBuffer
@@ -112,13 +114,13 @@ class Receiver:
         self,
         ticket: Ticket,
         *,
-        lengths: Sequence[Sequence[int]] | None = None,
-        tokens: Sequence[Sequence[Sequence[int]]] | None = None,
+        tokens: Batches | None = None,
+        samples: Sequence[Sequence[str]] | None = None,
     ) -> RankShard:
         """This rank's ids of the ticket's step. All ranks of a TP group call it together.
 
         `tokens`: the token ids of each sample of each micro-batch that this trainer is about to run, held against the ticket;
-        `lengths`: their numbers alone, which cannot tell samples of equal length apart.
+        `samples`: their names, which tell samples of equal tokens apart.
 
         The shard may be used until the next call. Ends within `step_timeout_s` plus one bucket, or ten seconds to acknowledge.
 
@@ -136,7 +138,7 @@ class Receiver:
         digests: list[torch.Tensor] = []
         with ExitStack() as slot:
             try:
-                shard = self._check(ticket, lengths, tokens)
+                shard = self._check(ticket, tokens, samples)
                 self._begin(ticket, shard)
                 slot.enter_context(PROCESS_SLOT.use("routing", where, timeout_s=self._config.step_timeout_s))
                 if self._coords.tp == 0:
@@ -188,7 +190,7 @@ class Receiver:
 
         Raises `UsageError` while another step waits for its `receive`, `TicketMismatch`.
         """
-        self._begin(ticket, self._check(ticket, None, None))
+        self._begin(ticket, self._check(ticket))
 
     def _begin(self, ticket: Ticket, shard: Shard) -> None:
         """Begin the transfer over TCP, unless it was begun. One that failed, or of another run or an older seal, gives way."""
@@ -252,8 +254,8 @@ class Receiver:
     def _check(
         self,
         ticket: Ticket,
-        lengths: Sequence[Sequence[int]] | None,
-        tokens: Sequence[Sequence[Sequence[int]]] | None,
+        tokens: Batches | None = None,
+        samples: Sequence[Sequence[str]] | None = None,
     ) -> Shard:
         sides = ("spec", ticket.spec, self._spec), ("layout", ticket.layout, self._layout)
         for what, seen, expected in sides:
@@ -270,12 +272,7 @@ class Receiver:
                 step=ticket.step,
             )
         shard = ticket.plan.shard(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp)
-        if tokens is not None:
-            lengths = [[len(sample) for sample in batch] for batch in tokens]
-        if lengths is not None:
-            check_lengths(ticket, shard, lengths)
-        if tokens is not None:
-            check_tokens(ticket, shard, tokens)
+        check_batches(ticket, shard, tokens, samples)
         return shard
 
     # -- over the TP group -------------------------------------------------------------------------------------------
@@ -373,41 +370,40 @@ def _samples(shard: Shard) -> int:
     return sum(len(batch.sample_ids) for batch in shard.microbatches)
 
 
-def check_lengths(ticket: Ticket, shard: Shard, lengths: Sequence[Sequence[int]]) -> None:
-    """Raise `TicketMismatch` unless the ticket plans these micro-batches of samples of these lengths for this rank."""
-    where = f"ticket of step {ticket.step}, dp {shard.dp}"
-    planned = [batch.tokens for batch in shard.microbatches]
-    if len(lengths) != len(planned):
-        raise TicketMismatch(
-            f"{where}: {len(planned)} micro-batches planned, this trainer runs {len(lengths)}. Is micro-batch size or token "
-            "budget another on the two sides?",
-            ranks=[shard.key],
-            step=ticket.step,
-        )
-    for index, (theirs, ours) in enumerate(zip(planned, map(tuple, lengths), strict=True)):
-        if theirs != ours:
+def check_batches(
+    ticket: Ticket, shard: Shard, tokens: Batches | None, samples: Sequence[Sequence[str]] | None
+) -> None:
+    """Raise `TicketMismatch` unless a trainer's micro-batches are the planned ones, by names, lengths and token ids."""
+    where, batches = f"ticket of step {ticket.step}, dp {shard.dp}", shard.microbatches
+    for what, planned, given in _facts(ticket, shard, tokens, samples):
+        if len(given) != len(batches):
+            said = f"{where}: {len(batches)} micro-batches planned, this trainer runs {len(given)}. Is micro-batch size or token "
             raise TicketMismatch(
-                f"{where}, micro-batch {index}: samples of {theirs} tokens planned, this trainer has {ours}. Was the batch "
-                "sorted, trimmed or padded after it was sealed?",
-                samples=shard.microbatches[index].sample_ids,
-                ranks=[shard.key],
-                step=ticket.step,
+                said + "budget another on the two sides?", ranks=[shard.key], step=ticket.step
             )
+        for index, (batch, ours, theirs) in enumerate(zip(batches, planned, given, strict=True)):
+            if ours != theirs:
+                pairs = zip_longest(batch.sample_ids, ours, theirs)
+                wrong = [name for name, own, other in pairs if own != other and name is not None]
+                raise TicketMismatch(
+                    f"{where}, micro-batch {index}: samples {what} {ours} planned, this trainer has {theirs}; {wrong[:5]} differ. "
+                    "Was the batch sorted, trimmed or padded after it was sealed, or is it in another order than the ticket's?",
+                    samples=wrong, ranks=[shard.key], step=ticket.step,
+                )  # fmt: skip
 
 
-def check_tokens(ticket: Ticket, shard: Shard, tokens: Sequence[Sequence[Sequence[int]]]) -> None:
-    """Raise `TicketMismatch` unless each sample of this rank's micro-batches has the token ids that it was sealed with."""
-    wrong = [
-        name
-        for batch, theirs in zip(shard.microbatches, tokens, strict=True)
-        for name, sample in zip(batch.sample_ids, theirs, strict=True)
-        if hash_tokens(as_tokens(sample)) != ticket.sample(name).tokens_hash
-    ]
-    if wrong:
-        raise TicketMismatch(
-            f"ticket of step {ticket.step}, dp {shard.dp}: {len(wrong)} samples have other token ids than they were sealed with: "
-            f"{wrong[:5]}. Are the samples of the batch in the ticket's order?",
-            samples=wrong,
-            step=ticket.step,
-            ranks=[shard.key],
+def _facts(
+    ticket: Ticket, shard: Shard, tokens: Batches | None, samples: Sequence[Sequence[str]] | None
+) -> Iterator[tuple[str, list[tuple[Any, ...]], list[tuple[Any, ...]]]]:
+    """Yield what is planned and given of each micro-batch, tokens by number before they are hashed."""
+    if samples is not None:
+        yield "named", [batch.sample_ids for batch in shard.microbatches], [*map(tuple, samples)]
+    if tokens is not None:
+        yield (
+            "of lengths",
+            [batch.tokens for batch in shard.microbatches],
+            [tuple(map(len, own)) for own in tokens],
         )
+        named = [map(ticket.sample, batch.sample_ids) for batch in shard.microbatches]
+        hashes = [tuple(hash_tokens(as_tokens(one)) for one in own) for own in tokens]
+        yield "of token hashes", [tuple(one.tokens_hash for one in own) for own in named], hashes

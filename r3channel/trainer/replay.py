@@ -23,6 +23,7 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.trainer.adapters import megatron
 from r3channel.trainer.mismatch import RoutingAudit
+from r3channel.trainer.model_tokens import say_once
 from r3channel.trainer.router import OUTSIDE, Adapter, RouterCall, RouterHandle, StepRouting, name_of
 from r3channel.trainer.step import ReplayStep
 
@@ -40,8 +41,9 @@ class ReplayDriver:
     """
 
     def __init__(
-        self, handles: Mapping[int, RouterHandle], chunks: Sequence[torch.nn.Module], *, spec: RoutingSpec
-    ) -> None:
+        self, handles: Mapping[int, RouterHandle], chunks: Sequence[torch.nn.Module], *, spec: RoutingSpec,
+        input_ids: Callable[..., Any] | None = None,
+    ) -> None:  # fmt: skip
         self.spec = spec
         self.handles = dict(handles)
         """The bound routers by global 0-based layer."""
@@ -57,6 +59,9 @@ class ReplayDriver:
                 undo.callback(_put_before(handle, self._replaying(handle)))
             for index, chunk in enumerate(chunks):
                 undo.callback(chunk.register_forward_hook(self._after_chunk(index)).remove)
+            if input_ids is not None:  # the first chunk of the first stage
+                before = self._before_model(input_ids)
+                undo.callback(chunks[0].register_forward_pre_hook(before, with_kwargs=True).remove)
             self._undo = undo.pop_all()
 
     @classmethod
@@ -75,11 +80,13 @@ class ReplayDriver:
             ConfigError: the layout or the spec is not this model's.
         """
         handles = adapter.routers(chunks, layout)
-        pp = adapter.parallel_coords().pp
+        pp, input_ids = adapter.parallel_coords().pp, getattr(adapter, "input_ids", None)
         for chunk in range(max(len(chunks), layout.vpp)):
             found = tuple(layer for layer, handle in handles.items() if handle.chunk == chunk)
             _check_chunk(found, layout.chunk_layers(spec, pp=pp, chunk=chunk), pp=pp, chunk=chunk)
-        return cls(handles, chunks, spec=spec)
+        if input_ids is None:
+            say_once("the adapter has no input_ids()")
+        return cls(handles, chunks, spec=spec, input_ids=None if pp else input_ids)
 
     def call_of(self, layer: int) -> RouterCall:
         """The pass that a layer's router runs now, or ran last."""
@@ -157,6 +164,18 @@ class ReplayDriver:
             return scores.gather(1, ids_RK), ids_RK
 
         return replayed
+
+    def _before_model(self, input_ids: Callable[..., Any]) -> Callable[..., None]:
+        def before(_module: Any, arguments: tuple[Any, ...], words: dict[str, Any]) -> None:
+            step = self._step
+            if step is None or step.tokens is None or step.active is None or self._off is not None:
+                return
+            if (ids := input_ids(*arguments, **words)) is not None:
+                step.tokens.check(step.active.microbatch, ids)
+            else:
+                say_once("it is given embeddings")
+
+        return before
 
     def _after_chunk(self, chunk: int) -> Callable[..., None]:
         def after(_module: Any, _inputs: Any, output: Any) -> None:

@@ -94,6 +94,15 @@ class Adapter(Protocol):
         """
         ...
 
+    def input_ids(self, *arguments: Any, **words: Any) -> torch.Tensor | None:
+        """Return the token ids of a forward call of the first chunk, called with just these arguments.
+
+        Returns:
+            [b, s / cp] ([1, t / cp] for a pack), or [rows] in the routers' order; None where the model is given embeddings. An
+            adapter without this method leaves what the model is given unchecked, which is logged once.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class RouterCall:

@@ -18,6 +18,7 @@ import torch
 from r3channel.errors import ReplayError, UsageError
 from r3channel.trainer.logprobs import KeptLogprobs
 from r3channel.trainer.mismatch import RoutingAudit
+from r3channel.trainer.model_tokens import ModelTokens
 from r3channel.trainer.router import LiveTopk, Mode, RouterCall, RouterHandle, StepRouting, name_of
 
 _Key = tuple[str, int, int]
@@ -54,6 +55,8 @@ class ReplayStep:
     ) -> None:
         self.number = number
         self.audit = audit
+        self.tokens: ModelTokens | None = None
+        """Holds what the model is given against the ticket, where that can be seen, else None."""
         self.logprobs: KeptLogprobs | None = None
         """Collects log-probs where the step is recorded, else None."""
         self.active: RouterCall | None = None
@@ -131,9 +134,12 @@ class ReplayStep:
         """Return once all rows that routers were handed so far are known to be those that the engines hashed.
 
         On a CPU they are known before a router uses them. On a GPU this is the step's one synchronisation with the host: call it
-        before the optimizer's step, or leave it to the end of the block. Raises `DigestMismatch` with samples and rank.
+        before the optimizer's step, or leave it to the end of the block. Raises `DigestMismatch` with samples and rank, and
+        `TicketMismatch` where the model was given other tokens.
         """
         self._routing.verified()
+        if self.tokens is not None:
+            self.tokens.verified()
 
     def verify(self) -> None:
         """Raise `ReplayError` unless every pass that was run consumed every micro-batch exactly once."""

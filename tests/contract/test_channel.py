@@ -5,16 +5,23 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import runpy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from r3channel.errors import TicketMismatch
 from r3channel.plan.assignment import Assignment
 from r3channel.relay.relay import Relay
 from r3channel.trainer.channel import TrainerChannel
+from r3channel.trainer.model_tokens import say_once
 from r3channel.trainer.replay import ReplayDriver, ReplayStep
+from r3channel.wire.frame import encode_frame
+from tests.support.children import ROOT
 from tests.support.delivery import receivers_of, relays
 from tests.support.samples import SPEC, reply_for
 from tests.unit.test_replay_step import Router, handle
@@ -78,3 +85,59 @@ def test_each_figure_for_a_loops_logger_is_the_steps_own_and_every_name_is_in_th
         "staleness": 1, "staleness_max": 2, "disagreement": report.different_fraction,
         "logprob_abs_diff": 0.5, "logprob_k3": pytest.approx(math.exp(0.5) - 1.5),
     }  # fmt: skip
+
+
+PLAIN = SimpleNamespace(**runpy.run_path(str(ROOT / "examples/06_plain_torch.py"), run_name="plain"))
+OWN, LONGER = list(range(10, 30)), list(range(40, 73))
+
+
+class Embedding(PLAIN.PlainTorch):
+    def input_ids(self, _given: torch.Tensor) -> None:
+        """The model is given what no id can be read from."""
+
+
+class Older(PLAIN.PlainTorch):
+    input_ids = None
+
+
+@contextmanager
+def planned_step(adapter: Any, tokens: Any) -> Iterator[tuple[ReplayStep, torch.nn.Module]]:
+    """A step of one pack in plain torch, and its model."""
+    routers = PLAIN.MoE(), PLAIN.MoE()
+    model = torch.nn.Sequential(torch.nn.Embedding(100, PLAIN.WIDTH), *routers)
+    with (
+        Relay(PLAIN.SPEC, PLAIN.LAYOUT) as relay,
+        TrainerChannel.attach([model], relay, layout=PLAIN.LAYOUT, adapter=adapter) as channel,
+    ):
+        for name, own in (("a", OWN), ("b", LONGER)):
+            relay.add_frame(name, encode_frame(PLAIN.SPEC, expert_ids_TLK=PLAIN.captured(own)), own)
+        with channel.step(relay.seal(0, Assignment.given([[["a", "b"]]])), tokens=tokens) as step:
+            yield step, model
+        relay.join_previous()
+
+
+@pytest.mark.parametrize("tokens", [None, [[OWN, LONGER]]], ids=["hashes", "tokens"])
+@pytest.mark.parametrize("mode", ["logprob", "train"])
+def test_a_pack_in_another_order_is_refused_before_a_router_of_either_pass(tokens: Any, mode: Any) -> None:
+    with (
+        pytest.raises(TicketMismatch, match=r"order \[1, 0\] of the ticket's"),
+        planned_step(PLAIN.PlainTorch(), tokens) as (step, model),
+        torch.set_grad_enabled(mode == "train"), step.microbatch(0, mode=mode),
+    ):  # fmt: skip
+        model(torch.tensor(LONGER + OWN))
+    with planned_step(PLAIN.PlainTorch(), tokens) as (step, model), step.microbatch(0):
+        model(torch.tensor(OWN + LONGER)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said"), [(Embedding, "is given embeddings"), (Older, "the adapter has no input_ids")]
+)
+def test_what_an_adapter_cannot_see_is_said_once(
+    adapter: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    say_once.cache_clear()
+    with planned_step(adapter(), None) as (step, model):
+        for mode in ("logprob", "train"):
+            with torch.set_grad_enabled(mode == "train"), step.microbatch(0, mode=mode):
+                model(torch.tensor(LONGER + OWN)).sum()
+    assert [said in record.getMessage() for record in caplog.records].count(True) == 1

@@ -191,14 +191,14 @@ def test_lengths_that_differ_from_the_ticket_are_refused_before_a_row_moves(make
     relay = make_relay("dp=2")
     ticket, receiver = sealed(relay), receivers_of(relay)[0]
     with pytest.raises(errors.TicketMismatch, match=r"1 micro-batches planned, this trainer runs 2") as told:
-        receiver.receive(ticket, lengths=[[9], [17]])
+        receiver.receive(ticket, tokens=[[range(9)], [range(17)]])
     assert (told.value.ranks, told.value.step) == (((0, 0, 0),), 0)
-    said = r"micro-batch 0: samples of \(9, 17\) tokens planned.*\(9, 18\)"
+    said = r"micro-batch 0: samples of lengths \(9, 17\) planned.*\(9, 18\)"
     with pytest.raises(errors.TicketMismatch, match=said) as told:
-        receiver.receive(ticket, lengths=[[9, 18]])
-    assert (told.value.samples, told.value.ranks) == (("s0", "s2"), ((0, 0, 0),))
+        receiver.receive(ticket, tokens=[[range(9), range(18)]])
+    assert (told.value.samples, told.value.ranks) == (("s2",), ((0, 0, 0),))
     assert relay.metrics.value("r3channel_buckets_total") == 0
-    check_rows(receiver.receive(ticket, lengths=[[9, 17]]))
+    check_rows(receiver.receive(ticket, tokens=[[range(9), range(17)]]))
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------

@@ -521,9 +521,8 @@ def tokens_of(*names: str) -> list[list[list[int]]]:
 def test_samples_of_equal_length_that_the_trainer_exchanged_are_both_named(make_relay: MakeRelay) -> None:
     relay = make_relay()
     ticket, receiver = sealed(relay), receivers_of(relay)[0]
-    lengths = [[TOKENS[name] for name in NAMES]]
-    with pytest.raises(errors.TicketMismatch, match=r"2 samples .*\['a', 'b'\].*the ticket's order") as told:
-        receiver.receive(ticket, lengths=lengths, tokens=tokens_of("b", "a", "c", "d"))
+    with pytest.raises(errors.TicketMismatch, match=r"hashes .*\['a', 'b'\] differ.*the ticket's") as told:
+        receiver.receive(ticket, tokens=tokens_of("b", "a", "c", "d"))
     assert told.value.samples == ("a", "b") and told.value.ranks == ((0, 0, 0),) and told.value.step == 0
     with pytest.raises(errors.TicketMismatch, match=r"\(33, 33, 17, 17\)"):
         receiver.receive(ticket, tokens=tokens_of("a", "c", "b", "d"))
@@ -532,8 +531,10 @@ def test_samples_of_equal_length_that_the_trainer_exchanged_are_both_named(make_
     with pytest.raises(errors.TicketMismatch) as told:
         receiver.receive(ticket, tokens=batch)
     assert told.value.samples == ("c",)
+    with pytest.raises(errors.TicketMismatch, match="'b', 'a'"):  # by name, where even their tokens are equal
+        receiver.receive(ticket, samples=[["b", "a", "c", "d"]])
     assert relay.metrics.value("r3channel_buckets_total") == 0
-    hand(receiver.receive(ticket, tokens=tokens_of(*NAMES)))
+    hand(receiver.receive(ticket, tokens=tokens_of(*NAMES), samples=[NAMES]))
 
 
 def test_shards_that_came_from_a_recording_have_no_digests_and_are_not_judged(make_relay: MakeRelay) -> None:

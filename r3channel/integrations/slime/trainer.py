@@ -82,8 +82,8 @@ class ChannelActor(MegatronTrainRayActor):
         if ticket is None:
             text = f"rollout {rollout_id} came without a ticket; expected one from r3channel's rollout manager. Was the job "
             raise StepError(text + "started with `r3channel slime`?")
-        tokens, version = _tokens(rollout_data), self.weight_updater.weight_version
-        with channel.step(ticket, tokens=tokens, version=version) as self._step:
+        given = {"tokens": _tokens(rollout_data), "samples": _names(ticket, rollout_data)}
+        with channel.step(ticket, **given, version=self.weight_updater.weight_version) as self._step:
             try:
                 with channel.receiver.clock.span("train", step=ticket.step):
                     super().train_actor(rollout_id, rollout_data, external_data=external_data)
@@ -134,6 +134,13 @@ def log_step(args: Namespace, rollout_id: int, figures: dict[str, float]) -> Non
         logging_utils.wandb.define_metric("r3channel/*", step_metric="rollout/step")
     step = compute_rollout_step(args, rollout_id)
     logging_utils.log(args, figures | {"rollout/step": step}, step_key="rollout/step")
+
+
+def _names(ticket: Ticket, rollout_data: dict[str, Any]) -> list[list[str]]:
+    """Return the names that the manager gave the samples of each micro-batch: slime's index, and a number."""
+    names = {name.partition(".")[0]: name for name in ticket.assignment.sample_ids}
+    each = [names.get(str(index), f"{index}.") for index in rollout_data["sample_indices"]]
+    return [[each[index] for index in batch] for batch in rollout_data["micro_batch_indices"]]
 
 
 def _tokens(rollout_data: dict[str, Any]) -> list[list[list[int]]]:

@@ -192,6 +192,13 @@ def parallel_coords() -> RankCoords:
     )
 
 
+def input_ids(
+    input_ids: torch.Tensor | None = None, _positions: Any = None, _mask: Any = None, decoder_input: Any = None, **_: Any
+) -> torch.Tensor | None:  # fmt: skip
+    """Return the token ids of a call of GPTModel; None where it is given embeddings, which it prefers."""
+    return input_ids if decoder_input is None else None
+
+
 def tp_group() -> Any:
     """Megatron's tensor-parallel process group of this rank."""
     from megatron.core import parallel_state

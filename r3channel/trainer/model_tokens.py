@@ -1,0 +1,164 @@
+"""Holds the token ids that a model is given against the ticket. It knows no transport and no framework.
+
+Rows are right only where the trainer's batch is laid out as planned: a left-padded batch, samples in another order, or another
+context-parallel cut have the planned shapes, and replay rows of other tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache, lru_cache
+
+import numpy as np
+import torch
+
+from r3channel.errors import TicketMismatch
+from r3channel.plan.row_order import RowTable
+from r3channel.trainer.rank_shard import RankShard
+from r3channel.wire.routing import Ids, as_tokens, hash_tokens
+
+log = logging.getLogger(__name__)
+Batches = Sequence[Sequence[Sequence[int]]]
+"""Token ids of each sample of each micro-batch."""
+# In parentheses the names of recordings.findings.
+_LEFT = "it is padded on the left (shifted_padding)"
+_UNKNOWN = "no layout that is known explains them; are they of another batch?"
+
+
+@cache
+def say_once(why: str) -> None:
+    """Say in the log of this process why what the model is given is not checked."""
+    log.warning("r3channel: the token ids that the model is given are not held against tickets: %s", why)
+
+
+class ModelTokens:
+    """The token ids that this rank's first model chunk is to be given in one step."""
+
+    def __init__(self, shard: RankShard, tokens: Batches | None = None) -> None:
+        """Take the step's shard and, where the loop has them, the tokens of its micro-batches.
+
+        Without `tokens` the ticket's hashes tell samples apart; a context-parallel rank, which sees parts of samples, then
+        checks nothing.
+        """
+        self._shard, self._tokens = shard, tokens
+        self._map = lru_cache(1)(shard.shard.token_map)
+        self._at_once = shard.data_N.device.type == "cpu"
+        self._noted = list[tuple[int, torch.Tensor]]()
+        self._can_check = tokens is not None or shard.shard.cp_size == 1
+        if not self._can_check:
+            say_once(
+                "give step(tokens=...): a context-parallel rank sees parts of samples, which no hash tells apart"
+            )
+
+    def check(self, microbatch: int, ids: torch.Tensor) -> None:
+        """Check the ids of one forward pass: on a CPU at once, on a GPU in `verified`.
+
+        Args:
+            ids: [b, s / cp] ([1, t / cp] for a pack), or [rows] in the routers' order; any integer type. May be overwritten
+                once the call has returned.
+
+        Raises:
+            TicketMismatch: they are not those that the ticket's rows are of; names samples and the cause.
+        """
+        if self._can_check and self._at_once:
+            self._compare(microbatch, ids.numpy())
+        elif self._can_check:
+            self._noted.append((microbatch, ids.clone()))
+
+    def verified(self) -> None:
+        """Read what a GPU was given, once, and check it. Raises as `check` does."""
+        noted, self._noted = self._noted, []
+        for microbatch, ids in noted:
+            self._compare(microbatch, ids.cpu().numpy())
+
+    def _compare(self, microbatch: int, found: Ids) -> None:
+        sample = self._map(microbatch)[0]
+        if found.size != sample.size:
+            return  # the routers refuse another number of rows
+        found = found.reshape(sample.T.shape).T if found.ndim == 1 else found.reshape(sample.shape)
+        for index, name in enumerate(self._shard.shard.microbatches[microbatch].sample_ids):
+            wrong = self._wrong_positions(microbatch, index, found[sample == index])
+            if len(wrong):
+                raise self._mismatch(microbatch, name, int(wrong.min()), found)
+
+    def _wrong_positions(self, microbatch: int, index: int, found_T: Ids) -> Ids:
+        """Return the positions where a sample's tokens differ; all of them where only its hash is known."""
+        shard = self._shard.shard
+        sample, position = self._map(microbatch)
+        position_T, batch = position[sample == index], shard.microbatches[microbatch]
+        real_T = position_T < batch.tokens[index]
+        found_T, position_T = as_tokens(found_T[real_T]), position_T[real_T]
+        if self._tokens is not None:
+            return position_T[found_T != as_tokens(self._tokens[microbatch][index])[position_T]]
+        same = hash_tokens(found_T) == self._shard.ticket.sample(batch.sample_ids[index]).tokens_hash
+        return position_T[:0] if same else position_T
+
+    def _mismatch(self, microbatch: int, name: str, position: int, found: Ids) -> TicketMismatch:
+        ticket, key = self._shard.ticket, self._shard.shard.key
+        where = f" at its position {position}" if self._tokens is not None else ""
+        cause = next((cause for cause, is_so in self._causes(microbatch, found) if is_so), _UNKNOWN)
+        return TicketMismatch(
+            f"step {ticket.step}, (dp, pp, cp) {key}, micro-batch {microbatch}: the model got other tokens than the ticket's "
+            f"rows are of, first in sample {name!r}{where}. Cause: {cause}. shard.model_input(i, tokens) lays them out",
+            samples=[name], ranks=[key], step=ticket.step,
+        )  # fmt: skip
+
+    def _causes(self, microbatch: int, found: Ids) -> Iterator[tuple[str, bool]]:
+        """Yield each known cause, and whether it gives just what the model was given."""
+        shard = self._shard.shard
+        batch, (sample, position) = shard.microbatches[microbatch], self._map(microbatch)
+        order = self._order(microbatch, found)
+        yield f"its samples stand in the order {order} of the ticket's (swapped_samples)", bool(order)
+        if not batch.packed and shard.cp_size == 1:
+            rows = [np.roll(row, count - len(row)) for row, count in zip(found, batch.tokens, strict=True)]
+            wrong = [self._wrong_positions(microbatch, index, row) for index, row in enumerate(rows)]
+            yield _LEFT, not any(map(len, wrong))
+        if self._tokens is None:
+            return
+        given = [as_tokens(own) + 1 for own in self._tokens[microbatch]]  # 0: no token
+        planned = shard.lay_out(microbatch, given)
+        for by, side in ((1, "right"), (-1, "left")):
+            # neighbours in the sample, not where a cut or another sample begins
+            inner = np.logical_and(
+                sample == np.roll(sample, by, 1), position == np.roll(position, by, 1) + by
+            )
+            moved = np.where(inner & (planned > 0), np.roll(planned, by, 1), 0)
+            yield f"it is shifted to the {side} by one (off_by_one_row)", _is_given(found, moved)
+        if shard.cp_size > 1:
+            left = [np.pad(own, (batch.seq_len - len(own), 0)) for own in given]
+            yield _LEFT, not batch.packed and _is_given(found, shard.lay_out(microbatch, left))
+            own = self._shard.ticket.layout
+            layout = replace(own, cp_split="zigzag" if own.cp_split == "contiguous" else "contiguous")
+            if not any(size % (2 * layout.cp) for size in batch.padded):
+                cut = replace(shard, table=RowTable(shard.microbatches, layout)).lay_out(microbatch, given)
+                said = (
+                    f"context-parallel ranks are cut {layout.cp_split}, planned {own.cp_split} (zigzag_order)"
+                )
+                yield said, _is_given(found, cut)
+
+    def _order(self, microbatch: int, found: Ids) -> list[int]:
+        """Return the ticket's samples in the order in which they stand in the batch; empty where they do not."""
+        shard = self._shard.shard
+        batch, sample = shard.microbatches[microbatch], self._map(microbatch)[0]
+        left, order, at = list(range(len(batch.tokens))), list[int](), 0
+        while left:
+            for index in left:
+                size = int((sample == index).sum())
+                part = found[0, at : at + size] if batch.packed else found[len(order)]
+                if len(part) == size and not len(self._wrong_positions(microbatch, index, part)):
+                    break
+            else:
+                return []
+            left.remove(index)
+            order.append(index)
+            at += size
+        return order
+
+
+def _is_given(found: Ids, wanted: Ids) -> bool:
+    """Return whether the model was given these tokens, each plus one; 0 stands for any."""
+    return (
+        found.shape == wanted.shape and bool(wanted.any()) and bool((found + 1 == wanted)[wanted > 0].all())
+    )
