@@ -19,7 +19,7 @@ VOCAB_SIZE = 512
 _HEADS, _KV_HEADS, _HEAD_DIM = 4, 2, 32
 _STD = 0.2  # wide enough that the routing varies from token to token
 _MARK = "r3channel_model.json"
-_FORMAT = 1  # raised when the same parameters give other files
+_FORMAT = 2  # raised when the same parameters give other files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +183,7 @@ def write_tokenizer(folder: Path) -> None:
         "unk_token": "<unk>",
         "model_max_length": 4096,
         "clean_up_tokenization_spaces": False,
+        "chat_template": "{% for message in messages %}{{ message['content'] }} {% endfor %}",
     }
     _write_json(folder / "tokenizer.json", tokenizer)
     _write_json(folder / "tokenizer_config.json", names)

@@ -21,7 +21,16 @@ from r3channel.recordings.recorder import Recorder
 from r3channel.relay.engines import EngineRegistry
 from r3channel.relay.journal import Journal, SavedTurn
 from r3channel.relay.memory import Store
-from r3channel.relay.reply import Base64Text, NotBase64, key_of, no_base64, parsed, routing_text, split_reply
+from r3channel.relay.reply import (
+    Base64Text,
+    NotBase64,
+    key_of,
+    last_event,
+    no_base64,
+    parsed,
+    routing_text,
+    split_reply,
+)
 from r3channel.relay.sample_table import Reply, Sample, SampleTable, Turn
 from r3channel.relay.token_tensors import HeldTensors, keep_tensors
 from r3channel.relay.verify import DAMAGED, MOST_ROWS, FrameVerifier, VerifiedRows
@@ -138,7 +147,7 @@ class Intake:
     ) -> VerifiedRows | None:  # fmt: skip
         """Verify and keep the routing of one sample.
 
-        `reply` is the engine's decoded JSON, `tokens` the whole sequence (prompt and response). Raises a typed
+        `reply` is the engine's decoded JSON, of any route; `tokens` the whole sequence (prompt and response). Raises a typed
         `RoutingError` naming sample and engine and keeps nothing; the caller decides what happens to a bad sample.
         None when the reply holds a frame reference: the frame comes directly, and `seal` waits for it and names it if it is lost.
         None, too, for a reply without routing where `on_missing` is `live`.
@@ -167,8 +176,9 @@ class Intake:
         """As `add`, for the reply's body as it came; returns the parsed reply, its routing field emptied.
 
         The frame is decoded where it lies in the body, without the interpreter's lock, and only the rest is parsed: an eighth of
-        the CPU of `json.loads` and `add`. `tokens` may be a function of the parsed reply. Raises also `RoutingMissing` for a body
-        that is no JSON object. It may wait for room: in a coroutine, on a thread.
+        the CPU of `json.loads` and `add`. `tokens` may be a function of the parsed reply: of an event stream the last event with
+        a frame. Raises also `RoutingMissing` for a body that is no JSON object, and `UsageError` for one of several samples.
+        It may wait for room: in a coroutine, on a thread.
 
             body, tokens = await response.read(), lambda reply: prompt + reply["output_ids"]
             reply = await asyncio.to_thread(relay.add_body, name, body, tokens, engine=url)
@@ -176,13 +186,15 @@ class Intake:
 
         def take() -> Any:
             self.engines.check(engine)
-            reply, text = _read(split_reply, body, sample_id, engine)
+            one = _read(partial(last_event, sample_id=sample_id, engine=engine), body, sample_id, engine)
+            reply, text = _read(split_reply, one, sample_id, engine)
+            found = text or self._routing_in(reply, sample_id, engine)
             whole, key = tokens(reply) if callable(tokens) else tokens, key_of(reply)
             try:
-                source = Base64Text(text) if text else self._routing_in(reply, sample_id, engine)
+                source = found if isinstance(found, Source) else Base64Text(found)
                 self._add(sample_id, source, key, whole, engine=engine, append=append)
             except NotBase64:  # or characters that JSON escapes
-                source = self._routing_in(_read(parsed, body, sample_id, engine), sample_id, engine)
+                source = self._routing_in(_read(parsed, one, sample_id, engine), sample_id, engine)
                 self._add(sample_id, source, key, whole, engine=engine, append=append)
             return reply
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from r3channel.errors import FrameCorrupt, RoutingMissing
+from r3channel.errors import FrameCorrupt, FrameError, RoutingMissing, UsageError
 from r3channel.wire.frame import sample_key
 from r3channel.wire.header import HEADER_BYTES, announced_bytes
 from r3channel.wire.source import Source
@@ -25,6 +25,8 @@ _SLICE_CHARACTERS = 256 << 10
 _HEAD_CHARACTERS = -(-HEADER_BYTES // 3) * 4
 _KEY = b'"routed_experts"'
 _OPENING = re.compile(rb'[ \t\r\n]*:[ \t\r\n]*"')
+_STREAM = re.compile(rb"\s*(?:data|event|id|retry)?:")
+"""How an event stream begins, and no JSON does."""
 _AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 _LONG = b"0" * 19
 """As many digits as the smallest integer has that does not fit 64 bits."""
@@ -90,8 +92,25 @@ class Base64Text(Source):
         return memoryview(data)
 
 
+def last_event(body: bytes, *, sample_id: str, engine: str) -> bytes:
+    """Return the data of an event stream's last event with a frame, or the body if it is no stream.
+
+    Without a frame in any event: the last one's, which may be an error. Raises UsageError where the events are of several
+    choices, and ValueError for one that is no JSON.
+    """
+    if not _STREAM.match(body):
+        return body
+    lines = [line for line in body.splitlines() if line.startswith(b"data:") and not line.endswith(b"[DONE]")]
+    for reply in (parsed(line[5:]) for line in lines if b'"index"' in line):
+        indices = [each.get("index") for each in (reply, *_choices_of(reply)) if isinstance(each, Mapping)]
+        if any(indices):  # a stream of an OpenAI route has one frame, of any choice
+            raise _several("events of several choices", sample_id, engine)
+    # An event of usage may follow the frame's. A field that is no text is chosen above none, and then named.
+    return max(reversed(lines), key=lambda line: (_value_at(line) > 0, _KEY in line), default=b"")[5:]
+
+
 def split_reply(body: bytes) -> tuple[Any, memoryview | None]:
-    """(what `json.loads(body)` gives, with meta_info.routed_experts emptied; the characters that it held).
+    """(what `json.loads(body)` gives, with the routing field emptied; the characters that it held).
 
     Where the field's place is not certain the whole body is parsed, and the characters are None. They are as the body has them:
     where they turn out to be no base64, `parsed` of the body says what JSON makes of them. Raises ValueError as `json.loads`
@@ -111,17 +130,36 @@ def split_reply(body: bytes) -> tuple[Any, memoryview | None]:
         reply = parsed(body[:begin] + mark.encode() + body[end:])
     except ValueError:
         return parsed(body), None
-    meta = _meta_of(reply)
-    if meta.get(ROUTING_FIELD) != mark:
+    holder = _holder_of(reply)
+    if holder.get(ROUTING_FIELD) != mark:
         return parsed(body), None
-    meta[ROUTING_FIELD] = ""
+    holder[ROUTING_FIELD] = ""
     return reply, memoryview(body)[begin:end]
 
 
-def _meta_of(reply: Any) -> Any:
-    """The reply's own `meta_info`; an empty one where it has none."""
-    meta = reply.get("meta_info") if isinstance(reply, Mapping) else None
-    return meta if isinstance(meta, Mapping) else {}
+def _holder_of(reply: Any) -> Any:
+    """Return what holds a reply's field, read in SGLang 0.5.15.post1 and 0.5.23; `meta_info` or nothing where none does.
+
+    `/generate` has it in `meta_info`. OpenAI's routes have it in `sglext`, with `return_meta_info` in the choice's `meta_info`
+    (the older release in both). The frames of several choices are nobody's: `sglext` has the first one's.
+    """
+    if not isinstance(reply, Mapping) or len(choices := _choices_of(reply)) > 1:
+        return {}
+    metas = [each.get("meta_info") for each in (reply, *choices)] + [reply.get("sglext")]
+    holders = [holder for holder in metas if isinstance(holder, Mapping)]
+    return next((holder for holder in holders if ROUTING_FIELD in holder), holders[0] if holders else {})
+
+
+def _choices_of(reply: Any) -> list[Any]:
+    choices = reply.get("choices") if isinstance(reply, Mapping) else None
+    return [choice for choice in choices if isinstance(choice, Mapping)] if isinstance(choices, list) else []
+
+
+def _several(what: str, sample_id: str, engine: str) -> UsageError:
+    return UsageError(
+        f"sample {sample_id} from engine {engine}: the reply holds {what}, expected one sample. Was n above 1, or were several "
+        "prompts sent? Send one request for each sample, or `add` each item of the parsed list by itself"
+    )
 
 
 def _end_of_text(body: bytes, begin: int) -> int:
@@ -135,19 +173,41 @@ def _end_of_text(body: bytes, begin: int) -> int:
 
 
 def routing_text(reply: Any, *, sample_id: str, engine: str) -> str:
-    """What is in `reply["meta_info"]["routed_experts"]`, SGLang's in-band place. Raises RoutingMissing where nothing is, with the
-    engine's own words where its reply is an error."""
-    text = _meta_of(reply).get(ROUTING_FIELD)
-    if not isinstance(text, str) or not text:
-        said = reply.get("error") if isinstance(reply, Mapping) else None
-        raise RoutingMissing(
-            f"sample {sample_id} from engine {engine}: no meta_info.{ROUTING_FIELD} in the reply, expected a frame. "
-            + (f"The engine says: {str(said)[:300]}. " if said else "")
-            + "Was return_routed_experts set, and was the server started with --enable-return-routed-experts?",
-            samples=[sample_id],
-            engines=[engine],
+    """Return the text of a reply's field.
+
+    Raises RoutingMissing where nothing is, with the engine's own words where its reply is an error; FrameError for a field at
+    another place, and UsageError for a reply of several samples.
+    """
+    if isinstance(reply, list) or len(_choices_of(reply)) > 1:
+        raise _several("a list of replies or choices", sample_id, engine)
+    text = _holder_of(reply).get(ROUTING_FIELD)
+    if isinstance(text, str) and text:
+        return text
+    where = f"sample {sample_id} from engine {engine}"
+    if isinstance(reply, Mapping) and (place := _place_of(reply)):
+        raise FrameError(
+            f"{where}: {ROUTING_FIELD} is at {place}, expected text at meta_info, sglext or choices[0].meta_info. Is it another "
+            "release of SGLang, or does something between engine and relay change replies?"
         )
-    return text
+    said = reply.get("error") if isinstance(reply, Mapping) else None
+    raise RoutingMissing(
+        f"{where}: no {ROUTING_FIELD} in the reply, expected a frame. "
+        + (f"The engine says: {str(said)[:300]}. " if said else "")
+        + "Was return_routed_experts set, and was the server started with --enable-return-routed-experts?",
+        samples=[sample_id],
+        engines=[engine],
+    )
+
+
+def _place_of(reply: Any) -> str:
+    """Return the path of a field that holds something, wherever it is; nothing where there is none."""
+    todo = [("", reply)]
+    for path, value in todo:  # it grows: a call for each level could nest too deeply
+        if isinstance(value, Mapping) and value.get(ROUTING_FIELD):
+            return f"{path}.{ROUTING_FIELD}".lstrip(".")
+        inner = value.items() if isinstance(value, Mapping) else enumerate(value)
+        todo += [(f"{path}.{key}", each) for key, each in inner if isinstance(each, dict | list)]
+    return ""
 
 
 def frame_bytes_of(reply: Any, *, sample_id: str, engine: str) -> bytes:
@@ -171,7 +231,9 @@ def no_base64(error: ValueError, sample_id: str, engine: str) -> FrameCorrupt:
 
 def key_of(reply: Any) -> int | None:
     """The key that a frame for this reply's request carries; None when the reply does not name its request."""
-    request_id = _meta_of(reply).get("id")
+    request_id = _holder_of(reply).get("id")
+    if request_id is None and isinstance(reply, Mapping) and "choices" in reply:
+        request_id = reply.get("id")
     return sample_key(request_id) if isinstance(request_id, str) else None
 
 

@@ -386,7 +386,7 @@ def check_batches(
                 pairs = zip_longest(batch.sample_ids, ours, theirs)
                 wrong = [name for name, own, other in pairs if own != other and name is not None]
                 raise TicketMismatch(
-                    f"{where}, micro-batch {index}: samples {what} {ours} planned, this trainer has {theirs}; {wrong[:5]} differ. "
+                    f"{where}, micro-batch {index}: samples {what} {ours} planned, here {theirs}: {wrong[:5]} differ. "
                     "Was the batch sorted, trimmed or padded after it was sealed, or is it in another order than the ticket's?",
                     samples=wrong, ranks=[shard.key], step=ticket.step,
                 )  # fmt: skip

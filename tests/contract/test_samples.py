@@ -153,9 +153,10 @@ def test_a_frame_that_comes_once_its_rows_were_left_to_the_live_router_is_freed_
 def test_rows_that_came_and_are_wrong_are_never_left_to_the_live_router(make_relay: MakeRelay) -> None:
     relay, good = make_relay(on_missing="live"), frame_of(9)
     flipped, short = good[:-1] + bytes([good[-1] ^ 1]), encode_frame(SPEC, expert_ids_TLK=random_ids(5))
-    for data in (flipped, good[:-2], b"<html>", short):
+    replies = [reply_of(data) for data in (flipped, good[:-2], b"<html>", short)]
+    for reply in (*replies, {"choices": [{"sgl_ext": reply_of(good)["meta_info"]}]}):
         with pytest.raises(errors.RoutingError):
-            relay.add("s", reply_of(data), range(9))
+            relay.add("s", reply, range(9))
     assert relay.status()["pending"] == []
 
 

@@ -66,6 +66,11 @@ def put(ids: np.ndarray, where: tuple, value: int) -> None:
     ids[where] = value
 
 
+GOOD = reply_for("r0", LENGTH)
+FIELD = {"routed_experts": GOOD["meta_info"]["routed_experts"]}
+SGLEXT = {"id": "r0", "choices": [], "sglext": FIELD}
+
+
 def flipped() -> dict[str, Any]:
     frame = bytearray(frame_of(LENGTH))
     frame[-5] ^= 4
@@ -76,6 +81,11 @@ BAD = {
     "no routing": (lambda: {"meta_info": {"id": "r0"}}, errors.RoutingMissing),
     "no meta_info": (lambda: {"error": "x"}, errors.RoutingMissing),
     "empty": (lambda: {"meta_info": {"routed_experts": ""}}, errors.RoutingMissing),
+    "a list": (lambda: [reply_for("r0", LENGTH)], errors.UsageError),
+    "two choices": (lambda: SGLEXT | {"choices": [{}, {"index": 1}]}, errors.UsageError),
+    "another place": (lambda: {"id": "r0", "choices": [{"sgl_ext": FIELD}]}, errors.FrameError),
+    "no text": (lambda: {"meta_info": {"routed_experts": [[1, 2]]}}, errors.FrameError),
+    "another's, in sglext": (lambda: SGLEXT | {"id": "r1"}, errors.FrameCorrupt),
     "not base64": (lambda: {"meta_info": {"routed_experts": "***"}}, errors.FrameCorrupt),
     "stock int32": (lambda: reply_of(random_ids(11).astype(np.int32).tobytes()), errors.FrameMagicMismatch),
     "html": (lambda: reply_of(b"<html>502 Bad Gateway</html>"), errors.FrameMagicMismatch),
@@ -111,6 +121,52 @@ def test_a_bad_reply_is_refused_by_its_error_and_not_kept(relay: Relay, name: st
     status = relay.status()
     assert status["pending"] == [] and status["store"] == {"frames": 0, "bytes": 0}
     assert relay.metrics.value("r3channel_rejected_total", reason=error.reason) == 1
+
+
+PLACES = {"0.5.23": SGLEXT, "meta_info": {"choices": [GOOD]}, "0.5.15": SGLEXT | {"choices": [GOOD]}}
+
+
+@pytest.mark.parametrize("reply", PLACES.values(), ids=PLACES)
+def test_a_frame_is_found_at_each_place_of_sglangs(relay: Relay, reply: dict[str, Any]) -> None:
+    relay.add("parsed", reply, range(LENGTH))
+    assert "'routed_experts': ''" in str(relay.add_body("body", json.dumps(reply).encode(), range(LENGTH)))
+    for name in ("parsed", "body"):
+        assert np.array_equal(rows_here(relay, name), random_ids(LENGTH - 1))
+
+
+def events(*replies: Any, before: str = "", end: str = "\n\n") -> bytes:
+    return "".join(f"{before}data: {reply}{end}" for reply in [*map(json.dumps, replies), "[DONE]"]).encode()
+
+
+DELTA = {"id": "r0", "choices": [{"index": 0, "delta": {"content": 'say "routed_experts"'}}]}
+
+
+STREAMS = (
+    events(reply_for("r0", 4), GOOD),
+    events(DELTA, SGLEXT, {"id": "r0", "choices": [], "usage": {}}),
+    events(DELTA, SGLEXT, before=": ping\r\n\r\nevent: message\r\n", end="\r\n\r\n"),
+)
+
+
+@pytest.mark.parametrize("body", STREAMS)
+def test_of_an_event_stream_the_last_frame_is_taken(relay: Relay, body: bytes) -> None:
+    assert '"routed_experts": ""' in json.dumps(relay.add_body("s", body, range(LENGTH)))
+    assert np.array_equal(rows_here(relay, "s"), random_ids(LENGTH - 1))
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "said"),
+    [
+        (events(DELTA, {"choices": [{"index": 1}]}, SGLEXT), errors.UsageError, "several choices"),
+        (events({"index": 1, **GOOD}, {"index": 0, **GOOD}), errors.UsageError, "several choices"),
+        (events(DELTA, {"error": "out of memory"}), errors.RoutingMissing, "out of memory"),
+        (events({"choices": [FIELD]}, DELTA), errors.FrameError, r"is at choices\.0\.routed_experts"),
+        (events(SGLEXT)[:200], errors.RoutingMissing, "no JSON"),
+    ],
+)
+def test_an_unusable_stream_is_refused_by_name(relay: Relay, body: bytes, error: Any, said: str) -> None:
+    with pytest.raises(error, match=f"sample s from engine e: .*{said}"):
+        relay.add_body("s", body, lambda reply: reply["output_ids"], engine="e")
 
 
 def test_characters_that_json_escapes_are_what_json_says(relay: Relay) -> None:
