@@ -20,7 +20,7 @@ from r3channel.errors import ConfigError
 from r3channel.weights.convert import Shard
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.store import checkpoint_names
+from r3channel.weights.store import checkpoint_names, dtype_of
 
 _SCALE = "_scale_inv"
 _FLOAT8, _LARGEST = torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max
@@ -38,10 +38,14 @@ def float8_blocks(tensors: Iterable[T], *, like: str | os.PathLike[str]) -> Iter
     """
     block = _block_size(like)
     scaled = {name.removesuffix(_SCALE) for name in checkpoint_names(like) if name.endswith(_SCALE)}
+    if scaled and (dtype := dtype_of(like, (scale := min(scaled) + _SCALE))) != "F32":
+        raise ConfigError(
+            f"{scale} of {os.fspath(like)} is {dtype}; expected F32: packed and UE8M0 scales are not made here"
+        )
     return chain.from_iterable(_quantised(one, scaled, block) for one in tensors)
 
 
-def _quantised(one: Any, scaled: set[str], block: tuple[int, int]) -> Iterable[Any]:
+def _quantised(one: Any, scaled: set[str], block: tuple[int, ...]) -> Iterable[Any]:
     name = one.meta.name if isinstance(one, Shard) else one[0]
     if name not in scaled:
         return (one,)
@@ -50,37 +54,41 @@ def _quantised(one: Any, scaled: set[str], block: tuple[int, int]) -> Iterable[A
     return zip((name, name + _SCALE), quantise(one[1], block), strict=True)
 
 
-def quantise(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(weight: torch.Tensor, block: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 values of the shape of `weight` [rows, columns], and float32 scales [ceil(rows / block), ceil(columns / block)].
 
-    A block's largest value becomes 448, e4m3's largest; a block of zeros has the scale 1.
+    A block's largest value becomes 448, e4m3's largest; a block of zeros has the scale 1. A third number in `block` that is
+    not 0 asks for powers of two, rounded up, as UE8M0 can hold them.
     """
-    (rows, columns), (high, wide) = weight.shape, block
+    (rows, columns), (high, wide, *powers) = weight.shape, block
     down, across = -(-rows // high), -(-columns // wide)
     edges = (0, across * wide - columns, 0, down * high - rows)
     blocks = torch.nn.functional.pad(weight.detach().float(), edges).view(down, high, across, wide)
     scales = blocks.abs().amax(dim=(1, 3)) / _LARGEST
     scales[scales == 0] = 1.0
+    scales = scales.log2().ceil().exp2() if any(powers) else scales
     values = (blocks / scales[:, None, :, None]).clamp(-_LARGEST, _LARGEST).to(_FLOAT8)
     return values.view(down * high, -1)[:rows, :columns].contiguous(), scales
 
 
-def _shard(shard: Shard, block: tuple[int, int]) -> tuple[Shard, Shard]:
-    edges = zip(shard.box.start, shard.box.stop, shard.meta.shape, block, strict=True)
+def _shard(shard: Shard, block: tuple[int, ...]) -> tuple[Shard, Shard]:
+    edges = zip(shard.box.start, shard.box.stop, shard.meta.shape, block[:2], strict=True)
     if any(start % size or (stop % size and stop != whole) for start, stop, whole, size in edges):
         raise ConfigError(
-            f"{shard.meta.name}: this rank has {shard.box} of {list(shard.meta.shape)}, which cuts blocks of {list(block)}; "
+            f"{shard.meta.name}: this rank has {shard.box} of {list(shard.meta.shape)}, which cuts blocks of {list(block[:2])}; "
             "give whole tensors (hf_weights), or shards that end with a block"
         )
     values, scales = quantise(shard.tensor, block)
     corners = shard.meta.shape, shard.box.start, shard.box.stop
-    whole, start, stop = (tuple(-(-n // size) for n, size in zip(one, block, strict=True)) for one in corners)
+    whole, start, stop = (
+        tuple(-(-n // size) for n, size in zip(one, block[:2], strict=True)) for one in corners
+    )
     scale = TensorMeta(name=shard.meta.name + _SCALE, dtype=torch.float32, shape=whole)
     kept = replace(shard.meta, dtype=_FLOAT8)
     return Shard(kept, shard.box, values), Shard(scale, Box(start, stop), scales)
 
 
-def _block_size(folder: str | os.PathLike[str]) -> tuple[int, int]:
+def _block_size(folder: str | os.PathLike[str]) -> tuple[int, ...]:
     config = json.loads((Path(folder) / "config.json").read_bytes()).get("quantization_config") or {}
     method, block = config.get("quant_method"), config.get("weight_block_size") or ()
     if method != "fp8" or len(block) != 2:
@@ -88,4 +96,4 @@ def _block_size(folder: str | os.PathLike[str]) -> tuple[int, int]:
             f"{os.fspath(folder)}/config.json has quant_method {method!r} and weight_block_size {list(block)}; expected 'fp8' "
             "and two numbers: one scale for a whole tensor, or for a row, is not made here"
         )
-    return int(block[0]), int(block[1])
+    return int(block[0]), int(block[1]), int(config.get("scale_fmt") == "ue8m0")

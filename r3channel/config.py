@@ -276,14 +276,6 @@ class EngineConfig:
         merged = load_values(cls, flags=None, file=None, environment=values)
         return cls(**{name: value for name, (value, _) in merged.items()})
 
-    def to_environment(self) -> dict[str, str]:
-        """What to put into the environment of an engine process."""
-        return {
-            f"{ENV_PREFIX}{f.name.upper()}": str(int(value) if isinstance(value, bool) else value)
-            for f in fields(self)
-            for value in [getattr(self, f.name)]
-        }
-
 
 def load_values(
     cls: type[Any],

@@ -121,7 +121,7 @@ class RowCountMismatch(RoutingError):
     """Too few or too many rows for the sample's tokens."""
 
     reason = "rows"
-    remedy = "Give `tokens` as prompt and response together: n tokens have n-1 rows."
+    remedy = "Give `tokens` as prompt and response together: n tokens have n-1 rows. What the loop appends goes to `add_live`."
 
 
 class TurnMismatch(RoutingError):

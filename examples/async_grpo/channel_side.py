@@ -75,13 +75,9 @@ class ChannelReplay:
     """A trainer's side; see trainer.TrainerRouting."""
 
     def __init__(
-        self,
-        args: argparse.Namespace,
-        chunks: Sequence[torch.nn.Module],
-        manager: Any,
-        layout: TrainerLayout,
+        self, args: argparse.Namespace, chunks: Sequence[torch.nn.Module], manager: Any, layout: TrainerLayout,
         clock: StageClock,
-    ) -> None:
+    ) -> None:  # fmt: skip
         config = ChannelConfig.from_args(args)
         self._dp = parallel_coords().dp
         self.channel = TrainerChannel.attach(

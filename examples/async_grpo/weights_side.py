@@ -40,16 +40,9 @@ class Publisher:
     """Pushes from the first trainer rank, or from all, each with its part. A push is verified before it is committed."""
 
     def __init__(
-        self,
-        urls: list[str],
-        *,
-        model: str,
-        bucket_bytes: int,
-        manifest: str | None,
-        weights: str,
-        token_file: str | None,
-        metrics: Metrics | None,
-    ) -> None:
+        self, urls: list[str], *, model: str, bucket_bytes: int, manifest: str | None, weights: str,
+        token_file: str | None, metrics: Metrics | None,
+    ) -> None:  # fmt: skip
         """`model`: the checkpoint that the engines were started from. `manifest`: file that tells what was committed.
 
         `weights`: `broadcast` (which tells no manifest), `exact` or `colocated`.
@@ -61,14 +54,10 @@ class Publisher:
         exact = partial(WeightSync.sharded, group=dist.group.WORLD)
         make = exact if weights == "exact" else WeightSync.whole
         self._sync = make(
-            engines,
-            staged=weights != "broadcast",
-            wire="shared_memory" if weights == "colocated" else "tcp",
-            bucket_bytes=bucket_bytes,
-            verify=weights != "broadcast" or manifest is not None,
-            token_file=token_file or "",
-            metrics=metrics,
-        )
+            engines, staged=weights != "broadcast", wire="shared_memory" if weights == "colocated" else "tcp",
+            bucket_bytes=bucket_bytes, verify=weights != "broadcast" or manifest is not None,
+            token_file=token_file or "", metrics=metrics,
+        )  # fmt: skip
         self._sync.connect(timeout_s=WEIGHT_TIMEOUT_S)
 
     def push(self, weights: Weights | list[Shard], version: int) -> Pushed:

@@ -56,14 +56,9 @@ class Intake:
     """What takes rows in: the part of a relay that knows no step and no receiver. Any thread."""
 
     def __init__(
-        self,
-        spec: RoutingSpec,
-        config: ChannelConfig,
-        *,
-        clock: StageClock,
-        metrics: Metrics,
+        self, spec: RoutingSpec, config: ChannelConfig, *, clock: StageClock, metrics: Metrics,
         recorder: Recorder | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.spec, self.config, self.clock, self.metrics = spec, config, clock, metrics
         self._closed = False
         self._changed = threading.Condition()
@@ -165,14 +160,9 @@ class Intake:
         return self._judged(take, sample_id, engine, new=not append)
 
     def add_body(
-        self,
-        sample_id: str,
-        body: bytes,
-        tokens: Tokens | Callable[[Any], Tokens],
-        *,
-        engine: str = "?",
+        self, sample_id: str, body: bytes, tokens: Tokens | Callable[[Any], Tokens], *, engine: str = "?",
         append: bool = False,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """As `add`, for the reply's body as it came; returns the parsed reply, its routing field emptied.
 
         The frame is decoded where it lies in the body, without the interpreter's lock, and only the rest is parsed: an eighth of

@@ -421,6 +421,7 @@ def _check_fit(reply: Reply, source: Rows | FrameReference, *, held_rows: int) -
         raise errors.RowCountMismatch(
             f"{reply.where}: rows {first}..{end} for {reply.tokens} tokens; expected {held_rows}..{reply.tokens - 1}. Is "
             "`tokens` the whole sequence, prompt and response? Was a start offset set without append (a later turn that was put "
-            "on a new Sample, not on the one that has the rows before), or the text cut after generation?",
+            "on a new Sample, not on the one that has the rows before), or the text cut after generation? Tokens that the loop "
+            "appended itself come after: `add_live(..., append=True)`",
             samples=[reply.sample_id],
         )

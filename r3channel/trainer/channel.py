@@ -63,16 +63,10 @@ class TrainerChannel:
 
     @classmethod
     def attach(
-        cls,
-        chunks: Sequence[torch.nn.Module],
-        control: Control,
-        *,
-        layout: TrainerLayout,
-        config: ChannelConfig | None = None,
-        clock: StageClock | None = None,
-        metrics: Metrics | None = None,
+        cls, chunks: Sequence[torch.nn.Module], control: Control, *, layout: TrainerLayout,
+        config: ChannelConfig | None = None, clock: StageClock | None = None, metrics: Metrics | None = None,
         adapter: Adapter = megatron,
-    ) -> TrainerChannel:
+    ) -> TrainerChannel:  # fmt: skip
         """Bind to the routers of this rank's model chunks and connect to the relay (TP0).
 
         `control` is the relay's; `adapter` knows the framework. Refuses a model whose configuration ignores replay, and a layout
@@ -84,16 +78,10 @@ class TrainerChannel:
         driver = ReplayDriver.attach(chunks, spec=spec, layout=layout, adapter=adapter)
         device = next(chunks[0].parameters()).device
         receiver = Receiver(
-            control,
-            spec=spec,
-            layout=layout,
-            coords=adapter.parallel_coords(),
-            config=config,
-            fanout=TensorParallelFanout(adapter.tp_group() if layout.tp > 1 else None, device=device),
-            device=device,
-            clock=clock,
-            metrics=metrics,
-        )
+            control, spec=spec, layout=layout, coords=adapter.parallel_coords(), config=config,
+            fanout=TensorParallelFanout(adapter.tp_group() if layout.tp > 1 else None, device=device), device=device,
+            clock=clock, metrics=metrics,
+        )  # fmt: skip
         channel = cls(driver, receiver, config)
         try:
             receiver.join()
@@ -105,13 +93,9 @@ class TrainerChannel:
 
     @contextmanager
     def step(
-        self,
-        ticket: Ticket | bytes,
-        *,
-        tokens: Batches | None = None,
-        samples: Sequence[Sequence[str]] | None = None,
-        version: int | None = None,
-    ) -> Iterator[ReplayStep]:
+        self, ticket: Ticket | bytes, *, tokens: Batches | None = None,
+        samples: Sequence[Sequence[str]] | None = None, version: int | None = None,
+    ) -> Iterator[ReplayStep]:  # fmt: skip
         """Receive this rank's shard and replay it inside the block; see `ReplayDriver.step` for what is verified at its end.
 
         One block per rollout: its optimizer steps are `ticket.plan.optimizer_steps`. `tokens` holds the token ids of each sample

@@ -47,18 +47,10 @@ class Receiver:
     """CREATED -> join -> (prefetch -> receive)* -> close. One thread."""
 
     def __init__(
-        self,
-        control: Control,
-        *,
-        spec: RoutingSpec,
-        layout: TrainerLayout,
-        coords: RankCoords,
-        config: ChannelConfig | None = None,
-        fanout: TensorParallelFanout | None = None,
-        device: torch.device | None = None,
-        clock: StageClock | None = None,
-        metrics: Metrics | None = None,
-    ) -> None:
+        self, control: Control, *, spec: RoutingSpec, layout: TrainerLayout, coords: RankCoords,
+        config: ChannelConfig | None = None, fanout: TensorParallelFanout | None = None,
+        device: torch.device | None = None, clock: StageClock | None = None, metrics: Metrics | None = None,
+    ) -> None:  # fmt: skip
         """`fanout` hands the shard to the other TP ranks (None when tp = 1); `device` is where the routers run."""
         self._spec, self._layout, self._coords = spec, layout, coords
         self._config = config or ChannelConfig()
@@ -111,12 +103,8 @@ class Receiver:
                 self._buffer("device", nbytes)
 
     def receive(
-        self,
-        ticket: Ticket,
-        *,
-        tokens: Batches | None = None,
-        samples: Sequence[Sequence[str]] | None = None,
-    ) -> RankShard:
+        self, ticket: Ticket, *, tokens: Batches | None = None, samples: Sequence[Sequence[str]] | None = None,
+    ) -> RankShard:  # fmt: skip
         """This rank's ids of the ticket's step. All ranks of a TP group call it together.
 
         `tokens`: the token ids of each sample of each micro-batch that this trainer is about to run, held against the ticket;
@@ -171,14 +159,9 @@ class Receiver:
         self.metrics.set("r3channel_step", ticket.step)
         self.metrics.set("r3channel_shard_bytes", len(part_N))
         return RankShard(
-            ticket,
-            shard,
-            part_N,
-            tp=self._coords.tp,
-            invalid_rows=self._config.policy,
-            digests_SL=digests_N.view(torch.int64).view(_samples(shard), len(shard.layers)),
-            tensors=tensors,
-        )
+            ticket, shard, part_N, tp=self._coords.tp, invalid_rows=self._config.policy,
+            digests_SL=digests_N.view(torch.int64).view(_samples(shard), len(shard.layers)), tensors=tensors,
+        )  # fmt: skip
 
     def prefetch(self, ticket: Ticket) -> None:
         """Receive a step's rows on another thread from now on; `receive` of the same ticket joins it.
@@ -252,11 +235,8 @@ class Receiver:
     # -- before a byte moves -----------------------------------------------------------------------------------------
 
     def _check(
-        self,
-        ticket: Ticket,
-        tokens: Batches | None = None,
-        samples: Sequence[Sequence[str]] | None = None,
-    ) -> Shard:
+        self, ticket: Ticket, tokens: Batches | None = None, samples: Sequence[Sequence[str]] | None = None,
+    ) -> Shard:  # fmt: skip
         sides = ("spec", ticket.spec, self._spec), ("layout", ticket.layout, self._layout)
         for what, seen, expected in sides:
             if seen != expected:

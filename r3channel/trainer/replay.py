@@ -66,13 +66,9 @@ class ReplayDriver:
 
     @classmethod
     def attach(
-        cls,
-        chunks: Sequence[torch.nn.Module],
-        *,
-        spec: RoutingSpec,
-        layout: TrainerLayout,
+        cls, chunks: Sequence[torch.nn.Module], *, spec: RoutingSpec, layout: TrainerLayout,
         adapter: Adapter = megatron,
-    ) -> ReplayDriver:
+    ) -> ReplayDriver:  # fmt: skip
         """Bind to the routers of this rank's model chunks.
 
         Raises:
@@ -146,12 +142,9 @@ class ReplayDriver:
         inner = handle.replay.get_replay_topk
 
         def replayed(
-            scores: torch.Tensor,
-            topk: int,
-            num_groups: Any = None,
-            group_topk: Any = None,
+            scores: torch.Tensor, topk: int, num_groups: Any = None, group_topk: Any = None,
             default_compute_topk: Any = None,
-        ) -> tuple[torch.Tensor, torch.Tensor]:
+        ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
             if self._step is None or self._off is not None:
                 self._calls[handle.layer] = self._off or OUTSIDE
                 return inner(scores, topk, num_groups, group_topk, default_compute_topk)

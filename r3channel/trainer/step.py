@@ -45,14 +45,9 @@ class ReplayStep:
     """One open step: `router_ids` gives a router its ids; everything else decides which it may get. OPEN -> CLOSED."""
 
     def __init__(
-        self,
-        handles: Iterable[RouterHandle],
-        chunks: Sequence[torch.nn.Module],
-        routing: StepRouting,
-        *,
-        number: int,
-        audit: RoutingAudit | None = None,
-    ) -> None:
+        self, handles: Iterable[RouterHandle], chunks: Sequence[torch.nn.Module], routing: StepRouting, *,
+        number: int, audit: RoutingAudit | None = None,
+    ) -> None:  # fmt: skip
         self.number = number
         self.audit = audit
         self.tokens: ModelTokens | None = None
@@ -112,14 +107,9 @@ class ReplayStep:
             self._running.pop(number, None)
 
     def compare_logprobs(
-        self,
-        microbatch: int,
-        ours: torch.Tensor,
-        engine: torch.Tensor,
-        mask: torch.Tensor,
-        *,
+        self, microbatch: int, ours: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor, *,
         natural: torch.Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Hand audit and recording both sides' log-probs of a micro-batch, equal shapes, `mask` > 0 where the output is of a
         response token; `natural`: ours with replay off, where a loop has them.
 

@@ -46,7 +46,12 @@ class TensorMeta:
             dtype = _DTYPES[dtype_name]
             if not isinstance(name, str) or not all(type(n) is int and n >= 0 for n in shape):
                 raise TypeError
-        except (KeyError, TypeError, ValueError) as error:
+        except KeyError as error:
+            raise ManifestMismatch(
+                f"tensor {row[0]!r} is {row[1]} {row[2]}; expected one of {', '.join(_DTYPES)}. A UE8M0 scale would have to be "
+                "written in its own bytes, which is not done: start the engine with float32 scales"
+            ) from error
+        except (TypeError, ValueError) as error:
             shown = str(row)[:200]
             raise ManifestMismatch(f"manifest row {shown}: expected [name, dtype, [sizes]]") from error
         return cls(name=name, dtype=dtype, shape=tuple(shape))

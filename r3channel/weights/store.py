@@ -30,6 +30,11 @@ def checkpoint_names(folder: str | os.PathLike[str]) -> list[str]:
     return list(_opened(folder))
 
 
+def dtype_of(folder: str | os.PathLike[str], name: str) -> str:
+    """Return a tensor's dtype as safetensors writes it ("F32", "BF16"); raises as `checkpoint_tensors`."""
+    return _opened(folder)[name].get_slice(name).get_dtype()
+
+
 def _opened(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Tensor name -> its opened file."""
     from safetensors import SafetensorError, safe_open

@@ -10,13 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from r3channel.errors import TicketMismatch
 from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
+from r3channel.trainer.adapters import megatron
 from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.model_tokens import say_once
 from r3channel.trainer.replay import ReplayDriver, ReplayStep
@@ -141,3 +144,14 @@ def test_what_an_adapter_cannot_see_is_said_once(
             with torch.set_grad_enabled(mode == "train"), step.microbatch(0, mode=mode):
                 model(torch.tensor(LONGER + OWN)).sum()
     assert [said in record.getMessage() for record in caplog.records].count(True) == 1
+
+
+@pytest.mark.parametrize(("installed", "newer"), [(megatron.READ_AGAINST[-1], False), ("0.20.0rc1", True)])
+def test_a_megatron_newer_than_any_that_was_read_says_so_at_the_attach(
+    installed: str, newer: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in {"version": installed, "check_layout": None, "config_of": None}.items():
+        monkeypatch.setattr(megatron, name, Mock(return_value=value))
+    monkeypatch.setattr(megatron, "routers_by_layer", Mock(return_value={}))
+    assert megatron.routers([], TrainerLayout()) == {}
+    assert (f"megatron-core {installed} is newer than" in caplog.text) is newer

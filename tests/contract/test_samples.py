@@ -165,3 +165,13 @@ def test_without_that_policy_a_reply_without_routing_is_refused(make_relay: Make
         make_relay().add("s", {"meta_info": {}, "error": "out of memory"}, range(9), engine="http://e:1")
     assert raised.value.samples == ("s",) and raised.value.engines == ("http://e:1",)
     assert "out of memory" in str(raised.value)
+
+
+def test_tokens_that_the_loop_appends_are_refused_with_the_way_to_add_them(make_relay: MakeRelay) -> None:
+    relay = make_relay(on_missing="live", max_live=0.5)
+    with pytest.raises(errors.RowCountMismatch, match=r"appended itself .*add_live\(\.\.\., append=True\)"):
+        relay.add("s", reply_for("s", 9), range(10))
+    relay.add("s", reply_for("s", 9), range(9))
+    relay.add_live("s", range(10), append=True)
+    ticket = relay.seal(0, one_batch("s"))
+    assert (ticket.sample("s").tokens, ticket.sample("s").invalid) == (10, ((8, 9),))

@@ -126,8 +126,3 @@ def test_a_value_out_of_range_or_a_wrong_pair_is_refused_by_name(values: dict[st
 def test_what_an_engine_cannot_do_is_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         EngineConfig(**values)
-
-
-def test_what_an_engine_is_given_is_what_it_reads() -> None:
-    given = EngineConfig(engine=True, delivery="direct", relay_url="http://10.0.0.1:9", token_file="/run/t")
-    assert EngineConfig.from_environment(given.to_environment()) == given

@@ -88,3 +88,36 @@ def test_another_float8_format_is_refused_by_what_the_folder_says(checkpoint: Pa
     (checkpoint / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(ConfigError, match=r"weight_block_size \[\]; expected 'fp8' and two numbers"):
         float8_blocks([(WEIGHT, random(*SHAPE))], like=checkpoint)  # now, not when the first tensor is taken
+
+
+def test_scales_of_a_ue8m0_checkpoint_are_powers_of_two_and_cut_no_value(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"]["scale_fmt"] = "ue8m0"
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    (_, values), (_, scales) = float8_blocks([(WEIGHT, random(*SHAPE))], like=checkpoint)
+    plain = quantise(random(*SHAPE), BLOCK)[1]
+    assert torch.equal(scales.log2(), scales.log2().round()) and bool((scales >= plain).all())
+    assert bool((scales < 2 * plain * 1.0001).all()) and values.dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e8m0fnu, torch.bfloat16])
+def test_scales_of_another_form_are_refused_by_their_dtype(dtype: torch.dtype, checkpoint: Path) -> None:
+    held = {
+        WEIGHT: torch.zeros(*SHAPE).to(torch.float8_e4m3fn),
+        f"{WEIGHT}_scale_inv": torch.ones(3, 2).to(dtype),
+    }
+    save_file(held, checkpoint / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"{WEIGHT}_scale_inv of .* is \w+; expected F32"):
+        float8_blocks([(WEIGHT, random(*SHAPE))], like=checkpoint)
+
+
+def test_an_engines_parameter_that_no_tensor_can_be_sent_to_is_named() -> None:
+    held = {
+        "a.weight": torch.zeros(256, 256),
+        "a.weight_scale_inv": torch.ones(2, 2).to(torch.float8_e8m0fnu),
+    }
+    engine = FakeEngine(receives=held)
+    with session(engine) as sync:
+        said = r"'a\.weight_scale_inv' is float8_e8m0fnu \[2, 2\]; expected one of float64.*A UE8M0 scale"
+        refused(sync, 1, said, {"a.weight": held["a.weight"]}.items())
+    engine.die()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import logging
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.trainer.adapters.megatron_refusals import refuse_unsupported
 from r3channel.trainer.router import RouterHandle
 
+log = logging.getLogger(__name__)
 READ_AGAINST = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 
 NAMES: tuple[tuple[str, str], ...] = (
@@ -42,6 +45,10 @@ def version() -> str:
     return str(importlib.import_module("megatron.core").__version__)
 
 
+def _numbers(release: str) -> list[int]:
+    return [*map(int, re.findall(r"\d+", release)[:3])]
+
+
 def check_names() -> list[str]:
     """One line per name that the installed Megatron lacks; [] when all are there. Imports Megatron."""
     return [f"{module}.{name} is missing" for module, name in NAMES if not _exists(module, name)]
@@ -60,6 +67,9 @@ def _exists(module: str, name: str) -> bool:
 def routers(chunks: Sequence[torch.nn.Module], layout: TrainerLayout) -> dict[int, RouterHandle]:
     """See `trainer.router.Adapter`."""
     check_layout(layout, config=config_of(chunks))
+    if _numbers(version()) > _numbers(READ_AGAINST[-1]):
+        newest = f"megatron-core {version()} is newer than {READ_AGAINST[-1]}, the newest that was read"
+        log.warning("r3channel: %s: compare a first step with `r3channel check`", newest)
     return routers_by_layer(chunks, mtp_layers=len(layout.mtp))
 
 
