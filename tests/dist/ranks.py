@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from r3channel.plan.layout import TrainerLayout
-from tests.support.waits import ENGINE_S, RUN_S, end_of
+from tests.support.waits import ENGINE_S, RUN_S, await_memory, end_of
 
 ROOT = Path(__file__).parents[2]
 Job = dict[str, Any]
@@ -41,6 +41,7 @@ def run_ranks(
     where = {"world_size": world_size, "init_method": f"file://{folder / 'rendezvous'}", "out": str(folder)}
     path = os.pathsep.join(map(str, [*overlay, ROOT]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    await_memory(0.7 * world_size, f"{world_size} ranks")
     processes = list[subprocess.Popen[bytes]]()
     for rank in range(world_size):
         command = [

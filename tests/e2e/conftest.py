@@ -18,7 +18,7 @@ import pytest
 
 from examples.embedded.sglang import kill_family
 from tests.e2e.scraper import scraped
-from tests.support.waits import RUN_S
+from tests.support.waits import RUN_S, await_memory
 
 ROOT = Path(__file__).parents[2]
 OLDER_RAY = {"RAY_ADDRESS": "127.0.0.1:1", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
@@ -45,6 +45,7 @@ RunDemo = Callable[..., Run]
 
 def run(folder: Path, *options: str, channel: bool = True) -> Run:
     """Run the demo as a user would; with `--report` in the options its /metrics are scraped on the way."""
+    await_memory(6, "a run of the demo")
     command = [sys.executable, "-m", "examples.demo"]
     if not channel:
         command = [sys.executable, str(ROOT / "examples" / "async_grpo" / "train_async.py")]

@@ -11,13 +11,14 @@ import pytest
 from tests.chaos import matrix
 from tests.chaos.__main__ import BAD
 from tests.support import children
-from tests.support.waits import JOB_S
+from tests.support.waits import JOB_S, await_memory
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2 * JOB_S)]
 
 
 def reported(*options: str) -> dict[str, Any]:
     """It has no fault in it."""
+    await_memory(6, "a deployment")
     done = children.run("-m", "tests.chaos", "--seed", "7", "--json", *options, limit_s=JOB_S)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     report = json.loads(done.stdout.splitlines()[-1])

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 SOON_S = 30.0
 """A message, a thread, a step over loopback."""
 UPDATE_S = 100.0
@@ -42,5 +40,7 @@ def end_of(log: Path | None, *, size: int = 4000) -> str:
 
 def await_memory(gib: float, what: str) -> None:
     """Wait until so much memory is free: another worker's engines may still have it."""
+    import psutil  # images with a GPU may lack it, and need no other wait
+
     free = f"{gib:g} GiB of memory for {what}"
     until(lambda: psutil.virtual_memory().available >= gib * 2**30, free, limit_s=RUN_S)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from r3channel.integrations.slime import api_check
-from tests.support.waits import JOB_S
+from tests.support.waits import JOB_S, await_memory
 from tests.unit.test_alerts import RULES
 from tests.upstream.slime_cpu import run as slime_cpu
 from tests.upstream.slime_cpu.sources import SLIME, Sources, ready
@@ -103,6 +103,7 @@ def jobs(sources: Sources, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
     @cache
     def job(name: str) -> Result:
+        await_memory(8, "a job of slime")
         before, own, slime = AFTER.get(name) or ("", *JOBS[name])
         if before:
             job(before)
