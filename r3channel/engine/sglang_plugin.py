@@ -73,12 +73,12 @@ def _set_up_engine() -> dict[str, Any]:
 
 
 def _receive_weights(config: EngineConfig) -> None:
-    """The receiving half of weight updates; a release without the place that it hooks into goes without, unless asked."""
+    """The receiving half of weight updates; a release without the places that it hooks into goes without, unless asked."""
     from r3channel.errors import PluginNotApplied
     from r3channel.transport.auth import read_token
     from r3channel.weights import receiver
 
-    if receiver.available():
+    if receiver.hooks():
         receiver.apply(read_token(config.token_file) if config.token_file else "")
     elif config.weights:
         raise PluginNotApplied(

@@ -12,12 +12,12 @@ those to which it passes bytes on (gloo: a tree; NCCL: all), which may be lost w
 
 from __future__ import annotations
 
-import itertools
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -26,8 +26,10 @@ from r3channel.errors import ManifestMismatch, R3Error, WeightsError
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.executor import LOSSES, Update
 from r3channel.weights.group import Source, WeightGroup
+from r3channel.weights.loader_map import NAMES_UNKNOWN
 from r3channel.weights.manifest import Bucket, TensorMeta, engine_names, is_scale
 from r3channel.weights.progress import REPAIR_S, background
+from r3channel.weights.send_planner import check_complete
 from r3channel.weights.transaction import Action, EngineState, Kind
 
 _SHOWN = 3
@@ -80,36 +82,51 @@ class Broadcast(Update):
         for rank, (buckets, rows, _) in words.items():
             if rows or not buckets:
                 source.buckets[rank] = [Bucket.of(list(map(TensorMeta.from_row, each))) for each in rows]
+        given = chain.from_iterable(bucket.tensors for part in source.buckets.values() for bucket in part)
+        self._metas = tuple({meta.name: meta for meta in given if self._config.expected is not None}.values())
+        self._names = frozenset(meta.name for meta in self._metas)
         if self._buckets:
             background(self._serve)
 
     def _hold(self, handle: EngineHandle, left_s: float) -> None:
-        """Open links that ask for no tensors: while they stand, our half refuses weights from other sessions."""
-        if not handle.takes_orders or handle.staged(()) or handle.unheld:
+        """Open links that stage nothing: they tell what the model's own loader makes of the names, and while they stand, our
+        half refuses weights from other sessions."""
+        if handle.unheld or (handle.staged(()) and handle.names == self._names):
             return
-        handle.unheld = not handle.hold(self._planner.order(handle.url, op="hold"), left_s)
+        order = self._planner.order(handle.url, op="hold") | {"tensors": [meta.row() for meta in self._metas]}
+        handle.unheld = not handle.hold(order, left_s)
         handle.ranks, handle.metas, handle.gives = [], (), None
 
     def _accept(self) -> None:
-        coming = [m for m in self.members if m.takes_orders and not m.unheld and not m.ranks]
+        coming = [m for m in self.members if not m.unheld and not m.ranks]
         wanted = {member.url: member.size for member in coming if self._ranks.leads}
-        for url, links in self._planner.accept(wanted, self._run.deadline).items():
+        for url, links in self._planner.accept(wanted, self._run.deadline, self._metas).items():
             self._handles[url].ranks = links
 
     def _check(self, handle: EngineHandle, left_s: float) -> None:
-        """ManifestMismatch unless an update of these names (the engine's own) fills every parameter and has no other."""
-        names = engine_names({n for part in self._source.buckets.values() for bucket in part for n in bucket.names})  # fmt: skip
-        if self._config.expected is None or names == handle.names:
+        """ManifestMismatch unless an update of these names fills every parameter, as the engine's loader says."""
+        why = next((link.whole for link in handle.ranks if NAMES_UNKNOWN in link.whole), "")
+        if why or not handle.ranks:
+            why = why or "without R3CHANNEL_WEIGHTS=1 its loader cannot be asked"
+            self._compare_names(handle, why, left_s)
+        elif self._metas:
+            report = self._run.report
+            report.rounded, report.skipped = check_complete(handle.ranks, self._metas, names=True)
+        handle.names = self._names
+
+    def _compare_names(self, handle: EngineHandle, why: str, left_s: float) -> None:
+        """Compare names with a table of ours; `why`: why not by the loader. ManifestMismatch where they differ."""
+        if handle.names == self._names:
             return
+        names = engine_names(self._names)
         held = {name for sums in handle.weight_checksums(timeout_s=left_s) for name in sums}
         missing, unknown = sorted(held - names), sorted(names - held)
         if held and (missing or unknown):
             raise ManifestMismatch(
                 f"engine {handle.url}: {len(missing)} parameters would keep their old values, first {missing[:_SHOWN]}; "
-                f"{len(unknown)} of the update have no place there, first {unknown[:_SHOWN]}. Is a name misspelt, or the model "
-                "given in part? expected=None does not look"
+                f"{len(unknown)} of the update have no place there, first {unknown[:_SHOWN]}. The names of this family are "
+                f"not known here, or the model is given in part, and {why}; expected=None does not look"
             )
-        handle.names = names
 
     # -- a source ------------------------------------------------------------------------------------------------------
 
@@ -231,7 +248,7 @@ class Broadcast(Update):
         self._groups = wanted
 
     def _joined(self, rank: int, name: str) -> bool:
-        ends = list(itertools.accumulate((handle.size for handle in self._left), initial=1))
+        ends = list(accumulate((handle.size for handle in self._left), initial=1))
         first = dict(zip((handle.url for handle in self._left), ends, strict=False))
         self._say(["join", name, ends[-1]], to=rank)
         _, (where,) = self._next("where")

@@ -90,12 +90,8 @@ class _Shard(NamedTuple):
 
 
 def hf_weights(
-    bridge: Any,
-    chunks: Sequence[torch.nn.Module],
-    *,
-    dtype: torch.dtype | None = None,
-    source: bool | None = None,
-) -> Iterator[tuple[str, torch.Tensor]]:
+    bridge: Any, chunks: Sequence[torch.nn.Module], *, dtype: torch.dtype | None = None, source: bool | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
     """Yield every tensor of the model, whole, under its Hugging Face name; the same order on every rank.
 
     Collective: every rank of the TP, EP and PP groups must iterate to the end, and in step with the others. Data-parallel
@@ -293,13 +289,8 @@ _learned = WeakKeyDictionary[Any, dict[Any, Any]]()
 
 @torch.no_grad()
 def shards_of(
-    parts: Iterable[Part],
-    merge: Merge,
-    convert: Convert,
-    *,
-    dtype: torch.dtype | None = None,
-    owner: Any = None,
-) -> list[Shard]:
+    parts: Iterable[Part], merge: Merge, convert: Convert, *, dtype: torch.dtype | None = None, owner: Any = None,
+) -> list[Shard]:  # fmt: skip
     """What parts become in the checkpoint, as views of them.
 
     Where a parameter's elements go is learned from `merge` and `convert` themselves: once per kind of parameter (its name

@@ -33,8 +33,11 @@ from r3channel.wire.hello import Hello, probe_body
 PauseMode = Literal["retract", "in_place", "abort"]
 Body = Mapping[str, Any]
 
-_NO_PLUGIN = ("must run between", "init_weights_update_group")
-"""What SGLang itself says to our order: that begin comes first, or, inside of it, that it knows no group of this name."""
+_NO_PLUGIN = ("must run between", "init_weights_update_group", "does not exist")
+"""What SGLang itself says to our order: that begin comes first, or, inside of it, that it knows no group of this name; or has
+none to leave."""
+_LEAVE = "/destroy_weights_update_group"
+"""Harmless with any name, so an engine before 0.5.23 is asked here, with our half or without."""
 _UNTOLD = errors.DeadlineExceeded, errors.EngineRefused, errors.FrameCorrupt
 """What an engine without a plug-in makes of our question, or one that stands still."""
 _ASK_S = 1.0
@@ -87,7 +90,7 @@ class EngineHandle:
         self.boot_id = ""
         """The engine's life that was met; empty before, and where another one is known to have begun."""
         self.names: frozenset[str] = frozenset()
-        """The tensor names that this life of the engine takes."""
+        """The tensor names that this life of the engine was told of by a broadcast, and takes."""
         self.unheld = False
         """Whether the engine has no plug-in of ours that keeps other sessions out."""
 
@@ -182,9 +185,7 @@ class EngineHandle:
         names, self.groups = self.groups, []
         for name in names:
             with contextlib.suppress(errors.R3Error):  # it has not joined, or does not answer
-                self._command(
-                    "/destroy_weights_update_group", {"group_name": name}, timeout_s=timeout_s / len(names)
-                )
+                self._command(_LEAVE, {"group_name": name}, timeout_s=timeout_s / len(names))
 
     def begin(self, timeout_s: float) -> None:
         """Open the bracket in which buckets are accepted, on a paused engine. If it is open already, somebody failed in it, and
@@ -277,6 +278,8 @@ class EngineHandle:
     def _order(self, order: Body, timeout_s: float, **served: Any) -> str:
         """Send an order to our half in the engine and return the answer. `served`: `flush_cache`, and `weight_version`, which
         names the weights that are served once it is carried out."""
+        if not self.takes_orders:
+            return str(self._command(_LEAVE, {"group_name": json.dumps(order)}, timeout_s=timeout_s))
         form = rank_link.COMMIT_FORMAT if order["op"] == "commit" else rank_link.OPEN_FORMAT
         body = {"names": [json.dumps(order)], "dtypes": [], "shapes": [], "flush_cache": False}
         body |= {"group_name": rank_link.ORDERS_GROUP, "load_format": form, "weight_version": None, **served}

@@ -23,7 +23,7 @@ from r3channel.weights.transaction import UpdateState as State
 LOSSES = (errors.EngineUnavailable, errors.TransportError)  # which DeadlineExceeded is one of
 _STAGES = {State.LINK: "join", State.PAUSE: "pause", State.STAGE: "wait_send"}
 """What waiting for calls to engines is counted as; in other states, as the call."""
-_GROWING = ("link", "join", "send", "load", "check")
+_GROWING = ("link", "join", "send", "load", "hold", "check")
 """Calls that take the longer the more tensors there are: they have all the time that is left."""
 
 

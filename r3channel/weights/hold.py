@@ -57,15 +57,16 @@ class Hold:
     """One trainer's hold on this rank: its links, and the staged copy."""
 
     def __init__(
-        self, model: torch.nn.Module, order: Mapping[str, Any], learned: Learned | None, *, rank: int, run_token: str, room: Room
+        self, model: torch.nn.Module, order: Mapping[str, Any], learned: Learned, *, rank: int, run_token: str, room: Room
     ) -> None:  # fmt: skip
         """Allocates the staged copy and opens the links, whose threads hold it: it goes with the trainers. Where there is no
         room for it, the links tell so.
 
-        Without `learned` the links only keep other sessions out.
+        Links of an order that stages nothing tell what was `learned`, and keep other sessions out.
         """
         self.name: str = order["session"]
-        self._learned = learned or Learned()
+        told, stages = {"needs": learned.needs.to_dict(), "whole": learned.refused}, order["op"] == "open"
+        self._learned = learned if stages else Learned()
         self._needs, self._whole = self._learned.needs, bool(self._learned.refused)
         self._lock = threading.Lock()
         self._stage = _Stage()
@@ -77,7 +78,7 @@ class Hold:
         self._serving: tuple[int, Mapping[str, str], Sequence[torch.Tensor]] | None = None
         """The version, digests and flat parameters that a trainer may read back; None: nothing was committed over these links."""
         self._items = sum(part.box.numel for part in self._needs.parts)
-        nbytes, wire = staged_bytes(self._needs.params), order["wire"]
+        nbytes, wire = staged_bytes(self._needs.params), order["wire"] if stages else "tcp"
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
         why = room.lacks(nbytes, insist=order["staged"] != "auto", shared=wire == "shared_memory")
         if wire == "cuda_ipc":
@@ -85,7 +86,7 @@ class Hold:
         params, wire = ((), "tcp") if why else (self._needs.params, wire)
         copy = StagedCopy(params, device=device, wire=wire)
         self._copy = weakref.ref(copy)
-        reply = {"error": why} if why else self._fill(copy, model) if learned else {"held": True}
+        reply = {"error": why} if why else told | (self._fill(copy, model) if stages else {})
         token = rank_link.session_token(run_token, order["nonce"])
         hello = json.dumps({key: order[key] for key in ("engine", "attempt")} | {"rank": rank}).encode()
         self._links, self._threads = list[Connection](), list[threading.Thread]()
@@ -126,7 +127,7 @@ class Hold:
         for place, constant in self._needs.padding:
             place.view(copy.views[place.param]).fill_(constant)
         compared = {part.param for part in self._learned.copied} if self._whole else self._needs.params
-        return {"needs": self._needs.to_dict(), "whole": self._learned.refused, "compared": len(compared)}
+        return {"compared": len(compared)}
 
     # -- a link's thread -----------------------------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 _TO = torch.ops.aten._to_copy.default
 _VALUE = torch.ops.aten._local_scalar_dense.default
 _CAT = torch.ops.aten.cat.default
+NAMES_UNKNOWN = "which names it takes is not known"
+"""The end of `Learned.refused` where a dry run did not tell which tensors reach a parameter."""
 _POST_LOAD = "post_load_weights"
 """SGLang's name for what a model derives from its parameters once they are loaded."""
 
@@ -182,7 +184,7 @@ def learn(model: torch.nn.Module, tensors: tuple[TensorMeta, ...], before: Learn
         recorder = dry_run(model, tensors)
     except NotReplayable as error:
         needs = _whole_tensors(tensors, range(len(tensors)), ())
-        return result(needs, f"{error}; which names it takes is not known")
+        return result(needs, f"{error}; {NAMES_UNKNOWN}")
     missing, padding, copied = _coverage(recorder, params)
     if recorder.refused:
         return result(_whole_tensors(tensors, sorted(recorder.used), missing), recorder.refused, copied)
@@ -429,27 +431,36 @@ def _coverage(
 ) -> tuple[tuple[str, ...], tuple[tuple[Part, float], ...], tuple[Part, ...]]:
     """Parameters with items that no tensor fills, and that are no padding; padding that is to be filled; parts of parameters
     that are made of parts alone."""
-    written = [torch.zeros(param.numel(), dtype=torch.uint8) for param in params.values()]
+    noted: dict[int, tuple[list[Part], list[tuple[Part, bool]], list[tuple[Part, torch.Tensor, float]]]]
+    noted = {index: ([], [], []) for index in range(len(params))}
     for part in recorder.parts:
-        part.view(written[part.param]).add_(1)
-    twice = next((n for n, counts in zip(params, written, strict=True) if bool((counts > 1).any())), None)
-    if twice is not None:
-        recorder.refuse(f"{twice} is written more than once")
-    alone = {index for index, counts in enumerate(written) if bool((counts == 1).all())}
-    alone -= {place.param for place, _ in recorder.made}
-    for place, filled in recorder.made:
-        if filled:
-            place.view(written[place.param]).fill_(1)
-    padding = []
-    for place, view, constant in recorder.padding:
-        counts = place.view(written[place.param])
-        if not bool((view == constant).all()):
-            if bool(counts.any()):  # the loader fills it first, then places a tensor there
-                continue
-            padding.append((place, constant))
-        counts.fill_(1)
-    missing = tuple(n for n, counts in zip(params, written, strict=True) if bool((counts == 0).any()))
-    return missing, tuple(padding), tuple(part for part in recorder.parts if part.param in alone)
+        noted[part.param][0].append(part)
+    for made in recorder.made:
+        noted[made[0].param][1].append(made)
+    for fill in recorder.padding:
+        noted[fill[0].param][2].append(fill)
+    missing, padding, alone = list[str](), list[tuple[Part, float]](), list[Part]()
+    for (name, param), (parts, others, fills) in zip(params.items(), noted.values(), strict=True):
+        # One at a time: a host may have no room for all.
+        counts = torch.zeros(param.numel(), dtype=torch.uint8)
+        for part in parts:
+            part.view(counts).add_(1)
+        if bool((counts > 1).any()):
+            recorder.refuse(f"{name} is written more than once")
+        alone += [] if others or bool((counts != 1).any()) else parts
+        for place, filled in others:
+            if filled:
+                place.view(counts).fill_(1)
+        for place, view, constant in fills:
+            there = place.view(counts)
+            if not bool((view == constant).all()):
+                if bool(there.any()):  # the loader fills it first, then places a tensor there
+                    continue
+                padding.append((place, constant))
+            there.fill_(1)
+        if bool((counts == 0).any()):
+            missing.append(name)
+    return tuple(missing), tuple(padding), tuple(alone)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

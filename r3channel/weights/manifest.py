@@ -214,7 +214,7 @@ def fused_name(name: str) -> str:
 
 
 def engine_names(names: Iterable[str]) -> frozenset[str]:
-    """The engine's own parameters that tensors of these names fill.
+    """Return the parameters that tensors of these names fill, in the families that the table knows: where no loader can be asked.
 
     >>> sorted(engine_names(["a.q_proj.weight", "a.k_proj.weight", "b.q_proj.weight", "norm.weight"]))
     ['a.qkv_proj.weight', 'b.q_proj.weight', 'norm.weight']

@@ -7,6 +7,8 @@ An order comes from the scheduler's thread and may read and write parameters. A 
 have agreed, because SGLang passes on the word of the first rank alone. No pickle, no port: a rank connects to its trainers.
 SGLang itself is not imported here.
 
+Before a broadcast, which SGLang loads, the dry run alone is made: it tells which names the model takes, also in 0.5.15.post1.
+
 SGLang takes an update between two calls, begin and end. A commit comes without them and gets them here, since each call lengthens
 the pause; an order that loads nothing gets none, since end processes weights anew. A bracket that stays open is the mark of an
 engine whose weights nobody knows.
@@ -91,9 +93,8 @@ class Receiver:
             raise WeightsError(f"an update would leave something old: {why}")
 
     def _open(self, model: torch.nn.Module, order: Mapping[str, Any], room: Room) -> None:
-        learned = None
-        if order["op"] == "open":
-            tensors = tuple(TensorMeta.from_row(row) for row in order["tensors"])
+        learned, tensors = Learned(), tuple(TensorMeta.from_row(row) for row in order["tensors"])
+        if tensors or order["op"] == "open":
             self.learned = learned = learn(model, tensors, self.learned)
         self._hold = Hold(model, order, learned, rank=self._rank, run_token=self._run_token, room=room)
 
@@ -111,6 +112,11 @@ _HOOKED = {
     "sglang.srt.eplb.eplb_manager.EPLBManager.rebalance": set[str](),
 }  # fmt: skip
 """Method of SGLang -> parameters that its hook relies on; hooked are `receive`, `update` and `rebalance`."""
+_ASKED = {
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.destroy_weights_update_group":
+    {"recv_req"},
+}  # fmt: skip
+"""The same of a release without begin and end, by `ask`: any other order would end an engine without our half."""
 
 RELEASED = "weights"
 """SGLang's tag of memory that was released (`release_memory_occupation`)."""
@@ -118,13 +124,16 @@ _run_token = ""
 _receiver: Receiver | None = None
 
 
-def available() -> bool:
-    """Whether this SGLang has what is hooked; 0.5.15.post1 has not."""
-    try:
-        parameters = [signature(resolve_name(hooked)).parameters for hooked in _HOOKED]
-    except (ImportError, AttributeError):
-        return False
-    return all(wanted <= set(takes) for wanted, takes in zip(_HOOKED.values(), parameters, strict=True))
+def hooks() -> list[tuple[str, Callable[..., Any]]]:
+    """Return what is hooked in this SGLang, each with its hook; nothing where it has no such places."""
+    for hooked, wraps in ((_HOOKED, (receive, update, rebalance)), (_ASKED, (ask,))):
+        try:
+            parameters = [signature(resolve_name(name)).parameters for name in hooked]
+        except (ImportError, AttributeError):
+            continue
+        if all(wanted <= set(takes) for wanted, takes in zip(hooked.values(), parameters, strict=True)):
+            return list(zip(hooked, wraps, strict=True))
+    return []
 
 
 def apply(run_token: str) -> None:
@@ -133,14 +142,14 @@ def apply(run_token: str) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     _run_token = run_token
-    for hooked, hook in zip(_HOOKED, (receive, update, rebalance), strict=True):
+    for hooked, hook in hooks():
         HookRegistry.register(hooked, hook, HookType.AROUND)
 
 
 def opened(receiver: Receiver, manager: Any, model: torch.nn.Module, names: Any) -> tuple[bool, str]:
     """Carries out an order that loads nothing, without begin and end. Returns whether it did, and the answer: what is raised here
     ends the engine. `names`: as the request has them, the first is the order."""
-    begun = FOUND_OPEN if manager._session is not None else ""
+    begun = FOUND_OPEN if getattr(manager, "_session", None) is not None else ""
     if RELEASED in manager.offload_tags:
         return False, f"{begun}the engine has released the memory of its weights; resume it first"
     try:
@@ -148,6 +157,16 @@ def opened(receiver: Receiver, manager: Any, model: torch.nn.Module, names: Any)
     except Exception as error:
         return False, f"{begun}{error}"
     return True, f"{begun}done"
+
+
+def ask(original: Any, manager: Any, recv_req: Any) -> Any:
+    """Wraps the leaving of a group, whose name may be an order that only asks; SGLang says that it knows no such group."""
+    if not recv_req.group_name.startswith("{"):
+        return original(manager, recv_req)
+    from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqOutput
+
+    done, message = opened(_own(), manager, manager.tp_worker.model_runner.model, [recv_req.group_name])
+    return DestroyWeightsUpdateGroupReqOutput(success=done, message=message)
 
 
 def update(original: Any, manager: Any, recv_req: Any) -> Any:
@@ -191,10 +210,12 @@ def rebalance(original: Any, manager: Any) -> Iterator[None]:
 def _own() -> Receiver:
     global _receiver
     if _receiver is None:
+        from sglang.srt import runtime_context as runtime
         from sglang.srt.eplb.expert_location import get_global_expert_location_metadata as locations
-        from sglang.srt.runtime_context import get_exec, get_parallel
 
-        parallel = get_parallel()
+        parallel = runtime.get_parallel()
+        # where the older release has its settings
+        settings: Any = runtime.get_exec().moe if hasattr(runtime, "get_exec") else runtime.get_server_args()
 
         def placed() -> str:  # the logical expert of each slot
             return tensor_digest(locations().physical_to_logical_map_cpu)
@@ -207,5 +228,5 @@ def _own() -> Receiver:
             return [word.decode(errors="replace") for word in words]
 
         _receiver = Receiver(rank=parallel.tp_rank, run_token=_run_token, agree=agree)
-        _receiver.learned = Learned(placed=placed if get_exec().moe.enable_eplb else str)
+        _receiver.learned = Learned(placed=placed if settings.enable_eplb else str)
     return _receiver

@@ -96,8 +96,11 @@ class SendPlanner:
         order["staged"] = "auto" if self._config.staged == "auto" else "yes"
         return order | {"tensors": [meta.row() for meta in self.metas]}
 
-    def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]:
-        """The links of these engines (url -> ranks) once they are open. CannotStage tells why a rank cannot receive."""
+    def accept(
+        self, wanted: Mapping[str, int], deadline: Deadline, told: Sequence[TensorMeta]
+    ) -> dict[str, list[RankLink]]:
+        """The links of these engines (url -> ranks), which were `told` of tensors, once they are open. CannotStage tells why a
+        rank cannot receive."""
         links: dict[str, list[RankLink]] = {url: [] for url in wanted}
         refused = ""
         while any(len(links[url]) < ranks for url, ranks in wanted.items()):
@@ -105,7 +108,7 @@ class SendPlanner:
             reply = rank_link.expect_json(link, NEEDS, timeout_s=deadline.left_s())
             refused = refused or str(reply.get("error", ""))
             try:
-                needs = Needs.from_dict(reply["needs"], len(self.metas)) if "needs" in reply else Needs()
+                needs = Needs.from_dict(reply["needs"], len(told)) if "needs" in reply else Needs()
                 shared = shared_views(needs.params, reply["shared"]) if reply.get("shared") else []
                 how = str(reply.get("whole", "")), int(reply.get("compared", 0))
                 rank = RankLink(hello["engine"], int(hello["rank"]), link, needs, *how, shared)

@@ -67,7 +67,7 @@ class Staged(Update):
                 member.size = linked["sizes"][member.url]
                 if not self._ranks.leads:
                     member.unlink()
-            links = planner.accept({m.url: m.size for m in fresh}, deadline)
+            links = planner.accept({m.url: m.size for m in fresh}, deadline, planner.metas)
             for member in fresh:
                 member.ranks, member.metas = links[member.url], planner.metas
             ranks = [link for member in self.members for link in member.ranks]

@@ -301,7 +301,7 @@ def read_needs(parts: Parts) -> None:
         theirs = Connection(socket.create_connection(server.getsockname()), "trainer")
         ours = Connection(server.accept()[0], "rank")
     come, trainer = [ours], send_planner.SendPlanner(SimpleNamespace(), SimpleNamespace(staged="", wire=""))  # pyright: ignore
-    trainer.attempts, trainer.metas, ours.hello = {"e": 1}, tuple(METAS), parts["hello"]
+    trainer.attempts, ours.hello = {"e": 1}, parts["hello"]
 
     def accept(timeout_s: float) -> Connection:
         if not come:
@@ -314,7 +314,7 @@ def read_needs(parts: Parts) -> None:
             rank_link.send_blob(theirs, getattr(rank_link, name.upper()), parts[name], timeout_s=LIMIT_S)
         theirs.send([parts["data"]], timeout_s=LIMIT_S)
         theirs._socket.shutdown(socket.SHUT_WR)
-        (rank,) = trainer.accept({"e": 1}, Deadline(LIMIT_S, "accept"))["e"]
+        (rank,) = trainer.accept({"e": 1}, Deadline(LIMIT_S, "accept"), METAS)["e"]
         send_planner.check_complete([rank], METAS, names=True)
         send_planner._target_map(METAS, [rank], first=1)
         rank.verify(1, checksums=True, timeout_s=LIMIT_S)

@@ -202,6 +202,64 @@ def test_an_absent_or_misspelt_tensor_fails_an_update_by_whole_tensors_before_a_
         assert load is fusing or holds(engine, 1)
 
 
+GIVEN = {f"m.layers.0.experts.0.w{n}.weight": torch.full((2, 4), float(n)) for n in (1, 2, 3)}
+"""As Mixtral's checkpoints name them."""
+KEPT = {"model.layers.0.experts.w13_weight": (4, 4), "model.layers.0.experts.w2_weight": (2, 4)}
+
+
+def renaming(model: Model, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Names that no table of ours has, and a prefix that the engine has otherwise."""
+    w13, w2 = (model.held[name] for name in KEPT)
+    places = {"w1": w13[:2], "w2": w2, "w3": w13[2:]}
+    for name, tensor in named:
+        if (module := name.split(".")[-2]) in places:
+            places[module].copy_(tensor)
+
+
+def unreadable(model: Model, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """A dry run of it does not show which names it takes."""
+    renaming(model, ((name, torch.from_numpy(tensor.numpy())) for name, tensor in named))
+
+
+def as_kept() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(shape) for name, shape in KEPT.items()}
+
+
+@pytest.mark.parametrize("wire", ["tcp", "shared_memory"])
+def test_the_engines_own_loader_says_which_parameters_a_broadcast_fills(
+    wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Model, "load_weights", renaming)
+    engine = FakeEngine(receives=as_kept())
+    wrong = {name.replace("w3", "w33"): tensor for name, tensor in GIVEN.items()}
+    with session(engine, staged=False, wire=wire) as sync:
+        said = refused(
+            sync, 1, "keep their old values.*w13_weight.*no place", wrong.items(), cause=ManifestMismatch
+        )
+        assert "experts.0.w33.weight" in said and not engine.received and not engine.paused
+        extra = GIVEN | {"rotary_emb.inv_freq": torch.ones(4)}
+        reports = [give(sync, version, extra.items()) for version in (1, 2)]
+        assert [report.skipped for report in reports] == 2 * [("rotary_emb.inv_freq",)]
+    assert engine.received and engine.version == "2" and engine.calls.count("order/hold") == 2
+
+
+@pytest.mark.parametrize("load", [None, unreadable])
+def test_a_family_that_is_not_known_is_not_called_misspelt(
+    load: Load | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without our half, and with a loader that does more than copy."""
+    if load is not None:
+        monkeypatch.setattr(Model, "load_weights", load)
+    engine = FakeEngine(receives=as_kept() if load else None)
+    engine.tensors = as_kept()
+    with session(engine, staged=False) as sync:
+        said = refused(sync, 1, "this family are not known here", GIVEN.items(), cause=ManifestMismatch)
+        assert "misspelt" not in said and "experts.0.w1.weight" in said and not engine.received
+    with session(engine, staged=False, expected=None) as sync:
+        give(sync, 1, GIVEN.items())
+    assert engine.received and engine.version == "1"
+
+
 def test_a_name_that_a_loader_refuses_fails_an_update_before_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     def strict(model: Model, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in named:

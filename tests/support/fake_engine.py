@@ -208,7 +208,10 @@ class FakeEngine:
 
     def _leave(self, body: Answer) -> Answer:
         found = self._groups.pop(body["group_name"], None)
-        return {"success": found is not None, "message": "left, or not there"}
+        return {
+            "success": found is not None,
+            "message": "" if found else "The group to be destroyed does not exist.",
+        }
 
     def _set_paused(self, paused: bool) -> Answer:
         self.paused = paused

@@ -8,16 +8,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from examples.embedded.sglang import EngineServer, free_port
-from r3channel.errors import EngineUnavailable
+from r3channel.errors import EngineUnavailable, WeightUpdateFailed
 from r3channel.relay.reply import frame_bytes_of
+from r3channel.weights.session import WeightSync
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import Hello, probe_body
 from r3channel.wire.routing import RowKind
 from tests.engine.client import Reply, check_replies, generate, generate_together, post, prompts_of, serving
 from tests.engine.draft import Models, write_models
 from tests.engine.test_speculative import LENGTHS, NEW_TOKENS, SPEC, passes_by_accepted, speculating
+from tests.support.waits import UPDATE_S
 from tests.upstream.wheels import path_with, slimes_sglang, unpacked, without_other_models
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
@@ -83,6 +87,24 @@ def test_ids_equal_the_routers_of_transformers_and_an_update_stamps_later_rows(
 ) -> None:
     check_replies(answers(server.url), model=models.target, folder=tmp_path, spec=SPEC)
     check_update(server.url, models.target)
+
+
+def test_a_broadcast_asks_the_loader_of_that_release_for_names(server: EngineServer, models: Models) -> None:
+    given = {
+        name: tensor
+        for file in models.target.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    misspelt = {
+        name.replace("layers.0.self_attn.o_proj", "layers.0.self_attn.o_prj"): t for name, t in given.items()
+    }
+    with WeightSync.whole([server.url]) as sync:
+        sync.connect(timeout_s=UPDATE_S)
+        with pytest.raises(WeightUpdateFailed, match=r"o_prj\.weight"):
+            sync.update(misspelt.items(), version=5, timeout_s=UPDATE_S)
+        extra = given | {"rotary_emb.inv_freq": torch.ones(4)}
+        report = sync.update(extra.items(), version=6, timeout_s=UPDATE_S)
+    assert report.way.startswith("broadcast: ") and report.skipped == ("rotary_emb.inv_freq",)
 
 
 TREES = pytest.mark.parametrize("tree", [unpacked, slimes_sglang], ids=["published", "slime's image"])
