@@ -105,6 +105,15 @@ class Broadcast(Update):
 
     def _check(self, handle: EngineHandle, left_s: float) -> None:
         """ManifestMismatch unless an update of these names fills every parameter, as the engine's loader says."""
+        if (
+            self._metas and "speculative_algorithm" in handle.unstaged
+        ):  # the target's loader knows nothing of a draft
+            held = {name for sums in handle.weight_checksums(timeout_s=left_s) for name in sums}
+            if draft := sorted(name for name in held if name.startswith("draft.")):
+                raise ManifestMismatch(
+                    f"engine {handle.url}: {len(draft)} parameters of its draft may stay old, first {draft[:_SHOWN]}. "
+                    f"{handle.unstaged}"
+                )
         why = next((link.whole for link in handle.ranks if NAMES_UNKNOWN in link.whole), "")
         if why or not handle.ranks:
             why = why or "without R3CHANNEL_WEIGHTS=1 its loader cannot be asked"

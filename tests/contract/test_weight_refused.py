@@ -243,6 +243,25 @@ def test_the_engines_own_loader_says_which_parameters_a_broadcast_fills(
     assert engine.received and engine.version == "2" and engine.calls.count("order/hold") == 2
 
 
+class Drafted(FakeEngine):
+    """Beside its target an engine has a draft, whose parameters SGLang's checksums name."""
+
+    def checksums(self) -> dict[str, str]:
+        return super().checksums() | {"draft.model.fc.weight": "0"}
+
+
+@pytest.mark.parametrize("staged", [False, "auto"])
+def test_a_broadcast_of_the_targets_tensors_alone_leaves_no_draft_old_in_silence(staged: Any) -> None:
+    engine = Drafted(receives=weights(0))
+    engine.settings = {"version": "0.5.23", "speculative_algorithm": "EAGLE"}
+    with session(engine, staged=staged) as sync:
+        refused(sync, 1, r"1 parameters of its draft may stay old.*'draft\.model\.fc\.weight'.*NGRAM")
+    assert holds(engine, 0)
+    with session(engine, staged=False, expected=None) as sync:
+        give(sync, 1)  # both models' tensors, as the caller says
+    engine.die()
+
+
 @pytest.mark.parametrize("load", [None, unreadable])
 def test_a_family_that_is_not_known_is_not_called_misspelt(
     load: Load | None, monkeypatch: pytest.MonkeyPatch

@@ -177,9 +177,9 @@ def slowly(weights):
 url, path = sys.argv[1:]
 weights = load_file(path)
 with WeightSync.whole([url], bucket_bytes=1 << 20, staged=True) as sync:
-    sync.connect(timeout_s=UPDATE_S)
-    sync.update(weights.items(), version=7, timeout_s=UPDATE_S)
-    sync.update(slowly({name: weight + 1 for name, weight in weights.items()}), version=8, timeout_s=UPDATE_S)
+    sync.connect(timeout_s=100)
+    sync.update(weights.items(), version=7, timeout_s=100)
+    sync.update(slowly({name: weight + 1 for name, weight in weights.items()}), version=8, timeout_s=100)
 """
 
 
