@@ -59,15 +59,9 @@ class Relay(Intake):
     """OPEN -> CLOSED. Public methods are thread safe; an error of a background thread is raised by the next call."""
 
     def __init__(
-        self,
-        spec: RoutingSpec,
-        layout: TrainerLayout,
-        config: ChannelConfig | None = None,
-        *,
-        clock: StageClock | None = None,
-        metrics: Metrics | None = None,
-        recorder: Recorder | None = None,
-    ) -> None:
+        self, spec: RoutingSpec, layout: TrainerLayout, config: ChannelConfig | None = None, *,
+        clock: StageClock | None = None, metrics: Metrics | None = None, recorder: Recorder | None = None,
+    ) -> None:  # fmt: skip
         config = errors.expected(config or ChannelConfig(), ChannelConfig)
         config = replace(config, interface=local_address(config.interface, others=False))
         # In no thread: a fork would inherit numba's lock, and a process that ends while LLVM works is aborted.

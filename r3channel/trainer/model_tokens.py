@@ -44,8 +44,7 @@ class ModelTokens:
         """
         self._shard, self._tokens = shard, tokens
         self._map = lru_cache(1)(shard.shard.token_map)
-        self._at_once = shard.data_N.device.type == "cpu"
-        self._noted = list[tuple[int, torch.Tensor]]()
+        self._at_once, self._noted = shard.data_N.device.type == "cpu", list[tuple[int, torch.Tensor]]()
         self._can_check = tokens is not None or shard.shard.cp_size == 1
         if not self._can_check:
             say_once(
