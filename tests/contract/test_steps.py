@@ -214,13 +214,16 @@ def test_of_two_seals_at_once_one_wins(make_relay: MakeRelay, monkeypatch: pytes
     assert relay.discard("ab") == 1 and relay.abandon(5) == 1 and relay.discard("a") == 1
 
 
-def test_an_error_of_the_users_block_comes_through_and_undelivered_steps_are_a_note_on_it(
-    make_relay: MakeRelay,
+@pytest.mark.parametrize(
+    "error", [ValueError, KeyboardInterrupt, SystemExit]
+)  # Ctrl-C, and what a SIGTERM is made
+def test_what_ends_the_users_block_comes_through_and_undelivered_steps_are_a_note_on_it(
+    make_relay: MakeRelay, error: type[BaseException]
 ) -> None:
-    with pytest.raises(ValueError, match="the user's") as told, make_relay() as relay:
+    with pytest.raises(error, match="the user's") as told, make_relay() as relay:
         add(relay, "a")
         relay.seal(7, each("a"))
-        raise ValueError("the user's")
+        raise error("the user's")
     assert "closed with undelivered steps {7: [(0, 0, 0)]}" in told.value.__notes__[0]
 
 
