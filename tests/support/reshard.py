@@ -45,14 +45,10 @@ def tensors() -> Iterator[tuple[str, tuple[int, ...], Cut, int | None, int]]:
 
 def _attention() -> tuple[tuple[str, tuple[int, ...], Cut], ...]:
     return (
-        ("q_a_proj", (1536, HIDDEN), None),
-        ("q_b_proj", (24_576, 1536), ROWS),
-        ("kv_a_proj", (576, HIDDEN), None),
-        ("kv_b_proj", (32_768, 512), ROWS),
-        ("o_proj", (HIDDEN, 16_384), COLUMNS),
-        ("input_norm", (HIDDEN,), None),
+        ("q_a_proj", (1536, HIDDEN), None), ("q_b_proj", (24_576, 1536), ROWS), ("kv_a_proj", (576, HIDDEN), None),
+        ("kv_b_proj", (32_768, 512), ROWS), ("o_proj", (HIDDEN, 16_384), COLUMNS), ("input_norm", (HIDDEN,), None),
         ("post_norm", (HIDDEN,), None),
-    )
+    )  # fmt: skip
 
 
 def _mlp(width: int) -> tuple[tuple[str, tuple[int, ...], Cut], ...]:
