@@ -105,11 +105,10 @@ class Broadcast(Update):
 
     def _check(self, handle: EngineHandle, left_s: float) -> None:
         """ManifestMismatch unless an update of these names fills every parameter, as the engine's loader says."""
-        if (
-            self._metas and "speculative_algorithm" in handle.unstaged
-        ):  # the target's loader knows nothing of a draft
+        # The target's loader knows nothing of a draft.
+        if self._metas and "speculative_algorithm" in handle.unstaged:
             held = {name for sums in handle.weight_checksums(timeout_s=left_s) for name in sums}
-            if draft := sorted(name for name in held if name.startswith("draft.")):
+            if draft := sorted(name for name in held if name.startswith(("draft.", "draft_step_"))):
                 raise ManifestMismatch(
                     f"engine {handle.url}: {len(draft)} parameters of its draft may stay old, first {draft[:_SHOWN]}. "
                     f"{handle.unstaged}"

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from r3channel.weights.manifest import TensorMeta
+
 
 class Setting(NamedTuple):
     """A server argument, and values of it that an update is refused for."""
@@ -32,7 +34,11 @@ def _none_of(*values: Any) -> Callable[[Any], bool]:
 
 _QUANTISES = "it quantises a plain checkpoint at its start: plain weights would get its old scales"
 _FLOAT8 = "start it without, or from a checkpoint of float8 blocks, and give float8 blocks (examples/float8_blocks.py)"
-_DRAFT = "start it without or with NGRAM, or let SGLang load both: `staged=False, expected=None`, with the draft's tensors"
+_PACKED = "they are not made here, and float32 ones do not fit (start it with an FP8 GEMM backend that keeps float32 scales)"
+_DRAFT = (
+    "start it without or with NGRAM: no draft can be kept frozen, since SGLang gives it the target's tensors where names agree. "
+    "A draft whose tensors are in the update, too, SGLang loads: `staged=False, expected=None`"
+)
 
 ANY_WAY: tuple[Setting, ...] = (
     Setting("dp_size", _above(1), "SGLang hands weights to one replica alone", "start one engine for each"),
@@ -78,6 +84,9 @@ def refused_model(model: torch.nn.Module) -> Iterator[str]:
             yield f"online quantisation ({type(config).__name__}): {_QUANTISES} ({_FLOAT8})"
     if any(getattr(module, "use_intel_amx_backend", False) for module in modules):
         yield "weights are packed for AMX: new ones would land in the packed form (start it on other CPUs)"
+    metas = (TensorMeta.of(name, param) for name, param in model.named_parameters() if "scale" in name)
+    if packed := next((meta for meta in metas if meta.dtype == torch.int32), None):
+        yield f"{packed} holds packed UE8M0 scales, four exponents a number: {_PACKED}"
     yield from {str(why) for m in modules if (why := getattr(m, "_derived_weight_cache_error", None))}
 
 

@@ -244,18 +244,21 @@ def test_the_engines_own_loader_says_which_parameters_a_broadcast_fills(
 
 
 class Drafted(FakeEngine):
-    """Beside its target an engine has a draft, whose parameters SGLang's checksums name."""
+    """Beside its target an engine has a draft, whose parameters SGLang's checksums name by its role."""
 
     def checksums(self) -> dict[str, str]:
-        return super().checksums() | {"draft.model.fc.weight": "0"}
+        return super().checksums() | {f"{self.settings['role']}.model.fc.weight": "0"}
 
 
-@pytest.mark.parametrize("staged", [False, "auto"])
-def test_a_broadcast_of_the_targets_tensors_alone_leaves_no_draft_old_in_silence(staged: Any) -> None:
+@pytest.mark.parametrize(("staged", "role"), [(False, "draft"), ("auto", "draft"), (False, "draft_step_0")])
+def test_a_broadcast_of_the_targets_tensors_alone_leaves_no_draft_old_in_silence(
+    staged: Any, role: str
+) -> None:
     engine = Drafted(receives=weights(0))
-    engine.settings = {"version": "0.5.23", "speculative_algorithm": "EAGLE"}
+    engine.settings = {"version": "0.5.23", "speculative_algorithm": "EAGLE", "role": role}
     with session(engine, staged=staged) as sync:
-        refused(sync, 1, r"1 parameters of its draft may stay old.*'draft\.model\.fc\.weight'.*NGRAM")
+        said = rf"1 parameters of its draft may stay old.*'{role}\.model\.fc\.weight'.*NGRAM.*frozen"
+        refused(sync, 1, said)
     assert holds(engine, 0)
     with session(engine, staged=False, expected=None) as sync:
         give(sync, 1)  # both models' tensors, as the caller says
