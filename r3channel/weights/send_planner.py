@@ -261,17 +261,20 @@ def check_complete(
 
 
 def cast_by(ranks: Sequence[RankLink], metas: Sequence[TensorMeta]) -> dict[str, str]:
-    """Tensors that engines keep in another dtype. ManifestMismatch where that is float8: a cast alone lands under old scales."""
+    """Tensors that engines keep in another dtype. ManifestMismatch where that is float8 (a cast alone lands under
+    old scales), or integers, as exponents of scales are."""
     casts = {}
     dtype_T = np.array([meta.dtype for meta in metas], dtype=object)
     for needs, (first, *_) in _alike(ranks).items():
         kept_P = np.array([meta.dtype for meta in needs.params], dtype=object)[needs.parts.param_P]
         for at in np.flatnonzero(dtype_T[needs.parts.tensor_P] != kept_P).tolist():
             sent, kept = metas[needs.parts.tensor_P[at]], needs.params[needs.parts.param_P[at]]
-            if kept.dtype_name.startswith("float8"):
+            to_integers = sent.dtype.is_floating_point and not kept.dtype.is_floating_point
+            if to_integers or kept.dtype_name.startswith("float8"):
                 raise ManifestMismatch(
-                    f"engine {ranks[first].engine} keeps {sent.name} in {kept.dtype_name}, the trainer gives {sent.dtype_name}: "
-                    "it is not quantised. Give float8 with its scales (examples/float8_blocks.py), or leave out --quantization"
+                    f"engine {ranks[first].engine} keeps {kept}, the trainer gives {sent}: a cast quantises nothing. Give "
+                    "float8 with its scales (examples/float8_blocks.py makes float32 ones; UE8M0's exponents would have to come "
+                    "as the engine's own bytes), or leave out --quantization"
                 )
             casts[sent.name] = f"{sent.dtype_name} -> {kept.dtype_name}"
     return casts

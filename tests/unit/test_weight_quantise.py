@@ -73,7 +73,7 @@ def test_an_engine_of_float8_weights_is_filled_from_float32_ones(checkpoint: Pat
     engine = FakeEngine(receives={name: tensor.clone() for name, tensor in held.items()})
     new = {WEIGHT: random(*SHAPE, seed=9), ROUTER: torch.ones(4, 4)}
     with session(engine, bucket_bytes=1 << 20) as sync:
-        refused(sync, 1, "Give float8 with its scales", new.items())
+        refused(sync, 1, r"keeps .* float8_e4m3fn\[.*Give float8 with its scales", new.items())
     with session(engine, bucket_bytes=1 << 20) as sync:
         report = give(sync, 1, float8_blocks(new.items(), like=checkpoint))
     assert report.tensors == 3 and not report.skipped
@@ -120,4 +120,18 @@ def test_an_engines_parameter_that_no_tensor_can_be_sent_to_is_named() -> None:
     with session(engine) as sync:
         said = r"'a\.weight_scale_inv' is float8_e8m0fnu \[2, 2\]; expected one of float64.*A UE8M0 scale"
         refused(sync, 1, said, {"a.weight": held["a.weight"]}.items())
+    engine.die()
+
+
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize(("dtype", "columns"), [(torch.uint8, 2), (torch.int32, 2), (torch.int32, 1)])
+def test_float_scales_never_become_the_integers_that_an_engine_keeps(
+    dtype: torch.dtype, columns: int, staged: bool
+) -> None:
+    name, kept = f"{WEIGHT}_scale_inv", torch.ones(2, columns, dtype=dtype)
+    engine = FakeEngine(receives={name: kept.clone()})
+    with session(engine, staged=staged) as sync:
+        said = rf"{name} {kept.dtype}".replace("torch.", "") + rf"\[2, {columns}\].*(bytes|UE8M0)"
+        refused(sync, 1, said, {name: torch.full((2, 2), 0.003)}.items())
+    assert torch.equal(engine.tensors[name], kept) and not engine.paused
     engine.die()
