@@ -187,13 +187,9 @@ class ChannelConfig:
 
     @classmethod
     def load(
-        cls,
-        *,
-        flags: Mapping[str, Any] | None = None,
-        file: str | Path | None = None,
-        environment: Mapping[str, str] | None = None,
-        **otherwise: Any,
-    ) -> ChannelConfig:
+        cls, *, flags: Mapping[str, Any] | None = None, file: str | Path | None = None,
+        environment: Mapping[str, str] | None = None, **otherwise: Any,
+    ) -> ChannelConfig:  # fmt: skip
         """Merge a TOML file, the environment and flags (None means unset). Unknown names in file or flags are refused.
 
         `otherwise`: values in the place of this class's defaults, for what none of the three says.
@@ -278,12 +274,8 @@ class EngineConfig:
 
 
 def load_values(
-    cls: type[Any],
-    *,
-    flags: Mapping[str, Any] | None,
-    file: str | Path | None,
-    environment: Mapping[str, str],
-) -> dict[str, tuple[Any, str]]:
+    cls: type[Any], *, flags: Mapping[str, Any] | None, file: str | Path | None, environment: Mapping[str, str],
+) -> dict[str, tuple[Any, str]]:  # fmt: skip
     """name -> (value, origin) for every value that is set somewhere; later origins win. A variable of either class may be set."""
     _refuse_unknown(environment)
     kinds = {f.name: type(f.default) for f in fields(cls)}

@@ -30,14 +30,9 @@ class R3Error(Exception):
     """What to do about it, for the page that is made of these classes."""
 
     def __init__(
-        self,
-        message: str = "",
-        *,
-        samples: Iterable[str] = (),
-        engines: Iterable[str] = (),
-        ranks: Iterable[tuple[int, ...]] = (),
-        step: int | None = None,
-    ) -> None:
+        self, message: str = "", *, samples: Iterable[str] = (), engines: Iterable[str] = (),
+        ranks: Iterable[tuple[int, ...]] = (), step: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.samples, self.engines, self.ranks, self.step = tuple(samples), tuple(engines), tuple(ranks), step
 

@@ -47,9 +47,7 @@ class ModelTokens:
         self._at_once, self._noted = shard.data_N.device.type == "cpu", list[tuple[int, torch.Tensor]]()
         self._can_check = tokens is not None or shard.shard.cp_size == 1
         if not self._can_check:
-            say_once(
-                "give step(tokens=...): a context-parallel rank sees parts of samples, which no hash tells apart"
-            )
+            say_once("give step(tokens=...): a context-parallel rank sees parts of samples, no whole one")
 
     def check(self, microbatch: int, ids: torch.Tensor) -> None:
         """Check the ids of one forward pass: on a CPU at once, on a GPU in `verified`.

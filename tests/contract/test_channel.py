@@ -94,13 +94,8 @@ PLAIN = SimpleNamespace(**runpy.run_path(str(ROOT / "examples/06_plain_torch.py"
 OWN, LONGER = list(range(10, 30)), list(range(40, 73))
 
 
-class Embedding(PLAIN.PlainTorch):
-    def input_ids(self, _given: torch.Tensor) -> None:
-        """The model is given what no id can be read from."""
-
-
-class Older(PLAIN.PlainTorch):
-    input_ids = None
+Embedding = type("Embedding", (PLAIN.PlainTorch,), {"input_ids": lambda *_: None})
+Older = type("Older", (PLAIN.PlainTorch,), {"input_ids": None})
 
 
 @contextmanager
@@ -150,8 +145,8 @@ def test_what_an_adapter_cannot_see_is_said_once(
 def test_a_megatron_newer_than_any_that_was_read_says_so_at_the_attach(
     installed: str, newer: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, value in {"version": installed, "check_layout": None, "config_of": None}.items():
+    stand_ins = {"version": installed, "check_layout": None, "config_of": None, "routers_by_layer": {}}
+    for name, value in stand_ins.items():
         monkeypatch.setattr(megatron, name, Mock(return_value=value))
-    monkeypatch.setattr(megatron, "routers_by_layer", Mock(return_value={}))
     assert megatron.routers([], TrainerLayout()) == {}
     assert (f"megatron-core {installed} is newer than" in caplog.text) is newer

@@ -187,20 +187,6 @@ def test_a_receiver_that_the_layout_has_not_is_refused_by_name(make_relay: MakeR
     assert told.value.ranks == ((2, 0, 0),)
 
 
-def test_lengths_that_differ_from_the_ticket_are_refused_before_a_row_moves(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=2")
-    ticket, receiver = sealed(relay), receivers_of(relay)[0]
-    with pytest.raises(errors.TicketMismatch, match=r"1 micro-batches planned, this trainer runs 2") as told:
-        receiver.receive(ticket, tokens=[[range(9)], [range(17)]])
-    assert (told.value.ranks, told.value.step) == (((0, 0, 0),), 0)
-    said = r"micro-batch 0: samples of lengths \(9, 17\) planned.*\(9, 18\)"
-    with pytest.raises(errors.TicketMismatch, match=said) as told:
-        receiver.receive(ticket, tokens=[[range(9), range(18)]])
-    assert (told.value.samples, told.value.ranks) == (("s2",), ((0, 0, 0),))
-    assert relay.metrics.value("r3channel_buckets_total") == 0
-    check_rows(receiver.receive(ticket, tokens=[[range(9), range(17)]]))
-
-
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 

@@ -524,8 +524,13 @@ def test_samples_of_equal_length_that_the_trainer_exchanged_are_both_named(make_
     with pytest.raises(errors.TicketMismatch, match=r"hashes .*\['a', 'b'\] differ.*the ticket's") as told:
         receiver.receive(ticket, tokens=tokens_of("b", "a", "c", "d"))
     assert told.value.samples == ("a", "b") and told.value.ranks == ((0, 0, 0),) and told.value.step == 0
-    with pytest.raises(errors.TicketMismatch, match=r"\(33, 33, 17, 17\)"):
+    said = r"micro-batch 0: samples of lengths \(33, 33, 17, 17\) planned.*\(33, 17, 33, 17\)"
+    with pytest.raises(errors.TicketMismatch, match=said) as told:
         receiver.receive(ticket, tokens=tokens_of("a", "c", "b", "d"))
+    assert (told.value.samples, told.value.ranks) == (("b", "c"), ((0, 0, 0),))
+    with pytest.raises(errors.TicketMismatch, match=r"1 micro-batches planned, this trainer runs 2") as told:
+        receiver.receive(ticket, tokens=[*tokens_of(*NAMES), *tokens_of("a")])
+    assert (told.value.ranks, told.value.step) == (((0, 0, 0),), 0)
     batch = tokens_of(*NAMES)
     batch[0][2][-1] += 1  # one token is enough
     with pytest.raises(errors.TicketMismatch) as told:

@@ -173,5 +173,5 @@ def test_tokens_that_the_loop_appends_are_refused_with_the_way_to_add_them(make_
         relay.add("s", reply_for("s", 9), range(10))
     relay.add("s", reply_for("s", 9), range(9))
     relay.add_live("s", range(10), append=True)
-    ticket = relay.seal(0, one_batch("s"))
-    assert (ticket.sample("s").tokens, ticket.sample("s").invalid) == (10, ((8, 9),))
+    sample = relay.seal(0, one_batch("s")).sample("s")
+    assert (sample.tokens, sample.invalid) == (10, ((8, 9),))

@@ -32,13 +32,10 @@ def test_under_faults_no_row_is_lost_without_a_name_doubled_or_changed_and_nothi
     assert report["rows_compared"] > 10_000 and len(report["faults_fired"]) >= 4, report
 
 
-@pytest.mark.parametrize(
-    "count",
-    [
-        pytest.param(4, marks=pytest.mark.long),
-        *(pytest.param(count, marks=pytest.mark.full) for count in (len(matrix.FIRST), 12)),
-    ],
-)
+FULL = [pytest.param(count, marks=pytest.mark.full) for count in (len(matrix.FIRST), 12)]
+
+
+@pytest.mark.parametrize("count", [pytest.param(4, marks=pytest.mark.long), *FULL])
 def test_whoever_is_killed_at_whatever_stage_the_loop_goes_on_and_no_process_stays(count: int) -> None:
     report = reported("--cells", str(count))
     rows, start, end = (report[key] for key in ("matrix", "start", "end"))

@@ -31,9 +31,10 @@ def checksums_from_disk(url: str, model: Path) -> Any:
     return checksums(url)
 
 
-@pytest.mark.parametrize(
-    ("family", "tp"), [pytest.param("deepseek_v3", 2, marks=pytest.mark.long), ("glm4_moe_lite", 1)]
-)
+MLA = [pytest.param("deepseek_v3", 2, marks=pytest.mark.long), ("glm4_moe_lite", 1)]
+
+
+@pytest.mark.parametrize(("family", "tp"), MLA)
 def test_mla_is_staged_in_parts_and_serves_as_loaded_from_disk(family: str, tp: int, tmp_path: Path) -> None:
     write_families(tmp_path, family)
     weights = load_file(tmp_path / family / "model.safetensors")

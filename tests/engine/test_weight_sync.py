@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -93,8 +94,10 @@ def test_the_report_counts_every_byte_and_its_stages_add_up(sync: WeightSync, ch
     *_, report = reports = [sync.update(changed.items(), version=1, timeout_s=UPDATE_S) for _ in range(6)]
     assert report.payload_bytes == sum(w.nbytes for w in changed.values())
     assert (report.tensors, report.buckets, report.version) == (len(changed), 10, 1)
-    # Another process may have had the core between two stages of one.
-    assert 0.95 <= max(sum(each.seconds.values()) / each.wall_s for each in reports) <= 1
+    shares = [sum(each.seconds.values()) / each.wall_s for each in reports]
+    assert (
+        median(shares) >= 0.95 and max(shares) <= 1
+    )  # another process may have had the core between two stages of one
 
 
 def test_a_wrong_shape_keeps_the_version_pauses_the_engine_and_the_next_update_repairs(

@@ -31,6 +31,8 @@ def covering(changed: Iterable[str], folders: dict[str, list[str]]) -> list[str]
 
     >>> covering(["a/b/x.py", "a/y.md"], {"a": ["tests/test_a.py"], "a/b": ["tests/test_b.py"]})
     ['tests/test_b.py']
+    >>> covering(["a/z.py", "tests/e2e/test_chaos.py", "tests/README.md"], {"a": ["tests/test_a.py"], "tests": ["no"]})
+    ['no', 'tests/e2e/test_chaos.py', 'tests/test_a.py']
     """
     found = set[str](changed) & long_files()
     for path in (PurePath(path) for path in changed if not path.endswith(".md")):

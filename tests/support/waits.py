@@ -5,6 +5,7 @@ A limit that users are promised, and a deadline that is to pass, stand in the te
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,11 @@ def until(
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {limit_s:g} s: {what or condition}{end_of(log)}"
         time.sleep(0.002)
+
+
+def busy() -> float:
+    """Return how many times longer a machine with this load takes than a quiet one, for limits that users are promised."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def end_of(log: Path | None, *, size: int = 4000) -> str:

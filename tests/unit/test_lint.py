@@ -50,10 +50,3 @@ def test_every_room_has_long_tests_that_cover_it_and_every_file_of_them_is_in_th
     assert named == covering.long_files()
     assert {room.removesuffix("/*.py") for room in rooms(ROOT)} - {"tests"} <= folders.keys()
     assert not [folder for folder, files in folders.items() if not files or not (ROOT / folder).is_dir()]
-
-
-def test_a_change_runs_what_covers_its_nearest_folder_and_a_long_file_itself() -> None:
-    folders = {"r3channel": ["loose"], "r3channel/wire": ["wire"]}
-    changed = ["r3channel/wire/frame.py", "r3channel/wire/README.md", "tests/e2e/test_chaos.py", "Makefile"]
-    assert covering.covering(changed, folders) == ["tests/e2e/test_chaos.py", "wire"]
-    assert covering.covering(["r3channel/config.py"], folders) == ["loose"]

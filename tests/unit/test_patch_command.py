@@ -98,12 +98,8 @@ def test_applied_and_reversed_files_are_as_before(target: Path, capsys: pytest.C
     ],
 )
 def test_what_is_neither_before_nor_after_is_named(
-    target: Path,
-    action: str,
-    found: dict[str, str],
-    words: tuple[str, ...],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    target: Path, action: str, found: dict[str, str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     (target / "lib/two.py").unlink()
     write(target, found)
     assert run(action, target) == 2 and files_of(target) == found

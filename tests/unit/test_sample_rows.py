@@ -9,6 +9,7 @@ import pickle
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import pytest
 
 from r3channel.config import ChannelConfig
 from r3channel.errors import FrameMissing, RoutingMissing, RowCountMismatch, StepError, StoreFull
-from r3channel.integrations.slime.sample_rows import START, Rows, SampleRows, rows_of
+from r3channel.integrations.slime.sample_rows import START, Rows, SampleRows, names_at, rows_of
+from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
@@ -355,3 +357,11 @@ def test_the_assignment_is_the_callers_own(rows: SampleRows) -> None:
     ticket = rows.seal(0, samples, [[[2], [0]], [[3], [1]]], steps=[1, 1])
     assert ticket.assignment.ranks == ((("2.2",), ("0.0",)), (("3.3",), ("1.1",)))
     assert ticket.assignment.steps == (1, 1)
+
+
+def test_samples_are_named_by_their_place_also_where_two_have_one_index_or_none() -> None:
+    planned = [["7.0", "7.1"], ["None.2", "8.3"]]
+    ticket: Any = SimpleNamespace(assignment=Assignment.given([planned]))
+    assert names_at(ticket, 0, [[7, 7], [None, 8]]) == planned
+    assert names_at(ticket, 0, [[7, 8], [None, 7]]) == [["7.0", "8."], ["None.2", "7."]]
+    assert names_at(ticket, 0, [[7, 7, None], [8, 9]]) == [["7.0", "7.1", "None.2"], ["8.3", "9."]]

@@ -44,14 +44,11 @@ def older(tree: Callable[[str], Path]) -> dict[str, str]:
     }
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((unpacked, True, 1), id="overlap"),
-        pytest.param((unpacked, False, 1), id="no overlap"),
-        pytest.param((slimes_sglang, True, 2), id="slime's image, two ranks", marks=pytest.mark.long),
-    ],
-)
+SLIMES = pytest.param((slimes_sglang, True, 2), id="slime's image, two ranks", marks=pytest.mark.long)
+PUBLISHED = [pytest.param((unpacked, overlap, 1), id=f"overlap {overlap}") for overlap in (True, False)]
+
+
+@pytest.fixture(scope="module", params=[*PUBLISHED, SLIMES])
 def server(models: Models, request: pytest.FixtureRequest) -> Iterator[EngineServer]:
     tree, overlap, tp = request.param
     with serving(models.target, overlap=overlap, tp=tp, weight_version="default", env=older(tree)) as server:

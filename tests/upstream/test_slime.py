@@ -75,9 +75,8 @@ JOBS: dict[str, tuple[str, str]] = {
 """Name -> arguments of the run, arguments of slime."""
 KINDS = {
     "experts": "engine manager trainer page-engine page-relay page-trainer ray",
-    "pipeline": "manager trainer page-relay page-trainer ray",
-    "synchronous": "trainer",
-}
+    "pipeline": "manager trainer page-relay page-trainer ray", "synchronous": "trainer",
+}  # fmt: skip
 """What tells of each job with a token, at least."""
 AFTER: dict[str, tuple[str, str, str]] = {
     "replayed": ("stock", "--no-engine", "--load-debug-rollout-data {before}/rollouts/{{rollout_id}}.pt"),

@@ -65,6 +65,16 @@ class Rows:
         return str, (self.name,)  # in a dump of samples, or in another process, no relay knows it
 
 
+def names_at(ticket: Ticket, dp: int, batches: Sequence[Sequence[Any]]) -> list[list[str]]:
+    """Return the names of the samples of a DP rank's micro-batches, by slime's index at each place.
+
+    Several samples may have one index, or None, so a name is that of the ticket's place, where the index is of it.
+    """
+    planned = itertools.chain.from_iterable(ticket.assignment.ranks[dp])
+    found = [[(f"{index}.", next(planned, "")) for index in batch] for batch in batches]
+    return [[name if name.startswith(begin) else begin for begin, name in batch] for batch in found]
+
+
 class SampleRows:
     """Takes the rows out of replies, and seals those of the samples that are trained on.
 

@@ -24,8 +24,10 @@ from slime.observability.metric_utils import compute_rollout_step  # pyright: ig
 from r3channel.errors import StepError
 from r3channel.integrations.slime.arguments import layout_of
 from r3channel.integrations.slime.relay_manager import config_of
+from r3channel.integrations.slime.sample_rows import names_at
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.ray_host import RayRelay
+from r3channel.trainer.adapters.megatron import parallel_coords
 from r3channel.trainer.adapters.megatron_schedule import replayed
 from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.replay import ReplayStep
@@ -82,7 +84,11 @@ class ChannelActor(MegatronTrainRayActor):
         if ticket is None:
             text = f"rollout {rollout_id} came without a ticket; expected one from r3channel's rollout manager. Was the job "
             raise StepError(text + "started with `r3channel slime`?")
-        given = {"tokens": _tokens(rollout_data), "samples": _names(ticket, rollout_data)}
+        batches = [
+            [rollout_data["sample_indices"][at] for at in batch]
+            for batch in rollout_data["micro_batch_indices"]
+        ]
+        given = {"tokens": _tokens(rollout_data), "samples": names_at(ticket, parallel_coords().dp, batches)}
         with channel.step(ticket, **given, version=self.weight_updater.weight_version) as self._step:
             try:
                 with channel.receiver.clock.span("train", step=ticket.step):
@@ -134,13 +140,6 @@ def log_step(args: Namespace, rollout_id: int, figures: dict[str, float]) -> Non
         logging_utils.wandb.define_metric("r3channel/*", step_metric="rollout/step")
     step = compute_rollout_step(args, rollout_id)
     logging_utils.log(args, figures | {"rollout/step": step}, step_key="rollout/step")
-
-
-def _names(ticket: Ticket, rollout_data: dict[str, Any]) -> list[list[str]]:
-    """Return the names that the manager gave the samples of each micro-batch: slime's index, and a number."""
-    names = {name.partition(".")[0]: name for name in ticket.assignment.sample_ids}
-    each = [names.get(str(index), f"{index}.") for index in rollout_data["sample_indices"]]
-    return [[each[index] for index in batch] for batch in rollout_data["micro_batch_indices"]]
 
 
 def _tokens(rollout_data: dict[str, Any]) -> list[list[list[int]]]:

@@ -68,8 +68,9 @@ def routers(chunks: Sequence[torch.nn.Module], layout: TrainerLayout) -> dict[in
     """See `trainer.router.Adapter`."""
     check_layout(layout, config=config_of(chunks))
     if _numbers(version()) > _numbers(READ_AGAINST[-1]):
-        newest = f"megatron-core {version()} is newer than {READ_AGAINST[-1]}, the newest that was read"
-        log.warning("r3channel: %s: compare a first step with `r3channel check`", newest)
+        log.warning(
+            "r3channel: megatron-core %s is newer than %s, the last read", version(), READ_AGAINST[-1]
+        )
     return routers_by_layer(chunks, mtp_layers=len(layout.mtp))
 
 
