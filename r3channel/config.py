@@ -52,13 +52,13 @@ class ChannelConfig:
     """Relay and trainer side of the channel."""
 
     transport: str = "tcp"
-    """How rows travel from relay to trainers: `tcp`, then to a trainer's GPU in one copy; `nccl`, where the relay owns a GPU that
-    no trainer uses; `gloo`, its stand-in in tests. Control messages go over TCP in any case."""
+    """How rows travel from relay to trainers: `tcp`, to a trainer's GPU bucket by bucket; `nccl`, from a GPU of the relay that no
+    trainer uses; `gloo`, its stand-in in tests. Control messages go over TCP in any case."""
     bucket_bytes: int = 8 * _MIB
     """Largest slice of a receiver's rows that is sent, staged and placed at once; over `nccl` two are under way."""
     expected_shard_bytes: int = 0
     """What a trainer rank receives per step at most (`r3channel plan` says it). Memory for two such shards, the one in use and
-    the next, is made when it joins; what feeds a GPU is pinned. A larger step makes more when it comes; 0: every one may."""
+    the next, is made when it joins, where the routers are. A larger step makes more when it comes; 0: every one may."""
     fallback: str = "tcp"
     """How a step travels once a receiver's process group failed `max_group_failures` times: `tcp`, or empty for not at all."""
     max_group_failures: int = 3

@@ -25,7 +25,7 @@ from r3channel.observe.trace_file import TraceFile
 STAGES: tuple[str, ...] = (
     # the path of a row, in order
     *("capture", "frame", "http", "ingest", "verify", "plan", "decode", "place"),
-    *("h2d", "send", "recv", "rebroadcast", "bind", "audit"),
+    *("send", "recv", "rebroadcast", "bind", "audit"),
     # the rollout manager's own
     *("assemble", "serialize"),
     # the trainer's own

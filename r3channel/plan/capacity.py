@@ -42,6 +42,11 @@ class Machines:
     """Engines to relay, all together."""
     wire_gbyte_s: float = 50.0
     """Relay to trainers: one NIC (NDR InfiniBand)."""
+    connection_gbyte_s: float = 2.2
+    """One TCP connection: a core at each end (measured over loopback, 2 cores)."""
+    gather_gbyte_s: float = 3.0
+    """Rows of a stage's layers into buckets by one core of the relay, as nccl needs them; 9 with all layers (measured). Less than
+    from pinned memory to a GPU: 55 on an H100."""
     object_store_gbyte_s: float = 3.0
     """Ray's object store into one process: 2 to 4 (seed 003)."""
     relay_us_per_token: float = 0.71
@@ -89,8 +94,8 @@ class Capacity:
     placed_bytes_tp0: int
     """The largest shard of one TP0, padding included, before the scatter over TP: `expected_shard_bytes`."""
     held_bytes_tp0: int
-    """Two of them, and of the tensors beside them: those in use (on a GPU, the rows' copy there) and the next, which come into
-    host memory meanwhile."""
+    """Two of them where the routers are, those in use and the next, with the tensors beside them in host memory. A GPU has two
+    buckets more and their index, a host two pinned ones; over nccl nothing comes ahead."""
     landed_bytes_per_rank: int
     """The most that one process keeps after the scatter over TP."""
     landed_bytes_all_ranks: int
@@ -110,6 +115,10 @@ class Capacity:
     http_s: float
     place_s: float
     wire_s: float
+    tcp_s: float
+    """All receivers at once, a core for each connection."""
+    nccl_s: float
+    """One receiver after another, from one core and one GPU of the relay; trainers' cores are left alone."""
     default_http_bytes: int
     default_bytes_per_rank: int
     default_bytes_all_ranks: int
@@ -180,7 +189,11 @@ def add_up(plan: Plan, *, machines: Machines, tensors: Sequence[TokenTensor] = (
         ordinary_bytes_per_dp=max(per_dp) * _ORDINARY_BYTES_PER_TOKEN,
         http_s=frame * _BASE64 * 8 / (machines.http_gbit_s * 1e9),
         place_s=sum(padded) * machines.relay_us_per_token * work * 1e-6,
-        wire_s=sum(received) / (machines.wire_gbyte_s * 1e9), default_http_bytes=round(rows * default_row * _BASE64),
+        wire_s=sum(received) / (machines.wire_gbyte_s * 1e9), tcp_s=max(
+            max(received) / (machines.connection_gbyte_s * 1e9),
+            sum(received) / (min(machines.wire_gbyte_s, machines.node_cores * machines.connection_gbyte_s) * 1e9),
+        ), nccl_s=sum(received) / (min(machines.wire_gbyte_s, machines.gather_gbyte_s) * 1e9),
+        default_http_bytes=round(rows * default_row * _BASE64),
         default_bytes_per_rank=default_rank,
         default_bytes_all_ranks=sum(padded) * default_row * layout.world_size // layout.dp,
         default_host_bytes=rows * default_row,

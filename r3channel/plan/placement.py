@@ -71,6 +71,14 @@ class Placement:
                 ids_PK = spread_ids(shard.spec, positions_T=np.arange(position, position + rows))
                 target_LP[:] = _row_items(ids_PK)
 
+    def table(self, digests_CSL: Ids) -> Ids:
+        """Return what `new_digests` made and `rows` added to."""
+        return digests_CSL
+
+    def differing(self, digests_CSL: Ids, expected_SL: Ids) -> Ids:
+        """Return [samples] bool: whose rows have other digests."""
+        return (digests_CSL.sum(axis=0, dtype=np.uint64) != expected_SL).any(axis=1)
+
     def new_digests(self) -> Ids:
         """[TP slot, sample of the DP rank, layer] uint64, all 0."""
         shard = self._stream.shard
@@ -91,7 +99,7 @@ class Placement:
         real = rows if len(source_TLK) else np.zeros_like(rows)
         slot = stream.runs.slot[run]
         sample = slot * len(stream.samples) + np.maximum(stream.sample_of[run], 0)
-        layout = self._layout(stretches)
+        layout = places(stream, stretches)
         table = np.stack((stretches.begin[:-1], real, rows, *layout, stretches.position, sample), axis=1)
         slots, samples, layers = digests_CSL.shape
         digests, pads = digests_CSL.reshape(slots * samples, layers), _pad_items(spec)
@@ -116,34 +124,33 @@ class Placement:
             digest_L = digests_CSL[stream.runs.slot[run], stream.sample_of[run]]
             digest_L += found_C[self._sources_L]
 
-    def _layout(self, stretches: Stretches) -> tuple[Ints, Ints, Ints]:
-        """(offset of each stretch's first row in the first layer, bytes between its layers, bytes between its rows)."""
-        shard, runs = self._stream.shard, self._stream.runs.take(stretches.run)
-        numbers = range(len(shard.microbatches))
-        begin_M = np.cumsum([0, *map(shard.microbatch_bytes, numbers)])
-        rows_M = np.asarray([*map(shard.slot_rows, numbers)], np.int64)
-        width_M = np.asarray([batch.width for batch in shard.microbatches], np.int64)
-        packed_M = np.asarray([batch.packed for batch in shard.microbatches])
-        number = runs.microbatch
-        width, layer_bytes = width_M[number], rows_M[number] * self._id_bytes
-        column = np.where(packed_M[number], 0, runs.sample)
-        slot = begin_M[number] + runs.slot * (len(shard.layers) * layer_bytes)
-        local = runs.local + stretches.position - runs.position
-        return slot + (local * width + column) * self._id_bytes, layer_bytes, width * self._id_bytes
-
     def _targets(self, stretches: Stretches):
         """(run, position, rows, view [layer, row] with one item per row of K ids) of each stretch."""
         layers = len(self._stream.shard.layers)
-        places = np.stack(
-            (stretches.run, stretches.position, stretches.rows, *self._layout(stretches)), axis=1
-        )
-        for run, position, rows, offset, layer_bytes, step in places.tolist():
+        named = (stretches.run, stretches.position, stretches.rows, *places(self._stream, stretches))
+        for run, position, rows, offset, layer_bytes, step in np.stack(named, axis=1).tolist():
             ids_LPK = np.lib.stride_tricks.as_strided(
                 self._buffer_N[offset : offset + self._id_bytes],
                 (layers, rows, self._id_bytes),
                 (layer_bytes, step, 1),
             )
             yield run, position, rows, _row_items(ids_LPK)
+
+
+def places(stream: Stream, stretches: Stretches) -> tuple[Ints, Ints, Ints]:
+    """Return where stretches lie in a shard, in bytes: first row in the first layer, layer to layer, row to row."""
+    shard, runs = stream.shard, stream.runs.take(stretches.run)
+    numbers, id_bytes = range(len(shard.microbatches)), shard.spec.top_k * shard.spec.id_dtype.itemsize
+    begin_M = np.cumsum([0, *map(shard.microbatch_bytes, numbers)])
+    rows_M = np.asarray([*map(shard.slot_rows, numbers)], np.int64)
+    width_M = np.asarray([batch.width for batch in shard.microbatches], np.int64)
+    packed_M = np.asarray([batch.packed for batch in shard.microbatches])
+    number = runs.microbatch
+    width, layer_bytes = width_M[number], rows_M[number] * id_bytes
+    column = np.where(packed_M[number], 0, runs.sample)
+    slot = begin_M[number] + runs.slot * (len(shard.layers) * layer_bytes)
+    local = runs.local + stretches.position - runs.position
+    return slot + (local * width + column) * id_bytes, layer_bytes, width * id_bytes
 
 
 def place_samples(plan: Plan, *, dp: int, ids_of: Callable[[str], Ids]) -> dict[ShardKey, _Bytes]:

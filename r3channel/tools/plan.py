@@ -156,13 +156,21 @@ def _plan_text(result: dict[str, Any]) -> str:
     for label, ours, theirs in _TIMES:
         lines.append(f"{label:32s}{result[ours]:>12.2f} s{result[theirs]:>12.2f} s")
     lines.append(f"kept per process: 1/{1 / result['ratio']:.0f} of the default path")
-    lines += [_store_text(result), _node_text(result)]
+    lines += [_rows_text(result), _store_text(result), _node_text(result)]
     return "\n".join(lines)
 
 
 def _per_token(result: dict[str, Any]) -> str:
     beside = result["tensor_bytes_per_token"].items()
     return " + ".join([str(result["bytes_per_token"]), *(f"{nbytes} of {name}" for name, nbytes in beside)])
+
+
+def _rows_text(result: dict[str, Any]) -> str:
+    """How long rows travel over each transport, as text."""
+    tcp_s, nccl_s = result["tcp_s"], result["nccl_s"]
+    better = "tcp" if tcp_s < nccl_s else "nccl"
+    text = f"rows to trainers: tcp {tcp_s:.2f} s, all at once; nccl {nccl_s:.2f} s, in turn through one core and GPU of the relay"
+    return f"{text}: {better} is faster"
 
 
 def _store_text(result: dict[str, Any]) -> str:

@@ -40,11 +40,11 @@ _KINDS = {
     "generation": (_GREEN, ("generation", "http", "capture", "frame")),
     "relay": (_BLUE, ("ingest", "verify", "plan", *WORK, "assemble", "serialize")),
     "training": (_ORANGE, ("logprob", "forward", "backward", "optimizer", "train", "weights", "audit")),
-    "routing at the trainer": ("#8f6fc9", ("recv", "rebroadcast", "h2d")),
+    "routing at the trainer": ("#8f6fc9", ("recv", "rebroadcast")),
     "waits for routing": (_RED, ROUTING_WAITS),
 }
 """Kinds of spans: colour and stages. Waits for the next rollout stay blank."""
-_WAY = ("capture", "frame", "http", "ingest", "verify", "plan", "decode", *WORK, "h2d", "rebroadcast", "bind")
+_WAY = ("capture", "frame", "http", "ingest", "verify", "plan", "decode", *WORK, "rebroadcast", "bind")
 """Stages that move or judge a row; `recv` is the time until its sender's `send`."""
 
 _STYLE = """

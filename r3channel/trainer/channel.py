@@ -192,7 +192,7 @@ class TrainerChannel:
 
         Each name begins with `r3channel/`:
             wait_s          seconds that training stood still for the rows
-            hand_on_s       seconds of their copy to the GPU and their hand-on over the TP group, while it stood still, too
+            hand_on_s       seconds of their hand-on over the TP group, while it stood still, too
             hidden_share    share of the rows' way from the relay, 0 to 1, that training did not wait for; TP rank 0 only
             wire_bytes      bytes from the relay, those of attempts that failed too; TP rank 0 only
             landed_bytes    bytes of ids that this rank's routers replay
@@ -209,7 +209,7 @@ class TrainerChannel:
         waited = sum(spent.get(stage, 0.0) for stage in ROUTING_WAITS)
         figures = {
             "wait_s": waited,
-            "hand_on_s": spent.get("h2d", 0.0) + spent.get("rebroadcast", 0.0),
+            "hand_on_s": spent.get("rebroadcast", 0.0),
             "landed_bytes": len(shard.data_N),
             "live_rows": sum(shard.live_counts().values()),
         }

@@ -59,7 +59,7 @@ class ModelTokens:
         Raises:
             TicketMismatch: they are not those that the ticket's rows are of; names samples and the cause.
         """
-        if self._can_check and self._at_once:
+        if self._can_check and self._at_once and ids.device.type == "cpu":
             self._compare(microbatch, ids.numpy())
         elif self._can_check:
             self._noted.append((microbatch, ids.clone()))

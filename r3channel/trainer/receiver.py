@@ -1,8 +1,8 @@
 """Receives one rank's shard: ticket checked, rows received by a `RelayConnection`, parts handed on over the TP group.
 
 Called on the trainer's main thread. TP0 talks to the relay; the other ranks of its TP group only take part in the hand-on. Over
-TCP rows come on a thread of their own, from `prefetch` on or from `receive` on, into host memory. Rows are acknowledged when they
-have the digests that their engines made.
+TCP rows come on a thread of their own, from `prefetch` on or from `receive` on. They are placed on the routers'
+device (`buckets`). Rows are acknowledged when they have the digests that their engines made.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from r3channel.plan.placement import warm
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
 from r3channel.plan.token_tensors import brought, slot_bytes
+from r3channel.trainer.buckets import buckets_for
 from r3channel.trainer.model_tokens import Batches
 from r3channel.trainer.rank_shard import RankShard, slot_parts
 from r3channel.trainer.relay_connection import Control, RelayConnection
@@ -58,8 +59,7 @@ class Receiver:
         self._fanout = fanout or TensorParallelFanout(None, device=self._device)
         self.clock = clock or StageClock("trainer")
         self.clock.keep(self._config.trace, f"trainer{layout.rank(coords)}")
-        on_gpu = self._device.type == "cuda"
-        if on_gpu:
+        if self._device.type == "cuda":
             self.clock.mark(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
         self._own_page = metrics is None
 
@@ -71,15 +71,21 @@ class Receiver:
         self.metrics = metrics or Metrics.of("trainer", self._config, clock=self.clock, **page)
         self.metrics.measure("r3channel_steps_total")
         self.metrics.measure("r3channel_bytes_total", leg="landed")
+        self._rows = buckets_for(self._device)
         self._member = RelayConnection(
-            control, coords=coords, config=self._config, pinned=on_gpu, clock=self.clock, metrics=self.metrics
+            control,
+            coords=coords,
+            config=self._config,
+            buckets=self._rows,
+            clock=self.clock,
+            metrics=self.metrics,
         )
         self._buffers: dict[str, torch.Tensor] = {}
         self._last = ("", -1, 0)
         """Run and step that were received last."""
         self._ahead: tuple[Ticket, Future[_Landed]] | None = None
         """What comes on another thread, or came and was not received yet."""
-        self._stays = self._device.type == "cpu" and layout.tp_slots == 1
+        self._stays = layout.tp_slots == 1 and not self._config.grouped
         """Is the shard that routers use the memory into which it came? Then the next one comes into other memory."""
         self._turn = 0
 
@@ -94,13 +100,10 @@ class Receiver:
             self._member.list_page()
 
     def _reserve(self) -> None:
-        """A gigabyte takes a third of a second to pin: now, and not in a step's slot."""
+        """Take it now, so that a step does not wait, and cannot fail, for want of memory."""
         nbytes = self._config.expected_shard_bytes
-        if nbytes:
-            for turn in range(1 + self._stays):
-                self._whole(nbytes, turn)
-            if self._device.type != "cpu":
-                self._buffer("device", nbytes)
+        for turn in range(1 + self._stays) if nbytes else ():
+            self._buffer(f"whole{turn}", nbytes)
 
     def receive(
         self, ticket: Ticket, *, tokens: Batches | None = None, samples: Sequence[Sequence[str]] | None = None,
@@ -113,7 +116,7 @@ class Receiver:
         The shard may be used until the next call. Ends within `step_timeout_s` plus one bucket, or ten seconds to acknowledge.
 
         All ranks of the TP group hold the routing slot (`transport/collective_lock.py`) from here to the end of the hand-on: no
-        weight update of this process runs during the copy to the GPU and the hand-on. Over TCP the transfer itself needs no slot
+        weight update of this process runs during the hand-on. Over TCP the transfer itself needs no slot
         and runs beside an update; over a process group it lies within the slot, too.
 
         Raises `TicketMismatch` before a row is handed on (and before one moves, where nothing was prefetched), a `TransportError`
@@ -131,7 +134,7 @@ class Receiver:
                 slot.enter_context(PROCESS_SLOT.use("routing", where, timeout_s=self._config.step_timeout_s))
                 if self._coords.tp == 0:
                     landed = self._receive_whole(ticket, shard)
-                whole_N = None if landed is None else self._to_device(landed[1])
+                whole_N = None if landed is None else landed[1]
                 part_N = self._part(shard, whole_N)  # memory that is not to be had is a failure too
                 digests = self._digests(shard, landed[0] if landed else None)
                 beside = [
@@ -189,22 +192,24 @@ class Receiver:
                     f"step {ticket.step} while step {other.step} was prefetched; receive that one first"
                 )
         self._member.announced.clear()
-        call = partial(self._receive_ahead, ticket, shard, after=before)
+        call = partial(self._receive_ahead, ticket, shard, self._free(shard), after=before)
         self._ahead = ticket, in_background(call, name="receive")
 
-    def _receive_ahead(self, ticket: Ticket, shard: Shard, *, after: Future[_Landed] | None) -> _Landed:
+    def _receive_ahead(
+        self, ticket: Ticket, shard: Shard, whole_N: torch.Tensor, *, after: Future[_Landed] | None
+    ) -> _Landed:
         self.clock.ahead()
         if after is not None:
             # It has the connection and the memory, until the relay refuses its ticket.
             wait([after], 2 * self._config.step_timeout_s)
         try:
-            return self._receive_now(ticket, shard)
+            return self._receive_now(ticket, shard, whole_N)
         finally:
             self._member.announced.set()
 
     def _receive_whole(self, ticket: Ticket, shard: Shard) -> _Landed:
         if self._ahead is None:
-            return self._receive_now(ticket, shard)
+            return self._receive_now(ticket, shard, self._free(shard))
         landed, limit_s = self._ahead[1], self._config.step_timeout_s
         try:
             with self.clock.span("wait_relay", step=ticket.step):
@@ -219,11 +224,17 @@ class Receiver:
         finally:
             del landed  # it holds the error, whose traceback holds this frame
 
-    def _receive_now(self, ticket: Ticket, shard: Shard) -> _Landed:
-        whole_N = self._whole(shard.nbytes, self._turn)
-        with self.clock.span("place", step=ticket.step):
-            landed = ShardBuffer(ticket, shard, whole_N.numpy())
-        self._member.receive(ticket, landed.stream, landed.sink)
+    def _free(self, shard: Shard) -> torch.Tensor:
+        """Return where a shard may be written, on the routers' device, after what this thread has the device do with it."""
+        whole_N = self._buffer(f"whole{self._turn}", shard.nbytes)
+        self._rows.mark()
+        return whole_N
+
+    def _receive_now(self, ticket: Ticket, shard: Shard, whole_N: torch.Tensor) -> _Landed:
+        with self._rows.placing():
+            with self.clock.span("place", step=ticket.step):
+                landed = ShardBuffer(ticket, shard, whole_N, place=self._rows.placement)
+            self._member.receive(ticket, landed.stream, landed.sink)
         return landed, whole_N
 
     def close(self) -> None:
@@ -257,17 +268,16 @@ class Receiver:
 
     # -- over the TP group -------------------------------------------------------------------------------------------
 
-    def _whole(self, nbytes: int, turn: int) -> torch.Tensor:
-        """Where a shard arrives, on the host: with all rows for each rank and no GPU it stays there."""
-        return self._buffer(f"whole{turn}", nbytes, device=torch.device("cpu"))
-
     def _digests(self, shard: Shard, landed: ShardBuffer | None) -> list[torch.Tensor]:
         """Per TP slot the digests of its rows as bytes, TP0's; elsewhere memory for this rank's."""
         if landed is None:
             nbytes = 8 * _samples(shard) * len(shard.layers)
             return [torch.empty(nbytes, dtype=torch.uint8, device=self._device)]
-        tables = torch.from_numpy(landed.digests_CSL.view("u1").reshape(shard.tp_slots, -1))
-        return list(tables.to(self._device))
+        found = landed.digests_CSL
+        tables = found if torch.is_tensor(found) else torch.from_numpy(found.view("i8"))
+        if tables.is_cuda:  # made on another stream: it is not given up before this one has used it
+            tables.record_stream(torch.cuda.current_stream())
+        return list(tables.view(shard.tp_slots, -1).view(torch.uint8))
 
     def _part(self, shard: Shard, whole_N: torch.Tensor | None) -> torch.Tensor:
         """[slot_bytes] on the routers' device, where this rank's part will lie: with all rows in it, TP0's whole shard itself."""
@@ -314,12 +324,6 @@ class Receiver:
             self._fanout.rebroadcast(data_N)
         return data_N.cpu()
 
-    def _to_device(self, whole_N: torch.Tensor) -> torch.Tensor:
-        if whole_N.device == self._device:
-            return whole_N
-        with self.clock.span("h2d"):
-            return self._buffer("device", len(whole_N)).copy_(whole_N)
-
     def _scatter(self, shard: Shard, whole_N: torch.Tensor | None, part_N: torch.Tensor) -> None:
         """A bucket's bytes at once: each call waits for all ranks, so small micro-batches go together."""
         parts, first, begin, end = None if whole_N is None else slot_parts(shard, whole_N), 0, 0, 0
@@ -331,18 +335,11 @@ class Receiver:
             self._fanout.scatter(slots, part_N[begin:end])
             first, begin = after, end
 
-    def _buffer(self, name: str, nbytes: int, *, device: torch.device | None = None) -> torch.Tensor:
-        """A reused uint8 buffer of at least `nbytes`, cut to size; on the routers' device unless said. Host memory that feeds a
-        GPU is pinned."""
-        device = device or self._device
-        key = f"{name}-{device.type}"
-        held = self._buffers.get(key)
+    def _buffer(self, name: str, nbytes: int) -> torch.Tensor:
+        """Return a reused uint8 buffer of at least `nbytes` on the routers' device, cut to size."""
+        held = self._buffers.get(name)
         if held is None or len(held) < nbytes:
-            pinned = self._device.type == "cuda" and device.type == "cpu"
-            # torch pins a power of two in any case; a step that grows a little then pins nothing
-            size = 1 << (nbytes - 1).bit_length() if pinned else nbytes
-            held = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
-            self._buffers[key] = held
+            held = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return held[:nbytes]
 
 

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import Any, Protocol
 
-import torch
 from xxhash import xxh3_64_intdigest
 
 from r3channel.config import ChannelConfig
@@ -23,6 +22,7 @@ from r3channel.plan.layout import RankCoords
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket
 from r3channel.plan.token_tensors import brought, length_bytes, tensor_bytes
+from r3channel.trainer.buckets import HostBuckets
 from r3channel.trainer.shard_buffer import RelaySink, table_bytes
 from r3channel.transport.base import RELAY_RANK, Pending, Rendezvous, Transport
 from r3channel.transport.connection import Connection
@@ -54,13 +54,12 @@ class RelayConnection:
         *,
         coords: RankCoords,
         config: ChannelConfig,
-        pinned: bool,
+        buckets: HostBuckets,
         clock: StageClock,
         metrics: Metrics,
     ) -> None:
-        """`pinned`: whether the memory in which rows arrive feeds a GPU."""
         self._control, self._coords, self._config = control, coords, config
-        self._pinned, self._clock, self._metrics = pinned, clock, metrics
+        self._buckets, self._clock, self._metrics = buckets, clock, metrics
         self._link: Connection | None = None
         self._group: Transport | None = None
         self._closed = threading.Event()
@@ -70,7 +69,6 @@ class RelayConnection:
         for name in ("r3channel_buckets_total", "r3channel_group_resets_total"):
             metrics.measure(name)
         metrics.measure("r3channel_bytes_total", leg="wire_received")
-        self._buckets: list[torch.Tensor] = []
 
     def join(self, *, timeout_s: float) -> None:
         """Connect, and make the process group where there is one, so that no step waits for it.
@@ -79,7 +77,7 @@ class RelayConnection:
         """
         deadline_s = time.monotonic() + timeout_s
         self._connect(timeout_s=timeout_s)
-        self._memory(self._config.bucket_bytes, count=2 if self._config.grouped else 1)
+        self._buckets.reserve(self._config.bucket_bytes, transport=self._config.transport)
         if self._config.grouped:
             try:
                 self._join_group(deadline_s)
@@ -216,38 +214,34 @@ class RelayConnection:
     def _receive_rows(
         self, ticket: Ticket, stream: Stream, sink: RelaySink, *, group: bool, deadline_s: float
     ) -> None:
-        """Receive the rows bucket by bucket, and write each bucket to its place while it is in the cache."""
-        step = ticket.step
-        spec, row_bytes = stream.shard.spec, max(stream.row_bytes, 1)
+        """Receive the rows bucket by bucket, and give each bucket to the sink while the next one comes."""
+        step, buckets, row_bytes = ticket.step, self._buckets, max(stream.row_bytes, 1)
         rows, total = max(ticket.bucket_bytes // row_bytes, 1), stream.nbytes // row_bytes
-        buckets = self._memory(min(rows, total) * row_bytes, count=2 if group else 1)
+        buckets.reserve(min(rows, total) * row_bytes, transport=self._config.transport if group else "tcp")
         spans = [(at, min(at + rows, total)) for at in range(0, total, rows)]
-        pending = self._post(buckets, spans, 0, row_bytes) if group else None
+        pending = self._post(spans, 0, row_bytes) if group else None
         if group:
             self._say(wire.POSTED)
         for number, (begin, end) in enumerate(spans):
-            data_N = buckets[number % len(buckets)][: (end - begin) * row_bytes]
+            nbytes = (end - begin) * row_bytes
             with self._clock.span("recv" if number else "wait_wire", step=step):
                 if pending is not None:
                     pending.wait(timeout_s=self._limit(deadline_s))
-                    pending = self._post(buckets, spans, number + 1, row_bytes)
+                    pending = self._post(spans, number + 1, row_bytes)
                 else:
-                    self._recv(data_N.numpy().data, deadline_s)
-            ids_TCK = data_N.numpy().view(spec.id_dtype).reshape(end - begin, len(stream.columns), spec.top_k)
+                    self._recv(buckets.free(number)[:nbytes].numpy().data, deadline_s)
             with self._clock.span("place", step=step):
-                sink.rows(ids_TCK, begin=begin)
+                sink.rows(buckets.arrived(number, nbytes, stream), begin=begin)
         self._metrics.inc("r3channel_buckets_total", len(spans))
         self._metrics.inc("r3channel_bytes_total", stream.nbytes, leg="wire_received")
 
-    def _post(
-        self, buckets: list[torch.Tensor], spans: list[tuple[int, int]], number: int, row_bytes: int
-    ) -> Pending | None:
-        """Start a bucket's receive over a process group, while the bucket before it is written."""
+    def _post(self, spans: list[tuple[int, int]], number: int, row_bytes: int) -> Pending | None:
+        """Start a bucket's receive over a process group, before the bucket before it is placed."""
         if number >= len(spans):
             return None
         assert self._group is not None
         begin, end = spans[number]
-        data_N = buckets[number % len(buckets)][: (end - begin) * row_bytes]
+        data_N = self._buckets.free(number)[: (end - begin) * row_bytes]
         return self._group.start_recv(RELAY_RANK, data_N)
 
     # -- the connection ----------------------------------------------------------------------------------------------
@@ -315,13 +309,6 @@ class RelayConnection:
     def _limit(self, deadline_s: float) -> float:
         """How long the next bytes may take."""
         return min(self._config.send_timeout_s, _left(deadline_s))
-
-    def _memory(self, nbytes: int, *, count: int) -> list[torch.Tensor]:
-        if len(self._buckets) < count or len(self._buckets[0]) < nbytes:
-            self._buckets = [
-                torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned) for _ in range(count)
-            ]
-        return self._buckets[:count]
 
 
 def _pauses() -> Iterator[float]:

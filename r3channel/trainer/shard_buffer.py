@@ -1,10 +1,11 @@
-"""The memory that a process receives a shard into: rows are written to their places and compared with the engines' digests.
+"""A shard while it lands: rows are written to their places and compared with the engines' digests.
 
 Knows the plan and the digests; no connection and no router.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,15 +23,17 @@ from r3channel.wire.token_tensors import TokenTensor
 class ShardBuffer:
     """FILLING (one attempt after another) -> whole. One thread."""
 
-    def __init__(self, ticket: Ticket, shard: Shard, rows_N: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """`rows_N` has `shard.nbytes` bytes of any content."""
+    def __init__(
+        self, ticket: Ticket, shard: Shard, rows_N: Any, *, place: Callable[[Stream, Any], Any] = Placement
+    ) -> None:
+        """`rows_N` has `shard.nbytes` bytes of any content, where `place` (`Placement`, `DevicePlacement`) writes them."""
         self.ticket, self.shard = ticket, shard
         self.stream = Stream.of(ticket, shard)
         """The rows that fill it."""
-        self._placement = Placement(self.stream, rows_N)
+        self._placement = place(self.stream, rows_N)
         self._placement.pads()
-        self.digests_CSL = self._placement.new_digests()
-        """[TP slot, sample of the DP rank, layer]: of the rows that the slot holds."""
+        self.digests_CSL: Any = None
+        """[TP slot, sample of the DP rank, layer], 64 bits each, where it is placed: of the rows that the slot holds."""
         self.tensors = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]()
         """By name the tensors that came behind the rows, as bytes (see `plan.token_tensors`)."""
 
@@ -38,7 +41,7 @@ class ShardBuffer:
         """The sink of one attempt."""
         return RelaySink(self)
 
-    def add(self, engine_SL: Ids, digests_CSL: Ids) -> None:
+    def add(self, engine_SL: Ids, digests_CSL: Any) -> None:
         """Note that all rows are in and verified. Raises TicketMismatch where they belong to other samples than the ticket's."""
         self._check_samples(engine_SL)
         self.digests_CSL = digests_CSL
@@ -65,10 +68,10 @@ class RelaySink:
     def __init__(self, landed: ShardBuffer) -> None:
         self._landed = landed
         self._placement = landed._placement
-        self._digests_CSL = self._placement.new_digests()
+        self._digests = self._placement.new_digests()
 
-    def rows(self, ids_TCK: Ids, *, begin: int) -> None:
-        self._placement.rows(ids_TCK, self._digests_CSL, begin=begin)
+    def rows(self, ids_TCK: Any, *, begin: int) -> None:
+        self._placement.rows(ids_TCK, self._digests, begin=begin)
 
     def tensor(self, tensor: TokenTensor, data: bytearray) -> None:
         self._landed.tensors[tensor.name] = np.frombuffer(data, np.uint8)
@@ -78,11 +81,12 @@ class RelaySink:
         stream, shard = self._landed.stream, self._landed.shard
         engine_SL, part_SC = _read_tables(stream, digests)
         columns = [stream.columns.index(source) for source in shard.sources]
-        wrong_S = (self._digests_CSL.sum(axis=0, dtype=np.uint64) != part_SC[:, columns]).any(axis=1)
+        table_CSL = self._placement.table(self._digests)
+        wrong_S = self._placement.differing(table_CSL, part_SC[:, columns])
         if shard.cp_size == 1:  # this process has all rows of its layers, and needs nobody's word for them
             wrong_S |= (part_SC != engine_SL[:, list(stream.columns)]).any(axis=1)
         if not wrong_S.any():
-            self._landed.add(engine_SL, self._digests_CSL)
+            self._landed.add(engine_SL, table_CSL)
         return [stream.samples[index].sample_id for index in np.flatnonzero(wrong_S).tolist()]
 
 

@@ -104,9 +104,8 @@ def _quiet_errors() -> Iterator[None]:
 
 
 class ProcessGroupTransport(Transport):
-    """See `transport.base.Transport`; a group of two, unless it is `foreign`. gloo moves host tensors, NCCL those of the
-    current CUDA device, and host tensors through memory of it: a first byte, and rows, which a receiver hashes on the host.
-    """
+    """See `transport.base.Transport`; a group of two, unless it is `foreign`. gloo moves host tensors, NCCL those of the CUDA
+    device that was current when it joined; what is read or written there is ordered by the caller's current stream."""
 
     def __init__(self, rendezvous: Rendezvous, *, timeout_s: float, foreign: bool = False) -> None:
         """`foreign`: the other ranks join as SGLang 0.5.23 does (`init_custom_process_group`, `srt/utils/common.py`): behind two
@@ -172,18 +171,18 @@ class ProcessGroupTransport(Transport):
 
     def _warm(self, deadline_s: float) -> None:
         """A byte each way, the lower rank's first, so that the two do not wait for each other."""
-        byte_N = torch.zeros(1, dtype=torch.uint8)
+        byte_N = torch.zeros(1, dtype=torch.uint8, device=self._device)
         for peer in range(self.world_size):
             for sends in (self.rank < peer, self.rank > peer) if peer != self.rank else ():
                 (self.send if sends else self.recv)(peer, byte_N, timeout_s=_left(deadline_s))
 
     def start_send(self, dst: int, data_N: torch.Tensor) -> Pending:
         what = f"send {len(data_N)} bytes to rank {dst}"
-        return self._start(lambda group, there: group.send(there, dst, 0), what, data_N, sends=True)
+        return self._start(lambda group: group.send([data_N], dst, 0), what)
 
     def start_recv(self, src: int, out_N: torch.Tensor) -> Pending:
         what = f"receive {len(out_N)} bytes from rank {src}"
-        return self._start(lambda group, there: group.recv(there, src, 0), what, out_N, sends=False)
+        return self._start(lambda group: group.recv([out_N], src, 0), what)
 
     def broadcast(self, root: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
         """All ranks end with the contiguous uint8 bytes of `root`, of the same size everywhere. Errors as in `send`."""
@@ -194,31 +193,20 @@ class ProcessGroupTransport(Transport):
         options.rootRank, options.rootTensor = root, 0
         options.timeout = UNLIMITED if self._nccl else timedelta(seconds=timeout_s)
         what = f"broadcast {len(data_N)} bytes of rank {root}"
-        call = lambda group, there: group.broadcast(there, options)  # noqa: E731
-        return self._start(call, what, data_N, sends=root == self.rank)
+        return self._start(lambda group: group.broadcast([data_N], options), what)
 
-    def _reachable(self, data_N: torch.Tensor) -> torch.Tensor:
-        """The tensor itself where the backend can move it, else as much memory of the device."""
-        return data_N if data_N.device == self._device else torch.empty_like(data_N, device=self._device)
-
-    def _start(
-        self, start: Callable[[Any, list[torch.Tensor]], Any], what: str, data_N: torch.Tensor, *, sends: bool
-    ) -> _Operation:
-        """`start` has the group move `data_N`, or device memory that is copied from it now or to it in the end."""
-        there_N = self._reachable(data_N)
-        if sends and there_N is not data_N:
-            there_N.copy_(data_N)
+    def _start(self, start: Callable[[Any], Any], what: str) -> _Operation:
         group = self._group  # once: `abort` may come from another thread
         if self._dead or group is None:
             raise TransportError(
                 f"{self._name}: the group was abandoned; cannot {what}. Join the next connection"
             )
         try:
-            work = start(group, [there_N])
+            work = start(group)
         except (RuntimeError, dist.DistError) as error:
             self.abort()
             raise self._failed(TransportError, what, str(error)) from error
-        operation = _Operation(self, what, work, there_N, None if sends else data_N)
+        operation = _Operation(self, what, work)
         self._started.append(operation)
         return operation
 
@@ -240,7 +228,7 @@ class ProcessGroupTransport(Transport):
             kind = DeadlineExceeded if waited >= 0.9 * timeout_s else TransportError
             limits = f"within {timeout_s:.1f} s (waited {waited:.1f} s): {str(error).splitlines()[0]}"
             raise self._failed(kind, operation.what, limits) from error
-        operation.land()
+        operation.work = None
         with suppress(ValueError):  # an abort on another thread may have dropped it just now
             self._started.remove(operation)
 
@@ -289,17 +277,9 @@ class _Operation:
     _transport: ProcessGroupTransport
     what: str
     work: Any
-    _data_N: torch.Tensor
-    _lands_in: torch.Tensor | None
 
     def wait(self, *, timeout_s: float) -> None:
         self._transport.finish(self, timeout_s)
-
-    def land(self) -> None:
-        """The group has moved the bytes."""
-        self.work = None
-        if self._lands_in is not None and self._lands_in is not self._data_N:
-            self._lands_in.copy_(self._data_N)
 
 
 def nccl_group(store: Store, rank: int, world_size: int, *, of_a_pair: bool) -> Any:

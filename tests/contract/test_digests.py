@@ -16,15 +16,21 @@ import pytest
 
 from r3channel import errors
 from r3channel.model.spec import RoutingSpec
+from r3channel.plan import placement as placement_module
 from r3channel.plan.assignment import Assignment
-from r3channel.plan.placement import Placement
+from r3channel.plan.placement import Placement, places
+from r3channel.plan.stream import Stream, Stretches
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
 from r3channel.relay.row_stream import RowStream
 from r3channel.relay.sealed_steps import SealedStep, Steps
+from r3channel.trainer import device_placement
+from r3channel.trainer import receiver as receiver_module
+from r3channel.trainer.buckets import DeviceBuckets, buckets_for
+from r3channel.trainer.device_placement import DevicePlacement
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.relay_connection import RelayConnection
-from r3channel.transport.process_group import _Operation
+from r3channel.transport.process_group import ProcessGroupTransport
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.kernels import column_sums, place_runs
 from r3channel.wire.routing import Ids
@@ -48,9 +54,13 @@ NAMES = tuple(TOKENS)
 LAYOUTS = ["", "dp=2,pp=2,cp=2,packing=thd", "tp=2,cp=2", "tp=2,packing=thd"]
 
 
-@pytest.fixture(params=list(SPECS))
-def spec(request: pytest.FixtureRequest) -> RoutingSpec:
-    return SPECS[request.param]
+@pytest.fixture(params=[*SPECS, *(f"{name}, by a device" for name in SPECS)])
+def spec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> RoutingSpec:
+    """A model; rows are placed as on a host, or as on a GPU, for which the CPU stands."""
+    name, *device = request.param.split(", ")
+    if device:
+        monkeypatch.setattr(receiver_module, "buckets_for", DeviceBuckets)
+    return SPECS[name]
 
 
 def originals(spec: RoutingSpec) -> dict[str, Ids]:
@@ -224,19 +234,20 @@ class Wire:
     ) -> None:
         self.seen = self.changed = 0
         self._number, self._times, self._at_least = number, times, at_least
-        recv, land = RelayConnection._recv, _Operation.land
+        recv, start_recv = RelayConnection._recv, ProcessGroupTransport.start_recv
 
         def over_tcp(member: RelayConnection, out_N: memoryview, deadline_s: float) -> None:
             recv(member, out_N, deadline_s)
             self.look(np.frombuffer(out_N, np.uint8))
 
-        def over_group(operation: _Operation) -> None:
-            land(operation)
-            if operation._lands_in is not None:
-                self.look(operation._lands_in.numpy())
+        def over_group(transport: ProcessGroupTransport, src: int, out_N: Any) -> Any:
+            pending: Any = start_recv(transport, src, out_N)
+            wait = pending.wait
+            pending.wait = lambda **limit: (wait(**limit), self.look(out_N.numpy()))
+            return pending
 
         patch.setattr(RelayConnection, "_recv", over_tcp)
-        patch.setattr(_Operation, "land", over_group)
+        patch.setattr(ProcessGroupTransport, "start_recv", over_group)
 
     def look(self, data_N: Ids) -> None:
         self.seen += len(data_N) >= self._at_least
@@ -245,11 +256,13 @@ class Wire:
             data_N[len(data_N) // 2] ^= 16
 
 
+@pytest.mark.parametrize("buckets", [buckets_for, DeviceBuckets], ids=["host", "device"])
 @pytest.mark.parametrize("transport", ["tcp", "gloo"])
 @pytest.mark.parametrize("number", [0, 1, -1], ids=["first bucket", "second bucket", "digests"])
 def test_what_is_damaged_on_the_way_is_sent_again(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch, transport: str, number: int
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch, transport: str, number: int, buckets: Any
 ) -> None:
+    monkeypatch.setattr(receiver_module, "buckets_for", buckets)
     relay = make_relay("pp=2", transport=transport)
     ticket = sealed(relay)
     buckets = [-(-shard.nbytes // 1024) for shard in ticket.plan.shards]
@@ -386,50 +399,49 @@ def test_a_relay_that_sent_other_rows_is_not_thanked_and_its_next_ones_are_taken
 # -- where rows are placed ---------------------------------------------------------------------------------------------
 
 
-def layers_exchanged(placement: Placement) -> None:
-    placement._sources_L = placement._sources_L[[1, 0, *range(2, len(placement._sources_L))]]
+Laid = tuple[Ids, Ids, Ids]
 
 
-def rows_exchanged(placement: Placement) -> None:
-    layout = placement._layout
-
-    def reversed_places(stretches: Any) -> Any:
-        first, layer_bytes, step = layout(stretches)
-        last = first + (stretches.rows - 1) * step
-        return last, layer_bytes, -step  # each run from its end
-
-    placement._layout = reversed_places  # type: ignore[method-assign]
+def rows_exchanged(stream: Stream, stretches: Stretches) -> Laid:
+    first, layer_bytes, step = places(stream, stretches)
+    last = first + (stretches.rows - 1) * step
+    return last, layer_bytes, -step  # each run from its end
 
 
-def samples_exchanged(placement: Placement) -> None:
-    layout = placement._layout
-
-    def other_places(stretches: Any) -> Any:
-        first, layer_bytes, step = layout(stretches)
-        sample = placement._stream.runs.sample[stretches.run]
-        if placement._stream.shard.microbatches[0].packed:
-            return first, layer_bytes, step
-        columns = np.where(sample < 2, 1 - 2 * sample, 0)  # a and b lie side by side in [b, s]
-        return first + columns * placement._id_bytes, layer_bytes, step
-
-    placement._layout = other_places  # type: ignore[method-assign]
+def samples_exchanged(stream: Stream, stretches: Stretches) -> Laid:
+    first, layer_bytes, step = places(stream, stretches)
+    sample, spec = stream.runs.sample[stretches.run], stream.shard.spec
+    if stream.shard.microbatches[0].packed:
+        return first, layer_bytes, step
+    columns = np.where(sample < 2, 1 - 2 * sample, 0)  # a and b lie side by side in [b, s]
+    return first + columns * spec.top_k * spec.id_dtype.itemsize, layer_bytes, step
 
 
-MISPLACED = {"layers": layers_exchanged, "rows": rows_exchanged, "samples": samples_exchanged}
+MISPLACED = {"layers": None, "rows": rows_exchanged, "samples": samples_exchanged}
 
 
 @pytest.fixture(params=list(MISPLACED))
 def misplaced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A trainer that writes rows elsewhere than its routers look for them."""
-    rows = Placement.rows
+    """A trainer that writes rows elsewhere than its routers look for them; pads stand where they belong."""
+    wrong_places = MISPLACED[request.param]
 
-    def wrong(placement: Placement, *arguments: Any, **options: Any) -> None:
+    def wrong(rows: Any, placement: Any, *arguments: Any, **options: Any) -> None:
         if "misplaced" not in vars(placement):
-            vars(placement)["misplaced"] = True
-            MISPLACED[request.param](placement)
+            placement.misplaced = True
+            if wrong_places is None:
+                order = [1, 0, *range(2, len(placement._sources_L))]
+                placement._sources_L, placement._in_order = placement._sources_L[order], False
+            else:
+                monkeypatch.setattr(placement_module, "places", wrong_places)
+                monkeypatch.setattr(device_placement, "places", wrong_places)
+            if isinstance(placement, DevicePlacement):  # which knows its places from the start
+                placement._table = placement._tabled(placement._stream.stretches)
         rows(placement, *arguments, **options)
 
-    monkeypatch.setattr(Placement, "rows", wrong)
+    for kind in (Placement, DevicePlacement):
+        monkeypatch.setattr(
+            kind, "rows", lambda *given, rows=kind.rows, **named: wrong(rows, *given, **named)
+        )
     return request.param
 
 

@@ -49,7 +49,7 @@ def test_a_shard_that_is_handed_on_leaves_its_memory_to_the_next(make_relay: Mak
         second.prefetch(ticket)
         for shard in receive([first, second], ticket):
             check_rows(shard, prefix=f"{step}-")
-    assert sorted(first._buffers) == ["slot-cpu", "whole0-cpu"]
+    assert sorted(first._buffers) == ["slot", "whole0"]
 
 
 def test_over_a_process_group_rows_wait_for_their_receive(make_relay: MakeRelay) -> None:

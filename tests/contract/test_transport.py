@@ -9,12 +9,10 @@ import threading
 import time
 import types
 import uuid
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, ClassVar
 
 import pytest
@@ -375,56 +373,3 @@ def test_an_abort_beside_a_waits_end_raises_nothing(monkeypatch: pytest.MonkeyPa
     sent = in_thread(lambda: one.send(1, data(100), timeout_s=SOON_S))
     received(two, 100)
     sent()
-
-
-def test_host_tensors_cross_nccl_through_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Votes, shard maps and reshard messages are made on the host. The group is a stand-in, as is the device's memory."""
-    lines: defaultdict[tuple[int, int], SimpleQueue[torch.Tensor]] = defaultdict(SimpleQueue)
-    on_device: dict[int, torch.Tensor] = {}
-    done = types.SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
-
-    class Group:
-        Options = staticmethod(NcclGroup.Options)
-
-        def __init__(self, _store: object, rank: int, *_: object) -> None:
-            self.rank = rank
-
-        def eager_connect_single_device(self, _device: object) -> None: ...
-
-        def send(self, tensors: list[torch.Tensor], dst: int, _tag: int) -> object:
-            assert tensors[0].data_ptr() in on_device
-            lines[self.rank, dst].put(tensors[0].clone())
-            return done
-
-        def recv(self, tensors: list[torch.Tensor], src: int, _tag: int) -> object:
-            assert tensors[0].data_ptr() in on_device
-            tensors[0].copy_(lines[src, self.rank].get(timeout=SOON_S))
-            return done
-
-        def shutdown(self) -> None: ...
-
-    def reachable(_transport: object, data_N: torch.Tensor) -> torch.Tensor:
-        there_N = torch.zeros_like(data_N)
-        on_device[there_N.data_ptr()] = there_N
-        return there_N
-
-    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
-    monkeypatch.setattr(ProcessGroupTransport, "_reachable", reachable)
-    monkeypatch.setattr("r3channel.transport.process_group.device_of", lambda _: torch.device("cpu"))
-    meeting = Meeting()
-
-    def side(rank: int) -> int:
-        transport = meeting.join(rank, backend="nccl")
-        try:
-            mine_N, theirs_N = torch.tensor([7 - rank], dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
-            if rank == 0:
-                transport.send(1, mine_N, timeout_s=SOON_S)
-            transport.recv(1 - rank, theirs_N, timeout_s=SOON_S)
-            if rank == 1:
-                transport.send(0, mine_N, timeout_s=SOON_S)
-            return min(int(mine_N), int(theirs_N))
-        finally:
-            transport.close()
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(side, range(2))) == [6, 6]

@@ -15,17 +15,17 @@ from tests.support.children import ROOT, run
 from tests.support.waits import JOB_S
 
 pytestmark = [pytest.mark.dist, pytest.mark.full, pytest.mark.timeout(2 * JOB_S)]
-ON_A_CPU = {"tests": "not run", "staging": "not run", "host_path_cost": "not run"}
+ON_A_CPU = {"tests": "not run", "staging": "not run", "device_cost": "not run"}
 EMULATED = f"{ROOT}/tests/gpu/emulated:{ROOT}"
 ENDS = {
-    "replay": "NeedsKernel: only a GPU has a profile of its own",
+    **dict.fromkeys(("replay", "device"), "NeedsKernel: only a GPU has a profile of its own"),
     **dict.fromkeys(
         ("capture", "capture_weights", "capture_cost"), "NeedsKernel: only a GPU has Triton's kernels"
     ),
     **dict.fromkeys(("group", "pair"), "only a GPU has NCCL"),
 }
 """What the checks ask for that nothing stands in for; the others pass."""
-WRONG = ("NeedsKernel", "AssertionError: on the host", "AssertionError: pageable")
+WRONG = ("NeedsKernel", "AssertionError: on the host")
 """How tests of `tests/gpu` may end without a GPU."""
 
 

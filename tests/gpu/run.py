@@ -76,7 +76,7 @@ CHECKS = (
     Check(name="replay", about="Megatron, world of one", needs=MEGATRON, limit_s=80),
     Check(name="capture", about="FrameCapturer under SGLang's TopK", needs=SGLANG, limit_s=60),
     Check(name="capture_weights", about="the same with combine weights", needs=SGLANG, limit_s=40),
-    Check(name="host_path", about="host to pinned to device", limit_s=40),
+    Check(name="device", about="rows placed on the device", limit_s=40),
     Check(name="group", about="our group beside the default one", limit_s=40),
     Check(name="actor", about="relay and trainer on one GPU", limit_s=30),
     Check(name="pair", about="relay and receiver over NCCL", limit_s=30),
@@ -86,7 +86,7 @@ CHECKS = (
     Check(name="staging", about="one staging object", only_on="cuda", limit_s=15),
     Check(name="replay_cost", about="a step, of one without replay", needs=MEGATRON, limit_s=55),
     Check(name="capture_cost", about="a pass, of one without capture", needs=SGLANG, limit_s=30),
-    Check(name="host_path_cost", about="the copy, of the whole way", only_on="cuda", limit_s=15),
+    Check(name="device_cost", about="the whole way over TCP", only_on="cuda", limit_s=15),
 )
 """What proves that rows are right comes first, what it costs last."""
 

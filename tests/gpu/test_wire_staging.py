@@ -47,7 +47,7 @@ class Deferred:
 
 
 class OneDevice(Transport):
-    """Both ends of a group: what is given to send is copied late, on a stream of its own, and received on the host."""
+    """Both ends of a group: what is given to send is copied late, on a stream of its own, and received on the device."""
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
@@ -64,12 +64,16 @@ class OneDevice(Transport):
         return Deferred(lambda timeout_s: done.synchronize())
 
     def start_recv(self, src: int, out_N: torch.Tensor) -> Pending:
-        assert out_N.is_pinned(), "pageable"
+        assert out_N.is_cuda, "on the host"
+        free = torch.cuda.current_stream().record_event()
 
         def run(timeout_s: float) -> None:
             copied, done = self.sent.get(timeout=timeout_s)
             done.synchronize()
-            out_N.copy_(copied)
+            with torch.cuda.stream(self.stream):
+                self.stream.wait_event(free)  # as NCCL does: what was there was placed
+                out_N.copy_(copied)
+            torch.cuda.current_stream().wait_stream(self.stream)
 
         return Deferred(run)
 

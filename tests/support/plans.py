@@ -21,13 +21,13 @@ from tests.support.samples import random_ids
 
 
 @st.composite
-def specs(draw: st.DrawFn) -> RoutingSpec:
-    """Eight layers, any of them dense, ids of one or two bytes, top-k that makes rows of 2 to 16 bytes."""
+def specs(draw: st.DrawFn, *, top_k: tuple[int, ...] = (2, 3, 8)) -> RoutingSpec:
+    """Eight layers, any of them dense, ids of one or two bytes. Each top-k is a compiled loop of its own."""
     moe = draw(st.sets(st.integers(0, 7), min_size=1))
-    experts = draw(st.sampled_from([16, 300]))
+    experts = draw(st.sampled_from([32, 300]))
     return RoutingSpec(
-        num_layers=8, moe_layers=tuple(sorted(moe)), num_experts=experts, top_k=draw(st.sampled_from([2, 3, 8])),
-    )  # fmt: skip
+        num_layers=8, moe_layers=tuple(sorted(moe)), num_experts=experts, top_k=draw(st.sampled_from(top_k))
+    )
 
 
 @st.composite
@@ -79,9 +79,9 @@ class Step:
 
 
 @st.composite
-def steps(draw: st.DrawFn, *, least_samples: int = 1) -> Step:
+def steps(draw: st.DrawFn, *, least_samples: int = 1, top_k: tuple[int, ...] = (2, 3, 8)) -> Step:
     """Any layout; samples of which any rows have no routing."""
-    spec = draw(specs())
+    spec = draw(specs(top_k=top_k))
     layout = draw(layouts(mtp=spec.moe_layers))
     size, seed = draw(st.integers(least_samples, 3)), draw(st.integers(0, 10**6))
     rng = np.random.default_rng(seed)

@@ -18,7 +18,7 @@ from tests.gpu import run as command
 from tests.gpu.facts import ANSWER, Facts
 from tests.support.waits import until
 
-HOST_PATH = next(check for check in command.CHECKS if check.name == "host_path")
+DEVICE = next(check for check in command.CHECKS if check.name == "device")
 MACHINE: dict[str, Any] = {"missing": [], "GPUs": 1}
 
 
@@ -58,13 +58,13 @@ def written(tmp_path: Path) -> Any:
 
 
 def test_what_is_not_installed_is_named_in_the_line_and_is_no_success() -> None:
-    outcome = outcome_of(HOST_PATH, "cuda", missing=["lz4", "sglang"])
+    outcome = outcome_of(DEVICE, "cuda", missing=["lz4", "sglang"])
     assert outcome.status == "not run" and "lz4 not installed" in outcome.line() and outcome.unfit
     assert "sglang" not in outcome.line(), "which this check does not need"
 
 
 def test_a_machine_without_a_gpu_is_no_success() -> None:
-    none = outcome_of(HOST_PATH, "cuda", GPUs=0)
+    none = outcome_of(DEVICE, "cuda", GPUs=0)
     assert "torch sees 0" in none.line() and none.unfit
 
 
@@ -72,7 +72,7 @@ def test_what_proves_rows_right_comes_first_and_all_fit_into_the_limit() -> None
     names = [check.name for check in command.CHECKS]
     costs = [name for name in names if name.endswith("_cost")]
     assert (
-        names[:5] == ["replay", "capture", "capture_weights", "host_path", "group"]
+        names[:5] == ["replay", "capture", "capture_weights", "device", "group"]
         and names[-len(costs) :] == costs
     )
     assert sum(check.limit_s for check in command.CHECKS) <= command.LIMIT_S == 540

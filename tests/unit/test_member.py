@@ -25,6 +25,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.trainer import relay_connection as member_module
+from r3channel.trainer.buckets import HostBuckets
 from r3channel.trainer.relay_connection import RelayConnection
 from r3channel.trainer.shard_buffer import RelaySink
 from r3channel.transport.connection import Connection
@@ -176,7 +177,7 @@ def receive(
     values: dict[str, Any] = {"step_timeout_s": SOON_S, "send_timeout_s": SOON_S} | changes
     clock = StageClock("trainer")
     member = RelayConnection(
-        stage, coords=LAYOUT.coords(0), config=ChannelConfig(**values), pinned=False, clock=clock,
+        stage, coords=LAYOUT.coords(0), config=ChannelConfig(**values), buckets=HostBuckets(), clock=clock,
         metrics=Metrics("trainer", clock=clock),
     )  # fmt: skip
     try:

@@ -5,11 +5,16 @@ What stands where is compared with the oracle in tests/support/plans.py, which c
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
@@ -17,11 +22,31 @@ from r3channel.plan.placement import Placement, place_samples, place_shard, spre
 from r3channel.plan.shards import Shard
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.trainer import device_placement
+from r3channel.trainer.device_placement import DevicePlacement
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.routing import Ids
 from tests.support.loops import numba
 from tests.support.plans import Step, oracle_rows, steps
 from tests.support.samples import random_ids, sparse
+
+EXAMPLES = int(os.environ.get("R3TEST_LAYOUTS", "60"))
+"""Layouts in which a device is held against the host."""
+
+
+def on_device(step: Step, shard: Shard, *, bucket_rows: int) -> tuple[np.ndarray, Ids]:
+    """As `filled`, by torch; the CPU stands for a GPU."""
+    whole_N, stream = torch.full((shard.nbytes,), 0xEE, dtype=torch.uint8), Stream.of(step.ticket, shard)
+    placement = DevicePlacement(stream, whole_N)
+    placement.pads()
+    source = torch.from_numpy(step.source(stream))
+    for attempt in (bucket_rows + 1, bucket_rows):  # the first is given up after a bucket
+        digests = placement.new_digests()
+        for begin in range(0, len(source) if attempt == bucket_rows else 1, attempt):
+            if source.numel():
+                placement.rows(source[begin : begin + attempt].clone(), digests, begin=begin)
+    table_CSL = placement.table(digests)
+    return whole_N.numpy(), table_CSL.numpy().view(np.uint64)
 
 
 def filled(step: Step, shard: Shard, *, bucket_rows: int) -> tuple[np.ndarray, Ids]:
@@ -109,6 +134,20 @@ def test_whole_samples_place_what_the_relay_sends(step: Step, there: bool) -> No
             assert np.array_equal(placed[shard.key], place_shard(stream, ids_of=step.ids.__getitem__))
 
 
+@settings(max_examples=EXAMPLES)
+@given(step=steps(top_k=(1, 2, 3, 4, 6, 8, 10, 22)), bucket_rows=st.integers(1, 50), kept=st.integers(1, 90))
+def test_a_device_places_the_same_bytes_and_finds_the_same_digests(
+    step: Step, bucket_rows: int, kept: int
+) -> None:
+    """`kept`: rows whose places are worked out at once."""
+    with numba(False), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_placement, "_ROWS_AT_ONCE", kept)
+        for shard in step.shards:
+            expected = filled(step, shard, bucket_rows=bucket_rows)
+            found = on_device(step, shard, bucket_rows=bucket_rows)
+            assert all(map(np.array_equal, found, expected))
+
+
 def test_large_batches_of_rows_are_the_same_over_the_compiled_blocks_and_past_the_caches() -> None:
     """A thousand rows and more: several blocks of a run, and lines that two blocks share."""
     spec = sparse(3, experts=300, top_k=8)
@@ -124,3 +163,31 @@ def test_large_batches_of_rows_are_the_same_over_the_compiled_blocks_and_past_th
             with numba(False):
                 plain = filled(step, shard, bucket_rows=2048)
             assert all(np.array_equal(a, b) for found in compiled for a, b in zip(found, plain, strict=True))
+
+
+class Operations(TorchDispatchMode):
+    """The operations that are given to a device, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = list[str]()
+
+    def __torch_dispatch__(self, call: Any, _types: Any, given: Any = (), named: Any = None) -> Any:
+        views = [one.alias_info is not None and not one.alias_info.is_write for one in call._schema.returns]
+        self.names += [call.name()] if not any(views) else []
+        return call(*given, **(named or {}))
+
+
+def test_a_bucket_costs_a_device_five_operations_and_the_places_of_many_seven() -> None:
+    spec = sparse(3, experts=300, top_k=8)
+    ticket = Ticket(
+        "run", 1, spec, TrainerLayout(), Assignment.given([[["a"]]]), [TicketSample("a", 9001, 0, 0, ())], 1
+    )
+    (shard,) = ticket.plan.shards
+    stream = Stream.of(ticket, shard)
+    placement = DevicePlacement(stream, torch.empty(shard.nbytes, dtype=torch.uint8))
+    digests, bucket = placement.new_digests(), torch.from_numpy(random_ids(300, spec=spec))
+    for begin, most in ((0, 13), (300, 5), (8700, 5)):  # the first makes its memory, too
+        with Operations() as operations:
+            placement.rows(bucket.clone(), digests, begin=begin)
+        assert len(operations.names) == most + 1, operations.names  # and the clone

@@ -92,24 +92,6 @@ def test_a_reason_of_any_characters_reaches_the_group(monkeypatch: pytest.Monkey
     assert Group()._share("no file \udcff", source=0) == "no file ?"
 
 
-def test_pinned_memory_that_was_too_small_is_made_with_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[int, bool]] = []
-    empty = torch.empty
-
-    def noted(nbytes: int, *, pin_memory: bool, **_: Any) -> torch.Tensor:
-        made.append((nbytes, pin_memory))
-        return empty(nbytes, dtype=torch.uint8)
-
-    monkeypatch.setattr(torch, "empty", noted)
-    receiver = Receiver(
-        NOBODY, spec=SPEC, layout=TrainerLayout(), coords=TrainerLayout().coords(0), device=torch.device("cuda"),
-        fanout=Group(),
-    )  # fmt: skip
-    sizes = [len(receiver._whole(nbytes, 0)) for nbytes in range(800, 1600, 20)]
-    assert sizes == list(range(800, 1600, 20)), "each step gets its own size"
-    assert made == [(1024, True), (2048, True)], "what torch pins for 800 and for 1040 bytes"
-
-
 def test_a_shard_that_is_handed_on_without_a_group_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """TP with sequence parallelism and no fan-out given."""
     layout = TrainerLayout(tp=2)

@@ -19,10 +19,12 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
+import pytest
 import torch
 
 from examples.async_grpo.rays import fetch, start
 from examples.embedded import megatron, megatron_shim
+from r3channel.errors import TicketMismatch
 from r3channel.integrations.slime.arguments import layout_of, spec_of
 from tests.support.samples import random_ids
 from tests.support.waits import ENGINE_S
@@ -32,6 +34,16 @@ _ABSENT = "polars pylatexenc sglang_router sglang_router.launch_router "
 _ABSENT += "sglang.srt.entrypoints.openai.encoding_dsv4 "
 _ABSENT += "miles.backends.megatron_utils.update_weight.update_weight_from_distributed.p2p"
 """Not in our lock, or names of miles' own SGLang."""
+KEYS = [
+    "tokens",
+    "loss_masks",
+    "multimodal_train_inputs",
+    "total_lengths",
+    "response_lengths",
+    "max_seq_lens",
+    "witness_ids",
+]
+"""What miles' forward step asks of a batch."""
 
 
 def setup() -> None:
@@ -57,7 +69,7 @@ def rank(args: Namespace, number: int, refs: Any) -> list[int]:
     megatron.init_distributed(rank=number, world_size=4, timeout_s=ENGINE_S, **meeting)
     from megatron.core import mpu
     from megatron.training import arguments, global_vars
-    from miles.backends.megatron_utils import actor, replay_utils
+    from miles.backends.megatron_utils import actor, model, replay_utils
     from miles.backends.megatron_utils.parallel import GroupInfo, create_megatron_parallel_state
     from miles.backends.training_utils import data, parallel, replay_data
     from miles.utils import misc, object_store, replay_base
@@ -87,6 +99,14 @@ def rank(args: Namespace, number: int, refs: Any) -> list[int]:
     theirs = replayed(replay_data.fill_replay_data)
     assert [each.dtype for each in ours] == [each.dtype for each in theirs] and sum(map(len, ours))
     assert all(map(torch.equal, ours, theirs)) and metrics.value("r3channel_digests_checked_total")
+    (iterator,), _ = data.get_data_iterator(args, given["models"], batch)
+    first, *others = batch["micro_batch_indices"]
+    batch["tokens"][first[0]] = batch["tokens"][first[0]].flip(0)
+    with pytest.raises(TicketMismatch, match="micro-batch 0: the model got other tokens"):
+        model.get_batch(iterator, KEYS, args.data_pad_size_multiplier, "thd")
+    for _ in others:
+        model.get_batch(iterator, KEYS, args.data_pad_size_multiplier, "thd")
+    assert not actor.fill_replay_data._unseen
     megatron.close_distributed()
     return batch["sample_indices"]
 

@@ -6,6 +6,7 @@ Routers, replay and its order stay miles' own; `start` replaces the function tha
 from __future__ import annotations
 
 from argparse import Namespace
+from functools import partial
 from typing import Any
 
 import ray
@@ -20,6 +21,7 @@ from r3channel.plan.ticket import Ticket
 from r3channel.relay.ray_host import RayRelay
 from r3channel.trainer.adapters import megatron
 from r3channel.trainer.channel import DIGESTS
+from r3channel.trainer.model_tokens import ModelTokens
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
 from r3channel.transport.tp_fanout import TensorParallelFanout
@@ -27,11 +29,12 @@ from r3channel.transport.tp_fanout import TensorParallelFanout
 
 def start(args: Namespace) -> None:
     """miles calls it in each trainer, once Megatron's groups are there: `--custom-megatron-init-path`."""
-    from miles.backends.megatron_utils import actor  # pyright: ignore[reportMissingImports]
+    from miles.backends.megatron_utils import actor, model  # pyright: ignore[reportMissingImports]
 
     if args.r3_megatron_init:
         load_function(args.r3_megatron_init)(args)
-    actor.fill_replay_data = ShardReplay(args, actor.fill_replay_data)
+    actor.fill_replay_data = replay = ShardReplay(args, actor.fill_replay_data)
+    model.get_batch = partial(replay.get_batch, model.get_batch)
 
 
 class ShardReplay:
@@ -39,9 +42,28 @@ class ShardReplay:
 
     receiver: Receiver | None = None
     """From the first step on."""
+    _tokens: ModelTokens | None = None
+    """Holds what the model is given in the step under way against its ticket."""
 
     def __init__(self, args: Namespace, fill: Any) -> None:
         self._args, self._fill = args, fill
+        self._unseen = set[int]()
+        """Micro-batches of the step that no pass was given yet; miles gives later passes the same."""
+
+    def get_batch(self, get_batch: Any, iterator: Any, *given: Any, **words: Any) -> Any:
+        """Call miles' own, and check the token ids that it lays out for the model.
+
+        Raises:
+            TicketMismatch: rows of other tokens would be replayed; on a GPU when the next pass or step begins.
+        """
+        microbatch, batch = iterator.offset, get_batch(iterator, *given, **words)
+        if self._tokens is not None:
+            if not microbatch:
+                self._tokens.verified()
+            if microbatch in self._unseen:
+                self._unseen.remove(microbatch)
+                self._tokens.check(microbatch, batch["tokens"])
+        return batch
 
     def __call__(self, *, data_key: str, models: Any, rollout_data: dict[str, Any], **given: Any) -> None:
         if data_key != "rollout_routed_experts":  # the choices of an indexer
@@ -52,6 +74,8 @@ class ShardReplay:
             text += "it leaves micro-batches to trainers: LoRA adapters, images, fewer rollouts than --global-batch-size"
             raise StepError(text)
         receiver = self.receiver = self.receiver or self._joined(manager, models[0].module.config)
+        if self._tokens is not None:
+            self._tokens.verified()
         each = [sample.tolist() for sample in rollout_data["tokens"]]
         tokens = [[each[index] for index in batch] for batch in rollout_data["micro_batch_indices"]]
         shard = receiver.receive(Ticket.from_bytes(ray.get(sealed)), tokens=tokens)
@@ -60,6 +84,7 @@ class ShardReplay:
                 rows = _rows(shard, microbatch)
                 given["register_replay_list_func"](given["replay_list"], rows, models=models)
             shard.verified()
+            self._tokens, self._unseen = ModelTokens(shard, tokens), {*range(shard.num_microbatches)}
         finally:
             for name, count in zip(DIGESTS, (shard.digests.checked, shard.digests.different), strict=True):
                 receiver.metrics.inc(name, count)
