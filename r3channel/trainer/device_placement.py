@@ -21,6 +21,8 @@ from r3channel.wire.routing import Ids
 _ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROWS_AT_ONCE = 1 << 19
 """Rows whose places are worked out in one go, 40 bytes each: of several buckets, so that it costs a bucket little."""
+_SUMS = 1 << 14
+"""Sums of digests at most: the rows of a few samples are added up apart, where atomic additions to one address would queue."""
 
 
 class _Rows(NamedTuple):
@@ -32,7 +34,7 @@ class _Rows(NamedTuple):
     """Lines from a layer to the next."""
     position_T: torch.Tensor
     sample_T: torch.Tensor
-    """TP slot * samples of the DP rank + sample."""
+    """To which sums it is added: (TP slot * samples of the DP rank + sample) * lanes + lane."""
 
 
 class DevicePlacement:
@@ -51,6 +53,7 @@ class DevicePlacement:
         self._in_order = shard.sources == stream.columns
         self._mask = torch.tensor([(1 << 8 * min(item_bytes, 4)) - 1], device=self._device)
         self._factor_I = self._upload(multipliers(self._items))
+        self._lanes = max(1, min(32, _SUMS // max(1, shard.tp_slots * len(stream.samples))))
         stretches = stream.stretches
         self._table, self._total = self._tabled(stretches), int(stretches.rows.sum())
         ends = stretches.position + stretches.rows
@@ -72,12 +75,9 @@ class DevicePlacement:
             self._write(rows.line_T, rows.layer_T, ids_TI[:, None].expand(-1, layers, -1))
 
     def new_digests(self) -> torch.Tensor:
-        """Return [TP slot * samples of the DP rank, column, item] int64, all 0, for `rows` to add to."""
-        shape = (
-            self._stream.shard.tp_slots * len(self._stream.samples),
-            len(self._stream.columns),
-            self._items,
-        )
+        """Return [TP slot * samples of the DP rank * lanes, column, item] int64, all 0, for `rows` to add to."""
+        lines = self._stream.shard.tp_slots * len(self._stream.samples) * self._lanes
+        shape = lines, len(self._stream.columns), self._items
         return torch.zeros(shape, dtype=torch.int64, device=self._device)
 
     def rows(self, source_TCK: torch.Tensor, digests: torch.Tensor, *, begin: int) -> None:
@@ -99,8 +99,8 @@ class DevicePlacement:
 
     def table(self, digests: torch.Tensor) -> torch.Tensor:
         """Return [TP slot, sample of the DP rank, layer] int64: the digests."""
-        shape = self._stream.shard.tp_slots, len(self._stream.samples), len(self._sources_L)
-        return (digests * self._factor_I).sum(-1).index_select(1, self._sources_L).view(shape)
+        shape = self._stream.shard.tp_slots, len(self._stream.samples), self._lanes, digests.shape[1]
+        return (digests * self._factor_I).sum(-1).view(shape).sum(2).index_select(2, self._sources_L)
 
     def differing(self, table_CSL: torch.Tensor, expected_SL: Ids) -> Ids:
         """Return [samples] bool: whose rows have other digests. The host reads one byte, more only of what is wrong."""
@@ -116,7 +116,7 @@ class DevicePlacement:
         stream, begin = self._stream, stretches.begin[:-1]
         line, layer, step = (each // self._id_bytes for each in places(stream, stretches))
         sample = stream.runs.slot[stretches.run] * len(stream.samples) + stream.sample_of[stretches.run]
-        columns = (line - begin * step, layer, stretches.position - begin, sample, step)
+        columns = (line - begin * step, layer, stretches.position - begin, sample * self._lanes, step)
         return self._upload(stretches.begin[1:]), self._upload(np.stack(columns))
 
     def _rows_of(self, table: tuple[torch.Tensor, torch.Tensor], begin: int, end: int) -> _Rows:
@@ -124,7 +124,8 @@ class DevicePlacement:
         number_T = torch.arange(begin, end, device=self._device)
         stretch_T = torch.searchsorted(ends_S, number_T, right=True)
         line_T, layer_T, position_T, sample_T, step_T = columns_5S.index_select(1, stretch_T)
-        return _Rows(torch.addcmul(line_T, number_T, step_T), layer_T, position_T + number_T, sample_T)
+        line_T, sample_T = torch.addcmul(line_T, number_T, step_T), sample_T + number_T % self._lanes
+        return _Rows(line_T, layer_T, position_T + number_T, sample_T)
 
     def _at(self, begin: int, end: int) -> list[torch.Tensor]:
         first = begin - self._known_from

@@ -30,6 +30,7 @@ from r3channel.trainer.buckets import DeviceBuckets, buckets_for
 from r3channel.trainer.device_placement import DevicePlacement
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.relay_connection import RelayConnection
+from r3channel.trainer.shard_buffer import RelaySink
 from r3channel.transport.process_group import ProcessGroupTransport
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.kernels import column_sums, place_runs
@@ -256,13 +257,18 @@ class Wire:
             data_N[len(data_N) // 2] ^= 16
 
 
-@pytest.mark.parametrize("buckets", [buckets_for, DeviceBuckets], ids=["host", "device"])
+@pytest.fixture(params=[buckets_for, DeviceBuckets], ids=["host", "device"])
+def placed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are placed as on a host, or as on a GPU."""
+    monkeypatch.setattr(receiver_module, "buckets_for", request.param)
+
+
+@pytest.mark.usefixtures("placed")
 @pytest.mark.parametrize("transport", ["tcp", "gloo"])
 @pytest.mark.parametrize("number", [0, 1, -1], ids=["first bucket", "second bucket", "digests"])
 def test_what_is_damaged_on_the_way_is_sent_again(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch, transport: str, number: int, buckets: Any
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch, transport: str, number: int
 ) -> None:
-    monkeypatch.setattr(receiver_module, "buckets_for", buckets)
     relay = make_relay("pp=2", transport=transport)
     ticket = sealed(relay)
     buckets = [-(-shard.nbytes // 1024) for shard in ticket.plan.shards]
@@ -274,6 +280,26 @@ def test_what_is_damaged_on_the_way_is_sent_again(
     assert wire.changed == 1 and wrong_rows(shards) == 0
     assert sorted(relay.status()["receivers"]["lives"].values()) == [1, 2]
     relay.join_previous()
+
+
+@pytest.mark.usefixtures("placed")
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+@pytest.mark.parametrize("number", range(3))
+def test_rows_are_right_after_a_cut_in_any_bucket(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch, transport: str, number: int
+) -> None:
+    relay, rows, begins = make_relay(transport=transport), RelaySink.rows, list[int]()
+
+    def cut(sink: RelaySink, ids_TCK: Any, *, begin: int) -> None:
+        begins.append(begin)
+        rows(sink, ids_TCK, begin=begin)
+        if len(begins) == 1 + number:
+            raise errors.TransportError("cut")
+
+    monkeypatch.setattr(RelaySink, "rows", cut)
+    (receiver,) = receivers_of(relay)
+    hand(shard := receiver.receive(sealed(relay)))
+    assert wrong_rows([shard]) == 0 and begins == [*begins[: 1 + number], *sorted({*begins})] and begins[-1]
 
 
 def test_a_wire_that_damages_always_fails_the_step_with_all_its_samples_and_touches_nobody_else(

@@ -24,7 +24,7 @@ from tests.support.samples import random_ids
 def specs(draw: st.DrawFn, *, top_k: tuple[int, ...] = (2, 3, 8)) -> RoutingSpec:
     """Eight layers, any of them dense, ids of one or two bytes. Each top-k is a compiled loop of its own."""
     moe = draw(st.sets(st.integers(0, 7), min_size=1))
-    experts = draw(st.sampled_from([32, 300]))
+    experts = draw(st.sampled_from([32, 256, 300]))
     return RoutingSpec(
         num_layers=8, moe_layers=tuple(sorted(moe)), num_experts=experts, top_k=draw(st.sampled_from(top_k))
     )

@@ -41,6 +41,11 @@ def doubled(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     place(model, ((name, 2 * tensor) for name, tensor in weights))
 
 
+def twice(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    given = [*weights]
+    place(model, [*given, *given[:1]])
+
+
 def written_in_place(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     place(model, weights)
     model.w13.data.mul_(2)
@@ -167,7 +172,7 @@ def test_what_a_loader_empties_before_it_places_a_tensor_there_is_not_emptied_af
         (written_in_place, "writes w13 from something that is not the checkpoint"),
         (written_as_output, "writes w13 from something that is not the checkpoint"),
         (changed_first, "mul_.* writes its own memory"), (replaced, "replaces parameters"),
-        (derived, "derives other tensors"), (looked_at, "does more than copy"),
+        (derived, "derives other tensors"), (looked_at, "does more than copy"), (twice, "w13 is written more than once"),
     ],
 )  # fmt: skip
 def test_a_loader_that_does_more_is_refused_and_nothing_is_written(load: Load, why: str) -> None:
