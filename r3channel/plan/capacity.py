@@ -29,6 +29,8 @@ _ORDINARY_BYTES_PER_TOKEN = 24
 _STEPS_HELD = _SHARDS_HELD = 2
 _FRAME_BYTES, SPAN_BYTES, RANGE_BYTES = 1400, 200, 140
 """What a frame that is kept, a provenance span and a range of invalid rows take of memory in Python, rows and digests aside."""
+_CONTEXT_BYTES, _PAIR_BYTES = 600 << 20, 48 << 20
+"""On a GPU: a process's CUDA context, and NCCL's buffers for a pair at four thread blocks. Not measured between two GPUs."""
 _RELAY_US_PER_TOKEN = {1: 0.65, 2: 0.98}
 """Bytes of an id -> the relay's CPU for a token of 48 x top-8 ids: frames that come directly (0.53 in replies), and 9-bit ids.
 `r3channel bench relay`, 2 cores; relay/README.md has the figures."""
@@ -101,6 +103,8 @@ class Capacity:
     landed_bytes_all_ranks: int
     relay_staging_bytes: int
     """The most that is staged for one receiver, whatever the tokens; nothing over tcp with one pipeline stage."""
+    relay_gpu_bytes: int
+    """What a relay takes of a GPU over nccl."""
     store_needed_bytes: int
     """Rows of two steps and what lies beside them, one step off: a step that receivers have not acknowledged, and the next that
     engines generate meanwhile."""
@@ -128,6 +132,11 @@ class Capacity:
     default_fetch_s: float
     ratio: float
     """Kept per rank: this over the default path."""
+
+
+def relay_gpu_bytes(bucket_bytes: int, *, receivers: int) -> int:
+    """Return about what an NCCL relay takes of its GPU, whatever the tokens: two buckets, CUDA, NCCL for each receiver."""
+    return 2 * bucket_bytes + _CONTEXT_BYTES + receivers * _PAIR_BYTES
 
 
 def beside_bytes(spec: RoutingSpec, *, spans: int, ranges: int = 0) -> int:
@@ -184,6 +193,7 @@ def add_up(plan: Plan, *, machines: Machines, tensors: Sequence[TokenTensor] = (
         landed_bytes_per_rank=max(shard.slot_bytes for shard in plan.shards),
         landed_bytes_all_ranks=layout.tp * sum(shard.slot_bytes for shard in plan.shards),
         relay_staging_bytes=2 * machines.bucket_bytes, store_needed_bytes=held,
+        relay_gpu_bytes=relay_gpu_bytes(machines.bucket_bytes, receivers=len(plan.shards)),
         store_fits=held <= machines.store_bytes, relay_needs=needs,
         node_lacks=tuple(name for name, most in zip(needs, has, strict=True) if needs[name] > most),
         ordinary_bytes_per_dp=max(per_dp) * _ORDINARY_BYTES_PER_TOKEN,

@@ -134,6 +134,7 @@ _LINES = (
     ("kept by all processes", "landed_bytes_all_ranks", "default_bytes_all_ranks"),
     ("a step at rest, relay or manager", "frame_bytes", "default_host_bytes"),
     ("staged for one receiver", "relay_staging_bytes", None),
+    ("GPU of a relay over nccl, about", "relay_gpu_bytes", None),
 )
 _TIMES = (
     ("HTTP", "http_s", "default_http_s"),

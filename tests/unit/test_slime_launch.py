@@ -20,12 +20,12 @@ from examples.embedded.model import ModelShape, config_of
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, UsageError
 from r3channel.integrations import guard as bare
-from r3channel.integrations.slime import api_check
+from r3channel.integrations.slime import api_check, relay_gpu
 from r3channel.integrations.slime import arguments as slime_arguments
 from r3channel.integrations.slime import launch as slime_launch
 from r3channel.observe.check import CheckContext
 from r3channel.plan.assignment import Assignment
-from r3channel.plan.capacity import beside_bytes
+from r3channel.plan.capacity import beside_bytes, relay_gpu_bytes
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.tools import slime as slime_command
@@ -337,3 +337,44 @@ def test_the_launcher_lifts_the_refusal() -> None:
 
 def test_the_line_is_installed_beside_the_package() -> None:
     assert "r3channel.pth" in map(str, metadata.files("r3channel") or [])
+
+
+# -- the GPU that the relay sends from --------------------------------------------------------------------------------------
+
+ENGINES = {0: "first", 1: "first", 2: "second", 3: "second"}, (3, 2), ("1", "0")
+"""As Ray and slime have it: bundle -> node, then the bundles of engines and their GPUs; trainers have bundles 0 and 1."""
+
+
+def test_a_relay_shares_the_first_engines_gpu_on_its_node_by_the_number_that_its_process_counts() -> None:
+    assert relay_gpu.shared(*ENGINES) == ("second", "1")
+    assert [relay_gpu.device_of("5", visible) for visible in (None, "", "4, 5")] == [5, 5, 1]
+
+
+@pytest.mark.parametrize(
+    ("look", "why"),
+    [
+        (lambda: relay_gpu.shared({}, (), ()), "starts no engine whose GPU"),
+        (lambda: relay_gpu.device_of("0", "4,5"), r"sees the GPUs 4,5 .*expected 0"),
+        (lambda: relay_gpu.check_own(16, 16), "a GPU of its own, and slime takes 16 of 16"),
+        (lambda: slime_arguments.prepared(parsed("--r3-transport", "nccl", colocate=True)), "every GPU has a trainer"),
+    ],
+)  # fmt: skip
+def test_a_gpu_that_the_relay_cannot_have_is_refused_by_name(look: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){why}.*tcp"):
+        look()
+
+
+def test_an_engine_that_leaves_the_relay_no_memory_of_their_gpu_is_refused_with_the_number() -> None:
+    args = slime_arguments.prepared(parsed("--r3-transport", "nccl"))
+
+    def check(fraction: float | None, receivers: int) -> None:
+        args.sglang_mem_fraction_static = fraction
+        relay_gpu.check_room(args, 80 << 30, receivers=receivers)
+
+    for leaves in ((None, 64), (0.88, 64), (0.98, 4)):
+        check(*leaves)
+    needed = relay_gpu_bytes(args.r3_channel["bucket_bytes"], receivers=64)
+    with pytest.raises(
+        ConfigError, match=rf"0.98 leaves 1.7 of the 86 GB .*takes about {needed / 1e9:.1f}; .*most 0.95"
+    ):
+        check(0.98, 64)

@@ -244,10 +244,14 @@ class TestJobs:
         assert result["exit"] == 2
         assert "r3channel: BackgroundFailed: the rollout manager was killed, and with it" in result["tail"]
 
-    def test_nccl_without_a_gpu_that_slime_leaves_ends_the_run_before_the_manager(self, jobs: Jobs) -> None:
+    def test_nccl_without_an_engine_that_slime_starts_ends_the_run_before_the_manager(
+        self, jobs: Jobs
+    ) -> None:
         result = jobs("nccl")
         assert result["exit"] == 2
-        assert "manager needs a GPU of its own, and slime takes 1 of 1" in result["tail"]
+        assert (
+            "--r3-relay-gpu shared: slime starts no engine whose GPU the relay could share" in result["tail"]
+        )
 
     def test_a_router_that_drops_the_field_ends_the_run_in_one_line_before_trainers(self, jobs: Jobs) -> None:
         result = jobs("dropped")

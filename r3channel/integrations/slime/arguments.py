@@ -48,6 +48,10 @@ def add_arguments(parser: Any) -> Any:
         help="how engines that slime starts send frames: in the reply, or straight to the relay, named by the reply",
     )  # fmt: skip
     group.add_argument(
+        "--r3-relay-gpu", choices=("shared", "own"), default="shared",
+        help="where --r3-transport nccl sends from: the GPU of an engine, or one that slime leaves; about 1 GB of it",
+    )  # fmt: skip
+    group.add_argument(
         "--r3-weights", choices=("off", "broadcast", "exact", "colocated"), default="off",
         help="who updates the engines' weights: `off`, slime's own updater; `broadcast`, r3channel's WeightSync, all or none, "
         "from one rank of each pipeline stage; `exact`, the same from every rank, each part once; `colocated`, as `exact`, "
@@ -97,6 +101,8 @@ def prepared(args: Namespace, *, detached: bool = False) -> Namespace:
         (detached and updates, f"--r3-weights {args.r3_weights}: slime 0.4.0's updaters were not read; expected off"),
         (detached and channel.transport == "nccl", "--r3-transport nccl in slime 0.4.0: its manager takes no GPU; expected tcp "
          "or gloo"),
+        (args.colocate and channel.transport == "nccl", "--r3-transport nccl and --colocate: every GPU has a trainer, and NCCL "
+         "refuses two ranks on one; expected tcp"),
         (not args.num_experts, "--num-experts is not set: a model without experts has no routing to replay"),
         (args.use_routing_replay and not args.use_rollout_routing_replay, "--use-routing-replay replays what the trainer itself "
          f"chose, {guard.FLAG} what the engines chose. Give one of them"),

@@ -21,12 +21,14 @@ import ray
 import slime.ray.rollout  # pyright: ignore[reportMissingImports]
 import slime.rollout.sglang_rollout as sglang_rollout  # pyright: ignore[reportMissingImports]
 import slime.utils.http_utils as http_utils  # pyright: ignore[reportMissingImports]
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine  # pyright: ignore[reportMissingImports]
 from slime.ray.utils import ray_noset_visible_devices  # pyright: ignore[reportMissingImports]
 from slime.utils.types import Sample  # pyright: ignore[reportMissingImports]
 
-from r3channel.errors import ConfigError, EngineUnavailable, RoutingMissing
+from r3channel.errors import EngineUnavailable, RoutingMissing
 from r3channel.integrations import preflight
+from r3channel.integrations.slime import relay_gpu
 from r3channel.integrations.slime.arguments import layout_of, memory_fault, spec_of
 from r3channel.integrations.slime.engine_variables import engine_variables
 from r3channel.integrations.slime.relay_manager import RelayManager, config_of, node_count
@@ -55,8 +57,7 @@ class ChannelManager(RelayManager, slime.ray.rollout.RolloutManager.__ray_metada
 
     def __init__(self, args: Namespace, pg: Any, **startup: Any) -> None:
         preflight.refuse([memory_fault(args)])
-        counted = ray.get_gpu_ids() if ray_noset_visible_devices() else ()  # where Ray hides no GPU, all are
-        config = config_of(args, **({"device": int(counted[0])} if counted else {}))
+        config = config_of(args, **self._device(args))
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self.relay, found = Relay.recover(spec_of(args), layout_of(args), config)
             self.relay.resume(found)
@@ -70,6 +71,20 @@ class ChannelManager(RelayManager, slime.ray.rollout.RolloutManager.__ray_metada
         _watch_replies(self.rows)
         http_utils.run_router = run_router
         super().__init__(args, pg, **startup)  # pyright: ignore[reportCallIssue]
+
+    def _device(self, args: Namespace) -> dict[str, int]:
+        """Return which GPU the relay uses, where Ray does not hide all others."""
+        gpu = getattr(args, "r3_gpu", None)
+        counted = ray.get_gpu_ids() if ray_noset_visible_devices() else ()
+        if gpu is None:
+            return {"device": int(counted[0])} if counted else {}
+        import torch
+
+        device = relay_gpu.device_of(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if device < torch.cuda.device_count():  # else the relay says so
+            total, layout = torch.cuda.get_device_properties(device).total_memory, layout_of(args)
+            relay_gpu.check_room(args, total, receivers=layout.dp * layout.pp * layout.cp)
+        return {"device": device}
 
     def tell_engines(self, args: Namespace) -> None:
         """Open the relay's ingest, and say to engines that slime starts what they need beside the job's environment; external
@@ -131,19 +146,27 @@ class ChannelEngine(SGLangEngine):
 
 
 def remote_manager(args: Namespace, pg: Any) -> Any:
-    """The class in place of `slime.ray.rollout.RolloutManager`; over NCCL with a GPU that slime's placement group `pg` leaves,
-    although slime asks for none. Raises ConfigError where it leaves none: Ray would wait for one without end."""
+    """The class in place of `slime.ray.rollout.RolloutManager`; over NCCL with a GPU (`relay_gpu`), although slime asks for none.
+    Raises ConfigError where there is none."""
     remote: Any = ray.remote
     kind = remote(concurrency_groups=GROUPS, max_restarts=int(bool(args.r3_channel["journal"])))(
         ChannelManager
     )
     if not TRANSPORTS[args.r3_channel["transport"]].needs_gpu:
         return kind
-    there, taken = int(ray.cluster_resources().get("GPU", 0)), pg[0].bundle_count
-    if there <= taken:
-        text = f"--r3-transport nccl: the rollout manager needs a GPU of its own, and slime takes {taken} of {there}; give "
-        raise ConfigError(text + "the cluster one more, or --r3-transport tcp")
-    return SimpleNamespace(options=lambda **options: kind.options(**options | {"num_gpus": 1}))
+    group, bundles, gpus = pg
+    if args.r3_relay_gpu == "own":
+        relay_gpu.check_own(int(ray.cluster_resources().get("GPU", 0)), group.bundle_count)
+        return SimpleNamespace(options=lambda **options: kind.options(**options | {"num_gpus": 1}))
+    nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    node, args.r3_gpu = relay_gpu.shared(nodes, bundles, gpus)
+
+    def options(*, runtime_env: dict[str, Any], **given: Any) -> Any:
+        runtime_env = runtime_env | {"env_vars": runtime_env["env_vars"] | relay_gpu.SEES_ALL}
+        given["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
+        return kind.options(runtime_env=runtime_env, **given)
+
+    return SimpleNamespace(options=options)
 
 
 def _watch_replies(rows: SampleRows) -> None:
