@@ -286,7 +286,7 @@ class ChannelTaking:
         held_s = time.monotonic()
         for number, layer in _each(shard):
             ids_RK = shard.layer_ids(number, layer)
-            shard.check_digest(number, layer, ids_RK, self._router.memory(ids_RK))
+            shard.check_digest(number, layer, ids_RK, out=self._router.memory(ids_RK))
         return held_s
 
     def tensors(self) -> Iterable[torch.Tensor]:

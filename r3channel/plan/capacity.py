@@ -22,7 +22,7 @@ from r3channel.plan.shards import Plan, Shard, plan_shards
 from r3channel.plan.token_tensors import tensors_in
 from r3channel.wire.token_tensors import TokenTensor
 
-_INT32 = 4
+_INT32, _INT64 = 4, 8
 _BASE64 = 4 / 3
 _ORDINARY_BYTES_PER_TOKEN = 24
 """Token id, log-prob and loss mask, 8 bytes each (seed 003)."""
@@ -101,6 +101,9 @@ class Capacity:
     landed_bytes_per_rank: int
     """The most that one process keeps after the scatter over TP."""
     landed_bytes_all_ranks: int
+    widened_bytes_per_rank: int
+    """Ids of the largest micro-batch as a GPU widens them, all layers of a rank at once; kept for the backward pass where nothing
+    is recomputed. A CPU widens one layer at a time."""
     relay_staging_bytes: int
     """The most that is staged for one receiver, whatever the tokens; nothing over tcp with one pipeline stage."""
     relay_gpu_bytes: int
@@ -192,8 +195,8 @@ def add_up(plan: Plan, *, machines: Machines, tensors: Sequence[TokenTensor] = (
         * max(shard.nbytes + more for shard, more in zip(plan.shards, tensor_bytes, strict=True)),
         landed_bytes_per_rank=max(shard.slot_bytes for shard in plan.shards),
         landed_bytes_all_ranks=layout.tp * sum(shard.slot_bytes for shard in plan.shards),
-        relay_staging_bytes=2 * machines.bucket_bytes, store_needed_bytes=held,
-        relay_gpu_bytes=relay_gpu_bytes(machines.bucket_bytes, receivers=len(plan.shards)),
+        widened_bytes_per_rank=max(map(_widened, plan.shards)), relay_staging_bytes=2 * machines.bucket_bytes,
+        store_needed_bytes=held, relay_gpu_bytes=relay_gpu_bytes(machines.bucket_bytes, receivers=len(plan.shards)),
         store_fits=held <= machines.store_bytes, relay_needs=needs,
         node_lacks=tuple(name for name, most in zip(needs, has, strict=True) if needs[name] > most),
         ordinary_bytes_per_dp=max(per_dp) * _ORDINARY_BYTES_PER_TOKEN,
@@ -217,6 +220,11 @@ def add_up(plan: Plan, *, machines: Machines, tensors: Sequence[TokenTensor] = (
 def _received(shard: Shard) -> int:
     """Bytes of the rows that travel, where every row has routing; an MTP layer shares those of the layer that it replays."""
     return _rows_of(shard) * len(set(shard.sources)) * shard.spec.top_k * shard.spec.id_dtype.itemsize
+
+
+def _widened(shard: Shard) -> int:
+    rows = max(map(shard.slot_rows, range(len(shard.microbatches))), default=0)
+    return rows * len(shard.layers) * shard.spec.top_k * _INT64
 
 
 def _rows_of(shard: Shard) -> int:

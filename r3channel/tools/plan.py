@@ -133,6 +133,7 @@ _LINES = (
     ("kept by one process", "landed_bytes_per_rank", "default_bytes_per_rank"),
     ("kept by all processes", "landed_bytes_all_ranks", "default_bytes_all_ranks"),
     ("a step at rest, relay or manager", "frame_bytes", "default_host_bytes"),
+    ("a micro-batch, widened on a GPU", "widened_bytes_per_rank", None),
     ("staged for one receiver", "relay_staging_bytes", None),
     ("GPU of a relay over nccl, about", "relay_gpu_bytes", None),
 )

@@ -38,8 +38,10 @@ class StepRouting(Protocol):
         """[rows] bool, True where no engine row is: padding, and the last token of each sample."""
         ...
 
-    def check_digest(self, microbatch: int, layer: int, ids_RK: torch.Tensor, wide_RK: torch.Tensor) -> None:
-        """Check ids that a router is about to use, and write them to `wide_RK`, contiguous [rows, K] int32 or int64.
+    def check_digest(
+        self, microbatch: int, layer: int, ids_RK: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Check ids that a router is about to use, and return them as int32 or int64, contiguous [rows, K].
 
         Raises `DigestMismatch` where the engine hashed others, on a GPU at the latest in `verified`."""
         ...

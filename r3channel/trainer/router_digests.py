@@ -39,8 +39,8 @@ class RouterDigestCheck:
         self._on_device: dict[int, TorchRuns] = {}
         self._noted = list[tuple[int, int, torch.Tensor]]()
         """Micro-batch, first layer's index, what differs: [layer, sample] bool."""
-        self._ahead: dict[int, set[int]] = {}
-        """Micro-batch -> layers that were checked and not handed out since."""
+        self._ahead: dict[int, tuple[set[int], torch.Tensor]] = {}
+        """Micro-batch -> layers that were checked and not handed out since, and the ids of all, widened."""
         self.checked = self.different = 0
         """Digests so far, each of a sample's rows in one layer and pass; those that differ are known where they are raised."""
         self._first = np.cumsum([0, *(len(batch.sample_ids) for batch in shard.microbatches)])
@@ -49,36 +49,56 @@ class RouterDigestCheck:
             self._host_SL = digests_SL.numpy().view(np.uint64)
 
     def check(
-        self, microbatch: int, layer: int, ids_RK: torch.Tensor, wide_RK: torch.Tensor | None = None
-    ) -> None:
-        """Check ids that a router of this layer is about to use, and copy them to `wide_RK`, in one pass on a CPU.
+        self, microbatch: int, layer: int, ids_RK: torch.Tensor, dtype: torch.dtype = torch.int64, *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Check ids that a router of this layer is about to use.
 
-        Raises `DigestMismatch`, or notes it on the GPU.
+        Args:
+            ids_RK: what `RankShard.layer_ids` gave, or ids that were kept for a recompute.
+            dtype: int32 or int64.
+            out: on a CPU where they go; new memory without.
+
+        Returns:
+            [rows, K] of `dtype`, not to be written: on a GPU a view of all layers', widened in one kernel a pass.
+
+        Raises:
+            DigestMismatch: on a CPU; on the GPU it is noted.
         """
-        if wide_RK is not None and self._host_SL is None:
-            wide_RK.copy_(ids_RK)
-        if self._expected_SL is None:
-            return
         index = self._shard.layers.index(layer)
-        self.checked += len(self._shard.microbatches[microbatch].sample_ids)
-        if self._host_SL is not None:
-            runs, expected_L = self._on_host.get(microbatch) or self._host_runs_of(microbatch)
-            found_S = column_digests(ids_RK.numpy(), runs, None if wide_RK is None else wide_RK.numpy())
-            if found_S.tobytes() != expected_L[index]:
-                wrong = np.flatnonzero(found_S != np.frombuffer(expected_L[index], np.uint64)).tolist()
-                self.different += len(wrong)
-                raise self._mismatch(microbatch, layer, wrong)
-            return
-        rows_LRK, ahead = self._rows[microbatch], self._ahead.setdefault(microbatch, set())
+        if self._expected_SL is not None:
+            self.checked += len(self._shard.microbatches[microbatch].sample_ids)
+        if ids_RK.device.type == "cpu" and (self._host_SL is not None or self._expected_SL is None):
+            wide_RK = torch.empty_like(ids_RK, dtype=dtype) if out is None else out
+            return self._checked_on_host(microbatch, index, ids_RK, wide_RK)
+        rows_LRK = self._rows[microbatch]
         if ids_RK.data_ptr() != rows_LRK[index].data_ptr():  # kept for a recompute
             self._note(microbatch, index, ids_RK[None])
-        elif layer not in ahead:
+            return ids_RK.to(dtype)
+        ahead, wide_LRK = self._ahead.pop(microbatch, (set[int](), rows_LRK))
+        if layer not in ahead:
             self._note(microbatch, 0, rows_LRK)
-            ahead.update(self._shard.layers)
-        ahead.discard(layer)
+            ahead, wide_LRK = {*self._shard.layers}, rows_LRK.to(dtype)
+        if ahead := ahead - {layer}:
+            self._ahead[microbatch] = ahead, wide_LRK
+        return wide_LRK[index]
+
+    def _checked_on_host(
+        self, microbatch: int, index: int, ids_RK: torch.Tensor, wide_RK: torch.Tensor
+    ) -> torch.Tensor:
+        if self._host_SL is None:
+            return wide_RK.copy_(ids_RK)
+        runs, expected_L = self._on_host.get(microbatch) or self._host_runs_of(microbatch)
+        found_S = column_digests(ids_RK.numpy(), runs, wide_RK.numpy())
+        if found_S.tobytes() != expected_L[index]:
+            wrong = np.flatnonzero(found_S != np.frombuffer(expected_L[index], np.uint64)).tolist()
+            self.different += len(wrong)
+            raise self._mismatch(microbatch, self._shard.layers[index], wrong)
+        return wide_RK
 
     def _note(self, microbatch: int, first: int, rows_LRK: torch.Tensor) -> None:
-        assert self._expected_SL is not None
+        if self._expected_SL is None:
+            return
         expected_LS = self._expected_SL[self._own(microbatch), first : first + len(rows_LRK)].T
         found_LS = column_digests_torch(rows_LRK, self._torch_runs_of(microbatch, rows_LRK))
         self._noted.append((microbatch, first, found_LS != expected_LS))

@@ -60,6 +60,8 @@ class ReplayStep:
         self._open = True
         self._running: dict[int, RouterCall] = {}
         """By chunk: the pass that its routers run next."""
+        self._padding: tuple[int, torch.Tensor | None] = -1, None
+        """The micro-batch whose routers counted last, and one for each of its ids that is padding's."""
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
         """By (micro-batch, layer): ids with live choices in them, which the recompute must repeat whatever the kernels."""
         self._calls: Counter[_Key] = Counter()
@@ -245,9 +247,10 @@ class ReplayStep:
         )
         ids_RK = self._routing.layer_ids(call.microbatch, handle.layer) if kept is None else kept
         _check_rows(handle, call, ids_RK, tokens)
-        # Only the running layer is ever widened; each call into memory of its own, which autograd keeps.
-        wide_RK = torch.empty(ids_RK.shape, dtype=index_dtype(ids_RK.device), device=ids_RK.device)
-        self._routing.check_digest(call.microbatch, handle.layer, ids_RK, wide_RK)
+        # Into memory of the pass's own, which autograd keeps.
+        wide_RK = self._routing.check_digest(
+            call.microbatch, handle.layer, ids_RK, index_dtype(ids_RK.device)
+        )
         self._calls[call.pass_name, handle.layer, call.microbatch] += 1
         self._rows[call.pass_name] += tokens
         if call.pass_name != "recompute":
@@ -255,8 +258,18 @@ class ReplayStep:
         if (
             counts_E := handle.counts()
         ) is not None and torch.is_grad_enabled():  # the call in which the router counts
-            _uncount(counts_E, wide_RK, self._routing.padding_rows(call.microbatch))
+            self._uncount(counts_E, wide_RK, call.microbatch)
         return call, wide_RK
+
+    def _uncount(self, counts_E: torch.Tensor, ids_RK: torch.Tensor, microbatch: int) -> None:
+        """Subtract what the router is about to count for padding rows: its own padding mask does not fit its counts
+        (`_apply_expert_bias` up to 0.19.2)."""
+        of, padding_N = self._padding
+        if padding_N is None or (of, padding_N.dtype) != (microbatch, counts_E.dtype):
+            padding_R = self._routing.padding_rows(microbatch)
+            padding_N = padding_R[:, None].expand_as(ids_RK).to(counts_E.dtype).flatten()
+            self._padding = microbatch, padding_N
+        counts_E.index_add_(0, ids_RK.flatten(), padding_N, alpha=-1)
 
     def _call(self, handle: RouterHandle) -> RouterCall:
         call = self._running.get(handle.chunk)
@@ -298,13 +311,6 @@ class ReplayStep:
 
 def _is_recomputed(handle: RouterHandle) -> bool:
     return handle.recomputed and handle.module.training
-
-
-def _uncount(counts_E: torch.Tensor, ids_RK: torch.Tensor, padding_R: torch.Tensor) -> None:
-    """Subtract what the router is about to count for padding rows: its own padding mask does not fit its counts
-    (`_apply_expert_bias` up to 0.19.2)."""
-    minus_RK = padding_R[:, None].expand_as(ids_RK).to(counts_E.dtype)
-    counts_E.index_add_(0, ids_RK.flatten(), minus_RK.flatten(), alpha=-1)
 
 
 def _check_rows(handle: RouterHandle, call: RouterCall, ids_RK: torch.Tensor, tokens: int) -> None:

@@ -131,17 +131,16 @@ def _outside(runs_N5: Ids, *, rows: int, samples: int) -> UsageError:
 
 @dataclass(frozen=True, slots=True)
 class TorchRuns:
-    """Whose rows a micro-batch's are, as tensors on the device of its rows; made once, used for each layer."""
+    """Whose rows a micro-batch's are, as tensors on the device of its rows; made once, used for each pass. An item has 8 bytes,
+    or is an id where items are smaller."""
 
     samples: int
-    sample_R: Any
-    """int64: the sample of each row; `samples` where a row does not count."""
-    coefficient_R: Any
-    """int64: the bits of the coefficient."""
-    factor_I: Any
-    """int64: of each item, or of each id where items are smaller than 8 bytes."""
-    offset: int
-    """What C adds to each row word, as a signed number."""
+    sample_N: Any
+    """int64: the sample of each item, row by row; `samples` where a row does not count."""
+    factor_N: Any
+    """int64: the bits of the coefficient of its row, times the item's multiplier."""
+    offset_N: Any
+    """int64: what its offset adds to the digest."""
 
     @classmethod
     def of(
@@ -155,25 +154,26 @@ class TorchRuns:
             sample_R[own], coefficient_R[own] = sample, coefficients(position, count)
         ids, size = item_bytes_of(spec) // spec.id_dtype.itemsize, spec.id_dtype.itemsize
         factors_I = multipliers(spec.top_k // ids)
-        offset = (OFFSET * factors_I.sum(dtype=np.uint64, keepdims=True)).view(np.int64)
+        offsets_I = OFFSET * factors_I
         if item_bytes_of(spec) < 8:  # an item is a sum of ids, each shifted to its place
             shifts = np.arange(ids, dtype=np.uint64) * np.uint64(8 * size)
             factors_I = (factors_I[:, None] << shifts).reshape(-1)
-        words = (coefficient_R, factors_I.copy())  # the factors are read-only
-        coefficient_R, factor_I = (tensor(own.view(np.int64)) for own in words)
-        return cls(samples, tensor(sample_R), coefficient_R, factor_I, int(offset[0]))
+            offsets_I = np.where(np.arange(spec.top_k) % ids, np.uint64(0), np.repeat(offsets_I, ids))
+        sample_N = np.repeat(sample_R, len(factors_I))
+        words = ((coefficient_R[:, None] * each_I).reshape(-1) for each_I in (factors_I, offsets_I))
+        return cls(samples, tensor(sample_N), *(tensor(own_N.view(np.int64)) for own_N in words))
 
 
 def column_digests_torch(rows_RK: Any, runs: TorchRuns) -> Any:
     """[samples] int64: as `column_digests`, the same bits, of a tensor of the spec's id dtype; of [layer, row, K] a line each.
     Does not wait for the device."""
-    words_RI = rows_RK.contiguous()
-    if len(runs.factor_I) < rows_RK.shape[-1]:
-        if words_RI.storage_offset() * words_RI.itemsize % 8:
-            words_RI = words_RI.clone()
-        words_RI = words_RI.view(runs.sample_R.dtype)
+    words_N = rows_RK.contiguous().flatten(-2)
+    if len(runs.sample_N) < words_N.shape[-1]:
+        if words_N.storage_offset() * words_N.itemsize % 8:
+            words_N = words_N.clone()
+        items_N = words_N.view(runs.sample_N.dtype)
         # A signed shift brings copies of the sign down with it.
-        words_RI = words_RI ^ ((words_RI >> 32) & 0xFFFFFFFF)
-    words_R = (words_RI * runs.factor_I).sum(-1) + runs.offset
-    sums_S = words_R.new_zeros(*words_R.shape[:-1], runs.samples + 1)
-    return sums_S.index_add_(-1, runs.sample_R, words_R * runs.coefficient_R)[..., : runs.samples]
+        words_N = (items_N >> 32).bitwise_and_(0xFFFFFFFF).bitwise_xor_(items_N)
+    words_N = runs.offset_N.addcmul(words_N, runs.factor_N)
+    sums_S = words_N.new_zeros(*words_N.shape[:-1], runs.samples + 1)
+    return sums_S.index_add_(-1, runs.sample_N, words_N)[..., : runs.samples]

@@ -6,7 +6,7 @@ No GPU is needed: on `meta` tensors there is no value to read, and on CPU tensor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -14,10 +14,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from r3channel.errors import ReplayError
 from r3channel.trainer.mismatch import RoutingAudit
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.replay import ReplayDriver
 from tests.engine.host_copies import HostCopies
+from tests.unit.test_place import Operations
 from tests.unit.test_rank_shard import calls, two_samples
 from tests.unit.test_replay_step import Router, handle
 
@@ -62,9 +64,9 @@ class Layers(torch.nn.Module):
         return sum(checkpoint(router, x, use_reentrant=True).sum() for router in self.routers)  # type: ignore[return-value]
 
 
-def on(device: str) -> tuple[RankShard, RoutingAudit, Layers]:
+def on(device: str, layers: int = 2) -> tuple[RankShard, RoutingAudit, Layers]:
     """A shard as it lies on a GPU: what is found there is noted, and read at the end."""
-    rank = two_samples()
+    rank = two_samples(layers)
     expected_SL = rank.digests._expected_SL
     assert expected_SL is not None
     rank = RankShard(rank.ticket, rank.shard, rank.data_N.to(device), tp=0, digests_SL=expected_SL.to(device))
@@ -139,3 +141,26 @@ def test_a_step_reads_once_and_its_audit_once_more() -> None:
     assert body == [] and verdict == ["__bool__", "_local_scalar_dense"]
     assert reading == ["tolist"]
     assert report.pairs == 8 * len(calls(rank)) and report.logprobs.tokens == 2 * 9
+
+
+def operations_of(rank: RankShard, model: Layers, step: Any) -> int:
+    """What the device is given in one forward pass, its recompute and backward."""
+    spec = rank.shard.spec
+    x = torch.randn(len(rank.layer_ids(0, 0)), spec.num_experts, requires_grad=True)
+    with Operations() as operations:
+        with nullcontext() if step is None else step.microbatch(0):
+            loss = model(x)
+        loss.backward()
+    return len(operations.names)
+
+
+def test_a_router_costs_one_operation_more_and_a_pass_eight() -> None:
+    """Beside the same routers that choose themselves: a gather in the place of their top-k."""
+    more = []
+    for layers in (8, 48):
+        rank, _, model = on("cpu", layers)
+        with driver_of(model, rank) as driver:
+            alone = operations_of(rank, model, None)
+            with suppress(ReplayError), driver.step(rank, step=0) as step:
+                more.append(operations_of(rank, model, step) - alone)
+    assert more == [16 + 8, 16 + 48], "of eight in each pass; one for each router is in the gather's backward"

@@ -117,7 +117,6 @@ def _rows(shard: RankShard, microbatch: int) -> torch.Tensor:
     whole = torch.full(shape, -1, dtype=torch.int32, device=padding_R.device)
     for layer in shard.shard.layers:
         ids_RK = shard.layer_ids(microbatch, layer)
-        wide_RK = torch.empty_like(ids_RK, dtype=torch.int32)
-        shard.check_digest(microbatch, layer, ids_RK, wide_RK)
-        whole[:, layer] = wide_RK.masked_fill_(padding_R[:, None], -1)
+        wide_RK = shard.check_digest(microbatch, layer, ids_RK, torch.int32)
+        whole[:, layer] = wide_RK.masked_fill(padding_R[:, None], -1)
     return whole
