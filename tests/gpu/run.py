@@ -76,17 +76,17 @@ CHECKS = (
     Check(name="replay", about="Megatron, world of one", needs=MEGATRON, limit_s=80),
     Check(name="capture", about="FrameCapturer under SGLang's TopK", needs=SGLANG, limit_s=60),
     Check(name="capture_weights", about="the same with combine weights", needs=SGLANG, limit_s=40),
-    Check(name="device", about="rows placed on the device", limit_s=40),
+    Check(name="device", about="rows placed on the device", limit_s=35),
     Check(name="group", about="our group beside the default one", limit_s=40),
     Check(name="actor", about="relay and trainer on one GPU", limit_s=30),
-    Check(name="pair", about="relay and receiver over NCCL", limit_s=30),
+    Check(name="pair", about="relay and receiver over NCCL", limit_s=45),
     Check(name="weights", about="staged copy to parameters", limit_s=30),
     Check(name="update", about="trainer to engine, two processes", needs=(*PACKAGE, "pytest"), limit_s=50),
-    Check(name="tests", about="tests/gpu", needs=(*PACKAGE, "pytest", "pytest_timeout"), limit_s=25),
+    Check(name="tests", about="tests/gpu", needs=(*PACKAGE, "pytest", "pytest_timeout"), limit_s=20),
     Check(name="staging", about="one staging object", only_on="cuda", limit_s=15),
     Check(name="replay_cost", about="a step, of one without replay", needs=MEGATRON, limit_s=55),
     Check(name="capture_cost", about="a pass, of one without capture", needs=SGLANG, limit_s=30),
-    Check(name="device_cost", about="the whole way over TCP", only_on="cuda", limit_s=15),
+    Check(name="device_cost", about="the whole way over TCP", only_on="cuda", limit_s=10),
 )
 """What proves that rows are right comes first, what it costs last."""
 

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from multiprocessing.managers import BaseManager
 from typing import Any
@@ -27,6 +28,8 @@ from r3channel.relay.send_buffers import HostPool
 from r3channel.trainer import relay_connection as member
 from r3channel.trainer.receiver import Receiver
 from r3channel.transport.select import gpu_of
+from tests.gpu.checks.device import SPEC as LARGE
+from tests.gpu.checks.device import Steps
 from tests.gpu.facts import Facts
 from tests.support.delivery import check_rows, sealed
 from tests.support.samples import SPEC
@@ -41,6 +44,8 @@ def config_of(transport: str) -> ChannelConfig:
 
 class Owner(RelayHost):
     """The relay's process."""
+
+    large: Steps | None = None
 
     def __init__(self, transport: str, stand_in: str = "") -> None:
         """`stand_in`: the GPU that it is to think it has."""
@@ -59,6 +64,17 @@ class Owner(RelayHost):
 
     def seal(self, step: int) -> Ticket:
         return sealed(self.relay, step, prefix=f"{step}-")
+
+    def seal_large(self, step: int) -> Ticket:
+        assert self.large is not None
+        return self.large.seal(self.relay, step)
+
+    def enlarge(self, transport: str, mebibytes: int) -> None:
+        """From here on a relay of steps of this size, in the buckets of users."""
+        self.relay.close()
+        self.large = Steps(mebibytes, shifts=(0,))
+        config = replace(config_of(transport), bucket_bytes=ChannelConfig().bucket_bytes)
+        self.relay = Relay(LARGE, LAYOUT, config)
 
     def join_previous(self) -> None:
         self.relay.join_previous(timeout_s=LIMIT_S)

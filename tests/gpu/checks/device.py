@@ -41,14 +41,36 @@ def ids_of(rows: int, *, shift: int) -> np.ndarray[Any, Any]:
     return ((first_TL[..., None] + np.arange(SPEC.top_k)) % SPEC.num_experts).astype(SPEC.id_dtype)
 
 
-class Path:
-    """A relay and a receiver whose routers run on the device; steps of one size with two alternating contents."""
+class Steps:
+    """What is sealed, step by step: steps of one size, whose contents take turns."""
 
-    def __init__(self, device: torch.device, mebibytes: int) -> None:
+    def __init__(self, mebibytes: int, *, shifts: tuple[int, ...] = (0, 5)) -> None:
         total = max(mebibytes * MIB // SPEC.bytes_per_token, 100)
         self.rows = {f"s{at}": min(SAMPLE_ROWS, total - at) for at in range(0, total, SAMPLE_ROWS)}
-        self.ids = [[ids_of(rows, shift=shift) for rows in self.rows.values()] for shift in (0, 5)]
+        self.ids = [[ids_of(rows, shift=shift) for rows in self.rows.values()] for shift in shifts]
         self.frames = [[encode_frame(SPEC, expert_ids_TLK=one) for one in ids] for ids in self.ids]
+
+    def seal(self, relay: Relay, number: int) -> Ticket:
+        frames = self.frames[number % len(self.frames)]
+        for (name, rows), frame in zip(self.rows.items(), frames, strict=True):
+            relay.add_frame(name, frame, range(rows + 1))
+        return relay.seal(number, Assignment.given([[[name] for name in self.rows]]))
+
+    def different(self, number: int, used: list[torch.Tensor]) -> int:
+        """Ids of the first and the last layer of each sample that are not what the step was sealed with."""
+        wrong = 0
+        for index, ids_TLK in enumerate(self.ids[number % len(self.ids)]):
+            for part, layer in enumerate((0, SPEC.num_layers - 1)):
+                found = used[2 * index + part][: len(ids_TLK)].cpu().numpy()
+                wrong += int((found != ids_TLK[:, layer]).sum())
+        return wrong
+
+
+class Path:
+    """A relay and a receiver whose routers run on the device."""
+
+    def __init__(self, device: torch.device, mebibytes: int) -> None:
+        self.steps = Steps(mebibytes)
         self.relay = Relay(SPEC, TrainerLayout(), ChannelConfig())
         at: dict[str, Any] = {"layout": self.relay.layout, "coords": self.relay.layout.coords(0)}
         self.receiver = Receiver(self.relay, spec=SPEC, config=self.relay.config, device=device, **at)
@@ -56,9 +78,7 @@ class Path:
 
     def step(self, number: int) -> tuple[Any, float, float]:
         """(the shard, seconds in `receive`, CPU seconds of this process in it, the relay's among them)."""
-        for (name, rows), frame in zip(self.rows.items(), self.frames[number % 2], strict=True):
-            self.relay.add_frame(name, frame, range(rows + 1))
-        ticket = self.relay.seal(number, Assignment.given([[[name] for name in self.rows]]))
+        ticket = self.steps.seal(self.relay, number)
         begin, cpu_s = time.perf_counter(), time.process_time()
         shard = self.receiver.receive(ticket)
         spent_s, cpu_s = time.perf_counter() - begin, time.process_time() - cpu_s
@@ -68,15 +88,6 @@ class Path:
     def close(self) -> None:
         self.receiver.close()
         self.relay.close()
-
-    def different(self, number: int, used: list[torch.Tensor]) -> int:
-        """Ids of the first and the last layer of each sample that are not what the step was sealed with."""
-        wrong = 0
-        for index, ids_TLK in enumerate(self.ids[number % 2]):
-            for part, layer in enumerate((0, SPEC.num_layers - 1)):
-                found = used[2 * index + part][: len(ids_TLK)].cpu().numpy()
-                wrong += int((found != ids_TLK[:, layer]).sum())
-        return wrong
 
 
 def replay(shard: Any, *, late: bool) -> list[torch.Tensor]:
@@ -121,10 +132,10 @@ def check(device: str, facts: Facts) -> None:
         for number in range(4 if facts.small else STEPS):
             shard = path.step(number)[0]
             if waiting is not None:  # looked at only now: its memory may have been received over meanwhile
-                different += path.different(*waiting)
+                different += path.steps.different(*waiting)
             waiting = number, replay(shard, late=cuda and number % 2 == 0)
         assert waiting is not None
-        different += path.different(*waiting)
+        different += path.steps.different(*waiting)
         facts.expect(f"{name}: ids that differ", different, different == 0, "0")
         pinned, buckets = pinned_bytes(device) - before, path.receiver._rows.held
         most = sum(1 << (len(bucket) - 1).bit_length() for bucket in buckets) + MIB

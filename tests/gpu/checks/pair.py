@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from tests.gpu.checks.actor import receiver_of, relay_in, steps
+from r3channel.config import ChannelConfig
+from r3channel.trainer.receiver import Receiver
+from tests.gpu.checks.actor import LAYOUT, config_of, receiver_of, relay_in, steps
+from tests.gpu.checks.device import SPEC, Steps, replay
 from tests.gpu.facts import Facts
 
 
@@ -32,5 +37,26 @@ def check(device: str, facts: Facts) -> None:
         receiver.join()
         facts.note("join, communicator included, s", time.monotonic() - begin)
         steps(owner, receiver, facts)
+        large(owner, control, transport, where, facts)
     if not gpus:
         facts.left_out.append("NCCL: gloo carried the rows")
+
+
+def large(owner: Any, control: Any, transport: str, where: torch.device, facts: Facts) -> None:
+    """1 GB in the buckets that users have: right, and what it costs the receiving process. NCCL's sockets are a part of that."""
+    mebibytes = 1 if facts.small else 1 << 10
+    owner.enlarge(transport, mebibytes)
+    at: dict[str, Any] = {"layout": LAYOUT, "coords": LAYOUT.coords(0), "device": where}
+    config = replace(config_of(transport), bucket_bytes=ChannelConfig().bucket_bytes)
+    receiver, sealed = Receiver(control, spec=SPEC, config=config, **at), Steps(mebibytes, shifts=(0,))
+    receiver.join()
+    for step in range(2):  # the first makes its memory
+        ticket, begin, cpu_s = owner.seal_large(step), time.monotonic(), time.process_time()
+        shard = receiver.receive(ticket)
+        spent_s, cpu_s = time.monotonic() - begin, time.process_time() - cpu_s
+        different = sealed.different(step, replay(shard, late=False))
+        facts.expect(f"{mebibytes} MiB, step {step}: ids that differ", different, different == 0, "0")
+        facts.note("CPU of the receiving process, s/GB", cpu_s / shard.shard.nbytes * 1e9)
+        facts.note("its seconds a GB", spent_s / shard.shard.nbytes * 1e9)
+        owner.join_previous()
+    receiver.close()
