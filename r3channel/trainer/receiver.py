@@ -71,15 +71,10 @@ class Receiver:
         self.metrics = metrics or Metrics.of("trainer", self._config, clock=self.clock, **page)
         self.metrics.measure("r3channel_steps_total")
         self.metrics.measure("r3channel_bytes_total", leg="landed")
-        self._rows = buckets_for(self._device)
+        self._buckets = buckets_for(self._device)
         self._member = RelayConnection(
-            control,
-            coords=coords,
-            config=self._config,
-            buckets=self._rows,
-            clock=self.clock,
-            metrics=self.metrics,
-        )
+            control, coords=coords, config=self._config, buckets=self._buckets, clock=self.clock, metrics=self.metrics,
+        )  # fmt: skip
         self._buffers: dict[str, torch.Tensor] = {}
         self._last = ("", -1, 0)
         """Run and step that were received last."""
@@ -91,8 +86,9 @@ class Receiver:
 
     def join(self, *, timeout_s: float | None = None) -> None:
         """TP0 makes its memory and connects to the relay; the other ranks make ready, and say where their /metrics is."""
-        with _WARMING:
-            warm(self._spec)
+        if self._device.type == "cpu":  # else the device places and hashes
+            with _WARMING:
+                warm(self._spec)
         if self._coords.tp == 0:
             self._reserve()
             self._member.join(timeout_s=self._config.join_timeout_s if timeout_s is None else timeout_s)
@@ -227,13 +223,13 @@ class Receiver:
     def _free(self, shard: Shard) -> torch.Tensor:
         """Return where a shard may be written, on the routers' device, after what this thread has the device do with it."""
         whole_N = self._buffer(f"whole{self._turn}", shard.nbytes)
-        self._rows.mark()
+        self._buckets.mark()
         return whole_N
 
     def _receive_now(self, ticket: Ticket, shard: Shard, whole_N: torch.Tensor) -> _Landed:
-        with self._rows.placing():
+        with self._buckets.placing():
             with self.clock.span("place", step=ticket.step):
-                landed = ShardBuffer(ticket, shard, whole_N, place=self._rows.placement)
+                landed = ShardBuffer(ticket, shard, whole_N, place=self._buckets.placement)
             self._member.receive(ticket, landed.stream, landed.sink)
         return landed, whole_N
 

@@ -50,7 +50,7 @@ def make_relay_over(request: pytest.FixtureRequest) -> Iterator[MakeRelay]:
 
 def memory_of(receiver: Receiver) -> list[int]:
     """Where everything lies that a step received so far."""
-    tensors = [*receiver._buffers.values(), *receiver._rows.held]
+    tensors = [*receiver._buffers.values(), *receiver._buckets.held]
     return sorted(tensor.data_ptr() for tensor in tensors)
 
 

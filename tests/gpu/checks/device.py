@@ -137,7 +137,7 @@ def check(device: str, facts: Facts) -> None:
         assert waiting is not None
         different += path.steps.different(*waiting)
         facts.expect(f"{name}: ids that differ", different, different == 0, "0")
-        pinned, buckets = pinned_bytes(device) - before, path.receiver._rows.held
+        pinned, buckets = pinned_bytes(device) - before, path.receiver._buckets.held
         most = sum(1 << (len(bucket) - 1).bit_length() for bucket in buckets) + MIB
         facts.expect(f"{name}: pinned bytes", pinned, pinned <= most, f"{most}: two buckets, and the plan")
         if cuda:
@@ -190,7 +190,7 @@ def cost(device: str, facts: Facts) -> None:
         shard, whole_s, cpu_s = path.step(number)
         nbytes = shard.shard.nbytes
         steps.append((whole_s, cpu_s))
-        bucket_N = path.receiver._rows.held[0]
+        bucket_N = path.receiver._buckets.held[0]
         there_N = torch.empty_like(bucket_N, device=device)
         torch.cuda.synchronize()
         begin = time.perf_counter()
