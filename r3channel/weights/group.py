@@ -42,19 +42,20 @@ class WeightGroup:
         """What another member must be told to join."""
         self._sending = threading.Lock()
         self.wire: ProcessGroupTransport | None = None
+        self._stand_ins = list[ProcessGroupTransport]()
         self._closed = False
 
     def join(self, rank: int = 0, *, timeout_s: float) -> None:
-        """Wait until all members have joined. Raises DeadlineExceeded. With another `rank`: in that one's place, and leave."""
+        """Wait until all members have joined. Raises DeadlineExceeded. With another `rank`: in that one's place, until `close`."""
         where = Rendezvous(
             backend=self.backend, name=self.name, connection=0, rank=rank, world_size=self.world_size, host=self.host,
             port=self._store.port,
         )  # fmt: skip
         wire = ProcessGroupTransport(where, timeout_s=timeout_s, foreign=True)
-        if rank:
-            wire.abort()
-            return
-        self.wire = wire
+        if rank:  # one that left at once would fail a member that has not met it yet
+            self._stand_ins.append(wire)
+        else:
+            self.wire = wire
         if self._closed:  # meanwhile
             self.close()
 
@@ -74,6 +75,8 @@ class WeightGroup:
         self._closed = True
         wire, self.wire = self.wire, None
         self._store.close()
+        while self._stand_ins:
+            in_background(self._stand_ins.pop().abort, name="weights-bury")
         if wire is None:
             return
         if self.backend == "gloo" and not self._sending.locked():

@@ -15,7 +15,7 @@ from r3channel.errors import ConfigError, DeadlineExceeded, UsageError
 from r3channel.transport.process_group import in_background
 from r3channel.weights.group import WeightGroup
 from tests.support.fake_engine import UPDATE, FakeEngine
-from tests.support.waits import SOON_S
+from tests.support.waits import SOON_S, until
 
 pytestmark = [pytest.mark.dist, pytest.mark.long]
 
@@ -58,6 +58,17 @@ def test_bytes_arrive_and_a_close_frees_a_waiting_peer(pair: tuple[WeightGroup, 
     group.close()
     group.close()
     assert "closed by peer" in answer.result(SOON_S)["message"] and time.monotonic() - begun_s < 2
+
+
+def test_who_stands_in_for_a_member_stays_until_all_have_met_it() -> None:
+    group = WeightGroup("test-weights-5", world_size=2)
+    joining = in_background(lambda: group.join(timeout_s=SOON_S), name="test-join")
+    group.join(1, timeout_s=SOON_S)
+    joining.result(SOON_S)
+    (stand_in,) = group._stand_ins
+    assert not stand_in._dead
+    group.close()
+    until(lambda: stand_in._dead)
 
 
 def test_a_join_without_the_other_member_ends_at_the_deadline() -> None:
