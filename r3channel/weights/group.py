@@ -46,7 +46,7 @@ class WeightGroup:
         self._closed = False
 
     def join(self, rank: int = 0, *, timeout_s: float) -> None:
-        """Wait until all members have joined. Raises DeadlineExceeded. With another `rank`: in that one's place, until `close`."""
+        """Wait until all members have joined. Raises DeadlineExceeded. Another `rank`: in its place, until `close`."""
         where = Rendezvous(
             backend=self.backend, name=self.name, connection=0, rank=rank, world_size=self.world_size, host=self.host,
             port=self._store.port,
