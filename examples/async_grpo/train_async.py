@@ -38,7 +38,7 @@ from r3channel.transport.auth import obtain_token
 
 GENERATE_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 300.0
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 450.0
 OBJECT_STORE_BYTES = 256 << 20
 _QUIET = {  # where the user has not said otherwise; ray has read RAY_AUTH_MODE when it was imported
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
