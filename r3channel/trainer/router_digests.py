@@ -75,12 +75,12 @@ class RouterDigestCheck:
         if ids_RK.data_ptr() != rows_LRK[index].data_ptr():  # kept for a recompute
             self._note(microbatch, index, ids_RK[None])
             return ids_RK.to(dtype)
-        ahead, wide_LRK = self._ahead.pop(microbatch, (set[int](), rows_LRK))
+        ahead, wide_LRK = self._ahead.get(microbatch, (set[int](), rows_LRK))
         if layer not in ahead:
             self._note(microbatch, 0, rows_LRK)
             ahead, wide_LRK = {*self._shard.layers}, rows_LRK.to(dtype)
-        if ahead := ahead - {layer}:
-            self._ahead[microbatch] = ahead, wide_LRK
+        # Of one micro-batch: a pass that leaves layers out (recompute of some) would keep the whole step widened.
+        self._ahead = {microbatch: (ahead - {layer}, wide_LRK)} if len(ahead) > 1 else {}
         return wide_LRK[index]
 
     def _checked_on_host(

@@ -182,6 +182,16 @@ def test_a_difference_in_either_pass_is_kept_until_the_device_is_asked(passes: t
         rank.verified()
 
 
+def test_a_device_keeps_one_micro_batch_widened_whatever_layers_a_pass_leaves_out() -> None:
+    rank = two_samples()
+    rank.digests._host_SL = None  # as on a GPU
+    for index in range(2):
+        rank.check_digest(index, 0, rank.layer_ids(index, 0))
+        assert list(rank.digests._ahead) == [index]
+    rank.check_digest(1, 1, rank.layer_ids(1, 1))
+    assert rank.digests._ahead == {}
+
+
 def test_exchanged_layers_micro_batches_and_rows_are_noticed() -> None:
     rank = two_samples()
     turned = rank.layer_ids(0, 0).clone()
