@@ -20,8 +20,9 @@ from tests.support.children import ROOT
 from tests.support.forked_engines import EngineForks
 from tests.support.waits import ENGINE_S
 
-# Ray counts the page cache of what tests read as memory, and kills workers for it.
-os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+# Ray counts the page cache of what tests read as memory, and kills workers for it; they are nice to everybody by 15, which left
+# each a thirtieth of a core beside a busy process.
+os.environ.update({"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"} | os.environ)
 settings.register_profile("untimed", deadline=None)  # a busy machine is no fault of what is tested
 settings.load_profile("untimed")
 

@@ -40,13 +40,12 @@ GENERATE_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 300.0
 START_TIMEOUT_S = 450.0
 OBJECT_STORE_BYTES = 256 << 20
-_QUIET = {  # where the user has not said otherwise; ray has read RAY_AUTH_MODE when it was imported
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_DEDUP_LOGS": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "disabled",
-    "PYTHONWARNINGS": "ignore",
-}
+_AT_0 = (
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_DEDUP_LOGS", "RAY_USAGE_STATS_ENABLED",
+    "RAY_worker_niceness",  # nice by 15 as Ray has them, trainers stand still beside whatever else runs here
+)  # fmt: skip
+_QUIET = {**dict.fromkeys(_AT_0, "0"), "RAY_AUTH_MODE": "disabled", "PYTHONWARNINGS": "ignore"}
+"""Where the user has not said otherwise; ray has read RAY_AUTH_MODE when it was imported."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -73,7 +73,9 @@ _ROWS = 4096
 """Rows of a reply that is read from the socket."""
 _SHORT = 8
 """Tokens of a sample where only the number of samples matters."""
-_RAY_ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "OMP_NUM_THREADS": "1"}
+_AT_0 = "RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_worker_niceness"
+"""The last because peers are measured at their best: beside other work Ray's processes would be nice by 15."""
+_RAY_ENV = dict.fromkeys(_AT_0, "0") | {"OMP_NUM_THREADS": "1"}
 
 
 class EndStatesDiffer(R3Error):
@@ -104,8 +106,7 @@ def two_nodes(*, store_bytes: int) -> Iterator[None]:
     chunks of 64 MiB instead of 5 took 1.6 to 2 times as long (262,144 tokens, int32 and uint8)."""
     from ray.cluster_utils import Cluster
 
-    root = str(Path(r3channel.__file__).parents[1])
-    folders = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    folders = [str(Path(r3channel.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ |= {**_RAY_ENV, "PYTHONPATH": os.pathsep.join(folders)}  # inherited by Ray's processes
     cluster = Cluster()
     try:
