@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import json
 import subprocess
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gpu.run import CHECKS
+from tests.gpu import wheels
+from tests.gpu.run import CHECKS, engine_environment
 from tests.support.children import ROOT, run
 from tests.support.waits import JOB_S
 
 pytestmark = [pytest.mark.dist, pytest.mark.full, pytest.mark.timeout(2 * JOB_S)]
-ON_A_CPU = {"tests": "not run", "staging": "not run", "device_cost": "not run"}
+ON_A_CPU: dict[str, str] = dict.fromkeys(("tests", "staging", "device_cost", "imports"), "not run")
 EMULATED = f"{ROOT}/tests/gpu/emulated:{ROOT}"
 ENDS = {
     **dict.fromkeys(("replay", "device"), "NeedsKernel: only a GPU has a profile of its own"),
@@ -32,6 +34,14 @@ WRONG = ("NeedsKernel", "AssertionError: on the host")
 def command(out: Path, *options: str, path: str = str(ROOT)) -> subprocess.CompletedProcess[str]:
     own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return run("-m", "tests.gpu.run", "--out", str(out), *options, limit_s=JOB_S, **own)  # pyright: ignore
+
+
+def walked(site: Path, *, without: str = "") -> subprocess.CompletedProcess[str]:
+    """The check of a server's imports, as far as its first kernel, where only the image's packages and the wheels are."""
+    path = engine_environment("cuda", {"PYTHONPATH": EMULATED}, server=site)["PYTHONPATH"]
+    lost = f"sys.modules['sitecustomize'].Machine.missing |= set({without.split()})"
+    walk = f"import sys; {lost}; from tests.gpu.facts import main; main('imports', 'cuda', 'small')"
+    return run("-c", walk, limit_s=JOB_S, PYTHONPATH=f"{ROOT}/tests/gpu/emulated:{path}")
 
 
 @pytest.mark.long
@@ -57,7 +67,32 @@ def test_on_an_image_with_cuda_each_check_goes_on_until_it_needs_a_kernel(tmp_pa
             assert row["status"] == "failed" and row["traceback"].strip().endswith(ENDS[name]), row
     failed = rows["tests"]["figures"]["failed"]
     assert failed and all(any(end in why for end in WRONG) for why in failed.values()), failed
+    assert rows.keys() == {check.name for check in CHECKS if not check.apart}
     others = rows.keys() - ENDS.keys() - {"tests"}
     assert {name: rows[name]["why"] for name in others if rows[name]["status"] != "passed"} == {}
     gradients = [name for name in rows["replay"]["figures"] if name.endswith("gradients, relative")]
     assert len(gradients) == 12, "all models, before the audit asks for a profile"
+
+
+def test_wheels_and_image_have_all_that_a_server_imports_and_one_package_less_is_named(
+    tmp_path: Path,
+) -> None:
+    assert wheels.main(str(tmp_path)) == 0, "no batch is larger than what can be carried at once"
+    site = tmp_path / "site"
+    for name in (
+        "sglang-",
+        "sglang_kernel-",
+        "transformers-",
+        "tokenizers-",
+    ):  # the others are installed here
+        (wheel,) = (tmp_path / "2").glob(f"{name}*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
+    assert (site / wheels.KERNELS[0]).stat().st_size > 20_000_000
+    said = walked(site).stdout.splitlines()[-1]
+    assert "'_OpNamespace' 'sgl_kernel' object has no attribute 'rmsnorm'" in said, (
+        "the first kernel that it asks for"
+    )
+    assert '"our plug-in is found and applied": true' in said and '"sglang": "0.5.15.post1"' in said
+    for package in ("openai", "sgl_kernel", "uvicorn"):
+        assert f"No module named '{package}'" in walked(site, without=package).stdout.splitlines()[-1]

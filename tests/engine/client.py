@@ -65,9 +65,11 @@ def generate(url: str, prompt: list[int], *, new_tokens: int, routing: bool = Tr
     return _reply(prompt, raw)
 
 
-def stream(url: str, prompt: list[int], *, new_tokens: int, **extra: Any) -> Iterator[Reply]:
+def stream(
+    url: str, prompt: list[int], *, new_tokens: int, routing: bool = True, **extra: Any
+) -> Iterator[Reply]:
     """One reply per chunk, as they come; each holds all tokens so far, and the last one the routing."""
-    body = _body(prompt, new_tokens, return_routed_experts=True, stream=True, **extra)
+    body = _body(prompt, new_tokens, return_routed_experts=routing, stream=True, **extra)
     with urllib.request.urlopen(_request(url + "/generate", body), timeout=ENGINE_S) as reply:
         for line in reply:
             if line.startswith(b"data: {"):

@@ -16,6 +16,8 @@ from importlib import import_module
 from typing import Any
 
 ANSWER = "R3CHANNEL-GPU "
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+"""The runtime's calls in which the host waits for the device."""
 FURTHER = ("cost", "weights")
 """A check that is called `<module>_<this>` is that function of its module; others are its `check`."""
 

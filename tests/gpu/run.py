@@ -1,4 +1,5 @@
-"""`make gpu`: every check of the GPU paths on this machine, one line each, all of it in gpu.json; nine minutes at most.
+"""`make gpu`: every check of the GPU paths on this machine, one line each, all of it in gpu.json; nine minutes at most, and ten
+for those that are run by their names: whole servers, several processes.
 
     python -m tests.gpu.run --device cuda [--wheels FOLDER] [--out gpu.json] [NAME ...]
 
@@ -23,14 +24,15 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from tests.gpu.facts import ANSWER, Facts
+from tests.gpu.wheels import RELEASE
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 540.0
 PACKAGE = ("numpy", "xxhash", "lz4", "torch")
 _TAIL = 6000
 """What is kept of the errors of a check that died."""
@@ -48,6 +50,10 @@ class Check:
     """The device without which it says nothing."""
     limit_s: float
     """It has so much in any case, and what those before it left."""
+    apart: bool = False
+    """On a GPU it runs by its name alone; ten minutes for all of these."""
+    server: bool = False
+    """It starts servers of the release that slime's image has."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,6 +78,9 @@ class Outcome:
 
 
 SGLANG, MEGATRON = (*PACKAGE, "sglang", "h11"), (*PACKAGE, "megatron.core")
+SERVER: dict[str, Any] = {
+    "needs": (*SGLANG, "sgl_kernel", "fastapi", "openai", "uvicorn", "pytest"), "apart": True, "server": True,
+}  # fmt: skip
 CHECKS = (
     Check(name="replay", about="Megatron, world of one", needs=MEGATRON, limit_s=80),
     Check(name="capture", about="FrameCapturer under SGLang's TopK", needs=SGLANG, limit_s=60),
@@ -82,10 +91,14 @@ CHECKS = (
     Check(name="pair", about="relay and receiver over NCCL", limit_s=45),
     Check(name="weights", about="staged copy to parameters", limit_s=30),
     Check(name="update", about="trainer to engine, two processes", needs=(*PACKAGE, "pytest"), limit_s=50),
+    Check(name="imports", about="a server's packages", **SERVER, only_on="cuda", limit_s=60),
+    Check(name="engine", about="a server's rows", **SERVER, limit_s=150),
+    Check(name="peers", about="groups of two and three", apart=True, limit_s=60),
     Check(name="tests", about="tests/gpu", needs=(*PACKAGE, "pytest", "pytest_timeout"), limit_s=20),
     Check(name="staging", about="one staging object", only_on="cuda", limit_s=15),
     Check(name="replay_cost", about="a step, of one without replay", needs=MEGATRON, limit_s=55),
     Check(name="capture_cost", about="a pass, of one without capture", needs=SGLANG, limit_s=30),
+    Check(name="engine_cost", about="a server's tokens", **SERVER, limit_s=180),
     Check(name="device_cost", about="the whole way over TCP", only_on="cuda", limit_s=10),
 )
 """What proves that rows are right comes first, what it costs last."""
@@ -103,30 +116,48 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     options.small |= options.device == "cpu"
     slow = 4 if options.small else 1  # a CPU that others work on, too
-    chosen = [check for check in CHECKS if not options.names or check.name in options.names]
-    with tempfile.TemporaryDirectory(prefix="r3channel-gpu-") as site:
-        path = os.pathsep.join(filter(None, (str(ROOT), site, os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-        if options.wheels is not None:
-            install(options.wheels, Path(site))
-        machine = look_at(environment)
-        print(f"on {', '.join(f'{name} {value}' for name, value in machine.items())}", flush=True)
-        outcomes, end_s = list[Outcome](), time.monotonic() + LIMIT_S * slow
-        for number, check in enumerate(chosen, start=1):
-            kept_s = sum(later.limit_s for later in chosen[number:]) * slow
-            outcomes.append(run(check, options, environment, machine, end_s - kept_s))
-            print(outcomes[-1].line(), flush=True)
-            result = {"device": options.device, "machine": machine, "checks": [*map(asdict, outcomes)]}
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+    names = options.names or [check.name for check in CHECKS if options.device == "cpu" or not check.apart]
+    chosen = [check for check in CHECKS if check.name in names]
+    site = installed(options.wheels) if options.wheels is not None else ROOT / "nothing"
+    path = os.pathsep.join(filter(None, (str(ROOT), str(site / "parts"), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    server = engine_environment(options.device, environment, server=site / "server")
+    machine = look_at(environment) | {"server lacks": look_at(server, server=True)["missing"]}
+    print(f"on {', '.join(f'{name} {value}' for name, value in machine.items())}", flush=True)
+    outcomes, end_s = list[Outcome](), time.monotonic() + sum(check.limit_s for check in chosen) * slow
+    for number, check in enumerate(chosen, start=1):
+        kept_s = sum(later.limit_s for later in chosen[number:]) * slow
+        own = server if check.server else environment
+        outcomes.append(run(check, options, own, machine, end_s - kept_s))
+        print(outcomes[-1].line(), flush=True)
+        result = {"device": options.device, "machine": machine, "checks": [*map(asdict, outcomes)]}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
     return int(any(one.status == "failed" or one.unfit for one in outcomes))
 
 
-def install(wheels: Path, site: Path) -> None:
-    """Only what this Python lacks, without the network and outside of its own packages."""
-    found = [str(wheel) for wheel in sorted(wheels.glob("*.whl")) if lacks(wheel.name.split("-")[0])]
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile"]
-    if found:
-        subprocess.run([*command, "--target", str(site), *found], check=True, timeout=300)
+def installed(wheels: Path) -> Path:
+    """The folder of what this Python lacks (`parts`) and of the servers' release (`server`), made once of these wheels.
+
+    Without the network and outside of Python's own packages; it stays, because the parts of a run share it.
+    """
+    found = sorted(wheels.rglob("*.whl"))
+    names = "".join(wheel.name for wheel in found).encode()
+    site = Path(tempfile.gettempdir(), f"r3channel-gpu-{blake2b(names, digest_size=6).hexdigest()}")
+    if not site.exists():
+        release = [wheel for wheel in found if RELEASE.get(distribution(wheel)) == wheel.name.split("-")[1]]
+        parts = [wheel for wheel in found if wheel not in release and lacks(distribution(wheel))]
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile"]
+        new = Path(tempfile.mkdtemp(prefix="r3channel-gpu-"))
+        for name, some in {"parts": parts, "server": release}.items():
+            if some:
+                target = ["--target", str(new / name), *map(str, some)]
+                subprocess.run([*command, *target], check=True, timeout=300)
+        new.rename(site)
+    return site
+
+
+def distribution(wheel: Path) -> str:
+    return wheel.name.split("-")[0].replace("_", "-").lower()
 
 
 def lacks(distribution: str) -> bool:
@@ -154,9 +185,10 @@ print(json.dumps(found))
 """
 
 
-def look_at(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Versions and devices, seen by the Python that runs the checks."""
-    command = [sys.executable, "-c", _LOOK, *sorted({name for check in CHECKS for name in check.needs})]
+def look_at(environment: Mapping[str, str], *, server: bool = False) -> dict[str, Any]:
+    """Versions and devices, seen by the Python that runs the checks; what is missing for those with a server, or without."""
+    needs = {name for check in CHECKS for name in check.needs if check.server == server}
+    command = [sys.executable, "-c", _LOOK, *sorted(needs)]
     child = subprocess.run(command, **_read(environment), timeout=120, check=True)
     seen = json.loads(child.stdout.splitlines()[-1])
     return {"Python": platform.python_version(), "driver": driver(), **seen}
@@ -179,7 +211,7 @@ def run(
 ) -> Outcome:  # fmt: skip
     device: str = options.device
     outcome = Outcome(name=check.name, about=check.about, status="not run")
-    missing = [name for name in check.needs if name in machine["missing"]]
+    missing = [name for name in check.needs if name in machine["server lacks" if check.server else "missing"]]
     left_s = end_s - time.monotonic()
     outcome.unfit = bool(missing) or (device == "cuda" and not machine["GPUs"])
     if missing:
@@ -203,7 +235,7 @@ def child(
     """Ends with all that the check has started, by `timeout_s` at the latest."""
     command = [sys.executable, "-m", "tests.gpu.facts", check.name, options.device]
     command += ["small"] * options.small
-    if "sglang" in check.needs:
+    if "sglang" in check.needs and not check.server:
         environment = engine_environment(options.device, environment)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         streams: dict[str, Any] = {"stdout": out, "stderr": errors, "start_new_session": True}
@@ -223,14 +255,17 @@ def child(
         return subprocess.CompletedProcess(command, process.returncode, out.read(), errors.read() + note)
 
 
-def engine_environment(device: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """SGLang's binaries are not needed: our stand-in for them is found first."""
+def engine_environment(
+    device: str, environment: Mapping[str, str], *, server: Path | None = None
+) -> dict[str, str]:
+    """`server`: the folder of a whole server's release, with its kernels. Without, no binaries of SGLang's are needed."""
     if device == "cpu":
         from examples.embedded.sglang import environment as embedded
 
         return embedded(environment)
-    shims = str(ROOT / "examples/embedded/shims")
-    return {**environment, "PYTHONPATH": os.pathsep.join((shims, environment["PYTHONPATH"]))}
+    first = [server, ROOT / "tests/gpu/stand_ins"] if server else []
+    folders = (*first, ROOT / "examples/embedded/shims", environment["PYTHONPATH"])
+    return {**environment, "PYTHONPATH": os.pathsep.join(map(str, folders))}
 
 
 def told(outcome: Outcome, ended: subprocess.CompletedProcess[str]) -> None:

@@ -18,7 +18,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 _new, _route, _forward = ForwardBatch.init_new, TopK.forward, ModelRunner.forward
+_MOST = 4096
+"""Rows of a pass."""
 _chosen = dict[int, torch.Tensor]()
+"""By layer, [rows, K]: one tensor for all passes, so that a CUDA graph writes where `_noted` reads."""
 _noise = torch.Generator().manual_seed(0)
 
 
@@ -35,20 +38,28 @@ def _init_new(batch: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _routed(router: Any, hidden_states: Any, router_logits: Any, *args: Any, **kwargs: Any) -> Any:
-    noise = 0.2 * router_logits.std() * torch.randn(router_logits.shape, generator=_noise)
+    given: dict[str, Any] = {"device": router_logits.device, "dtype": router_logits.dtype}
+    own = (
+        None if router_logits.is_cuda else _noise
+    )  # the device's own generator goes on from replay to replay of a graph
+    noise = 0.2 * router_logits.std() * torch.randn(router_logits.shape, generator=own, **given)
     output = _route(router, hidden_states, router_logits + noise, *args, **kwargs)
-    _chosen[router.layer_id] = output.topk_ids.clone()
+    ids = output.topk_ids
+    if router.layer_id not in _chosen:  # the passes before a graph is captured
+        _chosen[router.layer_id] = ids.new_zeros((_MOST, ids.shape[1]))
+    _chosen[router.layer_id][: len(ids)] = ids
     return output
 
 
 def _noted(runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-    _chosen.clear()
     output = _forward(runner, forward_batch, *args, **kwargs)
-    if _chosen:
-        ids_TLK, at = torch.stack([_chosen[layer] for layer in sorted(_chosen)], 1), 0
+    tapped = getattr(forward_batch, "tapped", [])  # none where a graph is captured
+    rows = sum(count for *_, count in tapped)
+    if rows:
+        ids_TLK, at = torch.stack([_chosen[layer][:rows] for layer in sorted(_chosen)], 1).cpu(), 0
         path = Path(os.environ["R3TEST_TAP"]) / f"{os.getpid()}.jsonl"
         with path.open("a") as file:
-            for *told, count in forward_batch.tapped:
+            for *told, count in tapped:
                 line = [*told, ids_TLK[at : at + count].tolist()]
                 print(json.dumps(line), file=file)
                 at += count

@@ -33,7 +33,7 @@ from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.trainer.step import index_dtype
 from r3channel.wire.frame import encode_frame
-from tests.gpu.facts import Facts
+from tests.gpu.facts import WAITS, Facts
 from tests.support.samples import random_ids
 
 MICROBATCHES, SAMPLES, VOCAB = 2, 2, 512
@@ -47,7 +47,6 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
 }
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 UPLOAD = "Memcpy HtoD (Pageable"
 """How the profiler's name of one begins: an asynchronous copy by its call, and CUDA waits until its turn has come."""
 NOISE = 4

@@ -1,6 +1,6 @@
 """Runs at the start of each Python process that has this folder on PYTHONPATH, as if on an image with CUDA 13 and no SGLang.
 
-Only the packages of `IMAGE`, what they require, and the wheels of `make gpu-wheels` can be imported. CUDA is said to be there,
+Only the packages of `image.txt` and the wheels of `make gpu-wheels` can be imported. CUDA is said to be there,
 and what is put on it lies in host memory: a check goes the way that it goes on a GPU until it asks for what only a kernel can
 give, which raises `NeedsKernel`. It proves nothing about a GPU, but that no check ends for a name, an argument or a package.
 """
@@ -15,14 +15,9 @@ import sys
 import threading
 import traceback
 from importlib.machinery import PathFinder
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
-
-IMAGE = (
-    "torch", "torchvision", "triton", "transformers", "accelerate", "numba", "scipy", "pandas", "pytest", "pytest-timeout",
-    "pytest-xdist", "hypothesis", "aiohttp", "einops", "sentencepiece", "tiktoken", "psutil", "uvloop", "prometheus-client",
-    "pip",
-)  # fmt: skip
 
 
 class NeedsKernel(RuntimeError):
@@ -48,14 +43,9 @@ def installed() -> set[str]:
     """Names of distributions, as the machine would have them."""
     from tests.gpu.wheels import NAMES
 
-    found, waiting = {"r3channel", *map(distribution_name, NAMES)}, [*IMAGE]
-    while waiting:
-        name = distribution_name(waiting.pop())
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            requires = [] if name in found else importlib.metadata.requires(name) or []
-            waiting += [re.split(r"[^\w.-]", one)[0] for one in requires if "extra ==" not in one]
-            found.add(name)
-    return found
+    lines = (Path(__file__).parents[1] / "image.txt").read_text().splitlines()[1:]
+    image = (word.partition("==")[0] for line in lines for word in line.split())
+    return {"r3channel", *map(distribution_name, (*image, *NAMES))}
 
 
 def missing_packages() -> set[str]:
@@ -145,6 +135,7 @@ def pretend() -> None:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "get_device_capability": lambda *_: (9, 0),
+        "mem_get_info": lambda *_: (139 << 30, 141 << 30),
         "get_device_name": lambda *_: gpu.name,
         "get_device_properties": lambda *_: gpu,
         "init": lambda: started.append(True),
@@ -177,6 +168,10 @@ def pretend() -> None:
     pretend.kept = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[attr-defined]
     for operator in ("nms", "qnms"):
         pretend.kept.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[attr-defined]
+    kernels: Any = ModuleType(
+        "common_ops"
+    )  # where SGLang looks for its kernels when the library cannot be loaded
+    sys.modules["common_ops"], kernels.__file__ = kernels, "common_ops.abi3.so"
     from triton.runtime.jit import JITFunction
 
     JITFunction.run = needs_kernel("Triton's kernels")  # type: ignore[method-assign]

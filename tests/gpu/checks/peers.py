@@ -1,0 +1,189 @@
+"""NCCL groups of two and three processes: what connects, what it takes, and how a silent and a dying peer end; gloo on a CPU.
+
+On one GPU the processes are hosts of their own to NCCL (see `pair`), which is this check's environment and no user's.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from r3channel.errors import DeadlineExceeded, TransportError
+from r3channel.transport.base import Rendezvous, Transport
+from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
+from r3channel.transport.select import join
+from tests.gpu.checks.group import BUSY_CYCLES, kernel_s
+from tests.gpu.facts import Facts
+
+CONNECT_S, DEADLINE_S, SEND_S = 60.0, 0.5, 30.0
+HOSTS: dict[str, str] = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+
+def pattern(nbytes: int, device: str) -> torch.Tensor:
+    return (torch.arange(nbytes, device=device) % 251).to(torch.uint8)
+
+
+class Peer:
+    """The other process: it does one thing at a time, and says when it begins and how it ended."""
+
+    def __init__(self, device: str) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        context: Any = multiprocessing.get_context("spawn")
+        self.process = context.Process(target=obey, args=(theirs, device), daemon=True)
+        self.process.start()
+
+    def begin(self, name: str, *given: Any) -> None:
+        self._pipe.send((name, *given))
+        assert self._pipe.recv() == "begins"
+
+    def ended(self) -> Any:
+        return self._pipe.recv()
+
+
+def obey(pipe: Connection, device: str) -> None:
+    group: Any = None
+    while True:
+        name, *given = pipe.recv()
+        pipe.send("begins")
+        if name == "join":
+            group = join(Rendezvous(**given[0]), timeout_s=CONNECT_S)
+            pipe.send(None)
+        elif name == "send":
+            group.send(0, pattern(given[0], device), timeout_s=SEND_S)
+            pipe.send(None)
+        elif name == "take":
+            data_N = torch.zeros(given[0], dtype=torch.uint8, device=device)
+            group.broadcast(0, data_N, timeout_s=SEND_S)
+            pipe.send(bool(torch.equal(data_N, pattern(given[0], device))))
+
+
+@contextmanager
+def two_peers(device: str) -> Iterator[list[Peer]]:
+    alone = device == "cuda" and torch.cuda.device_count() == 1
+    found = list[Peer]()
+    try:
+        for number in range(2):
+            os.environ.update({**HOSTS, "NCCL_HOSTID": f"peer{number}"} if alone else {})
+            found.append(Peer(device))
+        os.environ.update({"NCCL_HOSTID": "check"} if alone else {})
+        yield found
+    finally:
+        for peer in found:
+            peer.process.kill()
+            peer.process.join()
+
+
+class Groups:
+    """Groups of this process, rank 0, with peers."""
+
+    def __init__(self, device: str, facts: Facts) -> None:
+        self.device, self.facts, self.made = device, facts, 0
+        self.store = RendezvousStore("127.0.0.1")
+
+    def join(self, what: str, peers: list[Peer]) -> ProcessGroupTransport:
+        """Its seconds, and on a GPU the memory that all its ends take there, are noted."""
+        self.made, before = self.made + 1, self.free_bytes()
+        where: dict[str, Any] = {
+            "backend": "nccl" if self.device == "cuda" else "gloo", "name": f"{what}-{self.made}", "connection": 1,
+            "world_size": 1 + len(peers), "host": self.store.host, "port": self.store.port,
+        }  # fmt: skip
+        begin = time.monotonic()
+        with ThreadPoolExecutor(1) as pool:
+            own = pool.submit(self._own, where)
+            for rank, peer in enumerate(peers, start=1):
+                peer.begin("join", {**where, "rank": rank})
+            for peer in peers:
+                peer.ended()
+            group = own.result()
+        self.facts.note(f"{what}: s to connect", time.monotonic() - begin)
+        if self.device == "cuda":
+            self.facts.note(f"{what}: MiB of the GPU", (before - self.free_bytes()) >> 20)
+        return group
+
+    def _own(self, where: dict[str, Any]) -> Any:
+        if self.device == "cuda":
+            torch.cuda.set_device(0)
+        return join(Rendezvous(**where, rank=0), timeout_s=CONNECT_S)
+
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info()[0] if self.device == "cuda" else 0
+
+
+def check(device: str, facts: Facts) -> None:
+    nbytes = (4 if facts.small else 64) << 20
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    with two_peers(device) as (first, second):
+        groups = Groups(device, facts)
+        three = groups.join("a group of three", [first, second])
+        for peer in (first, second):
+            peer.begin("take", nbytes)
+        three.broadcast(0, pattern(nbytes, device), timeout_s=SEND_S)
+        held = [peer.ended() for peer in (first, second)]
+        facts.expect("a broadcast to two, bytes equal", held, held == [True, True], "both")
+        pair = groups.join("a pair", [first])
+        right = arrived(pair, first, nbytes, device)
+        facts.expect("bytes that a peer sent are equal", right, right, "true")
+        silent(pair, device, facts)
+        dying(groups.join("a second pair", [first]), first, device, facts)
+        other = groups.join("a pair with another, after that", [second])
+        right = arrived(other, second, nbytes, device)
+        facts.expect("its bytes are equal", right, right, "true")
+        for group in (three, other):
+            group.close()
+
+
+def arrived(group: Transport, peer: Peer, nbytes: int, device: str) -> bool:
+    peer.begin("send", nbytes)
+    data_N = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    group.recv(1, data_N, timeout_s=SEND_S)
+    peer.ended()
+    return bool(torch.equal(data_N, pattern(nbytes, device)))
+
+
+def silent(group: ProcessGroupTransport, device: str, facts: Facts) -> None:
+    """A peer that sends nothing, while this process's default stream is busy with work that is not ours."""
+    busy_s = kernel_s() if device == "cuda" else 0.0
+    pending = group.start_recv(1, torch.zeros(1024, dtype=torch.uint8, device=device))
+    value = torch.ones(1, device=device)
+    if device == "cuda":
+        torch.cuda._sleep(BUSY_CYCLES)
+    value += 1
+    begin, told = time.monotonic(), ""
+    try:
+        pending.wait(timeout_s=DEADLINE_S)
+    except DeadlineExceeded as error:
+        told = str(error)
+    late_s = time.monotonic() - begin - DEADLINE_S
+    facts.expect("of a silent peer", told, "within 0.5 s" in told, "a deadline by name")
+    facts.note("the stream is busy for, s", busy_s)
+    facts.limit(
+        "error, abort included, s after its deadline", late_s, late_s <= 0.5 * busy_s, "at most half of that"
+    )
+    facts.expect("the busy stream's result", float(value), float(value) == 2.0, "2.0")
+
+
+def dying(group: ProcessGroupTransport, peer: Peer, device: str, facts: Facts) -> None:
+    """It is killed in the middle of what it sends."""
+    nbytes = (256 << 20) if facts.small else 1 << 30
+    data_N = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    peer.begin("send", nbytes)
+    pending = group.start_recv(1, data_N)
+    time.sleep(0.01)
+    os.kill(peer.process.pid or 0, signal.SIGKILL)
+    begin, told = time.monotonic(), "nothing: all had arrived"
+    try:
+        pending.wait(timeout_s=5.0)
+    except TransportError as error:
+        told = f"{type(error).__name__}: {error}"
+    facts.expect("of a peer killed in its send", told, "could not receive" in told, "an error by name")
+    facts.note("told after, s", time.monotonic() - begin)

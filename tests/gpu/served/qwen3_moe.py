@@ -1,0 +1,3 @@
+from sglang.srt.models.qwen3_moe import EntryClass
+
+__all__ = ["EntryClass"]
