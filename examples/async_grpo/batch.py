@@ -65,11 +65,11 @@ class MicrobatchData:
     plan: Microbatch
 
 
-def unpack(data: dict[str, Any], shard: Shard) -> list[MicrobatchData]:
+def unpack(data: dict[str, Any], shard: Shard, *, device: str) -> list[MicrobatchData]:
     """Lay out a DP rank's samples as the plan says: same order, same padding, so that rows meet their ids."""
     samples = dict(zip(data["names"], _samples(data), strict=True))
     return [
-        _lay_out(shard, index, [samples[name] for name in batch.sample_ids])
+        _lay_out(shard, index, [samples[name] for name in batch.sample_ids], device)
         for index, batch in enumerate(shard.microbatches)
     ]
 
@@ -103,11 +103,11 @@ def _samples(data: dict[str, Any]) -> list[_Arrays]:
     return found
 
 
-def _lay_out(shard: Shard, index: int, samples: list[_Arrays]) -> MicrobatchData:
+def _lay_out(shard: Shard, index: int, samples: list[_Arrays], device: str) -> MicrobatchData:
     laid = {
-        name: torch.from_numpy(shard.lay_out(index, [sample[name] for sample in samples]))
+        name: torch.from_numpy(shard.lay_out(index, [sample[name] for sample in samples])).to(device)
         for name in samples[0]
     }
-    positions = torch.from_numpy(np.ascontiguousarray(shard.token_map(index)[1]))
+    positions = torch.from_numpy(np.ascontiguousarray(shard.token_map(index)[1])).to(device)
     responses = int(sum(sample["mask"].sum() for sample in samples))
     return MicrobatchData(**laid, positions=positions, responses=responses, plan=shard.microbatches[index])

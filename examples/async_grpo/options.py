@@ -50,6 +50,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--engines", type=int, default=1, help="SGLang servers")
     parser.add_argument("--engine-tp", type=int, default=1, help="ranks of each server that share a request")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: trainer rank r on GPU r, engines on the last GPU",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples", type=int, default=16, help="per step, in groups of 4")
     parser.add_argument("--micro-batch-size", type=int, default=4)
@@ -141,6 +147,7 @@ def _machine(args: argparse.Namespace, layout: TrainerLayout) -> Iterator[str]:
     for name in _FILES:
         yield preflight.folder(_flag(name), (getattr(args, name) and Path(getattr(args, name)).parent) or "")
     yield from extras.packages(ROLES["all"].needs, VERSIONS)
+    yield _gpus(args.device, layout.world_size)
     base = tempfile.gettempdir()
     yield preflight.folder("TMPDIR", base, room_bytes=_TEMPORARY_BYTES)
     if len(base) > _LONGEST_BASE:
@@ -150,6 +157,17 @@ def _machine(args: argparse.Namespace, layout: TrainerLayout) -> Iterator[str]:
     yield preflight.memory(
         needed,
         remedy=f"{engines} engine(s) and {trainers} trainer(s) of --engines and --layout; give smaller ones",
+    )
+
+
+def _gpus(device: str, ranks: int) -> str:
+    import torch
+
+    count = torch.cuda.device_count() if device == "cuda" else ranks
+    return (
+        ""
+        if count >= ranks
+        else f"--device cuda: {ranks} trainer rank(s) of --layout, and torch sees {count} GPU(s)"
     )
 
 

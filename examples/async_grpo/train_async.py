@@ -224,7 +224,9 @@ def start_cluster(args: argparse.Namespace, folder: Path) -> Iterator[Cluster]:
     from examples.embedded.model import write_model
 
     layout = TrainerLayout.parse(args.layout)
-    model = write_model(folder / "model", seed=args.seed, layers=model_layers(layout))
+    # SGLang's own Qwen3-MoE has no dense layers; the embedded one on a CPU has
+    dense = (0,) if args.device == "cpu" else ()
+    model = write_model(folder / "model", seed=args.seed, layers=model_layers(layout), dense_layers=dense)
     spec = RoutingSpec.from_hf_config(model)
     if args.use_r3_channel and args.r3_journal is None:
         args.r3_journal = str(folder / "store")
@@ -284,8 +286,9 @@ def _engine_options(args: argparse.Namespace, model: Path) -> Any:
             "R3CHANNEL_METRICS_PORT": "0"
         }
     return EngineOptions(
-        model=model, r3channel=args.use_r3_channel, random_seed=args.seed, tp=args.engine_tp, env=env
-    )
+        model=model, r3channel=args.use_r3_channel, random_seed=args.seed, tp=args.engine_tp, env=env,
+        device=args.device, dtype={"cpu": "float32", "cuda": "bfloat16"}[args.device],
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""One trainer process: a Ray actor around a real Megatron-core model on CPU."""
+"""One trainer process: a Ray actor around a real Megatron-core model, on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard
 from r3channel.weights.convert import hf_shards, hf_weights
+
+ENGINE_DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+"""SGLang's kernels on a GPU take no float32."""
 
 
 class TrainerRouting(Protocol):
@@ -83,8 +86,9 @@ class Trainer:
         """Process groups, model, optimizer, routing."""
         size = self.layout.world_size
         megatron.init_distributed(
-            rank=self.rank, world_size=size, init_method=init_method, layout=self.layout, seed=self.args.seed
-        )
+            rank=self.rank, world_size=size, init_method=init_method, layout=self.layout, seed=self.args.seed,
+            device=self.args.device,
+        )  # fmt: skip
         self.model = megatron.build(
             self.args.model, self.layout, dtype=self.args.trainer_dtype, lr=self.args.lr
         )
@@ -104,7 +108,7 @@ class Trainer:
             args = self.args
             self.publisher = Publisher(
                 urls, model=args.model, bucket_bytes=args.weight_bucket_bytes, manifest=args.weights_manifest,
-                weights=args.weights, token_file=args.r3_token_file, metrics=self.routing.metrics,
+                weights=args.weights, token_file=args.r3_token_file, metrics=self.routing.metrics, device=args.device,
             )  # fmt: skip
 
     def begin(self) -> None:
@@ -126,7 +130,7 @@ class Trainer:
         self._waited()
         with self.clock.span("assemble", step=step):
             data = self._data.pop(step)
-            batches = unpack(data, self.routing.shard(data, self.coords))
+            batches = unpack(data, self.routing.shard(data, self.coords), device=self.args.device)
         with self.routing.step(data, version=self.version):
             self._mask(batches)
             with self.clock.span("logprob", step=step):
@@ -214,7 +218,7 @@ class Trainer:
                 self.clock.span("logprob" if forward_only else "forward"),
                 self.routing.microbatch(index, mode, chunk),
             ):
-                packed = megatron.packed_params(batch.plan)
+                packed = megatron.packed_params(batch.plan, device=self.args.device)
                 output = chunk(
                     batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=packed
                 )
@@ -229,7 +233,7 @@ class Trainer:
     def _pushed(self, version: int) -> Pushed | None:
         if self.args.weights != "exact":
             return self._gathered(lambda weights: self._publisher().push(weights, version))
-        shards = hf_shards(self.model.bridge, self.model.chunks, dtype=torch.float32)
+        shards = hf_shards(self.model.bridge, self.model.chunks, dtype=ENGINE_DTYPES[self.args.device])
         pushed = self._publisher().push(shards, version)
         return pushed if self.first else None
 
@@ -254,7 +258,7 @@ class Trainer:
                 batch.mask = batch.mask * keep
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return hf_weights(self.model.bridge, self.model.chunks, dtype=torch.float32)
+        return hf_weights(self.model.bridge, self.model.chunks, dtype=ENGINE_DTYPES[self.args.device])
 
     def _waited(self) -> None:
         """From the end of the last call to now this process stood still: for the next rollout, or for its turn."""

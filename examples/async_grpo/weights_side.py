@@ -41,11 +41,11 @@ class Publisher:
 
     def __init__(
         self, urls: list[str], *, model: str, bucket_bytes: int, manifest: str | None, weights: str,
-        token_file: str | None, metrics: Metrics | None,
+        token_file: str | None, metrics: Metrics | None, device: str,
     ) -> None:  # fmt: skip
         """`model`: the checkpoint that the engines were started from. `manifest`: file that tells what was committed.
 
-        `weights`: `broadcast` (which tells no manifest), `exact` or `colocated`.
+        `weights`: `broadcast` (which tells no manifest), `exact` or `colocated`. From a GPU a broadcast goes over NCCL.
         """
         self._manifest = manifest
         engines = [EngineHandle(url) for url in urls]
@@ -57,6 +57,7 @@ class Publisher:
             engines, staged=weights != "broadcast", wire="shared_memory" if weights == "colocated" else "tcp",
             bucket_bytes=bucket_bytes, verify=weights != "broadcast" or manifest is not None,
             token_file=token_file or "", metrics=metrics,
+            backend="nccl" if device == "cuda" and weights == "broadcast" else "gloo",
         )  # fmt: skip
         self._sync.connect(timeout_s=WEIGHT_TIMEOUT_S)
 

@@ -1,4 +1,4 @@
-"""A real Megatron-core 0.16.1 trainer on a CPU: process groups over gloo, a Qwen3-MoE model from a Hugging Face folder.
+"""A real Megatron-core 0.16.1 trainer on a CPU, over gloo, or on a GPU, over NCCL: a Qwen3-MoE model from a Hugging Face folder.
 
 Read against megatron-core 0.16.1 and mbridge 0.15.1. mbridge knows the Transformer Engine layer spec only, so a subclass
 builds the local one. Importing this module installs nothing and imports no Megatron; `init_distributed()` and `build()` do.
@@ -107,10 +107,12 @@ def init_distributed(
     layout: TrainerLayout,
     seed: int = 1234,
     timeout_s: float = 300.0,
+    device: str = "cpu",
 ) -> None:
-    """Install the CPU shim, join the default gloo group and make Megatron's groups.
+    """Install the shim, join the default group and make Megatron's groups.
 
     Args:
+        device: `cpu`, over gloo; `cuda`, over NCCL, each rank of a machine on a GPU of its own.
         init_method: `file:///path` (an absent file on a shared disk) or `tcp://127.0.0.1:port`; empty for one process.
         timeout_s: deadline of the rendezvous and of each collective.
 
@@ -120,14 +122,17 @@ def init_distributed(
     """
     if layout.world_size != world_size:
         raise ConfigError(f"{layout} needs {layout.world_size} processes; world_size is {world_size}")
-    megatron_shim.install()
+    megatron_shim.install(device)
     # gloo binds to the address of the host name by default, which need not exist on a machine without a network.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = timedelta(seconds=timeout_s)
     from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
     meeting: dict[str, Any] = {"init_method": init_method} if init_method else {"store": HashStore()}
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeout, **meeting)
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **meeting)
     _init_megatron(layout, seed=seed, timeout_s=timeout_s)
 
 
@@ -210,14 +215,14 @@ def _pipeline_changes(layout: TrainerLayout) -> dict[str, Any]:
     return changes
 
 
-def packed_params(batch: Microbatch) -> Any:
+def packed_params(batch: Microbatch, *, device: str = "cpu") -> Any:
     """Megatron's PackedSeqParams of a packed micro-batch, its tail as a sequence of its own; None for a padded one."""
     if not batch.packed:
         return None
     from megatron.core.packed_seq_params import PackedSeqParams
 
     lengths = [*batch.padded, batch.tail] if batch.tail else list(batch.padded)
-    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    ends = torch.tensor([0, *lengths], device=device).cumsum(0).int()
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=ends,

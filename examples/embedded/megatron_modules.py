@@ -104,15 +104,17 @@ class CoreAttention(MegatronModule):
         """One sequence: rows [first, last) of the whole, of which this rank holds 1/size."""
         size, (first, last) = len(keys), span
         here = slice(first // size, last // size)
-        key_at = torch.cat([zigzag_positions(last - first, rank=rank, size=size) for rank in range(size)])
-        query_at = zigzag_positions(last - first, rank=self.group.rank(), size=size)
+        ranks = [*range(size), self.group.rank()]
+        *key_at, query_at = (
+            zigzag_positions(last - first, rank=rank, size=size).to(query.device) for rank in ranks
+        )
         repeat = query.shape[2] // keys[0].shape[2]
         key, value = (
             torch.cat([tensor[here] for tensor in shards]).repeat_interleave(repeat, 2).float()
             for shards in (keys, values)
         )
         score = torch.einsum("qbhd,kbhd->bhqk", query[here].float(), key) * self.scale
-        score = score.masked_fill(key_at[None, :] > query_at[:, None], float("-inf"))
+        score = score.masked_fill(torch.cat(key_at)[None, :] > query_at[:, None], float("-inf"))
         return torch.einsum("bhqk,kbhd->qbhd", score.softmax(-1), value).to(query.dtype)
 
 

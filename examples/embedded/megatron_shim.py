@@ -187,6 +187,8 @@ def declare_torchvision_operators() -> None:
 _KEPT: list[Any] = []  # a library's operators live as long as it does
 
 
+# What it lacks without Transformer Engine, with a GPU or without.
+_ANYWHERE: tuple[Callable[[], None], ...] = (name_te_general_gemm, _engine_types, _model_types)
 # In this order: the first four before megatron.core is imported, the others import the module that they patch.
 _PATCHES: tuple[Callable[[], None], ...] = (
     _current_device,
@@ -195,15 +197,14 @@ _PATCHES: tuple[Callable[[], None], ...] = (
     _tensor_type,
     _rng,
     _splits,
-    name_te_general_gemm,
-    _engine_types,
-    _model_types,
+    *_ANYWHERE,
     declare_torchvision_operators,
 )
 
 
-def install() -> None:
-    """Patch this process for Megatron-core without a GPU; a second call does nothing.
+def install(device: str = "cpu") -> None:
+    """Patch this process for Megatron-core without a GPU, and without Transformer Engine alone on `cuda`; a second call does
+    nothing.
 
     Raises:
         UsageError: megatron.core was imported before, and some of its modules hold unpatched names.
@@ -220,7 +221,7 @@ def install() -> None:
     for words in ("Apex", "Transformer Engine", "full scope is deprecated"):
         warnings.filterwarnings("ignore", message=f".*{words}", category=UserWarning)
     _no_compiler()
-    for patch in _PATCHES:
+    for patch in _PATCHES if device == "cpu" else _ANYWHERE:
         patch()
     _put(torch, _MARK, True)
 

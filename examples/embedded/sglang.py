@@ -1,4 +1,4 @@
-"""A real SGLang HTTP server on CPU as a child process: its environment, its start, its end.
+"""A real SGLang HTTP server, on a CPU or the last GPU, as a child process: its environment, its start, its end.
 
 Read against SGLang 0.5.23. Knows nothing about routing; whether the r3channel plug-in is on is one environment variable.
 """
@@ -39,25 +39,27 @@ def environment(
     *,
     r3channel: bool = False,
     codec: str | None = None,
+    device: str = "cpu",
 ) -> dict[str, str]:
-    """Environment of a child process that runs SGLang (or imports transformers) without a GPU.
+    """Environment of a child process that runs SGLang (or imports transformers), without a GPU unless `device` is `cuda`.
 
     `base` is the environment to start from, this process's by default. `r3channel` turns the capture plug-in on,
     `codec` is its option. Idempotent: applying it to its own result changes nothing.
     """
-    env = dict(os.environ if base is None else base)
-    env.update(R3DEMO_EMBEDDED="1", SGLANG_USE_CPU_ENGINE="1")
-    env["PYTHONPATH"] = _joined_path(str(_SHIMS), str(_PACKAGE_PARENT), env.get("PYTHONPATH", ""))
+    env, shims = dict(os.environ if base is None else base), list[str]()
+    if device == "cpu":
+        env.update(R3DEMO_EMBEDDED="1", SGLANG_USE_CPU_ENGINE="1")
+        shims.append(str(_SHIMS))
+    env["PYTHONPATH"] = _joined_path(*shims, str(_PACKAGE_PARENT), env.get("PYTHONPATH", ""))
     env["R3CHANNEL_ENGINE"] = "1" if r3channel else "0"
     if codec is not None:
         env["R3CHANNEL_CODEC"] = codec
-    for name, value in _QUIET_AND_QUICK.items():
+    for name, value in (_QUIET | _OF_DEVICE[device]).items():
         env.setdefault(name, value)
     return env
 
 
-_QUIET_AND_QUICK = {
-    "SGLANG_EXTERNAL_MODEL_PACKAGE": "examples.embedded.sglang_models",  # not all model files: seconds of imports
+_QUIET = {
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers at once instead of generating for 1 s
     "OMP_NUM_THREADS": "1",  # the model is tiny and the cores are shared with trainers
     "GLOO_SOCKET_IFNAME": "lo",
@@ -65,6 +67,18 @@ _QUIET_AND_QUICK = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }
+_OF_DEVICE = {
+    # not all model files: seconds of imports
+    "cpu": {"SGLANG_EXTERNAL_MODEL_PACKAGE": "examples.embedded.sglang_models"},
+    "cuda": {"SGLANG_IS_FLASHINFER_AVAILABLE": "false"},  # nothing of it is asked for
+}
+_BACKENDS = {
+    "cpu": ["--attention-backend", "torch_native", "--disable-cuda-graph"],
+    "cuda": [
+        "--attention-backend", "triton", "--sampling-backend", "pytorch", "--moe-runner-backend", "triton",
+        "--disable-custom-all-reduce", "--cuda-graph-backend-prefill", "disabled",
+    ],
+}  # fmt: skip
 
 
 def _joined_path(*entries: str) -> str:
@@ -93,6 +107,8 @@ class EngineOptions:
     weight_version: str = "0"
     overlap: bool = True
     """The overlap scheduler; with it the ids leave the forward pass asynchronously."""
+    device: str = "cpu"
+    """`cuda`: on the last GPUs, by kernels that need no flashinfer, with graphs of decode passes alone."""
     extra_args: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the child's environment last."""
@@ -100,26 +116,35 @@ class EngineOptions:
     def arguments(self, *, port: int) -> list[str]:
         """SGLang's command line."""
         arguments = ["--model-path", os.fspath(self.model), "--host", "127.0.0.1", "--port", str(port)]
-        arguments += ["--device", "cpu", "--attention-backend", "torch_native", "--grammar-backend", "none"]
-        arguments += ["--disable-cuda-graph", "--skip-server-warmup", "--log-level", "warning"]
+        arguments += ["--device", self.device, "--grammar-backend", "none", *_BACKENDS[self.device]]
+        arguments += ["--skip-server-warmup", "--log-level", "warning"]
         arguments += ["--sleep-on-idle"]  # an idle scheduler would keep one core busy
         arguments += ["--dtype", self.dtype, "--max-total-tokens", str(self.max_total_tokens)]
         arguments += ["--max-running-requests", str(self.max_running_requests)]
         arguments += ["--chunked-prefill-size", str(self.chunked_prefill_size)]
         arguments += ["--random-seed", str(self.random_seed), "--weight-version", self.weight_version]
         arguments += ["--tp-size", str(self.tp)] if self.tp > 1 else []
+        arguments += ["--base-gpu-id", str(_gpus() - self.tp)] if self.device == "cuda" else []
         arguments += ["--enable-return-routed-experts"] if self.capture else []
         arguments += [] if self.overlap else ["--disable-overlap-schedule"]
         return [*arguments, *self.extra_args]
 
     def environment(self) -> dict[str, str]:
-        env = environment(r3channel=self.r3channel, codec=self.codec)
-        if self.tp > 1:
+        env = environment(r3channel=self.r3channel, codec=self.codec, device=self.device)
+        if self.device == "cuda":
+            env["SGLANG_GRPC_PORT"] = str(free_port())  # 0.5.15.post1 counts 10,000 on, which may be no port
+        elif self.tp > 1:
             env["SGLANG_CPU_OMP_THREADS_BIND"] = _cores_of_ranks(self.tp)
         env.update(self.env)
         env["R3DEMO_PARENT_PID"] = str(os.getpid())
         env["PYTHONSAFEPATH"] = "1"  # a file in the working directory must not shadow a package
         return env
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _cores_of_ranks(ranks: int) -> str:
@@ -221,7 +246,11 @@ class EngineServer:
             self._child = _popen(command, env=self.options.environment(), log=log)
 
     def _answers(self) -> bool:
-        if self._running().poll() is not None or not listens(self.pid, self._port):
+        if self._running().poll() is not None:
+            return False
+        if self.options.device == "cpu" and not listens(
+            self.pid, self._port
+        ):  # containers with GPUs may not tell
             return False
         try:
             with urlopen(self.url + "/health", timeout_s=2) as reply:

@@ -81,6 +81,10 @@ SGLANG, MEGATRON = (*PACKAGE, "sglang", "h11"), (*PACKAGE, "megatron.core")
 SERVER: dict[str, Any] = {
     "needs": (*SGLANG, "sgl_kernel", "fastapi", "openai", "uvicorn", "pytest"), "apart": True, "server": True,
 }  # fmt: skip
+LOOP: dict[str, Any] = {
+    **SERVER,
+    "needs": (*SERVER["needs"], "ray", "mbridge", "megatron.core", "prometheus_client"),
+}
 CHECKS = (
     Check(name="replay", about="Megatron, world of one", needs=MEGATRON, limit_s=80),
     Check(name="capture", about="FrameCapturer under SGLang's TopK", needs=SGLANG, limit_s=60),
@@ -94,6 +98,7 @@ CHECKS = (
     Check(name="imports", about="a server's packages", **SERVER, only_on="cuda", limit_s=60),
     Check(name="engine", about="a server's rows", **SERVER, limit_s=150),
     Check(name="peers", about="groups of two and three", apart=True, limit_s=60),
+    Check(name="loop", about="the demo", **LOOP, limit_s=150),
     Check(name="tests", about="tests/gpu", needs=(*PACKAGE, "pytest", "pytest_timeout"), limit_s=20),
     Check(name="staging", about="one staging object", only_on="cuda", limit_s=15),
     Check(name="replay_cost", about="a step, of one without replay", needs=MEGATRON, limit_s=55),

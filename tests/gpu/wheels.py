@@ -1,8 +1,8 @@
 """`make gpu-wheels DEST=FOLDER`: the wheels that a GPU machine may lack, for `make gpu WHEELS=FOLDER`; prints each with its size.
 
-In batches FOLDER/1, FOLDER/2, each of a size that can be carried at once: what the checks of single parts need, and what a whole
-server needs beside it. For CPython 3.12 on x86-64 Linux and a Hopper GPU; `image.txt` lists what such a machine has. Wheels of
-SGLang and its kernels are packed again without what is not used there: 20 of 615 MB of the kernels are Hopper's.
+In batches FOLDER/1 to FOLDER/3, each of a size that can be carried at once: what the checks of single parts need, what a whole
+server needs beside it, and the demo. For CPython 3.12 on x86-64 Linux and a Hopper GPU; `image.txt` lists what such a machine
+has. What is not used there is left out: Ray's Java, SGLang's binaries, and 595 of 615 MB of its kernels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ RELEASE = {
     "tokenizers": "0.22.2",
 }
 """The engine of slime's image, whose torch such a machine has, and the versions that it pins."""
-NAMES = {*PARTS, *SERVER, *RELEASE}
+LOOP = ("ray", "mbridge")
+NAMES = {*PARTS, *SERVER, *RELEASE, *LOOP}
 PLATFORMS = ["_2_34", "_2_31", "_2_28", "_2_27", "_2_24", "_2_17", "_2_12", "2014", "1"]
 """Platform tags by glibc, newest first."""
 BINARY = (".so", ".cubin", ".a", ".bin", ".png", ".gif", ".jpg", ".mp4", ".wav", ".jsonl")
@@ -44,8 +45,9 @@ LIMIT_BYTES = 55_000_000
 
 def main(folder: str) -> int:
     pins = pinned(LOCK.read_text())
-    batches = ({name: pins[name] for name in PARTS}, {name: pins[name] for name in SERVER} | RELEASE)
-    return max(batch(Path(folder, str(number)), wanted) for number, wanted in enumerate(batches, start=1))
+    parts, server, loop = ({name: pins[name] for name in names} for names in (PARTS, SERVER, LOOP))
+    batches = enumerate((parts, server | RELEASE, loop), start=1)
+    return max([batch(Path(folder, str(number)), wanted) for number, wanted in batches])
 
 
 def batch(dest: Path, wanted: Mapping[str, str]) -> int:
@@ -56,8 +58,9 @@ def batch(dest: Path, wanted: Mapping[str, str]) -> int:
     quiet = ["-q", "--disable-pip-version-check", "--no-deps", f"--dest={dest}"]
     exact = [f"{name}=={version}" for name, version in wanted.items()]
     subprocess.run([sys.executable, "-m", "pip", "download", *quiet, *target, *exact], check=True)
-    for wheel in dest.glob("sglang*.whl"):
-        repack(wheel)
+    for name, dropped in {"sglang*.whl": BINARY, "ray-*.whl": (".jar", ".map")}.items():
+        for wheel in dest.glob(name):
+            repack(wheel, dropped)
     sizes = {path.name: path.stat().st_size for path in sorted(dest.glob("*.whl"))}
     for name, nbytes in sizes.items():
         print(f"{nbytes / 1e6:7.2f} MB  {name}")
@@ -76,12 +79,12 @@ def pinned(lock: str) -> dict[str, str]:
     return {name.lower().replace("_", "-"): version for name, version in found}
 
 
-def repack(wheel: Path) -> None:
-    """In place, without binaries but a Hopper's kernels."""
+def repack(wheel: Path, dropped: tuple[str, ...]) -> None:
+    """In place, without files that end so, but for a Hopper's kernels."""
     small, packed = wheel.with_suffix(".small"), zipfile.ZIP_DEFLATED
     with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(small, "w", packed, compresslevel=9) as kept:
         for member in whole.infolist():
-            if not member.filename.endswith(BINARY) or member.filename in KERNELS:
+            if not member.filename.endswith(dropped) or member.filename in KERNELS:
                 kept.writestr(member.filename, whole.read(member))
     small.replace(wheel)
 
