@@ -33,8 +33,8 @@ RELEASE = {
     "tokenizers": "0.22.2",
 }
 """The engine of slime's image, whose torch such a machine has, and the versions that it pins."""
+NAMES = {*PARTS, *SERVER, *RELEASE}
 LOOP = ("ray", "mbridge")
-NAMES = {*PARTS, *SERVER, *RELEASE, *LOOP}
 PLATFORMS = ["_2_34", "_2_31", "_2_28", "_2_27", "_2_24", "_2_17", "_2_12", "2014", "1"]
 """Platform tags by glibc, newest first."""
 BINARY = (".so", ".cubin", ".a", ".bin", ".png", ".gif", ".jpg", ".mp4", ".wav", ".jsonl")

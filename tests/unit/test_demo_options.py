@@ -19,6 +19,7 @@ from examples.async_grpo.options import parse
         (["--use-r3-channel", "--r3-transport", "auto"], "transport 'auto'"),
         (["--use-r3-channel", "--r3-config", "none.toml"], "none.toml: expected a readable TOML file"),
         (["--dump", "here"], "need --use-r3-channel"),
+        (["--device", "cuda", "--layout", "dp=100"], "100 trainer rank(s) of --layout, and torch sees"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_named(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
