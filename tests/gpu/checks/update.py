@@ -6,9 +6,11 @@ import multiprocessing
 import time
 from typing import Any
 
+import numpy as np
 import torch
 
 from r3channel.errors import WeightUpdateFailed
+from r3channel.weights import memory
 from r3channel.weights.checksums import cross_sums, tensor_digest
 from r3channel.weights.session import WeightSync
 from tests.gpu.facts import Facts
@@ -28,16 +30,38 @@ def sums_of(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     return {name: tensor_digest(cross_sums(tensor)) for name, tensor in tensors.items()}
 
 
+def counts_of(handles: list[list[Any]]) -> list[int]:
+    """How many maps of each memory torch still counts: 1 when it is shared, 0 once its taker has given it up.
+
+    The counter lies in a file of shared memory, which is gone with its last one (torch/csrc/CudaIPCTypes.cpp).
+    """
+    found = list[int]()
+    for handle in handles:
+        name, offset = bytes.fromhex(handle[4]).decode().strip("/"), int(handle[5])
+        try:
+            found.append(int(np.memmap(f"/dev/shm/{name}", np.int64, "r")[offset]))
+        except FileNotFoundError:
+            found.append(0)
+    return found
+
+
 def engine(device: str, rows: int, pipe: Any) -> None:
     """A process of its own: tells where it listens, then what it holds, and what it takes of the GPU before and after torch looks
     for memory that nobody else maps; as often as it is asked."""
+    handles, share = list[list[Any]](), memory.ipc_handle
+
+    def noted(flat: torch.Tensor) -> list[Any]:
+        handles.append(share(flat))
+        return handles[-1]
+
+    setattr(memory, "ipc_handle", noted)  # noqa: B010
     served = FakeEngine(receives=made(device, rows, 0))
     pipe.send(served.url)
     while pipe.recv():
         time.sleep(1)  # links' threads end, and with them the copy
         found = [sums_of(served.tensors), torch.cuda.memory_allocated()]
         _ = torch.cuda.is_initialized() and torch.cuda.ipc_collect()
-        pipe.send([*found, torch.cuda.memory_allocated()])
+        pipe.send([counts_of(handles), *found, torch.cuda.memory_allocated()])
 
 
 def check(device: str, facts: Facts) -> None:
@@ -73,7 +97,8 @@ def updated(device: str, rows: int, wire: Any, first: int, url: str, facts: Fact
         except WeightUpdateFailed as error:
             facts.expect(f"{wire}: NaN", str(error)[:200], NAMES[7] in str(error), "its tensor by name")
     pipe.send(True)
-    found, *counts = pipe.recv()
+    mapped, found, *counts = pipe.recv()
+    facts.note(f"{wire} from version {first}: maps that torch counts", mapped)
     wrong = sum(found[name] != seen for name, seen in committed.items())
     facts.expect(f"{wire}: parameters with other bytes", wrong, wrong == 0, "0")
     kept = [count - sum(one.nbytes for one in given.values() if one.is_cuda) for count in counts]
