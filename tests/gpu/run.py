@@ -2,6 +2,7 @@
 for those that are run by their names: whole servers, several processes.
 
     python -m tests.gpu.run --device cuda [--wheels FOLDER] [--out gpu.json] [NAME ...]
+    make gpu WHEELS=FOLDER ARGS="imports engine"        and so on, a part after the other, each with a file of its own
 
 Each check is a process of its own, so that one that hangs, aborts or patches takes nothing with it. With `--device cpu` the same
 checks run in small, so that the command works when a GPU is at hand. Nothing but Python is needed to start: what is missing is
@@ -116,10 +117,13 @@ def main(arguments: Sequence[str]) -> int:
         "--small", action="store_true", help="the sizes of a CPU: a first look in two minutes"
     )
     parser.add_argument("--wheels", type=Path, help="folder of wheels for what this machine lacks")
-    parser.add_argument("--out", type=Path, default=Path("gpu.json"))
+    parser.add_argument(
+        "--out", type=Path, help="gpu.json, with the checks' names in it where some are given"
+    )
     parser.add_argument("names", nargs="*", choices=[[], *(check.name for check in CHECKS)])
     options = parser.parse_args(arguments)
     options.small |= options.device == "cpu"
+    out: Path = options.out or Path("-".join(["gpu", *options.names]) + ".json")
     slow = 4 if options.small else 1  # a CPU that others work on, too
     names = options.names or [check.name for check in CHECKS if options.device == "cpu" or not check.apart]
     chosen = [check for check in CHECKS if check.name in names]
@@ -136,7 +140,7 @@ def main(arguments: Sequence[str]) -> int:
         outcomes.append(run(check, options, own, machine, end_s - kept_s))
         print(outcomes[-1].line(), flush=True)
         result = {"device": options.device, "machine": machine, "checks": [*map(asdict, outcomes)]}
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        out.write_text(json.dumps(result, indent=1) + "\n")
     return int(any(one.status == "failed" or one.unfit for one in outcomes))
 
 
