@@ -161,9 +161,11 @@ def _machine(args: argparse.Namespace, layout: TrainerLayout) -> Iterator[str]:
 
 
 def _gpus(device: str, ranks: int) -> str:
-    import torch
+    if device == "cpu":
+        return ""
+    import torch  # seconds
 
-    count = torch.cuda.device_count() if device == "cuda" else ranks
+    count = torch.cuda.device_count()
     return (
         ""
         if count >= ranks
