@@ -21,6 +21,7 @@ from r3channel.engine.capture import (
     parse_weight_version,
     torch_id_dtype,
 )
+from r3channel.engine.retraction import Kept, KeptStore
 from r3channel.engine.token_tensors import KeptWeights, tensor_frame
 from r3channel.errors import ConfigError, ExpertIdInvalid, RoutingError
 from r3channel.model.spec import RoutingSpec
@@ -243,18 +244,36 @@ def test_weights_lie_with_their_ids_and_are_kept_with_them(spec: RoutingSpec, co
         held.put_back(at[1:3], kept)
 
 
+def test_what_requests_keep_is_bounded_counted_and_given_back_as_they_end() -> None:
+    rows, slots_T, told = SlotRows(SPEC, slots=8), np.arange(8), list[tuple[str, int]]()
+    rows.write(slots_T, narrowed(SPEC, device_buffer(SPEC, 8)), weight_version=1, kind=RowKind.DECODED)
+    store = KeptStore(rows, limit_bytes=12 * rows.row_bytes, counted=lambda *fate: told.append(fate))
+    first, second = Kept(), Kept()
+    for kept in (first, second):
+        store.keep(kept, slots_T, first_row=0)
+    assert told == [("kept", 8), ("given_up", 8)] and not [*second.within(0, 8)]
+    made = rows.unfinished(slots_T, first_row=0, sample_key=0, kept=[*first.within(2, 8)])
+    assert made.kept_rows == 6
+    del first, kept
+    store.keep(second, slots_T, first_row=0)
+    assert told[2:] == [("kept", 8)] and store.nbytes == 8 * rows.row_bytes
+
+
 def test_rows_of_an_unreadable_weight_version_are_refused() -> None:
     with pytest.raises(RoutingError, match="not a number"):
         draft_of(SPEC, device_buffer(SPEC, 3), version=UNREADABLE_VERSION).encode()
 
 
-def test_provenance_outlives_more_weight_versions_than_stamps() -> None:
+@pytest.mark.parametrize("slots", [[1], [0, 1, 3]], ids=["some written", "all written"])
+def test_provenance_outlives_more_weight_versions_than_stamps(slots: list[int]) -> None:
     rows, ids = SlotRows(SPEC, slots=4), narrowed(SPEC, device_buffer(SPEC, 1))
-    rows.write(np.array([1]), ids, weight_version=0, kind=RowKind.PREFILLED)
+    for slot in slots:
+        rows.write(np.array([slot]), ids, weight_version=0, kind=RowKind.PREFILLED)
     early = rows.unfinished(np.array([1, 1]), first_row=0, sample_key=0)
     early.ids_TLK[:] = ids
     for version in range(1, MAX_MAKERS + 10):
         rows.write(np.array([2]), ids, weight_version=version, kind=RowKind.DECODED)
+    rows.forget(np.array([3]))
     unfinished = rows.unfinished(np.array([1, 2, 3]), first_row=0, sample_key=0)
     expected = [(0, RowKind.PREFILLED), (MAX_MAKERS + 9, RowKind.DECODED), (NO_VERSION, RowKind.MISSING)]
     for each, made in ((unfinished, expected), (early, expected[:1])):
