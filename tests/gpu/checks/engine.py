@@ -154,7 +154,7 @@ def compare(urls: dict[str, str], running: int, facts: Facts) -> None:
     """All servers take turns; ratios are of one round each, and their median counts."""
     tokens = 16 if facts.small else 256
     rounds = list[dict[str, tuple[float, list[float]]]]()
-    for number in range(2 if facts.small else 5):
+    for number in range(2 if facts.small else 4):
         turns = [*urls][number % len(urls) :] + [*urls][: number % len(urls)]
         seen = {variant: load(urls[variant], running, tokens, routing=variant != "off") for variant in turns}
         rounds += [seen] if number else []  # the first warms up
