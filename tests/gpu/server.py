@@ -16,6 +16,7 @@ from typing import Any
 from examples.embedded.model import ModelShape, config_of, write_model, write_tokenizer
 from examples.embedded.sglang import EngineOptions, EngineServer
 from r3channel.model.spec import RoutingSpec
+from tests.support.waits import ENGINE_S, await_memory
 
 READY_S = 150.0
 """With kernels that are compiled at their first use."""
@@ -52,14 +53,14 @@ def options_of(device: str, model: Path, variant: Variant) -> EngineOptions:
     )  # fmt: skip
 
 
-def written(device: str, folder: Path, *, layers: int = LAYERS) -> tuple[Path, RoutingSpec]:
+def written(device: str, folder: Path) -> tuple[Path, RoutingSpec]:
     """The model's folder: on a GPU what describes it, and the server makes its values."""
     if device == "cpu":
         model = write_model(folder / "model")
     else:
         model = folder / "model"
         model.mkdir()
-        config = config_of(ModelShape(layers=layers, dense_layers=(), dtype="bfloat16")) | WIDTHS
+        config = config_of(ModelShape(layers=LAYERS, dense_layers=(), dtype="bfloat16")) | WIDTHS
         (model / "config.json").write_text(json.dumps(config))
         write_tokenizer(model)
     return model, RoutingSpec.from_hf_config(model)
@@ -70,12 +71,14 @@ def serving(
     device: str, model: Path, variants: Mapping[str, Variant], *, logs: Path
 ) -> Iterator[dict[str, EngineServer]]:
     """Name -> its server; all start beside one another."""
+    if device == "cpu":
+        await_memory(3 * len(variants), "servers of a check")
     with ExitStack() as stack:
         servers = dict[str, EngineServer]()
         for name, variant in variants.items():
             server = EngineServer(options_of(device, model, variant), log_path=logs / f"{name}.log")
             servers[name] = stack.enter_context(server)
-        deadline_s = time.monotonic() + READY_S
+        deadline_s = time.monotonic() + (READY_S if device == "cuda" else ENGINE_S)
         for server in servers.values():
             server.wait_ready(deadline_s - time.monotonic())
         yield servers
