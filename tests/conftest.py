@@ -21,7 +21,7 @@ from tests.support.forked_engines import EngineForks
 from tests.support.waits import ENGINE_S
 
 # Ray counts the page cache of what tests read as memory, and kills workers for it; they are nice to everybody by 15, which left
-# each a thirtieth of a core beside a busy process. Threads that wait for one another in every loop lose as much there.
+# each a thirtieth of a core beside a busy process. Two threads that wait for each other in every loop took twice the CPU of one.
 _EQUAL = {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
 os.environ.update(_EQUAL | os.environ)
 settings.register_profile("untimed", deadline=None)  # a busy machine is no fault of what is tested

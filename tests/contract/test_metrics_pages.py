@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, current_thread, main_thread
 from typing import Any
 
 import pytest
 
 from r3channel.cli import main
-from r3channel.observe.stage_clock import WAITS
+from r3channel.observe.stage_clock import WAITS, StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.relay import verify
 from r3channel.relay.relay import Relay
@@ -113,11 +115,11 @@ def test_a_stage_that_is_slow_is_found_in_its_own_time(
     clocks = {"relay": relay.clock, "trainer": receiver.clock}
     one_step(relay, receiver, 0)  # what is compiled is compiled
     before, begin_s = clocks[role].totals(), time.monotonic()
-    slept = make_slow(monkeypatch, *SLOW[role, stage])
+    waits = waiting(monkeypatch, clocks[role], stage) if stage in WAITS else None
+    slept = make_slow(monkeypatch, *SLOW[role, stage], waits)
     one_step(relay, receiver, 1)
     grown = {name: seconds - before.get(name, 0.0) for name, seconds in clocks[role].totals().items()}
-    # A wait begins when the waiter has come, a moment after what it waits for.
-    assert slept and grown[stage] >= 0.5 * SLOW_S * len(slept)
+    assert slept and grown[stage] >= SLOW_S * len(slept)
     others = {
         name: s for name, s in grown.items() if name not in (stage, "recv") and not name.startswith("wait_")
     }
@@ -144,13 +146,29 @@ def one_step(relay: Relay, receiver: Receiver, step: int) -> None:
     relay.join_previous(timeout_s=SOON_S)
 
 
-def make_slow(patch: pytest.MonkeyPatch, place: Any, name: str) -> list[str]:
-    """Sleeps before each call; what it returns has an entry for each."""
+def waiting(patch: pytest.MonkeyPatch, clock: StageClock, stage: str) -> Event:
+    """Set while this thread is in the stage; one that receives ahead waits too, and nobody counts it."""
+    inside, span = Event(), clock.span
+
+    @contextmanager
+    def noted(own: str, **more: Any) -> Iterator[None]:
+        with span(own, **more):
+            if own == stage and current_thread() is main_thread():
+                inside.set()
+            yield
+
+    patch.setattr(clock, "span", noted)
+    return inside
+
+
+def make_slow(patch: pytest.MonkeyPatch, place: Any, name: str, waits: Event | None) -> list[str]:
+    """Sleeps before each call, from when somebody waits for it; what it returns has an entry for each."""
     slept: list[str] = []
     inner = getattr(place, name)
 
     def slow(*args: Any, **options: Any) -> Any:
         slept.append(name)
+        assert waits is None or waits.wait(SOON_S), "nobody waits"
         time.sleep(SLOW_S)
         return inner(*args, **options)
 

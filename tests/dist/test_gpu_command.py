@@ -74,25 +74,16 @@ def test_on_an_image_with_cuda_each_check_goes_on_until_it_needs_a_kernel(tmp_pa
     assert len(gradients) == 12, "all models, before the audit asks for a profile"
 
 
-def test_wheels_and_image_have_all_that_a_server_imports_and_one_package_less_is_named(
-    tmp_path: Path,
-) -> None:
+def test_wheels_and_image_have_what_a_server_imports_and_one_package_less_is_named(tmp_path: Path) -> None:
     assert wheels.main(str(tmp_path)) == 0, "no batch is larger than what can be carried at once"
     site = tmp_path / "site"
-    for name in (
-        "sglang-",
-        "sglang_kernel-",
-        "transformers-",
-        "tokenizers-",
-    ):  # the others are installed here
+    for name in ("sglang-", "sglang_kernel-", "transformers-", "tokenizers-"):  # the others are here
         (wheel,) = (tmp_path / "2").glob(f"{name}*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
     assert (site / wheels.KERNELS[0]).stat().st_size > 20_000_000
     said = walked(site).stdout.splitlines()[-1]
-    assert "'_OpNamespace' 'sgl_kernel' object has no attribute 'rmsnorm'" in said, (
-        "the first kernel that it asks for"
-    )
+    assert "'_OpNamespace' 'sgl_kernel' object has no attribute 'rmsnorm'" in said, "its first kernel"
     assert '"our plug-in is found and applied": true' in said and '"sglang": "0.5.15.post1"' in said
     for package in ("openai", "sgl_kernel", "uvicorn"):
         assert f"No module named '{package}'" in walked(site, without=package).stdout.splitlines()[-1]

@@ -139,8 +139,8 @@ def cost(device: str, facts: Facts) -> None:
             urls = {variant: server.url for variant, server in servers.items()}
             for running in (1, 4) if facts.small else (1, 32, RUNNING):
                 compare(urls, running, facts)
-            waits = {variant: waits_of(url, folder / variant, device) for variant, url in urls.items()}
-    if device == "cpu":
+            waits = {name: waits_of(url, folder / name) for name, url in urls.items() if device == "cuda"}
+    if not waits:
         facts.left_out.append("waits of the host: a CPU has none")
         return
     for variant in ("reply", "direct"):
@@ -189,10 +189,8 @@ def load(url: str, running: int, tokens: int, *, routing: bool) -> tuple[float, 
     return running * tokens / spent_s, [late - early for early, late in pairwise(came)]
 
 
-def waits_of(url: str, folder: Path, device: str) -> int:
+def waits_of(url: str, folder: Path) -> int:
     """How often the scheduler's process waited for the device in `PASSES` decode passes, by its profile."""
-    if device == "cpu":
-        return 0
     body = {"output_dir": str(folder), "num_steps": PASSES, "activities": ["CPU", "GPU"]}
     prompts = prompts_of(range(32, 64))
     with ThreadPoolExecutor(len(prompts)) as pool:

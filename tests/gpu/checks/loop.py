@@ -31,4 +31,3 @@ def check(device: str, facts: Facts) -> None:
     versions = result["weight_versions"]
     facts.expect("weight versions that the engine took", versions, versions == [0, 1, 2], "0 to 2")
     facts.note("rows by the version that made them, by step", result["rows_by_version"])
-    facts.note("of the whole, s", result["wall_s"])
