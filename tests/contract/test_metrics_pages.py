@@ -116,7 +116,7 @@ def test_a_stage_that_is_slow_is_found_in_its_own_time(
     one_step(relay, receiver, 0)  # what is compiled is compiled
     before, begin_s = clocks[role].totals(), time.monotonic()
     waits = waiting(monkeypatch, clocks[role], stage) if stage in WAITS else None
-    slept = make_slow(monkeypatch, *SLOW[role, stage], waits)
+    slept = make_slow(monkeypatch, *SLOW[role, stage], waits=waits)
     one_step(relay, receiver, 1)
     grown = {name: seconds - before.get(name, 0.0) for name, seconds in clocks[role].totals().items()}
     assert slept and grown[stage] >= SLOW_S * len(slept)
@@ -161,7 +161,7 @@ def waiting(patch: pytest.MonkeyPatch, clock: StageClock, stage: str) -> Event:
     return inside
 
 
-def make_slow(patch: pytest.MonkeyPatch, place: Any, name: str, waits: Event | None) -> list[str]:
+def make_slow(patch: pytest.MonkeyPatch, place: Any, name: str, *, waits: Event | None) -> list[str]:
     """Sleeps before each call, from when somebody waits for it; what it returns has an entry for each."""
     slept: list[str] = []
     inner = getattr(place, name)
