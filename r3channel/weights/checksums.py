@@ -31,9 +31,10 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def hashed_bytes(flat: torch.Tensor) -> memoryview:
-    """What is hashed of a contiguous tensor that is staged: its bytes; in a GPU's memory those of its sums, which are few."""
-    return host_bytes(cross_sums(flat) if flat.is_cuda else flat)
+def hashed_bytes(flat: torch.Tensor, *, summed: bool = False) -> memoryview:
+    """What is hashed of a contiguous tensor that is staged: its bytes; those of its sums, which are few, in a GPU's memory and
+    where others have it there (`summed`)."""
+    return host_bytes(cross_sums(flat) if summed or flat.is_cuda else flat)
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

@@ -47,13 +47,19 @@ class SyncConfig:
     """What updates count into: `TrainerChannel.metrics` where both are in one process."""
     wire: Wire = "tcp"
     """How staged bytes reach an engine's ranks: over `tcp`, or put by trainers on its machine (colocated) into
-    `shared_memory`, or by `cuda_ipc` into memory of its GPUs, as much as its parameters take: no byte travels."""
+    `shared_memory`, or by `cuda_ipc` into memory of its GPUs, as much as its parameters take: no byte travels. `nccl`: from GPU
+    to GPU in one group of all trainer ranks and engines' ranks, while the engines are paused (`gloo`: the same on hosts)."""
 
     def __post_init__(self) -> None:
         if self.verify and self.staged is False:
             raise ConfigError("verify=True tells what staged parameters will hold; staged=False stages none")
         if self.backend not in ("gloo", "nccl"):
             raise ConfigError(f"backend {self.backend!r}: expected gloo or nccl")
+
+    @property
+    def joint(self) -> str:
+        """What carries staged bytes in a joint group; empty where they do not go by one."""
+        return self.wire if self.wire in ("nccl", "gloo") else ""
 
     @property
     def flush(self) -> bool:

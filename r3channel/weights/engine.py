@@ -275,6 +275,10 @@ class EngineHandle:
             raise
         self.gives = version
 
+    def leave_joint(self, session: str, timeout_s: float) -> None:
+        """Have its ranks end what is under way in the joint group, and leave it."""
+        self._order({"op": "leave_joint", "session": session}, timeout_s)
+
     def _order(self, order: Body, timeout_s: float, **served: Any) -> str:
         """Send an order to our half in the engine and return the answer. `served`: `flush_cache`, and `weight_version`, which
         names the weights that are served once it is carried out."""

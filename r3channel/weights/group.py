@@ -51,7 +51,7 @@ class WeightGroup:
             backend=self.backend, name=self.name, connection=0, rank=rank, world_size=self.world_size, host=self.host,
             port=self._store.port,
         )  # fmt: skip
-        wire = ProcessGroupTransport(where, timeout_s=timeout_s, foreign=True)
+        wire = ProcessGroupTransport(where, timeout_s=timeout_s, members="foreign")
         if rank:  # one that left at once would fail a member that has not met it yet
             self._stand_ins.append(wire)
         else:

@@ -21,14 +21,17 @@ import torch
 import xxhash
 
 from r3channel.errors import R3Error, TransportError, WeightsCorrupt, WeightsError
+from r3channel.transport.base import Rendezvous
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
+from r3channel.transport.process_group import ProcessGroupTransport
 from r3channel.weights import rank_link
 from r3channel.weights.checksums import hashed_bytes, host_bytes, tensor_digest
 from r3channel.weights.geometry import Box
+from r3channel.weights.joint_group import JointReceiver
 from r3channel.weights.loader_map import Learned, derive
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.memory import Room, gpu_lacks, staged_bytes
+from r3channel.weights.memory import ON_GPU, Room, gpu_lacks, staged_bytes
 from r3channel.weights.rank_link import HEAD
 from r3channel.weights.staged_copy import StagedCopy
 
@@ -72,6 +75,7 @@ class Hold:
         self._stage = _Stage()
         self._until_s = math.inf
         """When the update that was begun last is over, on the clock of `time.monotonic`."""
+        self._joint: JointReceiver | None = None
         self._mapped = set[int]()
         self._ready: tuple[StagedCopy, list[torch.Tensor]] | None = None
         """The copy, and parameters that were looked at just before they change."""
@@ -80,11 +84,13 @@ class Hold:
         self._items = sum(part.box.numel for part in self._needs.parts)
         nbytes, wire = staged_bytes(self._needs.params), order["wire"] if stages else "tcp"
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
+        self._device, summed = device, wire in ON_GPU
+        full = gpu_lacks(nbytes, device, wire) if summed else ""
         why = room.lacks(nbytes, insist=order["staged"] != "auto", shared=wire == "shared_memory")
-        if wire == "cuda_ipc":
-            why = gpu_lacks(nbytes, device)
-        params, wire = ((), "tcp") if why else (self._needs.params, wire)
-        copy = StagedCopy(params, device=device, wire=wire)
+        if summed and (wire == "cuda_ipc" or not full or device.type != "cuda"):
+            why = full
+        wire = "tcp" if why or full else wire  # nccl's copy may lie in the host's memory
+        copy = StagedCopy(() if why else self._needs.params, device=device, wire=wire, summed=summed)
         self._copy = weakref.ref(copy)
         reply = {"error": why} if why else told | (self._fill(copy, model) if stages else {})
         token = rank_link.session_token(run_token, order["nonce"])
@@ -115,6 +121,7 @@ class Hold:
 
     def close(self) -> None:
         """End the links and their threads, and with these the staged copy. Not on a link's thread."""
+        self.leave_joint("the session has ended")
         for link in self._links:
             link.close()
         for thread in self._threads:
@@ -127,16 +134,19 @@ class Hold:
         for place, constant in self._needs.padding:
             place.view(copy.views[place.param]).fill_(constant)
         compared = {part.param for part in self._learned.copied} if self._whole else self._needs.params
-        return {"compared": len(compared)}
+        return {"compared": len(compared), "summed": copy.summed}
 
     # -- a link's thread -----------------------------------------------------------------------------------------------
 
     def _serve(self, number: int, link: Connection, reply: dict[str, Any], copy: StagedCopy) -> None:
         """Serve the link until the trainer leaves or dies; what was staged is then never committed."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a thread begins on the first one
         try:
             with suppress(TransportError):
                 self._listen(number, link, reply, copy)
         finally:
+            self.leave_joint(f"trainer rank {number} is gone")
             link.abort("the rank has ended it")  # also where we are at fault: no dead thread holds an engine
 
     def _listen(self, number: int, link: Connection, reply: dict[str, Any], copy: StagedCopy) -> None:
@@ -152,9 +162,15 @@ class Hold:
                     table = rank_link.read_table(rank_link.receive_blob(link, body), self._needs.parts)
                     runs, failure = _Runs(), ""
                 elif kind == rank_link.BEGIN:
-                    self._until_s = time.monotonic() + rank_link.LIMIT.unpack(body)[0] + _CONNECT_S
-                elif kind in (rank_link.DATA, rank_link.PLACED):
-                    self._place(number, link if kind == rank_link.DATA else None, table, runs, body, copy)
+                    update, records, left_s = rank_link.LIMIT.unpack(body)
+                    self._until_s, failure = time.monotonic() + left_s + _CONNECT_S, ""
+                    if records >= 0 and self._joint is not None:
+                        self._joint.begin(update, number, records)
+                elif kind in (rank_link.DATA, rank_link.PLACED, rank_link.LANDS):
+                    self._place(number, link, kind, table, runs, body, copy)
+                elif kind == rank_link.JOIN:
+                    answer = self._join(json.loads(rank_link.receive_blob(link, body)))
+                    rank_link.send_blob(link, rank_link.JOIN, answer, timeout_s=_CONNECT_S)
                 elif kind == rank_link.END:
                     word, failure = failure, ""
                     link.send_record(rank_link.END, word.encode()[:WORD_BYTES], timeout_s=_CONNECT_S)
@@ -175,8 +191,25 @@ class Hold:
                     raise TransportError(str(error)) from error
                 failure = failure or f"{type(error).__name__}: {error}"
 
+    def _join(self, order: dict[str, Any]) -> dict[str, str]:
+        """Join the group of all trainer ranks and engines' ranks, in which records come from now on; return why not."""
+        limit_s, trainers = order.pop("timeout_s"), order.pop("trainers")
+        if self._joint is not None:
+            self._joint.close("another one is made")
+        try:
+            wire = ProcessGroupTransport(Rendezvous(**order), timeout_s=limit_s, members="joint")
+        except TransportError as error:
+            return {"error": str(error)}
+        self._joint = JointReceiver(wire, trainers=trainers)
+        return {}
+
+    def leave_joint(self, why: str) -> None:
+        """End what is under way in the joint group. Any thread."""
+        if self._joint is not None:
+            self._joint.close(why)
+
     def _place(
-        self, number: int, link: Connection | None, table: Sequence[rank_link.Entry], runs: _Runs, body: bytes,
+        self, number: int, link: Connection, kind: int, table: Sequence[rank_link.Entry], runs: _Runs, body: bytes,
         copy: StagedCopy,
     ) -> None:  # fmt: skip
         update, first, count, digest = HEAD.unpack(body)
@@ -186,11 +219,13 @@ class Hold:
             raise ValueError(f"entries {first} to {first + count} of {len(table)}")
         if (first, count) not in runs:
             runs[first, count] = rank_link.runs_of(entries, self._needs, copy.views)
-        for run in runs[first, count]:
-            in_place = link is None or (run.view.is_contiguous() and not late)
+        if kind == rank_link.LANDS:
+            self._land(number, update, runs[first, count], seen)
+        for run in runs[first, count] if kind != rank_link.LANDS else ():
+            in_place = kind == rank_link.PLACED or (run.view.is_contiguous() and not late)
             landing = run.view if in_place else torch.empty(run.view.shape, dtype=run.view.dtype)
             flat = landing.contiguous()
-            if link is not None:  # else the trainer has put it there
+            if kind == rank_link.DATA:  # else the trainer has put it there
                 link.recv_into(host_bytes(flat), timeout_s=None)
             seen.update(hashed_bytes(flat))
             if not (in_place or late):
@@ -202,6 +237,17 @@ class Hold:
             raise WeightsCorrupt(f"{count} pieces from {name} on came damaged")
         with self._lock:
             self._stage.came[number] += sum(entry.box.numel for entry in entries)
+
+    def _land(self, number: int, update: int, runs: Sequence[rank_link.Run], seen: xxhash.xxh3_64) -> None:
+        """Receive a record in the joint group, and put its pieces where they lie."""
+        if self._joint is None:
+            raise WeightsCorrupt("a record was announced in a joint group, and this rank is in none")
+        views, left_s = [run.view for run in runs], self._until_s - time.monotonic()
+        sizes = [view.nbytes for view in views]
+        with self._joint.landed(update, number, sum(sizes), timeout_s=max(left_s, 0.0)) as flat_N:
+            seen.update(hashed_bytes(flat_N))
+            for view, part_N in zip(views, flat_N.split(sizes), strict=True):
+                view.copy_(part_N.view(view.dtype).view(view.shape))
 
     def _begin(self, update: int, number: int, first: int) -> bool:
         """Begin an update at a link's first piece of it; whatever was staged before is void. False for one that is past."""

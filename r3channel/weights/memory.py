@@ -25,7 +25,9 @@ import torch
 from r3channel.errors import WeightsCorrupt, WeightsError
 from r3channel.weights.manifest import TensorMeta
 
-Wire = Literal["tcp", "shared_memory", "cuda_ipc"]
+Wire = Literal["tcp", "shared_memory", "cuda_ipc", "nccl", "gloo"]
+ON_GPU = "cuda_ipc", "nccl"
+"""Wires whose staged copy lies on the GPU (nccl's: where there is room), and whose digests are those of its sums."""
 SHM = "/dev/shm"
 SHARED = f"{SHM}/r3channel-weights-"
 """How the path of a staged copy in shared memory begins: a rank that names another file of this machine is refused."""
@@ -138,10 +140,10 @@ def mapped(handle: int, nbytes: int) -> torch.Tensor:
         os.close(handle)
 
 
-def gpu_lacks(nbytes: int, device: torch.device) -> str:
+def gpu_lacks(nbytes: int, device: torch.device, wire: Wire) -> str:
     """Why a copy of so many bytes cannot lie on this device; empty if it can."""
     if device.type != "cuda":
-        return f'wire="cuda_ipc" stages in GPU memory, and this engine is on {device}: take "shared_memory" or "tcp"'
+        return f'wire="{wire}" asks for a GPU, and this engine is on {device}: take "shared_memory", "gloo" or "tcp"'
     torch.cuda.ipc_collect()  # of an earlier copy that its trainers have left
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]

@@ -31,13 +31,13 @@ from r3channel.weights.progress import Deadline
 Digests = tuple[dict[str, str], dict[str, str]]
 """By parameter, of one rank: digests, and SGLang's own checksums if asked for."""
 
-NEEDS, TABLE, DATA, END, VERIFY, PLACED, GIVE, BEGIN = range(1, 9)
+NEEDS, TABLE, DATA, END, VERIFY, PLACED, GIVE, BEGIN, JOIN, LANDS = range(1, 11)
 HEAD = struct.Struct("<qIIQ")
-"""DATA's head: the update's number, first entry of the table, entries, xxh3 of the bytes that follow."""
+"""The head of DATA, PLACED and LANDS: the update's number, first entry of the table, entries, xxh3 of the bytes that follow."""
 ASK = struct.Struct("<q?")
 """VERIFY's body: the update's number, and whether checksums as SGLang's own are wanted too."""
-LIMIT = struct.Struct("<d")
-"""BEGIN's body: seconds that the update has left."""
+LIMIT = struct.Struct("<qid")
+"""BEGIN's body: the update's number, records that this trainer sends in the joint group (-1: none does), seconds it has left."""
 PARAM = struct.Struct("<qI")
 """GIVE's body: version, and which parameter."""
 RECORD_BYTES = 1 << 20
@@ -199,6 +199,10 @@ class RankLink:
     shared: list[torch.Tensor] = field(default_factory=list)
     """The rank's staged copy itself, by parameter, where both are on one machine: bytes are put there, none is sent."""
     buckets: list[list[Record]] = field(default_factory=list)
+    record_bytes: int = RECORD_BYTES
+    """A record's bytes at most: more where a GPU is waited for at each, or a group's turns."""
+    summed: bool = False
+    """Whether the rank's digests are those of a GPU's sums."""
     aimed: object = None
     """What the rank was told of: the trainers' boxes and buckets (`SendPlanner.aim`)."""
     _room: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
@@ -217,8 +221,6 @@ class RankLink:
     def tell(self, buckets: list[list[Record]], table: bytes, *, timeout_s: float) -> None:
         """Tell the rank what will be sent from now on."""
         self.buckets = buckets
-        if not self.shared:
-            self._room = torch.empty(RECORD_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         send_blob(self.link, TABLE, table, timeout_s=timeout_s)
 
     def close(self) -> None:
@@ -226,15 +228,9 @@ class RankLink:
         self.shared, self.buckets, self.aimed = [], [], None
         self.link.close()
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the rank's staged copy is GPU memory that this process has mapped."""
-        return bool(self.shared) and self.shared[0].is_cuda
-
-    @property
-    def record_bytes(self) -> int:
-        """A record's bytes at most: a GPU is waited for twice for each."""
-        return RECORD_BYTES << 6 if self.on_gpu else RECORD_BYTES
+    def begin(self, update: int, records: int, *, timeout_s: float) -> None:
+        """Say that an update begins, which ends within `timeout_s`; `records`: as BEGIN has them."""
+        self.link.send_record(BEGIN, LIMIT.pack(update, records, timeout_s), timeout_s=timeout_s)
 
     def send(
         self, update: int, bucket: int, shards: Sequence[torch.Tensor], *, deadline: Deadline, record_timeout_s: float
@@ -245,22 +241,32 @@ class RankLink:
         """
         sent = 0
         if not bucket:
-            self.link.send_record(BEGIN, LIMIT.pack(deadline.left_s()), timeout_s=record_timeout_s)
+            self.begin(update, -1, timeout_s=deadline.left_s())
+        if not len(self._room) and not self.shared:
+            self._room = torch.empty(
+                self.record_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
+            )
         for record in self.buckets[bucket]:
             timeout_s = min(deadline.left_s(), record_timeout_s)
-            flats = self._gathered(record, [piece.of(shards) for piece in record.pieces])
-            if not all(map(finite, flats)):
-                bad = next(piece for piece in record.pieces if not finite(piece.of(shards).cpu().flatten()))
-                raise nonfinite(f"bucket {bucket}", bad.meta)
-            digest = xxhash.xxh3_64()
-            for flat in flats:
-                digest.update(hashed_bytes(flat))
-            head = HEAD.pack(update, record.first, len(record.pieces), digest.intdigest())
+            head, flats = self.sealed(update, bucket, record, shards, self._room)
             self.link.send_record(PLACED if self.shared else DATA, head, timeout_s=timeout_s)
             if not self.shared:
                 self.link.send([*map(host_bytes, flats)], timeout_s=timeout_s)
             sent += sum(flat.nbytes for flat in flats)
         return sent
+
+    def sealed(
+        self, update: int, bucket: int, record: Record, shards: Sequence[torch.Tensor], room: torch.Tensor
+    ) -> tuple[bytes, list[torch.Tensor]]:
+        """A record's head, and its values: flat, put where the rank has them, or together in `room`. NonFiniteWeights."""
+        flats = self._gathered(record, [piece.of(shards) for piece in record.pieces], room)
+        if not all(map(finite, flats)):
+            bad = next(piece for piece in record.pieces if not finite(piece.of(shards).cpu().flatten()))
+            raise nonfinite(f"bucket {bucket}", bad.meta)
+        digest = xxhash.xxh3_64()
+        for flat in flats:
+            digest.update(hashed_bytes(flat))
+        return HEAD.pack(update, record.first, len(record.pieces), digest.intdigest()), flats
 
     def end(self, *, timeout_s: float) -> None:
         """Wait until the rank has placed everything; WeightsCorrupt with its reason if not."""
@@ -287,7 +293,7 @@ class RankLink:
             raise WeightsError(f"{where}: {reply['error']}")
         flat = torch.empty(meta.nbytes // meta.dtype.itemsize, dtype=meta.dtype)
         self.link.recv_into(host_bytes(flat), timeout_s=timeout_s)
-        if tensor_digest(cross_sums(flat) if self.on_gpu else flat) != reply["digest"]:
+        if tensor_digest(cross_sums(flat) if self.summed else flat) != reply["digest"]:
             self.link.abort(f"{meta.name} could not be read back")
             raise GiverChanged(
                 f"{where}: {meta.name} holds other bytes than were committed as version {version}, or they came damaged",
@@ -314,14 +320,15 @@ class RankLink:
     def _record(self, pieces: Sequence[Piece], first: int) -> Record:
         return Record(first, pieces, runs_of(pieces, self.needs, self.shared) if self.shared else ())
 
-    def _gathered(self, record: Record, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The record's bytes as flat tensors: put where the rank has them, or together in our room."""
+    def _gathered(
+        self, record: Record, pieces: Sequence[torch.Tensor], room: torch.Tensor
+    ) -> list[torch.Tensor]:
         if not self.shared:
             only = pieces[0].detach()
-            if len(pieces) == 1 and only.is_contiguous() and not only.is_cuda:
+            if len(pieces) == 1 and only.is_contiguous() and only.device == room.device:
                 return [only.view(-1)]
             nbytes = sum(piece.nbytes for piece in pieces)
-            return [_joined(pieces, self._room[:nbytes].view(pieces[0].dtype))]
+            return [_joined(pieces, room[:nbytes].view(pieces[0].dtype))]
         flats = []
         for run in record.runs:
             mine = pieces[run.first : run.first + run.count]

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
-from r3channel.errors import CannotStage, ManifestMismatch, WeightsCorrupt
+from r3channel.errors import CannotStage, ManifestMismatch, TransportError, WeightsCorrupt
 from r3channel.transport.auth import read_token
+from r3channel.transport.base import Rendezvous
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
+from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
 from r3channel.weights import rank_link
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.geometry import Box, RankPlan, ShardMap, plan_reshard, report_of
+from r3channel.weights.joint_group import JointSender, named
 from r3channel.weights.loader_map import Needs
 from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
 from r3channel.weights.memory import shared_views
-from r3channel.weights.progress import Deadline
-from r3channel.weights.rank_link import NEEDS, Digests, Piece, RankLink, Record
+from r3channel.weights.progress import GRACE_S, Deadline, background
+from r3channel.weights.rank_link import JOIN, NEEDS, Digests, Piece, RankLink, Record
 from r3channel.weights.ranks import TrainerRanks
 
 _SHOWN = 3
+_RECORD_BYTES: dict[str, int] = {"gloo": 4 << 20, "cuda_ipc": 64 << 20, "nccl": 64 << 20}
+"""By wire, where it is not `rank_link.RECORD_BYTES`: a GPU is waited for at each record, and in a group a turn."""
 Held = tuple[tuple[tuple[TensorMeta, Box], ...], ...]
 Sums = list[Digests]
 """What an engine would hold, by rank."""
@@ -68,6 +74,7 @@ class SendPlanner:
         self.metas: tuple[TensorMeta, ...] = ()
         """The tensors that engines are told of."""
         self._trainers: list[tuple[str, int]] = []
+        self._joint: JointSender | None = None
         self._source: ShardMap | None = None
         self._held: tuple[str, Held] = "", ()
         """What all trainers hold, as a digest, and this one."""
@@ -111,7 +118,11 @@ class SendPlanner:
                 needs = Needs.from_dict(reply["needs"], len(told)) if "needs" in reply else Needs()
                 shared = shared_views(needs.params, reply["shared"]) if reply.get("shared") else []
                 how = str(reply.get("whole", "")), int(reply.get("compared", 0))
-                rank = RankLink(hello["engine"], int(hello["rank"]), link, needs, *how, shared)
+                size = {
+                    "record_bytes": _RECORD_BYTES.get(self._config.wire, rank_link.RECORD_BYTES),
+                    "summed": bool(reply.get("summed")),
+                }
+                rank = RankLink(hello["engine"], int(hello["rank"]), link, needs, *how, shared, **size)
                 links[hello["engine"]].append(rank)
             except rank_link.UNREADABLE as error:
                 raise WeightsCorrupt(f"engine {hello['engine']} has no such needs: {error!r:.300}") from error
@@ -131,9 +142,68 @@ class SendPlanner:
             link.close()
 
     def close(self) -> None:
+        self.leave_joint()
         self.ranks.close()
         if self._listener is not None:
             self._listener.close()
+
+    # -- the joint group -----------------------------------------------------------------------------------------------
+
+    def joined(self, links: Sequence[RankLink], deadline: Deadline) -> JointSender:
+        """The group of all trainer ranks and these, the same on every trainer; a new one unless all have it. TransportError names
+        who did not come."""
+        ranks, ours = self.ranks, self._joint
+        stale = ours is None or ours.closed or ours.links != list(links)
+        if not any(ranks.exchange(stale, deadline)) and ours is not None:
+            return ours
+        self.leave_joint()
+        store = RendezvousStore(self._config.host) if ranks.leads else None
+        name, port = ranks.exchange([secrets.token_hex(4), store and store.port], deadline)[0]
+        host, first = self._trainers[0][0], ranks.size
+        where = {
+            "backend": self._config.joint,
+            "name": f"{self.session}-{name}",
+            "connection": 0,
+            "host": host,
+            "port": port,
+        }
+        where["world_size"] = first + len(links)
+        limit_s = min(deadline.left_s(), self._config.engine_timeout_s)
+        told = where | {"timeout_s": limit_s, "trainers": first}
+        mine = Rendezvous(**where, rank=ranks.rank)
+        try:
+            for number, link in enumerate(links) if ranks.leads else ():
+                rank_link.send_blob(link.link, JOIN, told | {"rank": first + number}, timeout_s=limit_s)
+            joining = background(partial(ProcessGroupTransport, mine, timeout_s=limit_s, members="joint"))
+            self._heard(links if ranks.leads else (), limit_s)
+            self._joint = JointSender(joining.result(), links, rank=ranks.rank, ranks=first)
+        except TransportError as error:
+            raise named(error, links) from error
+        finally:
+            if store is not None:
+                store.close()  # groups that exist go on
+        ranks.exchange("", deadline)  # who was sent something sooner would not yet know the group
+        return self._joint
+
+    def _heard(self, links: Sequence[RankLink], limit_s: float) -> None:
+        """Wait until these have joined. TransportError names those that say nothing, for which others have waited, or who refuse."""
+        silent, refusing = dict[str, str](), dict[str, str]()
+        for link in links:
+            name = f"engine {link.engine} rank {link.rank}"
+            try:
+                answer = rank_link.expect_json(link.link, JOIN, timeout_s=limit_s + GRACE_S)
+                refusing |= {name: str(answer["error"])} if "error" in answer else {}
+            except TransportError as error:
+                silent[name] = str(error)
+                link.link.abort("it did not say whether it joined")  # what it says later answers nothing else
+        if wrong := silent or refusing:
+            raise TransportError("; ".join(f"{name}: {why}" for name, why in wrong.items()))
+
+    def leave_joint(self) -> None:
+        """Leave the joint group, also in the middle of a call."""
+        joint, self._joint = self._joint, None
+        if joint is not None:
+            joint.close()
 
     # -- what is sent --------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from r3channel.weights.progress import CONTROL_S, REPAIR_S, Deadline, Run, Updat
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.send_planner import Feed, SendPlanner, UpdateSpec
 from r3channel.weights.sources import from_peer, read_again, read_first
-from r3channel.weights.staged import Staged
+from r3channel.weights.staged import Grouped, Staged
 from r3channel.weights.store import HeldWeights
 from r3channel.weights.transaction import EngineState
 
@@ -67,7 +67,11 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         self._config, self._exact = config, exact
         if self._exact and config.staged is False:
             raise errors.ConfigError("shards are sent to staged engines only; staged=False stages none")
-        self._engines = Engines(config.engines, config.backend)
+        if config.joint and not self._exact:
+            raise errors.ConfigError(
+                f"wire={config.wire!r} is for WeightSync.sharded: `whole` takes backend={config.wire!r}"
+            )
+        self._engines = Engines(config.engines, config.joint or config.backend)
         self._must_stage = config.staged is True or config.verify or self._exact
         self._way = "" if config.staged else "broadcast: not wanted"
         self._ranks = TrainerRanks(group)
@@ -355,7 +359,9 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         room: Any = {"engines": self._engines, "config": self._config, "planner": self._planner}
         run.report.way = self._way or "staged"
         if not self._way or spec.manifest is None:
-            work = Staged(members, version, run, **room, alone=alone)
+            # One engine alone is brought over its links: the others need not pause.
+            way = Grouped if self._config.joint and not alone else Staged
+            work = way(members, version, run, **room, alone=alone)
             try:
                 work.run(spec, feed)
                 return work

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from traceback import clear_frames
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from r3channel.weights.engine import EngineHandle
 from r3channel.weights.executor import Update
 from r3channel.weights.progress import background
 from r3channel.weights.rank_link import RankLink
-from r3channel.weights.send_planner import Sums, check_complete
+from r3channel.weights.send_planner import Feed, Sums, UpdateSpec, check_complete
 from r3channel.weights.transaction import Kind
 
 T = TypeVar("T")
@@ -135,6 +136,38 @@ class Staged(Update):
         order = {"op": "commit", "session": self._planner.session, "update": self._ranks.update}
         handle.change_over(order | {"version": self._version}, self._version, self._config.flush, left_s)
         self._planner.committed = {n: ("was committed", sums) for n, (_, sums) in self._coming.items()}
+
+
+class Grouped(Staged):
+    """The same over a joint group: engines are paused before its first call and until its last, which NCCL asks for."""
+
+    way = "grouped"
+
+    def run(self, spec: UpdateSpec, feed: Feed) -> None:
+        try:
+            super().run(spec, feed)
+        except BaseException:
+            self._planner.leave_joint()
+            raise
+
+    def _group(self) -> None:
+        """Join the group of all trainer ranks and of the engines that are left."""
+        self._hear({})
+        with self._run.stage("join"):
+            links = [link for member in self.members for link in member.ranks]
+            self._joint = self._planner.joined(links, self._run.deadline)
+
+    def _push(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._ranks.check()
+        how = {"deadline": self._run.deadline, "record_timeout_s": self._config.engine_timeout_s}
+        with self._run.stage("wait_send"):
+            self._run.report.sent_bytes += self._joint.send(self._ranks.update, tensors, **how)
+
+    def _undo(self, handle: EngineHandle, left_s: float) -> None:
+        """Nothing of a group may be under way in an engine that serves."""
+        with suppress(errors.R3Error):
+            handle.leave_joint(self._planner.session, left_s)
+        handle.undo(left_s)
 
 
 def _at_once(handle: EngineHandle, call: Callable[[RankLink], T]) -> list[T]:

@@ -40,10 +40,16 @@ class StagedCopy:
     """
 
     def __init__(
-        self, params: Sequence[TensorMeta], *, device: torch.device, wire: memory.Wire = "tcp"
+        self,
+        params: Sequence[TensorMeta],
+        *,
+        device: torch.device,
+        wire: memory.Wire = "tcp",
+        summed: bool = False,
     ) -> None:
-        """`device`: where the parameters lie, and with `cuda_ipc` the copy, too. OSError, or CUDA's, without room."""
-        self._params, nbytes = params, memory.staged_bytes(params)
+        """`device`: where the parameters lie, and with `ON_GPU` the copy, too. `summed`: digests are of a GPU's sums. OSError, or
+        CUDA's, without room."""
+        self._params, nbytes, self.summed = params, memory.staged_bytes(params), summed
         self.shared: Callable[[], Any] = str
         """What one trainer of this machine needs to map the copy; "" where bytes travel."""
         self.hide: Callable[[], object] = str
@@ -52,9 +58,9 @@ class StagedCopy:
             handle, path = tempfile.mkstemp(prefix=os.path.basename(memory.SHARED), dir=memory.SHM)
             self.hide, self.shared = weakref.finalize(self, os.unlink, path), lambda: path
             flat = memory.mapped(handle, nbytes)
-        elif wire == "cuda_ipc":
+        elif wire in memory.ON_GPU:
             flat = memory.new_memory(nbytes, device)
-            self.shared = partial(memory.ipc_handle, flat)
+            self.shared = partial(memory.ipc_handle, flat) if wire == "cuda_ipc" else str
         else:
             flat = memory.new_memory(nbytes)
         self.views = memory.staged_views(params, flat)
@@ -73,8 +79,9 @@ class StagedCopy:
         """Digests of what is staged by parameter, and what the engine's own checksums will be. While the engine serves."""
         names = [meta.name for meta in self._params]
         with ThreadPoolExecutor(_THREADS) as pool:
-            self._sealed = digests = [*pool.map(xxhash.xxh3_64_hexdigest, pool.map(hashed_bytes, self.views))]
-            if self._lanes:
+            read = pool.map(partial(hashed_bytes, summed=self.summed), self.views)
+            self._sealed = digests = [*pool.map(xxhash.xxh3_64_hexdigest, read)]
+            if self._lanes and not self.summed:
                 self._sealed = [*pool.map(tensor_digest, pool.map(cross_sums, self.views))]
             sums = pool.map(tensor_checksum, self.views if checksums else ())
             return dict(zip(names, digests, strict=True)), dict(zip(names, sums, strict=False))

@@ -14,9 +14,11 @@ from safetensors.torch import save_file
 from examples.float8_blocks import quantise
 from r3channel.weights.loader_map import dry_run
 from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.session import WeightSync
 from tests.contract.exact_rank import FLOAT8, plain, weights
 from tests.dist.ranks import run_ranks
 from tests.support.fake_engine import FakeEngine, Model
+from tests.support.waits import UPDATE_S
 
 RANK = "tests.contract.exact_rank"
 
@@ -49,6 +51,32 @@ def test_an_error_of_either_trainer_rank_says_what_version_engines_hold(tmp_path
     else:
         assert "rank 0 was committing weight version 2" in lost and left["after"] == 1
         assert all(f"{url}: version 2" in lost for url in urls)
+
+
+@pytest.mark.parametrize(("ranks", "round_of_death"), [(2, 0), (3, 2), (4, 3)])
+def test_ranks_send_in_one_group_in_one_order_and_who_dies_in_a_round_costs_that_update(
+    tmp_path: Path, ranks: int, round_of_death: int
+) -> None:
+    engines = empty(3)
+    job = {"engines": [engine.url for engine in engines], "kills": round_of_death}
+    results = run_ranks(RANK, tmp_path, world_size=ranks, job=job)
+    del results[1]
+    whole = sum(tensor.nbytes for tensor in weights(1).values())
+    assert results[0]["sent"] == len(engines) * whole / 2
+    for found in results:
+        assert found["spoiled"][0] == found["lost"][0] == "WeightUpdateFailed"
+        assert "holds NaN" in found["spoiled"][1] or "joint group" in found["spoiled"][1]
+        assert re.search(r"joint group has ended|trainer rank \d", found["lost"][1]), found["lost"]
+    assert all(holds(engine, weights(3), "3") for engine in engines)
+    with WeightSync.sharded(job["engines"], group=None, wire="gloo") as sync:
+        sync.connect(timeout_s=UPDATE_S)
+        sync.update(weights(5).items(), version=5, timeout_s=UPDATE_S)
+    assert all(holds(engine, weights(5), "5") for engine in engines)
+
+
+def holds(engine: FakeEngine, wanted: dict[str, torch.Tensor], version: str) -> bool:
+    equal = all(torch.equal(engine.tensors[name], tensor) for name, tensor in wanted.items())
+    return equal and engine.version == version and not engine.paused
 
 
 def empty(count: int) -> list[FakeEngine]:

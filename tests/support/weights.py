@@ -34,7 +34,9 @@ def serving() -> FakeEngine:
 def session(*engines: Any, **options: Any) -> WeightSync:
     """A connected one that stages."""
     values: dict[str, Any] = {"bucket_bytes": 2048, "staged": True, **options}
-    opened = WeightSync.whole([engine.url for engine in engines], **values)
+    urls = [engine.url for engine in engines]
+    joint = values.get("wire") == "gloo"
+    opened = WeightSync.sharded(urls, group=None, **values) if joint else WeightSync.whole(urls, **values)
     opened.connect(timeout_s=UPDATE_S)
     return opened
 
@@ -57,9 +59,8 @@ def in_gpu_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(hold, "gpu_lacks", lambda *_: "")
     patch.setattr(memory, "ipc_handle", lambda flat: [flats.append(flat) or len(flats) - 1])
     patch.setattr(memory, "ipc_memory", lambda told: flats[told[0]])
-    patch.setattr(rank_link.RankLink, "on_gpu", property(lambda rank: bool(rank.shared)))
     for module in (hold, staged_copy, rank_link):
-        patch.setattr(module, "hashed_bytes", lambda flat: host_bytes(cross_sums(flat)))
+        patch.setattr(module, "hashed_bytes", lambda flat, **_: host_bytes(cross_sums(flat)))
     patch.setattr(staged_copy, "_copied", lambda new, kept: tensor_digest(cross_sums(new.copy_(kept))))
 
 
