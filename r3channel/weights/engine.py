@@ -243,7 +243,7 @@ class EngineHandle:
         except errors.R3Error as error:
             failure = error
             if not isinstance(error, errors.EngineRefused):  # that order had no answer
-                self._look(self._order({"op": "look"}, control_s))
+                self._look(self.order({"op": "look"}, control_s))
         if EngineState.FENCED not in (self.found, self.now.state):
             self.resume(control_s)
         if failure is not None:
@@ -255,7 +255,7 @@ class EngineHandle:
         """Keep other sessions from this engine, and return whether our half could. Raises EngineRefused while another session
         holds it, and where an update would leave something old."""
         try:
-            self._look(self._order(order, timeout_s))
+            self._look(self.order(order, timeout_s))
         except errors.EngineRefused as error:
             self._look(str(error))
             if any(word in str(error) for word in _NO_PLUGIN):
@@ -267,7 +267,7 @@ class EngineHandle:
         """Let the parameters become what is staged, under the new version. There is no way back. `found` tells of a refusal
         whether a parameter changed."""
         try:
-            answer = self._order(order, timeout_s, flush_cache=flush_cache, weight_version=str(version))
+            answer = self.order(order, timeout_s, flush_cache=flush_cache, weight_version=str(version))
             if rank_link.FLUSH_REFUSED in answer:  # then SGLang has not told its front of the version
                 self.commit(version, timeout_s)
         except errors.EngineRefused as error:
@@ -275,11 +275,7 @@ class EngineHandle:
             raise
         self.gives = version
 
-    def leave_joint(self, session: str, timeout_s: float) -> None:
-        """Have its ranks end what is under way in the joint group, and leave it."""
-        self._order({"op": "leave_joint", "session": session}, timeout_s)
-
-    def _order(self, order: Body, timeout_s: float, **served: Any) -> str:
+    def order(self, order: Body, timeout_s: float, **served: Any) -> str:
         """Send an order to our half in the engine and return the answer. `served`: `flush_cache`, and `weight_version`, which
         names the weights that are served once it is carried out."""
         if not self.takes_orders:

@@ -21,10 +21,8 @@ import torch
 import xxhash
 
 from r3channel.errors import R3Error, TransportError, WeightsCorrupt, WeightsError
-from r3channel.transport.base import Rendezvous
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
-from r3channel.transport.process_group import ProcessGroupTransport
 from r3channel.weights import rank_link
 from r3channel.weights.checksums import hashed_bytes, host_bytes, tensor_digest
 from r3channel.weights.geometry import Box
@@ -121,11 +119,19 @@ class Hold:
 
     def close(self) -> None:
         """End the links and their threads, and with these the staged copy. Not on a link's thread."""
-        self.leave_joint("the session has ended")
+        self.regroup("the session has ended")
         for link in self._links:
             link.close()
         for thread in self._threads:
             thread.join(_CONNECT_S)
+
+    def regroup(self, why: str, **joint: Any) -> None:
+        """End what is under way in the joint group, on any thread; then join another, if that is wanted."""
+        if self._joint is not None:
+            self._joint.close(why)
+        if joint:
+            self._joint = JointReceiver(**joint)
+            self._joint.join()
 
     def _fill(self, copy: StagedCopy, model: torch.nn.Module) -> dict[str, Any]:
         """What no tensor covers keeps its values. Returns what the trainer is told about the copy."""
@@ -146,7 +152,7 @@ class Hold:
             with suppress(TransportError):
                 self._listen(number, link, reply, copy)
         finally:
-            self.leave_joint(f"trainer rank {number} is gone")
+            self.regroup(f"trainer rank {number} is gone")
             link.abort("the rank has ended it")  # also where we are at fault: no dead thread holds an engine
 
     def _listen(self, number: int, link: Connection, reply: dict[str, Any], copy: StagedCopy) -> None:
@@ -168,9 +174,6 @@ class Hold:
                         self._joint.begin(update, number, records)
                 elif kind in (rank_link.DATA, rank_link.PLACED, rank_link.LANDS):
                     self._place(number, link, kind, table, runs, body, copy)
-                elif kind == rank_link.JOIN:
-                    answer = self._join(json.loads(rank_link.receive_blob(link, body)))
-                    rank_link.send_blob(link, rank_link.JOIN, answer, timeout_s=_CONNECT_S)
                 elif kind == rank_link.END:
                     word, failure = failure, ""
                     link.send_record(rank_link.END, word.encode()[:WORD_BYTES], timeout_s=_CONNECT_S)
@@ -190,23 +193,6 @@ class Hold:
                     link.abort(f"{type(error).__name__}: {error}")
                     raise TransportError(str(error)) from error
                 failure = failure or f"{type(error).__name__}: {error}"
-
-    def _join(self, order: dict[str, Any]) -> dict[str, str]:
-        """Join the group of all trainer ranks and engines' ranks, in which records come from now on; return why not."""
-        limit_s, trainers = order.pop("timeout_s"), order.pop("trainers")
-        if self._joint is not None:
-            self._joint.close("another one is made")
-        try:
-            wire = ProcessGroupTransport(Rendezvous(**order), timeout_s=limit_s, members="joint")
-        except TransportError as error:
-            return {"error": str(error)}
-        self._joint = JointReceiver(wire, trainers=trainers)
-        return {}
-
-    def leave_joint(self, why: str) -> None:
-        """End what is under way in the joint group. Any thread."""
-        if self._joint is not None:
-            self._joint.close(why)
 
     def _place(
         self, number: int, link: Connection, kind: int, table: Sequence[rank_link.Entry], runs: _Runs, body: bytes,

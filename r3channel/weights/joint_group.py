@@ -6,23 +6,31 @@ by record, in rounds in which nobody has two partners (the circle method of roun
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
 from r3channel.errors import TransportError, WeightsCorrupt
-from r3channel.transport.base import Pending
-from r3channel.transport.process_group import ProcessGroupTransport
+from r3channel.transport.base import Pending, Rendezvous
+from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
+from r3channel.weights.config import SyncConfig
 from r3channel.weights.memory import new_memory
-from r3channel.weights.progress import Deadline
+from r3channel.weights.progress import Deadline, background
 from r3channel.weights.rank_link import LANDS, RankLink
+from r3channel.weights.ranks import TrainerRanks
 
 _DEPTH = 2
 """Records under way, each with memory of its own: one is gathered or placed while another one travels."""
+_SHARE = 0.8
+"""Of an engine's time for an order, how long it waits for the others: it must answer itself, or it counts as lost."""
 
 
 def turns(mine: int, step: int, records: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
@@ -47,79 +55,115 @@ def turns(mine: int, step: int, records: Sequence[int], size: int) -> Iterator[t
                 yield partner, record
 
 
-class JointSender:
-    """A trainer rank's end, for links in the order of their ranks. JOINED -> CLOSED. One thread; any may close."""
+class JointGroup:
+    """A trainer rank's end, for all updates of a session: OUT -> `join` -> `send`, often -> `leave` -> OUT. One thread."""
 
-    def __init__(
-        self, wire: ProcessGroupTransport, links: Sequence[RankLink], *, rank: int, ranks: int
-    ) -> None:
-        self._wire, self.links, self._rank, self._ranks = wire, list(links), rank, ranks
-        most = max((link.record_bytes for link in links), default=0)
-        self._rooms = [new_memory(most, wire.device) for _ in range(_DEPTH)]
-        self.closed = False
+    def __init__(self, ranks: TrainerRanks, config: SyncConfig) -> None:
+        self._ranks, self._config = ranks, config
+        self._links: list[RankLink] = []
+        self._store: RendezvousStore | None = None
+        self._joining: Future[ProcessGroupTransport] | None = None
 
-    def send(
-        self, update: int, shards: Sequence[torch.Tensor], *, deadline: Deadline, record_timeout_s: float
-    ) -> int:
-        """Send what each rank needs of the shards; return the bytes. After a failure the group is closed.
+    def join(self, links: Sequence[RankLink], host: str, deadline: Deadline) -> dict[str, Any]:
+        """Begin to join a group with these, the same on every trainer rank, unless all are in it.
+
+        Args:
+            links: All engine ranks, in the order in which they are numbered after the trainer ranks.
+            host: The first trainer rank's address.
+            deadline: The update's.
+
+        Returns:
+            What engines must be told; empty where nothing changes.
+        """
+        ranks = self._ranks
+        if not any(ranks.exchange(self._joining is None or self._links != links, deadline)):
+            return {}
+        self.leave()
+        self._store = RendezvousStore(host) if ranks.leads else None
+        mine = [secrets.token_hex(8), self._store and self._store.port]
+        name, port = ranks.exchange(mine, deadline)[0]
+        most_s = _SHARE * min(deadline.left_s(), self._config.engine_timeout_s)
+        how: dict[str, Any] = {"timeout_s": most_s, "members": "joint"}
+        where: dict[str, Any] = {"backend": self._config.joint, "name": name, "connection": 0}
+        where |= {"host": host, "port": port, "world_size": ranks.size + len(links)}
+        self._links = list(links)
+        self._joining = background(
+            partial(ProcessGroupTransport, Rendezvous(**where, rank=ranks.rank), **how)
+        )
+        return {"where": where, "how": how, "trainers": ranks.size}
+
+    def number(self, link: RankLink) -> int:
+        """An engine rank's number in the group."""
+        return self._ranks.size + self._links.index(link)
+
+    def send(self, update: int, shards: Sequence[torch.Tensor], deadline: Deadline) -> int:
+        """Send what each rank needs of the shards; return the bytes. After a failure the group is left.
 
         Raises:
             NonFiniteWeights: A tensor holds NaN or Inf.
-            TransportError: A member is gone, or silent for `record_timeout_s`: says which links ended.
+            TransportError: A member is gone, or silent for `engine_timeout_s`: says which links ended.
         """
         try:
-            return self._send(update, shards, deadline, record_timeout_s)
-        except TransportError as error:
-            raise named(error, self.links) from error
-        finally:
-            if self._under_way:
-                self.close()
+            return self._send(update, shards, deadline)
+        except BaseException as error:
+            self.leave()  # at once: others wait for this one
+            if not isinstance(error, TransportError):
+                raise
+            gone = [f"engine {link.engine} rank {link.rank}" for link in self._links if not link.link.alive]
+            raise TransportError(f"the joint group has ended; gone: {gone or 'nobody'}: {error}") from error
 
-    def _send(
-        self, update: int, shards: Sequence[torch.Tensor], deadline: Deadline, record_timeout_s: float
-    ) -> int:
-        sent, self._under_way = 0, True
-        pending = deque[Pending]()
-        for link in self.links:
-            link.begin(update, len(link.buckets[0]), timeout_s=deadline.left_s())
-        counts = [len(link.buckets[0]) for link in self.links]
-        order = turns(self._rank, 1, counts, max(self._ranks, len(counts)))
+    def _send(self, update: int, shards: Sequence[torch.Tensor], deadline: Deadline) -> int:
+        assert self._joining is not None
+        wire, most_s = self._joining.result(), self._config.engine_timeout_s
+        counts, sent, pending = [len(link.buckets[0]) for link in self._links], 0, deque[Pending]()
+        for link, records in zip(self._links, counts, strict=True):
+            link.begin(update, records, timeout_s=deadline.left_s())
+        rooms = [new_memory(self._links[0].record_bytes, wire.device) for _ in range(_DEPTH)]
+        order = turns(self._ranks.rank, 1, counts, max(self._ranks.size, len(counts)))
         for turn, (to, number) in enumerate(order):
-            timeout_s = min(deadline.left_s(), record_timeout_s)
             if len(pending) == _DEPTH:
-                pending.popleft().wait(timeout_s=timeout_s)
-            link = self.links[to]
-            head, (flat,) = link.sealed(
-                update, 0, link.buckets[0][number], shards, self._rooms[turn % _DEPTH]
-            )
-            link.link.send_record(LANDS, head, timeout_s=timeout_s)
-            pending.append(self._wire.start_send(self._ranks + to, flat.view(torch.uint8)))
+                pending.popleft().wait(timeout_s=min(deadline.left_s(), most_s))
+            link = self._links[to]
+            head, (flat,) = link.sealed(update, 0, link.buckets[0][number], shards, rooms[turn % _DEPTH])
+            link.link.send_record(LANDS, head, timeout_s=min(deadline.left_s(), most_s))
+            pending.append(wire.start_send(self._ranks.size + to, flat.view(torch.uint8)))
             sent += flat.nbytes
         while pending:
-            pending.popleft().wait(timeout_s=min(deadline.left_s(), record_timeout_s))
-        self._under_way = False
+            pending.popleft().wait(timeout_s=min(deadline.left_s(), most_s))
         return sent
 
-    def close(self) -> None:
+    def leave(self) -> None:
         """Leave the group: members that wait for this one fail. Idempotent."""
-        self.closed = True
-        self._wire.abort()
+        joining, self._joining = self._joining, None
+        if joining is not None:
+            joining.add_done_callback(lambda joined: joined.exception() or joined.result().abort())
+        if self._store is not None:
+            self._store.close()
 
 
 class JointReceiver:
-    """An engine rank's end. JOINED -> CLOSED. The links' threads call, each for its trainer; any may close."""
+    """An engine rank's end. NEW -> JOINED -> CLOSED. The links' threads call, each for its trainer; any may close."""
 
-    def __init__(self, wire: ProcessGroupTransport, *, trainers: int) -> None:
-        self._wire, self._trainers = wire, trainers
+    def __init__(self, where: dict[str, Any], rank: int, how: dict[str, Any], trainers: int) -> None:
+        self._rank, self._trainers, self._engines = rank, trainers, where["world_size"] - trainers
+        self._join = partial(ProcessGroupTransport, Rendezvous(**where, rank=rank), **how)
+        self._wire: ProcessGroupTransport | None = None
         self._rooms = SimpleQueue[torch.Tensor]()
-        for _ in range(_DEPTH):
-            self._rooms.put(new_memory(0, wire.device))
         self._changed = threading.Condition()
         """Guards what is below."""
         self._update, self._records = -1, dict[int, int]()
         self._order = deque[int]()
         """Whose records come, once all trainers have said how many."""
         self._ended = ""
+
+    def join(self) -> None:
+        """Wait until all members are there. DeadlineExceeded."""
+        wire = self._join()
+        for _ in range(_DEPTH):
+            self._rooms.put(new_memory(0, wire.device))
+        with self._changed:
+            self._wire = wire
+            self._changed.notify_all()
 
     def begin(self, update: int, trainer: int, records: int) -> None:
         """Take in how many records a trainer sends in an update."""
@@ -128,12 +172,11 @@ class JointReceiver:
                 self._update, self._records, self._order = update, {}, deque()
             self._records[trainer] = records
             if len(self._records) == self._trainers:
-                counts, engines = (
-                    [*map(self._records.__getitem__, range(self._trainers))],
-                    self._wire.world_size - self._trainers,
+                counts, size = (
+                    [n for _, n in sorted(self._records.items())],
+                    max(self._trainers, self._engines),
                 )
-                mine = self._wire.rank - self._trainers
-                self._order.extend(who for who, _ in turns(mine, -1, counts, max(self._trainers, engines)))
+                self._order.extend(who for who, _ in turns(self._rank - self._trainers, -1, counts, size))
             self._changed.notify_all()
 
     @contextmanager
@@ -141,38 +184,36 @@ class JointReceiver:
         """Receive a trainer's next record at its turn; its memory is used again after the block.
 
         WeightsCorrupt where the group has ended: of the link, which goes on, only this update is void."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._ended or (self._update == update and self._order and self._order[0] == trainer)
-            )
-            if self._ended:
-                raise WeightsCorrupt(f"the joint group has ended: {self._ended}")
-        # At its turn, or those of later turns would hold all of them.
-        room = self._rooms.get()
+        wire = self._at_turn(update, trainer)
+        room = self._rooms.get()  # at its turn, or those of later turns would hold all of them
         try:
-            room = room if len(room) >= nbytes else new_memory(nbytes, self._wire.device)
-            flat = room[:nbytes]
-            try:
-                self._wire.recv(trainer, flat, timeout_s=timeout_s)
-            except TransportError as error:
-                self.close(str(error))
-                raise WeightsCorrupt(f"the joint group has ended: {error}") from error
+            room = room if len(room) >= nbytes else new_memory(nbytes, wire.device)
+            wire.recv(trainer, room[:nbytes], timeout_s=timeout_s)
             with self._changed:
                 self._order.popleft()
                 self._changed.notify_all()
-            yield flat
+            yield room[:nbytes]
+        except TransportError as error:
+            self.close(str(error))
+            raise WeightsCorrupt(f"the joint group has ended: {error}") from error
         finally:
             self._rooms.put(room)
+
+    def _at_turn(self, update: int, trainer: int) -> ProcessGroupTransport:
+        with self._changed:
+            while True:
+                # A late thread may come with a record of the group before.
+                if self._ended or update != self._update or trainer not in self._records:
+                    why = self._ended or f"update {update} was given up"
+                    raise WeightsCorrupt(f"the joint group has ended: {why}")
+                if self._wire is not None and self._order and self._order[0] == trainer:
+                    return self._wire
+                self._changed.wait()
 
     def close(self, why: str) -> None:
         """Leave the group, also in the middle of a call. Idempotent."""
         with self._changed:
-            self._ended = self._ended or why
+            self._ended, wire = self._ended or why, self._wire
             self._changed.notify_all()
-        self._wire.abort()
-
-
-def named(error: TransportError, links: Sequence[RankLink]) -> TransportError:
-    """Return the error with the engine ranks that are gone: others that waited for them fail, too."""
-    gone = ", ".join(f"engine {link.engine} rank {link.rank}" for link in links if not link.link.alive)
-    return TransportError(f"the joint group has ended: {error}" + (f"; gone: {gone}" if gone else ""))
+        if wire is not None:
+            wire.abort()

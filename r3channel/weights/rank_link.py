@@ -31,7 +31,7 @@ from r3channel.weights.progress import Deadline
 Digests = tuple[dict[str, str], dict[str, str]]
 """By parameter, of one rank: digests, and SGLang's own checksums if asked for."""
 
-NEEDS, TABLE, DATA, END, VERIFY, PLACED, GIVE, BEGIN, JOIN, LANDS = range(1, 11)
+NEEDS, TABLE, DATA, END, VERIFY, PLACED, GIVE, BEGIN, LANDS = range(1, 10)
 HEAD = struct.Struct("<qIIQ")
 """The head of DATA, PLACED and LANDS: the update's number, first entry of the table, entries, xxh3 of the bytes that follow."""
 ASK = struct.Struct("<q?")
@@ -196,13 +196,13 @@ class RankLink:
     """Why the rank stages whole tensors and lets the model's own loader place them; empty where parts are placed."""
     compared: int
     """Parameters that the rank compares with what was given, once they hold it."""
+    summed: bool = False
+    """Whether the rank's digests are those of a GPU's sums."""
+    record_bytes: int = RECORD_BYTES
+    """A record's bytes at most: more where a GPU is waited for at each, or a group's turns."""
     shared: list[torch.Tensor] = field(default_factory=list)
     """The rank's staged copy itself, by parameter, where both are on one machine: bytes are put there, none is sent."""
     buckets: list[list[Record]] = field(default_factory=list)
-    record_bytes: int = RECORD_BYTES
-    """A record's bytes at most: more where a GPU is waited for at each, or a group's turns."""
-    summed: bool = False
-    """Whether the rank's digests are those of a GPU's sums."""
     aimed: object = None
     """What the rank was told of: the trainers' boxes and buckets (`SendPlanner.aim`)."""
     _room: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))

@@ -49,8 +49,10 @@ class Receiver:
         if order["op"] == "commit":
             self._together(lambda: self._mine(order).check(model, order["update"]), UNTOUCHED)
             self._together(lambda: self._mine(order).change_over(model, order["version"]))
-        elif order["op"] == "leave_joint":
-            self._together(lambda: self._mine(order).leave_joint("the update was given up"))
+        elif order["op"] == "regroup":
+            joint = dict(order["joint"])
+            joint |= {"rank": joint["rank"] + self._rank} if joint else {}
+            self._together(lambda: self._mine(order).regroup("a trainer has given it up", **joint))
         elif order["op"] != "look":
             self._together(lambda: self._free_for(order["session"], model))
             self._together(self.leave)  # what the last session staged is freed before any rank looks for room

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
-from r3channel.errors import CannotStage, ManifestMismatch, TransportError, WeightsCorrupt
+from r3channel.errors import CannotStage, ManifestMismatch, WeightsCorrupt
 from r3channel.transport.auth import read_token
-from r3channel.transport.base import Rendezvous
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
-from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
 from r3channel.weights import rank_link
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.geometry import Box, RankPlan, ShardMap, plan_reshard, report_of
-from r3channel.weights.joint_group import JointSender, named
 from r3channel.weights.loader_map import Needs
 from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
 from r3channel.weights.memory import shared_views
-from r3channel.weights.progress import GRACE_S, Deadline, background
-from r3channel.weights.rank_link import JOIN, NEEDS, Digests, Piece, RankLink, Record
+from r3channel.weights.progress import Deadline
+from r3channel.weights.rank_link import NEEDS, Digests, Piece, RankLink, Record
 from r3channel.weights.ranks import TrainerRanks
 
 _SHOWN = 3
@@ -73,8 +69,7 @@ class SendPlanner:
         """The last order to connect, by engine. Links of an order that was given up may still come."""
         self.metas: tuple[TensorMeta, ...] = ()
         """The tensors that engines are told of."""
-        self._trainers: list[tuple[str, int]] = []
-        self._joint: JointSender | None = None
+        self.trainers: list[tuple[str, int]] = []
         self._source: ShardMap | None = None
         self._held: tuple[str, Held] = "", ()
         """What all trainers hold, as a digest, and this one."""
@@ -91,12 +86,12 @@ class SendPlanner:
         run_token = read_token(config.token_file) if config.token_file else ""
         self.session, self.nonce, self._listener = self.ranks.connect(config.host, run_token, deadline)
         mine = (config.host, self._listener.port)
-        self._trainers = [tuple(where) for where in self.ranks.exchange(mine, deadline)]
+        self.trainers = [tuple(where) for where in self.ranks.exchange(mine, deadline)]
 
     def order(self, engine: str, *, op: str = "open") -> dict[str, Any]:
         """The order that makes every rank of `engine` connect to all trainers, or be held by the first."""
         self.attempts[engine] = self.attempts.get(engine, 0) + 1
-        trainers = self._trainers if op == "open" else self._trainers[:1]
+        trainers = self.trainers if op == "open" else self.trainers[:1]
         order = {"op": op, "session": self.session, "nonce": self.nonce, "trainers": trainers}
         order |= {"engine": engine, "attempt": self.attempts[engine], "wire": self._config.wire}
         # `auto` lets a rank without memory for a staged copy refuse
@@ -117,12 +112,14 @@ class SendPlanner:
             try:
                 needs = Needs.from_dict(reply["needs"], len(told)) if "needs" in reply else Needs()
                 shared = shared_views(needs.params, reply["shared"]) if reply.get("shared") else []
-                how = str(reply.get("whole", "")), int(reply.get("compared", 0))
-                size = {
-                    "record_bytes": _RECORD_BYTES.get(self._config.wire, rank_link.RECORD_BYTES),
-                    "summed": bool(reply.get("summed")),
-                }
-                rank = RankLink(hello["engine"], int(hello["rank"]), link, needs, *how, shared, **size)
+                size = _RECORD_BYTES.get(self._config.wire, rank_link.RECORD_BYTES)
+                how = (
+                    str(reply.get("whole", "")),
+                    int(reply.get("compared", 0)),
+                    bool(reply.get("summed")),
+                    size,
+                )
+                rank = RankLink(hello["engine"], int(hello["rank"]), link, needs, *how, shared)
                 links[hello["engine"]].append(rank)
             except rank_link.UNREADABLE as error:
                 raise WeightsCorrupt(f"engine {hello['engine']} has no such needs: {error!r:.300}") from error
@@ -142,68 +139,9 @@ class SendPlanner:
             link.close()
 
     def close(self) -> None:
-        self.leave_joint()
         self.ranks.close()
         if self._listener is not None:
             self._listener.close()
-
-    # -- the joint group -----------------------------------------------------------------------------------------------
-
-    def joined(self, links: Sequence[RankLink], deadline: Deadline) -> JointSender:
-        """The group of all trainer ranks and these, the same on every trainer; a new one unless all have it. TransportError names
-        who did not come."""
-        ranks, ours = self.ranks, self._joint
-        stale = ours is None or ours.closed or ours.links != list(links)
-        if not any(ranks.exchange(stale, deadline)) and ours is not None:
-            return ours
-        self.leave_joint()
-        store = RendezvousStore(self._config.host) if ranks.leads else None
-        name, port = ranks.exchange([secrets.token_hex(4), store and store.port], deadline)[0]
-        host, first = self._trainers[0][0], ranks.size
-        where = {
-            "backend": self._config.joint,
-            "name": f"{self.session}-{name}",
-            "connection": 0,
-            "host": host,
-            "port": port,
-        }
-        where["world_size"] = first + len(links)
-        limit_s = min(deadline.left_s(), self._config.engine_timeout_s)
-        told = where | {"timeout_s": limit_s, "trainers": first}
-        mine = Rendezvous(**where, rank=ranks.rank)
-        try:
-            for number, link in enumerate(links) if ranks.leads else ():
-                rank_link.send_blob(link.link, JOIN, told | {"rank": first + number}, timeout_s=limit_s)
-            joining = background(partial(ProcessGroupTransport, mine, timeout_s=limit_s, members="joint"))
-            self._heard(links if ranks.leads else (), limit_s)
-            self._joint = JointSender(joining.result(), links, rank=ranks.rank, ranks=first)
-        except TransportError as error:
-            raise named(error, links) from error
-        finally:
-            if store is not None:
-                store.close()  # groups that exist go on
-        ranks.exchange("", deadline)  # who was sent something sooner would not yet know the group
-        return self._joint
-
-    def _heard(self, links: Sequence[RankLink], limit_s: float) -> None:
-        """Wait until these have joined. TransportError names those that say nothing, for which others have waited, or who refuse."""
-        silent, refusing = dict[str, str](), dict[str, str]()
-        for link in links:
-            name = f"engine {link.engine} rank {link.rank}"
-            try:
-                answer = rank_link.expect_json(link.link, JOIN, timeout_s=limit_s + GRACE_S)
-                refusing |= {name: str(answer["error"])} if "error" in answer else {}
-            except TransportError as error:
-                silent[name] = str(error)
-                link.link.abort("it did not say whether it joined")  # what it says later answers nothing else
-        if wrong := silent or refusing:
-            raise TransportError("; ".join(f"{name}: {why}" for name, why in wrong.items()))
-
-    def leave_joint(self) -> None:
-        """Leave the joint group, also in the middle of a call."""
-        joint, self._joint = self._joint, None
-        if joint is not None:
-            joint.close()
 
     # -- what is sent --------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from r3channel.weights.engine import EngineHandle, Engines, handle_of
 from r3channel.weights.executor import Update
 from r3channel.weights.geometry import Box
 from r3channel.weights.group import Source
+from r3channel.weights.joint_group import JointGroup
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
 from r3channel.weights.progress import CONTROL_S, REPAIR_S, Deadline, Run, UpdateReport, background
 from r3channel.weights.ranks import TrainerRanks
@@ -76,6 +77,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         self._way = "" if config.staged else "broadcast: not wanted"
         self._ranks = TrainerRanks(group)
         self._planner = SendPlanner(self._ranks, config)
+        self._joint = JointGroup(self._ranks, config)
         self._source = Source(config)
         """This rank's end of broadcasts."""
         self._spec: UpdateSpec | None = None
@@ -231,6 +233,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             wait([background(member.leave) for member in self._engines.all], timeout=2 * REPAIR_S)
             self._source.leave()
             self._source = Source(self._config)  # frees the buffers
+            self._joint.leave()
             self._planner.close()
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -360,8 +363,10 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         run.report.way = self._way or "staged"
         if not self._way or spec.manifest is None:
             # One engine alone is brought over its links: the others need not pause.
-            way = Grouped if self._config.joint and not alone else Staged
-            work = way(members, version, run, **room, alone=alone)
+            if self._config.joint and not alone:
+                work = Grouped(members, version, run, **room, alone=alone, joint=self._joint)
+            else:
+                work = Staged(members, version, run, **room, alone=alone)
             try:
                 work.run(spec, feed)
                 return work

@@ -20,6 +20,7 @@ import torch
 from r3channel import errors
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.executor import Update
+from r3channel.weights.joint_group import JointGroup
 from r3channel.weights.progress import background
 from r3channel.weights.rank_link import RankLink
 from r3channel.weights.send_planner import Feed, Sums, UpdateSpec, check_complete
@@ -143,30 +144,40 @@ class Grouped(Staged):
 
     way = "grouped"
 
+    def __init__(self, *work: Any, joint: JointGroup, **options: Any) -> None:
+        super().__init__(*work, **options)
+        self._joint = joint
+
     def run(self, spec: UpdateSpec, feed: Feed) -> None:
         try:
             super().run(spec, feed)
         except BaseException:
-            self._planner.leave_joint()
+            self._joint.leave()
             raise
 
     def _group(self) -> None:
-        """Join the group of all trainer ranks and of the engines that are left."""
+        """Begin to join the group of all trainer ranks and of the engines that are left."""
         self._hear({})
-        with self._run.stage("join"):
-            links = [link for member in self.members for link in member.ranks]
-            self._joint = self._planner.joined(links, self._run.deadline)
+        links = [link for member in self.members for link in member.ranks]
+        self._told = self._joint.join(links, self._planner.trainers[0][0], self._run.deadline)
+
+    def _gather(self, handle: EngineHandle, left_s: float) -> None:
+        if self._told:
+            self._regroup(handle, left_s, self._told | {"rank": self._joint.number(handle.ranks[0])})
+
+    def _regroup(self, handle: EngineHandle, left_s: float, joint: dict[str, Any]) -> None:
+        handle.order({"op": "regroup", "session": self._planner.session, "joint": joint}, left_s)
 
     def _push(self, tensors: Sequence[torch.Tensor]) -> None:
         self._ranks.check()
-        how = {"deadline": self._run.deadline, "record_timeout_s": self._config.engine_timeout_s}
         with self._run.stage("wait_send"):
-            self._run.report.sent_bytes += self._joint.send(self._ranks.update, tensors, **how)
+            sent = self._joint.send(self._ranks.update, tensors, self._run.deadline)
+        self._run.report.sent_bytes += sent
 
     def _undo(self, handle: EngineHandle, left_s: float) -> None:
         """Nothing of a group may be under way in an engine that serves."""
         with suppress(errors.R3Error):
-            handle.leave_joint(self._planner.session, left_s)
+            self._regroup(handle, left_s, {})
         handle.undo(left_s)
 
 

@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
 CALLS = {
     "survey": Call(LINK, OWN), "meet": Call(LINK, LEAD), "link": Call(LINK, LEAD, LINKED, PAUSED), "plan": Call(LINK, OWN),
-    "group": Call(PAUSE, OWN),
+    "group": Call(PAUSE, OWN), "gather": Call(PAUSE, LEAD),
     "join": Call(LINK, LEAD, LINKED), "give": Call(STAGE, OWN), "send": Call(STAGE, EACH),
     "load": Call(STAGE, LEAD, FENCED, FENCED), "vote": Call(VOTE, OWN), "verify": Call(VOTE, LEAD, STAGED),
     "end": Call(VOTE, LEAD, FENCED, FENCED), "pause": Call(PAUSE, LEAD, PAUSED, PAUSED), "hold": Call(PAUSE, LEAD),
@@ -65,7 +65,8 @@ CALLS = {
 }  # fmt: skip
 ORDER = {
     "staged": ("survey", "meet", "link", "plan", "give", "vote", "verify", "pause", "commit", "resume", "tell"),
-    "grouped": ("survey", "meet", "link", "plan", "pause", "group", "give", "vote", "verify", "commit", "resume", "tell"),
+    "grouped": ("survey", "meet", "link", "plan", "pause", "group", "gather", "give", "vote", "verify", "commit", "resume",
+                "tell"),
     "broadcast": ("survey", "meet", "join", "pause", "hold", "accept", "begin", "check", "give", "vote", "end", "commit",
                   "resume", "tell"),
 }  # fmt: skip

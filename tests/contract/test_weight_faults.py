@@ -70,7 +70,7 @@ STAGED = {
 PHASES = {
     "staged": STAGED,
     "shared_memory": {phase: STAGED[phase] for phase in ("stage", "verify", "commit")},
-    "gloo": STAGED | {"group": "_join", "stage": "_land", "later": "_land"},
+    "gloo": STAGED | {"group": "order/regroup", "stage": "_land", "later": "_land"},
     "broadcast": {
         "meet": "/server_info", "link": "/init_weights_update_group", "pause": "/pause_generation",
         "begin": "/begin_weight_update", "stage": UPDATE, "end": "/end_weight_update", "commit": "/update_weight_version",
@@ -102,7 +102,7 @@ def strike(bad: FakeEngine, way: str, phase: str, fault: str, monkeypatch: pytes
         bad.script[struck, int(again)] = fault
         return
     if struck.startswith("_"):
-        strike_joint(bad, struck, fault, 2 if phase == "later" else 0, monkeypatch)
+        strike_landing(bad, fault, 2 * (phase == "later"), monkeypatch)
         return
     inner, record = getattr(RankLink, struck), Connection.send_record
 
@@ -128,11 +128,9 @@ def strike(bad: FakeEngine, way: str, phase: str, fault: str, monkeypatch: pytes
     monkeypatch.setattr(RankLink, struck, spoiled)
 
 
-def strike_joint(
-    bad: FakeEngine, struck: str, fault: str, first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When the rank joins, or at a record that lands: in the engine's own half, on a link's thread."""
-    inner, count = getattr(Hold, struck), itertools.count()
+def strike_landing(bad: FakeEngine, fault: str, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a record lands: in the engine's own half, on a link's thread."""
+    inner, count = Hold._land, itertools.count()
 
     def spoiled(hold: Hold, *words: Any) -> Any:
         if bad.receiver is None or hold is not bad.receiver._hold or next(count) < first:
@@ -143,13 +141,11 @@ def strike_joint(
             hold._links[0].close()
         elif fault == "hang":
             bad.dead.wait(3)
-        elif struck == "_join":
-            return {"error": "no memory"}
         if fault == "refuse":
             words[-1].update(b"another byte")
         return inner(hold, *words)
 
-    monkeypatch.setattr(Hold, struck, spoiled)
+    monkeypatch.setattr(Hold, "_land", spoiled)
 
 
 @pytest.mark.parametrize(("way", "phase", "fault"), MATRIX)

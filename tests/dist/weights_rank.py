@@ -68,10 +68,11 @@ def checksums(job: dict[str, Any]) -> list[Any]:
 
 
 def spoiled(sync: WeightSync, model: Any, rank: int) -> str:
-    """The last rank's shards hold a NaN: every rank raises, and no engine is touched."""
+    """The last rank's shards are NaN: every rank raises, and no engine is touched."""
     shards = hf_shards(model.bridge, model.chunks)
     if rank == dist.get_world_size() - 1:
-        shards[0].tensor.view(-1)[0] = float("nan")
+        for shard in shards:  # of which replicas may send the others
+            shard.tensor.fill_(float("nan"))
     try:
         sync.update(shards, version=6, timeout_s=UPDATE_S)
     except WeightUpdateFailed as error:
