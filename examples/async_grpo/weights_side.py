@@ -45,7 +45,7 @@ class Publisher:
     ) -> None:  # fmt: skip
         """`model`: the checkpoint that the engines were started from. `manifest`: file that tells what was committed.
 
-        `weights`: `broadcast` (which tells no manifest), `exact` (over this `wire`) or `colocated`. From a GPU a broadcast goes over NCCL.
+        `weights`: `broadcast` (which tells no manifest), `exact` (over `wire`) or `colocated`. From a GPU a broadcast is NCCL's.
         """
         self._manifest = manifest
         engines = [EngineHandle(url) for url in urls]

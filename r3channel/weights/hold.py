@@ -174,6 +174,10 @@ class Hold:
                         self._joint.begin(update, number, records)
                 elif kind in (rank_link.DATA, rank_link.PLACED, rank_link.LANDS):
                     self._place(number, link, kind, table, runs, body, copy)
+                elif (
+                    kind == rank_link.LEAVES and self._joint is not None and self._joint.name == body.decode()
+                ):
+                    self.regroup(f"trainer rank {number} has left it")
                 elif kind == rank_link.END:
                     word, failure = failure, ""
                     link.send_record(rank_link.END, word.encode()[:WORD_BYTES], timeout_s=_CONNECT_S)

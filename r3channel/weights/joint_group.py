@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -23,8 +23,8 @@ from r3channel.transport.base import Pending, Rendezvous
 from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.memory import new_memory
-from r3channel.weights.progress import Deadline, background
-from r3channel.weights.rank_link import LANDS, RankLink
+from r3channel.weights.progress import GRACE_S, Deadline, background
+from r3channel.weights.rank_link import LANDS, LEAVES, RankLink
 from r3channel.weights.ranks import TrainerRanks
 
 _DEPTH = 2
@@ -60,7 +60,7 @@ class JointGroup:
 
     def __init__(self, ranks: TrainerRanks, config: SyncConfig) -> None:
         self._ranks, self._config = ranks, config
-        self._links: list[RankLink] = []
+        self._links, self._name = list[RankLink](), ""
         self._store: RendezvousStore | None = None
         self._joining: Future[ProcessGroupTransport] | None = None
 
@@ -86,7 +86,7 @@ class JointGroup:
         how: dict[str, Any] = {"timeout_s": most_s, "members": "joint"}
         where: dict[str, Any] = {"backend": self._config.joint, "name": name, "connection": 0}
         where |= {"host": host, "port": port, "world_size": ranks.size + len(links)}
-        self._links = list(links)
+        self._links, self._name = list(links), name
         self._joining = background(
             partial(ProcessGroupTransport, Rendezvous(**where, rank=ranks.rank), **how)
         )
@@ -133,9 +133,12 @@ class JointGroup:
         return sent
 
     def leave(self) -> None:
-        """Leave the group: members that wait for this one fail. Idempotent."""
+        """Leave the group: members that wait for this one, or for its turn, fail. Idempotent."""
         joining, self._joining = self._joining, None
         if joining is not None:
+            for link in self._links:
+                with suppress(TransportError):
+                    link.link.send_record(LEAVES, self._name.encode(), timeout_s=GRACE_S)
             joining.add_done_callback(lambda joined: joined.exception() or joined.result().abort())
         if self._store is not None:
             self._store.close()
@@ -145,6 +148,7 @@ class JointReceiver:
     """An engine rank's end. NEW -> JOINED -> CLOSED. The links' threads call, each for its trainer; any may close."""
 
     def __init__(self, where: dict[str, Any], rank: int, how: dict[str, Any], trainers: int) -> None:
+        self.name: str = where["name"]
         self._rank, self._trainers, self._engines = rank, trainers, where["world_size"] - trainers
         self._join = partial(ProcessGroupTransport, Rendezvous(**where, rank=rank), **how)
         self._wire: ProcessGroupTransport | None = None

@@ -31,7 +31,7 @@ from r3channel.weights.progress import Deadline
 Digests = tuple[dict[str, str], dict[str, str]]
 """By parameter, of one rank: digests, and SGLang's own checksums if asked for."""
 
-NEEDS, TABLE, DATA, END, VERIFY, PLACED, GIVE, BEGIN, LANDS = range(1, 10)
+NEEDS, TABLE, DATA, END, VERIFY, PLACED, GIVE, BEGIN, LANDS, LEAVES = range(1, 11)
 HEAD = struct.Struct("<qIIQ")
 """The head of DATA, PLACED and LANDS: the update's number, first entry of the table, entries, xxh3 of the bytes that follow."""
 ASK = struct.Struct("<q?")

@@ -26,8 +26,6 @@ _SWITCHES = "use-routing-replay use-rollout-routing-replay colocate release-trai
 _NUMBERS = "num-experts rollout-batch-size over-sampling-batch-size"
 _LENGTHS = "rollout-max-response-len rollout-max-prompt-len rollout-max-context-len"
 """slime's own arguments that the channel asks about."""
-WIRES = {"exact": "tcp", "nccl": "nccl", "colocated": "shared_memory"}
-"""By `--r3-weights`, what every rank's own part goes over."""
 _LEAST_BYTES, _SPARE = 64 << 20, 1 / 8
 """What `store_bytes` takes at least; the store's share for rows of evaluated, aborted and dropped samples."""
 
@@ -54,11 +52,10 @@ def add_arguments(parser: Any) -> Any:
         help="where --r3-transport nccl sends from: the GPU of an engine, or one that slime leaves; about 1 GB of it",
     )  # fmt: skip
     group.add_argument(
-        "--r3-weights", choices=("off", "broadcast", *WIRES), default="off",
+        "--r3-weights", choices=("off", "broadcast", "exact", "nccl", "colocated"), default="off",
         help="who updates the engines' weights: `off`, slime's own updater; `broadcast`, r3channel's WeightSync, all or none, "
-        "from one rank of each pipeline stage; `exact`, the same from every rank, each part once, while engines serve; `nccl`, as "
-        "`exact`, from GPU to GPU, while engines are paused; `colocated`, as `exact`, through the shared memory of the one "
-        "machine that engines and trainers are on",
+        "from one rank of each pipeline stage; `exact`, the same from every rank, each part once; `nccl`, as `exact`, from GPU "
+        "to GPU, with engines paused meanwhile; `colocated`, as `exact`, through the shared memory of the one machine",
     )  # fmt: skip
     return parser
 
@@ -91,7 +88,7 @@ def prepared(args: Namespace, *, detached: bool = False) -> Namespace:
     `use_routing_replay` turns on, is off: Megatron's routers replay.
     """
     channel = channel_of(args)
-    updates, exact = args.r3_weights != "off", args.r3_weights in WIRES
+    updates, exact = args.r3_weights != "off", args.r3_weights not in ("off", "broadcast")
     problem = "" if updates else _weights_problem(args)
     own_gpus = not args.colocate and not args.release_train and args.update_weight_mode == "full"
     direct, transport = args.r3_delivery == "direct", getattr(args, "rollout_data_transport", "object-store")

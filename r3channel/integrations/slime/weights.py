@@ -15,7 +15,6 @@ from slime.backends.megatron_utils.update_weight import common  # pyright: ignor
 from slime.utils.distributed_utils import get_gloo_group  # pyright: ignore[reportMissingImports]
 
 from r3channel.errors import ConfigError
-from r3channel.integrations.slime.arguments import WIRES
 from r3channel.integrations.slime.relay_manager import interface_of
 from r3channel.transport.network import local_address
 from r3channel.weights.convert import Shard, merged_tp, parts_of, shards_of
@@ -51,7 +50,7 @@ class ChannelUpdater:
             urls, group=get_gloo_group(),
             host=local_address(interface_of(self.args)), token_file=self.args.r3_channel["token_file"],
             backend="nccl" if torch.cuda.is_available() else "gloo",
-            wire=WIRES.get(self.args.r3_weights, "tcp"),
+            wire={"nccl": "nccl", "colocated": "shared_memory"}.get(self.args.r3_weights, "tcp"),
             metrics=self._actor.channel and self._actor.channel.metrics,
         )  # fmt: skip
         self._sync.connect(timeout_s=self.args.r3_channel["join_timeout_s"])
