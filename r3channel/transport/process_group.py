@@ -164,9 +164,7 @@ class ProcessGroupTransport(Transport):
             return
         connecting = in_background(lambda: self._connect_nccl(deadline_s), name="nccl-connect")
         if not wait([connecting], timeout=_left(deadline_s)).done:
-            raise RuntimeError(
-                "timed out: NCCL is still making its communicators; is a peer gone, or on this device too?"
-            )
+            raise RuntimeError("timed out while NCCL connects: is a peer gone, or on this device too?")
         connecting.result()
 
     def _connect_nccl(self, deadline_s: float) -> None:

@@ -13,8 +13,10 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ import xxhash
 from r3channel.errors import R3Error, TransportError, WeightsCorrupt, WeightsError
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
+from r3channel.transport.process_group import in_background
 from r3channel.weights import rank_link
 from r3channel.weights.checksums import hashed_bytes, host_bytes, tensor_digest
 from r3channel.weights.geometry import Box
@@ -73,7 +76,7 @@ class Hold:
         self._stage = _Stage()
         self._until_s = math.inf
         """When the update that was begun last is over, on the clock of `time.monotonic`."""
-        self._joint: JointReceiver | None = None
+        self._joint = JointReceiver()
         self._mapped = set[int]()
         self._ready: tuple[StagedCopy, list[torch.Tensor]] | None = None
         """The copy, and parameters that were looked at just before they change."""
@@ -82,7 +85,7 @@ class Hold:
         self._items = sum(part.box.numel for part in self._needs.parts)
         nbytes, wire = staged_bytes(self._needs.params), order["wire"] if stages else "tcp"
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
-        self._device, summed = device, wire in ON_GPU
+        summed = wire in ON_GPU
         full = gpu_lacks(nbytes, device, wire) if summed else ""
         why = room.lacks(nbytes, insist=order["staged"] != "auto", shared=wire == "shared_memory")
         if summed and (wire == "cuda_ipc" or not full or device.type != "cuda"):
@@ -93,7 +96,7 @@ class Hold:
         reply = {"error": why} if why else told | (self._fill(copy, model) if stages else {})
         token = rank_link.session_token(run_token, order["nonce"])
         hello = json.dumps({key: order[key] for key in ("engine", "attempt")} | {"rank": rank}).encode()
-        self._links, self._threads = list[Connection](), list[threading.Thread]()
+        self._links, self._threads = list[Connection](), list[Future[None]]()
         try:
             for host, port in order["trainers"]:
                 self._links.append(connect(host, port, token, timeout_s=_CONNECT_S, hello=hello))
@@ -101,9 +104,8 @@ class Hold:
             self.close()
             raise
         for number, link in enumerate(self._links):
-            thread: Any = {"args": (number, link, reply, copy), "name": f"r3channel-stage-{number}"}
-            self._threads.append(threading.Thread(target=self._serve, daemon=True, **thread))
-            self._threads[-1].start()
+            serving = partial(self._serve, number, link, reply, copy)
+            self._threads.append(in_background(serving, name=f"stage-{number}"))
 
     @property
     def ended(self) -> bool:
@@ -119,16 +121,14 @@ class Hold:
 
     def close(self) -> None:
         """End the links and their threads, and with these the staged copy. Not on a link's thread."""
-        self.regroup("the session has ended")
+        self._joint.close("the session has ended")
         for link in self._links:
             link.close()
-        for thread in self._threads:
-            thread.join(_CONNECT_S)
+        wait(self._threads, timeout=_CONNECT_S)
 
     def regroup(self, why: str, **joint: Any) -> None:
         """End what is under way in the joint group, on any thread; then join another, if that is wanted."""
-        if self._joint is not None:
-            self._joint.close(why)
+        self._joint.close(why)
         if joint:
             self._joint = JointReceiver(**joint)
             self._joint.join()
@@ -146,13 +146,11 @@ class Hold:
 
     def _serve(self, number: int, link: Connection, reply: dict[str, Any], copy: StagedCopy) -> None:
         """Serve the link until the trainer leaves or dies; what was staged is then never committed."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a thread begins on the first one
         try:
             with suppress(TransportError):
                 self._listen(number, link, reply, copy)
         finally:
-            self.regroup(f"trainer rank {number} is gone")
+            self._joint.close(f"trainer rank {number} is gone")
             link.abort("the rank has ended it")  # also where we are at fault: no dead thread holds an engine
 
     def _listen(self, number: int, link: Connection, reply: dict[str, Any], copy: StagedCopy) -> None:
@@ -170,14 +168,11 @@ class Hold:
                 elif kind == rank_link.BEGIN:
                     update, records, left_s = rank_link.LIMIT.unpack(body)
                     self._until_s, failure = time.monotonic() + left_s + _CONNECT_S, ""
-                    if records >= 0 and self._joint is not None:
-                        self._joint.begin(update, number, records)
+                    self._joint.begin(update, number, records)
                 elif kind in (rank_link.DATA, rank_link.PLACED, rank_link.LANDS):
                     self._place(number, link, kind, table, runs, body, copy)
-                elif (
-                    kind == rank_link.LEAVES and self._joint is not None and self._joint.name == body.decode()
-                ):
-                    self.regroup(f"trainer rank {number} has left it")
+                elif kind == rank_link.LEAVES and body.decode() == self._joint.name:
+                    self._joint.close(f"trainer rank {number} has left it")
                 elif kind == rank_link.END:
                     word, failure = failure, ""
                     link.send_record(rank_link.END, word.encode()[:WORD_BYTES], timeout_s=_CONNECT_S)
@@ -230,8 +225,6 @@ class Hold:
 
     def _land(self, number: int, update: int, runs: Sequence[rank_link.Run], seen: xxhash.xxh3_64) -> None:
         """Receive a record in the joint group, and put its pieces where they lie."""
-        if self._joint is None:
-            raise WeightsCorrupt("a record was announced in a joint group, and this rank is in none")
         views, left_s = [run.view for run in runs], self._until_s - time.monotonic()
         sizes = [view.nbytes for view in views]
         with self._joint.landed(update, number, sum(sizes), timeout_s=max(left_s, 0.0)) as flat_N:

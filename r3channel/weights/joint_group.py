@@ -147,10 +147,9 @@ class JointGroup:
 class JointReceiver:
     """An engine rank's end. NEW -> JOINED -> CLOSED. The links' threads call, each for its trainer; any may close."""
 
-    def __init__(self, where: dict[str, Any], rank: int, how: dict[str, Any], trainers: int) -> None:
-        self.name: str = where["name"]
-        self._rank, self._trainers, self._engines = rank, trainers, where["world_size"] - trainers
-        self._join = partial(ProcessGroupTransport, Rendezvous(**where, rank=rank), **how)
+    def __init__(self, **order: Any) -> None:
+        """`order`: what `JointGroup.join` returns, and this rank's `rank`; without one nothing can be received."""
+        self._told, self.name = order, order["where"]["name"] if order else ""
         self._wire: ProcessGroupTransport | None = None
         self._rooms = SimpleQueue[torch.Tensor]()
         self._changed = threading.Condition()
@@ -158,11 +157,12 @@ class JointReceiver:
         self._update, self._records = -1, dict[int, int]()
         self._order = deque[int]()
         """Whose records come, once all trainers have said how many."""
-        self._ended = ""
+        self._ended = "" if order else "there is none"
 
     def join(self) -> None:
         """Wait until all members are there. DeadlineExceeded."""
-        wire = self._join()
+        where = Rendezvous(**self._told["where"], rank=self._told["rank"])
+        wire = ProcessGroupTransport(where, **self._told["how"])
         for _ in range(_DEPTH):
             self._rooms.put(new_memory(0, wire.device))
         with self._changed:
@@ -175,12 +175,11 @@ class JointReceiver:
             if update > self._update:
                 self._update, self._records, self._order = update, {}, deque()
             self._records[trainer] = records
-            if len(self._records) == self._trainers:
-                counts, size = (
-                    [n for _, n in sorted(self._records.items())],
-                    max(self._trainers, self._engines),
-                )
-                self._order.extend(who for who, _ in turns(self._rank - self._trainers, -1, counts, size))
+            trainers = self._told.get("trainers", 0)
+            if len(self._records) == trainers:
+                mine, size = self._told["rank"] - trainers, self._told["where"]["world_size"] - trainers
+                counts = [count for _, count in sorted(self._records.items())]
+                self._order.extend(who for who, _ in turns(mine, -1, counts, max(trainers, size)))
             self._changed.notify_all()
 
     @contextmanager

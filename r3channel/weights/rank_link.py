@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -198,25 +199,23 @@ class RankLink:
     """Parameters that the rank compares with what was given, once they hold it."""
     summed: bool = False
     """Whether the rank's digests are those of a GPU's sums."""
-    record_bytes: int = RECORD_BYTES
-    """A record's bytes at most: more where a GPU is waited for at each, or a group's turns."""
     shared: list[torch.Tensor] = field(default_factory=list)
     """The rank's staged copy itself, by parameter, where both are on one machine: bytes are put there, none is sent."""
+    record_bytes: int = RECORD_BYTES
+    """A record's bytes at most: more where a GPU is waited for at each, or a group's turns."""
     buckets: list[list[Record]] = field(default_factory=list)
     aimed: object = None
     """What the rank was told of: the trainers' boxes and buckets (`SendPlanner.aim`)."""
-    _room: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    """Where a record's bytes are put together."""
 
     def records(self, buckets: Sequence[Sequence[Piece]]) -> tuple[list[list[Record]], bytes]:
         """Bucket by bucket in the order of the rank's memory, and what the rank is told of them. Links of equal needs whose
         memory is not shared may be told the same."""
-        first, made = 0, list[list[Record]]()
+        table, made = list[Piece](), list[list[Record]]()
         for pieces in buckets:
-            made.append(list(self._records(sorted(pieces, key=self._place), first)))
-            first += len(pieces)
-        records = (record for records in made for record in records)
-        return made, table_bytes(piece for record in records for piece in record.pieces)
+            in_order = sorted(pieces, key=self._place)
+            made.append(list(self._records(in_order, len(table))))
+            table += in_order
+        return made, table_bytes(table)
 
     def tell(self, buckets: list[list[Record]], table: bytes, *, timeout_s: float) -> None:
         """Tell the rank what will be sent from now on."""
@@ -242,13 +241,11 @@ class RankLink:
         sent = 0
         if not bucket:
             self.begin(update, -1, timeout_s=deadline.left_s())
-        if not len(self._room) and not self.shared:
-            self._room = torch.empty(
-                self.record_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
-            )
+        nbytes = 0 if self.shared else self.record_bytes
+        room = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         for record in self.buckets[bucket]:
             timeout_s = min(deadline.left_s(), record_timeout_s)
-            head, flats = self.sealed(update, bucket, record, shards, self._room)
+            head, flats = self.sealed(update, bucket, record, shards, room)
             self.link.send_record(PLACED if self.shared else DATA, head, timeout_s=timeout_s)
             if not self.shared:
                 self.link.send([*map(host_bytes, flats)], timeout_s=timeout_s)
@@ -307,18 +304,15 @@ class RankLink:
 
     def _records(self, pieces: Sequence[Piece], first: int) -> Iterable[Record]:
         """The pieces as records: cut where the dtype changes or a record is full."""
-        begun, nbytes = 0, 0
+        begins, nbytes = list[int](), 0
         for at, piece in enumerate(pieces):
             size = piece.box.numel * piece.dtype.itemsize
-            if at > begun and (piece.dtype != pieces[begun].dtype or nbytes + size > self.record_bytes):
-                yield self._record(pieces[begun:at], first + begun)
-                begun, nbytes = at, 0
+            if not at or piece.dtype != pieces[at - 1].dtype or nbytes + size > self.record_bytes:
+                begins, nbytes = [*begins, at], 0
             nbytes += size
-        if pieces:
-            yield self._record(pieces[begun:], first + begun)
-
-    def _record(self, pieces: Sequence[Piece], first: int) -> Record:
-        return Record(first, pieces, runs_of(pieces, self.needs, self.shared) if self.shared else ())
+        for begin, end in pairwise([*begins, len(pieces)]):
+            runs = runs_of(pieces[begin:end], self.needs, self.shared) if self.shared else ()
+            yield Record(first + begin, pieces[begin:end], runs)
 
     def _gathered(
         self, record: Record, pieces: Sequence[torch.Tensor], room: torch.Tensor

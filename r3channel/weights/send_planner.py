@@ -112,15 +112,10 @@ class SendPlanner:
             try:
                 needs = Needs.from_dict(reply["needs"], len(told)) if "needs" in reply else Needs()
                 shared = shared_views(needs.params, reply["shared"]) if reply.get("shared") else []
-                size = _RECORD_BYTES.get(self._config.wire, rank_link.RECORD_BYTES)
-                how = (
-                    str(reply.get("whole", "")),
-                    int(reply.get("compared", 0)),
-                    bool(reply.get("summed")),
-                    size,
-                )
+                how = str(reply.get("whole", "")), int(reply.get("compared", 0)), bool(reply.get("summed"))
                 rank = RankLink(hello["engine"], int(hello["rank"]), link, needs, *how, shared)
-                links[hello["engine"]].append(rank)
+                rank.record_bytes = _RECORD_BYTES.get(self._config.wire, rank.record_bytes)
+                links[rank.engine].append(rank)
             except rank_link.UNREADABLE as error:
                 raise WeightsCorrupt(f"engine {hello['engine']} has no such needs: {error!r:.300}") from error
         if refused:

@@ -363,10 +363,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         run.report.way = self._way or "staged"
         if not self._way or spec.manifest is None:
             # One engine alone is brought over its links: the others need not pause.
-            if self._config.joint and not alone:
-                work = Grouped(members, version, run, **room, alone=alone, joint=self._joint)
-            else:
-                work = Staged(members, version, run, **room, alone=alone)
+            way = partial(Grouped, joint=self._joint) if self._config.joint and not alone else Staged
+            work = way(members, version, run, **room, alone=alone)
             try:
                 work.run(spec, feed)
                 return work
