@@ -75,13 +75,9 @@ def te_name(name: str, *, latent: bool = False) -> str:
     return _LOCAL_NORM.sub(r"\1.self_attention.linear_qkv.layer_norm_weight", name)
 
 
-class _Shard(NamedTuple):
-    """What the other pipeline stages must know of a parameter to receive it."""
-
-    stage: int
-    meta: TensorMeta
-    """Its name has the global layer number, and the expert number local to its EP rank."""
-    partition_dim: int  # -1: replicated over TP
+_Shard = tuple[int, TensorMeta, int]
+"""What the other pipeline stages must know of a parameter to receive it: its stage; name (with the global layer number, and the
+expert number local to its EP rank), dtype and shape; the dimension that TP splits, -1 where it is replicated."""
 
 
 def hf_weights(
@@ -114,13 +110,13 @@ def hf_weights(
         device = local[0][1].device
         yielded = set[str]()
         mine = [shard for shard, _ in local]
-        for shard in _all_stages(mine, group=mpu.pp_group, device=device) if everywhere else mine:
+        for stage, meta, dim in _all_stages(mine, group=mpu.pp_group, device=device) if everywhere else mine:
             # Those of a stage come in the order in which it told of them.
-            is_here, meta = shard.stage == mpu.pp_rank, shard.meta
+            is_here = stage == mpu.pp_rank
             weight = local.pop(0)[1] if is_here else torch.empty(meta.shape, dtype=meta.dtype, device=device)
             if everywhere:
-                dist.broadcast(weight, dist.get_global_rank(mpu.pp_group, shard.stage), group=mpu.pp_group)
-            for name, tensor in _converted(bridge, shard, weight):
+                dist.broadcast(weight, dist.get_global_rank(mpu.pp_group, stage), group=mpu.pp_group)
+            for name, tensor in _converted(bridge, meta.name, weight, dim):
                 if name not in yielded and source is not False:  # the last stage has tied embeddings too
                     yielded.add(name)
                     yield name, tensor.to(_sent_dtype(meta.name, tensor.dtype, dtype))
@@ -142,7 +138,7 @@ def _local_shards(bridge: Any, chunks: Sequence[torch.nn.Module]) -> Iterator[tu
             if name not in names:
                 raise ConfigError(f"{name}: not known to {type(bridge).__name__}; is it this model's bridge?")
             meta = TensorMeta.of(names[name], weight)
-            yield _Shard(bridge.mpu.pp_rank, meta, _partition_dim(weight)), weight.detach()
+            yield (bridge.mpu.pp_rank, meta, _partition_dim(weight)), weight.detach()
 
 
 def _partition_dim(weight: torch.Tensor) -> int:
@@ -154,7 +150,7 @@ def _all_stages(mine: Sequence[_Shard], *, group: Any, device: torch.device) -> 
     text = json.dumps([(stage, meta.row(), dim) for stage, meta, dim in mine]).encode()
     texts = gathered_bytes(text, group=group, device=device)
     rows = [row for text in texts for row in json.loads(text)]
-    return [_Shard(stage, TensorMeta.from_row(meta), dim) for stage, meta, dim in rows]
+    return [(stage, TensorMeta.from_row(meta), dim) for stage, meta, dim in rows]
 
 
 def gathered_bytes(raw: bytes, *, group: Any, device: torch.device) -> list[bytes]:
@@ -166,17 +162,17 @@ def gathered_bytes(raw: bytes, *, group: Any, device: torch.device) -> list[byte
     return [row.cpu().numpy()[: int(n)].tobytes() for row, n in zip(rows, lengths, strict=True)]
 
 
-def _converted(bridge: Any, shard: _Shard, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    mpu, name = bridge.mpu, shard.meta.name
-    group, size, parts = mpu.tp_group, mpu.tp_size, [(name, weight)]
+def _converted(bridge: Any, name: str, weight: torch.Tensor, dim: int) -> Iterator[tuple[str, torch.Tensor]]:
+    mpu, parts = bridge.mpu, [(name, weight)]
+    group, size = mpu.tp_group, mpu.tp_size
     if _EXPERT in name:
         group, size = mpu.etp_group, mpu.etp_size
         if mpu.ep_size > 1:  # the same local expert of every EP rank, under its global number
             experts = _gathered(weight, group=mpu.ep_group)
             parts = [(_global_expert(bridge, name, rank), part) for rank, part in enumerate(experts)]
     for named, whole in parts:
-        if size > 1 and shard.partition_dim >= 0:
-            whole = _merged(bridge, name, _gathered(whole, group=group), shard.partition_dim)
+        if size > 1 and dim >= 0:
+            whole = _merged(bridge, name, _gathered(whole, group=group), dim)
         yield from _named(bridge, named, whole)
 
 

@@ -15,6 +15,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from operator import sub
 from typing import Any, NamedTuple
 
@@ -115,15 +116,12 @@ class ShardMap:
         cls, tensors: Iterable[tuple[TensorMeta, Sequence[int]]], holders: Sequence[tuple[Sequence[int], Box]]
     ) -> ShardMap:
         """From the indexes, for each tensor, into `holders`: ranks that hold a box, and the box."""
-        known: dict[tuple[Any, ...], Layout] = {}
-        rows = []
-        for meta, indexes in tensors:
-            key = (meta.shape, *indexes)
-            if key not in known:
-                held = [(rank, holders[index][1]) for index in indexes for rank in holders[index][0]]
-                known[key] = Layout.of(meta.shape, held)
-            rows.append((meta, known[key]))
-        return cls(rows)
+
+        @cache
+        def layout(shape: tuple[int, ...], *indexes: int) -> Layout:
+            return Layout.of(shape, ((rank, holders[at][1]) for at in indexes for rank in holders[at][0]))
+
+        return cls((meta, layout(meta.shape, *indexes)) for meta, indexes in tensors)
 
     @classmethod
     def gathered(cls, reports: Sequence[bytes]) -> ShardMap:
@@ -192,10 +190,6 @@ def _whole_items(held_H: np.ndarray, count: int, nbytes: int) -> np.ndarray:
     return np.maximum(below, -1) + 1
 
 
-_RULES = b"r3channel reshard 1"
-"""Part of the hash, so that processes with other rules do not agree."""
-
-
 class RankPlan(NamedTuple):
     """What one rank sends."""
 
@@ -212,7 +206,8 @@ def plan_reshard(source: ShardMap, target: ShardMap, *, rank: int, world_size: i
     or by replicas of that box; tensors that only `source` has are not sent. Raises ManifestMismatch, naming the tensor.
     Memory: what this rank sends, and the items of each pair of layouts that occurs.
     """
-    digest = xxhash.xxh3_128(_RULES + f"{source.digest} {target.digest} {world_size}".encode())
+    # It begins with the rules, so that processes with other rules do not agree.
+    digest = xxhash.xxh3_128(f"r3channel reshard 1{source.digest} {target.digest} {world_size}".encode())
     loads_R, sends = np.zeros(world_size, dtype=np.int64), dict[int, list[tuple[int, Box]]]()
     for batch in batches(source, target):
         senders = deal(loads_R, batch)
@@ -248,8 +243,7 @@ def batches(source: ShardMap, target: ShardMap) -> list[Batch]:
         alike.setdefault(key, (held, needed, []))[2].append(index)
     batches = list[Batch]()
     for (_, _, itemsize), (held, needed, tensors) in alike.items():
-        items = _items(target.metas[tensors[0]], held, needed)
-        for (holders, numel), chosen in items.items():
+        for (holders, numel), chosen in _items(target.metas[tensors[0]], held, needed).items():
             batches.append(Batch(numel * itemsize, holders, tensors, chosen))
     return sorted(batches, key=lambda batch: -batch.nbytes)
 

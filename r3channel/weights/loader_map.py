@@ -31,11 +31,8 @@ from r3channel.errors import ManifestMismatch
 from r3channel.weights.geometry import MOST_PIECES, Box
 from r3channel.weights.manifest import TensorMeta
 
-_COPY = torch.ops.aten.copy_.default
-_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
-_TO = torch.ops.aten._to_copy.default
-_VALUE = torch.ops.aten._local_scalar_dense.default
-_CAT = torch.ops.aten.cat.default
+_ATEN = torch.ops.aten
+_COPY = _ATEN.copy_.default
 NAMES_UNKNOWN = "which names it takes is not known"
 """The end of `Learned.refused` where a dry run did not tell which tensors reach a parameter."""
 _POST_LOAD = "post_load_weights"
@@ -183,8 +180,7 @@ def learn(model: torch.nn.Module, tensors: tuple[TensorMeta, ...], before: Learn
     try:
         recorder = dry_run(model, tensors)
     except NotReplayable as error:
-        needs = _whole_tensors(tensors, range(len(tensors)), ())
-        return result(needs, f"{error}; {NAMES_UNKNOWN}")
+        return result(_whole_tensors(tensors, range(len(tensors)), ()), f"{error}; {NAMES_UNKNOWN}")
     missing, padding, copied = recorder.coverage()
     if recorder.refused:
         return result(_whole_tensors(tensors, sorted(recorder.used), missing), recorder.refused, copied)
@@ -315,10 +311,11 @@ class _Recorder(TorchDispatchMode):
         sources = set[int]().union(*(self._made_of.get(_storage(tensor), ()) for tensor in tensors))
         if func is _COPY and not sources and self._is_padding(args[0], args[1]):
             return args[0]
-        if func in _FILLS and (param := self._index.get(_storage(args[0]))) is not None:
-            self.padding[param].append((self._place(args[0]), args[0], float((*args, 0.0)[1])))
+        if func in (_ATEN.fill_.Scalar, _ATEN.zero_.default) and _storage(args[0]) in self._index:
+            filled = self._place(args[0]), args[0], float((*args, 0.0)[1])
+            self.padding[filled[0].param].append(filled)
             return args[0]
-        if func is _VALUE and sources:
+        if func is _ATEN._local_scalar_dense.default and sources:
             self.used |= sources
             names = ", ".join(self._tensors[index].name for index in sorted(sources))
             self.refuse(f"load_weights does more than copy: it looks at values of {names}")
@@ -328,14 +325,14 @@ class _Recorder(TorchDispatchMode):
             return written[0] if len(func._schema.returns) == 1 else None
         if not sources:
             return func(*args, **kwargs)
-        if func is _TO and "device" in kwargs:
+        if func is _ATEN._to_copy.default and "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
         if not all(tensor.is_meta for tensor in tensors):
             args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         made = func(*args, **kwargs)
         for result in _tensors([made]):
             self._from(result, sources)
-        if func is _CAT:
+        if func is _ATEN.cat.default:
             self._joined[_storage(made)] = made, args[0], (*args, 0)[1]
         return made
 

@@ -76,7 +76,7 @@ class Bucket(NamedTuple):
     >>> norm = TensorMeta(name="norm.weight", dtype=torch.bfloat16, shape=(3,))
     >>> gate = TensorMeta(name="gate.weight", dtype=torch.float32, shape=(2, 2))
     >>> bucket = Bucket.of([norm, gate])
-    >>> bucket.names, bucket.offsets, bucket.payload_bytes
+    >>> tuple(meta.name for meta in bucket.tensors), bucket.offsets, bucket.payload_bytes
     (('gate.weight', 'norm.weight'), (0, 16), 22)
     """
 
@@ -100,10 +100,6 @@ class Bucket(NamedTuple):
     def views(self, buffer_N: torch.Tensor) -> list[torch.Tensor]:
         """The tensors inside a flat uint8 buffer that holds this bucket, in wire order. No copy."""
         return [buffer_N[at : at + m.nbytes].view(m.dtype).view(m.shape) for m, at in self.placed]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(meta.name for meta in self.tensors)
 
     def __str__(self) -> str:
         return f"{len(self.tensors)} tensors, {self.payload_bytes} bytes, first {self.tensors[0].name}"
