@@ -63,19 +63,16 @@ class Box(NamedTuple):
             yield self
             return
         lines = max(1, most * self.shape[axis] // self.numel)
-        for start in range(self.start[axis], self.stop[axis], lines):
-            stop = min(start + lines, self.stop[axis])
-            part = Box(_with(self.start, axis, start), _with(self.stop, axis, stop))
+        for first in range(self.start[axis], self.stop[axis], lines):
+            start, stop = [*self.start], [*self.stop]
+            start[axis], stop[axis] = first, min(first + lines, self.stop[axis])
+            part = Box(tuple(start), tuple(stop))
             yield from part.cut(most) if lines == 1 else (part,)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Slices that cut this box out of a tensor that holds exactly `outer`."""
         spans = zip(self.start, self.stop, outer.start, strict=True)
         return tuple(slice(start - base, stop - base) for start, stop, base in spans)
-
-
-def _with(corner: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
-    return (*corner[:axis], value, *corner[axis + 1 :])
 
 
 class Layout(NamedTuple):
@@ -170,24 +167,18 @@ def deal(loads_R: np.ndarray, batch: Batch) -> np.ndarray:
         loads_R[holders_H[0]] += count * nbytes
         return np.full(count, holders_H[0])
     held_H = loads_R[holders_H]
-    items_H = _whole_items(held_H, count, nbytes)
+    # The final level is that of the `active` holders whose load is below it: what they hold, and the batch, evenly.
+    rising = np.sort(held_H)
+    volume = count * nbytes + np.cumsum(rising)
+    active = int(np.flatnonzero(rising * np.arange(1, len(rising) + 1) < volume)[-1]) + 1
+    below_H = (int(volume[active - 1]) - active * held_H) // (active * nbytes)
+    items_H = np.maximum(below_H, -1) + 1  # at most: those below the level, and one more
     who = np.repeat(np.arange(len(holders_H)), items_H)
     nth = np.arange(len(who)) - np.repeat(np.cumsum(items_H) - items_H, items_H)
     levels = held_H[who] + nth * nbytes
-    order = np.lexsort((who, levels))[:count]
-    senders = who[order]
+    senders = who[np.lexsort((who, levels))[:count]]
     loads_R[holders_H] += np.bincount(senders, minlength=len(holders_H)) * nbytes
     return holders_H[senders]
-
-
-def _whole_items(held_H: np.ndarray, count: int, nbytes: int) -> np.ndarray:
-    """How many items each holder takes at most: those below the common level, and one more."""
-    rising = np.sort(held_H)
-    width = np.arange(1, len(rising) + 1)
-    volume = count * nbytes + np.cumsum(rising)
-    active = int(np.flatnonzero(rising * width < volume)[-1]) + 1  # holders whose load is below the level
-    below = (int(volume[active - 1]) - active * held_H) // (active * nbytes)
-    return np.maximum(below, -1) + 1
 
 
 class RankPlan(NamedTuple):
