@@ -11,7 +11,6 @@ import xxhash
 from r3channel.errors import NonFiniteWeights
 from r3channel.weights.manifest import TensorMeta
 
-_CHARS = 16
 _ROW_BYTES = 16 << 10
 _FIRST_NOT_FINITE: Mapping[torch.dtype, int] = {
     torch.float64: 0x7FF0_0000_0000_0000,
@@ -44,7 +43,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
     """What a CPU engine's `/weights_checker` reports for a parameter with these bytes: 16 hex digits of SHA-256."""
-    return hashlib.sha256(host_bytes(tensor)).hexdigest()[:_CHARS]
+    return hashlib.sha256(host_bytes(tensor)).hexdigest()[:16]
 
 
 def cross_sums(tensor: torch.Tensor) -> torch.Tensor:

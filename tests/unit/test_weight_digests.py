@@ -26,7 +26,7 @@ Named = dict[str, torch.Tensor]
 def nonfinite(named: Named) -> TensorMeta | None:
     bucket = Bucket.of([TensorMeta.of(name, tensor) for name, tensor in named.items()])
     payload = torch.empty(bucket.payload_bytes, dtype=torch.uint8)
-    for name, view in zip(bucket.names, bucket.views(payload), strict=True):
+    for name, view in zip((meta.name for meta in bucket.tensors), bucket.views(payload), strict=True):
         view.copy_(named[name])
     return first_nonfinite(bucket.placed, payload)
 
