@@ -37,15 +37,15 @@ class Update:
     _push: Push
 
     def __init__(
-        self, members: Sequence[EngineHandle], version: int, run: Run, *,
-        engines: Engines, config: SyncConfig, planner: SendPlanner, alone: bool,
+        self, members: Sequence[EngineHandle], run: Run, *,
+        engines: Engines, config: SyncConfig, planner: SendPlanner,
     ) -> None:  # fmt: skip
-        """`planner` says what goes over which link; `alone`: as of the transaction."""
+        """`planner` says what goes over which link."""
         self._handles = {member.url: member for member in members}
         self._engines, self._config, self._run, self._planner = engines, config, run, planner
-        self._version, self._ranks = version, planner.ranks
+        self._version, self._ranks = run.version, planner.ranks
         known = [Engine(m.url, m.now.state, m.now.why, m.now.holds if m.boot_id else None) for m in members]
-        parts = {"number": self._ranks.update, "version": version, "way": self.way, "alone": alone}
+        parts = {"number": self._ranks.update, "version": run.version, "way": self.way, "alone": run.alone}
         self.now = Transaction(**parts, engines=tuple(known), rank=self._ranks.rank, ranks=self._ranks.size)
         self._again = {member.url for member in members if not member.now.member}
         """Engines that the last update went on without: the others wait for them at each update."""
