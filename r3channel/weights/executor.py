@@ -79,20 +79,19 @@ class Update:
         if self.now.state is State.ABORT and self.now.error is not None:
             raise self.now.error
 
-    def outcome(self) -> errors.R3Error | None:
-        """The error to raise although the update counts."""
+    def check_all_follow(self) -> None:
+        """Raise where engines or trainer ranks do not follow an update that counts."""
         left = [e for e in self.now.engines if e.member and e.state is not EngineState.SERVING]
         if left:
-            return errors.EngineLeftBehind(
+            raise errors.EngineLeftBehind(
                 f"weight version {self._version} is committed, but {len(left)} of {len(self.members)} engines are left behind: "
                 f"{', '.join(map(str, left))}. Repair them one by one, or update all"
             )
-        if self.now.error is None:
-            return None
-        return errors.TrainerRankLost(
-            f"weight version {self._version} is committed, but not told to every trainer rank: {self.now.error} "
-            f"[engines now: {', '.join(map(str, self.now.engines))}]"
-        )
+        if self.now.error is not None:
+            raise errors.TrainerRankLost(
+                f"weight version {self._version} is committed, but not told to every trainer rank: {self.now.error} "
+                f"[engines now: {', '.join(map(str, self.now.engines))}]"
+            )
 
     # -- events and actions --------------------------------------------------------------------------------------------
 
@@ -128,10 +127,10 @@ class Update:
         most_s, left_s = self._config.engine_timeout_s, self._run.deadline.at_least(GRACE_S).left_s()
         # "resume": also where an engine that did not answer has used up the update's time
         limits_s = {"undo": REPAIR_S, "leave": 2 * REPAIR_S, "resume": most_s}
-        # Through a rank's bytes once. A link that falls silent meanwhile must not cost the others the update.
-        limits_s["commit"] = min(left_s, self._config.change_over_s([self._handles[action.engine]]))
-        limits_s["verify"] = limits_s["commit"]
         limits_s["meet"] = min(left_s, AGAIN_S if action.engine in self._again else CONTROL_S)
+        # Through a rank's bytes once. A link that falls silent meanwhile must not cost the others the update.
+        once_s = min(left_s, self._config.change_over_s([self._handles[action.engine]]))
+        limits_s |= {"commit": once_s, "verify": once_s}
         return limits_s.get(action.call, left_s if action.call in _GROWING else min(left_s, most_s))
 
     def _carry_on(self) -> None:

@@ -340,8 +340,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         if not run.alone:
             self.version, self._spec = version, spec
             self.held = HeldWeights(version, run.checksums) if run.checksums else None
-        if (error := work.outcome()) is not None:
-            raise error
+        work.check_all_follow()
         return run.ended(spec.manifest or Manifest.of([Bucket.of(self._planner.metas)]))
 
     def _from_peer(self, member: EngineHandle, deadline: Deadline) -> UpdateReport:
