@@ -239,15 +239,13 @@ class Broadcast(Update):
 
     def _join_all(self) -> None:
         """A group of each source with the engines that are left, unless they have them."""
-        wanted = self._groups
-        while self._source.formed != (lives := [(e.url, e.boot_id) for e in self._left], wanted):
+        while self._source.formed != (lives := [(e.url, e.boot_id) for e in self._left], self._groups):
             for handle in self._left:
                 handle.leave_groups(REPAIR_S)
             # SGLang refuses a name that it has seen
-            names = {rank: f"{self._planner.session}-{secrets.token_hex(4)}" for rank in wanted}
+            names = {rank: f"{self._planner.session}-{secrets.token_hex(4)}" for rank in self._groups}
             if all(self._joined(rank, name) for rank, name in names.items()):
-                self._source.formed, wanted = (lives, names), names
-        self._groups = wanted
+                self._source.formed, self._groups = (lives, names), names
 
     def _joined(self, rank: int, name: str) -> bool:
         ends = list(accumulate((handle.size for handle in self._left), initial=1))

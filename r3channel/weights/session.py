@@ -295,9 +295,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         """What an update gives, and how its values come. Whole tensors are copied where their names are not known sooner."""
         if self._exact:
             shards = list[Shard](what)
-            tensors = [shard.tensor for shard in shards]
             held = tuple((shard.meta, shard.box) for shard in shards)
-            return UpdateSpec((held,), None), lambda push: push(tensors)
+            return UpdateSpec((held,), None), lambda push: push([shard.tensor for shard in shards])
         spec = self._spec
         if spec is None:
             with run.stage("plan"):
