@@ -148,12 +148,11 @@ class Broadcast(Update):
     def _push(self, tensors: Sequence[torch.Tensor]) -> None:
         """Pack the next bucket, once the one before the last is loaded, and say that it is ready."""
         self._ranks.check()
-        number = self._packed
+        number, self._packed = self._packed, self._packed + 1
         self._until(number - 1)
         packer = self._source.packer
         self._payloads[number % 2] = packer.pack(number, self._buckets[number], tensors, self._run)
         self._say(["ready", number], to=0)
-        self._packed += 1
 
     def _until(self, loaded: int) -> None:
         with self._run.stage("wait_send"):

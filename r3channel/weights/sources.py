@@ -82,8 +82,7 @@ def from_peer(members: Sequence[EngineHandle], planner: SendPlanner, run: Run) -
     Every trainer rank calls. The values come parameter by parameter; giving them raises GiverChanged where the engine has other
     bytes than were committed, TransportError where it dies.
     """
-    peer = _chosen(members, planner, run)
-    if peer is None:
+    if (peer := _chosen(members, planner, run)) is None:
         return None
     # one parameter of one rank, by its number there, and the checkpoint's parts in it
     reads, param_of = list[tuple[RankLink, int, list[Part]]](), attrgetter("param")
