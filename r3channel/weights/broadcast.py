@@ -13,9 +13,8 @@ those to which it passes bytes on (gloo: a tree; NCCL: all), which may be lost w
 from __future__ import annotations
 
 import secrets
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, as_completed, wait
 from functools import partial
 from itertools import accumulate, chain
 from typing import Any
@@ -49,9 +48,8 @@ class Broadcast(Update):
         self._payloads: dict[int, torch.Tensor] = {}
         self._packed = self._loaded = 0
         """Buckets of this rank."""
-        self._heard, self._said = (self._ranks.words(self.now.number, self._run.deadline) for _ in range(2))
-        self._kept: dict[str, deque[tuple[int, Any]]] = {}
-        """What was said to this rank, for two readers; what rank 0 has not needed yet, by kind."""
+        self._words: dict[str, Iterator[tuple[int, Any]]] = {}
+        """What was said to this rank, from where it is read next, by kind."""
         self._left: list[EngineHandle] = []
         """The engines that orders go to; rank 0."""
         self._under_way, self._orders = "", Future[None]()
@@ -98,8 +96,7 @@ class Broadcast(Update):
         handle.ranks, handle.metas, handle.gives = [], (), None
 
     def _accept(self) -> None:
-        coming = [m for m in self.members if not m.unheld and not m.ranks]
-        wanted = {member.url: member.size for member in coming if self._ranks.leads}
+        wanted = {m.url: m.size for m in self.members if self._ranks.leads and not (m.unheld or m.ranks)}
         for url, links in self._planner.accept(wanted, self._run.deadline, self._metas).items():
             self._handles[url].ranks = links
 
@@ -151,17 +148,17 @@ class Broadcast(Update):
     def _push(self, tensors: Sequence[torch.Tensor]) -> None:
         """Pack the next bucket, once the one before the last is loaded, and say that it is ready."""
         self._ranks.check()
-        number = self._packed
+        number, self._packed = self._packed, self._packed + 1
         self._until(number - 1)
         packer = self._source.packer
         self._payloads[number % 2] = packer.pack(number, self._buckets[number], tensors, self._run)
         self._say(["ready", number], to=0)
-        self._packed += 1
 
     def _until(self, loaded: int) -> None:
         with self._run.stage("wait_send"):
             while self._loaded < loaded:
-                self._loaded += next(self._heard)[1][0] == "loaded"
+                self._next("loaded")
+                self._loaded += 1
 
     def _serve(self) -> None:
         """In a thread: do what rank 0 says, until all buckets of this rank are loaded, or the update fails."""
@@ -173,8 +170,10 @@ class Broadcast(Update):
                     self._join_group(*arguments)
                 elif what == "send":
                     background(partial(self._send, *arguments))
-                elif what == "stand_in":
-                    self._stand_in(*arguments)
+                elif what == "stand_in" and (group := self._source.group):
+                    first, count = arguments
+                    for member in range(first, first + count):  # so that the join ends for the others
+                        background(partial(group.join, member, timeout_s=REPAIR_S))
                 elif what == "loaded" and arguments == [len(self._buckets) - 1]:
                     return
         except BaseException as error:
@@ -188,12 +187,6 @@ class Broadcast(Update):
         source.group = group = WeightGroup(name, world_size=world_size, **where)
         source.joining = background(partial(group.join, timeout_s=self._run.deadline.left_s()))
         self._say(["where", group.where], to=0)
-
-    def _stand_in(self, first: int, count: int) -> None:
-        """Join in the place of members that do not come, so that the join ends for the others."""
-        if group := self._source.group:
-            for member in range(first, first + count):
-                background(partial(group.join, member, timeout_s=REPAIR_S))
 
     def _send(self, number: int, limit_s: float) -> None:
         why, group = "", self._source.group
@@ -245,15 +238,13 @@ class Broadcast(Update):
 
     def _join_all(self) -> None:
         """A group of each source with the engines that are left, unless they have them."""
-        wanted = self._groups
-        while self._source.formed != (lives := [(e.url, e.boot_id) for e in self._left], wanted):
+        while self._source.formed != (lives := [(e.url, e.boot_id) for e in self._left], self._groups):
             for handle in self._left:
                 handle.leave_groups(REPAIR_S)
             # SGLang refuses a name that it has seen
-            names = {rank: f"{self._planner.session}-{secrets.token_hex(4)}" for rank in wanted}
+            names = {rank: f"{self._planner.session}-{secrets.token_hex(4)}" for rank in self._groups}
             if all(self._joined(rank, name) for rank, name in names.items()):
-                self._source.formed, wanted = (lives, names), names
-        self._groups = wanted
+                self._source.formed, self._groups = (lives, names), names
 
     def _joined(self, rank: int, name: str) -> bool:
         ends = list(accumulate((handle.size for handle in self._left), initial=1))
@@ -285,14 +276,11 @@ class Broadcast(Update):
         how = {"group_name": self._groups[rank], "flush_cache": flush, "timeout_s": limit_s + _ANSWER_S}
         self._say(["send", number, limit_s], to=rank)
 
-        def load(handle: EngineHandle) -> None:
-            handle.update_tensors(bucket.tensors, **how)
-
         def leave(handle: EngineHandle) -> None:
             self._say(["leave"], to=rank)
             background(partial(handle.leave_groups, REPAIR_S))
 
-        done = self._together(load, leave, what)
+        done = self._together(lambda handle: handle.update_tensors(bucket.tensors, **how), leave, what)
         _, (why,) = self._next("sent")
         if done and why:
             raise WeightsError(f"{what}: {why}")
@@ -302,14 +290,12 @@ class Broadcast(Update):
         """Give all engines an order at once. False where some are lost and others are left; raises what one refuses with.
 
         `release`, of an engine that failed, ends the others' wait for it in the group."""
-        pending = calls = {background(partial(call, handle)): handle for handle in self._left}
+        calls = {background(partial(call, handle)): handle for handle in self._left}
         errors = dict[str, BaseException]()
-        while pending:
-            done, pending = wait(pending, return_when=FIRST_EXCEPTION)
-            for each in done:
-                if error := each.exception():
-                    errors[calls[each].url] = error
-                    release(calls[each])
+        for each in as_completed(calls):
+            if error := each.exception():
+                errors[calls[each].url] = error
+                release(calls[each])
         lost = {url: error for url, error in errors.items() if isinstance(error, LOSSES)}
         self._left = [handle for handle in self._left if handle.url not in lost]
         self._lost |= lost
@@ -321,8 +307,5 @@ class Broadcast(Update):
 
     def _next(self, what: str) -> tuple[int, Any]:
         """The next word of this kind, and who said it."""
-        kept = self._kept.setdefault(what, deque())
-        while not kept:
-            rank, (kind, *arguments) = next(self._said)
-            self._kept.setdefault(kind, deque()).append((rank, arguments))
-        return kept.popleft()
+        words = self._words.setdefault(what, self._ranks.words(self.now.number, self._run.deadline))
+        return next((rank, arguments) for rank, (kind, *arguments) in words if kind == what)

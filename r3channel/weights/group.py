@@ -77,11 +77,10 @@ class WeightGroup:
         self._store.close()
         while self._stand_ins:
             in_background(self._stand_ins.pop().abort, name="weights-bury")
-        if wire is None:
-            return
-        if self.backend == "gloo" and not self._sending.locked():
+        if wire is not None and self.backend == "gloo" and not self._sending.locked():
             wire.abort()
-        else:  # gloo's group ends with the operation under way, by its deadline; NCCL's kernel waits on the device
+        elif wire is not None:
+            # gloo's group ends with the operation under way, by its deadline; NCCL's kernel waits on the device
             in_background(wire.abort, name="weights-bury")
 
 
