@@ -29,6 +29,8 @@ from r3channel.relay.reply import (
     no_base64,
     parsed,
     routing_text,
+    samples_of,
+    split_replies,
     split_reply,
 )
 from r3channel.relay.sample_table import Reply, Sample, SampleTable, Turn
@@ -178,17 +180,67 @@ class Intake:
             self.engines.check(engine)
             one = _read(partial(last_event, sample_id=sample_id, engine=engine), body, sample_id, engine)
             reply, text = _read(split_reply, one, sample_id, engine)
-            found = text or self._routing_in(reply, sample_id, engine)
-            whole, key = tokens(reply) if callable(tokens) else tokens, key_of(reply)
-            try:
-                source = found if isinstance(found, Source) else Base64Text(found)
-                self._add(sample_id, source, key, whole, engine=engine, append=append)
-            except NotBase64:  # or characters that JSON escapes
-                source = self._routing_in(_read(parsed, one, sample_id, engine), sample_id, engine)
-                self._add(sample_id, source, key, whole, engine=engine, append=append)
-            return reply
+            again = partial(_read, parsed, one, sample_id, engine)
+            return self._add_split(sample_id, reply, text, again, tokens, engine=engine, append=append)
 
         return self._judged(take, sample_id, engine, new=not append)
+
+    def add_bodies(
+        self, sample_ids: Sequence[str], body: bytes, tokens: Callable[[str, Any], Tokens], *, engine: str = "?",
+        append: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Take in the body of a request with several prompts, or with n above 1: one sample for each reply, in their order.
+
+        The bytes are gone through once. A sample that is refused costs no other one.
+
+            names, prompts = ["a0", "a1"], {"a0": first, "a1": second}
+            taken = relay.add_bodies(names, body, lambda name, reply: prompts[name] + reply["output_ids"], engine=url)
+
+        Args:
+            sample_ids: Their names.
+            body: As it came: a JSON list of replies, or an OpenAI reply with a choice for each.
+            tokens: Gives a sample's whole sequence by its name and its parsed reply.
+            engine: Who answered.
+            append: As of `add`.
+
+        Returns:
+            By name the parsed reply, its routing field emptied, or the error (an `R3Error`) that it was refused with.
+
+        Raises:
+            RoutingMissing: The body is no JSON.
+            UsageError: It has more or fewer replies than there are names.
+        """
+        self.engines.check(engine)
+        split = _read(split_replies, body, str(sample_ids), engine)
+        if isinstance(sample_ids, str) or len(split) != len(set(sample_ids)):
+            raise errors.UsageError(
+                f"engine {engine}: {len(split)} replies for the samples {sample_ids!r}; expected one name for each"
+            )
+        taken = dict[str, Any]()
+        for at, (name, (reply, text)) in enumerate(zip(sample_ids, split, strict=True)):
+            whole = partial(tokens, name)
+            again = partial(lambda at: samples_of(parsed(body))[at], at)
+            take = partial(self._add_split, name, reply, text, again, whole, engine=engine, append=append)
+            try:
+                taken[name] = self._judged(take, name, engine, new=not append)
+            except errors.R3Error as error:
+                taken[name] = error
+        return taken
+
+    def _add_split(
+        self, sample_id: str, reply: Any, text: memoryview | None, again: Callable[[], Any],
+        tokens: Tokens | Callable[[Any], Tokens], *, engine: str, append: bool,
+    ) -> Any:  # fmt: skip
+        """`again` parses the whole reply, where the characters that were cut out are no base64."""
+        found = text or self._routing_in(reply, sample_id, engine)
+        whole, key = tokens(reply) if callable(tokens) else tokens, key_of(reply)
+        try:
+            source = found if isinstance(found, Source) else Base64Text(found)
+            self._add(sample_id, source, key, whole, engine=engine, append=append)
+        except NotBase64:  # or characters that JSON escapes
+            source = self._routing_in(again(), sample_id, engine)
+            self._add(sample_id, source, key, whole, engine=engine, append=append)
+        return reply
 
     def add_frame(
         self, sample_id: str, data: bytes, tokens: Tokens, *, engine: str = "?", append: bool = False

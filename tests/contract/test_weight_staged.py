@@ -198,7 +198,7 @@ def test_a_stranger_who_knows_no_token_is_not_taken_for_a_rank() -> None:
     engine = serving()
     with session(engine) as sync:
         give(sync, 1)
-        ((host, port),) = sync._planner._trainers
+        ((host, port),) = sync._planner.trainers
         with pytest.raises(errors.TransportError):
             connect(host, port, b"x" * 32, timeout_s=5, hello=b'{"engine": "http://x", "rank": 0}')
         give(sync, 2)

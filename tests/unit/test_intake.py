@@ -182,6 +182,59 @@ def test_a_body_that_is_no_reply_is_a_typed_error_whatever_its_bytes(relay: Rela
         relay.add_body("s1", body, [1, 2, 3], engine="http://e:1")
 
 
+NAMES = ["s0", "s1", "s2"]
+
+
+def choices(replies: list[dict[str, Any]]) -> dict[str, Any]:
+    """As an OpenAI route answers n = 3 with `return_meta_info`; `sglext` is the first one's."""
+    return {"id": "r", "sglext": replies[0]["meta_info"], "choices": replies}
+
+
+@pytest.mark.parametrize("form", [list, choices])
+@pytest.mark.parametrize("escaped", [False, True])
+def test_each_reply_of_a_list_is_a_sample_of_its_own_and_a_bad_one_costs_no_other(
+    relay: Relay, form: Any, escaped: bool
+) -> None:
+    replies = [reply_for(name, LENGTH, seed=seed) | {"index": seed} for seed, name in enumerate(NAMES)]
+    text = replies[1]["meta_info"]["routed_experts"]
+    replies[1]["meta_info"]["routed_experts"] = text[:200] + ("A" if text[200] != "A" else "B") + text[201:]
+    body = json.dumps(form(replies)).encode()
+    seen = list[tuple[str, int]]()
+
+    def tokens(name: str, reply: Any) -> range:
+        seen.append((name, reply.get("index", len(seen))))
+        return range(LENGTH)
+
+    taken = relay.add_bodies(NAMES, body.replace(b"/", b"\\/") if escaped else body, tokens, engine="e")
+    assert seen == [(name, at) for at, name in enumerate(NAMES)]
+    assert isinstance(bad := taken["s1"], errors.FrameError) and bad.samples == ("s1",)
+    for seed in (0, 2):
+        assert np.array_equal(rows_here(relay, NAMES[seed]), random_ids(LENGTH - 1, seed=seed))
+        assert escaped or form is choices or '"routed_experts": ""' in json.dumps(taken[NAMES[seed]])
+    assert relay.rows_held("s1") == 0
+
+
+@pytest.mark.parametrize("names", [["s0", "s1"], ["s0", "s1", "s1"], "abc", [*NAMES, "s3"]])
+def test_names_that_are_not_one_for_each_reply_are_refused_and_nothing_is_kept(
+    relay: Relay, names: Any
+) -> None:
+    body = json.dumps([reply_for(name, LENGTH) for name in NAMES]).encode()
+    with pytest.raises(
+        errors.UsageError, match=r"engine e: 3 replies for the samples .*expected one name for each"
+    ):
+        relay.add_bodies(names, body, lambda *_: range(LENGTH), engine="e")
+    assert relay.rows_held("s0") == 0
+
+
+def test_choices_of_which_one_alone_has_rows_leave_the_others_without(relay: Relay) -> None:
+    """`sglext` is the first one's, and nobody says so of the others."""
+    body = json.dumps(
+        {"id": "r", "sglext": reply_for("r", LENGTH)["meta_info"], "choices": [{}, {}]}
+    ).encode()
+    taken = relay.add_bodies(["s0", "s1"], body, lambda *_: range(LENGTH))
+    assert all(isinstance(error, errors.RoutingMissing) for error in taken.values())
+
+
 def test_a_sample_id_that_is_no_string_is_refused_by_name(relay: Relay) -> None:
     for add in (relay.add, relay.add_frame, relay.add_body):
         with pytest.raises(errors.UsageError, match="sample id 7 is a int, expected a string"):
