@@ -36,6 +36,7 @@ from r3channel.relay.reply import (
 from r3channel.relay.sample_table import Reply, Sample, SampleTable, Turn
 from r3channel.relay.token_tensors import HeldTensors, keep_tensors
 from r3channel.relay.verify import DAMAGED, MOST_ROWS, FrameVerifier, VerifiedRows
+from r3channel.typed import typed
 from r3channel.wire.header import MAX_ROWS
 from r3channel.wire.parcel import REFERENCE_BYTES, REFERENCE_MAGIC, FrameName, FrameReference, frames_in
 from r3channel.wire.routing import Ids, as_tokens, hash_tokens, hashes_of
@@ -139,8 +140,10 @@ class Intake:
 
     # -- replies ---------------------------------------------------------------------------------------------------
 
+    @typed
     def add(
-        self, sample_id: str, reply: Mapping[str, Any], tokens: Tokens, *, engine: str = "?", append: bool = False
+        self, sample_id: str, reply: Mapping[str, Any] | list[Any], tokens: Tokens, *, engine: str = "?",
+        append: bool = False,
     ) -> VerifiedRows | None:  # fmt: skip
         """Verify and keep the routing of one sample.
 
@@ -161,6 +164,7 @@ class Intake:
 
         return self._judged(take, sample_id, engine, new=not append)
 
+    @typed
     def add_body(
         self, sample_id: str, body: bytes, tokens: Tokens | Callable[[Any], Tokens], *, engine: str = "?",
         append: bool = False,
@@ -185,6 +189,7 @@ class Intake:
 
         return self._judged(take, sample_id, engine, new=not append)
 
+    @typed
     def add_bodies(
         self, sample_ids: Sequence[str], body: bytes, tokens: Callable[[str, Any], Tokens], *, engine: str = "?",
         append: bool = False,
@@ -212,7 +217,7 @@ class Intake:
         """
         self.engines.check(engine)
         split = _read(split_replies, body, str(sample_ids), engine)
-        if isinstance(sample_ids, str) or len(split) != len(set(sample_ids)):
+        if len(split) != len(set(sample_ids)):
             raise errors.UsageError(
                 f"engine {engine}: {len(split)} replies for the samples {sample_ids!r}; expected one name for each"
             )
@@ -242,6 +247,7 @@ class Intake:
             self._add(sample_id, source, key, whole, engine=engine, append=append)
         return reply
 
+    @typed
     def add_frame(
         self, sample_id: str, data: bytes, tokens: Tokens, *, engine: str = "?", append: bool = False
     ) -> VerifiedRows | None:
@@ -252,6 +258,7 @@ class Intake:
 
         return self._judged(take, sample_id, engine, new=not append)
 
+    @typed
     def add_live(self, sample_id: str, tokens: Tokens, *, append: bool = False) -> None:
         """Leave a sample's rows to the live router, whatever `on_missing` says; with `append` those of its further tokens."""
         take = partial(self._add, sample_id, _NOTHING, None, tokens, engine="?", append=append)
@@ -279,6 +286,7 @@ class Intake:
             raise
         return self.rows_held(sample_id) + 1
 
+    @typed
     def rows_held(self, sample_id: str, tokens: Tokens | None = None) -> int:
         """Rows of a sample that are here or on their way: `routed_experts_start_len` of its next turn.
 
@@ -293,6 +301,7 @@ class Intake:
         same = held <= len(tokens) and hash_tokens(as_tokens(tokens[:held])) == wanted
         return held if same and not unsound else 0
 
+    @typed
     def asks(self, sample_id: str) -> dict[str, Any]:
         """Fields of a sample's next request: SGLang is to return routing, of a later turn only the rows that are not here."""
         held = self.rows_held(sample_id)
@@ -443,6 +452,7 @@ class Intake:
 
     # -- away ------------------------------------------------------------------------------------------------------
 
+    @typed
     def discard(self, sample_ids: Iterable[str]) -> int:
         """Drop samples that no assignment will name (filtered, over-sampled, aborted, evaluation); unknown ids and samples of a
         sealed step are ignored."""
@@ -499,10 +509,6 @@ class Intake:
         """A reply counts as received at once, so that whatever becomes of it the outcomes add up. `new`: of a sample, and not
         another turn of one that is in flight."""
         self._check_open()
-        if not isinstance(sample_id, str):
-            raise errors.UsageError(
-                f"sample id {sample_id!r} is a {type(sample_id).__name__}, expected a string"
-            )
         if new:
             self._became("received")
             if self.clock.trace is not None:

@@ -214,7 +214,7 @@ def test_each_reply_of_a_list_is_a_sample_of_its_own_and_a_bad_one_costs_no_othe
     assert relay.rows_held("s1") == 0
 
 
-@pytest.mark.parametrize("names", [["s0", "s1"], ["s0", "s1", "s1"], "abc", [*NAMES, "s3"]])
+@pytest.mark.parametrize("names", [["s0", "s1"], ["s0", "s1", "s1"], [*NAMES, "s3"]])
 def test_names_that_are_not_one_for_each_reply_are_refused_and_nothing_is_kept(
     relay: Relay, names: Any
 ) -> None:
@@ -235,9 +235,34 @@ def test_choices_of_which_one_alone_has_rows_leave_the_others_without(relay: Rel
     assert all(isinstance(error, errors.RoutingMissing) for error in taken.values())
 
 
+WRONG: dict[str, tuple[Any, str]] = {
+    "body": (lambda relay: relay.add_body("s", "{}", TOKENS), r"body is '\{\}' \(str\), expected bytes"),
+    "engine": (lambda relay: relay.add("s", {}, TOKENS, engine=None), r"engine is None \(NoneType\), expected str"),
+    "names": (lambda relay: relay.add_bodies("ab", b"[]", len), r"sample_ids is 'ab' \(str\), expected Sequence\[str\]"),
+    "discard": (lambda relay: relay.discard("a"), r"sample_ids is 'a' \(str\)"),
+    "step in words": (lambda relay: relay.seal("1", ONE), r"step is '1' \(str\), expected int"),
+    "no step": (lambda relay: relay.seal(None, ONE), "step is None"),
+    "half a step": (lambda relay: relay.seal(1.5, ONE), r"step is 1\.5 \(float\)"),
+    "a truth": (lambda relay: relay.abandon(True), r"step is True \(bool\)"),
+    "letters": (lambda _: Assignment.given([["ab"]]), r"ranks is \[\['ab'\]\]"),
+    "a number for a name": (lambda _: Assignment.balanced({"a": 5, 1: 5}, dp=1, microbatch_size=1), "tokens is .*1: 5"),
+    "ranks in words": (lambda _: Assignment.round_robin(["a"], dp="1", microbatch_size=1), "dp is '1'"),
+    "steps in words": (lambda _: Assignment.given([[["a"]]], steps="1"), "steps is '1'"),
+}  # fmt: skip
+ONE = Assignment.given([[["s"]]])
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_an_argument_of_a_wrong_type_is_named_and_nothing_is_kept(relay: Relay, kind: str) -> None:
+    call, said = WRONG[kind]
+    with pytest.raises(errors.UsageError, match=said):
+        call(relay)
+    assert relay.status()["store"]["frames"] == 0 and not relay.status()["steps"]
+
+
 def test_a_sample_id_that_is_no_string_is_refused_by_name(relay: Relay) -> None:
     for add in (relay.add, relay.add_frame, relay.add_body):
-        with pytest.raises(errors.UsageError, match="sample id 7 is a int, expected a string"):
+        with pytest.raises(errors.UsageError, match=r"add\w*: sample_id is 7 \(int\), expected str"):
             add(7, {}, [1, 2])  # type: ignore[operator]
     assert relay.status()["store"]["frames"] == 0
 
