@@ -24,13 +24,12 @@ import torch
 from r3channel import errors
 from r3channel.observe.metrics import Metrics
 from r3channel.transport.collective_lock import PROCESS_SLOT
-from r3channel.weights.broadcast import Broadcast
+from r3channel.weights.broadcast import Broadcast, Source
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.convert import Shard
 from r3channel.weights.engine import EngineHandle, Engines, handle_of
 from r3channel.weights.executor import Update
 from r3channel.weights.geometry import Box
-from r3channel.weights.group import Source
 from r3channel.weights.joint_group import JointGroup
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
 from r3channel.weights.progress import CONTROL_S, REPAIR_S, Deadline, Run, UpdateReport, background
