@@ -133,7 +133,7 @@ format: setup
 	$(BIN)/python -m ruff check --fix .
 
 dashboard: setup
-	$(BIN)/python -m r3channel.tools.dashboard > dashboards/r3channel.json.new
+	$(BIN)/python -m dashboards.dashboard > dashboards/r3channel.json.new
 	mv dashboards/r3channel.json.new dashboards/r3channel.json
 
 # Ceilings of code lines fall to today's figures.

@@ -312,13 +312,3 @@ def _done(now: Transaction) -> Transaction:
 
 def _text(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def table_lines() -> list[str]:
-    """The table of the page: what is called when, and what becomes of an engine."""
-    lines = ["| update | call | by | in | an engine is then | else |", "|---|---|---|---|---|---|"]
-    for name, (during, by, done, failed) in sorted(CALLS.items(), key=lambda call: call[1].during.value):
-        ways = ", ".join(way for way in ORDER if name in (*ORDER[way], *BESIDE[way]))
-        ends = " | ".join(state.name if state else "" for state in (done, failed))
-        lines.append(f"| {during.name} | `{name}` | {by} | {ways} | {ends} |")
-    return lines
