@@ -88,7 +88,7 @@ class Piece(NamedTuple):
         """The values, on the shard's device, contiguous or not: in the dtype that is sent, then in the rank's."""
         whole = shards[self.shard]
         piece = whole if self.cut is None else whole[self.cut]
-        return piece.to(self.meta.dtype).to(self.dtype)
+        return piece.detach().to(self.meta.dtype).to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ class RankLink:
     ) -> int:  # fmt: skip
         """One bucket's pieces of what this trainer holds; returns the bytes. Cast to the rank's dtypes here.
 
-        `look`: NonFiniteWeights, naming the tensor, before its record leaves.
+        NonFiniteWeights, naming the tensor, before its record leaves.
         """
         sent = 0
         if not bucket:
@@ -256,7 +256,14 @@ class RankLink:
         self, update: int, bucket: int, record: Record, shards: Sequence[torch.Tensor], room: torch.Tensor
     ) -> tuple[bytes, list[torch.Tensor]]:
         """A record's head, and its values: flat, put where the rank has them, or together in `room`. NonFiniteWeights."""
-        flats = self._gathered(record, [piece.of(shards) for piece in record.pieces], room)
+        pieces = [piece.of(shards) for piece in record.pieces]
+        if self.shared:
+            flats = [_joined(pieces[run.first : run.first + run.count], run.view) for run in record.runs]
+        elif len(pieces) == 1 and pieces[0].is_contiguous() and pieces[0].device == room.device:
+            flats = [pieces[0].view(-1)]
+        else:
+            nbytes = sum(piece.nbytes for piece in pieces)
+            flats = [_joined(pieces, room[:nbytes].view(pieces[0].dtype))]
         if not all(map(finite, flats)):
             bad = next(piece for piece in record.pieces if not finite(piece.of(shards).cpu().flatten()))
             raise nonfinite(f"bucket {bucket}", bad.meta)
@@ -314,29 +321,13 @@ class RankLink:
             runs = runs_of(pieces[begin:end], self.needs, self.shared) if self.shared else ()
             yield Record(first + begin, pieces[begin:end], runs)
 
-    def _gathered(
-        self, record: Record, pieces: Sequence[torch.Tensor], room: torch.Tensor
-    ) -> list[torch.Tensor]:
-        if not self.shared:
-            only = pieces[0].detach()
-            if len(pieces) == 1 and only.is_contiguous() and only.device == room.device:
-                return [only.view(-1)]
-            nbytes = sum(piece.nbytes for piece in pieces)
-            return [_joined(pieces, room[:nbytes].view(pieces[0].dtype))]
-        flats = []
-        for run in record.runs:
-            mine = pieces[run.first : run.first + run.count]
-            if run.view.dim() == 1 and run.view.is_contiguous():
-                flats.append(_joined(mine, run.view))
-            else:
-                run.view.copy_(mine[0].detach())
-                flats.append(run.view.contiguous().view(-1))
-        return flats
-
 
 def _joined(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """Flat, one after the other, in `out`; of another device in one copy. As bytes: torch joins no float8."""
-    flat = [piece.detach().reshape(-1).view(torch.uint8) for piece in pieces]
+    """Put pieces, flat, one after the other into `out`, of another device in one copy, and return it. As bytes: torch joins no
+    float8. Where `out` has gaps it takes one piece, of its shape, and a copy without them is returned."""
+    if not out.is_contiguous():
+        return out.copy_(pieces[0]).contiguous().view(-1)
+    flat = [piece.reshape(-1).view(torch.uint8) for piece in pieces]
     if flat[0].device == out.device:
         torch.cat(flat, out=out.view(torch.uint8))
     else:
