@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import xxhash
 
-from r3channel.errors import R3Error, TransportError, WeightsCorrupt, WeightsError
+from r3channel.errors import R3Error, WeightsCorrupt, WeightsError
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
 from r3channel.transport.process_group import in_background
@@ -33,7 +33,6 @@ from r3channel.weights.joint_group import JointReceiver
 from r3channel.weights.loader_map import Learned, derive
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.memory import ON_GPU, Room, gpu_lacks, staged_bytes
-from r3channel.weights.rank_link import HEAD
 from r3channel.weights.staged_copy import StagedCopy
 
 _CONNECT_S = 10.0
@@ -147,7 +146,8 @@ class Hold:
     def _serve(self, number: int, link: Connection, reply: dict[str, Any], copy: StagedCopy) -> None:
         """Serve the link until the trainer leaves or dies; what was staged is then never committed."""
         try:
-            with suppress(TransportError):
+            # after any of them no byte can be told from another
+            with suppress(R3Error, ValueError, IndexError, struct.error):
                 self._listen(number, link, reply, copy)
         finally:
             self._joint.close(f"trainer rank {number} is gone")
@@ -185,19 +185,14 @@ class Hold:
                     answer, data = self._given(*rank_link.PARAM.unpack(body))
                     rank_link.send_blob(link, rank_link.GIVE, answer, timeout_s=_CONNECT_S)
                     link.send(data, timeout_s=None)
-            except TransportError:
-                raise
-            except (R3Error, ValueError, IndexError, struct.error) as error:
-                if not isinstance(error, WeightsCorrupt):  # no byte can be told from another any more
-                    link.abort(f"{type(error).__name__}: {error}")
-                    raise TransportError(str(error)) from error
+            except WeightsCorrupt as error:
                 failure = failure or f"{type(error).__name__}: {error}"
 
     def _place(
         self, number: int, link: Connection, kind: int, table: Sequence[rank_link.Entry], runs: _Runs, body: bytes,
         copy: StagedCopy,
     ) -> None:  # fmt: skip
-        update, first, count, digest = HEAD.unpack(body)
+        update, first, count, digest = rank_link.HEAD.unpack(body)
         late = not self._begin(update, number, first)
         entries, seen = table[first : first + count], xxhash.xxh3_64()
         if len(entries) != count:

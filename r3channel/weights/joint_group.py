@@ -87,9 +87,8 @@ class JointGroup:
         where: dict[str, Any] = {"backend": self._config.joint, "name": name, "connection": 0}
         where |= {"host": host, "port": port, "world_size": ranks.size + len(links)}
         self._links, self._name = list(links), name
-        self._joining = background(
-            partial(ProcessGroupTransport, Rendezvous(**where, rank=ranks.rank), **how)
-        )
+        here = Rendezvous(**where, rank=ranks.rank)
+        self._joining = background(partial(ProcessGroupTransport, here, **how))
         return {"where": where, "how": how, "trainers": ranks.size}
 
     def number(self, link: RankLink) -> int:

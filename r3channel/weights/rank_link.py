@@ -217,11 +217,6 @@ class RankLink:
             table += in_order
         return made, table_bytes(table)
 
-    def tell(self, buckets: list[list[Record]], table: bytes, *, timeout_s: float) -> None:
-        """Tell the rank what will be sent from now on."""
-        self.buckets = buckets
-        send_blob(self.link, TABLE, table, timeout_s=timeout_s)
-
     def close(self) -> None:
         """Let go of the rank's memory, then end the link: the rank frees its copy when it sees the end."""
         self.shared, self.buckets, self.aimed = [], [], None

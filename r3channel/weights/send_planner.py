@@ -24,7 +24,7 @@ from r3channel.weights.loader_map import Needs
 from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
 from r3channel.weights.memory import shared_views
 from r3channel.weights.progress import Deadline
-from r3channel.weights.rank_link import NEEDS, Digests, Piece, RankLink, Record
+from r3channel.weights.rank_link import NEEDS, TABLE, Digests, Piece, RankLink, Record
 from r3channel.weights.ranks import TrainerRanks
 
 _SHOWN = 3
@@ -191,7 +191,8 @@ class SendPlanner:
                         for bucket, piece in self._pieces(needs, at, box, link.record_bytes):
                             buckets[bucket].append(piece)
                     made[sent] = link.records(buckets)
-                link.tell(*made[sent], timeout_s=deadline.left_s())
+                link.buckets, table = made[sent]
+                rank_link.send_blob(link.link, TABLE, table, timeout_s=deadline.left_s())
 
     def _pieces(self, needs: Needs, tensor: int, box: Box, record_bytes: int) -> Iterator[tuple[int, Piece]]:
         """A box that a rank needs, cut from what is held, in pieces of a record at most; each with its bucket."""

@@ -36,10 +36,8 @@ class Staged(Update):
 
     def __init__(self, *work: Any, **options: Any) -> None:
         super().__init__(*work, **options)
-        self._coming: dict[int, tuple[str, Sums]] = {}
+        self._coming = dict(self._planner.committed) if self.now.alone else {}
         """By an engine's number of ranks: who staged it first, and what."""
-        if self.now.alone:
-            self._coming = dict(self._planner.committed)
         self._fresh: dict[str, int] = {}
         self._bucket, self._adding = 0, threading.Lock()
 

@@ -23,6 +23,7 @@ from r3channel.errors import WeightsError
 from r3channel.weights import memory
 from r3channel.weights.checksums import cross_sums, hashed_bytes, host_bytes, tensor_checksum, tensor_digest
 from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.memory import ON_GPU, Wire
 
 _Lane = tuple[torch.cuda.Stream, torch.Tensor | None]
 """A thread's way to the GPU: its stream, and a locked buffer where it needs one."""
@@ -40,12 +41,7 @@ class StagedCopy:
     """
 
     def __init__(
-        self,
-        params: Sequence[TensorMeta],
-        *,
-        device: torch.device,
-        wire: memory.Wire = "tcp",
-        summed: bool = False,
+        self, params: Sequence[TensorMeta], *, device: torch.device, wire: Wire = "tcp", summed: bool = False
     ) -> None:
         """`device`: where the parameters lie, and with `ON_GPU` the copy, too. `summed`: digests are of a GPU's sums. OSError, or
         CUDA's, without room."""
@@ -58,7 +54,7 @@ class StagedCopy:
             handle, path = tempfile.mkstemp(prefix=os.path.basename(memory.SHARED), dir=memory.SHM)
             self.hide, self.shared = weakref.finalize(self, os.unlink, path), lambda: path
             flat = memory.mapped(handle, nbytes)
-        elif wire in memory.ON_GPU:
+        elif wire in ON_GPU:
             flat = memory.new_memory(nbytes, device)
             self.shared = partial(memory.ipc_handle, flat) if wire == "cuda_ipc" else str
         else:
