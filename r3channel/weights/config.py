@@ -66,8 +66,7 @@ class SyncConfig:
         """Whether the engines drop their KV cache with the new weights."""
         return self.pause != "in_place"
 
-    def change_over_s(self, engines: Sequence[EngineHandle]) -> float:
-        """How long these may take to change over: a second for each GB of a rank, where `engine_timeout_s` is less. One core of a
+    def change_over_s(self, engine: EngineHandle) -> float:
+        """How long it may take to change over: a second for each GB of a rank, where `engine_timeout_s` is less. One core of a
         host copies and hashes 4.9 GB/s (AMD EPYC), and all ranks of a host share its memory's bandwidth."""
-        ranks = (rank for engine in engines for rank in engine.ranks)
-        return max([self.engine_timeout_s, *(staged_bytes(rank.needs.params) / 1e9 for rank in ranks)])
+        return max([self.engine_timeout_s, *(staged_bytes(rank.needs.params) / 1e9 for rank in engine.ranks)])

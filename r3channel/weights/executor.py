@@ -129,7 +129,7 @@ class Update:
         # "resume": also where an engine that did not answer has used up the update's time
         limits_s = {"undo": REPAIR_S, "leave": 2 * REPAIR_S, "resume": most_s}
         # Through a rank's bytes once. A link that falls silent meanwhile must not cost the others the update.
-        limits_s["commit"] = min(left_s, self._config.change_over_s([self._handles[action.engine]]))
+        limits_s["commit"] = min(left_s, self._config.change_over_s(self._handles[action.engine]))
         limits_s["verify"] = limits_s["commit"]
         limits_s["meet"] = min(left_s, AGAIN_S if action.engine in self._again else CONTROL_S)
         return limits_s.get(action.call, left_s if action.call in _GROWING else min(left_s, most_s))

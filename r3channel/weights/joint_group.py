@@ -203,14 +203,13 @@ class JointReceiver:
 
     def _at_turn(self, update: int, trainer: int) -> ProcessGroupTransport:
         with self._changed:
-            while True:
-                # A late thread may come with a record of the group before.
-                if self._ended or update != self._update or trainer not in self._records:
-                    why = self._ended or f"update {update} was given up"
-                    raise WeightsCorrupt(f"the joint group has ended: {why}")
+            # A late thread may come with a record of the group before.
+            while not self._ended and update == self._update and trainer in self._records:
                 if self._wire is not None and self._order and self._order[0] == trainer:
                     return self._wire
                 self._changed.wait()
+            why = self._ended or f"update {update} was given up"
+            raise WeightsCorrupt(f"the joint group has ended: {why}")
 
     def close(self, why: str) -> None:
         """Leave the group, also in the middle of a call. Idempotent."""

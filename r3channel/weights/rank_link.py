@@ -91,12 +91,11 @@ class Piece(NamedTuple):
         return piece.detach().to(self.meta.dtype).to(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Entries that lie side by side in a parameter."""
 
-    first: int
-    count: int
+    entries: slice
+    """Which of those that were asked for."""
     view: torch.Tensor
     """In the staged copy: flat, or of one entry with gaps in it, of its shape."""
 
@@ -117,15 +116,15 @@ def runs_of(entries: Sequence[Entry | Piece], needs: Needs, staged: Sequence[tor
         part, first = needs.parts[entry.part], at
         flat, start = staged[part.param], part.start(entry.box)
         if part.gaps(entry.box):
-            runs.append(Run(at, 1, part.view(flat, entry.box)))
+            runs.append(Run(slice(at, at + 1), part.view(flat, entry.box)))
             param = -1
             continue
         if (param, end) == (part.param, start):
-            first = runs.pop().first
+            first = runs.pop().entries.start
         else:
             param, begun = part.param, start
         end = start + entry.box.numel
-        runs.append(Run(first, at + 1 - first, flat[begun:end]))
+        runs.append(Run(slice(first, at + 1), flat[begun:end]))
     return runs
 
 
@@ -253,7 +252,7 @@ class RankLink:
         """A record's head, and its values: flat, put where the rank has them, or together in `room`. NonFiniteWeights."""
         pieces = [piece.of(shards) for piece in record.pieces]
         if self.shared:
-            flats = [_joined(pieces[run.first : run.first + run.count], run.view) for run in record.runs]
+            flats = [_joined(pieces[run.entries], run.view) for run in record.runs]
         elif len(pieces) == 1 and pieces[0].is_contiguous() and pieces[0].device == room.device:
             flats = [pieces[0].view(-1)]
         else:

@@ -245,9 +245,8 @@ def check_complete(
     Returns what the engines keep in another dtype (tensor -> `float32 -> bfloat16`), and what has no place there.
     """
     rounded = cast_by(ranks, metas)
-    kinds = _alike(ranks)
-    missing = sorted({name for needs in kinds for name in needs.missing})
-    used = {tensor for needs in kinds for tensor in np.unique(needs.parts.tensor_P).tolist()}
+    missing = sorted({name for rank in ranks for name in rank.needs.missing})
+    used = {tensor for needs in _alike(ranks) for tensor in np.unique(needs.parts.tensor_P).tolist()}
     unknown = [meta.name for index, meta in enumerate(metas) if index not in used]
     scales = [name for name in unknown if is_scale(name)]
     placed = {unit_of(metas[index].name) for index in used} if scales else ()

@@ -81,13 +81,12 @@ class Staged(Update):
         report, names = self._run.report, self._config.expected is not None
         report.rounded, report.skipped = check_complete(ranks, self._planner.metas, names=names)
         report.loaded = next((rank.whole for rank in ranks if rank.whole), "")
-        rounded = self._spec.rounded
-        lost = next((name for name, how in rounded.items() if report.rounded.get(name) != how), None)
-        if lost is not None:
-            raise errors.ManifestMismatch(
-                f"the engine that is read keeps {lost} rounded ({rounded[lost]}), the one to be filled does not; "
-                "give it the trainer's weights (`republish`)"
-            )
+        for name, how in self._spec.rounded.items():
+            if report.rounded.get(name) != how:
+                raise errors.ManifestMismatch(
+                    f"the engine that is read keeps {name} rounded ({how}), the one to be filled does not; "
+                    "give it the trainer's weights (`republish`)"
+                )
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
