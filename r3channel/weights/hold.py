@@ -125,11 +125,12 @@ class Hold:
             link.close()
         wait(self._threads, timeout=_CONNECT_S)
 
-    def regroup(self, why: str, **joint: Any) -> None:
-        """End what is under way in the joint group, on any thread; then join another, if that is wanted."""
-        self._joint.close(why)
+    def regroup(self, joint: dict[str, Any], rank: int) -> None:
+        """End what is under way in the joint group, on any thread; then join another, if that is wanted: `joint` has the number
+        there of the engine's first rank."""
+        self._joint.close("a trainer has given it up")
         if joint:
-            self._joint = JointReceiver(**joint)
+            self._joint = JointReceiver(**joint | {"rank": joint["rank"] + rank})
             self._joint.join()
 
     def _fill(self, copy: StagedCopy, model: torch.nn.Module) -> dict[str, Any]:

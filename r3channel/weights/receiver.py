@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from inspect import signature
 from pkgutil import resolve_name
 from typing import Any
@@ -50,9 +51,7 @@ class Receiver:
             self._together(lambda: self._mine(order).check(model, order["update"]), UNTOUCHED)
             self._together(lambda: self._mine(order).change_over(model, order["version"]))
         elif order["op"] == "regroup":
-            joint = dict(order["joint"])
-            joint |= {"rank": joint["rank"] + self._rank} if joint else {}
-            self._together(lambda: self._mine(order).regroup("a trainer has given it up", **joint))
+            self._together(lambda: self._mine(order).regroup(order["joint"], self._rank))
         elif order["op"] != "look":
             self._together(lambda: self._free_for(order["session"], model))
             self._together(self.leave)  # what the last session staged is freed before any rank looks for room
@@ -108,24 +107,20 @@ class Receiver:
         return self._hold
 
 
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _HOOKED = {
     "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.receive_weights_from_distributed":
     {"names", "dtypes", "shapes", "group_name", "load_format"},
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_distributed":
-    {"recv_req"},
+    f"{_MANAGER}.update_weights_from_distributed": {"recv_req"},
     "sglang.srt.eplb.eplb_manager.EPLBManager.rebalance": set[str](),
 }  # fmt: skip
 """Method of SGLang -> parameters that its hook relies on; hooked are `receive`, `update` and `rebalance`."""
-_ASKED = {
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.destroy_weights_update_group":
-    {"recv_req"},
-}  # fmt: skip
+_ASKED = {f"{_MANAGER}.destroy_weights_update_group": {"recv_req"}}
 """The same of a release without begin and end, by `ask`: any other order would end an engine without our half."""
 
 RELEASED = "weights"
 """SGLang's tag of memory that was released (`release_memory_occupation`)."""
 _run_token = ""
-_receiver: Receiver | None = None
 
 
 def hooks() -> list[tuple[str, Callable[..., Any]]]:
@@ -211,26 +206,26 @@ def rebalance(original: Any, manager: Any) -> Iterator[None]:
         yield from original(manager)
 
 
+@cache
 def _own() -> Receiver:
-    global _receiver
-    if _receiver is None:
-        from sglang.srt import runtime_context as runtime
-        from sglang.srt.eplb.expert_location import get_global_expert_location_metadata as locations
+    """Return this rank's half, made at the first call."""
+    from sglang.srt import runtime_context as runtime
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata as locations
 
-        parallel = runtime.get_parallel()
-        # where the older release has its settings
-        settings: Any = runtime.get_exec().moe if hasattr(runtime, "get_exec") else runtime.get_server_args()
+    parallel = runtime.get_parallel()
+    # where the older release has its settings
+    settings: Any = runtime.get_exec().moe if hasattr(runtime, "get_exec") else runtime.get_server_args()
 
-        def placed() -> str:  # the logical expert of each slot
-            return tensor_digest(locations().physical_to_logical_map_cpu)
+    def placed() -> str:  # the logical expert of each slot
+        return tensor_digest(locations().physical_to_logical_map_cpu)
 
-        def agree(word: str) -> list[str]:
-            if parallel.tp_size == 1:
-                return [word]
-            group, raw = parallel.tp_group.cpu_group, word.encode()[:WORD_BYTES]
-            words = gathered_bytes(raw, group=group, device=torch.device("cpu"))
-            return [word.decode(errors="replace") for word in words]
+    def agree(word: str) -> list[str]:
+        if parallel.tp_size == 1:
+            return [word]
+        group, raw = parallel.tp_group.cpu_group, word.encode()[:WORD_BYTES]
+        words = gathered_bytes(raw, group=group, device=torch.device("cpu"))
+        return [word.decode(errors="replace") for word in words]
 
-        _receiver = Receiver(rank=parallel.tp_rank, run_token=_run_token, agree=agree)
-        _receiver.learned = Learned(placed=placed if settings.enable_eplb else str)
-    return _receiver
+    receiver = Receiver(rank=parallel.tp_rank, run_token=_run_token, agree=agree)
+    receiver.learned = Learned(placed=placed if settings.enable_eplb else str)
+    return receiver
