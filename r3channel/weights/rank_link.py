@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,14 +81,12 @@ class Piece(NamedTuple):
     """The whole tensor's name and shape, and the dtype that is sent."""
     shard: int
     """Index among what this trainer has for the bucket."""
-    cut: tuple[slice, ...] | None
-    """Where in the shard; None is all of it."""
+    cut: tuple[slice, ...]
+    """Where in the shard; () is all of it."""
 
     def of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """The values, on the shard's device, contiguous or not: in the dtype that is sent, then in the rank's."""
-        whole = shards[self.shard]
-        piece = whole if self.cut is None else whole[self.cut]
-        return piece.detach().to(self.meta.dtype).to(self.dtype)
+        return shards[self.shard][self.cut].detach().to(self.meta.dtype).to(self.dtype)
 
 
 class Run(NamedTuple):
@@ -140,17 +138,15 @@ def table_bytes(entries: Iterable[Entry | Piece]) -> bytes:
 
 def read_table(blob: bytes, parts: Sequence[Part]) -> list[Entry]:
     """WeightsCorrupt for an entry that lies outside its part."""
-    values = np.frombuffer(blob, dtype=np.int64).tolist()
-    entries, at = [], 0
-    while at < len(values):
-        part, axes = values[at : at + 2]
+    entries, values = list[Entry](), iter(np.frombuffer(blob, dtype=np.int64).tolist())
+    for part in values:
+        axes = next(values, -1)
         if not 0 <= part < len(parts) or axes != len(parts[part].box.start):
             raise ValueError(f"entry {len(entries)} names part {part} of {len(parts)}, with {axes} axes")
-        box = Box(tuple(values[at + 2 : at + 2 + axes]), tuple(values[at + 2 + axes : at + 2 + 2 * axes]))
+        box = Box(tuple(islice(values, axes)), tuple(islice(values, axes)))
         if not parts[part].box.holds(box) or not box.numel:
             raise ValueError(f"entry {len(entries)}: {box} is outside {parts[part].box}")
         entries.append(Entry(part, box))
-        at += 2 + 2 * axes
     return entries
 
 

@@ -207,9 +207,9 @@ class SendPlanner:
 
 
 @lru_cache
-def _cuts(box: Box, held: Box, most: int) -> list[tuple[Box, tuple[slice, ...] | None]]:
+def _cuts(box: Box, held: Box, most: int) -> list[tuple[Box, tuple[slice, ...]]]:
     """A box in pieces of at most so many items, and where they lie in what is held: the same for all experts of a model."""
-    return [(small, None if small == held else small.within(held)) for small in box.cut(most)]
+    return [(small, () if small == held else small.within(held)) for small in box.cut(most)]
 
 
 def _alike(links: Sequence[RankLink]) -> dict[Needs, list[int]]:
@@ -222,18 +222,16 @@ def _alike(links: Sequence[RankLink]) -> dict[Needs, list[int]]:
 
 def _target_map(metas: Sequence[TensorMeta], links: Sequence[RankLink], *, first: int) -> ShardMap:
     """What the engines' ranks need, numbered after the trainers, in the dtypes that they keep."""
-    held: dict[int, list[int]] = {}
-    dtypes: dict[int, torch.dtype] = {}
+    held: dict[int, tuple[torch.dtype, list[int]]] = {}
     holders = list[tuple[list[int], Box]]()
     for needs, numbers in _alike(links).items():
         table = needs.parts
         kept = np.array([box.numel > 0 for box, _ in table.kinds], dtype=bool)[table.kind_P]
         columns = table.tensor_P, table.kind_P + len(holders), table.param_P
         for tensor, holder, param in zip(*(column[kept].tolist() for column in columns), strict=True):
-            held.setdefault(tensor, []).append(holder)
-            dtypes.setdefault(tensor, needs.params[param].dtype)
+            held.setdefault(tensor, (needs.params[param].dtype, []))[1].append(holder)
         holders += [([first + number for number in numbers], box) for box, _ in table.kinds]
-    sent = ((replace(metas[at], dtype=dtypes[at]), held[at]) for at in sorted(held))
+    sent = ((replace(metas[at], dtype=dtype), indexes) for at, (dtype, indexes) in sorted(held.items()))
     return ShardMap.of_holders(sent, holders)
 
 
