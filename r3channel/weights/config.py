@@ -11,8 +11,6 @@ from r3channel.observe.metrics import Metrics
 from r3channel.weights.engine import EngineHandle, PauseMode
 from r3channel.weights.memory import Wire, staged_bytes
 
-Staging = Literal["auto"] | bool
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:
@@ -20,7 +18,7 @@ class SyncConfig:
 
     engines: Sequence[EngineHandle | str]
     """Addresses, or handles where an engine has a key. Their ranks are asked of them."""
-    staged: Staging = "auto"
+    staged: Literal["auto"] | bool = "auto"
     """Receive in our half in the engine (R3CHANNEL_ENGINE=1 or R3CHANNEL_WEIGHTS=1), beside the parameters, and change over under
     a short pause. `auto`: where every engine has it and memory for one more copy; else, and with False, SGLang itself loads
     flattened buckets in place."""

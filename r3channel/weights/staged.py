@@ -65,8 +65,7 @@ class Staged(Update):
             fresh = [member for member in self.members if member.url in linked["fresh"]]
             for member in fresh:
                 member.size = linked["sizes"][member.url]
-                if not self._ranks.leads:
-                    member.unlink()
+                member.unlink()
             links = planner.accept({m.url: m.size for m in fresh}, deadline, planner.metas)
             for member in fresh:
                 member.ranks, member.metas = links[member.url], planner.metas

@@ -101,12 +101,11 @@ def _locked(owner: StagedCopy, memory: torch.Tensor) -> bool:
     Not torch's own pinned memory: that is rounded up to a power of two, and stays with the process.
     """
     runtime: Any = torch.cuda.cudart()
-    address = memory.data_ptr()
-    if int(runtime.cudaHostRegister(address, memory.nbytes, 0)):
+    if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
         with suppress(RuntimeError):  # takes the error away, for which the next kernel would be blamed
             torch.ones(1, device="cuda")
         return False
-    weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False
+    weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
     return True
 
 
