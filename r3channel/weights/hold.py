@@ -194,7 +194,12 @@ class Hold:
         copy: StagedCopy,
     ) -> None:  # fmt: skip
         update, first, count, digest = rank_link.HEAD.unpack(body)
-        late = not self._begin(update, number, first)
+        with self._lock:
+            late = update < self._stage.update  # others have gone on to the next update
+            if not late and (self._stage.update != update or self._stage.digests):
+                self._stage = _Stage(update)  # whatever was staged before is void
+            if not late:
+                self._stage.came[number] = self._stage.came.get(number, 0) if first else 0
         entries, seen = table[first : first + count], xxhash.xxh3_64()
         if len(entries) != count:
             raise ValueError(f"entries {first} to {first + count} of {len(table)}")
@@ -211,7 +216,7 @@ class Hold:
             seen.update(hashed_bytes(flat))
             if not (in_place or late):
                 run.view.copy_(landing)
-        if late:  # others have gone on to the next update
+        if late:
             return
         if seen.intdigest() != digest:
             name = self._learned.tensors[self._needs.parts[entries[0].part].tensor].name
@@ -227,16 +232,6 @@ class Hold:
             seen.update(hashed_bytes(flat_N))
             for view, part_N in zip(views, flat_N.split(sizes), strict=True):
                 view.copy_(part_N.view(view.dtype).view(view.shape))
-
-    def _begin(self, update: int, number: int, first: int) -> bool:
-        """Begin an update at a link's first piece of it; whatever was staged before is void. False for one that is past."""
-        with self._lock:
-            if update < self._stage.update:
-                return False
-            if self._stage.update != update or self._stage.digests:
-                self._stage = _Stage(update)
-            self._stage.came[number] = self._stage.came.get(number, 0) if first else 0
-            return True
 
     def _verify(self, copy: StagedCopy, update: int, checksums: bool) -> dict[str, Any]:
         """Digests of the parameters as they will be, computed when every trainer has sent everything. Without those

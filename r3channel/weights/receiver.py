@@ -89,8 +89,7 @@ class Receiver:
             raise WeightsError(failing + "; ".join(f"rank {rank}: {text}" for rank, text in failures.items()))
 
     def _free_for(self, session: str, model: torch.nn.Module) -> None:
-        held = self.holder()
-        if held and held != session:
+        if (held := self.holder()) not in ("", session):
             raise WeightsError(f"the engine is held by session {held}, whose trainer lives; close it first")
         if why := "; ".join(refused_model(model)):
             raise WeightsError(f"an update would leave something old: {why}")
@@ -186,17 +185,15 @@ def update(original: Any, manager: Any, recv_req: Any) -> Any:
     return done
 
 
-def receive(
-    original: Any, updater: Any, *, names: Any, group_name: str, load_format: Any = None, **rest: Any
-) -> Any:
+def receive(original: Any, updater: Any, **request: Any) -> Any:
     """Wraps a rank's update. It carries out a commit of ours; other updates pass, unless a session holds this engine."""
     receiver = _own()
-    if load_format != COMMIT_FORMAT:
+    if request.get("load_format") != COMMIT_FORMAT:
         holder = receiver.holder()
-        if holder and not group_name.startswith(holder):
+        if holder and not request["group_name"].startswith(holder):
             raise WeightsError(f"the engine is held by weight session {holder}, whose trainer lives")
-        return original(updater, names=names, group_name=group_name, load_format=load_format, **rest)
-    receiver.order(updater.get_model(), json.loads(names[0]))
+        return original(updater, **request)
+    receiver.order(updater.get_model(), json.loads(request["names"][0]))
     return []
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ _SHOWN = 3
 _RECORD_BYTES: dict[str, int] = {"gloo": 4 << 20, "cuda_ipc": 64 << 20, "nccl": 64 << 20}
 """By wire, where it is not `rank_link.RECORD_BYTES`: a GPU is waited for at each record, and in a group a turn."""
 Held = tuple[tuple[tuple[TensorMeta, Box], ...], ...]
+Links = dict[str, list[RankLink]]
+"""By engine, in the order of its ranks."""
 Sums = list[Digests]
 """What an engine would hold, by rank."""
 Push = Callable[[Sequence[torch.Tensor]], None]
@@ -39,8 +41,7 @@ Feed = Callable[[Push], object]
 """Gives an update's values, bucket by bucket."""
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateSpec:
+class UpdateSpec(NamedTuple):
     """What one trainer rank gives in an update, without its values."""
 
     held: Held
@@ -49,7 +50,7 @@ class UpdateSpec:
     """The buckets of whole tensors; None where shards are sent."""
     metas: tuple[TensorMeta, ...] = ()
     """What engines are told of; (): what all trainer ranks hold together."""
-    rounded: Mapping[str, str] = field(default_factory=dict)
+    rounded: Mapping[str, str] = {}
     """Tensors that are held rounded, and may only go where they are rounded alike."""
 
     @classmethod
@@ -98,12 +99,10 @@ class SendPlanner:
         order["staged"] = "auto" if self._config.staged == "auto" else "yes"
         return order | {"tensors": [meta.row() for meta in self.metas]}
 
-    def accept(
-        self, wanted: Mapping[str, int], deadline: Deadline, told: Sequence[TensorMeta]
-    ) -> dict[str, list[RankLink]]:
+    def accept(self, wanted: Mapping[str, int], deadline: Deadline, told: Sequence[TensorMeta]) -> Links:
         """The links of these engines (url -> ranks), which were `told` of tensors, once they are open. CannotStage tells why a
         rank cannot receive."""
-        links: dict[str, list[RankLink]] = {url: [] for url in wanted}
+        links: Links = {url: [] for url in wanted}
         refused = ""
         while any(len(links[url]) < ranks for url, ranks in wanted.items()):
             hello, link = self._next(wanted, deadline)
