@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from inspect import signature
 from pkgutil import resolve_name
@@ -125,12 +126,9 @@ _run_token = ""
 def hooks() -> list[tuple[str, Callable[..., Any]]]:
     """Return what is hooked in this SGLang, each with its hook; nothing where it has no such places."""
     for hooked, wraps in ((_HOOKED, (receive, update, rebalance)), (_ASKED, (ask,))):
-        try:
-            parameters = [signature(resolve_name(name)).parameters for name in hooked]
-        except (ImportError, AttributeError):
-            continue
-        if all(wanted <= set(takes) for wanted, takes in zip(hooked.values(), parameters, strict=True)):
-            return list(zip(hooked, wraps, strict=True))
+        with suppress(ImportError, AttributeError):
+            if all(wanted <= {*signature(resolve_name(name)).parameters} for name, wanted in hooked.items()):
+                return list(zip(hooked, wraps, strict=True))
     return []
 
 
