@@ -71,7 +71,7 @@ class SendPlanner:
         self.metas: tuple[TensorMeta, ...] = ()
         """The tensors that engines are told of."""
         self.trainers: list[tuple[str, int]] = []
-        self._source: ShardMap | None = None
+        self._source = ShardMap(())
         self._held: tuple[str, Held] = "", ()
         """What all trainers hold, as a digest, and this one."""
         self._shards: dict[str, list[tuple[int, int, TensorMeta, Box]]] = {}
@@ -163,7 +163,6 @@ class SendPlanner:
         due = set[int]().union(*self.ranks.exchange(self.due(links), deadline))
         if not due:
             return
-        assert self._source is not None
         links = [links[number] for number in sorted(due)]
         for link in links:
             link.aimed = None
