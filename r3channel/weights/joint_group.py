@@ -30,7 +30,7 @@ from r3channel.weights.ranks import TrainerRanks
 _DEPTH = 2
 """Records under way, each with memory of its own: one is gathered or placed while another one travels."""
 _SHARE = 0.8
-"""Of an engine's time for an order, how long it waits for the others: it must answer itself, or it counts as lost."""
+"""How long an engine waits for the others, of its time for an order: it must answer itself, or it counts as lost."""
 
 
 def turns(mine: int, step: int, records: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
