@@ -11,8 +11,6 @@ from r3channel.observe.metrics import Metrics
 from r3channel.weights.engine import EngineHandle, PauseMode
 from r3channel.weights.memory import Wire, staged_bytes
 
-Staging = Literal["auto"] | bool
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:
@@ -20,7 +18,7 @@ class SyncConfig:
 
     engines: Sequence[EngineHandle | str]
     """Addresses, or handles where an engine has a key. Their ranks are asked of them."""
-    staged: Staging = "auto"
+    staged: Literal["auto"] | bool = "auto"
     """Receive in our half in the engine (R3CHANNEL_ENGINE=1 or R3CHANNEL_WEIGHTS=1), beside the parameters, and change over under
     a short pause. `auto`: where every engine has it and memory for one more copy; else, and with False, SGLang itself loads
     flattened buckets in place."""
@@ -66,8 +64,7 @@ class SyncConfig:
         """Whether the engines drop their KV cache with the new weights."""
         return self.pause != "in_place"
 
-    def change_over_s(self, engines: Sequence[EngineHandle]) -> float:
-        """How long these may take to change over: a second for each GB of a rank, where `engine_timeout_s` is less. One core of a
+    def change_over_s(self, engine: EngineHandle) -> float:
+        """How long it may take to change over: a second for each GB of a rank, where `engine_timeout_s` is less. One core of a
         host copies and hashes 4.9 GB/s (AMD EPYC), and all ranks of a host share its memory's bandwidth."""
-        ranks = (rank for engine in engines for rank in engine.ranks)
-        return max([self.engine_timeout_s, *(staged_bytes(rank.needs.params) / 1e9 for rank in ranks)])
+        return max([self.engine_timeout_s, *(staged_bytes(rank.needs.params) / 1e9 for rank in engine.ranks)])

@@ -129,7 +129,7 @@ class Update:
         limits_s = {"undo": REPAIR_S, "leave": 2 * REPAIR_S, "resume": most_s}
         limits_s["meet"] = min(left_s, AGAIN_S if action.engine in self._again else CONTROL_S)
         # Through a rank's bytes once. A link that falls silent meanwhile must not cost the others the update.
-        once_s = min(left_s, self._config.change_over_s([self._handles[action.engine]]))
+        once_s = min(left_s, self._config.change_over_s(self._handles[action.engine]))
         limits_s |= {"commit": once_s, "verify": once_s}
         return limits_s.get(action.call, left_s if action.call in _GROWING else min(left_s, most_s))
 

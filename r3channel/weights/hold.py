@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import xxhash
 
-from r3channel.errors import R3Error, TransportError, WeightsCorrupt, WeightsError
+from r3channel.errors import R3Error, WeightsCorrupt, WeightsError
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
 from r3channel.transport.process_group import in_background
@@ -33,7 +33,6 @@ from r3channel.weights.joint_group import JointReceiver
 from r3channel.weights.loader_map import Learned, derive
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.memory import ON_GPU, Room, gpu_lacks, staged_bytes
-from r3channel.weights.rank_link import HEAD
 from r3channel.weights.staged_copy import StagedCopy
 
 _CONNECT_S = 10.0
@@ -126,11 +125,12 @@ class Hold:
             link.close()
         wait(self._threads, timeout=_CONNECT_S)
 
-    def regroup(self, why: str, **joint: Any) -> None:
-        """End what is under way in the joint group, on any thread; then join another, if that is wanted."""
-        self._joint.close(why)
+    def regroup(self, joint: dict[str, Any], rank: int) -> None:
+        """End what is under way in the joint group, on any thread; then join another, if that is wanted: `joint` has the number
+        there of the engine's first rank."""
+        self._joint.close("a trainer has given it up")
         if joint:
-            self._joint = JointReceiver(**joint)
+            self._joint = JointReceiver(**joint | {"rank": joint["rank"] + rank})
             self._joint.join()
 
     def _fill(self, copy: StagedCopy, model: torch.nn.Module) -> dict[str, Any]:
@@ -147,7 +147,8 @@ class Hold:
     def _serve(self, number: int, link: Connection, reply: dict[str, Any], copy: StagedCopy) -> None:
         """Serve the link until the trainer leaves or dies; what was staged is then never committed."""
         try:
-            with suppress(TransportError):
+            # after any of them no byte can be told from another
+            with suppress(R3Error, ValueError, IndexError, struct.error):
                 self._listen(number, link, reply, copy)
         finally:
             self._joint.close(f"trainer rank {number} is gone")
@@ -185,20 +186,20 @@ class Hold:
                     answer, data = self._given(*rank_link.PARAM.unpack(body))
                     rank_link.send_blob(link, rank_link.GIVE, answer, timeout_s=_CONNECT_S)
                     link.send(data, timeout_s=None)
-            except TransportError:
-                raise
-            except (R3Error, ValueError, IndexError, struct.error) as error:
-                if not isinstance(error, WeightsCorrupt):  # no byte can be told from another any more
-                    link.abort(f"{type(error).__name__}: {error}")
-                    raise TransportError(str(error)) from error
+            except WeightsCorrupt as error:
                 failure = failure or f"{type(error).__name__}: {error}"
 
     def _place(
         self, number: int, link: Connection, kind: int, table: Sequence[rank_link.Entry], runs: _Runs, body: bytes,
         copy: StagedCopy,
     ) -> None:  # fmt: skip
-        update, first, count, digest = HEAD.unpack(body)
-        late = not self._begin(update, number, first)
+        update, first, count, digest = rank_link.HEAD.unpack(body)
+        with self._lock:
+            late = update < self._stage.update  # others have gone on to the next update
+            if not late and (self._stage.update != update or self._stage.digests):
+                self._stage = _Stage(update)  # whatever was staged before is void
+            if not late:
+                self._stage.came[number] = self._stage.came.get(number, 0) if first else 0
         entries, seen = table[first : first + count], xxhash.xxh3_64()
         if len(entries) != count:
             raise ValueError(f"entries {first} to {first + count} of {len(table)}")
@@ -215,13 +216,15 @@ class Hold:
             seen.update(hashed_bytes(flat))
             if not (in_place or late):
                 run.view.copy_(landing)
-        if late:  # others have gone on to the next update
+        if late:
             return
         if seen.intdigest() != digest:
             name = self._learned.tensors[self._needs.parts[entries[0].part].tensor].name
             raise WeightsCorrupt(f"{count} pieces from {name} on came damaged")
-        with self._lock:
-            self._stage.came[number] += sum(entry.box.numel for entry in entries)
+        with self._lock:  # where another link has begun the next update meanwhile, nobody asks for it
+            self._stage.came[number] = self._stage.came.get(number, 0) + sum(
+                entry.box.numel for entry in entries
+            )
 
     def _land(self, number: int, update: int, runs: Sequence[rank_link.Run], seen: xxhash.xxh3_64) -> None:
         """Receive a record in the joint group, and put its pieces where they lie."""
@@ -231,16 +234,6 @@ class Hold:
             seen.update(hashed_bytes(flat_N))
             for view, part_N in zip(views, flat_N.split(sizes), strict=True):
                 view.copy_(part_N.view(view.dtype).view(view.shape))
-
-    def _begin(self, update: int, number: int, first: int) -> bool:
-        """Begin an update at a link's first piece of it; whatever was staged before is void. False for one that is past."""
-        with self._lock:
-            if update < self._stage.update:
-                return False
-            if self._stage.update != update or self._stage.digests:
-                self._stage = _Stage(update)
-            self._stage.came[number] = self._stage.came.get(number, 0) if first else 0
-            return True
 
     def _verify(self, copy: StagedCopy, update: int, checksums: bool) -> dict[str, Any]:
         """Digests of the parameters as they will be, computed when every trainer has sent everything. Without those

@@ -30,7 +30,7 @@ from r3channel.weights.ranks import TrainerRanks
 _DEPTH = 2
 """Records under way, each with memory of its own: one is gathered or placed while another one travels."""
 _SHARE = 0.8
-"""Of an engine's time for an order, how long it waits for the others: it must answer itself, or it counts as lost."""
+"""How long an engine waits for the others, of its time for an order: it must answer itself, or it counts as lost."""
 
 
 def turns(mine: int, step: int, records: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
@@ -87,9 +87,8 @@ class JointGroup:
         where: dict[str, Any] = {"backend": self._config.joint, "name": name, "connection": 0}
         where |= {"host": host, "port": port, "world_size": ranks.size + len(links)}
         self._links, self._name = list(links), name
-        self._joining = background(
-            partial(ProcessGroupTransport, Rendezvous(**where, rank=ranks.rank), **how)
-        )
+        here = Rendezvous(**where, rank=ranks.rank)
+        self._joining = background(partial(ProcessGroupTransport, here, **how))
         return {"where": where, "how": how, "trainers": ranks.size}
 
     def number(self, link: RankLink) -> int:
@@ -204,14 +203,13 @@ class JointReceiver:
 
     def _at_turn(self, update: int, trainer: int) -> ProcessGroupTransport:
         with self._changed:
-            while True:
-                # A late thread may come with a record of the group before.
-                if self._ended or update != self._update or trainer not in self._records:
-                    why = self._ended or f"update {update} was given up"
-                    raise WeightsCorrupt(f"the joint group has ended: {why}")
+            # A late thread may come with a record of the group before.
+            while not self._ended and update == self._update and trainer in self._records:
                 if self._wire is not None and self._order and self._order[0] == trainer:
                     return self._wire
                 self._changed.wait()
+            why = self._ended or f"update {update} was given up"
+            raise WeightsCorrupt(f"the joint group has ended: {why}")
 
     def close(self, why: str) -> None:
         """Leave the group, also in the middle of a call. Idempotent."""

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,22 +81,19 @@ class Piece(NamedTuple):
     """The whole tensor's name and shape, and the dtype that is sent."""
     shard: int
     """Index among what this trainer has for the bucket."""
-    cut: tuple[slice, ...] | None
-    """Where in the shard; None is all of it."""
+    cut: tuple[slice, ...]
+    """Where in the shard; () is all of it."""
 
     def of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """The values, on the shard's device, contiguous or not: in the dtype that is sent, then in the rank's."""
-        whole = shards[self.shard]
-        piece = whole if self.cut is None else whole[self.cut]
-        return piece.to(self.meta.dtype).to(self.dtype)
+        return shards[self.shard][self.cut].detach().to(self.meta.dtype).to(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Entries that lie side by side in a parameter."""
 
-    first: int
-    count: int
+    entries: slice
+    """Which of those that were asked for."""
     view: torch.Tensor
     """In the staged copy: flat, or of one entry with gaps in it, of its shape."""
 
@@ -117,15 +114,15 @@ def runs_of(entries: Sequence[Entry | Piece], needs: Needs, staged: Sequence[tor
         part, first = needs.parts[entry.part], at
         flat, start = staged[part.param], part.start(entry.box)
         if part.gaps(entry.box):
-            runs.append(Run(at, 1, part.view(flat, entry.box)))
+            runs.append(Run(slice(at, at + 1), part.view(flat, entry.box)))
             param = -1
             continue
         if (param, end) == (part.param, start):
-            first = runs.pop().first
+            first = runs.pop().entries.start
         else:
             param, begun = part.param, start
         end = start + entry.box.numel
-        runs.append(Run(first, at + 1 - first, flat[begun:end]))
+        runs.append(Run(slice(first, at + 1), flat[begun:end]))
     return runs
 
 
@@ -141,17 +138,15 @@ def table_bytes(entries: Iterable[Entry | Piece]) -> bytes:
 
 def read_table(blob: bytes, parts: Sequence[Part]) -> list[Entry]:
     """WeightsCorrupt for an entry that lies outside its part."""
-    values = np.frombuffer(blob, dtype=np.int64).tolist()
-    entries, at = [], 0
-    while at < len(values):
-        part, axes = values[at : at + 2]
+    entries, values = list[Entry](), iter(np.frombuffer(blob, dtype=np.int64).tolist())
+    for part in values:
+        axes = next(values, -1)
         if not 0 <= part < len(parts) or axes != len(parts[part].box.start):
             raise ValueError(f"entry {len(entries)} names part {part} of {len(parts)}, with {axes} axes")
-        box = Box(tuple(values[at + 2 : at + 2 + axes]), tuple(values[at + 2 + axes : at + 2 + 2 * axes]))
+        box = Box(tuple(islice(values, axes)), tuple(islice(values, axes)))
         if not parts[part].box.holds(box) or not box.numel:
             raise ValueError(f"entry {len(entries)}: {box} is outside {parts[part].box}")
         entries.append(Entry(part, box))
-        at += 2 + 2 * axes
     return entries
 
 
@@ -217,11 +212,6 @@ class RankLink:
             table += in_order
         return made, table_bytes(table)
 
-    def tell(self, buckets: list[list[Record]], table: bytes, *, timeout_s: float) -> None:
-        """Tell the rank what will be sent from now on."""
-        self.buckets = buckets
-        send_blob(self.link, TABLE, table, timeout_s=timeout_s)
-
     def close(self) -> None:
         """Let go of the rank's memory, then end the link: the rank frees its copy when it sees the end."""
         self.shared, self.buckets, self.aimed = [], [], None
@@ -236,7 +226,7 @@ class RankLink:
     ) -> int:  # fmt: skip
         """One bucket's pieces of what this trainer holds; returns the bytes. Cast to the rank's dtypes here.
 
-        `look`: NonFiniteWeights, naming the tensor, before its record leaves.
+        NonFiniteWeights, naming the tensor, before its record leaves.
         """
         sent = 0
         if not bucket:
@@ -256,7 +246,14 @@ class RankLink:
         self, update: int, bucket: int, record: Record, shards: Sequence[torch.Tensor], room: torch.Tensor
     ) -> tuple[bytes, list[torch.Tensor]]:
         """A record's head, and its values: flat, put where the rank has them, or together in `room`. NonFiniteWeights."""
-        flats = self._gathered(record, [piece.of(shards) for piece in record.pieces], room)
+        pieces = [piece.of(shards) for piece in record.pieces]
+        if self.shared:
+            flats = [_joined(pieces[run.entries], run.view) for run in record.runs]
+        elif len(pieces) == 1 and pieces[0].is_contiguous() and pieces[0].device == room.device:
+            flats = [pieces[0].view(-1)]
+        else:
+            nbytes = sum(piece.nbytes for piece in pieces)
+            flats = [_joined(pieces, room[:nbytes].view(pieces[0].dtype))]
         if not all(map(finite, flats)):
             bad = next(piece for piece in record.pieces if not finite(piece.of(shards).cpu().flatten()))
             raise nonfinite(f"bucket {bucket}", bad.meta)
@@ -314,29 +311,13 @@ class RankLink:
             runs = runs_of(pieces[begin:end], self.needs, self.shared) if self.shared else ()
             yield Record(first + begin, pieces[begin:end], runs)
 
-    def _gathered(
-        self, record: Record, pieces: Sequence[torch.Tensor], room: torch.Tensor
-    ) -> list[torch.Tensor]:
-        if not self.shared:
-            only = pieces[0].detach()
-            if len(pieces) == 1 and only.is_contiguous() and only.device == room.device:
-                return [only.view(-1)]
-            nbytes = sum(piece.nbytes for piece in pieces)
-            return [_joined(pieces, room[:nbytes].view(pieces[0].dtype))]
-        flats = []
-        for run in record.runs:
-            mine = pieces[run.first : run.first + run.count]
-            if run.view.dim() == 1 and run.view.is_contiguous():
-                flats.append(_joined(mine, run.view))
-            else:
-                run.view.copy_(mine[0].detach())
-                flats.append(run.view.contiguous().view(-1))
-        return flats
-
 
 def _joined(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """Flat, one after the other, in `out`; of another device in one copy. As bytes: torch joins no float8."""
-    flat = [piece.detach().reshape(-1).view(torch.uint8) for piece in pieces]
+    """Put pieces, flat, one after the other into `out`, of another device in one copy, and return it. As bytes: torch joins no
+    float8. Where `out` has gaps it takes one piece, of its shape, and a copy without them is returned."""
+    if not out.is_contiguous():
+        return out.copy_(pieces[0]).contiguous().view(-1)
+    flat = [piece.reshape(-1).view(torch.uint8) for piece in pieces]
     if flat[0].device == out.device:
         torch.cat(flat, out=out.view(torch.uint8))
     else:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +24,15 @@ from r3channel.weights.loader_map import Needs
 from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
 from r3channel.weights.memory import shared_views
 from r3channel.weights.progress import Deadline
-from r3channel.weights.rank_link import NEEDS, Digests, Piece, RankLink, Record
+from r3channel.weights.rank_link import NEEDS, TABLE, Digests, Piece, RankLink, Record
 from r3channel.weights.ranks import TrainerRanks
 
 _SHOWN = 3
 _RECORD_BYTES: dict[str, int] = {"gloo": 4 << 20, "cuda_ipc": 64 << 20, "nccl": 64 << 20}
 """By wire, where it is not `rank_link.RECORD_BYTES`: a GPU is waited for at each record, and in a group a turn."""
 Held = tuple[tuple[tuple[TensorMeta, Box], ...], ...]
+Links = dict[str, list[RankLink]]
+"""By engine, in the order of its ranks."""
 Sums = list[Digests]
 """What an engine would hold, by rank."""
 Push = Callable[[Sequence[torch.Tensor]], None]
@@ -39,8 +41,7 @@ Feed = Callable[[Push], object]
 """Gives an update's values, bucket by bucket."""
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateSpec:
+class UpdateSpec(NamedTuple):
     """What one trainer rank gives in an update, without its values."""
 
     held: Held
@@ -49,7 +50,7 @@ class UpdateSpec:
     """The buckets of whole tensors; None where shards are sent."""
     metas: tuple[TensorMeta, ...] = ()
     """What engines are told of; (): what all trainer ranks hold together."""
-    rounded: Mapping[str, str] = field(default_factory=dict)
+    rounded: Mapping[str, str] = {}
     """Tensors that are held rounded, and may only go where they are rounded alike."""
 
     @classmethod
@@ -70,7 +71,7 @@ class SendPlanner:
         self.metas: tuple[TensorMeta, ...] = ()
         """The tensors that engines are told of."""
         self.trainers: list[tuple[str, int]] = []
-        self._source: ShardMap | None = None
+        self._source = ShardMap(())
         self._held: tuple[str, Held] = "", ()
         """What all trainers hold, as a digest, and this one."""
         self._shards: dict[str, list[tuple[int, int, TensorMeta, Box]]] = {}
@@ -98,12 +99,10 @@ class SendPlanner:
         order["staged"] = "auto" if self._config.staged == "auto" else "yes"
         return order | {"tensors": [meta.row() for meta in self.metas]}
 
-    def accept(
-        self, wanted: Mapping[str, int], deadline: Deadline, told: Sequence[TensorMeta]
-    ) -> dict[str, list[RankLink]]:
+    def accept(self, wanted: Mapping[str, int], deadline: Deadline, told: Sequence[TensorMeta]) -> Links:
         """The links of these engines (url -> ranks), which were `told` of tensors, once they are open. CannotStage tells why a
         rank cannot receive."""
-        links: dict[str, list[RankLink]] = {url: [] for url in wanted}
+        links: Links = {url: [] for url in wanted}
         refused = ""
         while any(len(links[url]) < ranks for url, ranks in wanted.items()):
             hello, link = self._next(wanted, deadline)
@@ -164,7 +163,6 @@ class SendPlanner:
         due = set[int]().union(*self.ranks.exchange(self.due(links), deadline))
         if not due:
             return
-        assert self._source is not None
         links = [links[number] for number in sorted(due)]
         for link in links:
             link.aimed = None
@@ -191,7 +189,8 @@ class SendPlanner:
                         for bucket, piece in self._pieces(needs, at, box, link.record_bytes):
                             buckets[bucket].append(piece)
                     made[sent] = link.records(buckets)
-                link.tell(*made[sent], timeout_s=deadline.left_s())
+                link.buckets, table = made[sent]
+                rank_link.send_blob(link.link, TABLE, table, timeout_s=deadline.left_s())
 
     def _pieces(self, needs: Needs, tensor: int, box: Box, record_bytes: int) -> Iterator[tuple[int, Piece]]:
         """A box that a rank needs, cut from what is held, in pieces of a record at most; each with its bucket."""
@@ -206,9 +205,9 @@ class SendPlanner:
 
 
 @lru_cache
-def _cuts(box: Box, held: Box, most: int) -> list[tuple[Box, tuple[slice, ...] | None]]:
+def _cuts(box: Box, held: Box, most: int) -> list[tuple[Box, tuple[slice, ...]]]:
     """A box in pieces of at most so many items, and where they lie in what is held: the same for all experts of a model."""
-    return [(small, None if small == held else small.within(held)) for small in box.cut(most)]
+    return [(small, () if small == held else small.within(held)) for small in box.cut(most)]
 
 
 def _alike(links: Sequence[RankLink]) -> dict[Needs, list[int]]:
@@ -221,18 +220,16 @@ def _alike(links: Sequence[RankLink]) -> dict[Needs, list[int]]:
 
 def _target_map(metas: Sequence[TensorMeta], links: Sequence[RankLink], *, first: int) -> ShardMap:
     """What the engines' ranks need, numbered after the trainers, in the dtypes that they keep."""
-    held: dict[int, list[int]] = {}
-    dtypes: dict[int, torch.dtype] = {}
+    held: dict[int, tuple[torch.dtype, list[int]]] = {}
     holders = list[tuple[list[int], Box]]()
     for needs, numbers in _alike(links).items():
         table = needs.parts
         kept = np.array([box.numel > 0 for box, _ in table.kinds], dtype=bool)[table.kind_P]
         columns = table.tensor_P, table.kind_P + len(holders), table.param_P
         for tensor, holder, param in zip(*(column[kept].tolist() for column in columns), strict=True):
-            held.setdefault(tensor, []).append(holder)
-            dtypes.setdefault(tensor, needs.params[param].dtype)
+            held.setdefault(tensor, (needs.params[param].dtype, []))[1].append(holder)
         holders += [([first + number for number in numbers], box) for box, _ in table.kinds]
-    sent = ((replace(metas[at], dtype=dtypes[at]), held[at]) for at in sorted(held))
+    sent = ((replace(metas[at], dtype=dtype), indexes) for at, (dtype, indexes) in sorted(held.items()))
     return ShardMap.of_holders(sent, holders)
 
 
@@ -244,9 +241,8 @@ def check_complete(
     Returns what the engines keep in another dtype (tensor -> `float32 -> bfloat16`), and what has no place there.
     """
     rounded = cast_by(ranks, metas)
-    kinds = _alike(ranks)
-    missing = sorted({name for needs in kinds for name in needs.missing})
-    used = {tensor for needs in kinds for tensor in np.unique(needs.parts.tensor_P).tolist()}
+    missing = sorted({name for rank in ranks for name in rank.needs.missing})
+    used = {tensor for needs in _alike(ranks) for tensor in np.unique(needs.parts.tensor_P).tolist()}
     unknown = [meta.name for index, meta in enumerate(metas) if index not in used]
     scales = [name for name in unknown if is_scale(name)]
     placed = {unit_of(metas[index].name) for index in used} if scales else ()

@@ -36,10 +36,8 @@ class Staged(Update):
 
     def __init__(self, *work: Any, **options: Any) -> None:
         super().__init__(*work, **options)
-        self._coming: dict[int, tuple[str, Sums]] = {}
+        self._coming = dict(self._planner.committed) if self.now.alone else {}
         """By an engine's number of ranks: who staged it first, and what."""
-        if self.now.alone:
-            self._coming = dict(self._planner.committed)
         self._fresh: dict[str, int] = {}
         self._bucket, self._adding = 0, threading.Lock()
 
@@ -67,8 +65,7 @@ class Staged(Update):
             fresh = [member for member in self.members if member.url in linked["fresh"]]
             for member in fresh:
                 member.size = linked["sizes"][member.url]
-                if not self._ranks.leads:
-                    member.unlink()
+                member.unlink()
             links = planner.accept({m.url: m.size for m in fresh}, deadline, planner.metas)
             for member in fresh:
                 member.ranks, member.metas = links[member.url], planner.metas
@@ -83,13 +80,12 @@ class Staged(Update):
         report, names = self._run.report, self._config.expected is not None
         report.rounded, report.skipped = check_complete(ranks, self._planner.metas, names=names)
         report.loaded = next((rank.whole for rank in ranks if rank.whole), "")
-        rounded = self._spec.rounded
-        lost = next((name for name, how in rounded.items() if report.rounded.get(name) != how), None)
-        if lost is not None:
-            raise errors.ManifestMismatch(
-                f"the engine that is read keeps {lost} rounded ({rounded[lost]}), the one to be filled does not; "
-                "give it the trainer's weights (`republish`)"
-            )
+        for name, how in self._spec.rounded.items():
+            if report.rounded.get(name) != how:
+                raise errors.ManifestMismatch(
+                    f"the engine that is read keeps {name} rounded ({how}), the one to be filled does not; "
+                    "give it the trainer's weights (`republish`)"
+                )
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 

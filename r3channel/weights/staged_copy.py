@@ -23,6 +23,7 @@ from r3channel.errors import WeightsError
 from r3channel.weights import memory
 from r3channel.weights.checksums import cross_sums, hashed_bytes, host_bytes, tensor_checksum, tensor_digest
 from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.memory import ON_GPU, Wire
 
 _Lane = tuple[torch.cuda.Stream, torch.Tensor | None]
 """A thread's way to the GPU: its stream, and a locked buffer where it needs one."""
@@ -40,12 +41,7 @@ class StagedCopy:
     """
 
     def __init__(
-        self,
-        params: Sequence[TensorMeta],
-        *,
-        device: torch.device,
-        wire: memory.Wire = "tcp",
-        summed: bool = False,
+        self, params: Sequence[TensorMeta], *, device: torch.device, wire: Wire = "tcp", summed: bool = False
     ) -> None:
         """`device`: where the parameters lie, and with `ON_GPU` the copy, too. `summed`: digests are of a GPU's sums. OSError, or
         CUDA's, without room."""
@@ -58,7 +54,7 @@ class StagedCopy:
             handle, path = tempfile.mkstemp(prefix=os.path.basename(memory.SHARED), dir=memory.SHM)
             self.hide, self.shared = weakref.finalize(self, os.unlink, path), lambda: path
             flat = memory.mapped(handle, nbytes)
-        elif wire in memory.ON_GPU:
+        elif wire in ON_GPU:
             flat = memory.new_memory(nbytes, device)
             self.shared = partial(memory.ipc_handle, flat) if wire == "cuda_ipc" else str
         else:
@@ -105,12 +101,11 @@ def _locked(owner: StagedCopy, memory: torch.Tensor) -> bool:
     Not torch's own pinned memory: that is rounded up to a power of two, and stays with the process.
     """
     runtime: Any = torch.cuda.cudart()
-    address = memory.data_ptr()
-    if int(runtime.cudaHostRegister(address, memory.nbytes, 0)):
+    if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
         with suppress(RuntimeError):  # takes the error away, for which the next kernel would be blamed
             torch.ones(1, device="cuda")
         return False
-    weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False
+    weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
     return True
 
 

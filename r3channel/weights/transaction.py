@@ -304,10 +304,8 @@ def _abort(now: Transaction) -> Stepped:
 
 def _done(now: Transaction) -> Transaction:
     """The update counts. An engine that was lost while it paused is met again; one that refused before it changed is fenced."""
-    for engine in now.engines:
-        if engine.state is PAUSED:
-            now = now.put(engine.enter(FENCED if engine.member else OUT, engine.why))
-    return now._replace(state=DONE)
+    engines = (e.enter(FENCED if e.member else OUT, e.why) if e.state is PAUSED else e for e in now.engines)
+    return now._replace(state=DONE, engines=tuple(engines))
 
 
 def _text(error: BaseException | None) -> str:
