@@ -31,9 +31,9 @@ from r3channel.weights.engine import EngineHandle
 from r3channel.weights.executor import LOSSES, Update
 from r3channel.weights.loader_map import NAMES_UNKNOWN
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, engine_names, is_scale
-from r3channel.weights.memory import new_memory
 from r3channel.weights.progress import REPAIR_S, Run, background
 from r3channel.weights.send_planner import check_complete
+from r3channel.weights.staged_copy import new_memory
 from r3channel.weights.transaction import Action, EngineState, Kind
 
 _SHOWN = 3

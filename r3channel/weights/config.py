@@ -9,7 +9,7 @@ from typing import Literal
 from r3channel.errors import ConfigError
 from r3channel.observe.metrics import Metrics
 from r3channel.weights.engine import EngineHandle, PauseMode
-from r3channel.weights.memory import Wire, staged_bytes
+from r3channel.weights.staged_copy import Wire, staged_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

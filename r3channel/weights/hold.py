@@ -32,8 +32,7 @@ from r3channel.weights.geometry import Box
 from r3channel.weights.joint_group import JointReceiver
 from r3channel.weights.loader_map import Learned, derive
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.memory import ON_GPU, Room, gpu_lacks, staged_bytes
-from r3channel.weights.staged_copy import StagedCopy
+from r3channel.weights.staged_copy import ON_GPU, Room, StagedCopy, gpu_lacks, staged_bytes
 
 _CONNECT_S = 10.0
 WORD_BYTES = 1024

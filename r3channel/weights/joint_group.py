@@ -22,10 +22,10 @@ from r3channel.errors import TransportError, WeightsCorrupt
 from r3channel.transport.base import Pending, Rendezvous
 from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
 from r3channel.weights.config import SyncConfig
-from r3channel.weights.memory import new_memory
 from r3channel.weights.progress import GRACE_S, Deadline, background
 from r3channel.weights.rank_link import LANDS, LEAVES, RankLink
 from r3channel.weights.ranks import TrainerRanks
+from r3channel.weights.staged_copy import new_memory
 
 _DEPTH = 2
 """Records under way, each with memory of its own: one is gathered or placed while another one travels."""

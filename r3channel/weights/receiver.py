@@ -32,9 +32,9 @@ from r3channel.weights.convert import gathered_bytes
 from r3channel.weights.hold import WORD_BYTES, Hold
 from r3channel.weights.loader_map import Learned, learn
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.memory import Room
 from r3channel.weights.rank_link import COMMIT_FORMAT, FLUSH_REFUSED, FOUND_OPEN, OPEN_FORMAT, UNTOUCHED
 from r3channel.weights.refusals import refused_model
+from r3channel.weights.staged_copy import Room
 
 
 class Receiver:

@@ -22,10 +22,10 @@ from r3channel.weights.config import SyncConfig
 from r3channel.weights.geometry import Box, RankPlan, ShardMap, plan_reshard, report_of
 from r3channel.weights.loader_map import Needs
 from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
-from r3channel.weights.memory import shared_views
 from r3channel.weights.progress import Deadline
 from r3channel.weights.rank_link import NEEDS, TABLE, Digests, Piece, RankLink, Record
 from r3channel.weights.ranks import TrainerRanks
+from r3channel.weights.staged_copy import shared_views
 
 _SHOWN = 3
 _RECORD_BYTES: dict[str, int] = {"gloo": 4 << 20, "cuda_ipc": 64 << 20, "nccl": 64 << 20}

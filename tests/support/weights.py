@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from r3channel.errors import WeightUpdateFailed
-from r3channel.weights import hold, memory, rank_link, staged_copy
+from r3channel.weights import hold, rank_link, staged_copy
 from r3channel.weights.checksums import cross_sums, host_bytes, tensor_digest
 from r3channel.weights.session import WeightSync
 from tests.support.fake_engine import FakeEngine
@@ -57,8 +57,8 @@ def in_gpu_memory(patch: pytest.MonkeyPatch) -> None:
     """For `cuda_ipc`: memory of this process for a GPU's, hashed as there, and its number for a handle."""
     flats = list[torch.Tensor]()
     patch.setattr(hold, "gpu_lacks", lambda *_: "")
-    patch.setattr(memory, "ipc_handle", lambda flat: [flats.append(flat) or len(flats) - 1])
-    patch.setattr(memory, "ipc_memory", lambda told: flats[told[0]])
+    patch.setattr(staged_copy, "ipc_handle", lambda flat: [flats.append(flat) or len(flats) - 1])
+    patch.setattr(staged_copy, "ipc_memory", lambda told: flats[told[0]])
     for module in (hold, staged_copy, rank_link):
         patch.setattr(module, "hashed_bytes", lambda flat, **_: host_bytes(cross_sums(flat)))
     patch.setattr(staged_copy, "_copied", lambda new, kept: tensor_digest(cross_sums(new.copy_(kept))))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from r3channel.errors import WeightUpdateFailed
-from r3channel.weights import memory
+from r3channel.weights import staged_copy
 from r3channel.weights.checksums import cross_sums, tensor_digest
 from r3channel.weights.session import WeightSync
 from tests.gpu.checks.peers import HOSTS
@@ -51,13 +51,13 @@ def counts_of(handles: list[list[Any]]) -> list[int]:
 def engine(device: str, rows: int, pipe: Any) -> None:
     """A process of its own: tells where it listens, then what it holds, and what it takes of the GPU before and after torch looks
     for memory that nobody else maps; as often as it is asked."""
-    handles, share = list[list[Any]](), memory.ipc_handle
+    handles, share = list[list[Any]](), staged_copy.ipc_handle
 
     def noted(flat: torch.Tensor) -> list[Any]:
         handles.append(share(flat))
         return handles[-1]
 
-    setattr(memory, "ipc_handle", noted)  # noqa: B010
+    setattr(staged_copy, "ipc_handle", noted)  # noqa: B010
     served = FakeEngine(receives=made(device, rows, 0))
     pipe.send(served.url)
     while pipe.recv():
