@@ -270,7 +270,7 @@ class Broadcast(Update):
         self._join_all()  # again, where an engine was lost meanwhile
         for left in reversed(range(sum(map(len, self._source.buckets.values())))):
             rank, (number,) = self._next("ready")
-            while not self._loaded_by_all(rank, number, flush=self._config.flush and not left):
+            while not self._loaded_by_all(rank, number, flush=self._config.pause != "in_place" and not left):
                 self._join_all()
             self._say(["loaded", number], to=rank)
 

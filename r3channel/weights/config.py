@@ -9,7 +9,7 @@ from typing import Literal
 from r3channel.errors import ConfigError
 from r3channel.observe.metrics import Metrics
 from r3channel.weights.engine import EngineHandle, PauseMode
-from r3channel.weights.staged_copy import Wire, staged_bytes
+from r3channel.weights.staged_copy import Wire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,8 @@ class SyncConfig:
     """What every update must give: what the `engine` has parameters for; None does not look."""
     engine_timeout_s: float = 30.0
     """How long one engine may take for one bucket of a broadcast, one record (1 MiB) of staged bytes, to say that all are placed,
-    to verify or change over (each at least `change_over_s`), to pause or resume, before it counts as lost. The others stay paused
-    meanwhile."""
+    to verify or change over (each at least a second for each GB of a rank), to pause or resume, before it counts as lost. The
+    others stay paused meanwhile."""
     token_file: str = ""
     """The run's token, where the engines were started with R3CHANNEL_TOKEN_FILE."""
     metrics: Metrics | None = None
@@ -53,18 +53,3 @@ class SyncConfig:
             raise ConfigError("verify=True tells what staged parameters will hold; staged=False stages none")
         if self.backend not in ("gloo", "nccl"):
             raise ConfigError(f"backend {self.backend!r}: expected gloo or nccl")
-
-    @property
-    def joint(self) -> str:
-        """What carries staged bytes in a joint group; empty where they do not go by one."""
-        return self.wire if self.wire in ("nccl", "gloo") else ""
-
-    @property
-    def flush(self) -> bool:
-        """Whether the engines drop their KV cache with the new weights."""
-        return self.pause != "in_place"
-
-    def change_over_s(self, engine: EngineHandle) -> float:
-        """How long it may take to change over: a second for each GB of a rank, where `engine_timeout_s` is less. One core of a
-        host copies and hashes 4.9 GB/s (AMD EPYC), and all ranks of a host share its memory's bandwidth."""
-        return max([self.engine_timeout_s, *(staged_bytes(rank.needs.params) / 1e9 for rank in engine.ranks)])

@@ -40,7 +40,6 @@ _LEAVE = "/destroy_weights_update_group"
 """Harmless with any name, so an engine before 0.5.23 is asked here, with our half or without."""
 _UNTOLD = errors.DeadlineExceeded, errors.EngineRefused, errors.FrameCorrupt
 """What an engine without a plug-in makes of our question, or one that stands still."""
-_ASK_S = 1.0
 _MAX_REPLY_BYTES = 64 << 20
 _SHOWN_CHARS = 500
 
@@ -93,9 +92,6 @@ class EngineHandle:
         """The tensor names that this life of the engine was told of by a broadcast, and takes."""
         self.unheld = False
         """Whether the engine has no plug-in of ours that keeps other sessions out."""
-
-    def __repr__(self) -> str:
-        return f"EngineHandle({self.url!r}, size={self.size})"
 
     # -- what it is, holds and takes -----------------------------------------------------------------------------------
 
@@ -151,7 +147,7 @@ class EngineHandle:
     def version_now(self) -> str:
         """The version that the engine serves, asked just now, for an error."""
         try:
-            return f"version {self.weight_version(timeout_s=_ASK_S)}"
+            return f"version {self.weight_version(timeout_s=1.0)}"
         except errors.R3Error as error:
             return f"unknown ({type(error).__name__})"
 
@@ -200,20 +196,15 @@ class EngineHandle:
                 self.end(timeout_s)
             self._command("/begin_weight_update", timeout_s)
 
-    def update_tensors(
-        self, tensors: Sequence[TensorMeta], *, group_name: str, flush_cache: bool, timeout_s: float,
-        load_format: str | None = "flattened_bucket",
-    ) -> None:  # fmt: skip
+    def update_tensors(self, tensors: Sequence[TensorMeta], timeout_s: float, **how: Any) -> None:
         """Receive one broadcast of the flat bytes of a bucket's tensors from rank 0 and load them; returns when they are loaded.
 
-        No version travels here: SGLang would record it as soon as this bucket is in. `flush_cache` drops the KV cache of
-        the old weights. Without `load_format` one broadcast per tensor is expected, each in its dtype.
+        No version travels here: SGLang would record it as soon as this bucket is in. `how`: `group_name`; `flush_cache`, which
+        drops the KV cache of the old weights; `load_format`: with None a broadcast for each tensor is expected.
         """
-        body: dict[str, Any] = {"group_name": group_name, "flush_cache": flush_cache}
-        body |= {"names": [meta.name for meta in tensors], "dtypes": [meta.dtype_name for meta in tensors]}
-        body |= {"shapes": [list(meta.shape) for meta in tensors]}
-        body |= {} if load_format is None else {"load_format": load_format}
-        self._put_in(body, timeout_s)
+        rows = [(meta.name, meta.dtype_name, list(meta.shape)) for meta in tensors]
+        body = dict(zip(("names", "dtypes", "shapes"), zip(*rows, strict=True), strict=True))
+        self._put_in({"load_format": "flattened_bucket", **body, **how}, timeout_s)
 
     def end(self, timeout_s: float) -> None:
         """Close the bracket. Refused when none is open."""

@@ -83,8 +83,7 @@ class Hold:
         self._items = sum(part.box.numel for part in self._needs.parts)
         nbytes, wire = staged_bytes(self._needs.params), order["wire"] if stages else "tcp"
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
-        summed = wire in ON_GPU
-        full = gpu_lacks(nbytes, device, wire) if summed else ""
+        full = gpu_lacks(nbytes, device, wire) if (summed := wire in ON_GPU) else ""
         why = room.lacks(nbytes, insist=order["staged"] != "auto", shared=wire == "shared_memory")
         if summed and (wire == "cuda_ipc" or not full or device.type != "cuda"):
             why = full

@@ -6,7 +6,6 @@ by record, in rounds in which nobody has two partners (the circle method of roun
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -75,25 +74,18 @@ class JointGroup:
         Returns:
             What engines must be told; empty where nothing changes.
         """
-        ranks = self._ranks
+        ranks, most_s = self._ranks, _SHARE * min(deadline.left_s(), self._config.engine_timeout_s)
         if not any(ranks.exchange(self._joining is None or self._links != links, deadline)):
             return {}
         self.leave()
         self._store = RendezvousStore(host) if ranks.leads else None
-        mine = [secrets.token_hex(8), self._store and self._store.port]
-        name, port = ranks.exchange(mine, deadline)[0]
-        most_s = _SHARE * min(deadline.left_s(), self._config.engine_timeout_s)
-        how: dict[str, Any] = {"timeout_s": most_s, "members": "joint"}
-        where: dict[str, Any] = {"backend": self._config.joint, "name": name, "connection": 0}
+        port = ranks.exchange(self._store and self._store.port, deadline)[0]
+        self._links, self._name = list(links), f"r3channel-weights-{ranks.update}"
+        where: dict[str, Any] = {"backend": self._config.wire, "name": self._name, "connection": 0}
         where |= {"host": host, "port": port, "world_size": ranks.size + len(links)}
-        self._links, self._name = list(links), name
         here = Rendezvous(**where, rank=ranks.rank)
-        self._joining = background(partial(ProcessGroupTransport, here, **how))
-        return {"where": where, "how": how, "trainers": ranks.size}
-
-    def number(self, link: RankLink) -> int:
-        """An engine rank's number in the group."""
-        return self._ranks.size + self._links.index(link)
+        self._joining = background(partial(ProcessGroupTransport, here, timeout_s=most_s, members="joint"))
+        return {"where": where, "timeout_s": most_s, "trainers": ranks.size}
 
     def send(self, update: int, shards: Sequence[torch.Tensor], deadline: Deadline) -> int:
         """Send what each rank needs of the shards; return the bytes. After a failure the group is left.
@@ -161,7 +153,7 @@ class JointReceiver:
     def join(self) -> None:
         """Wait until all members are there. DeadlineExceeded."""
         where = Rendezvous(**self._told["where"], rank=self._told["rank"])
-        wire = ProcessGroupTransport(where, **self._told["how"])
+        wire = ProcessGroupTransport(where, timeout_s=self._told["timeout_s"], members="joint")
         for _ in range(_DEPTH):
             self._rooms.put(new_memory(0, wire.device))
         with self._changed:
@@ -174,8 +166,7 @@ class JointReceiver:
             if update > self._update:
                 self._update, self._records, self._order = update, {}, deque()
             self._records[trainer] = records
-            trainers = self._told.get("trainers", 0)
-            if len(self._records) == trainers:
+            if len(self._records) == (trainers := self._told.get("trainers", 0)):
                 mine, size = self._told["rank"] - trainers, self._told["where"]["world_size"] - trainers
                 counts = [count for _, count in sorted(self._records.items())]
                 self._order.extend(who for who, _ in turns(mine, -1, counts, max(trainers, size)))

@@ -20,6 +20,7 @@ from r3channel.transport.listener import Listener
 from r3channel.weights import rank_link
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.geometry import Box, RankPlan, ShardMap, plan_reshard, report_of
+from r3channel.weights.joint_group import JointGroup
 from r3channel.weights.loader_map import Needs
 from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
 from r3channel.weights.progress import Deadline
@@ -64,6 +65,7 @@ class SendPlanner:
 
     def __init__(self, ranks: TrainerRanks, config: SyncConfig) -> None:
         self.session = self.nonce = ""
+        self.joint = JointGroup(ranks, config)
         self.ranks, self._config = ranks, config
         self._listener: Listener | None = None
         self.attempts: dict[str, int] = {}
@@ -133,6 +135,7 @@ class SendPlanner:
             link.close()
 
     def close(self) -> None:
+        self.joint.leave()
         self.ranks.close()
         if self._listener is not None:
             self._listener.close()

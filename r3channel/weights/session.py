@@ -30,22 +30,20 @@ from r3channel.weights.convert import Shard
 from r3channel.weights.engine import EngineHandle, Engines, handle_of
 from r3channel.weights.executor import Update
 from r3channel.weights.geometry import Box
-from r3channel.weights.joint_group import JointGroup
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
 from r3channel.weights.progress import CONTROL_S, REPAIR_S, Deadline, Run, UpdateReport, background
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.send_planner import Feed, SendPlanner, UpdateSpec
 from r3channel.weights.sources import Given, from_peer, read_again, read_first
 from r3channel.weights.staged import Grouped, Staged
+from r3channel.weights.staged_copy import JOINT
 from r3channel.weights.store import HeldWeights
 from r3channel.weights.transaction import EngineState
 
 Tensors = Iterable[tuple[str, torch.Tensor]] | Iterable[Shard]
 log = logging.getLogger(__name__)
-_COUNTED = (
-    *("r3channel_weight_updates_total", "r3channel_weight_pause_seconds_total"),
-    *("r3channel_weight_bytes_total", "r3channel_engine_evictions_total"),
-)
+_NAMES = "weight_updates", "weight_pause_seconds", "weight_bytes", "engine_evictions"
+_COUNTED = [f"r3channel_{name}_total" for name in _NAMES]
 
 
 class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
@@ -67,16 +65,15 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         self._config, self._exact = config, exact
         if self._exact and config.staged is False:
             raise errors.ConfigError("shards are sent to staged engines only; staged=False stages none")
-        if config.joint and not self._exact:
+        if config.wire in JOINT and not self._exact:
             raise errors.ConfigError(
                 f"wire={config.wire!r} is for WeightSync.sharded: `whole` takes backend={config.wire!r}"
             )
-        self._engines = Engines(config.engines, config.joint or config.backend)
+        self._engines = Engines(config.engines, config.wire if config.wire in JOINT else config.backend)
         self._must_stage = config.staged is True or config.verify or self._exact
         self._way = "" if config.staged else "broadcast: not wanted"
         self._ranks = TrainerRanks(group)
         self._planner = SendPlanner(self._ranks, config)
-        self._joint = JointGroup(self._ranks, config)
         self._source = Source(config)
         """This rank's end of broadcasts."""
         self._spec: UpdateSpec | None = None
@@ -232,7 +229,6 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             wait([background(member.leave) for member in self._engines.all], timeout=2 * REPAIR_S)
             self._source.leave()
             self._source = Source(self._config)  # frees the buffers
-            self._joint.leave()
             self._planner.close()
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -263,7 +259,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                 yield
         except BaseException as error:
             self._ranks.fail(error)
-            self._source.leave()  # who waits in its group fails at once
+            self._source.leave()  # who waits in a group fails at once
+            self._planner.joint.leave()
             raise
         finally:
             self._busy.release()
@@ -356,7 +353,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         run.report.way = self._way or "staged"
         if not self._way or spec.manifest is None:
             # One engine alone is brought over its links: the others need not pause.
-            way = partial(Grouped, joint=self._joint) if self._config.joint and not run.alone else Staged
+            way = Grouped if self._config.wire in JOINT and not run.alone else Staged
             work = way(members, run, **room)
             try:
                 work.run(spec, feed)

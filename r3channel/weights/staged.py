@@ -13,20 +13,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from traceback import clear_frames
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from r3channel import errors
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.executor import Update
-from r3channel.weights.joint_group import JointGroup
-from r3channel.weights.progress import background
+from r3channel.weights.progress import T, background
 from r3channel.weights.rank_link import RankLink
-from r3channel.weights.send_planner import Feed, Sums, UpdateSpec, check_complete
+from r3channel.weights.send_planner import Sums, check_complete
 from r3channel.weights.transaction import Kind
-
-T = TypeVar("T")
 
 
 class Staged(Update):
@@ -131,7 +128,8 @@ class Staged(Update):
 
     def _commit(self, handle: EngineHandle, left_s: float) -> None:
         order = {"op": "commit", "session": self._planner.session, "update": self._ranks.update}
-        handle.change_over(order | {"version": self._version}, self._version, self._config.flush, left_s)
+        flush = self._config.pause != "in_place"
+        handle.change_over(order | {"version": self._version}, self._version, flush, left_s)
         self._planner.committed = {n: ("was committed", sums) for n, (_, sums) in self._coming.items()}
 
 
@@ -140,26 +138,16 @@ class Grouped(Staged):
 
     way = "grouped"
 
-    def __init__(self, *work: Any, joint: JointGroup, **options: Any) -> None:
-        super().__init__(*work, **options)
-        self._joint = joint
-
-    def run(self, spec: UpdateSpec, feed: Feed) -> None:
-        try:
-            super().run(spec, feed)
-        except BaseException:
-            self._joint.leave()
-            raise
-
     def _group(self) -> None:
         """Begin to join the group of all trainer ranks and of the engines that are left."""
         self._hear({})
-        links = [link for member in self.members for link in member.ranks]
-        self._told = self._joint.join(links, self._planner.trainers[0][0], self._run.deadline)
+        self._links = [link for member in self.members for link in member.ranks]
+        self._told = self._planner.joint.join(self._links, self._planner.trainers[0][0], self._run.deadline)
 
     def _gather(self, handle: EngineHandle, left_s: float) -> None:
         if self._told:
-            self._regroup(handle, left_s, self._told | {"rank": self._joint.number(handle.ranks[0])})
+            first = self._ranks.size + self._links.index(handle.ranks[0])
+            self._regroup(handle, left_s, self._told | {"rank": first})
 
     def _regroup(self, handle: EngineHandle, left_s: float, joint: dict[str, Any]) -> None:
         handle.order({"op": "regroup", "session": self._planner.session, "joint": joint}, left_s)
@@ -167,7 +155,7 @@ class Grouped(Staged):
     def _push(self, tensors: Sequence[torch.Tensor]) -> None:
         self._ranks.check()
         with self._run.stage("wait_send"):
-            sent = self._joint.send(self._ranks.update, tensors, self._run.deadline)
+            sent = self._planner.joint.send(self._ranks.update, tensors, self._run.deadline)
         self._run.report.sent_bytes += sent
 
     def _undo(self, handle: EngineHandle, left_s: float) -> None:

@@ -37,6 +37,8 @@ from r3channel.weights.checksums import cross_sums, hashed_bytes, host_bytes, te
 from r3channel.weights.manifest import TensorMeta
 
 Wire = Literal["tcp", "shared_memory", "cuda_ipc", "nccl", "gloo"]
+JOINT = "nccl", "gloo"
+"""Wires that are a group of all ranks."""
 ON_GPU = "cuda_ipc", "nccl"
 """Wires whose staged copy lies on the GPU (nccl's: where there is room), and whose digests are those of its sums."""
 SHM = "/dev/shm"
