@@ -48,7 +48,7 @@ def test_prompts_of_one_request_are_samples_of_their_own(engine_url: str) -> Non
     prompts = [random_prompt(length, seed=length) for length in (30, 17)]
     ask = {"input_ids": prompts, "sampling_params": SAMPLING, "return_routed_experts": True}
     alone = [generate(engine_url, prompt, new_tokens=6) for prompt in prompts]
-    own = dict(zip(("a", "b"), prompts, strict=True))
+    own: dict[str, list[int]] = dict(zip(("a", "b"), prompts, strict=True))
     with Relay(SPEC, TrainerLayout(), ChannelConfig()) as relay:
         body = post(engine_url + "/generate", ask)
         relay.add_bodies([*own], body, lambda name, reply: own[name] + reply["output_ids"], engine=engine_url)

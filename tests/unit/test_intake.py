@@ -195,7 +195,7 @@ def choices(replies: list[dict[str, Any]]) -> dict[str, Any]:
 def test_each_reply_of_a_list_is_a_sample_of_its_own_and_a_bad_one_costs_no_other(
     relay: Relay, form: Any, escaped: bool
 ) -> None:
-    replies = [reply_for(name, LENGTH, seed=seed) | {"index": seed} for seed, name in enumerate(NAMES)]
+    replies: list[Any] = [reply_for(n, LENGTH, seed=seed) | {"index": seed} for seed, n in enumerate(NAMES)]
     text = replies[1]["meta_info"]["routed_experts"]
     replies[1]["meta_info"]["routed_experts"] = text[:200] + ("A" if text[200] != "A" else "B") + text[201:]
     body = json.dumps(form(replies)).encode()
@@ -235,6 +235,7 @@ def test_choices_of_which_one_alone_has_rows_leave_the_others_without(relay: Rel
     assert all(isinstance(error, errors.RoutingMissing) for error in taken.values())
 
 
+GIVEN: Any = Assignment
 WRONG: dict[str, tuple[Any, str]] = {
     "body": (lambda relay: relay.add_body("s", "{}", TOKENS), r"body is '\{\}' \(str\), expected bytes"),
     "engine": (lambda relay: relay.add("s", {}, TOKENS, engine=None), r"engine is None \(NoneType\), expected str"),
@@ -245,9 +246,9 @@ WRONG: dict[str, tuple[Any, str]] = {
     "half a step": (lambda relay: relay.seal(1.5, ONE), r"step is 1\.5 \(float\)"),
     "a truth": (lambda relay: relay.abandon(True), r"step is True \(bool\)"),
     "letters": (lambda _: Assignment.given([["ab"]]), r"ranks is \[\['ab'\]\]"),
-    "a number for a name": (lambda _: Assignment.balanced({"a": 5, 1: 5}, dp=1, microbatch_size=1), "tokens is .*1: 5"),
-    "ranks in words": (lambda _: Assignment.round_robin(["a"], dp="1", microbatch_size=1), "dp is '1'"),
-    "steps in words": (lambda _: Assignment.given([[["a"]]], steps="1"), "steps is '1'"),
+    "a number for a name": (lambda _: GIVEN.balanced({"a": 5, 1: 5}, dp=1, microbatch_size=1), "tokens is .*1: 5"),
+    "ranks in words": (lambda _: GIVEN.round_robin(["a"], dp="1", microbatch_size=1), "dp is '1'"),
+    "steps in words": (lambda _: GIVEN.given([[["a"]]], steps="1"), "steps is '1'"),
 }  # fmt: skip
 ONE = Assignment.given([[["s"]]])
 
