@@ -17,7 +17,7 @@ from r3channel.config import ChannelConfig
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
-from r3channel.recordings.recorder import Recorder
+from r3channel.recordings.recorder import Recorder, head_of
 from r3channel.relay.engines import EngineRegistry
 from r3channel.relay.journal import Journal, SavedTurn
 from r3channel.relay.memory import Store
@@ -143,7 +143,7 @@ class Intake:
     @typed
     def add(
         self, sample_id: str, reply: Mapping[str, Any] | list[Any], tokens: Tokens, *, engine: str = "?",
-        append: bool = False,
+        append: bool = False, cut: bool = False,
     ) -> VerifiedRows | None:  # fmt: skip
         """Verify and keep the routing of one sample.
 
@@ -155,19 +155,22 @@ class Intake:
         `append`: a later turn (or the rest of an interrupted request) of a sample that is here, made with
         `routed_experts_start_len = rows_held`. `tokens` is the whole sequence again; gaps, overlaps and changed tokens
         are refused, and the rows that are held stay.
+
+        `cut`: `tokens` may end before what was generated, as where a limit or a stop string was applied afterwards. The rows are
+        verified whole, and those of the tokens that are left are kept. Not with direct delivery or token tensors.
         """
 
         def take() -> VerifiedRows | None:
             self.engines.check(engine)
             source = self._routing_in(reply, sample_id, engine)
-            return self._add(sample_id, source, key_of(reply), tokens, engine=engine, append=append)
+            return self._add(sample_id, source, key_of(reply), tokens, engine=engine, append=append, cut=cut)
 
         return self._judged(take, sample_id, engine, new=not append)
 
     @typed
     def add_body(
         self, sample_id: str, body: bytes, tokens: Tokens | Callable[[Any], Tokens], *, engine: str = "?",
-        append: bool = False,
+        append: bool = False, cut: bool = False,
     ) -> Any:  # fmt: skip
         """As `add`, for the reply's body as it came; returns the parsed reply, its routing field emptied.
 
@@ -185,14 +188,15 @@ class Intake:
             one = _read(partial(last_event, sample_id=sample_id, engine=engine), body, sample_id, engine)
             reply, text = _read(split_reply, one, sample_id, engine)
             again = partial(_read, parsed, one, sample_id, engine)
-            return self._add_split(sample_id, reply, text, again, tokens, engine=engine, append=append)
+            how: dict[str, Any] = {"engine": engine, "append": append, "cut": cut}
+            return self._add_split(sample_id, reply, text, again, tokens, **how)
 
         return self._judged(take, sample_id, engine, new=not append)
 
     @typed
     def add_bodies(
         self, sample_ids: Sequence[str], body: bytes, tokens: Callable[[str, Any], Tokens], *, engine: str = "?",
-        append: bool = False,
+        append: bool = False, cut: bool = False,
     ) -> dict[str, Any]:  # fmt: skip
         """Take in the body of a request with several prompts, or with n above 1: one sample for each reply, in their order.
 
@@ -206,7 +210,8 @@ class Intake:
             body: As it came: a JSON list of replies, or an OpenAI reply with a choice for each.
             tokens: Gives a sample's whole sequence by its name and its parsed reply.
             engine: Who answered.
-            append: As of `add`.
+            append: As of `add`, for each.
+            cut: As of `add`.
 
         Returns:
             By name the parsed reply, its routing field emptied, or the error (an `R3Error`) that it was refused with.
@@ -225,7 +230,8 @@ class Intake:
         for at, (name, (reply, text)) in enumerate(zip(sample_ids, split, strict=True)):
             whole = partial(tokens, name)
             again = partial(lambda at: samples_of(parsed(body))[at], at)
-            take = partial(self._add_split, name, reply, text, again, whole, engine=engine, append=append)
+            how: dict[str, Any] = {"engine": engine, "append": append, "cut": cut}
+            take = partial(self._add_split, name, reply, text, again, whole, **how)
             try:
                 taken[name] = self._judged(take, name, engine, new=not append)
             except errors.R3Error as error:
@@ -234,17 +240,17 @@ class Intake:
 
     def _add_split(
         self, sample_id: str, reply: Any, text: memoryview | None, again: Callable[[], Any],
-        tokens: Tokens | Callable[[Any], Tokens], *, engine: str, append: bool,
+        tokens: Tokens | Callable[[Any], Tokens], **how: Any,
     ) -> Any:  # fmt: skip
         """`again` parses the whole reply, where the characters that were cut out are no base64."""
-        found = text or self._routing_in(reply, sample_id, engine)
+        found = text or self._routing_in(reply, sample_id, how["engine"])
         whole, key = tokens(reply) if callable(tokens) else tokens, key_of(reply)
         try:
             source = found if isinstance(found, Source) else Base64Text(found)
-            self._add(sample_id, source, key, whole, engine=engine, append=append)
+            self._add(sample_id, source, key, whole, **how)
         except NotBase64:  # or characters that JSON escapes
-            source = self._routing_in(again(), sample_id, engine)
-            self._add(sample_id, source, key, whole, engine=engine, append=append)
+            source = self._routing_in(again(), sample_id, how["engine"])
+            self._add(sample_id, source, key, whole, **how)
         return reply
 
     @typed
@@ -317,8 +323,8 @@ class Intake:
             return _NOTHING
 
     def _add(
-        self, sample_id: str, source: Source, key: int | None, tokens: Tokens, *, engine: str, append: bool
-    ) -> VerifiedRows | None:
+        self, sample_id: str, source: Source, key: int | None, tokens: Tokens, *, engine: str, append: bool, cut: bool = False
+    ) -> VerifiedRows | None:  # fmt: skip
         tokens_T = as_tokens(tokens)
         held, config = self.rows_held(sample_id) if append else 0, self.config
         reply = Reply(sample_id, engine, key, len(tokens_T), *hashes_of(tokens_T))
@@ -327,14 +333,20 @@ class Intake:
         reply.live, nbytes, rows = source is _NOTHING, source.left, None
         try:
             begun = source.take(min(nbytes, REFERENCE_BYTES))
+            if cut and (self._tensors or begun[: len(REFERENCE_MAGIC)] == REFERENCE_MAGIC):
+                raise errors.UsageError(
+                    f"{reply.where}: cut=True, and rows come directly, or token_tensors are declared"
+                )
             if begun[: len(REFERENCE_MAGIC)] == REFERENCE_MAGIC:
                 reply.reference = self._reference(begun, source)
             elif not reply.live:
                 self.expire()
                 rows = self.verifier.keep(
-                    source, where=reply.where, max_rows=len(tokens_T), room_s=config.backpressure_timeout_s,
-                    begun=begun, more=bool(self._tensors),
+                    source, where=reply.where, max_rows=MOST_ROWS if cut else len(tokens_T),
+                    room_s=config.backpressure_timeout_s, begun=begun, more=bool(self._tensors),
                 )  # fmt: skip
+                if cut and max(held, rows.first_row) + 1 < len(tokens_T) <= rows.end_row:
+                    rows = self._cut(rows, len(tokens_T) - 1, where=reply.where)
             if self._tensors and nbytes:
                 reply.tensors = keep_tensors(
                     source, self._store, self._tensors, where=reply.where, tokens=len(tokens_T), held_rows=held,
@@ -356,6 +368,17 @@ class Intake:
         if rows is not None:
             self.metrics.inc("r3channel_bytes_total", nbytes, leg="engine_frame")
         return rows
+
+    def _cut(self, rows: VerifiedRows, end_row: int, *, where: str) -> VerifiedRows:
+        """Keep the rows before `end_row` as a frame of their own, so that what survives a kill has these alone."""
+        try:
+            kept = rows.cut(end_row)
+            data = head_of(kept, self.spec) + kept.ids_TLK.tobytes()
+            room_s = self.config.backpressure_timeout_s
+            return self.verifier.keep(InHand(data), where=where, max_rows=end_row + 1, room_s=room_s)
+        finally:
+            self.metrics.inc("r3channel_cut_rows_total", rows.end_row - end_row)
+            self.free([rows])
 
     def _reference(self, begun: memoryview, source: Source) -> FrameReference:
         if source.left and not self._tensors:

@@ -387,6 +387,69 @@ def test_a_step_records_the_rows_of_all_turns(tmp_path: Path) -> None:
     relay.close()
 
 
+# -- responses that were cut ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole_body", [False, True])
+@pytest.mark.parametrize("invalid", [(), (3, 12), (30,)])
+def test_of_a_response_that_was_cut_the_rows_of_the_tokens_that_are_left_are_trained(
+    tmp_path: Path, whole_body: bool, invalid: tuple[int, ...]
+) -> None:
+    """Before and behind the cut rows without routing lie, and another weight version begins behind it; a turn follows."""
+    config = ChannelConfig(invalid_rows="mask")
+    relay = Relay(SPEC, TrainerLayout(), config, recorder=Recorder(tmp_path))
+    valid_T = ~np.isin(np.arange(40), invalid)
+    spans = [span(0, 20, 1), span(20, 40, 2)]
+    frame = encode_frame(
+        SPEC, expert_ids_TLK=IDS, provenance=spans, valid_T=valid_T, sample_key=sample_key("r")
+    )
+    reply: Any = reply_of(frame, request_id="r")
+    add: Any = relay.add_body if whole_body else relay.add
+    what = json.dumps(reply).encode() if whole_body else reply
+    with pytest.raises(errors.RowCountMismatch):
+        add("s", what, TOKENS[:16])
+    add("s", what, TOKENS[:16], cut=True)
+    (kept,) = turns_here(relay, "s")
+    expected = encode_frame(
+        SPEC,
+        expert_ids_TLK=IDS[:15],
+        provenance=[span(0, 15, 1)],
+        valid_T=valid_T[:15],
+        sample_key=sample_key("r"),
+    )
+    relay.add_frame("same", expected, TOKENS[:16])
+    (same,) = turns_here(relay, "same")
+    for name in ("first_row", "end_row", "provenance", "invalid", "fold", "sample_key"):
+        assert getattr(kept, name) == getattr(same, name), name
+    assert np.array_equal(kept.ids_TLK, same.ids_TLK) and np.array_equal(kept.digests_L, same.digests_L)
+    assert relay.status()["store"]["frames"] == 2 and relay.metrics.value("r3channel_cut_rows_total") == 25
+    relay.add("s", turn(15, 40), TOKENS, append=True)
+    start(receivers_of(relay), sealed(relay, "s"))[0].result(SOON_S)
+    relay.join_previous(timeout_s=SOON_S)
+    there = valid_T | (np.arange(40) >= 15)
+    assert np.array_equal(recorded(tmp_path).rows("s")[there], IDS[there])
+    relay.close()
+
+
+def test_what_is_not_cut_is_taken_as_it_is_and_what_cannot_be_is_named(relay: Relay) -> None:
+    relay.add("s", turn(0, 40), TOKENS, cut=True)
+    assert np.array_equal(rows_here(relay, "s"), IDS)
+    with pytest.raises(errors.RowCountMismatch):
+        relay.add("longer", turn(0, 10), TOKENS[:20], cut=True)
+    with pytest.raises(errors.RowCountMismatch):
+        relay.add("none", turn(0, 10), TOKENS[:1], cut=True)
+    relay.add("two", turn(0, 10), TOKENS[:11])
+    with pytest.raises(errors.RowCountMismatch):  # nothing of the turn is left
+        relay.add("two", turn(10, 20), TOKENS[:8], append=True, cut=True)
+    assert relay.status()["store"]["frames"] == 2
+
+
+def test_a_cut_sample_survives_a_kill_with_the_rows_that_are_left(on_disk: Relay, tmp_path: Path) -> None:
+    on_disk.add("s", turn(0, 40), TOKENS[:16], cut=True)
+    (file,) = tmp_path.glob("*/*.frame")
+    assert len(file.read_bytes()) < IDS[:40].nbytes
+
+
 # -- what the disk cannot keep -------------------------------------------------------------------------------------------
 
 
