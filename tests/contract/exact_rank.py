@@ -208,6 +208,12 @@ def grouped(job: dict[str, Any]) -> dict[str, Any]:
         WeightSync.sharded(job["engines"], group=dist.group.WORLD, wire="gloo") as sync,
     ):
         sync.connect(timeout_s=UPDATE_S)
+        noted, start = list[int](), ProcessGroupTransport.start_send
+        with patch.object(
+            ProcessGroupTransport, "start_send", lambda *sent: noted.append(sent[1]) or start(*sent)
+        ):
+            result["first"] = sync.update(shards(rank, 0), version=0, timeout_s=UPDATE_S).version
+        result["order"] = noted
         result["sent"] = sync.update(shards(rank, 1), version=1, timeout_s=UPDATE_S).sent_bytes
         spoiled = shards(rank, 2)
         if rank == 1:
@@ -216,17 +222,17 @@ def grouped(job: dict[str, Any]) -> dict[str, Any]:
         for version in (2, 3):
             sync.update(shards(rank, version), version=version, timeout_s=UPDATE_S)
         if rank == 1:
-            die_at_send(job)
+            die_at_send(job, result)
         result["lost"] = failure(lambda: sync.update(shards(rank, 4), version=4, timeout_s=UPDATE_S))
     return result
 
 
-def die_at_send(job: dict[str, Any]) -> None:
+def die_at_send(job: dict[str, Any], result: dict[str, Any]) -> None:
     inner, left = ProcessGroupTransport.start_send, itertools.count()
 
     def dying(self: ProcessGroupTransport, *arguments: Any) -> Any:
         if next(left) == job["kills"]:
-            write_result(job, {})
+            write_result(job, result)
             os._exit(0)
         return inner(self, *arguments)
 

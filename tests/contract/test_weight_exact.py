@@ -6,12 +6,15 @@ import itertools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from examples.float8_blocks import quantise
+from r3channel.transport.process_group import ProcessGroupTransport
+from r3channel.weights.joint_group import turns
 from r3channel.weights.loader_map import dry_run
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.session import WeightSync
@@ -55,11 +58,26 @@ def test_an_error_of_either_trainer_rank_says_what_version_engines_hold(tmp_path
 
 @pytest.mark.parametrize(("ranks", "round_of_death"), [(2, 0), (3, 2), (4, 3)])
 def test_ranks_send_in_one_group_in_one_order_and_who_dies_in_a_round_costs_that_update(
-    tmp_path: Path, ranks: int, round_of_death: int
+    tmp_path: Path, ranks: int, round_of_death: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    received: dict[int, list[int]] = {}
+    recv = ProcessGroupTransport.recv
+
+    def noted(wire: ProcessGroupTransport, src: int, *rest: Any, **more: Any) -> None:
+        received.setdefault(wire.rank - ranks, []).append(src)
+        recv(wire, src, *rest, **more)
+
+    monkeypatch.setattr(ProcessGroupTransport, "recv", noted)
     engines = empty(3)
     job = {"engines": [engine.url for engine in engines], "kills": round_of_death}
     results = run_ranks(RANK, tmp_path, world_size=ranks, job=job)
+    # Of the first update, as NCCL needs it: gloo would take any order.
+    for number, found in enumerate(results):
+        counts = [found["order"].count(ranks + engine) for engine in range(3)]
+        assert found["order"] == [ranks + to for to, _ in turns(number, 1, counts, max(ranks, 3))]
+    for engine, came in received.items():
+        counts = [found["order"].count(ranks + engine) for found in results]
+        assert came[: sum(counts)] == [who for who, _ in turns(engine, -1, counts, max(ranks, 3))]
     del results[1]
     whole = sum(tensor.nbytes for tensor in weights(1).values())
     assert results[0]["sent"] == len(engines) * whole / 2
