@@ -65,8 +65,11 @@ def _fits(value: Any, hint: Any) -> bool:
         keyed = isinstance(value, containers.Mapping)
         return keyed and (inner[0] is not str or all(isinstance(key, str) for key in value))
     if origin in (containers.Sequence, containers.Iterable):
-        if isinstance(value, (str, bytes, containers.Mapping, Number, NoneType)):
+        if isinstance(value, (str, bytes, Number, NoneType)):
             return False
+        if origin is containers.Iterable:  # which may be read once
+            return True
         deeper = inner[0] is str or get_origin(inner[0]) is containers.Sequence
-        return not deeper or origin is containers.Iterable or all(_fits(item, inner[0]) for item in value)
+        plain = not isinstance(value, containers.Mapping)
+        return plain and (not deeper or all(_fits(item, inner[0]) for item in value))
     return True
