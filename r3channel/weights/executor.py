@@ -132,8 +132,7 @@ class Update:
         # Through a rank's bytes once: a core copies and hashes 4.9 GB/s (AMD EPYC), and all ranks of a host share its memory's
         # bandwidth. A link that falls silent meanwhile must not cost the others the update.
         sizes = (staged_bytes(rank.needs.params) for rank in self._handles[action.engine].ranks)
-        once_s = min(left_s, max(most_s, max(sizes, default=0) / 1e9))
-        limits_s |= {"commit": once_s, "verify": once_s}
+        limits_s |= dict.fromkeys(("commit", "verify"), min(left_s, max(most_s, max(sizes, default=0) / 1e9)))
         return limits_s.get(action.call, left_s if action.call in _GROWING else min(left_s, most_s))
 
     def _carry_on(self) -> None:

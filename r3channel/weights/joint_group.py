@@ -159,6 +159,8 @@ class JointReceiver:
         with self._changed:
             self._wire = wire
             self._changed.notify_all()
+        if self._ended:  # meanwhile
+            wire.abort()
 
     def begin(self, update: int, trainer: int, records: int) -> None:
         """Take in how many records a trainer sends in an update."""
@@ -199,8 +201,7 @@ class JointReceiver:
                 if self._wire is not None and self._order and self._order[0] == trainer:
                     return self._wire
                 self._changed.wait()
-            why = self._ended or f"update {update} was given up"
-            raise WeightsCorrupt(f"the joint group has ended: {why}")
+            raise WeightsCorrupt(f"the joint group has ended: {self._ended or 'the update was given up'}")
 
     def close(self, why: str) -> None:
         """Leave the group, also in the middle of a call. Idempotent."""

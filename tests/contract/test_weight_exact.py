@@ -13,15 +13,17 @@ import torch
 from safetensors.torch import save_file
 
 from examples.float8_blocks import quantise
-from r3channel.transport.process_group import ProcessGroupTransport
-from r3channel.weights.joint_group import turns
+from r3channel.errors import TransportError
+from r3channel.transport.base import Rendezvous
+from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore, in_background
+from r3channel.weights.joint_group import JointReceiver, turns
 from r3channel.weights.loader_map import dry_run
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.session import WeightSync
 from tests.contract.exact_rank import FLOAT8, plain, weights
 from tests.dist.ranks import run_ranks
 from tests.support.fake_engine import FakeEngine, Model
-from tests.support.waits import UPDATE_S
+from tests.support.waits import SOON_S, UPDATE_S
 
 RANK = "tests.contract.exact_rank"
 
@@ -90,6 +92,19 @@ def test_ranks_send_in_one_group_in_one_order_and_who_dies_in_a_round_costs_that
         sync.connect(timeout_s=UPDATE_S)
         sync.update(weights(5).items(), version=5, timeout_s=UPDATE_S)
     assert all(holds(engine, weights(5), "5") for engine in engines)
+
+
+def test_a_rank_that_is_to_leave_while_it_joins_leaves_once_it_has() -> None:
+    store = RendezvousStore("127.0.0.1")
+    where: dict[str, Any] = {"backend": "gloo", "name": "test-leaves", "connection": 0, "world_size": 2}
+    where |= {"host": store.host, "port": store.port}
+    receiver = JointReceiver(where=where, rank=1, timeout_s=SOON_S, trainers=1)
+    joining = in_background(receiver.join, name="test-join")
+    receiver.close("its trainer is gone")
+    trainer = ProcessGroupTransport(Rendezvous(**where, rank=0), timeout_s=SOON_S, members="joint")
+    joining.result(SOON_S)
+    with pytest.raises(TransportError, match="closed"):
+        trainer.recv(1, torch.empty(1, dtype=torch.uint8), timeout_s=SOON_S)
 
 
 def holds(engine: FakeEngine, wanted: dict[str, torch.Tensor], version: str) -> bool:
