@@ -58,7 +58,10 @@ def test_an_error_of_either_trainer_rank_says_what_version_engines_hold(tmp_path
         assert all(f"{url}: version 2" in lost for url in urls)
 
 
-@pytest.mark.parametrize(("ranks", "round_of_death"), [(2, 0), (3, 2), (4, 3)])
+@pytest.mark.parametrize(
+    ("ranks", "round_of_death"),
+    [pytest.param(2, 0, marks=pytest.mark.long), (3, 2), pytest.param(4, 3, marks=pytest.mark.long)],
+)
 def test_ranks_send_in_one_group_in_one_order_and_who_dies_in_a_round_costs_that_update(
     tmp_path: Path, ranks: int, round_of_death: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

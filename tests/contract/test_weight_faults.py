@@ -81,8 +81,10 @@ PHASES = {
 """By way, the phases of an update of an engine that is met anew, and what is struck: a call to it, or a link of its rank."""
 BYTES = "stage", "later"
 # Linking may take all of an update's time, and a begin that is refused is taken for a bracket that is open already.
+# Of a joint group only what is its own is struck in `make test`.
+ALIKE = [("gloo", phase) for phase in ("pause", "verify", "commit", "resume")]
 MATRIX = [
-    (way, phase, fault)
+    pytest.param(way, phase, fault, marks=[pytest.mark.long] if (way, phase) in ALIKE else [])
     for way, phases in PHASES.items()
     for phase in phases
     for fault in ("refuse", "die", "drop", "hang")
