@@ -37,7 +37,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chaos test test-long test-full test-rest covering quick gpu gpu-wheels lint format dashboard lower clean distclean
+.PHONY: help bench-slime setup demo chaos test test-long test-full test-rest covering quick gpu gpu-wheels lint format dashboard lower clean distclean
 
 help:
 	@sed -n '3,8s/^# *//p' Makefile
@@ -132,8 +132,12 @@ format: setup
 	$(BIN)/python -m ruff format .
 	$(BIN)/python -m ruff check --fix .
 
+# What routing replay costs in slime's own loop: R3TEST_UPSTREAM names the folder of its sources (tests/README.md).
+bench-slime: setup
+	$(BIN)/python -m tests.upstream.slime_cpu.compare $(ARGS)
+
 dashboard: setup
-	$(BIN)/python -m r3channel.tools.dashboard > dashboards/r3channel.json.new
+	$(BIN)/python -m dashboards.dashboard > dashboards/r3channel.json.new
 	mv dashboards/r3channel.json.new dashboards/r3channel.json
 
 # Ceilings of code lines fall to today's figures.

@@ -69,6 +69,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="how they reach the engines: SGLang loads a broadcast; each trainer sends its own part; through shared memory",
     )
     parser.add_argument(
+        "--weights-wire", choices=("tcp", "gloo", "nccl"), default="tcp",
+        help="what carries --weights exact: links while engines serve, or one group of all ranks while they are paused",
+    )  # fmt: skip
+    parser.add_argument(
         "--delivery", choices=("inband", "direct"), default="inband", help="rows in replies, or to the relay"
     )
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
@@ -138,6 +142,10 @@ def _faults(args: argparse.Namespace) -> Iterator[str]:
         yield from preflight.of_channel(config, ranks=layout.world_size)
     elif args.dump or args.record or args.no_replay or args.fault or args.delivery == "direct":
         yield "--dump, --record, --no-replay, --fault and --delivery direct need --use-r3-channel"
+    if args.weights_wire != "tcp" and args.weights != "exact":
+        yield f"--weights-wire {args.weights_wire} carries --weights exact, not {args.weights}"
+    if args.weights_wire == "nccl" and args.device != "cuda":
+        yield "--weights-wire nccl needs --device cuda; expected gloo, the same on hosts"
     yield from _machine(args, layout)
 
 

@@ -108,7 +108,8 @@ class Trainer:
             args = self.args
             self.publisher = Publisher(
                 urls, model=args.model, bucket_bytes=args.weight_bucket_bytes, manifest=args.weights_manifest,
-                weights=args.weights, token_file=args.r3_token_file, metrics=self.routing.metrics, device=args.device,
+                weights=args.weights, wire=args.weights_wire, token_file=args.r3_token_file, device=args.device,
+                metrics=self.routing.metrics,
             )  # fmt: skip
 
     def begin(self) -> None:

@@ -40,12 +40,12 @@ class Publisher:
     """Pushes from the first trainer rank, or from all, each with its part. A push is verified before it is committed."""
 
     def __init__(
-        self, urls: list[str], *, model: str, bucket_bytes: int, manifest: str | None, weights: str,
+        self, urls: list[str], *, model: str, bucket_bytes: int, manifest: str | None, weights: str, wire: Any,
         token_file: str | None, metrics: Metrics | None, device: str,
     ) -> None:  # fmt: skip
         """`model`: the checkpoint that the engines were started from. `manifest`: file that tells what was committed.
 
-        `weights`: `broadcast` (which tells no manifest), `exact` or `colocated`. From a GPU a broadcast goes over NCCL.
+        `weights`: `broadcast` (which tells no manifest), `exact` (over `wire`) or `colocated`. From a GPU a broadcast is NCCL's.
         """
         self._manifest = manifest
         engines = [EngineHandle(url) for url in urls]
@@ -54,7 +54,7 @@ class Publisher:
         exact = partial(WeightSync.sharded, group=dist.group.WORLD)
         make = exact if weights == "exact" else WeightSync.whole
         self._sync = make(
-            engines, staged=weights != "broadcast", wire="shared_memory" if weights == "colocated" else "tcp",
+            engines, staged=weights != "broadcast", wire="shared_memory" if weights == "colocated" else wire,
             bucket_bytes=bucket_bytes, verify=weights != "broadcast" or manifest is not None,
             token_file=token_file or "", metrics=metrics,
             backend="nccl" if device == "cuda" and weights == "broadcast" else "gloo",

@@ -26,10 +26,10 @@ import torch
 from r3channel.bench.harness import Effort, Parts, timed
 from r3channel.transport.process_group import in_background
 from r3channel.weights import convert, loader_map
+from r3channel.weights.broadcast import WeightGroup
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.geometry import report_of
-from r3channel.weights.group import WeightGroup
 from r3channel.weights.loader_map import Needs
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import Deadline, UpdateReport
@@ -40,6 +40,7 @@ from r3channel.weights.session import WeightSync
 
 WAYS: dict[str, dict[str, Any]] = {
     "flattened": {"staged": False}, "staged": {"staged": True}, "colocated": {"staged": True, "wire": "shared_memory"},
+    "grouped": {"wire": "gloo"},
 }  # fmt: skip
 _TIMEOUT_S, _READY_TIMEOUT_S = 120.0, 240.0
 
@@ -67,16 +68,16 @@ def _updates(url: str, named: Named, rounds: int) -> dict[str, Any]:
     """Medians by way, one way after another: a session holds its engine."""
     reports: dict[str, list[UpdateReport]] = {}
     for name, options in WAYS.items():
-        with WeightSync.whole([url], **options) as sync:
+        make = partial(WeightSync.sharded, group=None) if name == "grouped" else WeightSync.whole
+        with make([url], **options) as sync:
             sync.connect(timeout_s=_TIMEOUT_S)
-            found = [sync.update(iter(named), version=1, timeout_s=_TIMEOUT_S) for _ in range(rounds + 1)]
-            reports[name] = found[1:]
+            update = partial(sync.update, named, version=1, timeout_s=_TIMEOUT_S)
+            reports[name] = [update() for _ in range(rounds + 1)][1:]
     return {
         "tensors": len(named), "bytes": sum(tensor.nbytes for _, tensor in named),
         "parameters_compared": reports["staged"][-1].verified,
         "wall_s": {name: median(report.wall_s for report in found) for name, found in reports.items()},
         "pause_s": {name: median(report.paused_s for report in found) for name, found in reports.items()},
-        "pause_share": {name: median(one.paused_s / one.wall_s for one in found) for name, found in reports.items()},
     }  # fmt: skip
 
 

@@ -122,18 +122,3 @@ def flag(name: str, value: Any) -> str:
 
 
 # -- for the reader ------------------------------------------------------------------------------------------------------
-
-
-def table_lines() -> list[str]:
-    """The table as Markdown, for the room's page."""
-    lines = [
-        "| settings | values | | why; of what is refused also the word that overrides |",
-        "|---|---|---|---|",
-    ]
-    lines += [f"| `{pair.names}` | | {REFUSED} | {pair.why} (`{pair.word}`) |" for pair in TOGETHER]
-    for setting in SETTINGS:
-        refusal = setting.verdict is REFUSED
-        why = f"{REFUSALS[setting.why]} (`{setting.why}`)" if refusal else setting.why
-        names = " ".join(f"`{name}`" for name in setting.names.split())
-        lines.append(f"| {names} | {setting.values} | {setting.verdict} | {why} |")
-    return lines

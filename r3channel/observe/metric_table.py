@@ -66,6 +66,7 @@ METRICS: dict[str, Metric] = {line[1]: Metric(*line) for line in (
     ("counter", "r3channel_rejected_total", "errors", _RELAY, ("reason",),
         "Refused replies, frames and steps by reason; a sample can be refused more than once."),
     ("counter", "r3channel_rows_total", "rows", _RELAY, (), "Rows of accepted samples; bytes / rows is B/token."),
+    ("counter", "r3channel_cut_rows_total", "rows", _RELAY, (), "Rows of tokens that were cut off after they were generated."),
     ("counter", "r3channel_steps_total", "steps", _BOTH, (), "Steps sealed by a relay or received by a trainer."),
     ("gauge", "r3channel_step", "step", _BOTH, (), "Newest step that a relay sealed or a trainer received."),
     ("gauge", "r3channel_steps_in_flight", "steps", _RELAY, (), "Sealed steps that a trainer has not acknowledged."),

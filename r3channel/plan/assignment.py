@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from r3channel.errors import ConfigError, SampleTwice
+from r3channel.typed import typed
 
 Microbatches = tuple[tuple[str, ...], ...]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -72,6 +73,7 @@ class Assignment:
         return tuple(chain.from_iterable(chain.from_iterable(self.ranks)))
 
     @classmethod
+    @typed
     def given(
         cls, ranks: Sequence[Sequence[Sequence[str]]], *, steps: Sequence[int] | None = None
     ) -> Assignment:
@@ -80,6 +82,7 @@ class Assignment:
         return cls(cut, () if steps is None else tuple(steps))
 
     @classmethod
+    @typed
     def round_robin(
         cls, sample_ids: Sequence[str], *, dp: int, microbatch_size: int, steps: int = 1
     ) -> Assignment:
@@ -89,6 +92,7 @@ class Assignment:
         return cls(ranks, (len(ranks[0]) // steps,) * steps)
 
     @classmethod
+    @typed
     def balanced(
         cls, tokens: Mapping[str, int], *, dp: int, microbatch_size: int, steps: int = 1
     ) -> Assignment:
@@ -103,6 +107,7 @@ class Assignment:
         ])  # fmt: skip
 
     @classmethod
+    @typed
     def dynamic(cls, tokens: Mapping[str, int], *, dp: int, max_tokens: int, steps: int = 1) -> Assignment:
         """Balanced over ranks; micro-batches of any number of samples with at most `max_tokens` tokens together.
 

@@ -17,7 +17,7 @@ from r3channel.config import ChannelConfig
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
-from r3channel.recordings.recorder import Recorder
+from r3channel.recordings.recorder import Recorder, head_of
 from r3channel.relay.engines import EngineRegistry
 from r3channel.relay.journal import Journal, SavedTurn
 from r3channel.relay.memory import Store
@@ -29,11 +29,14 @@ from r3channel.relay.reply import (
     no_base64,
     parsed,
     routing_text,
+    samples_of,
+    split_replies,
     split_reply,
 )
 from r3channel.relay.sample_table import Reply, Sample, SampleTable, Turn
 from r3channel.relay.token_tensors import HeldTensors, keep_tensors
 from r3channel.relay.verify import DAMAGED, MOST_ROWS, FrameVerifier, VerifiedRows
+from r3channel.typed import typed
 from r3channel.wire.header import MAX_ROWS
 from r3channel.wire.parcel import REFERENCE_BYTES, REFERENCE_MAGIC, FrameName, FrameReference, frames_in
 from r3channel.wire.routing import Ids, as_tokens, hash_tokens, hashes_of
@@ -137,8 +140,10 @@ class Intake:
 
     # -- replies ---------------------------------------------------------------------------------------------------
 
+    @typed
     def add(
-        self, sample_id: str, reply: Mapping[str, Any], tokens: Tokens, *, engine: str = "?", append: bool = False
+        self, sample_id: str, reply: Mapping[str, Any] | list[Any], tokens: Tokens, *, engine: str = "?",
+        append: bool = False, cut: bool = False,
     ) -> VerifiedRows | None:  # fmt: skip
         """Verify and keep the routing of one sample.
 
@@ -150,18 +155,22 @@ class Intake:
         `append`: a later turn (or the rest of an interrupted request) of a sample that is here, made with
         `routed_experts_start_len = rows_held`. `tokens` is the whole sequence again; gaps, overlaps and changed tokens
         are refused, and the rows that are held stay.
+
+        `cut`: `tokens` may end before what was generated, as where a limit or a stop string was applied afterwards. The rows are
+        verified whole, and those of the tokens that are left are kept. Not with direct delivery or token tensors.
         """
 
         def take() -> VerifiedRows | None:
             self.engines.check(engine)
             source = self._routing_in(reply, sample_id, engine)
-            return self._add(sample_id, source, key_of(reply), tokens, engine=engine, append=append)
+            return self._add(sample_id, source, key_of(reply), tokens, engine=engine, append=append, cut=cut)
 
         return self._judged(take, sample_id, engine, new=not append)
 
+    @typed
     def add_body(
         self, sample_id: str, body: bytes, tokens: Tokens | Callable[[Any], Tokens], *, engine: str = "?",
-        append: bool = False,
+        append: bool = False, cut: bool = False,
     ) -> Any:  # fmt: skip
         """As `add`, for the reply's body as it came; returns the parsed reply, its routing field emptied.
 
@@ -178,18 +187,73 @@ class Intake:
             self.engines.check(engine)
             one = _read(partial(last_event, sample_id=sample_id, engine=engine), body, sample_id, engine)
             reply, text = _read(split_reply, one, sample_id, engine)
-            found = text or self._routing_in(reply, sample_id, engine)
-            whole, key = tokens(reply) if callable(tokens) else tokens, key_of(reply)
-            try:
-                source = found if isinstance(found, Source) else Base64Text(found)
-                self._add(sample_id, source, key, whole, engine=engine, append=append)
-            except NotBase64:  # or characters that JSON escapes
-                source = self._routing_in(_read(parsed, one, sample_id, engine), sample_id, engine)
-                self._add(sample_id, source, key, whole, engine=engine, append=append)
-            return reply
+            again = partial(_read, parsed, one, sample_id, engine)
+            how: dict[str, Any] = {"engine": engine, "append": append, "cut": cut}
+            return self._add_split(sample_id, reply, text, again, tokens, **how)
 
         return self._judged(take, sample_id, engine, new=not append)
 
+    @typed
+    def add_bodies(
+        self, sample_ids: Sequence[str], body: bytes, tokens: Callable[[str, Any], Tokens], *, engine: str = "?",
+        append: bool = False, cut: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Take in the body of a request with several prompts, or with n above 1: one sample for each reply, in their order.
+
+        The bytes are gone through once. A sample that is refused costs no other one.
+
+            names, prompts = ["a0", "a1"], {"a0": first, "a1": second}
+            taken = relay.add_bodies(names, body, lambda name, reply: prompts[name] + reply["output_ids"], engine=url)
+
+        Args:
+            sample_ids: Their names.
+            body: As it came: a JSON list of replies, or an OpenAI reply with a choice for each.
+            tokens: Gives a sample's whole sequence by its name and its parsed reply.
+            engine: Who answered.
+            append: As of `add`, for each.
+            cut: As of `add`.
+
+        Returns:
+            By name the parsed reply, its routing field emptied, or the error (an `R3Error`) that it was refused with.
+
+        Raises:
+            RoutingMissing: The body is no JSON.
+            UsageError: It has more or fewer replies than there are names.
+        """
+        self.engines.check(engine)
+        split = _read(split_replies, body, str(sample_ids), engine)
+        if len(split) != len(set(sample_ids)):
+            raise errors.UsageError(
+                f"engine {engine}: {len(split)} replies for the samples {sample_ids!r}; expected one name for each"
+            )
+        taken = dict[str, Any]()
+        for at, (name, (reply, text)) in enumerate(zip(sample_ids, split, strict=True)):
+            whole = partial(tokens, name)
+            again = partial(lambda at: samples_of(parsed(body))[at], at)
+            how: dict[str, Any] = {"engine": engine, "append": append, "cut": cut}
+            take = partial(self._add_split, name, reply, text, again, whole, **how)
+            try:
+                taken[name] = self._judged(take, name, engine, new=not append)
+            except errors.R3Error as error:
+                taken[name] = error
+        return taken
+
+    def _add_split(
+        self, sample_id: str, reply: Any, text: memoryview | None, again: Callable[[], Any],
+        tokens: Tokens | Callable[[Any], Tokens], **how: Any,
+    ) -> Any:  # fmt: skip
+        """`again` parses the whole reply, where the characters that were cut out are no base64."""
+        found = text or self._routing_in(reply, sample_id, how["engine"])
+        whole, key = tokens(reply) if callable(tokens) else tokens, key_of(reply)
+        try:
+            source = found if isinstance(found, Source) else Base64Text(found)
+            self._add(sample_id, source, key, whole, **how)
+        except NotBase64:  # or characters that JSON escapes
+            source = self._routing_in(again(), sample_id, how["engine"])
+            self._add(sample_id, source, key, whole, **how)
+        return reply
+
+    @typed
     def add_frame(
         self, sample_id: str, data: bytes, tokens: Tokens, *, engine: str = "?", append: bool = False
     ) -> VerifiedRows | None:
@@ -200,6 +264,7 @@ class Intake:
 
         return self._judged(take, sample_id, engine, new=not append)
 
+    @typed
     def add_live(self, sample_id: str, tokens: Tokens, *, append: bool = False) -> None:
         """Leave a sample's rows to the live router, whatever `on_missing` says; with `append` those of its further tokens."""
         take = partial(self._add, sample_id, _NOTHING, None, tokens, engine="?", append=append)
@@ -227,6 +292,7 @@ class Intake:
             raise
         return self.rows_held(sample_id) + 1
 
+    @typed
     def rows_held(self, sample_id: str, tokens: Tokens | None = None) -> int:
         """Rows of a sample that are here or on their way: `routed_experts_start_len` of its next turn.
 
@@ -241,6 +307,7 @@ class Intake:
         same = held <= len(tokens) and hash_tokens(as_tokens(tokens[:held])) == wanted
         return held if same and not unsound else 0
 
+    @typed
     def asks(self, sample_id: str) -> dict[str, Any]:
         """Fields of a sample's next request: SGLang is to return routing, of a later turn only the rows that are not here."""
         held = self.rows_held(sample_id)
@@ -256,8 +323,8 @@ class Intake:
             return _NOTHING
 
     def _add(
-        self, sample_id: str, source: Source, key: int | None, tokens: Tokens, *, engine: str, append: bool
-    ) -> VerifiedRows | None:
+        self, sample_id: str, source: Source, key: int | None, tokens: Tokens, *, engine: str, append: bool, cut: bool = False
+    ) -> VerifiedRows | None:  # fmt: skip
         tokens_T = as_tokens(tokens)
         held, config = self.rows_held(sample_id) if append else 0, self.config
         reply = Reply(sample_id, engine, key, len(tokens_T), *hashes_of(tokens_T))
@@ -266,14 +333,20 @@ class Intake:
         reply.live, nbytes, rows = source is _NOTHING, source.left, None
         try:
             begun = source.take(min(nbytes, REFERENCE_BYTES))
+            if cut and (self._tensors or begun[: len(REFERENCE_MAGIC)] == REFERENCE_MAGIC):
+                raise errors.UsageError(
+                    f"{reply.where}: cut=True, and rows come directly, or token_tensors are declared"
+                )
             if begun[: len(REFERENCE_MAGIC)] == REFERENCE_MAGIC:
                 reply.reference = self._reference(begun, source)
             elif not reply.live:
                 self.expire()
                 rows = self.verifier.keep(
-                    source, where=reply.where, max_rows=len(tokens_T), room_s=config.backpressure_timeout_s,
-                    begun=begun, more=bool(self._tensors),
+                    source, where=reply.where, max_rows=MOST_ROWS if cut else len(tokens_T),
+                    room_s=config.backpressure_timeout_s, begun=begun, more=bool(self._tensors),
                 )  # fmt: skip
+                if cut and max(held, rows.first_row) + 1 < len(tokens_T) <= rows.end_row:
+                    rows = self._cut(rows, len(tokens_T) - 1, where=reply.where)
             if self._tensors and nbytes:
                 reply.tensors = keep_tensors(
                     source, self._store, self._tensors, where=reply.where, tokens=len(tokens_T), held_rows=held,
@@ -295,6 +368,17 @@ class Intake:
         if rows is not None:
             self.metrics.inc("r3channel_bytes_total", nbytes, leg="engine_frame")
         return rows
+
+    def _cut(self, rows: VerifiedRows, end_row: int, *, where: str) -> VerifiedRows:
+        """Keep the rows before `end_row` as a frame of their own, so that what survives a kill has these alone."""
+        try:
+            kept = rows.cut(end_row)
+            data = head_of(kept, self.spec) + kept.ids_TLK.tobytes()
+            room_s = self.config.backpressure_timeout_s
+            return self.verifier.keep(InHand(data), where=where, max_rows=end_row + 1, room_s=room_s)
+        finally:
+            self.metrics.inc("r3channel_cut_rows_total", rows.end_row - end_row)
+            self.free([rows])
 
     def _reference(self, begun: memoryview, source: Source) -> FrameReference:
         if source.left and not self._tensors:
@@ -391,6 +475,7 @@ class Intake:
 
     # -- away ------------------------------------------------------------------------------------------------------
 
+    @typed
     def discard(self, sample_ids: Iterable[str]) -> int:
         """Drop samples that no assignment will name (filtered, over-sampled, aborted, evaluation); unknown ids and samples of a
         sealed step are ignored."""
@@ -447,10 +532,6 @@ class Intake:
         """A reply counts as received at once, so that whatever becomes of it the outcomes add up. `new`: of a sample, and not
         another turn of one that is in flight."""
         self._check_open()
-        if not isinstance(sample_id, str):
-            raise errors.UsageError(
-                f"sample id {sample_id!r} is a {type(sample_id).__name__}, expected a string"
-            )
         if new:
             self._became("received")
             if self.clock.trace is not None:

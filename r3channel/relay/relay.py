@@ -41,6 +41,7 @@ from r3channel.relay.sample_table import Reply, Sample
 from r3channel.relay.sealed_steps import Steps, ticket_samples
 from r3channel.transport.auth import obtain_token
 from r3channel.transport.network import local_address
+from r3channel.typed import typed
 from r3channel.wire.header import FRAME_MAGIC
 from r3channel.wire.hello import Hello
 from r3channel.wire.source import InHand
@@ -170,6 +171,7 @@ class Relay(Intake):
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
+    @typed
     def seal(self, step: int, assignment: Assignment) -> Ticket:
         """Take the assigned samples into a step, hand it to the background and return its ticket; no byte is sent before that.
 
@@ -239,6 +241,7 @@ class Relay(Intake):
                 "the next, and replies will wait. Raise store_bytes to twice a step", nbytes, self.config.store_bytes,
             )  # fmt: skip
 
+    @typed
     def abandon(self, step: int) -> int:
         """Give a sealed step up: receivers that ask for it are told, and its samples wait for a step again (or for `discard`).
 

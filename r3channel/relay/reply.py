@@ -10,7 +10,7 @@ import base64
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -120,21 +120,55 @@ def split_reply(body: bytes) -> tuple[Any, memoryview | None]:
     >>> reply, bytes(text)
     ({'meta_info': {'id': 'a', 'routed_experts': ''}}, b'AQI=')
     """
-    begin = _value_at(body)
-    end = _end_of_text(body, begin) if begin else -1
-    if end < 0:
-        return parsed(body), None
-    # Nobody else can have written it: the field that holds it is the one that was cut out.
-    mark = secrets.token_hex(16)
-    try:
-        reply = parsed(body[:begin] + mark.encode() + body[end:])
-    except ValueError:
-        return parsed(body), None
-    holder = _holder_of(reply)
-    if holder.get(ROUTING_FIELD) != mark:
-        return parsed(body), None
-    holder[ROUTING_FIELD] = ""
-    return reply, memoryview(body)[begin:end]
+    (reply, text), *_ = _split(body, 1, lambda reply: [reply])
+    return reply, text
+
+
+def split_replies(body: bytes) -> list[tuple[Any, memoryview | None]]:
+    """Split the body of a reply of several samples, in one pass over its bytes: for each what `split_reply` gives.
+
+    >>> [reply["meta_info"]["id"] for reply, _ in split_replies(b'[{"meta_info": {"id": "a"}}, {"meta_info": {"id": "b"}}]')]
+    ['a', 'b']
+
+    Raises:
+        ValueError: As `json.loads`.
+    """
+    return _split(body, len(body), samples_of)
+
+
+def samples_of(replies: Any) -> list[Any]:
+    """Return a list's items, or an OpenAI reply for each of its choices, without `sglext`, which has the first one's field."""
+    if isinstance(replies, list):
+        return replies
+    if not (choices := _choices_of(replies)):
+        return [replies]
+    rest = {key: value for key, value in replies.items() if key != "sglext" or len(choices) == 1}
+    return [{**rest, "choices": [choice]} for choice in choices]
+
+
+def _split(
+    body: bytes, most: int, samples_of: Callable[[Any], list[Any]]
+) -> list[tuple[Any, memoryview | None]]:
+    texts, parts, at = dict[str, memoryview](), list[bytes](), 0
+    while len(texts) < most and (begin := _value_at(body, at)):
+        if (end := _end_of_text(body, begin)) < 0:
+            break
+        # Nobody else can have written a mark: the field that holds it is the one that was cut out.
+        mark = secrets.token_hex(16)
+        texts[mark] = memoryview(body)[begin:end]
+        parts += [body[at:begin], mark.encode()]
+        at = end
+    with suppress(ValueError):
+        split = list[tuple[Any, memoryview | None]]()
+        for reply in samples_of(parsed(b"".join([*parts, body[at:]]))):
+            holder = _holder_of(reply)
+            text = texts.pop(str(holder.get(ROUTING_FIELD)), None)
+            if text is not None:
+                holder[ROUTING_FIELD] = ""
+            split.append((reply, text))
+        if not texts:
+            return split
+    return [(reply, None) for reply in samples_of(parsed(body))]
 
 
 def _holder_of(reply: Any) -> Any:
@@ -158,7 +192,7 @@ def _choices_of(reply: Any) -> list[Any]:
 def _several(what: str, sample_id: str, engine: str) -> UsageError:
     return UsageError(
         f"sample {sample_id} from engine {engine}: the reply holds {what}, expected one sample. Was n above 1, or were several "
-        "prompts sent? Send one request for each sample, or `add` each item of the parsed list by itself"
+        "prompts sent? `add_bodies` takes such a body; or `add` each item of the parsed list by itself"
     )
 
 
@@ -261,9 +295,9 @@ def _has_long_integer(body: bytes) -> bool:
     return False
 
 
-def _value_at(body: bytes) -> int:
-    """Where the text of the first field of that name begins, behind its quote; 0 where there is none."""
-    at = body.find(_KEY)
+def _value_at(body: bytes, begin: int = 0) -> int:
+    """Where the text of the next field of that name begins, behind its quote; 0 where there is none."""
+    at = body.find(_KEY, begin)
     if at < 1 or body[at - 1] == ord("\\"):  # the end of a longer name with a quote in it
         return 0
     opening = _OPENING.match(body, at + len(_KEY))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from r3channel.plan.capacity import beside_bytes
 from r3channel.recordings.recorder import head_of
 from r3channel.relay.journal import Journal
 from r3channel.relay.memory import Block, Store
-from r3channel.wire.digest import fold
+from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import Frame, read_frame
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
 from r3channel.wire.source import Source
@@ -53,6 +53,18 @@ class VerifiedRows:
     @property
     def end_row(self) -> int:
         return self.first_row + len(self.ids_TLK)
+
+    def cut(self, end_row: int) -> VerifiedRows:
+        """Return the rows before `end_row` of the sample, with digests of their own, in the same memory: rows are causal."""
+        first, ids_TLK = self.first_row, self.ids_TLK[: end_row - self.first_row]
+        invalid = tuple((start, min(end, end_row)) for start, end in self.invalid if start < end_row)
+        spans = tuple(s._replace(end=min(s.end, end_row)) for s in self.provenance if s.start < end_row)
+        valid_T = np.ones(len(ids_TLK), bool)
+        for start, end in invalid:
+            valid_T[start - first : end - first] = False
+        digests_L = layer_digests(ids_TLK, first_row=first, valid_T=valid_T)
+        told = {"provenance": spans, "invalid": invalid, "digests_L": digests_L, "fold": fold(digests_L)}
+        return replace(self, ids_TLK=ids_TLK, **told)
 
 
 @dataclass(eq=False, kw_only=True)

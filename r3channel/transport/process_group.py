@@ -18,7 +18,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from r3channel.transport.listener import bound
 from r3channel.transport.network import route_to
 
 T = TypeVar("T")
+Members = Literal["pair", "foreign", "joint"]
+"""Two of ours; SGLang's own ranks behind one of ours; many of ours, some in engines that are paused while a call is under way."""
 
 log = logging.getLogger(__name__)
 _OURS = {
@@ -104,32 +106,34 @@ def _quiet_errors() -> Iterator[None]:
 
 
 class ProcessGroupTransport(Transport):
-    """See `transport.base.Transport`; a group of two, unless it is `foreign`. gloo moves host tensors, NCCL those of the CUDA
-    device that was current when it joined; what is read or written there is ordered by the caller's current stream."""
+    """See `transport.base.Transport`. gloo moves host tensors, NCCL those of the CUDA device that was current when it joined;
+    what is read or written there is ordered by the caller's current stream."""
 
-    def __init__(self, rendezvous: Rendezvous, *, timeout_s: float, foreign: bool = False) -> None:
-        """`foreign`: the other ranks join as SGLang 0.5.23 does (`init_custom_process_group`, `srt/utils/common.py`): behind two
-        prefixes more, and without a byte that both ends have not asked for."""
+    def __init__(self, rendezvous: Rendezvous, *, timeout_s: float, members: Members = "pair") -> None:
+        """`foreign` ones join as SGLang 0.5.23 does (`init_custom_process_group`, `srt/utils/common.py`): behind two prefixes
+        more, and without a byte that both ends have not asked for."""
         self.rank, self.world_size = rendezvous.rank, rendezvous.world_size
         self._name, self._connection = rendezvous.name, rendezvous.connection
         self._nccl = rendezvous.backend == "nccl"
         self._dead = False
         self._started: list[_Operation] = []
         self._group: Any = None
-        if self._nccl:
+        if self._nccl and members != "joint":
             _refuse_engine_process()
-        self._device = device_of(rendezvous.backend)
+        self._members: Members = members
+        self.device = device_of(rendezvous.backend)
+        """Where its tensors lie."""
         limit, deadline_s = timedelta(seconds=timeout_s), time.monotonic() + timeout_s
         try:
             store = TCPStore(
                 rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=limit
             )
             prefixed = PrefixStore(rendezvous.name, store)
-            for prefix in (f"{rendezvous.name}/", f"{self._device.type}/") if foreign else ():
+            for prefix in (f"{rendezvous.name}/", f"{self.device.type}/") if members == "foreign" else ():
                 prefixed = PrefixStore(prefix, prefixed)
             prefixed.set_timeout(limit)
-            self._group = self._open(prefixed, rendezvous, limit, foreign=foreign)
-            if not foreign:
+            self._group = self._open(prefixed, rendezvous, limit)
+            if members != "foreign":
                 self._connect(deadline_s)
         except (RuntimeError, dist.DistError, TransportError) as error:
             self.abort()
@@ -137,13 +141,13 @@ class ProcessGroupTransport(Transport):
                 f"{self._name}: rank {self.rank} of {self.world_size} could not join within {timeout_s:.1f} s: {error}"
             ) from error
 
-    def _open(self, store: Store, rendezvous: Rendezvous, limit: timedelta, *, foreign: bool) -> Any:
+    def _open(self, store: Store, rendezvous: Rendezvous, limit: timedelta) -> Any:
         if self._nccl:
-            group = nccl_group(store, self.rank, self.world_size, of_a_pair=not foreign)
+            group = nccl_group(store, self.rank, self.world_size, of_a_pair=self._members == "pair")
             # The constructor does not wait for anybody, so a counter in the store does.
-            if not foreign and store.add("joined", 1) == self.world_size:
-                store.set("all", "1")
-            if not foreign:
+            if self._members != "foreign":
+                if store.add("joined", 1) == self.world_size:
+                    store.set("all", "1")
                 store.wait(["all"], limit)
             return group
         gloo: Any = dist.ProcessGroupGloo  # the stubs lack its options
@@ -160,19 +164,17 @@ class ProcessGroupTransport(Transport):
             return
         connecting = in_background(lambda: self._connect_nccl(deadline_s), name="nccl-connect")
         if not wait([connecting], timeout=_left(deadline_s)).done:
-            raise RuntimeError(
-                "timed out: NCCL is still making its communicators; is a peer gone, or on this device too?"
-            )
+            raise RuntimeError("timed out while NCCL connects: is a peer gone, or on this device too?")
         connecting.result()
 
     def _connect_nccl(self, deadline_s: float) -> None:
-        self._group.eager_connect_single_device(self._device)
+        self._group.eager_connect_single_device(self.device)
         self._warm(deadline_s)
 
     def _warm(self, deadline_s: float) -> None:
-        """A byte each way, the lower rank's first, so that the two do not wait for each other."""
-        byte_N = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        for peer in range(self.world_size):
+        """A byte each way, the lower rank's first, so that the two do not wait for each other. Most of many never meet."""
+        byte_N = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        for peer in range(self.world_size) if self._members == "pair" else ():
             for sends in (self.rank < peer, self.rank > peer) if peer != self.rank else ():
                 (self.send if sends else self.recv)(peer, byte_N, timeout_s=_left(deadline_s))
 
@@ -241,10 +243,10 @@ class ProcessGroupTransport(Transport):
         """Dropping the group and all works closes gloo's sockets: a peer that waits gets its error at once."""
         if not self._dead:
             self._dead = True
-            group = self._group
-            if self._nccl and group is not None:
-                self._end(group.abort)  # it is given up all the same
-            del group  # an error's traceback would keep its sockets open
+            if (
+                self._nccl and self._group is not None
+            ):  # a name for it, in an error's traceback, would keep its sockets open
+                self._end(self._group.abort)  # it is given up all the same
             self._drop()
 
     def close(self) -> None:

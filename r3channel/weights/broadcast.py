@@ -13,23 +13,27 @@ those to which it passes bytes on (gloo: a tree; NCCL: all), which may be lost w
 from __future__ import annotations
 
 import secrets
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, as_completed, wait
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, groupby
 from typing import Any
 
 import torch
 
-from r3channel.errors import ManifestMismatch, R3Error, WeightsError
+from r3channel.errors import ManifestMismatch, R3Error, UsageError, WeightsError
+from r3channel.transport.base import Rendezvous
+from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore, device_of, in_background
+from r3channel.weights.checksums import finite, nonfinite
+from r3channel.weights.config import SyncConfig
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.executor import LOSSES, Update
-from r3channel.weights.group import Source, WeightGroup
 from r3channel.weights.loader_map import NAMES_UNKNOWN
-from r3channel.weights.manifest import Bucket, TensorMeta, engine_names, is_scale
-from r3channel.weights.progress import REPAIR_S, background
+from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, engine_names, is_scale
+from r3channel.weights.progress import REPAIR_S, Run, background
 from r3channel.weights.send_planner import check_complete
+from r3channel.weights.staged_copy import new_memory
 from r3channel.weights.transaction import Action, EngineState, Kind
 
 _SHOWN = 3
@@ -49,9 +53,8 @@ class Broadcast(Update):
         self._payloads: dict[int, torch.Tensor] = {}
         self._packed = self._loaded = 0
         """Buckets of this rank."""
-        self._heard, self._said = (self._ranks.words(self.now.number, self._run.deadline) for _ in range(2))
-        self._kept: dict[str, deque[tuple[int, Any]]] = {}
-        """What was said to this rank, for two readers; what rank 0 has not needed yet, by kind."""
+        self._words: dict[str, Iterator[tuple[int, Any]]] = {}
+        """What was said to this rank, from where it is read next, by kind."""
         self._left: list[EngineHandle] = []
         """The engines that orders go to; rank 0."""
         self._under_way, self._orders = "", Future[None]()
@@ -98,8 +101,7 @@ class Broadcast(Update):
         handle.ranks, handle.metas, handle.gives = [], (), None
 
     def _accept(self) -> None:
-        coming = [m for m in self.members if not m.unheld and not m.ranks]
-        wanted = {member.url: member.size for member in coming if self._ranks.leads}
+        wanted = {m.url: m.size for m in self.members if self._ranks.leads and not (m.unheld or m.ranks)}
         for url, links in self._planner.accept(wanted, self._run.deadline, self._metas).items():
             self._handles[url].ranks = links
 
@@ -151,17 +153,17 @@ class Broadcast(Update):
     def _push(self, tensors: Sequence[torch.Tensor]) -> None:
         """Pack the next bucket, once the one before the last is loaded, and say that it is ready."""
         self._ranks.check()
-        number = self._packed
+        number, self._packed = self._packed, self._packed + 1
         self._until(number - 1)
         packer = self._source.packer
         self._payloads[number % 2] = packer.pack(number, self._buckets[number], tensors, self._run)
         self._say(["ready", number], to=0)
-        self._packed += 1
 
     def _until(self, loaded: int) -> None:
         with self._run.stage("wait_send"):
             while self._loaded < loaded:
-                self._loaded += next(self._heard)[1][0] == "loaded"
+                self._next("loaded")
+                self._loaded += 1
 
     def _serve(self) -> None:
         """In a thread: do what rank 0 says, until all buckets of this rank are loaded, or the update fails."""
@@ -173,8 +175,10 @@ class Broadcast(Update):
                     self._join_group(*arguments)
                 elif what == "send":
                     background(partial(self._send, *arguments))
-                elif what == "stand_in":
-                    self._stand_in(*arguments)
+                elif what == "stand_in" and (group := self._source.group):
+                    first, count = arguments
+                    for member in range(first, first + count):  # so that the join ends for the others
+                        background(partial(group.join, member, timeout_s=REPAIR_S))
                 elif what == "loaded" and arguments == [len(self._buckets) - 1]:
                     return
         except BaseException as error:
@@ -188,12 +192,6 @@ class Broadcast(Update):
         source.group = group = WeightGroup(name, world_size=world_size, **where)
         source.joining = background(partial(group.join, timeout_s=self._run.deadline.left_s()))
         self._say(["where", group.where], to=0)
-
-    def _stand_in(self, first: int, count: int) -> None:
-        """Join in the place of members that do not come, so that the join ends for the others."""
-        if group := self._source.group:
-            for member in range(first, first + count):
-                background(partial(group.join, member, timeout_s=REPAIR_S))
 
     def _send(self, number: int, limit_s: float) -> None:
         why, group = "", self._source.group
@@ -245,15 +243,13 @@ class Broadcast(Update):
 
     def _join_all(self) -> None:
         """A group of each source with the engines that are left, unless they have them."""
-        wanted = self._groups
-        while self._source.formed != (lives := [(e.url, e.boot_id) for e in self._left], wanted):
+        while self._source.formed != (lives := [(e.url, e.boot_id) for e in self._left], self._groups):
             for handle in self._left:
                 handle.leave_groups(REPAIR_S)
             # SGLang refuses a name that it has seen
-            names = {rank: f"{self._planner.session}-{secrets.token_hex(4)}" for rank in wanted}
+            names = {rank: f"{self._planner.session}-{secrets.token_hex(4)}" for rank in self._groups}
             if all(self._joined(rank, name) for rank, name in names.items()):
-                self._source.formed, wanted = (lives, names), names
-        self._groups = wanted
+                self._source.formed, self._groups = (lives, names), names
 
     def _joined(self, rank: int, name: str) -> bool:
         ends = list(accumulate((handle.size for handle in self._left), initial=1))
@@ -274,7 +270,7 @@ class Broadcast(Update):
         self._join_all()  # again, where an engine was lost meanwhile
         for left in reversed(range(sum(map(len, self._source.buckets.values())))):
             rank, (number,) = self._next("ready")
-            while not self._loaded_by_all(rank, number, flush=self._config.flush and not left):
+            while not self._loaded_by_all(rank, number, flush=self._config.pause != "in_place" and not left):
                 self._join_all()
             self._say(["loaded", number], to=rank)
 
@@ -285,14 +281,11 @@ class Broadcast(Update):
         how = {"group_name": self._groups[rank], "flush_cache": flush, "timeout_s": limit_s + _ANSWER_S}
         self._say(["send", number, limit_s], to=rank)
 
-        def load(handle: EngineHandle) -> None:
-            handle.update_tensors(bucket.tensors, **how)
-
         def leave(handle: EngineHandle) -> None:
             self._say(["leave"], to=rank)
             background(partial(handle.leave_groups, REPAIR_S))
 
-        done = self._together(load, leave, what)
+        done = self._together(lambda handle: handle.update_tensors(bucket.tensors, **how), leave, what)
         _, (why,) = self._next("sent")
         if done and why:
             raise WeightsError(f"{what}: {why}")
@@ -302,14 +295,12 @@ class Broadcast(Update):
         """Give all engines an order at once. False where some are lost and others are left; raises what one refuses with.
 
         `release`, of an engine that failed, ends the others' wait for it in the group."""
-        pending = calls = {background(partial(call, handle)): handle for handle in self._left}
+        calls = {background(partial(call, handle)): handle for handle in self._left}
         errors = dict[str, BaseException]()
-        while pending:
-            done, pending = wait(pending, return_when=FIRST_EXCEPTION)
-            for each in done:
-                if error := each.exception():
-                    errors[calls[each].url] = error
-                    release(calls[each])
+        for each in as_completed(calls):
+            if error := each.exception():
+                errors[calls[each].url] = error
+                release(calls[each])
         lost = {url: error for url, error in errors.items() if isinstance(error, LOSSES)}
         self._left = [handle for handle in self._left if handle.url not in lost]
         self._lost |= lost
@@ -321,8 +312,135 @@ class Broadcast(Update):
 
     def _next(self, what: str) -> tuple[int, Any]:
         """The next word of this kind, and who said it."""
-        kept = self._kept.setdefault(what, deque())
-        while not kept:
-            rank, (kind, *arguments) = next(self._said)
-            self._kept.setdefault(kind, deque()).append((rank, arguments))
-        return kept.popleft()
+        words = self._words.setdefault(what, self._ranks.words(self.now.number, self._run.deadline))
+        return next((rank, arguments) for rank, (kind, *arguments) in words if kind == what)
+
+
+# -- a trainer rank's end: its group, and the buckets that it packs --------------------------------------------------------
+
+
+class WeightGroup:
+    """Rank 0 of a group that broadcasts to SGLang's own ranks. LISTENING -> JOINED (`join`) -> CLOSED (`close`, often).
+
+    >>> group = WeightGroup("doc-1", world_size=1)
+    >>> group.join(timeout_s=20.0)
+    >>> group.broadcast(torch.zeros(4, dtype=torch.uint8), timeout_s=5.0)
+    >>> group.close()
+
+    One thread at a time calls `join` and `broadcast`; any thread may close.
+    """
+
+    def __init__(self, name: str, *, world_size: int, host: str = "127.0.0.1", backend: str = "gloo") -> None:
+        """Listen on `host` (an address of this machine that the engines reach) at a port given by the system.
+
+        ConfigError for a wildcard host: store and gloo have no authentication, so only the configured interface may see them.
+        """
+        self.name, self.host, self.world_size, self.backend = name, host, world_size, backend
+        self._store = RendezvousStore(host)
+        self.where = {"master_address": host, "master_port": self._store.port, "group_name": name}
+        self.where |= {"backend": backend, "world_size": world_size}
+        """What another member must be told to join."""
+        self._sending = threading.Lock()
+        self.wire: ProcessGroupTransport | None = None
+        self._stand_ins = list[ProcessGroupTransport]()
+        self._closed = False
+
+    def join(self, rank: int = 0, *, timeout_s: float) -> None:
+        """Wait until all members have joined. Raises DeadlineExceeded. Another `rank`: in its place, until `close`."""
+        where = Rendezvous(
+            backend=self.backend, name=self.name, connection=0, rank=rank, world_size=self.world_size, host=self.host,
+            port=self._store.port,
+        )  # fmt: skip
+        wire = ProcessGroupTransport(where, timeout_s=timeout_s, members="foreign")
+        if rank:  # one that left at once would fail a member that has not met it yet
+            self._stand_ins.append(wire)
+        else:
+            self.wire = wire
+        if self._closed:  # meanwhile
+            self.close()
+
+    def broadcast(self, payload: torch.Tensor, *, timeout_s: float) -> None:
+        """Send `payload` (uint8, contiguous) to every member; its memory may be reused on return.
+
+        The members must expect exactly as many bytes: gloo aborts the process of a smaller receiver. After an error the
+        group is dead on every side. Raises DeadlineExceeded after `timeout_s`, TransportError if a member is gone.
+        """
+        if self.wire is None:
+            raise UsageError(f"weight group {self.name} is not joined, or is closed")
+        with self._sending:
+            self.wire.broadcast(0, payload, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Leave the group: members that wait in a broadcast fail at once. Never blocks on a broadcast under way."""
+        self._closed = True
+        wire, self.wire = self.wire, None
+        self._store.close()
+        while self._stand_ins:
+            in_background(self._stand_ins.pop().abort, name="weights-bury")
+        if wire is not None and self.backend == "gloo" and not self._sending.locked():
+            wire.abort()
+        elif wire is not None:
+            # gloo's group ends with the operation under way, by its deadline; NCCL's kernel waits on the device
+            in_background(wire.abort, name="weights-bury")
+
+
+class Packer:
+    """Packs buckets into two buffers in turn, one of which leaves meanwhile, and looks at what it packs. One thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rooms = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def pack(self, number: int, bucket: Bucket, tensors: Sequence[torch.Tensor], run: Run) -> torch.Tensor:
+        """Flat uint8, valid until bucket `number + 2` is packed. Raises NonFiniteWeights, naming bucket and tensor."""
+        with run.stage("pack"):
+            payload_N = self._room(number, bucket.payload_bytes)[: bucket.payload_bytes]
+            for view, tensor in zip(bucket.views(payload_N), tensors, strict=True):
+                view.copy_(tensor.detach())
+            if payload_N.is_cuda:  # another thread sends it, whose current stream is the default one
+                torch.cuda.current_stream(payload_N.device).synchronize()
+        with run.stage("digest"):
+            if bad := first_nonfinite(bucket.placed, payload_N):
+                raise nonfinite(f"bucket {number}", bad)
+        return payload_N
+
+    def _room(self, number: int, nbytes: int) -> torch.Tensor:
+        if len(self._rooms[number % 2]) < nbytes:
+            self._rooms[number % 2] = new_memory(nbytes, self._device)
+        return self._rooms[number % 2]
+
+
+def first_nonfinite(placed: Iterable[tuple[TensorMeta, int]], payload: torch.Tensor) -> TensorMeta | None:
+    """The first of some tensors that holds NaN or Inf; None if all numbers are finite. Any device.
+
+    `placed`: neighbours in a packed bucket with their offsets in its `payload`; equal dtypes lie without a gap. Those are
+    looked at together, for a look waits for a device and costs 16 us; one by one only to name one.
+    """
+    for dtype, run in groupby(placed, key=lambda pair: pair[0].dtype):
+        metas = list(run)
+        start, end = metas[0][1], metas[-1][1] + metas[-1][0].nbytes
+        if not finite(payload[start:end].view(dtype)):
+            views = ((meta, payload[at : at + meta.nbytes].view(dtype)) for meta, at in metas)
+            return next(meta for meta, view in views if not finite(view))
+    return None
+
+
+class Source:
+    """This trainer rank's end of broadcasts, for all updates of a session."""
+
+    def __init__(self, config: SyncConfig) -> None:
+        self.packer = Packer(device_of(config.backend))
+        self.group: WeightGroup | None = None
+        self.joining: Future[None] = Future()
+        self.manifest: Manifest | None = None
+        """What rank 0 was told of."""
+        self.buckets: dict[int, list[Bucket]] = {}
+        """By source."""
+        self.formed: tuple[Sequence[tuple[str, str]], dict[int, str]] = (), {}
+        """At rank 0: the engines' lives that are in the groups, and the groups' names by source."""
+
+    def leave(self) -> None:
+        """Engines that wait in its group fail at once. Any thread."""
+        group, self.group = self.group, None
+        if group is not None:
+            group.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 
 import torch
 import xxhash
@@ -11,18 +10,7 @@ import xxhash
 from r3channel.errors import NonFiniteWeights
 from r3channel.weights.manifest import TensorMeta
 
-_CHARS = 16
 _ROW_BYTES = 16 << 10
-_FIRST_NOT_FINITE: Mapping[torch.dtype, int] = {
-    torch.float64: 0x7FF0_0000_0000_0000,
-    torch.float32: 0x7F80_0000,
-    torch.float16: 0x7C00,
-    torch.bfloat16: 0x7F80,
-    torch.float8_e5m2: 0x7C,
-    torch.float8_e4m3fn: 0x7F,  # has no Inf; NaN is all ones below the sign (OCP 8-bit floating point)
-}
-"""The smallest bit pattern, without sign, that is NaN or Inf; all patterns above are, too."""
-
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -31,9 +19,10 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def hashed_bytes(flat: torch.Tensor) -> memoryview:
-    """What is hashed of a contiguous tensor that is staged: its bytes; in a GPU's memory those of its sums, which are few."""
-    return host_bytes(cross_sums(flat) if flat.is_cuda else flat)
+def hashed_bytes(flat: torch.Tensor, *, summed: bool = False) -> memoryview:
+    """What is hashed of a contiguous tensor that is staged: its bytes; those of its sums, which are few, in a GPU's memory and
+    where others have it there (`summed`)."""
+    return host_bytes(cross_sums(flat) if summed or flat.is_cuda else flat)
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -43,7 +32,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
     """What a CPU engine's `/weights_checker` reports for a parameter with these bytes: 16 hex digits of SHA-256."""
-    return hashlib.sha256(host_bytes(tensor)).hexdigest()[:_CHARS]
+    return hashlib.sha256(host_bytes(tensor)).hexdigest()[:16]
 
 
 def cross_sums(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,12 +71,13 @@ def _finite_on_host(values: torch.Tensor) -> bool:
 
     Read as signed integers the largest positive pattern wins, read as unsigned the largest negative one.
     """
-    if values.dtype not in _FIRST_NOT_FINITE:  # float8 of AMD's, whose only NaN is minus zero
+    dtype, sign = values.dtype, 1 << (8 * values.itemsize - 1)
+    # All patterns above that of the largest number are NaN or Inf: of OCP's e4m3 one, as it has no Inf.
+    first = int(torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(_SIGNED[dtype.itemsize])) + 1
+    if first == sign:  # float8 of AMD's, whose only NaN is minus zero
         return bool(torch.isfinite(values.detach().float()).all())
-    first, size = _FIRST_NOT_FINITE[values.dtype], values.dtype.itemsize
-    signed = values.detach().view(_SIGNED[size]).numpy()
-    unsigned_limit = first + (1 << (8 * size - 1))
-    return int(signed.max()) < first and int(signed.view(f"u{size}").max()) < unsigned_limit
+    signed = values.detach().view(_SIGNED[dtype.itemsize]).numpy()
+    return int(signed.max()) < first and int(signed.view(f"u{dtype.itemsize}").max()) < first + sign
 
 
 def nonfinite(where: str, meta: TensorMeta) -> NonFiniteWeights:

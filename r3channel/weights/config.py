@@ -9,9 +9,7 @@ from typing import Literal
 from r3channel.errors import ConfigError
 from r3channel.observe.metrics import Metrics
 from r3channel.weights.engine import EngineHandle, PauseMode
-from r3channel.weights.memory import Wire, staged_bytes
-
-Staging = Literal["auto"] | bool
+from r3channel.weights.staged_copy import Wire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +18,7 @@ class SyncConfig:
 
     engines: Sequence[EngineHandle | str]
     """Addresses, or handles where an engine has a key. Their ranks are asked of them."""
-    staged: Staging = "auto"
+    staged: Literal["auto"] | bool = "auto"
     """Receive in our half in the engine (R3CHANNEL_ENGINE=1 or R3CHANNEL_WEIGHTS=1), beside the parameters, and change over under
     a short pause. `auto`: where every engine has it and memory for one more copy; else, and with False, SGLang itself loads
     flattened buckets in place."""
@@ -39,29 +37,19 @@ class SyncConfig:
     """What every update must give: what the `engine` has parameters for; None does not look."""
     engine_timeout_s: float = 30.0
     """How long one engine may take for one bucket of a broadcast, one record (1 MiB) of staged bytes, to say that all are placed,
-    to verify or change over (each at least `change_over_s`), to pause or resume, before it counts as lost. The others stay paused
-    meanwhile."""
+    to verify or change over (each at least a second for each GB of a rank), to pause or resume, before it counts as lost. The
+    others stay paused meanwhile."""
     token_file: str = ""
     """The run's token, where the engines were started with R3CHANNEL_TOKEN_FILE."""
     metrics: Metrics | None = None
     """What updates count into: `TrainerChannel.metrics` where both are in one process."""
     wire: Wire = "tcp"
     """How staged bytes reach an engine's ranks: over `tcp`, or put by trainers on its machine (colocated) into
-    `shared_memory`, or by `cuda_ipc` into memory of its GPUs, as much as its parameters take: no byte travels."""
+    `shared_memory`, or by `cuda_ipc` into memory of its GPUs, as much as its parameters take: no byte travels. `nccl`: from GPU
+    to GPU in one group of all trainer ranks and engines' ranks, while the engines are paused (`gloo`: the same on hosts)."""
 
     def __post_init__(self) -> None:
         if self.verify and self.staged is False:
             raise ConfigError("verify=True tells what staged parameters will hold; staged=False stages none")
         if self.backend not in ("gloo", "nccl"):
             raise ConfigError(f"backend {self.backend!r}: expected gloo or nccl")
-
-    @property
-    def flush(self) -> bool:
-        """Whether the engines drop their KV cache with the new weights."""
-        return self.pause != "in_place"
-
-    def change_over_s(self, engines: Sequence[EngineHandle]) -> float:
-        """How long these may take to change over: a second for each GB of a rank, where `engine_timeout_s` is less. One core of a
-        host copies and hashes 4.9 GB/s (AMD EPYC), and all ranks of a host share its memory's bandwidth."""
-        ranks = (rank for engine in engines for rank in engine.ranks)
-        return max([self.engine_timeout_s, *(staged_bytes(rank.needs.params) / 1e9 for rank in ranks)])

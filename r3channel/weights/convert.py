@@ -42,7 +42,9 @@ class NamedView:
     """
 
     def __init__(self, chunk: torch.nn.Module) -> None:
-        self.model = unwrap(chunk)
+        while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):  # DDP, Float16Module
+            chunk = inner
+        self.model: Any = chunk
         self.decoder = self.model.decoder
         latent = any(_LATENT in name for name, _ in self.model.named_parameters())
         self._name = partial(te_name, latent=latent)
@@ -55,13 +57,6 @@ class NamedView:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self._state
-
-
-def unwrap(chunk: torch.nn.Module) -> Any:
-    """The model inside DDP and Float16Module."""
-    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
-        chunk = inner
-    return chunk
 
 
 def te_name(name: str, *, latent: bool = False) -> str:
@@ -80,13 +75,9 @@ def te_name(name: str, *, latent: bool = False) -> str:
     return _LOCAL_NORM.sub(r"\1.self_attention.linear_qkv.layer_norm_weight", name)
 
 
-class _Shard(NamedTuple):
-    """What the other pipeline stages must know of a parameter to receive it."""
-
-    stage: int
-    meta: TensorMeta
-    """Its name has the global layer number, and the expert number local to its EP rank."""
-    partition_dim: int  # -1: replicated over TP
+_Shard = tuple[int, TensorMeta, int]
+"""What the other pipeline stages must know of a parameter to receive it: its stage; name (with the global layer number, and the
+expert number local to its EP rank), dtype and shape; the dimension that TP splits, -1 where it is replicated."""
 
 
 def hf_weights(
@@ -112,20 +103,20 @@ def hf_weights(
     Raises:
         ConfigError: the chunks have a parameter that mbridge cannot name.
     """
-    views, mpu = [NamedView(chunk) for chunk in chunks], bridge.mpu
+    mpu = bridge.mpu
     everywhere = source is None and mpu.pp_size > 1
     with torch.no_grad():
-        local = _local_shards(bridge, views)
+        local = list(_local_shards(bridge, chunks))
         device = local[0][1].device
         yielded = set[str]()
         mine = [shard for shard, _ in local]
-        for shard in _all_stages(mine, group=mpu.pp_group, device=device) if everywhere else mine:
+        for stage, meta, dim in _all_stages(mine, group=mpu.pp_group, device=device) if everywhere else mine:
             # Those of a stage come in the order in which it told of them.
-            is_here, meta = shard.stage == mpu.pp_rank, shard.meta
+            is_here = stage == mpu.pp_rank
             weight = local.pop(0)[1] if is_here else torch.empty(meta.shape, dtype=meta.dtype, device=device)
             if everywhere:
-                dist.broadcast(weight, dist.get_global_rank(mpu.pp_group, shard.stage), group=mpu.pp_group)
-            for name, tensor in _converted(bridge, shard, weight):
+                dist.broadcast(weight, dist.get_global_rank(mpu.pp_group, stage), group=mpu.pp_group)
+            for name, tensor in _converted(bridge, meta.name, weight, dim):
                 if name not in yielded and source is not False:  # the last stage has tied embeddings too
                     yielded.add(name)
                     yield name, tensor.to(_sent_dtype(meta.name, tensor.dtype, dtype))
@@ -138,18 +129,16 @@ def _sent_dtype(name: str, kept: torch.dtype, wanted: torch.dtype | None) -> tor
     return wanted
 
 
-def _local_shards(bridge: Any, views: Sequence[NamedView]) -> list[tuple[_Shard, torch.Tensor]]:
-    shards = []
-    for view in views:
+def _local_shards(bridge: Any, chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[_Shard, torch.Tensor]]:
+    for view in map(NamedView, chunks):
         names = bridge._weight_name_mapping_mcore_local_to_global(view, consider_ep=False)
         # Megatron keeps the experts' biases as buffers
         biases = [(name, value) for name, value in view.state_dict().items() if name.endswith("expert_bias")]
         for name, weight in [*view.named_parameters(), *biases]:
             if name not in names:
                 raise ConfigError(f"{name}: not known to {type(bridge).__name__}; is it this model's bridge?")
-            shard = _Shard(bridge.mpu.pp_rank, TensorMeta.of(names[name], weight), _partition_dim(weight))
-            shards.append((shard, weight.detach()))
-    return shards
+            meta = TensorMeta.of(names[name], weight)
+            yield (bridge.mpu.pp_rank, meta, _partition_dim(weight)), weight.detach()
 
 
 def _partition_dim(weight: torch.Tensor) -> int:
@@ -161,36 +150,30 @@ def _all_stages(mine: Sequence[_Shard], *, group: Any, device: torch.device) -> 
     text = json.dumps([(stage, meta.row(), dim) for stage, meta, dim in mine]).encode()
     texts = gathered_bytes(text, group=group, device=device)
     rows = [row for text in texts for row in json.loads(text)]
-    return [_Shard(stage, TensorMeta.from_row(meta), dim) for stage, meta, dim in rows]
+    return [(stage, TensorMeta.from_row(meta), dim) for stage, meta, dim in rows]
 
 
 def gathered_bytes(raw: bytes, *, group: Any, device: torch.device) -> list[bytes]:
     """Every rank's bytes, of any length, by rank. torch's RuntimeError when a rank is gone."""
-    size = dist.get_world_size(group)
-    lengths = _gathered(torch.tensor([len(raw)], device=device), group=group, size=size)
+    lengths = _gathered(torch.tensor([len(raw)], device=device), group=group)
     longest = max(1, *(int(length) for length in lengths))
     mine = torch.frombuffer(bytearray(raw.ljust(longest)), dtype=torch.uint8).to(device)
-    rows = _gathered(mine, group=group, size=size)
+    rows = _gathered(mine, group=group)
     return [row.cpu().numpy()[: int(n)].tobytes() for row, n in zip(rows, lengths, strict=True)]
 
 
-def _converted(bridge: Any, shard: _Shard, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    mpu, expert = bridge.mpu, _EXPERT in shard.meta.name
-    group, size = (mpu.etp_group, mpu.etp_size) if expert else (mpu.tp_group, mpu.tp_size)
-    for name, whole in _experts(bridge, shard.meta.name, weight):
-        if size > 1 and shard.partition_dim >= 0:
-            parts = _gathered(whole, group=group, size=size)
-            whole = _merged(bridge, shard.meta.name, parts, shard.partition_dim)
-        yield from _named(bridge, name, whole)
-
-
-def _experts(bridge: Any, name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The same local expert of every EP rank, under its global number; any other parameter as it is."""
-    mpu = bridge.mpu
-    if mpu.ep_size == 1 or _EXPERT not in name:
-        return [(name, weight)]
-    gathered = _gathered(weight, group=mpu.ep_group, size=mpu.ep_size)
-    return [(_global_expert(bridge, name, rank), part) for rank, part in enumerate(gathered)]
+def _converted(bridge: Any, name: str, weight: torch.Tensor, dim: int) -> Iterator[tuple[str, torch.Tensor]]:
+    mpu, parts = bridge.mpu, [(name, weight)]
+    group, size = mpu.tp_group, mpu.tp_size
+    if _EXPERT in name:
+        group, size = mpu.etp_group, mpu.etp_size
+        if mpu.ep_size > 1:  # the same local expert of every EP rank, under its global number
+            experts = _gathered(weight, group=mpu.ep_group)
+            parts = [(_global_expert(bridge, name, rank), part) for rank, part in enumerate(experts)]
+    for named, whole in parts:
+        if size > 1 and dim >= 0:
+            whole = _merged(bridge, name, _gathered(whole, group=group), dim)
+        yield from _named(bridge, named, whole)
 
 
 def _global_expert(bridge: Any, name: str, ep_rank: int) -> str:
@@ -207,9 +190,10 @@ def _merged(bridge: Any, name: str, parts: list[torch.Tensor], dim: int) -> torc
     return bridge._weight_merge_across_tp(name, parts, marked)
 
 
-def _gathered(weight: torch.Tensor, *, group: Any, size: int) -> list[torch.Tensor]:
-    parts = [torch.empty_like(weight, memory_format=torch.contiguous_format) for _ in range(size)]
-    dist.all_gather(parts, weight.contiguous(), group=group)
+def _gathered(weight: torch.Tensor, *, group: Any) -> list[torch.Tensor]:
+    mine = weight.contiguous()
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
     return parts
 
 
@@ -277,7 +261,7 @@ def hf_shards(
     """
     mpu, parts = bridge.mpu, list[Part]()
     dense, expert = (mpu.tp_rank, mpu.tp_size), (mpu.etp_rank, mpu.etp_size)
-    for (_, meta, dim), weight in _local_shards(bridge, [NamedView(chunk) for chunk in chunks]):
+    for (_, meta, dim), weight in _local_shards(bridge, chunks):
         whole_model = _global_expert(bridge, meta.name, mpu.ep_rank) if _EXPERT in meta.name else meta.name
         parts.append(Part(whole_model, weight, dim, *(expert if _EXPERT in meta.name else dense)))
     return shards_of(parts, partial(_merged, bridge), partial(_named, bridge), dtype=dtype, owner=bridge)
@@ -303,30 +287,24 @@ def shards_of(
     for part in parts:
         weight = part.tensor.detach().contiguous()
         sent = _sent_dtype(part.name, weight.dtype, dtype)
-        key = part.name, weight.shape, part.partition_dim, part.rank, part.size, sent
-        if key not in known:
-            known[key] = _named_places(part, sent, merge, convert, known)
+        cut = weight.shape, part.partition_dim, part.rank, part.size
+        if (key := (part.name, sent, *cut)) not in known:
+            if (kind := (re.sub(r"\d+", "#", part.name), *cut)) not in known:
+                known[kind] = _places(part, merge, convert)
+            whole, shapes, places = known[kind]
+            named = convert(part.name, whole)
+            metas = [TensorMeta(name=name, dtype=sent, shape=tuple(made.shape)) for name, made in named]
+            if [meta.shape for meta in metas] != shapes:  # not of that kind after all
+                places = _places(part, merge, convert)[2]
+            known[key] = [(metas[place.tensor], place) for place in places]
         shards += [Shard(meta, place.box, place.view(weight)) for meta, place in known[key]]
     return shards
-
-
-def _named_places(
-    part: Part, sent: torch.dtype, merge: Merge, convert: Convert, known: dict[Any, Any]
-) -> list[tuple[TensorMeta, Place]]:
-    kind = re.sub(r"\d+", "#", part.name), part.tensor.shape, part.partition_dim, part.rank, part.size
-    if kind not in known:
-        known[kind] = _places(part, merge, convert)
-    whole, shapes, places = known[kind]
-    metas = [TensorMeta(name=n, dtype=sent, shape=tuple(t.shape)) for n, t in convert(part.name, whole)]
-    if [meta.shape for meta in metas] != shapes:  # not of that kind after all
-        places = _places(part, merge, convert)[2]
-    return [(metas[place.tensor], place) for place in places]
 
 
 def _places(part: Part, merge: Merge, convert: Convert) -> tuple[torch.Tensor, list[Any], list[Place]]:
     """A whole parameter without values, the shapes that `convert` makes of it, and where our part of it goes."""
     shape, size = part.tensor.shape, 1 if part.partition_dim < 0 else part.size
-    passes = [[torch.full([1] * len(shape), rank).expand(shape) for rank in range(size)]]
+    passes = [[torch.tensor(size == 1 or rank == part.rank).expand(shape) for rank in range(size)]]
     for axis, n in enumerate(shape):
         index = torch.arange(n).view(n, *[1] * (len(shape) - axis - 1)).expand(shape)
         passes.append([index] * size)
@@ -335,11 +313,8 @@ def _places(part: Part, merge: Merge, convert: Convert) -> tuple[torch.Tensor, l
         with _Moving(part.name):
             whole = parts[0] if size == 1 else merge(part.name, parts, part.partition_dim)
             came.append([tensor for _, tensor in convert(part.name, whole)])
-    places = [
-        Place(number, box, 0, offset, strides)
-        for number, (held, *along) in enumerate(zip(*came, strict=True))
-        for box, offset, strides in _boxes(held, along, part, rank=part.rank if size > 1 else 0)
-    ]
+    numbered = enumerate(zip(*came, strict=True))
+    places = [place for number, made in numbered for place in _boxes(number, part, *made)]
     return torch.empty_like(whole, device="meta"), [tuple(tensor.shape) for tensor in came[0]], places
 
 
@@ -389,22 +364,20 @@ def _thin(tensor: torch.Tensor, axes: Iterable[int]) -> torch.Tensor:
     return tensor[tuple(slice(1 if a in axes and not s else None) for a, s in enumerate(tensor.stride()))]
 
 
-def _boxes(
-    held: torch.Tensor, along: Sequence[torch.Tensor], part: Part, *, rank: int
-) -> Iterator[tuple[Box, int, tuple[int, ...]]]:
-    """Boxes of the elements of one rank, such that each steps evenly through its part: (box, offset, strides).
+def _boxes(tensor: int, part: Part, ours: torch.Tensor, *along: torch.Tensor) -> Iterator[Place]:
+    """Boxes of our elements of a tensor, such that each steps evenly through the part.
 
-    `held` says whose part an element comes from, `along` its index along each axis of the part.
+    `ours` says which elements come from our part, `along` their index along each axis of it.
     """
-    axes, offset = range(held.dim()), 0
-    if not held.numel():
-        yield Box.whole(held.shape), 0, (1,) * held.dim()
-    mine = (_thin(held, axes) == rank).numpy()
+    axes, offset = range(ours.dim()), 0
+    if not ours.numel():
+        yield Place(tensor, Box.whole(ours.shape), 0, 0, (1,) * ours.dim())
+    mine = _thin(ours, axes).numpy()
     if not mine.any():
         return
-    ours = [mine.any(axis=tuple(other for other in axes if other != axis)) for axis in axes]
-    at = [np.flatnonzero(np.broadcast_to(line, n)) for line, n in zip(ours, held.shape, strict=True)]
-    even, values = mine.sum() == math.prod(int(line.sum()) for line in ours), [0 * line for line in at]
+    lines = [mine.any(axis=tuple(other for other in axes if other != axis)) for axis in axes]
+    at = [np.flatnonzero(np.broadcast_to(line, n)) for line, n in zip(lines, ours.shape, strict=True)]
+    even, values = mine.sum() == math.prod(int(line.sum()) for line in lines), [0 * line for line in at]
     for index, step in zip(along, torch.empty(part.tensor.shape, device="meta").stride(), strict=True):
         rest = _thin(index, axes).numpy()
         rest = rest[np.ix_(*(line if n > 1 else [0] for line, n in zip(at, rest.shape, strict=True)))]
@@ -420,7 +393,7 @@ def _boxes(
         raise ConfigError(f"{part.name} is regrouped as no box can express; give whole tensors (hf_weights)")
     for runs in itertools.product(*pieces):
         starts, stops, offsets, strides = zip(*runs, strict=True) if runs else ((),) * 4
-        yield Box(starts, stops), offset + sum(offsets), strides
+        yield Place(tensor, Box(starts, stops), 0, offset + sum(offsets), strides)
 
 
 def _runs(at: np.ndarray, values: np.ndarray) -> Iterator[tuple[int, int, int, int]]:

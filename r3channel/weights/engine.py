@@ -40,7 +40,6 @@ _LEAVE = "/destroy_weights_update_group"
 """Harmless with any name, so an engine before 0.5.23 is asked here, with our half or without."""
 _UNTOLD = errors.DeadlineExceeded, errors.EngineRefused, errors.FrameCorrupt
 """What an engine without a plug-in makes of our question, or one that stands still."""
-_ASK_S = 1.0
 _MAX_REPLY_BYTES = 64 << 20
 _SHOWN_CHARS = 500
 
@@ -94,9 +93,6 @@ class EngineHandle:
         self.unheld = False
         """Whether the engine has no plug-in of ours that keeps other sessions out."""
 
-    def __repr__(self) -> str:
-        return f"EngineHandle({self.url!r}, size={self.size})"
-
     # -- what it is, holds and takes -----------------------------------------------------------------------------------
 
     def learn_versions(self, *, timeout_s: float) -> None:
@@ -104,7 +100,7 @@ class EngineHandle:
         and where no answer comes within `timeout_s`: a session that died in its change-over has left the engine paused.
         Call it before the handshake (`WeightSync.connect`), because the requests of a paused engine wait."""
         try:
-            reply = self._call("POST", "/generate", probe_body(), timeout_s=timeout_s)
+            reply = self._call("/generate", probe_body(), timeout_s=timeout_s)
             hello, _ = Hello.split(base64.b64decode(reply["meta_info"]["routed_experts"], validate=True))
         except (*_UNTOLD, KeyError, TypeError, ValueError):
             return  # silent; or without a plug-in: it refuses the question, or answers it with something else
@@ -116,7 +112,7 @@ class EngineHandle:
 
         ConfigError where it was started with what an update would leave old (`refusals`)."""
         self.unlink()
-        info = self._call("GET", "/server_info", None, timeout_s=timeout_s)
+        info = self._call("/server_info", timeout_s=timeout_s)
         if why := refused(info, ANY_WAY):
             raise errors.ConfigError(f"engine {self.url} was started with {why}")
         self.unstaged, self.takes_orders = refused(info, STAGED), not refused(info, (OLD,))
@@ -131,19 +127,19 @@ class EngineHandle:
         SGLang has no such name itself. Of the stages' seconds (`startup_time`) and the random seed at least one differs
         after a restart, unless somebody fixed the seed and every stage took as many microseconds as before.
         """
-        return _boot_id(self._call("GET", "/server_info", None, timeout_s=timeout_s))
+        return _boot_id(self._call("/server_info", timeout_s=timeout_s))
 
     def healthy(self, *, timeout_s: float) -> bool:
         """Whether the engine answers its health route with 200."""
         try:
-            status, _ = self._exchange("GET", "/health", None, timeout_s=timeout_s)
-        except (errors.EngineUnavailable, errors.DeadlineExceeded):
+            with urlopen(Request(f"{self.url}/health", headers=self._headers), timeout_s=timeout_s) as reply:
+                return reply.status == 200
+        except (OSError, HTTPException):
             return False
-        return status == 200
 
     def weight_version(self, *, timeout_s: float) -> str:
         """The version that the engine puts into replies, as its own text."""
-        version = self._call("GET", "/model_info", None, timeout_s=timeout_s).get("weight_version")
+        version = self._call("/model_info", timeout_s=timeout_s).get("weight_version")
         if not isinstance(version, str):
             raise self._refusal("/model_info", "has no weight_version; is it SGLang 0.5.23?")
         return version
@@ -151,7 +147,7 @@ class EngineHandle:
     def version_now(self) -> str:
         """The version that the engine serves, asked just now, for an error."""
         try:
-            return f"version {self.weight_version(timeout_s=_ASK_S)}"
+            return f"version {self.weight_version(timeout_s=1.0)}"
         except errors.R3Error as error:
             return f"unknown ({type(error).__name__})"
 
@@ -160,7 +156,7 @@ class EngineHandle:
 
         On a CPU engine it equals `checksums.tensor_checksum` of the bytes; on CUDA the engine uses another hash.
         """
-        reply = self._command("/weights_checker", {"action": "checksum"}, timeout_s=timeout_s)
+        reply = self._command("/weights_checker", timeout_s, action="checksum")
         try:
             ranks = [rank["checksums"] for rank in reply["ranks"]]
             return [{str(name): str(checksum) for name, checksum in sums.items()} for sums in ranks]
@@ -176,8 +172,7 @@ class EngineHandle:
     def init_group(self, where: Body, *, rank_offset: int = 1, timeout_s: float) -> None:
         """Join a weight group (`WeightGroup.where`) with ranks from `rank_offset` on; returns when all members have joined."""
         self.groups.append(where["group_name"])
-        body = {**where, "rank_offset": rank_offset}
-        self._command("/init_weights_update_group", body, timeout_s=timeout_s)
+        self._command("/init_weights_update_group", timeout_s, **where, rank_offset=rank_offset)
 
     def leave_groups(self, timeout_s: float) -> None:
         """Leave all weight groups, also when the engine does not answer; the engine's sockets close, which ends broadcasts that
@@ -185,7 +180,7 @@ class EngineHandle:
         names, self.groups = self.groups, []
         for name in names:
             with contextlib.suppress(errors.R3Error):  # it has not joined, or does not answer
-                self._command(_LEAVE, {"group_name": name}, timeout_s=timeout_s / len(names))
+                self._command(_LEAVE, timeout_s / len(names), group_name=name)
 
     def begin(self, timeout_s: float) -> None:
         """Open the bracket in which buckets are accepted, on a paused engine. If it is open already, somebody failed in it, and
@@ -194,37 +189,31 @@ class EngineHandle:
             return
         self.begun = True
         try:
-            self._command("/begin_weight_update", {}, timeout_s=timeout_s)
+            self._command("/begin_weight_update", timeout_s)
         except errors.EngineRefused:
             self.found = EngineState.FENCED
             with contextlib.suppress(errors.EngineRefused):
                 self.end(timeout_s)
-            self._command("/begin_weight_update", {}, timeout_s=timeout_s)
+            self._command("/begin_weight_update", timeout_s)
 
-    def update_tensors(
-        self, tensors: Sequence[TensorMeta], *, group_name: str, flush_cache: bool, timeout_s: float,
-        load_format: str | None = "flattened_bucket",
-    ) -> None:  # fmt: skip
+    def update_tensors(self, tensors: Sequence[TensorMeta], timeout_s: float, **how: Any) -> None:
         """Receive one broadcast of the flat bytes of a bucket's tensors from rank 0 and load them; returns when they are loaded.
 
-        No version travels here: SGLang would record it as soon as this bucket is in. `flush_cache` drops the KV cache of
-        the old weights. Without `load_format` one broadcast per tensor is expected, each in its dtype.
+        No version travels here: SGLang would record it as soon as this bucket is in. `how`: `group_name`; `flush_cache`, which
+        drops the KV cache of the old weights; `load_format`: with None a broadcast for each tensor is expected.
         """
-        body: dict[str, Any] = {"group_name": group_name, "flush_cache": flush_cache}
-        body |= {"names": [meta.name for meta in tensors], "dtypes": [meta.dtype_name for meta in tensors]}
-        body |= {"shapes": [list(meta.shape) for meta in tensors]}
-        body |= {} if load_format is None else {"load_format": load_format}
-        self._put_in(body, timeout_s)
+        rows = [(meta.name, meta.dtype_name, list(meta.shape)) for meta in tensors]
+        body = dict(zip(("names", "dtypes", "shapes"), zip(*rows, strict=True), strict=True))
+        self._put_in({"load_format": "flattened_bucket", **body, **how}, timeout_s)
 
     def end(self, timeout_s: float) -> None:
         """Close the bracket. Refused when none is open."""
         if self.takes_orders:
-            self._command("/end_weight_update", {}, timeout_s=timeout_s)
+            self._command("/end_weight_update", timeout_s)
 
     def commit(self, version: int, timeout_s: float) -> None:
         """Name the weights that SGLang has loaded; running requests go on (SGLang's default would abort them)."""
-        body = {"new_version": str(version), "abort_all_requests": False}
-        self._command("/update_weight_version", body, timeout_s=timeout_s)
+        self._command("/update_weight_version", timeout_s, new_version=str(version), abort_all_requests=False)
 
     # -- our half in the engine ----------------------------------------------------------------------------------------
 
@@ -243,7 +232,7 @@ class EngineHandle:
         except errors.R3Error as error:
             failure = error
             if not isinstance(error, errors.EngineRefused):  # that order had no answer
-                self._look(self._order({"op": "look"}, control_s))
+                self._look(self.order({"op": "look"}, control_s))
         if EngineState.FENCED not in (self.found, self.now.state):
             self.resume(control_s)
         if failure is not None:
@@ -255,7 +244,7 @@ class EngineHandle:
         """Keep other sessions from this engine, and return whether our half could. Raises EngineRefused while another session
         holds it, and where an update would leave something old."""
         try:
-            self._look(self._order(order, timeout_s))
+            self._look(self.order(order, timeout_s))
         except errors.EngineRefused as error:
             self._look(str(error))
             if any(word in str(error) for word in _NO_PLUGIN):
@@ -267,7 +256,7 @@ class EngineHandle:
         """Let the parameters become what is staged, under the new version. There is no way back. `found` tells of a refusal
         whether a parameter changed."""
         try:
-            answer = self._order(order, timeout_s, flush_cache=flush_cache, weight_version=str(version))
+            answer = self.order(order, timeout_s, flush_cache=flush_cache, weight_version=str(version))
             if rank_link.FLUSH_REFUSED in answer:  # then SGLang has not told its front of the version
                 self.commit(version, timeout_s)
         except errors.EngineRefused as error:
@@ -275,11 +264,11 @@ class EngineHandle:
             raise
         self.gives = version
 
-    def _order(self, order: Body, timeout_s: float, **served: Any) -> str:
+    def order(self, order: Body, timeout_s: float, **served: Any) -> str:
         """Send an order to our half in the engine and return the answer. `served`: `flush_cache`, and `weight_version`, which
         names the weights that are served once it is carried out."""
         if not self.takes_orders:
-            return str(self._command(_LEAVE, {"group_name": json.dumps(order)}, timeout_s=timeout_s))
+            return str(self._command(_LEAVE, timeout_s, group_name=json.dumps(order)))
         form = rank_link.COMMIT_FORMAT if order["op"] == "commit" else rank_link.OPEN_FORMAT
         body = {"names": [json.dumps(order)], "dtypes": [], "shapes": [], "flush_cache": False}
         body |= {"group_name": rank_link.ORDERS_GROUP, "load_format": form, "weight_version": None, **served}
@@ -288,7 +277,7 @@ class EngineHandle:
     def _put_in(self, body: Body, timeout_s: float) -> str:
         """Returns the answer. SGLang may refuse to flush while requests wait for their grammar: the weights are in."""
         try:
-            reply = self._command("/update_weights_from_distributed", body, timeout_s=timeout_s)
+            reply = self._command("/update_weights_from_distributed", timeout_s, **body)
         except errors.EngineRefused as error:
             if rank_link.FLUSH_REFUSED not in str(error):
                 raise
@@ -305,10 +294,10 @@ class EngineHandle:
 
         Pausing a paused engine is harmless.
         """
-        self._command("/pause_generation", {"mode": mode}, timeout_s=timeout_s)
+        self._command("/pause_generation", timeout_s, mode=mode)
 
     def resume(self, timeout_s: float) -> None:
-        self._command("/continue_generation", {}, timeout_s=timeout_s)
+        self._command("/continue_generation", timeout_s)
         self.begun = False
 
     def undo(self, timeout_s: float) -> None:
@@ -337,15 +326,31 @@ class EngineHandle:
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
-    def _command(self, route: str, body: Body, *, timeout_s: float) -> dict[str, Any]:
+    def _command(self, route: str, timeout_s: float, **body: Any) -> dict[str, Any]:
         """Make a call whose answer must not say `success: false`."""
-        reply = self._call("POST", route, body, timeout_s=timeout_s)
+        reply = self._call(route, body, timeout_s=timeout_s)
         if reply.get("success", True) is not True:
             raise self._refusal(route, f"answered {_shown(reply)}")
         return reply
 
-    def _call(self, method: str, route: str, body: Body | None, *, timeout_s: float) -> dict[str, Any]:
-        status, data = self._exchange(method, route, body, timeout_s=timeout_s)
+    def _call(self, route: str, body: Body | None = None, *, timeout_s: float) -> dict[str, Any]:
+        """The answer to a GET, or with a body to a POST."""
+        payload = None if body is None else json.dumps(body).encode()
+        request, where = Request(self.url + route, payload, self._headers), f"engine {self.url} {route}"
+        try:
+            with urlopen(request, timeout_s=timeout_s) as answer:
+                status, data = answer.status, answer.read(_MAX_REPLY_BYTES)
+                if answer.read(1):
+                    raise self._refusal(route, f"answered more than {len(data)} bytes")
+        except HTTPError as error:
+            status, data = error.code, b""
+            with contextlib.suppress(OSError, HTTPException):
+                data = error.read(_MAX_REPLY_BYTES)
+        except (OSError, HTTPException) as error:
+            if isinstance(getattr(error, "reason", error), TimeoutError):
+                raise errors.DeadlineExceeded(f"{where}: no answer within {timeout_s:.1f} s") from error
+            why = f"{type(error).__name__}: {error}; is it up, and is this its address?"
+            raise errors.EngineUnavailable(f"{where}: {why}") from error
         text = data.decode("utf-8", "replace")
         if status != 200:
             raise self._refusal(route, f"answered HTTP {status}: {_shown(text)}")
@@ -359,26 +364,6 @@ class EngineHandle:
 
     def _refusal(self, route: str, why: str) -> errors.EngineRefused:
         return errors.EngineRefused(f"engine {self.url} {route} {why}")
-
-    def _exchange(self, method: str, route: str, body: Body | None, *, timeout_s: float) -> tuple[int, bytes]:
-        payload = None if body is None else json.dumps(body).encode()
-        request = Request(self.url + route, data=payload, headers=self._headers, method=method)
-        where = f"engine {self.url} {route}"
-        try:
-            with urlopen(request, timeout_s=timeout_s) as reply:
-                status, data = reply.status, reply.read(_MAX_REPLY_BYTES)
-                if reply.read(1):
-                    raise self._refusal(route, f"answered more than {len(data)} bytes")
-                return status, data
-        except HTTPError as error:
-            with contextlib.suppress(OSError, HTTPException):
-                return error.code, error.read(_MAX_REPLY_BYTES)
-            return error.code, b""
-        except (OSError, HTTPException) as error:
-            if isinstance(getattr(error, "reason", error), TimeoutError):
-                raise errors.DeadlineExceeded(f"{where}: no answer within {timeout_s:.1f} s") from error
-            why = f"{type(error).__name__}: {error}; is it up, and is this its address?"
-            raise errors.EngineUnavailable(f"{where}: {why}") from error
 
 
 def _boot_id(server_info: Mapping[str, Any]) -> str:

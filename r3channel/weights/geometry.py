@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from operator import sub
 from typing import Any, NamedTuple
 
@@ -62,19 +63,16 @@ class Box(NamedTuple):
             yield self
             return
         lines = max(1, most * self.shape[axis] // self.numel)
-        for start in range(self.start[axis], self.stop[axis], lines):
-            stop = min(start + lines, self.stop[axis])
-            part = Box(_with(self.start, axis, start), _with(self.stop, axis, stop))
+        for first in range(self.start[axis], self.stop[axis], lines):
+            start, stop = [*self.start], [*self.stop]
+            start[axis], stop[axis] = first, min(first + lines, self.stop[axis])
+            part = Box(tuple(start), tuple(stop))
             yield from part.cut(most) if lines == 1 else (part,)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Slices that cut this box out of a tensor that holds exactly `outer`."""
         spans = zip(self.start, self.stop, outer.start, strict=True)
         return tuple(slice(start - base, stop - base) for start, stop, base in spans)
-
-
-def _with(corner: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
-    return (*corner[:axis], value, *corner[axis + 1 :])
 
 
 class Layout(NamedTuple):
@@ -107,7 +105,6 @@ class ShardMap:
         self.metas = tuple(meta for meta, _ in placed)
         self.layouts = tuple(layout for _, layout in placed)
         """By tensor."""
-        self.index_of: Mapping[str, int] = {meta.name: i for i, meta in enumerate(self.metas)}
         rows = [[*meta.row(), layout.digest] for meta, layout in placed]
         self.digest = xxhash.xxh3_128_hexdigest(json.dumps(rows, separators=(",", ":")).encode())
 
@@ -116,15 +113,12 @@ class ShardMap:
         cls, tensors: Iterable[tuple[TensorMeta, Sequence[int]]], holders: Sequence[tuple[Sequence[int], Box]]
     ) -> ShardMap:
         """From the indexes, for each tensor, into `holders`: ranks that hold a box, and the box."""
-        known: dict[tuple[Any, ...], Layout] = {}
-        rows = []
-        for meta, indexes in tensors:
-            key = (meta.shape, *indexes)
-            if key not in known:
-                held = [(rank, holders[index][1]) for index in indexes for rank in holders[index][0]]
-                known[key] = Layout.of(meta.shape, held)
-            rows.append((meta, known[key]))
-        return cls(rows)
+
+        @cache
+        def layout(shape: tuple[int, ...], *indexes: int) -> Layout:
+            return Layout.of(shape, ((rank, holders[at][1]) for at in indexes for rank in holders[at][0]))
+
+        return cls((meta, layout(meta.shape, *indexes)) for meta, indexes in tensors)
 
     @classmethod
     def gathered(cls, reports: Sequence[bytes]) -> ShardMap:
@@ -136,17 +130,15 @@ class ShardMap:
         kinds, holders = list[list[Any]](), list[tuple[list[int], Box]]()
         for rank, report in enumerate(reports):
             for (*kind, start, stop), names in json.loads(zlib.decompress(report)):
+                kinds.append(kind)
+                holders.append(([rank], Box(tuple(start), tuple(stop))))
                 for name in names.split("\n"):
-                    first, *_ = indexes = held.setdefault(name, [len(kinds)])
-                    if first == len(kinds):
-                        continue
-                    if (other := kinds[first]) != kind:
+                    indexes = held.setdefault(name, [])
+                    indexes.append(len(kinds) - 1)
+                    if (other := kinds[indexes[0]]) != kind:
                         raise ManifestMismatch(
                             f"rank {rank} has a part of {name} {kind[0]}{kind[1]}, others {name} {other[0]}{other[1]}"
                         )
-                    indexes.append(len(kinds))
-                kinds.append(kind)
-                holders.append(([rank], Box(tuple(start), tuple(stop))))
         metas = (TensorMeta.from_row([name, *kinds[first]]) for name, (first, *_) in held.items())
         return cls.of_holders(zip(metas, held.values(), strict=True), holders)
 
@@ -175,28 +167,18 @@ def deal(loads_R: np.ndarray, batch: Batch) -> np.ndarray:
         loads_R[holders_H[0]] += count * nbytes
         return np.full(count, holders_H[0])
     held_H = loads_R[holders_H]
-    items_H = _whole_items(held_H, count, nbytes)
+    # The final level is that of the `active` holders whose load is below it: what they hold, and the batch, evenly.
+    rising = np.sort(held_H)
+    volume = count * nbytes + np.cumsum(rising)
+    active = int(np.flatnonzero(rising * np.arange(1, len(rising) + 1) < volume)[-1]) + 1
+    below_H = (int(volume[active - 1]) - active * held_H) // (active * nbytes)
+    items_H = np.maximum(below_H, -1) + 1  # at most: those below the level, and one more
     who = np.repeat(np.arange(len(holders_H)), items_H)
     nth = np.arange(len(who)) - np.repeat(np.cumsum(items_H) - items_H, items_H)
     levels = held_H[who] + nth * nbytes
-    order = np.lexsort((who, levels))[:count]
-    senders = who[order]
+    senders = who[np.lexsort((who, levels))[:count]]
     loads_R[holders_H] += np.bincount(senders, minlength=len(holders_H)) * nbytes
     return holders_H[senders]
-
-
-def _whole_items(held_H: np.ndarray, count: int, nbytes: int) -> np.ndarray:
-    """How many items each holder takes at most: those below the common level, and one more."""
-    rising = np.sort(held_H)
-    width = np.arange(1, len(rising) + 1)
-    volume = count * nbytes + np.cumsum(rising)
-    active = int(np.flatnonzero(rising * width < volume)[-1]) + 1  # holders whose load is below the level
-    below = (int(volume[active - 1]) - active * held_H) // (active * nbytes)
-    return np.maximum(below, -1) + 1
-
-
-_RULES = b"r3channel reshard 1"
-"""Part of the hash, so that processes with other rules do not agree."""
 
 
 class RankPlan(NamedTuple):
@@ -215,7 +197,8 @@ def plan_reshard(source: ShardMap, target: ShardMap, *, rank: int, world_size: i
     or by replicas of that box; tensors that only `source` has are not sent. Raises ManifestMismatch, naming the tensor.
     Memory: what this rank sends, and the items of each pair of layouts that occurs.
     """
-    digest = xxhash.xxh3_128(_RULES + f"{source.digest} {target.digest} {world_size}".encode())
+    # It begins with the rules, so that processes with other rules do not agree.
+    digest = xxhash.xxh3_128(f"r3channel reshard 1{source.digest} {target.digest} {world_size}".encode())
     loads_R, sends = np.zeros(world_size, dtype=np.int64), dict[int, list[tuple[int, Box]]]()
     for batch in batches(source, target):
         senders = deal(loads_R, batch)
@@ -239,24 +222,19 @@ class Batch(NamedTuple):
 
 def batches(source: ShardMap, target: ShardMap) -> list[Batch]:
     """The batches, largest items first; equal ones in the order in which the target first needs them."""
-    alike: dict[tuple[str, str, int], list[int]] = {}
-    for index, meta in enumerate(target.metas):
-        at = source.index_of.get(meta.name)
-        if at is None:
+    given = {meta.name: (meta, layout) for meta, layout in zip(source.metas, source.layouts, strict=True)}
+    alike: dict[tuple[str, str, int], tuple[Layout, Layout, list[int]]] = {}
+    for index, (meta, needed) in enumerate(zip(target.metas, target.layouts, strict=True)):
+        if meta.name not in given:
             raise ManifestMismatch(f"tensor {meta} is wanted by the engines, and no trainer rank reported it")
-        if source.metas[at].shape != meta.shape:
-            text = f"tensor {meta}: the trainer's is {source.metas[at]}; expected equal whole shapes"
-            raise ManifestMismatch(text)
-        key = source.layouts[at].digest, target.layouts[index].digest, meta.dtype.itemsize
-        alike.setdefault(key, []).append(index)
+        theirs, held = given[meta.name]
+        if theirs.shape != meta.shape:
+            raise ManifestMismatch(f"tensor {meta}: the trainer's is {theirs}; expected equal whole shapes")
+        key = held.digest, needed.digest, meta.dtype.itemsize
+        alike.setdefault(key, (held, needed, []))[2].append(index)
     batches = list[Batch]()
-    for (_, _, itemsize), tensors in alike.items():
-        meta = target.metas[tensors[0]]
-        try:
-            items = _items(source.layouts[source.index_of[meta.name]], target.layouts[tensors[0]])
-        except ManifestMismatch as error:
-            raise ManifestMismatch(f"tensor {meta}: {error}") from error
-        for (holders, numel), chosen in items.items():
+    for (_, _, itemsize), (held, needed, tensors) in alike.items():
+        for (holders, numel), chosen in _items(target.metas[tensors[0]], held, needed).items():
             batches.append(Batch(numel * itemsize, holders, tensors, chosen))
     return sorted(batches, key=lambda batch: -batch.nbytes)
 
@@ -264,21 +242,25 @@ def batches(source: ShardMap, target: ShardMap) -> list[Batch]:
 # -- one pair of layouts -----------------------------------------------------------------------------------------------
 
 
-def _items(src: Layout, dst: Layout) -> dict[tuple[tuple[int, ...], int], list[tuple[Box, int]]]:
-    """Boxes and the ranks that need them, by who holds each box and by its number of elements."""
+_Items = dict[tuple[tuple[int, ...], int], list[tuple[Box, int]]]
+"""Boxes and the ranks that need them, by who holds each box and by its number of elements."""
+
+
+def _items(meta: TensorMeta, src: Layout, dst: Layout) -> _Items:
+    """What is sent of tensors that are cut as `meta`, which errors name."""
     starts, stops, numel_SD = _common(src, dst)
     _, _, again_SS = _common(src, src)
     np.fill_diagonal(again_SS, 0)
     for first, second in np.argwhere(again_SS)[:1].tolist():  # nobody could say whose value counts
-        ranks = f"rank {src.held[first][1][0]} and rank {src.held[second][1][0]}"
-        raise ManifestMismatch(f"{ranks} hold different boxes that overlap; expected equal or disjoint")
+        who = f"tensor {meta}: rank {src.held[first][1][0]} and rank {src.held[second][1][0]}"
+        raise ManifestMismatch(f"{who} hold different boxes that overlap; expected equal or disjoint")
     for (box, ranks), numel in zip(dst.held, numel_SD.sum(axis=0).tolist(), strict=True):
         if numel != box.numel:
             raise ManifestMismatch(
-                f"rank {ranks[0]} needs {box} ({box.numel} elements), of which the sources hold {numel}; is a trainer rank's "
-                "report missing?"
+                f"tensor {meta}: rank {ranks[0]} needs {box} ({box.numel} elements), of which the sources hold {numel}; is a "
+                "trainer rank's report missing?"
             )
-    items: dict[tuple[tuple[int, ...], int], list[tuple[Box, int]]] = {}
+    items: _Items = {}
     for at in map(tuple, np.argwhere(numel_SD).tolist()):
         cut = Box(tuple(starts[at].tolist()), tuple(stops[at].tolist()))
         chosen = items.setdefault((src.held[at[0]][1], int(numel_SD[at])), [])
@@ -289,9 +271,7 @@ def _items(src: Layout, dst: Layout) -> dict[tuple[tuple[int, ...], int], list[t
 def _common(first: Layout, second: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What each pair of boxes has in common: starts, stops, elements."""
     mine, theirs = (
-        np.array([box for box, _ in layout.held], dtype=np.int64).reshape(
-            len(layout.held), 2, len(layout.shape)
-        )
+        np.array([box for box, _ in layout.held], np.int64).reshape(len(layout.held), 2, len(layout.shape))
         for layout in (first, second)
     )
     starts = np.maximum(mine[:, None, 0], theirs[None, :, 0])

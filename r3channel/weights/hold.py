@@ -13,24 +13,26 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import xxhash
 
-from r3channel.errors import R3Error, TransportError, WeightsCorrupt, WeightsError
+from r3channel.errors import R3Error, WeightsCorrupt, WeightsError
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
+from r3channel.transport.process_group import in_background
 from r3channel.weights import rank_link
 from r3channel.weights.checksums import hashed_bytes, host_bytes, tensor_digest
 from r3channel.weights.geometry import Box
+from r3channel.weights.joint_group import JointReceiver
 from r3channel.weights.loader_map import Learned, derive
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.memory import Room, gpu_lacks, staged_bytes
-from r3channel.weights.rank_link import HEAD
-from r3channel.weights.staged_copy import StagedCopy
+from r3channel.weights.staged_copy import ON_GPU, Room, StagedCopy, gpu_lacks, staged_bytes
 
 _CONNECT_S = 10.0
 WORD_BYTES = 1024
@@ -72,6 +74,7 @@ class Hold:
         self._stage = _Stage()
         self._until_s = math.inf
         """When the update that was begun last is over, on the clock of `time.monotonic`."""
+        self._joint = JointReceiver()
         self._mapped = set[int]()
         self._ready: tuple[StagedCopy, list[torch.Tensor]] | None = None
         """The copy, and parameters that were looked at just before they change."""
@@ -80,16 +83,17 @@ class Hold:
         self._items = sum(part.box.numel for part in self._needs.parts)
         nbytes, wire = staged_bytes(self._needs.params), order["wire"] if stages else "tcp"
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
+        full = gpu_lacks(nbytes, device, wire) if (summed := wire in ON_GPU) else ""
         why = room.lacks(nbytes, insist=order["staged"] != "auto", shared=wire == "shared_memory")
-        if wire == "cuda_ipc":
-            why = gpu_lacks(nbytes, device)
-        params, wire = ((), "tcp") if why else (self._needs.params, wire)
-        copy = StagedCopy(params, device=device, wire=wire)
+        if summed and (wire == "cuda_ipc" or not full or device.type != "cuda"):
+            why = full
+        wire = "tcp" if why or full else wire  # nccl's copy may lie in the host's memory
+        copy = StagedCopy(() if why else self._needs.params, device=device, wire=wire, summed=summed)
         self._copy = weakref.ref(copy)
         reply = {"error": why} if why else told | (self._fill(copy, model) if stages else {})
         token = rank_link.session_token(run_token, order["nonce"])
         hello = json.dumps({key: order[key] for key in ("engine", "attempt")} | {"rank": rank}).encode()
-        self._links, self._threads = list[Connection](), list[threading.Thread]()
+        self._links, self._threads = list[Connection](), list[Future[None]]()
         try:
             for host, port in order["trainers"]:
                 self._links.append(connect(host, port, token, timeout_s=_CONNECT_S, hello=hello))
@@ -97,9 +101,8 @@ class Hold:
             self.close()
             raise
         for number, link in enumerate(self._links):
-            thread: Any = {"args": (number, link, reply, copy), "name": f"r3channel-stage-{number}"}
-            self._threads.append(threading.Thread(target=self._serve, daemon=True, **thread))
-            self._threads[-1].start()
+            serving = partial(self._serve, number, link, reply, copy)
+            self._threads.append(in_background(serving, name=f"stage-{number}"))
 
     @property
     def ended(self) -> bool:
@@ -115,10 +118,18 @@ class Hold:
 
     def close(self) -> None:
         """End the links and their threads, and with these the staged copy. Not on a link's thread."""
+        self._joint.close("the session has ended")
         for link in self._links:
             link.close()
-        for thread in self._threads:
-            thread.join(_CONNECT_S)
+        wait(self._threads, timeout=_CONNECT_S)
+
+    def regroup(self, joint: dict[str, Any], rank: int) -> None:
+        """End what is under way in the joint group, on any thread; then join another, if that is wanted: `joint` has the number
+        there of the engine's first rank."""
+        self._joint.close("a trainer has given it up")
+        if joint:
+            self._joint = JointReceiver(**joint | {"rank": joint["rank"] + rank})
+            self._joint.join()
 
     def _fill(self, copy: StagedCopy, model: torch.nn.Module) -> dict[str, Any]:
         """What no tensor covers keeps its values. Returns what the trainer is told about the copy."""
@@ -127,16 +138,18 @@ class Hold:
         for place, constant in self._needs.padding:
             place.view(copy.views[place.param]).fill_(constant)
         compared = {part.param for part in self._learned.copied} if self._whole else self._needs.params
-        return {"compared": len(compared)}
+        return {"compared": len(compared), "summed": copy.summed}
 
     # -- a link's thread -----------------------------------------------------------------------------------------------
 
     def _serve(self, number: int, link: Connection, reply: dict[str, Any], copy: StagedCopy) -> None:
         """Serve the link until the trainer leaves or dies; what was staged is then never committed."""
         try:
-            with suppress(TransportError):
+            # after any of them no byte can be told from another
+            with suppress(R3Error, ValueError, IndexError, struct.error):
                 self._listen(number, link, reply, copy)
         finally:
+            self._joint.close(f"trainer rank {number} is gone")
             link.abort("the rank has ended it")  # also where we are at fault: no dead thread holds an engine
 
     def _listen(self, number: int, link: Connection, reply: dict[str, Any], copy: StagedCopy) -> None:
@@ -152,9 +165,13 @@ class Hold:
                     table = rank_link.read_table(rank_link.receive_blob(link, body), self._needs.parts)
                     runs, failure = _Runs(), ""
                 elif kind == rank_link.BEGIN:
-                    self._until_s = time.monotonic() + rank_link.LIMIT.unpack(body)[0] + _CONNECT_S
-                elif kind in (rank_link.DATA, rank_link.PLACED):
-                    self._place(number, link if kind == rank_link.DATA else None, table, runs, body, copy)
+                    update, records, left_s = rank_link.LIMIT.unpack(body)
+                    self._until_s, failure = time.monotonic() + left_s + _CONNECT_S, ""
+                    self._joint.begin(update, number, records)
+                elif kind in (rank_link.DATA, rank_link.PLACED, rank_link.LANDS):
+                    self._place(number, link, kind, table, runs, body, copy)
+                elif kind == rank_link.LEAVES and body.decode() == self._joint.name:
+                    self._joint.close(f"trainer rank {number} has left it")
                 elif kind == rank_link.END:
                     word, failure = failure, ""
                     link.send_record(rank_link.END, word.encode()[:WORD_BYTES], timeout_s=_CONNECT_S)
@@ -167,51 +184,54 @@ class Hold:
                     answer, data = self._given(*rank_link.PARAM.unpack(body))
                     rank_link.send_blob(link, rank_link.GIVE, answer, timeout_s=_CONNECT_S)
                     link.send(data, timeout_s=None)
-            except TransportError:
-                raise
-            except (R3Error, ValueError, IndexError, struct.error) as error:
-                if not isinstance(error, WeightsCorrupt):  # no byte can be told from another any more
-                    link.abort(f"{type(error).__name__}: {error}")
-                    raise TransportError(str(error)) from error
+            except WeightsCorrupt as error:
                 failure = failure or f"{type(error).__name__}: {error}"
 
     def _place(
-        self, number: int, link: Connection | None, table: Sequence[rank_link.Entry], runs: _Runs, body: bytes,
+        self, number: int, link: Connection, kind: int, table: Sequence[rank_link.Entry], runs: _Runs, body: bytes,
         copy: StagedCopy,
     ) -> None:  # fmt: skip
-        update, first, count, digest = HEAD.unpack(body)
-        late = not self._begin(update, number, first)
+        update, first, count, digest = rank_link.HEAD.unpack(body)
+        with self._lock:
+            late = update < self._stage.update  # others have gone on to the next update
+            if not late and (self._stage.update != update or self._stage.digests):
+                self._stage = _Stage(update)  # whatever was staged before is void
+            if not late:
+                self._stage.came[number] = self._stage.came.get(number, 0) if first else 0
         entries, seen = table[first : first + count], xxhash.xxh3_64()
         if len(entries) != count:
             raise ValueError(f"entries {first} to {first + count} of {len(table)}")
         if (first, count) not in runs:
             runs[first, count] = rank_link.runs_of(entries, self._needs, copy.views)
-        for run in runs[first, count]:
-            in_place = link is None or (run.view.is_contiguous() and not late)
+        if kind == rank_link.LANDS:
+            self._land(number, update, runs[first, count], seen)
+        for run in runs[first, count] if kind != rank_link.LANDS else ():
+            in_place = kind == rank_link.PLACED or (run.view.is_contiguous() and not late)
             landing = run.view if in_place else torch.empty(run.view.shape, dtype=run.view.dtype)
             flat = landing.contiguous()
-            if link is not None:  # else the trainer has put it there
+            if kind == rank_link.DATA:  # else the trainer has put it there
                 link.recv_into(host_bytes(flat), timeout_s=None)
             seen.update(hashed_bytes(flat))
             if not (in_place or late):
                 run.view.copy_(landing)
-        if late:  # others have gone on to the next update
+        if late:
             return
         if seen.intdigest() != digest:
             name = self._learned.tensors[self._needs.parts[entries[0].part].tensor].name
             raise WeightsCorrupt(f"{count} pieces from {name} on came damaged")
-        with self._lock:
-            self._stage.came[number] += sum(entry.box.numel for entry in entries)
+        with self._lock:  # where another link has begun the next update meanwhile, nobody asks for it
+            self._stage.came[number] = self._stage.came.get(number, 0) + sum(
+                entry.box.numel for entry in entries
+            )
 
-    def _begin(self, update: int, number: int, first: int) -> bool:
-        """Begin an update at a link's first piece of it; whatever was staged before is void. False for one that is past."""
-        with self._lock:
-            if update < self._stage.update:
-                return False
-            if self._stage.update != update or self._stage.digests:
-                self._stage = _Stage(update)
-            self._stage.came[number] = self._stage.came.get(number, 0) if first else 0
-            return True
+    def _land(self, number: int, update: int, runs: Sequence[rank_link.Run], seen: xxhash.xxh3_64) -> None:
+        """Receive a record in the joint group, and put its pieces where they lie."""
+        views, left_s = [run.view for run in runs], self._until_s - time.monotonic()
+        sizes = [view.nbytes for view in views]
+        with self._joint.landed(update, number, sum(sizes), timeout_s=max(left_s, 0.0)) as flat_N:
+            seen.update(hashed_bytes(flat_N))
+            for view, part_N in zip(views, flat_N.split(sizes), strict=True):
+                view.copy_(part_N.view(view.dtype).view(view.shape))
 
     def _verify(self, copy: StagedCopy, update: int, checksums: bool) -> dict[str, Any]:
         """Digests of the parameters as they will be, computed when every trainer has sent everything. Without those

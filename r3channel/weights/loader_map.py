@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,11 +31,8 @@ from r3channel.errors import ManifestMismatch
 from r3channel.weights.geometry import MOST_PIECES, Box
 from r3channel.weights.manifest import TensorMeta
 
-_COPY = torch.ops.aten.copy_.default
-_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
-_TO = torch.ops.aten._to_copy.default
-_VALUE = torch.ops.aten._local_scalar_dense.default
-_CAT = torch.ops.aten.cat.default
+_ATEN = torch.ops.aten
+_COPY = _ATEN.copy_.default
 NAMES_UNKNOWN = "which names it takes is not known"
 """The end of `Learned.refused` where a dry run did not tell which tensors reach a parameter."""
 _POST_LOAD = "post_load_weights"
@@ -175,21 +173,20 @@ def learn(model: torch.nn.Module, tensors: tuple[TensorMeta, ...], before: Learn
     """A dry run's result, or `before` if it still holds: a run takes the loader's time, 0.7 ms a tensor, in a paused engine.
 
     The model is as before in any case. ManifestMismatch where its loader refuses a name."""
-    params = dict(model.named_parameters())
-    memory = before.placed(), _memory(params)
+    memory = before.placed(), _memory(model)
     if (before.tensors, before.memory) == (tensors, memory):
         return before
     result = partial(Learned, tensors, memory, before.placed)
     try:
         recorder = dry_run(model, tensors)
     except NotReplayable as error:
-        needs = _whole_tensors(tensors, range(len(tensors)), ())
-        return result(needs, f"{error}; {NAMES_UNKNOWN}")
-    missing, padding, copied = _coverage(recorder, params)
+        return result(_whole_tensors(tensors, range(len(tensors)), ()), f"{error}; {NAMES_UNKNOWN}")
+    missing, padding, copied = recorder.coverage()
     if recorder.refused:
         return result(_whole_tensors(tensors, sorted(recorder.used), missing), recorder.refused, copied)
-    metas = tuple(TensorMeta.of(name, param) for name, param in params.items())
-    parts = sorted(recorder.parts, key=lambda part: (part.tensor, part.param, part.offset))
+    metas = tuple(TensorMeta.of(name, param) for name, param in recorder.named)
+    noted = itertools.chain.from_iterable(recorder.parts.values())
+    parts = sorted(noted, key=lambda part: (part.tensor, part.param, part.offset))
     return result(Needs(metas, PartTable.of(parts), missing, padding), derived=tuple(recorder.derived))
 
 
@@ -199,20 +196,17 @@ def derive(model: torch.nn.Module, learned: Learned) -> None:
         getattr(model.get_submodule(path), _POST_LOAD)(*args, **kwargs)
 
 
-def _whole_tensors(tensors: Sequence[TensorMeta], used: Iterable[int], missing: tuple[str, ...]) -> Needs:
-    metas, parts = list[TensorMeta](), list[Part]()
-    for index in used:
-        shape = tensors[index].shape
-        parts.append(Part(index, Box.whole(shape), len(metas), 0, tuple(_steps(shape))))
-        metas.append(tensors[index])
-    return Needs(tuple(metas), PartTable.of(parts), missing)
+def _whole_tensors(tensors: Sequence[TensorMeta], used: Sequence[int], missing: tuple[str, ...]) -> Needs:
+    metas = tuple(tensors[index] for index in used)
+    numbered = enumerate(zip(used, metas, strict=True))
+    parts = [Part(at, Box.whole(meta.shape), n, 0, _steps(meta.shape)) for n, (at, meta) in numbered]
+    return Needs(metas, PartTable.of(parts), missing)
 
 
 def dry_run(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> _Recorder:
     """Run the loader and return what it does. Raises NotReplayable where not even the names that it takes can be known."""
-    params = dict(model.named_parameters())
-    before, attributes = _memory(params), _tensor_attributes(model)
-    recorder = _Recorder(tensors, params)
+    before, attributes = _memory(model), _tensor_attributes(model)
+    recorder = _Recorder(model, tensors)
     deriving = {path: module for path, module in model.named_modules() if hasattr(module, _POST_LOAD)}
     try:
         for path, module in deriving.items():  # it would derive from weights that are old
@@ -227,7 +221,7 @@ def dry_run(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> _Recorder:
     finally:
         for module in deriving.values():
             vars(module).pop(_POST_LOAD, None)
-    if _memory(dict(model.named_parameters())) != before:
+    if _memory(model) != before:
         raise NotReplayable("load_weights replaces parameters")
     if _tensor_attributes(model) != attributes:
         recorder.refuse("load_weights derives other tensors from the checkpoint")
@@ -235,41 +229,69 @@ def dry_run(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> _Recorder:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, tensors: Sequence[TensorMeta], params: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> None:
         super().__init__()
         self._tensors = tensors
         self.given = [torch.empty(meta.shape, dtype=meta.dtype, device="meta") for meta in tensors]
         """The checkpoint, without values."""
         self._tensor_of = {_storage(tensor): index for index, tensor in enumerate(self.given)}
-        self._params, self._names = list(params.values()), list(params)
+        self.named = list(model.named_parameters())
         self._index: dict[int, int] = {}
-        for index, (name, param) in enumerate(params.items()):
+        for index, (name, param) in enumerate(self.named):
             if self._index.setdefault(_storage(param), index) != index:
                 raise NotReplayable(f"{name} shares its memory with another parameter")
             if not param.is_contiguous():
                 raise NotReplayable(f"{name} is not contiguous")
         self.refused = ""
         """The first thing that is more than a copy."""
-        self.parts: list[Part] = []
-        self.made: list[tuple[Part, bool]] = []
+        self.parts = defaultdict[int, list[Part]](list)
+        """By parameter, as the next two."""
+        self.made = defaultdict[int, list[tuple[Part, bool]]](list)
         """Where, and whether something was put there: what is not a plain copy."""
+        self.padding = defaultdict[int, list[tuple[Part, torch.Tensor, float]]](list)
+        """(place, view of it, constant) that a loader fills itself."""
         self.derived: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self._joined: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor], int]] = {}
         """Storage that is views of the checkpoint side by side -> the whole, the views, and the axis that they lie along."""
         self.used: set[int] = set()
         """Tensors whose values reach a parameter, or memory that is derived from it."""
-        self._made_of: dict[int, set[int]] = {}
-        """Storage that is no view of the checkpoint -> the tensors that it was made of."""
+        self._made_of = {storage: {index} for storage, index in self._tensor_of.items()}
+        """Storage -> the tensors that it was made of."""
         self._alive: list[torch.Tensor] = []
         """Keeps storages alive, so that none gets another's number."""
-        self.padding: list[tuple[Part, torch.Tensor, float]] = []
-        """(place, view of it, constant) that a loader fills itself."""
 
     def _place(self, view: torch.Tensor) -> Part:
         """Where a view lies in the parameter, of no tensor."""
         param = self._index[_storage(view)]
-        offset = int(view.storage_offset()) - int(self._params[param].storage_offset())
+        offset = int(view.storage_offset()) - int(self.named[param][1].storage_offset())
         return Part(-1, Box.whole(view.shape), param, offset, view.stride())
+
+    def coverage(self) -> tuple[tuple[str, ...], tuple[tuple[Part, float], ...], tuple[Part, ...]]:
+        """Parameters with items that no tensor fills, and that are no padding; padding that is to be filled; parts of parameters
+        that are made of parts alone."""
+        missing, padding, alone = list[str](), list[tuple[Part, float]](), list[Part]()
+        for index, (name, param) in enumerate(self.named):
+            # One at a time: a host may have no room for all.
+            counts = torch.zeros(param.numel(), dtype=torch.uint8)
+            for part in self.parts[index]:
+                part.view(counts).add_(1)
+            if bool((counts > 1).any()):
+                self.refuse(f"{name} is written more than once")
+            if not self.made[index] and bool((counts == 1).all()):
+                alone += self.parts[index]
+            for place, filled in self.made[index]:
+                if filled:
+                    place.view(counts).fill_(1)
+            for place, view, constant in self.padding[index]:
+                there = place.view(counts)
+                if not bool((view == constant).all()):
+                    if bool(there.any()):  # the loader fills it first, then places a tensor there
+                        continue
+                    padding.append((place, constant))
+                there.fill_(1)
+            if bool((counts == 0).any()):
+                missing.append(name)
+        return tuple(missing), tuple(padding), tuple(alone)
 
     def refuse(self, why: str) -> None:
         """Note why parts cannot be placed, and go on watching names."""
@@ -277,7 +299,7 @@ class _Recorder(TorchDispatchMode):
 
     def derives(self, path: str, *args: Any, **kwargs: Any) -> None:
         """Takes the place of a module's `post_load_weights`."""
-        if any(param.itemsize == 1 for param in self._params):  # these it may change too, with their scales
+        if any(param.itemsize == 1 for _, param in self.named):  # these it may change too, with their scales
             self.refuse("load_weights derives other tensors from quantised ones")
         self.derived.append((path, args, kwargs))
 
@@ -286,13 +308,14 @@ class _Recorder(TorchDispatchMode):
         if func is _COPY and self._copies(args[0], args[1]):
             return args[0]
         tensors = list(_tensors((*args, *kwargs.values())))
-        sources = set[int]().union(*map(self._sources, tensors))
+        sources = set[int]().union(*(self._made_of.get(_storage(tensor), ()) for tensor in tensors))
         if func is _COPY and not sources and self._is_padding(args[0], args[1]):
             return args[0]
-        if func in _FILLS and _storage(args[0]) in self._index:
-            self.padding.append((self._place(args[0]), args[0], float((*args, 0.0)[1])))
+        if func in (_ATEN.fill_.Scalar, _ATEN.zero_.default) and _storage(args[0]) in self._index:
+            filled = self._place(args[0]), args[0], float((*args, 0.0)[1])
+            self.padding[filled[0].param].append(filled)
             return args[0]
-        if func is _VALUE and sources:
+        if func is _ATEN._local_scalar_dense.default and sources:
             self.used |= sources
             names = ", ".join(self._tensors[index].name for index in sorted(sources))
             self.refuse(f"load_weights does more than copy: it looks at values of {names}")
@@ -302,14 +325,14 @@ class _Recorder(TorchDispatchMode):
             return written[0] if len(func._schema.returns) == 1 else None
         if not sources:
             return func(*args, **kwargs)
-        if func is _TO and "device" in kwargs:
+        if func is _ATEN._to_copy.default and "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
         if not all(tensor.is_meta for tensor in tensors):
             args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         made = func(*args, **kwargs)
         for result in _tensors([made]):
             self._from(result, sources)
-        if func is _CAT:
+        if func is _ATEN.cat.default:
             self._joined[_storage(made)] = made, args[0], (*args, 0)[1]
         return made
 
@@ -319,31 +342,25 @@ class _Recorder(TorchDispatchMode):
         self._joined.pop(_storage(value), None)
         if param is None and (not sources or (value.is_meta and _storage(value) not in self._tensor_of)):
             return False
-        what = "its own memory" if param is None else self._names[param]
+        what = "its own memory" if param is None else self.named[param][0]
         self.refuse(f"{func} writes {what} from something that is not the checkpoint")
         self.used |= sources
         if param is None:
             self._from(value, sources)
         else:
-            self.made.append((self._place(value), bool(sources) or func is _COPY))
+            self.made[param].append((self._place(value), bool(sources) or func is _COPY))
         return True
-
-    def _sources(self, value: torch.Tensor) -> set[int]:
-        """The tensors that this was made of."""
-        if _storage(value) in self._tensor_of:
-            return {self._tensor_of[_storage(value)]}
-        return self._made_of.get(_storage(value), set())
 
     def _from(self, value: torch.Tensor, sources: set[int]) -> None:
         if _storage(value) not in self._tensor_of:
-            self._made_of[_storage(value)] = self._made_of.get(_storage(value), set()) | sources
+            self._made_of.setdefault(_storage(value), set()).update(sources)
             self._alive.append(value)
 
     def _is_padding(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
         """Whether this copies what the parameter holds already, as loaders pad: it is noted as covered, and not done."""
         if _storage(dst) not in self._index or src.is_meta or not bool((dst == src).all()):
             return False
-        self.made.append((self._place(dst), True))
+        self.made[self._index[_storage(dst)]].append((self._place(dst), True))
         return True
 
     def _copies(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
@@ -356,7 +373,7 @@ class _Recorder(TorchDispatchMode):
         except NotReplayable as error:
             self.refuse(str(error))
             return False
-        self.parts += parts
+        self.parts[self._index[_storage(dst)]] += parts
         self.used |= {part.tensor for part in parts}
         return True
 
@@ -374,93 +391,40 @@ class _Recorder(TorchDispatchMode):
         meta = self._tensors[tensor]
         if src.dtype != meta.dtype:
             raise NotReplayable(f"{meta.name} is read as {src.dtype}")
-        place, dims = self._place(dst), list(zip(dst.shape, src.stride(), dst.stride(), strict=True))
-        boxes = _boxes(meta, dims, int(src.storage_offset()), place.offset)
-        return [Part(tensor, box, place.param, at, strides) for box, at, strides in boxes]
+        return _strided(tensor, meta, src, self._place(dst))
 
 
-_Dims = list[tuple[int, int, int]]
-"""(size, stride in the tensor, stride in the parameter) of each dimension of a copy."""
-
-
-_ONE = (1, 1)
-"""Size and stride of an axis of one item: any stride is right, but torch gives no bytes of a view without a step."""
-
-
-def _boxes(meta: TensorMeta, dims: _Dims, first: int, offset: int) -> list[tuple[Box, int, tuple[int, ...]]]:
-    """A strided copy as boxes of the tensor: (box, offset in the parameter, strides in it by the tensor's axes)."""
+def _strided(tensor: int, meta: TensorMeta, src: torch.Tensor, place: Part) -> list[Part]:
+    """A copy of a view of a tensor to a place of a parameter, as boxes of the tensor."""
     steps = _steps(meta.shape)
-    kept, outer = _by_axis(meta, [dim for dim in dims if dim[0] != 1], steps)
-    if math.prod(size for size, _, _ in outer) > MOST_PIECES:  # as of every second row of a large tensor
-        raise NotReplayable(f"{meta.name} is taken in too many pieces")
-    boxes = []
-    for at in itertools.product(*(range(size) for size, _, _ in outer)):
-        source = first + sum(i * src for i, (_, src, _) in zip(at, outer, strict=True))
-        target = offset + sum(i * dst for i, (_, _, dst) in zip(at, outer, strict=True))
-        start = tuple(source // step % size for step, size in zip(steps, meta.shape, strict=True))
-        spans = [kept.get(axis, _ONE) for axis in range(len(meta.shape))]
-        stop = tuple(a + n for a, (n, _) in zip(start, spans, strict=True))
-        if any(end > size for end, size in zip(stop, meta.shape, strict=True)):
-            raise NotReplayable(f"{meta.name} is taken across its rows' ends")
-        boxes.append((Box(start, stop), target, tuple(stride for _, stride in spans)))
-    return boxes
-
-
-def _by_axis(meta: TensorMeta, dims: _Dims, steps: Sequence[int]) -> tuple[dict[int, tuple[int, int]], _Dims]:
-    """Dimensions that walk one axis of the tensor item by item (axis -> size, stride), and those that jump."""
-    kept, outer, work = dict[int, tuple[int, int]](), _Dims(), [*dims]
+    # Of one item any stride is right, but torch gives no bytes of a view without a step.
+    sizes, strides = [1] * len(steps), [1] * len(steps)
+    begins = [(int(src.storage_offset()), place.offset)]  # of each box, in the tensor and in the parameter
+    dims = zip(src.shape, src.stride(), place.strides, strict=True)
+    work = [dim for dim in dims if dim[0] != 1]
     while work:
-        size, src, dst = work.pop()
-        axis = next((a for a, step in enumerate(steps) if src == step and meta.shape[a] > 1), None)
-        if src <= 0:
+        size, step, stride = work.pop()
+        axis = next((a for a, n in enumerate(meta.shape) if n > 1 and steps[a] == step), None)
+        if step <= 0:
             raise NotReplayable(f"{meta.name} is repeated by the loader")
-        if axis is not None and size > meta.shape[axis]:  # rows that were read as one line
-            if size % meta.shape[axis]:
+        if axis is not None and size > (length := meta.shape[axis]):  # rows that were read as one line
+            if size % length:
                 raise NotReplayable(f"{meta.name} is read across its rows' ends")
-            length = meta.shape[axis]
-            work += [(length, src, dst), (size // length, src * length, dst * length)]
-        elif axis is None or axis in kept:
-            outer.append((size, src, dst))
+            work += [(length, step, stride), (size // length, step * length, stride * length)]
+        elif axis is not None and sizes[axis] == 1:  # it walks the axis item by item
+            sizes[axis], strides[axis] = size, stride
+        elif len(begins) * size > MOST_PIECES:  # it jumps, as of every second row of a large tensor
+            raise NotReplayable(f"{meta.name} is taken in too many pieces")
         else:
-            kept[axis] = (size, dst)
-    return kept, outer
-
-
-def _coverage(
-    recorder: _Recorder, params: Mapping[str, torch.Tensor]
-) -> tuple[tuple[str, ...], tuple[tuple[Part, float], ...], tuple[Part, ...]]:
-    """Parameters with items that no tensor fills, and that are no padding; padding that is to be filled; parts of parameters
-    that are made of parts alone."""
-    noted: dict[int, tuple[list[Part], list[tuple[Part, bool]], list[tuple[Part, torch.Tensor, float]]]]
-    noted = {index: ([], [], []) for index in range(len(params))}
-    for part in recorder.parts:
-        noted[part.param][0].append(part)
-    for made in recorder.made:
-        noted[made[0].param][1].append(made)
-    for fill in recorder.padding:
-        noted[fill[0].param][2].append(fill)
-    missing, padding, alone = list[str](), list[tuple[Part, float]](), list[Part]()
-    for (name, param), (parts, others, fills) in zip(params.items(), noted.values(), strict=True):
-        # One at a time: a host may have no room for all.
-        counts = torch.zeros(param.numel(), dtype=torch.uint8)
-        for part in parts:
-            part.view(counts).add_(1)
-        if bool((counts > 1).any()):
-            recorder.refuse(f"{name} is written more than once")
-        alone += [] if others or bool((counts != 1).any()) else parts
-        for place, filled in others:
-            if filled:
-                place.view(counts).fill_(1)
-        for place, view, constant in fills:
-            there = place.view(counts)
-            if not bool((view == constant).all()):
-                if bool(there.any()):  # the loader fills it first, then places a tensor there
-                    continue
-                padding.append((place, constant))
-            there.fill_(1)
-        if bool((counts == 0).any()):
-            missing.append(name)
-    return tuple(missing), tuple(padding), tuple(alone)
+            begins = [(at + n * step, to + n * stride) for at, to in begins for n in range(size)]
+    parts = list[Part]()
+    for at, to in begins:
+        start = tuple(at // step % n for step, n in zip(steps, meta.shape, strict=True))
+        box = Box(start, tuple(first + size for first, size in zip(start, sizes, strict=True)))
+        if not Box.whole(meta.shape).holds(box):
+            raise NotReplayable(f"{meta.name} is taken across its rows' ends")
+        parts.append(Part(tensor, box, place.param, to, tuple(strides)))
+    return parts
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -475,8 +439,9 @@ def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.
             yield from _tensors([args[at] if at < len(args) else kwargs.get(argument.name, ())])
 
 
-def _memory(params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    return {name: (param.data_ptr(), tuple(param.shape), param.dtype) for name, param in params.items()}
+def _memory(model: torch.nn.Module) -> dict[str, Any]:
+    named = model.named_parameters()
+    return {name: (param.data_ptr(), tuple(param.shape), param.dtype) for name, param in named}
 
 
 def _tensor_attributes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
@@ -493,6 +458,6 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _steps(shape: Sequence[int]) -> list[int]:
+def _steps(shape: Sequence[int]) -> tuple[int, ...]:
     """Items between neighbours along each axis."""
-    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +76,7 @@ class Bucket(NamedTuple):
     >>> norm = TensorMeta(name="norm.weight", dtype=torch.bfloat16, shape=(3,))
     >>> gate = TensorMeta(name="gate.weight", dtype=torch.float32, shape=(2, 2))
     >>> bucket = Bucket.of([norm, gate])
-    >>> bucket.names, bucket.offsets, bucket.payload_bytes
+    >>> tuple(meta.name for meta in bucket.tensors), bucket.offsets, bucket.payload_bytes
     (('gate.weight', 'norm.weight'), (0, 16), 22)
     """
 
@@ -88,10 +89,7 @@ class Bucket(NamedTuple):
     def of(cls, tensors: Sequence[TensorMeta]) -> Bucket:
         """Lay the tensors out for the receiver; equal item sizes keep the order in which they came."""
         ordered = tuple(sorted(tensors, key=lambda meta: -meta.dtype.itemsize))
-        offsets, end = [], 0
-        for meta in ordered:
-            offsets.append(end)
-            end += meta.nbytes
+        *offsets, end = accumulate((meta.nbytes for meta in ordered), initial=0)
         return cls(ordered, tuple(offsets), end)
 
     @property
@@ -101,12 +99,7 @@ class Bucket(NamedTuple):
 
     def views(self, buffer_N: torch.Tensor) -> list[torch.Tensor]:
         """The tensors inside a flat uint8 buffer that holds this bucket, in wire order. No copy."""
-        parts = ((meta, buffer_N[at : at + meta.nbytes]) for meta, at in self.placed)
-        return [part.view(meta.dtype).view(meta.shape) for meta, part in parts]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(meta.name for meta in self.tensors)
+        return [buffer_N[at : at + m.nbytes].view(m.dtype).view(m.shape) for m, at in self.placed]
 
     def __str__(self) -> str:
         return f"{len(self.tensors)} tensors, {self.payload_bytes} bytes, first {self.tensors[0].name}"
@@ -127,15 +120,14 @@ class Manifest(NamedTuple):
         return cls(tuple(buckets), tuple(placed[meta.name] for meta in order) or tuple(placed.values()))
 
 
-_FUSED: Mapping[str, tuple[str, ...]] = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+_FUSED_INTO: Mapping[str, str] = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj_with_mqa"),
 }
-"""What a receiver fuses into one parameter, in its order: all members go into one bucket."""
+"""Members that a receiver fuses into one parameter, in its order: all go into one bucket."""
 
-_FUSED_INTO = {member: fused for fused, members in _FUSED.items() for member in members}
-_MEMBER = re.compile(rf"^(?P<head>(?:.*\.)?)(?P<member>{'|'.join(_FUSED_INTO)})\.(?P<tail>[^.]+)$")
+_MEMBER = re.compile(rf"(?<![^.])({'|'.join(_FUSED_INTO)})(?=\.[^.]+$)")
 _EXPERT = re.compile(r"^(?P<head>.*\.experts)\.\d+\.(?P<module>gate|up|down)_proj\.weight$")
 _SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
 """The scales of a float8 weight: a number, a column or blocks (`weight_scale_inv` of DeepSeek-V3)."""
@@ -196,8 +188,7 @@ def unit_of(name: str) -> str:
 
 
 def _fused(name: str) -> str:
-    member = _MEMBER.match(name)
-    return name if member is None else f"{member['head']}{_FUSED_INTO[member['member']]}.{member['tail']}"
+    return _MEMBER.sub(lambda member: _FUSED_INTO[member[0]], name)
 
 
 def fused_name(name: str) -> str:

@@ -100,14 +100,17 @@ class Run:
     """One update under way."""
 
     deadline: Deadline
+    version: int = -1
+    alone: bool = False
+    """The version is committed already, and these engines alone get it."""
     report: UpdateReport = field(default_factory=UpdateReport)
     checksums: Mapping[str, Sequence[Mapping[str, str]]] = field(default_factory=dict)
     """What the engines' own checksums will be: by number of ranks, then by rank."""
     _inner_s: float = 0.0
 
-    def ended(self, version: int, manifest: Manifest) -> UpdateReport:
+    def ended(self, manifest: Manifest) -> UpdateReport:
         report = self.report
-        report.version, report.wall_s = version, self.deadline.elapsed_s
+        report.version, report.wall_s = self.version, self.deadline.elapsed_s
         report.tensors, report.buckets = len(manifest.arrivals), len(manifest.buckets)
         report.payload_bytes = sum(bucket.payload_bytes for bucket in manifest.buckets)
         return report

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,13 +32,13 @@ from r3channel.weights.progress import Deadline
 Digests = tuple[dict[str, str], dict[str, str]]
 """By parameter, of one rank: digests, and SGLang's own checksums if asked for."""
 
-NEEDS, TABLE, DATA, END, VERIFY, PLACED, GIVE, BEGIN = range(1, 9)
+NEEDS, TABLE, DATA, END, VERIFY, PLACED, GIVE, BEGIN, LANDS, LEAVES = range(1, 11)
 HEAD = struct.Struct("<qIIQ")
-"""DATA's head: the update's number, first entry of the table, entries, xxh3 of the bytes that follow."""
+"""The head of DATA, PLACED and LANDS: the update's number, first entry of the table, entries, xxh3 of the bytes that follow."""
 ASK = struct.Struct("<q?")
 """VERIFY's body: the update's number, and whether checksums as SGLang's own are wanted too."""
-LIMIT = struct.Struct("<d")
-"""BEGIN's body: seconds that the update has left."""
+LIMIT = struct.Struct("<qid")
+"""BEGIN's body: the update's number, records that this trainer sends in the joint group (-1: none does), seconds it has left."""
 PARAM = struct.Struct("<qI")
 """GIVE's body: version, and which parameter."""
 RECORD_BYTES = 1 << 20
@@ -80,22 +81,19 @@ class Piece(NamedTuple):
     """The whole tensor's name and shape, and the dtype that is sent."""
     shard: int
     """Index among what this trainer has for the bucket."""
-    cut: tuple[slice, ...] | None
-    """Where in the shard; None is all of it."""
+    cut: tuple[slice, ...]
+    """Where in the shard; () is all of it."""
 
     def of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """The values, on the shard's device, contiguous or not: in the dtype that is sent, then in the rank's."""
-        whole = shards[self.shard]
-        piece = whole if self.cut is None else whole[self.cut]
-        return piece.to(self.meta.dtype).to(self.dtype)
+        return shards[self.shard][self.cut].detach().to(self.meta.dtype).to(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Entries that lie side by side in a parameter."""
 
-    first: int
-    count: int
+    entries: slice
+    """Which of those that were asked for."""
     view: torch.Tensor
     """In the staged copy: flat, or of one entry with gaps in it, of its shape."""
 
@@ -116,15 +114,15 @@ def runs_of(entries: Sequence[Entry | Piece], needs: Needs, staged: Sequence[tor
         part, first = needs.parts[entry.part], at
         flat, start = staged[part.param], part.start(entry.box)
         if part.gaps(entry.box):
-            runs.append(Run(at, 1, part.view(flat, entry.box)))
+            runs.append(Run(slice(at, at + 1), part.view(flat, entry.box)))
             param = -1
             continue
         if (param, end) == (part.param, start):
-            first = runs.pop().first
+            first = runs.pop().entries.start
         else:
             param, begun = part.param, start
         end = start + entry.box.numel
-        runs.append(Run(first, at + 1 - first, flat[begun:end]))
+        runs.append(Run(slice(first, at + 1), flat[begun:end]))
     return runs
 
 
@@ -140,17 +138,15 @@ def table_bytes(entries: Iterable[Entry | Piece]) -> bytes:
 
 def read_table(blob: bytes, parts: Sequence[Part]) -> list[Entry]:
     """WeightsCorrupt for an entry that lies outside its part."""
-    values = np.frombuffer(blob, dtype=np.int64).tolist()
-    entries, at = [], 0
-    while at < len(values):
-        part, axes = values[at : at + 2]
+    entries, values = list[Entry](), iter(np.frombuffer(blob, dtype=np.int64).tolist())
+    for part in values:
+        axes = next(values, -1)
         if not 0 <= part < len(parts) or axes != len(parts[part].box.start):
             raise ValueError(f"entry {len(entries)} names part {part} of {len(parts)}, with {axes} axes")
-        box = Box(tuple(values[at + 2 : at + 2 + axes]), tuple(values[at + 2 + axes : at + 2 + 2 * axes]))
+        box = Box(tuple(islice(values, axes)), tuple(islice(values, axes)))
         if not parts[part].box.holds(box) or not box.numel:
             raise ValueError(f"entry {len(entries)}: {box} is outside {parts[part].box}")
         entries.append(Entry(part, box))
-        at += 2 + 2 * axes
     return entries
 
 
@@ -196,71 +192,75 @@ class RankLink:
     """Why the rank stages whole tensors and lets the model's own loader place them; empty where parts are placed."""
     compared: int
     """Parameters that the rank compares with what was given, once they hold it."""
+    summed: bool = False
+    """Whether the rank's digests are those of a GPU's sums."""
     shared: list[torch.Tensor] = field(default_factory=list)
     """The rank's staged copy itself, by parameter, where both are on one machine: bytes are put there, none is sent."""
+    record_bytes: int = RECORD_BYTES
+    """A record's bytes at most: more where a GPU is waited for at each, or a group's turns."""
     buckets: list[list[Record]] = field(default_factory=list)
     aimed: object = None
     """What the rank was told of: the trainers' boxes and buckets (`SendPlanner.aim`)."""
-    _room: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    """Where a record's bytes are put together."""
 
     def records(self, buckets: Sequence[Sequence[Piece]]) -> tuple[list[list[Record]], bytes]:
         """Bucket by bucket in the order of the rank's memory, and what the rank is told of them. Links of equal needs whose
         memory is not shared may be told the same."""
-        first, made = 0, list[list[Record]]()
+        table, made = list[Piece](), list[list[Record]]()
         for pieces in buckets:
-            made.append(list(self._records(sorted(pieces, key=self._place), first)))
-            first += len(pieces)
-        records = (record for records in made for record in records)
-        return made, table_bytes(piece for record in records for piece in record.pieces)
-
-    def tell(self, buckets: list[list[Record]], table: bytes, *, timeout_s: float) -> None:
-        """Tell the rank what will be sent from now on."""
-        self.buckets = buckets
-        if not self.shared:
-            self._room = torch.empty(RECORD_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        send_blob(self.link, TABLE, table, timeout_s=timeout_s)
+            in_order = sorted(pieces, key=self._place)
+            made.append(list(self._records(in_order, len(table))))
+            table += in_order
+        return made, table_bytes(table)
 
     def close(self) -> None:
         """Let go of the rank's memory, then end the link: the rank frees its copy when it sees the end."""
         self.shared, self.buckets, self.aimed = [], [], None
         self.link.close()
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the rank's staged copy is GPU memory that this process has mapped."""
-        return bool(self.shared) and self.shared[0].is_cuda
-
-    @property
-    def record_bytes(self) -> int:
-        """A record's bytes at most: a GPU is waited for twice for each."""
-        return RECORD_BYTES << 6 if self.on_gpu else RECORD_BYTES
+    def begin(self, update: int, records: int, *, timeout_s: float) -> None:
+        """Say that an update begins, which ends within `timeout_s`; `records`: as BEGIN has them."""
+        self.link.send_record(BEGIN, LIMIT.pack(update, records, timeout_s), timeout_s=timeout_s)
 
     def send(
         self, update: int, bucket: int, shards: Sequence[torch.Tensor], *, deadline: Deadline, record_timeout_s: float
     ) -> int:  # fmt: skip
         """One bucket's pieces of what this trainer holds; returns the bytes. Cast to the rank's dtypes here.
 
-        `look`: NonFiniteWeights, naming the tensor, before its record leaves.
+        NonFiniteWeights, naming the tensor, before its record leaves.
         """
         sent = 0
         if not bucket:
-            self.link.send_record(BEGIN, LIMIT.pack(deadline.left_s()), timeout_s=record_timeout_s)
+            self.begin(update, -1, timeout_s=deadline.left_s())
+        nbytes = 0 if self.shared else self.record_bytes
+        room = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         for record in self.buckets[bucket]:
             timeout_s = min(deadline.left_s(), record_timeout_s)
-            flats = self._gathered(record, [piece.of(shards) for piece in record.pieces])
-            if not all(map(finite, flats)):
-                bad = next(piece for piece in record.pieces if not finite(piece.of(shards).cpu().flatten()))
-                raise nonfinite(f"bucket {bucket}", bad.meta)
-            digest = xxhash.xxh3_64()
-            for flat in flats:
-                digest.update(hashed_bytes(flat))
-            head = HEAD.pack(update, record.first, len(record.pieces), digest.intdigest())
+            head, flats = self.sealed(update, bucket, record, shards, room)
             self.link.send_record(PLACED if self.shared else DATA, head, timeout_s=timeout_s)
             if not self.shared:
                 self.link.send([*map(host_bytes, flats)], timeout_s=timeout_s)
             sent += sum(flat.nbytes for flat in flats)
         return sent
+
+    def sealed(
+        self, update: int, bucket: int, record: Record, shards: Sequence[torch.Tensor], room: torch.Tensor
+    ) -> tuple[bytes, list[torch.Tensor]]:
+        """A record's head, and its values: flat, put where the rank has them, or together in `room`. NonFiniteWeights."""
+        pieces = [piece.of(shards) for piece in record.pieces]
+        if self.shared:
+            flats = [_joined(pieces[run.entries], run.view) for run in record.runs]
+        elif len(pieces) == 1 and pieces[0].is_contiguous() and pieces[0].device == room.device:
+            flats = [pieces[0].view(-1)]
+        else:
+            nbytes = sum(piece.nbytes for piece in pieces)
+            flats = [_joined(pieces, room[:nbytes].view(pieces[0].dtype))]
+        if not all(map(finite, flats)):
+            bad = next(piece for piece in record.pieces if not finite(piece.of(shards).cpu().flatten()))
+            raise nonfinite(f"bucket {bucket}", bad.meta)
+        digest = xxhash.xxh3_64()
+        for flat in flats:
+            digest.update(hashed_bytes(flat))
+        return HEAD.pack(update, record.first, len(record.pieces), digest.intdigest()), flats
 
     def end(self, *, timeout_s: float) -> None:
         """Wait until the rank has placed everything; WeightsCorrupt with its reason if not."""
@@ -287,7 +287,7 @@ class RankLink:
             raise WeightsError(f"{where}: {reply['error']}")
         flat = torch.empty(meta.nbytes // meta.dtype.itemsize, dtype=meta.dtype)
         self.link.recv_into(host_bytes(flat), timeout_s=timeout_s)
-        if tensor_digest(cross_sums(flat) if self.on_gpu else flat) != reply["digest"]:
+        if tensor_digest(cross_sums(flat) if self.summed else flat) != reply["digest"]:
             self.link.abort(f"{meta.name} could not be read back")
             raise GiverChanged(
                 f"{where}: {meta.name} holds other bytes than were committed as version {version}, or they came damaged",
@@ -301,41 +301,23 @@ class RankLink:
 
     def _records(self, pieces: Sequence[Piece], first: int) -> Iterable[Record]:
         """The pieces as records: cut where the dtype changes or a record is full."""
-        begun, nbytes = 0, 0
+        begins, nbytes = list[int](), 0
         for at, piece in enumerate(pieces):
             size = piece.box.numel * piece.dtype.itemsize
-            if at > begun and (piece.dtype != pieces[begun].dtype or nbytes + size > self.record_bytes):
-                yield self._record(pieces[begun:at], first + begun)
-                begun, nbytes = at, 0
+            if not at or piece.dtype != pieces[at - 1].dtype or nbytes + size > self.record_bytes:
+                begins, nbytes = [*begins, at], 0
             nbytes += size
-        if pieces:
-            yield self._record(pieces[begun:], first + begun)
-
-    def _record(self, pieces: Sequence[Piece], first: int) -> Record:
-        return Record(first, pieces, runs_of(pieces, self.needs, self.shared) if self.shared else ())
-
-    def _gathered(self, record: Record, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The record's bytes as flat tensors: put where the rank has them, or together in our room."""
-        if not self.shared:
-            only = pieces[0].detach()
-            if len(pieces) == 1 and only.is_contiguous() and not only.is_cuda:
-                return [only.view(-1)]
-            nbytes = sum(piece.nbytes for piece in pieces)
-            return [_joined(pieces, self._room[:nbytes].view(pieces[0].dtype))]
-        flats = []
-        for run in record.runs:
-            mine = pieces[run.first : run.first + run.count]
-            if run.view.dim() == 1 and run.view.is_contiguous():
-                flats.append(_joined(mine, run.view))
-            else:
-                run.view.copy_(mine[0].detach())
-                flats.append(run.view.contiguous().view(-1))
-        return flats
+        for begin, end in pairwise([*begins, len(pieces)]):
+            runs = runs_of(pieces[begin:end], self.needs, self.shared) if self.shared else ()
+            yield Record(first + begin, pieces[begin:end], runs)
 
 
 def _joined(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """Flat, one after the other, in `out`; of another device in one copy. As bytes: torch joins no float8."""
-    flat = [piece.detach().reshape(-1).view(torch.uint8) for piece in pieces]
+    """Put pieces, flat, one after the other into `out`, of another device in one copy, and return it. As bytes: torch joins no
+    float8. Where `out` has gaps it takes one piece, of its shape, and a copy without them is returned."""
+    if not out.is_contiguous():
+        return out.copy_(pieces[0]).contiguous().view(-1)
+    flat = [piece.reshape(-1).view(torch.uint8) for piece in pieces]
     if flat[0].device == out.device:
         torch.cat(flat, out=out.view(torch.uint8))
     else:

@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import _get_default_store
 
 from r3channel import errors
 from r3channel.transport.connection import Connection
@@ -57,12 +57,10 @@ class TrainerRanks:
         self._outgoing: dict[int, queue.SimpleQueue[tuple[int, bytes, bytes] | None]] = {}
         self._changed = threading.Condition()
         """Guards what is below."""
-        self._given_up: tuple[int, BaseException | None] = -1, None
-        """The last update that this rank has given up, and why."""
         self._said: dict[tuple[int, int], list[tuple[int, bytes]]] = {}
         """By update and step: who said what."""
-        self._failed: dict[tuple[int, int], bytes] = {}
-        """By update and rank: why it will say no more in this update."""
+        self._failed: dict[tuple[int, int], BaseException] = {}
+        """By update and rank: why it will say no more in this update, this one too."""
         self._gone: dict[int, str] = {}
 
     @property
@@ -78,7 +76,7 @@ class TrainerRanks:
             hub, links[0] = self._to_hub(run_token, deadline)
         listener = Listener(host, token=session_token(run_token, hub["nonce"]))
         if self.leads and self.size > 1:
-            self._store.set(self._key, json.dumps(hub | {"host": host, "port": listener.port}))
+            _get_default_store().set(self._key, json.dumps(hub | {"host": host, "port": listener.port}))
         while self.leads and len(links) < self.size - 1:
             link = listener.accept(deadline.left_s())
             link.send_record(WELCOME, timeout_s=deadline.left_s())
@@ -91,17 +89,14 @@ class TrainerRanks:
                 threading.Thread(target=call, args=(rank, link), name=name, daemon=True).start()
         return hub["session"], hub["nonce"], listener
 
-    @property
-    def _store(self) -> Any:
-        """Where the hub's address lies: the store in which the caller's ranks met, so that no collective is needed."""
-        return distributed_c10d._get_default_store()
-
     def _to_hub(self, run_token: str, deadline: Deadline) -> tuple[dict[str, Any], Connection]:
-        """The link to rank 0. A session that was closed may have left its address: until this one's is there, ask again."""
+        """The link to rank 0, whose address lies in the store in which the caller's ranks met: no collective is needed. A session
+        that was closed may have left its own there: until this one's is there, ask again."""
+        store = _get_default_store()
         while True:
             try:
-                self._store.wait([self._key], timedelta(seconds=deadline.left_s()))
-                hub = json.loads(self._store.get(self._key))
+                store.wait([self._key], timedelta(seconds=deadline.left_s()))
+                hub = json.loads(store.get(self._key))
                 token, hello = session_token(run_token, hub["nonce"]), json.dumps({"trainer": self.rank})
                 left_s = deadline.left_s()
                 link = connect(hub["host"], hub["port"], token, timeout_s=left_s, hello=hello.encode())
@@ -130,12 +125,13 @@ class TrainerRanks:
         """Say that this rank has given the update up, once; the others raise where they wait for it, or `check`. Nothing where
         another one has begun than the `update` named. Any thread."""
         with self._changed:
-            if self._given_up[0] == self.update or update not in (0, self.update):
+            if (self.update, self.rank) in self._failed or update not in (0, self.update):
                 return
-            self._given_up = self.update, error
+            self._failed[self.update, self.rank] = error
             self._changed.notify_all()
         failure = {"kind": type(error).__name__, "why": str(error), "engines": getattr(error, "engines", ())}
-        self._say(FAILED, self._step, json.dumps(failure).encode())
+        head = _HEAD.pack(self.update, self._step, self.rank)
+        self._pass_on(FAILED, head, json.dumps(failure).encode(), came_from=self.rank)
 
     def check(self) -> None:
         """Raise what a rank has failed with."""
@@ -149,11 +145,10 @@ class TrainerRanks:
 
     def exchange_bytes(self, raw: bytes, deadline: Deadline) -> list[bytes]:
         step, self._step = self._step, self._step + 1
-        self._say(VALUE, step, raw)
+        self._note(VALUE, _HEAD.pack(self.update, step, self.rank), raw, came_from=self.rank)
         begun_s, noticed = time.monotonic(), False
         with self._changed:
-            said = self._said.setdefault((self.update, step), [])
-            said.append((self.rank, raw))
+            said = self._said[self.update, step]
             while late := sorted({*range(self.size)} - {rank for rank, _ in said}):
                 self._raise_for(late)
                 waited_s = time.monotonic() - begun_s
@@ -189,23 +184,18 @@ class TrainerRanks:
             yield rank, json.loads(raw)
 
     def _raise_for(self, ranks: Iterable[int]) -> None:
-        update, error_here = self._given_up
-        if error_here is not None and update == self.update:
-            raise error_here
-        through = () if self.leads else (0,)  # what others say comes through the hub
-        for rank in (*ranks, *(hub for hub in through if hub in self._gone)):
-            if told := self._failed.get((self.update, rank)):
-                error = json.loads(told)
-                why = f"trainer rank {rank}: {error['kind']}: {error['why']}"
-                raise _KINDS.get(error["kind"], errors.WeightsError)(why, engines=error["engines"])
+        hub = (0,) if 0 in self._gone else ()  # what others say comes through it
+        for rank in (self.rank, *ranks, *hub):
+            if (self.update, rank) in self._failed:
+                raise self._failed[self.update, rank]
             if rank in self._gone:
                 raise errors.PeerFailed(f"trainer rank {rank} is gone: {self._gone[rank]}")
 
     # -- links ---------------------------------------------------------------------------------------------------------
 
-    def _say(self, kind: int, step: int, raw: bytes) -> None:
-        for outgoing in self._outgoing.values():
-            outgoing.put((kind, _HEAD.pack(self.update, step, self.rank), raw))
+    def _pass_on(self, kind: int, head: bytes, raw: bytes, *, came_from: int) -> None:
+        for other in self._outgoing.keys() - {came_from}:
+            self._outgoing[other].put((kind, head, raw))
 
     def _send(self, rank: int, link: Connection) -> None:
         """A link's own thread: a rank that stands still keeps nobody from telling the others."""
@@ -231,9 +221,12 @@ class TrainerRanks:
             if kind in (VALUE, WORD):
                 self._said.setdefault((update, step), []).append((rank, raw))
             elif kind == FAILED:
-                self._failed[update, rank] = raw
+                told = json.loads(raw)
+                kind_of_error = _KINDS.get(told["kind"], errors.WeightsError)
+                why = f"trainer rank {rank}: {told['kind']}: {told['why']}"
+                self._failed[update, rank] = kind_of_error(why, engines=told["engines"])
             else:
                 self._gone[rank] = raw.decode(errors="replace")
-            for other in self._outgoing.keys() - {came_from} if self.leads and kind != WORD else ():
-                self._outgoing[other].put((kind, head, raw))
+            if kind != WORD and (self.leads or came_from == self.rank):
+                self._pass_on(kind, head, raw, came_from=came_from)
             self._changed.notify_all()

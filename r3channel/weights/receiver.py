@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from inspect import signature
 from pkgutil import resolve_name
 from typing import Any
@@ -30,9 +32,9 @@ from r3channel.weights.convert import gathered_bytes
 from r3channel.weights.hold import WORD_BYTES, Hold
 from r3channel.weights.loader_map import Learned, learn
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.memory import Room
 from r3channel.weights.rank_link import COMMIT_FORMAT, FLUSH_REFUSED, FOUND_OPEN, OPEN_FORMAT, UNTOUCHED
 from r3channel.weights.refusals import refused_model
+from r3channel.weights.staged_copy import Room
 
 
 class Receiver:
@@ -49,6 +51,8 @@ class Receiver:
         if order["op"] == "commit":
             self._together(lambda: self._mine(order).check(model, order["update"]), UNTOUCHED)
             self._together(lambda: self._mine(order).change_over(model, order["version"]))
+        elif order["op"] == "regroup":
+            self._together(lambda: self._mine(order).regroup(order["joint"], self._rank))
         elif order["op"] != "look":
             self._together(lambda: self._free_for(order["session"], model))
             self._together(self.leave)  # what the last session staged is freed before any rank looks for room
@@ -86,8 +90,7 @@ class Receiver:
             raise WeightsError(failing + "; ".join(f"rank {rank}: {text}" for rank, text in failures.items()))
 
     def _free_for(self, session: str, model: torch.nn.Module) -> None:
-        held = self.holder()
-        if held and held != session:
+        if (held := self.holder()) not in ("", session):
             raise WeightsError(f"the engine is held by session {held}, whose trainer lives; close it first")
         if why := "; ".join(refused_model(model)):
             raise WeightsError(f"an update would leave something old: {why}")
@@ -104,35 +107,28 @@ class Receiver:
         return self._hold
 
 
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _HOOKED = {
     "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.receive_weights_from_distributed":
     {"names", "dtypes", "shapes", "group_name", "load_format"},
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_distributed":
-    {"recv_req"},
+    f"{_MANAGER}.update_weights_from_distributed": {"recv_req"},
     "sglang.srt.eplb.eplb_manager.EPLBManager.rebalance": set[str](),
 }  # fmt: skip
 """Method of SGLang -> parameters that its hook relies on; hooked are `receive`, `update` and `rebalance`."""
-_ASKED = {
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.destroy_weights_update_group":
-    {"recv_req"},
-}  # fmt: skip
+_ASKED = {f"{_MANAGER}.destroy_weights_update_group": {"recv_req"}}
 """The same of a release without begin and end, by `ask`: any other order would end an engine without our half."""
 
 RELEASED = "weights"
 """SGLang's tag of memory that was released (`release_memory_occupation`)."""
 _run_token = ""
-_receiver: Receiver | None = None
 
 
 def hooks() -> list[tuple[str, Callable[..., Any]]]:
     """Return what is hooked in this SGLang, each with its hook; nothing where it has no such places."""
     for hooked, wraps in ((_HOOKED, (receive, update, rebalance)), (_ASKED, (ask,))):
-        try:
-            parameters = [signature(resolve_name(name)).parameters for name in hooked]
-        except (ImportError, AttributeError):
-            continue
-        if all(wanted <= set(takes) for wanted, takes in zip(hooked.values(), parameters, strict=True)):
-            return list(zip(hooked, wraps, strict=True))
+        with suppress(ImportError, AttributeError):
+            if all(wanted <= {*signature(resolve_name(name)).parameters} for name, wanted in hooked.items()):
+                return list(zip(hooked, wraps, strict=True))
     return []
 
 
@@ -187,17 +183,15 @@ def update(original: Any, manager: Any, recv_req: Any) -> Any:
     return done
 
 
-def receive(
-    original: Any, updater: Any, *, names: Any, group_name: str, load_format: Any = None, **rest: Any
-) -> Any:
+def receive(original: Any, updater: Any, **request: Any) -> Any:
     """Wraps a rank's update. It carries out a commit of ours; other updates pass, unless a session holds this engine."""
     receiver = _own()
-    if load_format != COMMIT_FORMAT:
+    if request.get("load_format") != COMMIT_FORMAT:
         holder = receiver.holder()
-        if holder and not group_name.startswith(holder):
+        if holder and not request["group_name"].startswith(holder):
             raise WeightsError(f"the engine is held by weight session {holder}, whose trainer lives")
-        return original(updater, names=names, group_name=group_name, load_format=load_format, **rest)
-    receiver.order(updater.get_model(), json.loads(names[0]))
+        return original(updater, **request)
+    receiver.order(updater.get_model(), json.loads(request["names"][0]))
     return []
 
 
@@ -207,26 +201,26 @@ def rebalance(original: Any, manager: Any) -> Iterator[None]:
         yield from original(manager)
 
 
+@cache
 def _own() -> Receiver:
-    global _receiver
-    if _receiver is None:
-        from sglang.srt import runtime_context as runtime
-        from sglang.srt.eplb.expert_location import get_global_expert_location_metadata as locations
+    """Return this rank's half, made at the first call."""
+    from sglang.srt import runtime_context as runtime
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata as locations
 
-        parallel = runtime.get_parallel()
-        # where the older release has its settings
-        settings: Any = runtime.get_exec().moe if hasattr(runtime, "get_exec") else runtime.get_server_args()
+    parallel = runtime.get_parallel()
+    # where the older release has its settings
+    settings: Any = runtime.get_exec().moe if hasattr(runtime, "get_exec") else runtime.get_server_args()
 
-        def placed() -> str:  # the logical expert of each slot
-            return tensor_digest(locations().physical_to_logical_map_cpu)
+    def placed() -> str:  # the logical expert of each slot
+        return tensor_digest(locations().physical_to_logical_map_cpu)
 
-        def agree(word: str) -> list[str]:
-            if parallel.tp_size == 1:
-                return [word]
-            group, raw = parallel.tp_group.cpu_group, word.encode()[:WORD_BYTES]
-            words = gathered_bytes(raw, group=group, device=torch.device("cpu"))
-            return [word.decode(errors="replace") for word in words]
+    def agree(word: str) -> list[str]:
+        if parallel.tp_size == 1:
+            return [word]
+        group, raw = parallel.tp_group.cpu_group, word.encode()[:WORD_BYTES]
+        words = gathered_bytes(raw, group=group, device=torch.device("cpu"))
+        return [word.decode(errors="replace") for word in words]
 
-        _receiver = Receiver(rank=parallel.tp_rank, run_token=_run_token, agree=agree)
-        _receiver.learned = Learned(placed=placed if settings.enable_eplb else str)
-    return _receiver
+    receiver = Receiver(rank=parallel.tp_rank, run_token=_run_token, agree=agree)
+    receiver.learned = Learned(placed=placed if settings.enable_eplb else str)
+    return receiver

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,15 +20,20 @@ from r3channel.transport.listener import Listener
 from r3channel.weights import rank_link
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.geometry import Box, RankPlan, ShardMap, plan_reshard, report_of
+from r3channel.weights.joint_group import JointGroup
 from r3channel.weights.loader_map import Needs
 from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
-from r3channel.weights.memory import shared_views
 from r3channel.weights.progress import Deadline
-from r3channel.weights.rank_link import NEEDS, Digests, Piece, RankLink, Record
+from r3channel.weights.rank_link import NEEDS, TABLE, Digests, Piece, RankLink, Record
 from r3channel.weights.ranks import TrainerRanks
+from r3channel.weights.staged_copy import shared_views
 
 _SHOWN = 3
+_RECORD_BYTES: dict[str, int] = {"gloo": 4 << 20, "cuda_ipc": 64 << 20, "nccl": 64 << 20}
+"""By wire, where it is not `rank_link.RECORD_BYTES`: a GPU is waited for at each record, and in a group a turn."""
 Held = tuple[tuple[tuple[TensorMeta, Box], ...], ...]
+Links = dict[str, list[RankLink]]
+"""By engine, in the order of its ranks."""
 Sums = list[Digests]
 """What an engine would hold, by rank."""
 Push = Callable[[Sequence[torch.Tensor]], None]
@@ -37,8 +42,7 @@ Feed = Callable[[Push], object]
 """Gives an update's values, bucket by bucket."""
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateSpec:
+class UpdateSpec(NamedTuple):
     """What one trainer rank gives in an update, without its values."""
 
     held: Held
@@ -47,7 +51,7 @@ class UpdateSpec:
     """The buckets of whole tensors; None where shards are sent."""
     metas: tuple[TensorMeta, ...] = ()
     """What engines are told of; (): what all trainer ranks hold together."""
-    rounded: Mapping[str, str] = field(default_factory=dict)
+    rounded: Mapping[str, str] = {}
     """Tensors that are held rounded, and may only go where they are rounded alike."""
 
     @classmethod
@@ -61,14 +65,15 @@ class SendPlanner:
 
     def __init__(self, ranks: TrainerRanks, config: SyncConfig) -> None:
         self.session = self.nonce = ""
+        self.joint = JointGroup(ranks, config)
         self.ranks, self._config = ranks, config
         self._listener: Listener | None = None
         self.attempts: dict[str, int] = {}
         """The last order to connect, by engine. Links of an order that was given up may still come."""
         self.metas: tuple[TensorMeta, ...] = ()
         """The tensors that engines are told of."""
-        self._trainers: list[tuple[str, int]] = []
-        self._source: ShardMap | None = None
+        self.trainers: list[tuple[str, int]] = []
+        self._source = ShardMap(())
         self._held: tuple[str, Held] = "", ()
         """What all trainers hold, as a digest, and this one."""
         self._shards: dict[str, list[tuple[int, int, TensorMeta, Box]]] = {}
@@ -84,24 +89,22 @@ class SendPlanner:
         run_token = read_token(config.token_file) if config.token_file else ""
         self.session, self.nonce, self._listener = self.ranks.connect(config.host, run_token, deadline)
         mine = (config.host, self._listener.port)
-        self._trainers = [tuple(where) for where in self.ranks.exchange(mine, deadline)]
+        self.trainers = [tuple(where) for where in self.ranks.exchange(mine, deadline)]
 
     def order(self, engine: str, *, op: str = "open") -> dict[str, Any]:
         """The order that makes every rank of `engine` connect to all trainers, or be held by the first."""
         self.attempts[engine] = self.attempts.get(engine, 0) + 1
-        trainers = self._trainers if op == "open" else self._trainers[:1]
+        trainers = self.trainers if op == "open" else self.trainers[:1]
         order = {"op": op, "session": self.session, "nonce": self.nonce, "trainers": trainers}
         order |= {"engine": engine, "attempt": self.attempts[engine], "wire": self._config.wire}
         # `auto` lets a rank without memory for a staged copy refuse
         order["staged"] = "auto" if self._config.staged == "auto" else "yes"
         return order | {"tensors": [meta.row() for meta in self.metas]}
 
-    def accept(
-        self, wanted: Mapping[str, int], deadline: Deadline, told: Sequence[TensorMeta]
-    ) -> dict[str, list[RankLink]]:
+    def accept(self, wanted: Mapping[str, int], deadline: Deadline, told: Sequence[TensorMeta]) -> Links:
         """The links of these engines (url -> ranks), which were `told` of tensors, once they are open. CannotStage tells why a
         rank cannot receive."""
-        links: dict[str, list[RankLink]] = {url: [] for url in wanted}
+        links: Links = {url: [] for url in wanted}
         refused = ""
         while any(len(links[url]) < ranks for url, ranks in wanted.items()):
             hello, link = self._next(wanted, deadline)
@@ -110,9 +113,10 @@ class SendPlanner:
             try:
                 needs = Needs.from_dict(reply["needs"], len(told)) if "needs" in reply else Needs()
                 shared = shared_views(needs.params, reply["shared"]) if reply.get("shared") else []
-                how = str(reply.get("whole", "")), int(reply.get("compared", 0))
+                how = str(reply.get("whole", "")), int(reply.get("compared", 0)), bool(reply.get("summed"))
                 rank = RankLink(hello["engine"], int(hello["rank"]), link, needs, *how, shared)
-                links[hello["engine"]].append(rank)
+                rank.record_bytes = _RECORD_BYTES.get(self._config.wire, rank.record_bytes)
+                links[rank.engine].append(rank)
             except rank_link.UNREADABLE as error:
                 raise WeightsCorrupt(f"engine {hello['engine']} has no such needs: {error!r:.300}") from error
         if refused:
@@ -131,6 +135,7 @@ class SendPlanner:
             link.close()
 
     def close(self) -> None:
+        self.joint.leave()
         self.ranks.close()
         if self._listener is not None:
             self._listener.close()
@@ -161,7 +166,6 @@ class SendPlanner:
         due = set[int]().union(*self.ranks.exchange(self.due(links), deadline))
         if not due:
             return
-        assert self._source is not None
         links = [links[number] for number in sorted(due)]
         for link in links:
             link.aimed = None
@@ -188,7 +192,8 @@ class SendPlanner:
                         for bucket, piece in self._pieces(needs, at, box, link.record_bytes):
                             buckets[bucket].append(piece)
                     made[sent] = link.records(buckets)
-                link.tell(*made[sent], timeout_s=deadline.left_s())
+                link.buckets, table = made[sent]
+                rank_link.send_blob(link.link, TABLE, table, timeout_s=deadline.left_s())
 
     def _pieces(self, needs: Needs, tensor: int, box: Box, record_bytes: int) -> Iterator[tuple[int, Piece]]:
         """A box that a rank needs, cut from what is held, in pieces of a record at most; each with its bucket."""
@@ -203,9 +208,9 @@ class SendPlanner:
 
 
 @lru_cache
-def _cuts(box: Box, held: Box, most: int) -> list[tuple[Box, tuple[slice, ...] | None]]:
+def _cuts(box: Box, held: Box, most: int) -> list[tuple[Box, tuple[slice, ...]]]:
     """A box in pieces of at most so many items, and where they lie in what is held: the same for all experts of a model."""
-    return [(small, None if small == held else small.within(held)) for small in box.cut(most)]
+    return [(small, () if small == held else small.within(held)) for small in box.cut(most)]
 
 
 def _alike(links: Sequence[RankLink]) -> dict[Needs, list[int]]:
@@ -218,18 +223,16 @@ def _alike(links: Sequence[RankLink]) -> dict[Needs, list[int]]:
 
 def _target_map(metas: Sequence[TensorMeta], links: Sequence[RankLink], *, first: int) -> ShardMap:
     """What the engines' ranks need, numbered after the trainers, in the dtypes that they keep."""
-    held: dict[int, list[int]] = {}
-    dtypes: dict[int, torch.dtype] = {}
+    held: dict[int, tuple[torch.dtype, list[int]]] = {}
     holders = list[tuple[list[int], Box]]()
     for needs, numbers in _alike(links).items():
         table = needs.parts
         kept = np.array([box.numel > 0 for box, _ in table.kinds], dtype=bool)[table.kind_P]
         columns = table.tensor_P, table.kind_P + len(holders), table.param_P
         for tensor, holder, param in zip(*(column[kept].tolist() for column in columns), strict=True):
-            held.setdefault(tensor, []).append(holder)
-            dtypes.setdefault(tensor, needs.params[param].dtype)
+            held.setdefault(tensor, (needs.params[param].dtype, []))[1].append(holder)
         holders += [([first + number for number in numbers], box) for box, _ in table.kinds]
-    sent = ((replace(metas[at], dtype=dtypes[at]), held[at]) for at in sorted(held))
+    sent = ((replace(metas[at], dtype=dtype), indexes) for at, (dtype, indexes) in sorted(held.items()))
     return ShardMap.of_holders(sent, holders)
 
 
@@ -241,9 +244,8 @@ def check_complete(
     Returns what the engines keep in another dtype (tensor -> `float32 -> bfloat16`), and what has no place there.
     """
     rounded = cast_by(ranks, metas)
-    kinds = _alike(ranks)
-    missing = sorted({name for needs in kinds for name in needs.missing})
-    used = {tensor for needs in kinds for tensor in np.unique(needs.parts.tensor_P).tolist()}
+    missing = sorted({name for rank in ranks for name in rank.needs.missing})
+    used = {tensor for needs in _alike(ranks) for tensor in np.unique(needs.parts.tensor_P).tolist()}
     unknown = [meta.name for index, meta in enumerate(metas) if index not in used]
     scales = [name for name in unknown if is_scale(name)]
     placed = {unit_of(metas[index].name) for index in used} if scales else ()

@@ -24,28 +24,26 @@ import torch
 from r3channel import errors
 from r3channel.observe.metrics import Metrics
 from r3channel.transport.collective_lock import PROCESS_SLOT
-from r3channel.weights.broadcast import Broadcast
+from r3channel.weights.broadcast import Broadcast, Source
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.convert import Shard
 from r3channel.weights.engine import EngineHandle, Engines, handle_of
 from r3channel.weights.executor import Update
 from r3channel.weights.geometry import Box
-from r3channel.weights.group import Source
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
 from r3channel.weights.progress import CONTROL_S, REPAIR_S, Deadline, Run, UpdateReport, background
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.send_planner import Feed, SendPlanner, UpdateSpec
-from r3channel.weights.sources import from_peer, read_again, read_first
-from r3channel.weights.staged import Staged
+from r3channel.weights.sources import Given, from_peer, read_again, read_first
+from r3channel.weights.staged import Grouped, Staged
+from r3channel.weights.staged_copy import JOINT
 from r3channel.weights.store import HeldWeights
 from r3channel.weights.transaction import EngineState
 
 Tensors = Iterable[tuple[str, torch.Tensor]] | Iterable[Shard]
 log = logging.getLogger(__name__)
-_COUNTED = (
-    *("r3channel_weight_updates_total", "r3channel_weight_pause_seconds_total"),
-    *("r3channel_weight_bytes_total", "r3channel_engine_evictions_total"),
-)
+_NAMES = "weight_updates", "weight_pause_seconds", "weight_bytes", "engine_evictions"
+_COUNTED = [f"r3channel_{name}_total" for name in _NAMES]
 
 
 class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
@@ -67,7 +65,11 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         self._config, self._exact = config, exact
         if self._exact and config.staged is False:
             raise errors.ConfigError("shards are sent to staged engines only; staged=False stages none")
-        self._engines = Engines(config.engines, config.backend)
+        if config.wire in JOINT and not self._exact:
+            raise errors.ConfigError(
+                f"wire={config.wire!r} is for WeightSync.sharded: `whole` takes backend={config.wire!r}"
+            )
+        self._engines = Engines(config.engines, config.wire if config.wire in JOINT else config.backend)
         self._must_stage = config.staged is True or config.verify or self._exact
         self._way = "" if config.staged else "broadcast: not wanted"
         self._ranks = TrainerRanks(group)
@@ -130,14 +132,14 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             raise errors.UsageError(f"WeightSync.connect() on a session that is {self._phase}")
         deadline = Deadline(timeout_s, "connect")
         self._planner.connect(deadline)
-        if self._ranks.leads:
-            self._meet(self._engines.all, deadline)
+        self._meet(self._engines.all, deadline)
         self._phase = "ready"
 
     def _meet(self, engines: Sequence[EngineHandle], deadline: Deadline) -> None:
-        limit_s = min(deadline.left_s(), CONTROL_S)
-        for call in [background(partial(self._engines.meet, engine, limit_s)) for engine in engines]:
-            call.result()
+        if self._ranks.leads:
+            limit_s = min(deadline.left_s(), CONTROL_S)
+            for call in [background(partial(self._engines.meet, engine, limit_s)) for engine in engines]:
+                call.result()
 
     def update(self, named_tensors: Tensors, *, version: int, timeout_s: float) -> UpdateReport:
         """Bring all engines to these weights under `version`, or raise with the old version still in place.
@@ -156,16 +158,16 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         DeadlineExceeded, UsageError (an older version, too).
         Ends within `timeout_s`, after a failure within some 10 s more for cleaning up, and what the iterator itself takes.
         """
-        run = Run(Deadline(timeout_s, f"update to version {version}"))
+        run = Run(Deadline(timeout_s, f"update to version {version}"), version)
         with (
             self._exhausted(named_tensors) as given,
             self._alone("update", f"the update to weight version {version}", timeout_s),
-            self._counted(version, run.report),
+            self._counted(run),
         ):
             last = max(known or 0 for known in (self._engines.version, self.version))
             if version < last:
                 raise errors.UsageError(f"version {version} after {last}; versions only grow")
-            return self._bring(list(self._engines.all), version, run, lambda: self._what(given, run))
+            return self._bring(self._engines.all, run, lambda: self._what(given, run))
 
     def republish(self, named_tensors: Tensors, *, engines: Sequence[str], timeout_s: float) -> UpdateReport:
         """Give the committed version again, to these engines alone: restarted, evicted or quarantined ones, where no other holds
@@ -175,11 +177,12 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         WeightUpdateFailed with those engines in quarantine, or UsageError before the first committed update.
         """
         members = [self._engines.at(url) for url in engines]
-        run = Run(Deadline(timeout_s, f"republishing to {engines}"))
+        deadline = Deadline(timeout_s, f"republishing to {engines}")
         with self._exhausted(named_tensors) as given, self._alone("republish", "a weight update", timeout_s):
             if self.version is None or not members:
                 raise errors.UsageError(f"republish() of version {self.version} to {engines}: nothing to do")
-            return self._bring(members, self.version, run, lambda: self._what(given, run), alone=True)
+            run = Run(deadline, self.version, alone=True)
+            return self._bring(members, run, lambda: self._what(given, run))
 
     def update_one(self, engine: str, *, timeout_s: float) -> UpdateReport:
         """Bring one engine, restarted, evicted or quarantined, to the committed version.
@@ -205,8 +208,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                 except errors.WeightUpdateFailed as error:  # the next update may fall back for all
                     if self._must_stage or not isinstance(error.__cause__, errors.CannotStage):
                         raise
-                if self._ranks.leads:
-                    self._meet([member], deadline)
+                self._meet([member], deadline)
                 return None
             except BaseException:
                 self._engines.drop(member)
@@ -257,15 +259,16 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                 yield
         except BaseException as error:
             self._ranks.fail(error)
-            self._source.leave()  # who waits in its group fails at once
+            self._source.leave()  # who waits in a group fails at once
+            self._planner.joint.leave()
             raise
         finally:
             self._busy.release()
 
     @contextlib.contextmanager
-    def _counted(self, version: int, report: UpdateReport) -> Iterator[None]:
+    def _counted(self, run: Run) -> Iterator[None]:
         """Count one update of all engines in the metrics, and say which engines it lost."""
-        result, before = "failed", self.evicted
+        result, before, report = "failed", self.evicted, run.report
         try:
             with self.metrics.clock.span("weights"):
                 yield
@@ -281,19 +284,18 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                 self.metrics.inc(name, value)
             for url in lost if self._ranks.leads else ():
                 why = report.evicted[url]
-                log.warning("weight version %s goes on without engine %s: %s", version, url, why)
+                log.warning("weight version %s goes on without engine %s: %s", run.version, url, why)
             if result == "committed":
-                self.metrics.set("r3channel_weight_version", version)
+                self.metrics.set("r3channel_weight_version", run.version)
 
     # -- what is given -------------------------------------------------------------------------------------------------
 
-    def _what(self, what: Iterator[Any], run: Run) -> tuple[UpdateSpec, Feed]:
+    def _what(self, what: Iterator[Any], run: Run) -> Given:
         """What an update gives, and how its values come. Whole tensors are copied where their names are not known sooner."""
         if self._exact:
             shards = list[Shard](what)
-            tensors = [shard.tensor for shard in shards]
             held = tuple((shard.meta, shard.box) for shard in shards)
-            return UpdateSpec((held,), None), lambda push: push(tensors)
+            return UpdateSpec((held,), None), lambda push: push([shard.tensor for shard in shards])
         spec = self._spec
         if spec is None:
             with run.stage("plan"):
@@ -307,22 +309,21 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def _bring(
-        self, members: Sequence[EngineHandle], version: int, run: Run,
-        source: Callable[[], tuple[UpdateSpec, Feed] | None], *, alone: bool = False,
-    ) -> UpdateReport:  # fmt: skip
-        """Bring engines to a version; UsageError where the source does not hold it. `alone`: it is committed already.
+        self, members: Sequence[EngineHandle], run: Run, source: Callable[[], Given | None]
+    ) -> UpdateReport:
+        """Bring engines to the run's version; UsageError where the source does not hold it.
 
         Says of a failure what it means, and each engine's state."""
-        names = ", ".join(member.url for member in members)
+        version, names = run.version, ", ".join(member.url for member in members)
         failed = f"weight version {version} was not committed, version {self.version} stays"
         try:
             if (giving := source()) is None:
                 why = "no other engine took it staged; republish()"
                 raise errors.UsageError(f"nothing holds version {self.version} for engine {names}: {why}")
             spec, feed = giving
-            for member in members if alone else ():
+            for member in members if run.alone else ():
                 member.boot_id = ""  # nothing that was known of it is
-            work = self._deliver(members, version, run, spec, feed, alone)
+            work = self._deliver(members, run, spec, feed)
         except (errors.TrainerRankLost, errors.UsageError):  # after the commit; or before anything
             raise
         except Exception as error:
@@ -332,30 +333,28 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             states = ", ".join(str(member.now) for member in members)
             if run.report.way != "staged" and not self._ranks.leads:
                 states = "rank 0 knows"
-            failed = f"engine {names} was not brought to version {version}" if alone else failed
+            failed = f"engine {names} was not brought to version {version}" if run.alone else failed
             raise errors.WeightUpdateFailed(f"{failed}: {error} [engines now: {states}]") from error
-        if not alone:
+        if not run.alone:
             self.version, self._spec = version, spec
             self.held = HeldWeights(version, run.checksums) if run.checksums else None
-        if (error := work.outcome()) is not None:
-            raise error
-        return run.ended(version, spec.manifest or Manifest.of([Bucket.of(self._planner.metas)]))
+        work.check_all_follow()
+        return run.ended(spec.manifest or Manifest.of([Bucket.of(self._planner.metas)]))
 
     def _from_peer(self, member: EngineHandle, deadline: Deadline) -> UpdateReport:
         """Bring one engine to the committed version out of another one's memory; UsageError where none holds it."""
-        run, version = Run(deadline), -1 if self.version is None else self.version
+        run = Run(deadline, -1 if self.version is None else self.version, alone=True)
         others = [other for other in self._engines.all if other is not member]
-        read = partial(from_peer, others, self._planner, version, run=run)
-        return self._bring([member], version, run, read, alone=True)
+        return self._bring([member], run, partial(from_peer, others, self._planner, run))
 
-    def _deliver(
-        self, members: Sequence[EngineHandle], version: int, run: Run, spec: UpdateSpec, feed: Feed, alone: bool
-    ) -> Update:  # fmt: skip
+    def _deliver(self, members: Sequence[EngineHandle], run: Run, spec: UpdateSpec, feed: Feed) -> Update:
         """Send staged if that is wanted and possible, else broadcast. Returns what was done."""
         room: Any = {"engines": self._engines, "config": self._config, "planner": self._planner}
         run.report.way = self._way or "staged"
         if not self._way or spec.manifest is None:
-            work = Staged(members, version, run, **room, alone=alone)
+            # One engine alone is brought over its links: the others need not pause.
+            way = Grouped if self._config.wire in JOINT and not run.alone else Staged
+            work = way(members, run, **room)
             try:
                 work.run(spec, feed)
                 return work
@@ -364,7 +363,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                     raise
                 run.report.way = self._way = f"broadcast: {error}"
             self._ranks.begin()  # another update
-        work = Broadcast(members, version, run, **room, alone=alone, source=self._source)
+        work = Broadcast(members, run, **room, source=self._source)
         work.run(spec, feed)
         return work
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 import torch
 
@@ -26,8 +27,8 @@ from r3channel.weights.send_planner import Feed, Push, SendPlanner, UpdateSpec, 
 from r3channel.weights.transaction import EngineState
 
 Named = tuple[str, torch.Tensor]
-_Read = tuple[RankLink, int, Sequence[Part]]
-"""One parameter of one rank, by its number there, and the checkpoint's parts in it."""
+Given = tuple[UpdateSpec, Feed]
+"""What one trainer rank gives in an update, and its values."""
 
 
 def read_first(named_tensors: Iterator[Named], run: Run, *, cap_bytes: int) -> tuple[Manifest, list[Named]]:
@@ -75,44 +76,34 @@ def _in_time(named_tensors: Iterator[Named], run: Run) -> Iterator[Named]:
         yield named
 
 
-def from_peer(
-    members: Sequence[EngineHandle], planner: SendPlanner, version: int, *, run: Run
-) -> tuple[UpdateSpec, Feed] | None:
-    """What this trainer rank gives of `version`, and its values, out of one of `members`; None where none can give it.
+def from_peer(members: Sequence[EngineHandle], planner: SendPlanner, run: Run) -> Given | None:
+    """What this trainer rank gives of the run's version, and its values, out of one of `members`; None where none can give it.
 
     Every trainer rank calls. The values come parameter by parameter; giving them raises GiverChanged where the engine has other
     bytes than were committed, TransportError where it dies.
     """
-    peer = _chosen(members, planner, version, run)
-    if peer is None:
+    if (peer := _chosen(members, planner, run)) is None:
         return None
-    reads = list(_reads(peer.ranks[planner.ranks.rank :: planner.ranks.size]))
+    # one parameter of one rank, by its number there, and the checkpoint's parts in it
+    reads, param_of = list[tuple[RankLink, int, list[Part]]](), attrgetter("param")
+    for rank in peer.ranks[planner.ranks.rank :: planner.ranks.size]:
+        parts = sorted((part for part in rank.needs.parts if part.box.numel), key=param_of)
+        reads += [(rank, param, list(same)) for param, same in itertools.groupby(parts, key=param_of)]
     held = tuple(tuple((peer.metas[part.tensor], part.box) for part in parts) for *_, parts in reads)
 
     def feed(push: Push) -> None:
         for rank, param, parts in reads:
             with run.stage("convert"):
-                flat = rank.fetch(version, param, timeout_s=run.deadline.left_s())
+                flat = rank.fetch(run.version, param, timeout_s=run.deadline.left_s())
             push([part.view(flat) for part in parts])
 
     return UpdateSpec(held, None, peer.metas, cast_by(peer.ranks, peer.metas)), feed
 
 
-def _chosen(members: Sequence[EngineHandle], planner: SendPlanner, version: int, run: Run) -> EngineHandle | None:  # fmt: skip
+def _chosen(members: Sequence[EngineHandle], planner: SendPlanner, run: Run) -> EngineHandle | None:
     """The engine to read, the same on every trainer rank: all have links to it, and the first knows what it serves."""
     able = [m for m in members if m.staged(m.metas) and not any(rank.whole for rank in m.ranks)]
     if planner.ranks.leads:
-        able = [m for m in able if m.now.state is EngineState.SERVING and m.gives == version]
-    first, *others = planner.ranks.exchange([m.url for m in able], run.deadline)
-    url = next((url for url in first if all(url in urls for urls in others)), None)
-    return next((m for m in able if m.url == url), None)
-
-
-def _reads(ranks: Sequence[RankLink]) -> Iterator[_Read]:
-    for rank in ranks:
-        by_param: dict[int, list[Part]] = {}
-        for part in rank.needs.parts:
-            if part.box.numel:
-                by_param.setdefault(part.param, []).append(part)
-        for param, parts in sorted(by_param.items()):
-            yield rank, param, parts
+        able = [m for m in able if m.now.state is EngineState.SERVING and m.gives == run.version]
+    said = planner.ranks.exchange([m.url for m in able], run.deadline)
+    return next((m for m in able if all(m.url in urls for urls in said)), None)

@@ -10,21 +10,20 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from traceback import clear_frames
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from r3channel import errors
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.executor import Update
-from r3channel.weights.progress import background
+from r3channel.weights.progress import T, background
 from r3channel.weights.rank_link import RankLink
 from r3channel.weights.send_planner import Sums, check_complete
 from r3channel.weights.transaction import Kind
-
-T = TypeVar("T")
 
 
 class Staged(Update):
@@ -34,10 +33,8 @@ class Staged(Update):
 
     def __init__(self, *work: Any, **options: Any) -> None:
         super().__init__(*work, **options)
-        self._coming: dict[int, tuple[str, Sums]] = {}
+        self._coming = dict(self._planner.committed) if self.now.alone else {}
         """By an engine's number of ranks: who staged it first, and what."""
-        if self.now.alone:
-            self._coming = dict(self._planner.committed)
         self._fresh: dict[str, int] = {}
         self._bucket, self._adding = 0, threading.Lock()
 
@@ -65,8 +62,7 @@ class Staged(Update):
             fresh = [member for member in self.members if member.url in linked["fresh"]]
             for member in fresh:
                 member.size = linked["sizes"][member.url]
-                if not self._ranks.leads:
-                    member.unlink()
+                member.unlink()
             links = planner.accept({m.url: m.size for m in fresh}, deadline, planner.metas)
             for member in fresh:
                 member.ranks, member.metas = links[member.url], planner.metas
@@ -81,13 +77,12 @@ class Staged(Update):
         report, names = self._run.report, self._config.expected is not None
         report.rounded, report.skipped = check_complete(ranks, self._planner.metas, names=names)
         report.loaded = next((rank.whole for rank in ranks if rank.whole), "")
-        rounded = self._spec.rounded
-        lost = next((name for name, how in rounded.items() if report.rounded.get(name) != how), None)
-        if lost is not None:
-            raise errors.ManifestMismatch(
-                f"the engine that is read keeps {lost} rounded ({rounded[lost]}), the one to be filled does not; "
-                "give it the trainer's weights (`republish`)"
-            )
+        for name, how in self._spec.rounded.items():
+            if report.rounded.get(name) != how:
+                raise errors.ManifestMismatch(
+                    f"the engine that is read keeps {name} rounded ({how}), the one to be filled does not; "
+                    "give it the trainer's weights (`republish`)"
+                )
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -133,8 +128,41 @@ class Staged(Update):
 
     def _commit(self, handle: EngineHandle, left_s: float) -> None:
         order = {"op": "commit", "session": self._planner.session, "update": self._ranks.update}
-        handle.change_over(order | {"version": self._version}, self._version, self._config.flush, left_s)
+        flush = self._config.pause != "in_place"
+        handle.change_over(order | {"version": self._version}, self._version, flush, left_s)
         self._planner.committed = {n: ("was committed", sums) for n, (_, sums) in self._coming.items()}
+
+
+class Grouped(Staged):
+    """The same over a joint group: engines are paused before its first call and until its last, which NCCL asks for."""
+
+    way = "grouped"
+
+    def _group(self) -> None:
+        """Begin to join the group of all trainer ranks and of the engines that are left."""
+        self._hear({})
+        self._links = [link for member in self.members for link in member.ranks]
+        self._told = self._planner.joint.join(self._links, self._planner.trainers[0][0], self._run.deadline)
+
+    def _gather(self, handle: EngineHandle, left_s: float) -> None:
+        if self._told:
+            first = self._ranks.size + self._links.index(handle.ranks[0])
+            self._regroup(handle, left_s, self._told | {"rank": first})
+
+    def _regroup(self, handle: EngineHandle, left_s: float, joint: dict[str, Any]) -> None:
+        handle.order({"op": "regroup", "session": self._planner.session, "joint": joint}, left_s)
+
+    def _push(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._ranks.check()
+        with self._run.stage("wait_send"):
+            sent = self._planner.joint.send(self._ranks.update, tensors, self._run.deadline)
+        self._run.report.sent_bytes += sent
+
+    def _undo(self, handle: EngineHandle, left_s: float) -> None:
+        """Nothing of a group may be under way in an engine that serves."""
+        with suppress(errors.R3Error):
+            self._regroup(handle, left_s, {})
+        handle.undo(left_s)
 
 
 def _at_once(handle: EngineHandle, call: Callable[[RankLink], T]) -> list[T]:

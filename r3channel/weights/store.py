@@ -73,8 +73,7 @@ class HeldWeights(NamedTuple):
     def write(self, path: str | os.PathLike[str]) -> None:
         """Replace the file whole: a reader sees the old version or the new one."""
         new = Path(f"{os.fspath(path)}.new")
-        values = {"r3channel_weights": _FORMAT, **self._asdict()}
-        new.write_text(json.dumps(values, indent=0) + "\n")
+        new.write_text(json.dumps({"r3channel_weights": _FORMAT, **self._asdict()}, indent=0) + "\n")
         new.replace(path)
 
     @classmethod
@@ -84,10 +83,7 @@ class HeldWeights(NamedTuple):
             values: dict[str, Any] = json.loads(Path(path).read_bytes())
             if values["r3channel_weights"] != _FORMAT:
                 raise ValueError(f"format {values['r3channel_weights']!r}, expected {_FORMAT}")
-            engine = {
-                ranks: [{str(n): str(c) for n, c in sums.items()} for sums in held]
-                for ranks, held in values["engine"].items()
-            }
+            engine = {ranks: [dict(sums) for sums in held] for ranks, held in values["engine"].items()}
             return cls(int(values["version"]), engine)
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise ManifestMismatch(f"{path} is no manifest of committed weights: {error!r}") from error

@@ -1,7 +1,7 @@
 """One update of some engines as a pure state machine: a state and an event in, a state and actions out. No I/O, thread or clock.
 
     IDLE -> LINK -> STAGE -> VOTE -> PAUSE -> COMMIT -> RESUME -> DONE     staged: the engines serve until PAUSE
-    IDLE -> LINK -> PAUSE -> STAGE -> VOTE -> COMMIT -> RESUME -> DONE     broadcast: SGLang loads in place
+    IDLE -> LINK -> PAUSE -> STAGE -> VOTE -> COMMIT -> RESUME -> DONE     broadcast: SGLang loads in place; grouped: staged, too
             a failure before the first engine is NEW -> ABORT
 
 `ORDER` is the whole order: a call is made once no answer to the one before is missing. Every trainer rank has such a machine;
@@ -55,6 +55,7 @@ class Call(NamedTuple):
 
 CALLS = {
     "survey": Call(LINK, OWN), "meet": Call(LINK, LEAD), "link": Call(LINK, LEAD, LINKED, PAUSED), "plan": Call(LINK, OWN),
+    "group": Call(PAUSE, OWN), "gather": Call(PAUSE, LEAD),
     "join": Call(LINK, LEAD, LINKED), "give": Call(STAGE, OWN), "send": Call(STAGE, EACH),
     "load": Call(STAGE, LEAD, FENCED, FENCED), "vote": Call(VOTE, OWN), "verify": Call(VOTE, LEAD, STAGED),
     "end": Call(VOTE, LEAD, FENCED, FENCED), "pause": Call(PAUSE, LEAD, PAUSED, PAUSED), "hold": Call(PAUSE, LEAD),
@@ -64,10 +65,12 @@ CALLS = {
 }  # fmt: skip
 ORDER = {
     "staged": ("survey", "meet", "link", "plan", "give", "vote", "verify", "pause", "commit", "resume", "tell"),
+    "grouped": ("survey", "meet", "link", "plan", "pause", "group", "gather", "give", "vote", "verify", "commit", "resume",
+                "tell"),
     "broadcast": ("survey", "meet", "join", "pause", "hold", "accept", "begin", "check", "give", "vote", "end", "commit",
                   "resume", "tell"),
 }  # fmt: skip
-BESIDE = {"staged": ("send", "undo"), "broadcast": ("load", "undo", "leave")}
+BESIDE = {"staged": ("send", "undo"), "grouped": ("send", "undo"), "broadcast": ("load", "undo", "leave")}
 """What else is called: for each bucket while it is given; then, after a failure."""
 
 
@@ -215,6 +218,8 @@ def _answer(now: Transaction, engine: Engine, event: Event) -> Stepped:
     if event.kind is not Kind.ANSWERED:
         return _drop(now, engine, event)
     state = event.found or CALLS[event.call].done
+    if state is STAGED and engine.state is PAUSED:
+        state = None  # it does not serve beside the copy
     engine = engine._replace(asked="", holds=now.version if state is NEW else engine.holds)
     why = "it held parts of an update that nobody ended" if event.found else ""
     return now.put(engine.enter(state, why) if state else engine), ()
@@ -290,6 +295,8 @@ def _abort(now: Transaction) -> Stepped:
         asked = undone.get(engine.state, "") if engine.member or engine.state is PAUSED else ""
         if engine.state in (LINKED, STAGED, FENCED):
             engine = engine.enter(SERVING, _text(now.error) if engine.state is FENCED else "")
+        if now.rank and asked == "undo":  # how that ends rank 0 knows
+            engine = engine.enter(OUT, _text(now.error))
         engines.append(engine._replace(asked="" if now.rank else asked))
     asked = (Action(engine.asked, engine.url) for engine in engines if engine.asked)
     return now._replace(state=ABORT, engines=tuple(engines)), (Action("fail"), *asked)
@@ -297,21 +304,9 @@ def _abort(now: Transaction) -> Stepped:
 
 def _done(now: Transaction) -> Transaction:
     """The update counts. An engine that was lost while it paused is met again; one that refused before it changed is fenced."""
-    for engine in now.engines:
-        if engine.state is PAUSED:
-            now = now.put(engine.enter(FENCED if engine.member else OUT, engine.why))
-    return now._replace(state=DONE)
+    engines = (e.enter(FENCED if e.member else OUT, e.why) if e.state is PAUSED else e for e in now.engines)
+    return now._replace(state=DONE, engines=tuple(engines))
 
 
 def _text(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def table_lines() -> list[str]:
-    """The table of the page: what is called when, and what becomes of an engine."""
-    lines = ["| update | call | by | in | an engine is then | else |", "|---|---|---|---|---|---|"]
-    for name, (during, by, done, failed) in sorted(CALLS.items(), key=lambda call: call[1].during.value):
-        ways = " and ".join(way for way in ORDER if name in (*ORDER[way], *BESIDE[way]))
-        ends = " | ".join(state.name if state else "" for state in (done, failed))
-        lines.append(f"| {during.name} | `{name}` | {by} | {ways} | {ends} |")
-    return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -21,12 +22,13 @@ import torch.distributed as dist
 from examples.float8_blocks import float8_blocks
 from r3channel.errors import R3Error
 from r3channel.transport.collective_lock import Slot
+from r3channel.transport.process_group import ProcessGroupTransport
 from r3channel.weights.convert import Shard
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.rank_link import RankLink
-from r3channel.weights.send_planner import SendPlanner
+from r3channel.weights.send_planner import _RECORD_BYTES, SendPlanner
 from r3channel.weights.session import WeightSync
 from r3channel.weights.staged import Staged
 from tests.dist.ranks import write_result
@@ -74,7 +76,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     dist.init_process_group(
         "gloo", init_method=job["init_method"], rank=job["rank"], world_size=job["world_size"]
     )
-    what = {"like": float8, "stops": stopping, "late": late}
+    what = {"like": float8, "stops": stopping, "late": late, "kills": grouped}
     result = next((call for key, call in what.items() if key in job), plain_weights)(job)
     if "like" not in job:
         gc.collect()  # a kept error's traceback holds the session
@@ -196,6 +198,45 @@ def late(job: dict[str, Any]) -> dict[str, Any]:
                 failure(lambda v=version, s=limit_s: sync.update(shards(rank, v), version=v, timeout_s=s))
             )
     return {"told": told}
+
+
+def grouped(job: dict[str, Any]) -> dict[str, Any]:
+    """Updates in a joint group, of a record for each half of a tensor; one that fails; one in which rank 1 dies in some round."""
+    rank, result = job["rank"], dict[str, Any]()
+    with (
+        patch.dict(_RECORD_BYTES, gloo=128),
+        WeightSync.sharded(job["engines"], group=dist.group.WORLD, wire="gloo") as sync,
+    ):
+        sync.connect(timeout_s=UPDATE_S)
+        noted, start = list[int](), ProcessGroupTransport.start_send
+        with patch.object(
+            ProcessGroupTransport, "start_send", lambda *sent: noted.append(sent[1]) or start(*sent)
+        ):
+            result["first"] = sync.update(shards(rank, 0), version=0, timeout_s=UPDATE_S).version
+        result["order"] = noted
+        result["sent"] = sync.update(shards(rank, 1), version=1, timeout_s=UPDATE_S).sent_bytes
+        spoiled = shards(rank, 2)
+        if rank == 1:
+            spoiled[-1].tensor[0, 0] = float("nan")
+        result["spoiled"] = failure(lambda: sync.update(spoiled, version=2, timeout_s=UPDATE_S))
+        for version in (2, 3):
+            sync.update(shards(rank, version), version=version, timeout_s=UPDATE_S)
+        if rank == 1:
+            die_at_send(job, result)
+        result["lost"] = failure(lambda: sync.update(shards(rank, 4), version=4, timeout_s=UPDATE_S))
+    return result
+
+
+def die_at_send(job: dict[str, Any], result: dict[str, Any]) -> None:
+    inner, left = ProcessGroupTransport.start_send, itertools.count()
+
+    def dying(self: ProcessGroupTransport, *arguments: Any) -> Any:
+        if next(left) == job["kills"]:
+            write_result(job, result)
+            os._exit(0)
+        return inner(self, *arguments)
+
+    setattr(ProcessGroupTransport, "start_send", dying)  # noqa: B010
 
 
 def float8(job: dict[str, Any]) -> dict[str, Any]:

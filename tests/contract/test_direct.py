@@ -201,6 +201,12 @@ def test_a_body_that_comes_after_the_end_is_refused_as_every_other_call_is(place
         place.relay.add_body("s1", b"{}", [1, 2])
 
 
+def test_a_response_that_was_cut_is_refused_by_name_where_its_rows_come_directly(place: Place) -> None:
+    with pytest.raises(errors.UsageError, match=r"sample s1 from engine .*cut=True, and rows come directly"):
+        place.relay.add("s1", reference_reply("r1", 9, serial=1), range(5), cut=True)
+    assert not place.relay.status()["pending"]
+
+
 def test_a_seal_does_not_wait_for_a_sample_that_is_discarded_meanwhile(place: Place) -> None:
     place.add("s1", reference_reply("r1", 9, serial=1), 9)
     wait = place.relay._changed.wait

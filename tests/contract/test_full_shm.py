@@ -16,7 +16,7 @@ import pytest
 
 from r3channel.errors import CannotStage, StoreFull
 from r3channel.plan.assignment import Assignment
-from r3channel.weights import memory
+from r3channel.weights import staged_copy
 from tests.support.children import run
 from tests.support.delivery import check_rows, receive, receivers_of, relays, sealed
 from tests.support.fake_engine import FakeEngine
@@ -30,7 +30,7 @@ _NEW_NAMESPACE, _REFUSED = 0x20000, 77
 @contextmanager
 def full() -> Iterator[None]:
     """Not a byte is left meanwhile."""
-    filler = Path(memory.SHM, "filler")
+    filler = Path(staged_copy.SHM, "filler")
     with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
@@ -43,19 +43,19 @@ def give_weights() -> None:
     with session(engine, wire="shared_memory") as sync, full():
         refused(sync, 1, "8,192 bytes.* in /dev/shm is 0: enlarge it", cause=CannotStage, timeout_s=UPDATE_S)
     with pytest.MonkeyPatch.context() as patch:  # another process was faster
-        patch.setattr(memory.Room, "lacks", lambda *_, **__: "")
+        patch.setattr(staged_copy.Room, "lacks", lambda *_, **__: "")
         with session(engine, wire="shared_memory") as sync, full():
             refused(sync, 1, "No space left on device", timeout_s=UPDATE_S)
     with session(engine, wire="shared_memory") as sync:
         give(sync, 1, timeout_s=UPDATE_S)
         with full():
             give(sync, 2, timeout_s=UPDATE_S)
-    assert holds(engine, 2) and not [*Path(memory.SHM).iterdir()]
+    assert holds(engine, 2) and not [*Path(staged_copy.SHM).iterdir()]
     FakeEngine.started.pop().die()
 
 
 def fill_journal() -> None:
-    with relays(journal=f"{memory.SHM}/journal", backpressure_timeout_s=0.5) as make:
+    with relays(journal=f"{staged_copy.SHM}/journal", backpressure_timeout_s=0.5) as make:
         relay, calls = make(), [(name, reply_for(name, 1000), range(1000)) for name in "ab"]
         relay.add(*calls[0])
         with full():
@@ -64,7 +64,9 @@ def fill_journal() -> None:
             with pytest.raises(StoreFull, match="step 0: no room for its ticket"):
                 relay.seal(0, Assignment.given([[["a"]]]))
             assert relay.status()["pending"] == ["a"] and relay.status()["store"]["frames"] == 1
-            assert len(list(Path(memory.SHM).glob("journal/*/*.frame"))) == 1, "nothing half written is left"
+            assert len(list(Path(staged_copy.SHM).glob("journal/*/*.frame"))) == 1, (
+                "nothing half written is left"
+            )
             relay.config = replace(relay.config, backpressure_timeout_s=SOON_S)
             (waiting := threading.Thread(target=relay.add, args=calls[1])).start()
             until(lambda: relay.status()["store"]["frames"] == 2)
@@ -73,7 +75,7 @@ def fill_journal() -> None:
 
 
 def main() -> None:
-    mounts = (["--make-rprivate", "/"], ["-t", "tmpfs", "-o", "size=256k", "none", memory.SHM])
+    mounts = (["--make-rprivate", "/"], ["-t", "tmpfs", "-o", "size=256k", "none", staged_copy.SHM])
     if ctypes.CDLL(None).unshare(_NEW_NAMESPACE) or any(subprocess.call(["mount", *one]) for one in mounts):
         raise SystemExit(_REFUSED)
     give_weights()

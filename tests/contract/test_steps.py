@@ -191,7 +191,7 @@ def test_what_cannot_be_cut_is_refused_before_a_sample_is_taken(
     status = relay.status()
     assert (status["pending"], status["steps"]) == (["a", "b", "c"], {})
     add(relay, "d")
-    assert relay.discard("abcd") == 4 and relay.status()["store"]["bytes"] == 0
+    assert relay.discard([*"abcd"]) == 4 and relay.status()["store"]["bytes"] == 0
 
 
 def test_of_two_seals_at_once_one_wins(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_of_two_seals_at_once_one_wins(make_relay: MakeRelay, monkeypatch: pytes
             relay.seal(5, each("b"))
         go_on.set()
         assert winner.result(SOON_S).assignment == each("a")
-    assert relay.discard("ab") == 1 and relay.abandon(5) == 1 and relay.discard("a") == 1
+    assert relay.discard(["a", "b"]) == 1 and relay.abandon(5) == 1 and relay.discard(["a"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,24 @@ import itertools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from examples.float8_blocks import quantise
+from r3channel.errors import TransportError
+from r3channel.transport.base import Rendezvous
+from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore, in_background
+from r3channel.weights.joint_group import JointReceiver, turns
 from r3channel.weights.loader_map import dry_run
 from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.session import WeightSync
 from tests.contract.exact_rank import FLOAT8, plain, weights
 from tests.dist.ranks import run_ranks
 from tests.support.fake_engine import FakeEngine, Model
+from tests.support.waits import SOON_S, UPDATE_S
 
 RANK = "tests.contract.exact_rank"
 
@@ -49,6 +56,63 @@ def test_an_error_of_either_trainer_rank_says_what_version_engines_hold(tmp_path
     else:
         assert "rank 0 was committing weight version 2" in lost and left["after"] == 1
         assert all(f"{url}: version 2" in lost for url in urls)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "round_of_death"),
+    [pytest.param(2, 0, marks=pytest.mark.long), (3, 2), pytest.param(4, 3, marks=pytest.mark.long)],
+)
+def test_ranks_send_in_one_group_in_one_order_and_who_dies_in_a_round_costs_that_update(
+    tmp_path: Path, ranks: int, round_of_death: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: dict[int, list[int]] = {}
+    recv = ProcessGroupTransport.recv
+
+    def noted(wire: ProcessGroupTransport, src: int, *rest: Any, **more: Any) -> None:
+        received.setdefault(wire.rank - ranks, []).append(src)
+        recv(wire, src, *rest, **more)
+
+    monkeypatch.setattr(ProcessGroupTransport, "recv", noted)
+    engines = empty(3)
+    job = {"engines": [engine.url for engine in engines], "kills": round_of_death}
+    results = run_ranks(RANK, tmp_path, world_size=ranks, job=job)
+    # Of the first update, as NCCL needs it: gloo would take any order.
+    for number, found in enumerate(results):
+        counts = [found["order"].count(ranks + engine) for engine in range(3)]
+        assert found["order"] == [ranks + to for to, _ in turns(number, 1, counts, max(ranks, 3))]
+    for engine, came in received.items():
+        counts = [found["order"].count(ranks + engine) for found in results]
+        assert came[: sum(counts)] == [who for who, _ in turns(engine, -1, counts, max(ranks, 3))]
+    del results[1]
+    whole = sum(tensor.nbytes for tensor in weights(1).values())
+    assert results[0]["sent"] == len(engines) * whole / 2
+    for found in results:
+        assert found["spoiled"][0] == found["lost"][0] == "WeightUpdateFailed"
+        assert "holds NaN" in found["spoiled"][1] or "joint group" in found["spoiled"][1]
+        assert re.search(r"joint group has ended|trainer rank \d", found["lost"][1]), found["lost"]
+    assert all(holds(engine, weights(3), "3") for engine in engines)
+    with WeightSync.sharded(job["engines"], group=None, wire="gloo") as sync:
+        sync.connect(timeout_s=UPDATE_S)
+        sync.update(weights(5).items(), version=5, timeout_s=UPDATE_S)
+    assert all(holds(engine, weights(5), "5") for engine in engines)
+
+
+def test_a_rank_that_is_to_leave_while_it_joins_leaves_once_it_has() -> None:
+    store = RendezvousStore("127.0.0.1")
+    where: dict[str, Any] = {"backend": "gloo", "name": "test-leaves", "connection": 0, "world_size": 2}
+    where |= {"host": store.host, "port": store.port}
+    receiver = JointReceiver(where=where, rank=1, timeout_s=SOON_S, trainers=1)
+    joining = in_background(receiver.join, name="test-join")
+    receiver.close("its trainer is gone")
+    trainer = ProcessGroupTransport(Rendezvous(**where, rank=0), timeout_s=SOON_S, members="joint")
+    joining.result(SOON_S)
+    with pytest.raises(TransportError, match="closed"):
+        trainer.recv(1, torch.empty(1, dtype=torch.uint8), timeout_s=SOON_S)
+
+
+def holds(engine: FakeEngine, wanted: dict[str, torch.Tensor], version: str) -> bool:
+    equal = all(torch.equal(engine.tensors[name], tensor) for name, tensor in wanted.items())
+    return equal and engine.version == version and not engine.paused
 
 
 def empty(count: int) -> list[FakeEngine]:

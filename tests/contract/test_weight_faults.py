@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -12,7 +13,10 @@ import torch
 
 from r3channel import errors
 from r3channel.transport.connection import Connection
+from r3channel.transport.process_group import in_background
+from r3channel.weights.hold import Hold
 from r3channel.weights.rank_link import RankLink
+from r3channel.weights.send_planner import _RECORD_BYTES
 from r3channel.weights.session import WeightSync
 from r3channel.weights.transaction import EngineState
 from tests.support.fake_engine import UPDATE, FakeEngine
@@ -66,6 +70,8 @@ STAGED = {
 PHASES = {
     "staged": STAGED,
     "shared_memory": {phase: STAGED[phase] for phase in ("stage", "verify", "commit")},
+    "gloo": {phase: STAGED[phase] for phase in ("pause", "verify", "commit", "resume")}
+    | {"group": "order/regroup", "stage": "_land", "later": "_land"},
     "broadcast": {
         "meet": "/server_info", "link": "/init_weights_update_group", "pause": "/pause_generation",
         "begin": "/begin_weight_update", "stage": UPDATE, "end": "/end_weight_update", "commit": "/update_weight_version",
@@ -73,9 +79,12 @@ PHASES = {
     },
 }  # fmt: skip
 """By way, the phases of an update of an engine that is met anew, and what is struck: a call to it, or a link of its rank."""
+BYTES = "stage", "later"
 # Linking may take all of an update's time, and a begin that is refused is taken for a bracket that is open already.
+# Of a joint group only what is its own is struck in `make test`.
+ALIKE = [("gloo", phase) for phase in ("pause", "verify", "commit", "resume")]
 MATRIX = [
-    (way, phase, fault)
+    pytest.param(way, phase, fault, marks=[pytest.mark.long] if (way, phase) in ALIKE else [])
     for way, phases in PHASES.items()
     for phase in phases
     for fault in ("refuse", "die", "drop", "hang")
@@ -92,8 +101,11 @@ def strike(bad: FakeEngine, way: str, phase: str, fault: str, monkeypatch: pytes
     struck = PHASES[way][phase]
     if struck.startswith(("/", "order/")):
         # linking pauses a staged engine once, and resumes it; its life was asked for just now
-        again = phase == "meet" or (way == "staged" and phase in ("pause", "resume"))
+        again = phase == "meet" or (way in ("staged", "gloo") and phase in ("pause", "resume"))
         bad.script[struck, int(again)] = fault
+        return
+    if struck.startswith("_"):
+        strike_landing(bad, fault, 2 * (phase == "later"), monkeypatch)
         return
     inner, record = getattr(RankLink, struck), Connection.send_record
 
@@ -119,13 +131,34 @@ def strike(bad: FakeEngine, way: str, phase: str, fault: str, monkeypatch: pytes
     monkeypatch.setattr(RankLink, struck, spoiled)
 
 
+def strike_landing(bad: FakeEngine, fault: str, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a record lands: in the engine's own half, on a link's thread."""
+    inner, count = Hold._land, itertools.count()
+
+    def spoiled(hold: Hold, *words: Any) -> Any:
+        if bad.receiver is None or hold is not bad.receiver._hold or next(count) < first:
+            return inner(hold, *words)
+        if fault == "die":
+            in_background(bad.die, name="test-die")
+        elif fault == "drop":
+            hold._links[0].close()
+        elif fault == "hang":
+            bad.dead.wait(3)
+        if fault == "refuse":
+            words[-1].update(b"another byte")
+        return inner(hold, *words)
+
+    monkeypatch.setattr(Hold, "_land", spoiled)
+
+
 @pytest.mark.parametrize(("way", "phase", "fault"), MATRIX)
 def test_a_fault_in_any_phase_leaves_every_engine_with_one_version_or_fenced_by_name(
     way: str, phase: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The update's own time is longer than an engine's: who waited it out would take the healthy engine's with it."""
+    monkeypatch.setitem(_RECORD_BYTES, "gloo", 2048)
     good, bad = engines_of(way), engines_of(way)
-    wire: Any = way if way == "shared_memory" else "tcp"
+    wire: Any = way if way in ("shared_memory", "gloo") else "tcp"
     with session(good, bad, staged=way != "broadcast", wire=wire, engine_timeout_s=2) as sync:
         give(sync, 1)
         bad = bad.restarted()  # it has to be met again
@@ -137,12 +170,20 @@ def test_a_fault_in_any_phase_leaves_every_engine_with_one_version_or_fenced_by_
                     errors.EngineLeftBehind, match=f"version 2 is committed, but 1 of 2 .*{bad.url}"
                 ):
                     give(sync, 2)
-            elif fault == "refuse":
-                why = NAMES[0] if "damaged" in (said := refused(sync, 2, "version 1 stays")) else bad.url
-                assert why in said and ("damaged" in said) == (phase == "stage" and way != "broadcast")
+            elif fault == "refuse" or phase in ("group", "later") or (way == "gloo" and phase == "stage"):
+                why = (
+                    NAMES[4 * (phase == "later")]
+                    if "damaged" in (said := refused(sync, 2, "version 1 stays"))
+                    else bad.url
+                )
+                assert why in said and ("damaged" in said) == (
+                    fault == "refuse" and phase in BYTES and way != "broadcast"
+                )
             else:
                 assert give(sync, 2).evicted.keys() == {bad.url} == sync.evicted.keys()
-        if fault == "refuse" and not left_behind(phase, fault):
+        if way == "gloo" and phase in BYTES:  # nothing is under way in the group where an engine serves again
+            assert good.calls[-2:] == ["order/regroup", "/continue_generation"]
+        if sync.version == 1:
             in_place = way == "broadcast" and phase in ("stage", "end")  # engines hold parts of an update
             assert sync.version == 1 and sync.routable() == (() if in_place else (good.url,))
             assert good.paused if in_place else holds(good, 1)

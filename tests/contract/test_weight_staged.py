@@ -14,7 +14,7 @@ import torch
 
 from r3channel import errors
 from r3channel.transport.listener import connect
-from r3channel.weights import config, hold, staged_copy
+from r3channel.weights import executor, hold, staged_copy
 from r3channel.weights.loader_map import dry_run
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.session import WeightSync
@@ -198,7 +198,7 @@ def test_a_stranger_who_knows_no_token_is_not_taken_for_a_rank() -> None:
     engine = serving()
     with session(engine) as sync:
         give(sync, 1)
-        ((host, port),) = sync._planner._trainers
+        ((host, port),) = sync._planner.trainers
         with pytest.raises(errors.TransportError):
             connect(host, port, b"x" * 32, timeout_s=5, hello=b'{"engine": "http://x", "rank": 0}')
         give(sync, 2)
@@ -327,6 +327,6 @@ def test_an_engine_has_the_time_for_a_slow_dry_run_and_for_as_many_bytes_as_chan
         assert give(sync, 1, timeout_s=UPDATE_S).way == "staged"
         assert holds(engine, 1)
         monkeypatch.setattr(staged_copy, "_copied", partial(slow, 0.6, copied))
-        monkeypatch.setattr(config, "staged_bytes", lambda _params: 60_000_000_000)
+        monkeypatch.setattr(executor, "staged_bytes", lambda _params: 60_000_000_000)
         assert give(sync, 2, timeout_s=UPDATE_S).evicted == {}
         assert holds(engine, 2) and not engine.paused and sync.routable() == (engine.url,)

@@ -23,11 +23,11 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.relay import Relay
-from r3channel.tools.pages import WHEN
 from r3channel.wire.frame import encode_frame
 from tests.dist.control import ControlServer
 from tests.dist.ranks import run_ranks
 from tests.support.delivery import recorded
+from tests.support.pages import WHEN
 from tests.support.samples import random_ids
 from tests.upstream.wheels import unpacked
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -53,6 +54,7 @@ LAYOUTS = [
     pytest.param("tp=2", "float32", marks=pytest.mark.full, id="tp2"),
     pytest.param("dp=2,ep=2", "bfloat16", marks=pytest.mark.full, id="ep2-bfloat16"),
     pytest.param("pp=2", "float32", marks=pytest.mark.full, id="pp2"),
+    pytest.param("dp=3", "float32", marks=pytest.mark.full, id="dp3"),
     pytest.param("tp=2,pp=2", "bfloat16", marks=pytest.mark.full, id="tp2-pp2-bfloat16"),
 ]
 
@@ -70,25 +72,27 @@ def test_every_parameter_of_every_rank_equals_what_sglang_loads_itself(
 
     verify = ["weights", "verify", *(word for url in engines for word in ("--engine", url))]
     assert main([*verify, "--manifest", manifest]) == 0
-    assert capsys.readouterr().out.count(f"{2 * PARAMETERS} parameters of version 2: equal") == 2
+    assert capsys.readouterr().out.count(f"{2 * PARAMETERS} parameters of version 5: equal") == 2
     got = checksums(engines)
 
     expected = {n: 4 * (t if dtype == "float32" else t.to(torch.bfloat16).float()) for n, t in whole.items()}
     with WeightSync.whole(engines, staged=False) as sync:  # ranks are asked of the engines
         sync.connect(timeout_s=UPDATE_S)
-        sync.update(expected.items(), version=3, timeout_s=UPDATE_S)
+        sync.update(expected.items(), version=7, timeout_s=UPDATE_S)
     assert got == checksums(engines) and len(got[0]) == 2
 
 
 def check_results(results: list[dict[str, Any]], model_bytes: int, *, engines: int) -> None:
     """The lead's reports; every byte sent once per engine; and a NaN of the last rank is everybody's."""
     first = results[0]
-    assert [report[:2] for report in first["reports"]] == [[1, 2 * PARAMETERS], [2, 2 * PARAMETERS]]
+    assert [report[:2] for report in first["reports"]] == [[n, 2 * PARAMETERS] for n in range(1, 6)]
+    assert first["over_tcp"] == first["in_a_group"] != first["changed"]
     assert first["one"] == [2, 2 * PARAMETERS]
-    sent = sum(result["reports"][1][2] for result in results)
-    # norms, routers and the like go to both ranks of an engine
-    assert 1.0 <= sent / (engines * model_bytes) < 1.1
-    assert all("NonFiniteWeights" in result["refused"] or "NaN" in result["refused"] for result in results)
+    for update in range(5):
+        sent = sum(result["reports"][update][2] for result in results)
+        # norms, routers and the like go to both ranks of an engine
+        assert 1.0 <= sent / (engines * model_bytes) < 1.1
+    assert all(re.search("NonFiniteWeights|NaN|joint group", result["refused"]) for result in results)
 
 
 @pytest.mark.full

@@ -45,21 +45,36 @@ def exact(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
             scale(model.chunks, 2.0)
             report = sync.update(hf_shards(model.bridge, model.chunks), version=version, timeout_s=UPDATE_S)
             result["reports"].append([report.version, report.verified, report.sent_bytes])
-        result["refused"] = spoiled(sync, model, job["rank"])
         report = sync.update_one(job["engines"][0], timeout_s=UPDATE_S)
         result["one"] = [report.version, report.verified]
+    result["over_tcp"] = checksums(job)
+    with WeightSync.sharded(job["engines"], group=dist.group.WORLD, verify=True, wire="gloo") as sync:
+        sync.connect(timeout_s=UPDATE_S)
+        for version, factor in ((3, 2.0), (4, 2.0), (5, 0.25)):  # the last are those that came over TCP
+            scale(model.chunks, factor)
+            report = sync.update(hf_shards(model.bridge, model.chunks), version=version, timeout_s=UPDATE_S)
+            result["reports"].append([report.version, report.verified, report.sent_bytes])
+            result["changed" if version == 3 else "in_a_group"] = checksums(job)
         if sync.held is not None and job["rank"] == 0:
             sync.held.write(job["manifest"])
+        result["refused"] = spoiled(sync, model, job["rank"])
     return result
 
 
+def checksums(job: dict[str, Any]) -> list[Any]:
+    """By rank 0, what the engines' own checker says of each parameter."""
+    urls = job["engines"] if job["rank"] == 0 else ()
+    return [EngineHandle(url).weight_checksums(timeout_s=UPDATE_S) for url in urls]
+
+
 def spoiled(sync: WeightSync, model: Any, rank: int) -> str:
-    """The last rank's shards hold a NaN: every rank raises, and no engine is touched."""
+    """The last rank's shards are NaN: every rank raises, and no engine is touched."""
     shards = hf_shards(model.bridge, model.chunks)
     if rank == dist.get_world_size() - 1:
-        shards[0].tensor.view(-1)[0] = float("nan")
+        for shard in shards:  # of which replicas may send the others
+            shard.tensor.fill_(float("nan"))
     try:
-        sync.update(shards, version=3, timeout_s=UPDATE_S)
+        sync.update(shards, version=6, timeout_s=UPDATE_S)
     except WeightUpdateFailed as error:
         return str(error)
     return ""

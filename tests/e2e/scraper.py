@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from r3channel.tools.dashboard import dashboard
+from dashboards.dashboard import dashboard
 from tests.support.prometheus import answer, prometheus
 
 

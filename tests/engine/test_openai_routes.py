@@ -44,6 +44,18 @@ def test_the_rows_of_every_route_are_those_of_generate(engine_url: str, route: s
             relay.add_body("two", post(url, ask | TWO), wanted.tokens, engine=engine_url)
 
 
+def test_prompts_of_one_request_are_samples_of_their_own(engine_url: str) -> None:
+    prompts = [random_prompt(length, seed=length) for length in (30, 17)]
+    ask = {"input_ids": prompts, "sampling_params": SAMPLING, "return_routed_experts": True}
+    alone = [generate(engine_url, prompt, new_tokens=6) for prompt in prompts]
+    own: dict[str, list[int]] = dict(zip(("a", "b"), prompts, strict=True))
+    with Relay(SPEC, TrainerLayout(), ChannelConfig()) as relay:
+        body = post(engine_url + "/generate", ask)
+        relay.add_bodies([*own], body, lambda name, reply: own[name] + reply["output_ids"], engine=engine_url)
+        for name, wanted in zip(own, alone, strict=True):
+            assert np.array_equal(rows_here(relay, name), wanted.frame().ids())
+
+
 def test_a_chat_runs_as_the_relays_page_has_it(engine_url: str) -> None:
     (text,) = [text for _, text in SNIPPETS if "return_token_ids" in text]
     with Relay(SPEC, TrainerLayout()) as relay:

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,9 @@ class Watched(EngineHandle):
         super().__init__(url)
         self.routes: list[str] = []
 
-    def _command(self, route: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+    def _command(self, route: str, timeout_s: float, **body: Any) -> dict[str, Any]:
         self.routes.append(route)
-        return super()._command(route, body, timeout_s=timeout_s)
+        return super()._command(route, timeout_s, **body)
 
 
 @pytest.fixture(scope="module")

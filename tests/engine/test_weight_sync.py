@@ -15,8 +15,8 @@ from r3channel import errors
 from r3channel.model.spec import RoutingSpec
 from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.engine import EngineHandle, PauseMode
-from r3channel.weights.memory import Wire
 from r3channel.weights.session import WeightSync
+from r3channel.weights.staged_copy import Wire
 from r3channel.weights.transaction import EngineState
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.routing import RowKind

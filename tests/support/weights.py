@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from r3channel.errors import WeightUpdateFailed
-from r3channel.weights import hold, memory, rank_link, staged_copy
+from r3channel.weights import hold, rank_link, staged_copy
 from r3channel.weights.checksums import cross_sums, host_bytes, tensor_digest
 from r3channel.weights.session import WeightSync
 from tests.support.fake_engine import FakeEngine
@@ -34,7 +34,9 @@ def serving() -> FakeEngine:
 def session(*engines: Any, **options: Any) -> WeightSync:
     """A connected one that stages."""
     values: dict[str, Any] = {"bucket_bytes": 2048, "staged": True, **options}
-    opened = WeightSync.whole([engine.url for engine in engines], **values)
+    urls = [engine.url for engine in engines]
+    joint = values.get("wire") == "gloo"
+    opened = WeightSync.sharded(urls, group=None, **values) if joint else WeightSync.whole(urls, **values)
     opened.connect(timeout_s=UPDATE_S)
     return opened
 
@@ -55,11 +57,10 @@ def in_gpu_memory(patch: pytest.MonkeyPatch) -> None:
     """For `cuda_ipc`: memory of this process for a GPU's, hashed as there, and its number for a handle."""
     flats = list[torch.Tensor]()
     patch.setattr(hold, "gpu_lacks", lambda *_: "")
-    patch.setattr(memory, "ipc_handle", lambda flat: [flats.append(flat) or len(flats) - 1])
-    patch.setattr(memory, "ipc_memory", lambda told: flats[told[0]])
-    patch.setattr(rank_link.RankLink, "on_gpu", property(lambda rank: bool(rank.shared)))
+    patch.setattr(staged_copy, "ipc_handle", lambda flat: [flats.append(flat) or len(flats) - 1])
+    patch.setattr(staged_copy, "ipc_memory", lambda told: flats[told[0]])
     for module in (hold, staged_copy, rank_link):
-        patch.setattr(module, "hashed_bytes", lambda flat: host_bytes(cross_sums(flat)))
+        patch.setattr(module, "hashed_bytes", lambda flat, **_: host_bytes(cross_sums(flat)))
     patch.setattr(staged_copy, "_copied", lambda new, kept: tensor_digest(cross_sums(new.copy_(kept))))
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from dashboards.dashboard import dashboard, text
 from r3channel.observe.metric_table import LABELS, METRICS
-from r3channel.tools.dashboard import dashboard, text
 from r3channel.tools.faults import FAULTS
 from tests.support.waits import PROGRAM_S
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from r3channel import bench
-from r3channel.bench import figures, harness
+from r3channel.bench import harness
 from r3channel.errors import ConfigError
+from tests.support import figures
 
 
 @pytest.mark.parametrize("name", bench.BENCHES)

@@ -16,9 +16,9 @@ from examples.async_grpo.options import parse as parse_demo
 from r3channel import cli, errors
 from r3channel.bench import BENCHES
 from r3channel.tools.commands import COMMANDS
-from r3channel.tools.pages import options
 from r3channel.tools.plan import count
 from tests.support import children
+from tests.support.pages import options
 from tests.support.waits import PROGRAM_S
 from tests.unit.test_documents import PAGES, ROOT
 

@@ -18,8 +18,8 @@ import pytest
 from r3channel.config import ChannelConfig, EngineConfig
 from r3channel.errors import RouterUnsupported
 from r3channel.tools.errors import every_error, happened
-from r3channel.tools.pages import TABLES, options, put_into
 from r3channel.trainer.adapters import megatron_refusals as refusals
+from tests.support.pages import TABLES, options, put_into
 from tests.unit.test_imports import LEVELS
 
 ROOT = Path(__file__).parents[2]
@@ -150,7 +150,7 @@ def test_the_pages_calls_fit_their_signatures() -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_the_committed_table_is_the_generated_one(name: str) -> None:
     text = TABLES[name].page.read_text()
-    assert text == put_into(text, name), "run: python -m r3channel.tools.pages"
+    assert text == put_into(text, name), "run: python -m tests.support.pages"
 
 
 def test_every_error_says_what_to_do_and_has_a_reason_of_its_own() -> None:

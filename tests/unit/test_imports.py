@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "r3channel"
 
 ROOMS = (
-    *("errors", "model", "observe", "transport", "config", "wire", "plan", "recordings"),
+    *("errors", "model typed", "observe", "transport", "config", "wire", "plan", "recordings"),
     *("engine relay trainer weights", "integrations", "cli pytest_plugin bench tools"),
 )
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms.split()}

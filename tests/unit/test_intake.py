@@ -182,9 +182,88 @@ def test_a_body_that_is_no_reply_is_a_typed_error_whatever_its_bytes(relay: Rela
         relay.add_body("s1", body, [1, 2, 3], engine="http://e:1")
 
 
+NAMES = ["s0", "s1", "s2"]
+
+
+def choices(replies: list[dict[str, Any]]) -> dict[str, Any]:
+    """As an OpenAI route answers n = 3 with `return_meta_info`; `sglext` is the first one's."""
+    return {"id": "r", "sglext": replies[0]["meta_info"], "choices": replies}
+
+
+@pytest.mark.parametrize("form", [list, choices])
+@pytest.mark.parametrize("escaped", [False, True])
+def test_each_reply_of_a_list_is_a_sample_of_its_own_and_a_bad_one_costs_no_other(
+    relay: Relay, form: Any, escaped: bool
+) -> None:
+    replies: list[Any] = [reply_for(n, LENGTH, seed=seed) | {"index": seed} for seed, n in enumerate(NAMES)]
+    text = replies[1]["meta_info"]["routed_experts"]
+    replies[1]["meta_info"]["routed_experts"] = text[:200] + ("A" if text[200] != "A" else "B") + text[201:]
+    body = json.dumps(form(replies)).encode()
+    seen = list[tuple[str, int]]()
+
+    def tokens(name: str, reply: Any) -> range:
+        seen.append((name, reply.get("index", len(seen))))
+        return range(LENGTH)
+
+    taken = relay.add_bodies(NAMES, body.replace(b"/", b"\\/") if escaped else body, tokens, engine="e")
+    assert seen == [(name, at) for at, name in enumerate(NAMES)]
+    assert isinstance(bad := taken["s1"], errors.FrameError) and bad.samples == ("s1",)
+    for seed in (0, 2):
+        assert np.array_equal(rows_here(relay, NAMES[seed]), random_ids(LENGTH - 1, seed=seed))
+        assert escaped or form is choices or '"routed_experts": ""' in json.dumps(taken[NAMES[seed]])
+    assert relay.rows_held("s1") == 0
+
+
+@pytest.mark.parametrize("names", [["s0", "s1"], ["s0", "s1", "s1"], [*NAMES, "s3"]])
+def test_names_that_are_not_one_for_each_reply_are_refused_and_nothing_is_kept(
+    relay: Relay, names: Any
+) -> None:
+    body = json.dumps([reply_for(name, LENGTH) for name in NAMES]).encode()
+    with pytest.raises(
+        errors.UsageError, match=r"engine e: 3 replies for the samples .*expected one name for each"
+    ):
+        relay.add_bodies(names, body, lambda *_: range(LENGTH), engine="e")
+    assert relay.rows_held("s0") == 0
+
+
+def test_choices_of_which_one_alone_has_rows_leave_the_others_without(relay: Relay) -> None:
+    """`sglext` is the first one's, and nobody says so of the others."""
+    body = json.dumps(
+        {"id": "r", "sglext": reply_for("r", LENGTH)["meta_info"], "choices": [{}, {}]}
+    ).encode()
+    taken = relay.add_bodies(["s0", "s1"], body, lambda *_: range(LENGTH))
+    assert all(isinstance(error, errors.RoutingMissing) for error in taken.values())
+
+
+GIVEN: Any = Assignment
+WRONG: dict[str, tuple[Any, str]] = {
+    "body": (lambda relay: relay.add_body("s", "{}", TOKENS), r"body is '\{\}' \(str\), expected bytes"),
+    "engine": (lambda relay: relay.add("s", {}, TOKENS, engine=None), r"engine is None \(NoneType\), expected str"),
+    "names": (lambda relay: relay.add_bodies("ab", b"[]", len), r"sample_ids is 'ab' \(str\), expected Sequence\[str\]"),
+    "discard": (lambda relay: relay.discard("a"), r"sample_ids is 'a' \(str\)"),
+    "step in words": (lambda relay: relay.seal("1", ONE), r"step is '1' \(str\), expected int"),
+    "no step": (lambda relay: relay.seal(None, ONE), "step is None"),
+    "half a step": (lambda relay: relay.seal(1.5, ONE), r"step is 1\.5 \(float\)"),
+    "a truth": (lambda relay: relay.abandon(True), r"step is True \(bool\)"),
+    "letters": (lambda _: Assignment.given([["ab"]]), r"ranks is \[\['ab'\]\]"),
+    "a number for a name": (lambda _: GIVEN.balanced({"a": 5, 1: 5}, dp=1, microbatch_size=1), "tokens is .*1: 5"),
+    "ranks in words": (lambda _: GIVEN.round_robin(["a"], dp="1", microbatch_size=1), "dp is '1'"),
+    "steps in words": (lambda _: GIVEN.given([[["a"]]], steps="1"), "steps is '1'"),
+}  # fmt: skip
+ONE = Assignment.given([[["s"]]])
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_an_argument_of_a_wrong_type_is_named_and_nothing_is_kept(relay: Relay, kind: str) -> None:
+    call, said = WRONG[kind]
+    with pytest.raises(errors.UsageError, match=said):
+        call(relay)
+    assert relay.status()["store"]["frames"] == 0 and not relay.status()["steps"]
+
+
 def test_a_sample_id_that_is_no_string_is_refused_by_name(relay: Relay) -> None:
     for add in (relay.add, relay.add_frame, relay.add_body):
-        with pytest.raises(errors.UsageError, match="sample id 7 is a int, expected a string"):
+        with pytest.raises(errors.UsageError, match=r"add\w*: sample_id is 7 \(int\), expected str"):
             add(7, {}, [1, 2])  # type: ignore[operator]
     assert relay.status()["store"]["frames"] == 0
 
@@ -306,6 +385,69 @@ def test_a_step_records_the_rows_of_all_turns(tmp_path: Path) -> None:
     recording = recorded(tmp_path)
     assert np.array_equal(recording.rows("s"), IDS) and len(recording.frames["s"]) == 2
     relay.close()
+
+
+# -- responses that were cut ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole_body", [False, True])
+@pytest.mark.parametrize("invalid", [(), (3, 12), (30,)])
+def test_of_a_response_that_was_cut_the_rows_of_the_tokens_that_are_left_are_trained(
+    tmp_path: Path, whole_body: bool, invalid: tuple[int, ...]
+) -> None:
+    """Before and behind the cut rows without routing lie, and another weight version begins behind it; a turn follows."""
+    config = ChannelConfig(invalid_rows="mask")
+    relay = Relay(SPEC, TrainerLayout(), config, recorder=Recorder(tmp_path))
+    valid_T = ~np.isin(np.arange(40), invalid)
+    spans = [span(0, 20, 1), span(20, 40, 2)]
+    frame = encode_frame(
+        SPEC, expert_ids_TLK=IDS, provenance=spans, valid_T=valid_T, sample_key=sample_key("r")
+    )
+    reply: Any = reply_of(frame, request_id="r")
+    add: Any = relay.add_body if whole_body else relay.add
+    what = json.dumps(reply).encode() if whole_body else reply
+    with pytest.raises(errors.RowCountMismatch):
+        add("s", what, TOKENS[:16])
+    add("s", what, TOKENS[:16], cut=True)
+    (kept,) = turns_here(relay, "s")
+    expected = encode_frame(
+        SPEC,
+        expert_ids_TLK=IDS[:15],
+        provenance=[span(0, 15, 1)],
+        valid_T=valid_T[:15],
+        sample_key=sample_key("r"),
+    )
+    relay.add_frame("same", expected, TOKENS[:16])
+    (same,) = turns_here(relay, "same")
+    for name in ("first_row", "end_row", "provenance", "invalid", "fold", "sample_key"):
+        assert getattr(kept, name) == getattr(same, name), name
+    assert np.array_equal(kept.ids_TLK, same.ids_TLK) and np.array_equal(kept.digests_L, same.digests_L)
+    assert relay.status()["store"]["frames"] == 2 and relay.metrics.value("r3channel_cut_rows_total") == 25
+    relay.add("s", turn(15, 40), TOKENS, append=True)
+    start(receivers_of(relay), sealed(relay, "s"))[0].result(SOON_S)
+    relay.join_previous(timeout_s=SOON_S)
+    there = valid_T | (np.arange(40) >= 15)
+    assert np.array_equal(recorded(tmp_path).rows("s")[there], IDS[there])
+    relay.close()
+
+
+def test_what_is_not_cut_is_taken_as_it_is_and_what_cannot_be_is_named(relay: Relay) -> None:
+    relay.add("s", turn(0, 40), TOKENS, cut=True)
+    assert np.array_equal(rows_here(relay, "s"), IDS)
+    with pytest.raises(errors.RowCountMismatch):
+        relay.add("longer", turn(0, 10), TOKENS[:20], cut=True)
+    with pytest.raises(errors.RowCountMismatch):
+        relay.add("none", turn(0, 10), TOKENS[:1], cut=True)
+    relay.add("two", turn(0, 10), TOKENS[:11])
+    with pytest.raises(errors.RowCountMismatch):  # nothing of the turn is left
+        relay.add("two", turn(10, 20), TOKENS[:8], append=True, cut=True)
+    assert relay.status()["store"]["frames"] == 2
+
+
+def test_a_cut_sample_survives_a_kill_with_the_rows_that_are_left(on_disk: Relay, tmp_path: Path) -> None:
+    on_disk.add("s", turn(0, 40), TOKENS[:16], cut=True)
+    (file,) = tmp_path.glob("*/*.frame")
+    assert len(file.read_bytes()) < IDS[:40].nbytes
 
 
 # -- what the disk cannot keep -------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import RankCoords, TrainerLayout
-from r3channel.tools.pages import LAYOUTS, WHEN
+from tests.support.pages import LAYOUTS, WHEN
 
 
 @pytest.mark.parametrize("rank", range(16))

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3channel.errors import ConfigError, ManifestMismatch
-from r3channel.weights import group, progress
-from r3channel.weights.group import Packer
+from r3channel.weights import broadcast, progress
+from r3channel.weights.broadcast import Packer
 from r3channel.weights.manifest import Bucket, TensorMeta, fill_buckets, unit_of
 from r3channel.weights.progress import Deadline, Run
 
@@ -29,6 +29,10 @@ FAMILIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",
 def plan_buckets(metas: Iterable[TensorMeta], *, cap_bytes: int) -> list[Bucket]:
     """The buckets of tensors with these names, dtypes and shapes in this order."""
     return list(fill_buckets(metas, cap_bytes=cap_bytes).buckets)
+
+
+def names_of(bucket: Bucket) -> list[str]:
+    return [meta.name for meta in bucket.tensors]
 
 
 def meta(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> TensorMeta:
@@ -94,7 +98,7 @@ def test_every_tensor_lies_once_aligned_and_beside_its_unit_in_a_bucket_below_th
     metas, cap_bytes = model
     manifest = fill_buckets(metas, cap_bytes=cap_bytes)
     buckets = manifest.buckets
-    assert sorted(name for bucket in buckets for name in bucket.names) == sorted(m.name for m in metas)
+    assert sorted(name for bucket in buckets for name in names_of(bucket)) == sorted(m.name for m in metas)
     for bucket in buckets:
         end = 0
         for tensor, offset in zip(bucket.tensors, bucket.offsets, strict=True):
@@ -102,7 +106,7 @@ def test_every_tensor_lies_once_aligned_and_beside_its_unit_in_a_bucket_below_th
             end += tensor.nbytes
         with_bytes = {unit_of(tensor.name) for tensor in bucket.tensors if tensor.nbytes}
         assert end == bucket.payload_bytes and (end <= cap_bytes or len(with_bytes) == 1)
-    where = [{unit_of(name) for name in bucket.names} for bucket in buckets]
+    where = [{unit_of(name) for name in names_of(bucket)} for bucket in buckets]
     assert sum(len(units) for units in where) == len(set().union(*where)), where
     assert [meta for meta, _, _ in manifest.arrivals] == metas
     assert all(buckets[bucket].tensors[at] == meta for meta, bucket, at in manifest.arrivals)
@@ -116,8 +120,8 @@ def test_the_real_receiver_reads_back_every_byte(receiver: ModuleType, model: Mo
     received: dict[str, torch.Tensor] = {}
     packer, run = Packer(torch.device("cpu")), Run(Deadline(20, "test"))
     for number, bucket in enumerate(fill_buckets(metas, cap_bytes=cap_bytes).buckets):
-        with patch.object(group, "first_nonfinite", lambda *_: None):  # random bytes may be none
-            payload = packer.pack(number, bucket, [sent[name] for name in bucket.names], run)
+        with patch.object(broadcast, "first_nonfinite", lambda *_: None):  # random bytes may be none
+            payload = packer.pack(number, bucket, [sent[name] for name in names_of(bucket)], run)
         tensors = bucket.tensors
         shapes = [list(m.shape) for m in tensors]
         theirs = receiver.FlattenedTensorBucket.empty(
@@ -134,7 +138,7 @@ def test_the_real_receiver_reads_back_every_byte(receiver: ModuleType, model: Mo
 def test_alphabetical_order_keeps_q_k_v_together() -> None:
     layer = ["k_proj", "o_proj", "q_norm", "q_proj", "v_proj"]
     buckets = plan_buckets([meta(f"layers.0.{m}.weight", 10) for m in layer], cap_bytes=120)
-    assert [set(b.names) for b in buckets] == [
+    assert [set(names_of(b)) for b in buckets] == [
         {"layers.0.o_proj.weight", "layers.0.q_norm.weight"},
         {"layers.0.k_proj.weight", "layers.0.q_proj.weight", "layers.0.v_proj.weight"},
     ]
@@ -163,7 +167,7 @@ def test_a_float8_weight_leaves_with_its_scale() -> None:
         meta("a.gate_proj.weight_scale_inv", 1), meta("a.up_proj.weight_scale_inv", 1),
         meta("b.down_proj.weight_scale", 1), meta("b.down_proj.weight", 40, dtype=float8),
     ]  # fmt: skip
-    buckets = [set(bucket.names) for bucket in plan_buckets(stream, cap_bytes=100)]
+    buckets = [set(names_of(bucket)) for bucket in plan_buckets(stream, cap_bytes=100)]
     assert buckets == [
         {"b.norm.weight", "a.gate_proj.weight", "a.up_proj.weight", "a.gate_proj.weight_scale_inv", "a.up_proj.weight_scale_inv"},
         {"b.down_proj.weight", "b.down_proj.weight_scale"},

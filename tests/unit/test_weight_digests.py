@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from r3channel.cli import main
 from r3channel.errors import ManifestMismatch
 from r3channel.tools.weights import compare
+from r3channel.weights.broadcast import first_nonfinite
 from r3channel.weights.checksums import _finite_on_device, cross_sums, finite
 from r3channel.weights.convert import te_name
-from r3channel.weights.group import first_nonfinite
 from r3channel.weights.manifest import Bucket, TensorMeta, engine_names
 from r3channel.weights.store import HeldWeights
 from tests.support.fake_engine import FakeEngine
@@ -26,7 +26,7 @@ Named = dict[str, torch.Tensor]
 def nonfinite(named: Named) -> TensorMeta | None:
     bucket = Bucket.of([TensorMeta.of(name, tensor) for name, tensor in named.items()])
     payload = torch.empty(bucket.payload_bytes, dtype=torch.uint8)
-    for name, view in zip(bucket.names, bucket.views(payload), strict=True):
+    for name, view in zip((meta.name for meta in bucket.tensors), bucket.views(payload), strict=True):
         view.copy_(named[name])
     return first_nonfinite(bucket.placed, payload)
 

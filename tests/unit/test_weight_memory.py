@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from r3channel.errors import CannotStage
-from r3channel.weights import hold, memory, staged_copy
+from r3channel.weights import hold, staged_copy
 from r3channel.weights.checksums import cross_sums
-from r3channel.weights.memory import Room, free_bytes
-from r3channel.weights.staged_copy import StagedCopy
+from r3channel.weights.staged_copy import Room, StagedCopy, free_bytes
 from tests.gpu.checks.weights import check
 from tests.gpu.facts import Facts
 from tests.support.waits import until
@@ -45,8 +44,8 @@ def test_free_memory_is_the_least_of_the_machine_and_its_control_groups(
 
 
 def test_a_rank_may_take_its_share_of_its_host_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda _: 1000)
-    monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: SimpleNamespace(free=600))
+    monkeypatch.setattr(staged_copy, "free_bytes", lambda _: 1000)
+    monkeypatch.setattr(staged_copy.shutil, "disk_usage", lambda _: SimpleNamespace(free=600))
     room = Room.shared(lambda word: [word, "another host", word])
     assert room == (400, 300) and not room.lacks(400, insist=False, shared=False)
     engine = serving()

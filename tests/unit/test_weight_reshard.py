@@ -17,6 +17,7 @@ from r3channel.errors import ManifestMismatch
 from r3channel.weights import geometry
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.geometry import Box, Layout, RankPlan, ShardMap, batches, deal, plan_reshard, report_of
+from r3channel.weights.joint_group import turns
 from r3channel.weights.loader_map import Needs, Part, PartTable
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import Deadline
@@ -272,3 +273,22 @@ def test_the_busiest_of_256_senders_is_within_two_percent_and_keeps_its_part_of_
     assert floor <= busiest <= bound
     assert len(sides[1].metas) > 45_000 and len({r for b in batches(*sides) for r in b.holders}) == 256
     assert trainer.hash == engine.hash and not engine.sends and len(boxes_of(trainer)) < 3000
+
+
+@given(st.data(), st.integers(1, 5), st.integers(1, 5))
+def test_calls_that_wait_for_their_partners_all_end_in_the_order_of_turns(
+    data: Any, trainers: int, engines: int
+) -> None:
+    """As NCCL carries out a group's calls: one after another, each when both sides are there."""
+    row = st.lists(st.integers(0, 3), min_size=engines, max_size=engines)
+    counts = data.draw(st.lists(row, min_size=trainers, max_size=trainers))
+    size = max(trainers, engines)
+    sends = [list(turns(number, 1, counts[number], size)) for number in range(trainers)]
+    receives = [list(turns(number, -1, [each[number] for each in counts], size)) for number in range(engines)]
+    assert sum(map(len, sends)) == sum(map(sum, counts)) == sum(map(len, receives))
+    while any(sends):
+        ready = [(t, calls[0][0]) for t, calls in enumerate(sends) if calls]
+        met = [(t, e) for t, e in ready if receives[e] and receives[e][0][0] == t]
+        assert met, "everybody waits"
+        for trainer, engine in met:
+            assert sends[trainer].pop(0)[1] == receives[engine].pop(0)[1]

@@ -17,6 +17,8 @@ OLD, PARTS, NEW = 1, 0, 2
 """An engine's weights: of the version before, a mixture, of the update's version."""
 ENDED = (UpdateState.DONE, UpdateState.ABORT)
 DEAD = -1
+TOGETHER = "plan", "group", "tell"
+"""Calls in which rank 0 says what it knows."""
 
 
 class Real(NamedTuple):
@@ -104,7 +106,7 @@ def wanted(world: World, rank: int, now: Transaction, action: Action) -> World:
     elif action.call == "vote":
         vote = event(Kind.VOTED, rank=rank, lost=tuple(now.left_out.items()))
         mail = {(0, vote), (1, vote)}
-    elif action.call in ("plan", "tell") and rank == 0:
+    elif action.call in TOGETHER and rank == 0:
         mail = {(1, event(Kind.TOLD, call=action.call, engines=now.engines))}
     return world._replace(mail=world.mail | mail)
 
@@ -121,7 +123,7 @@ def nexts(world: World) -> Iterator[World]:
     for rank, now in enumerate(states):
         if now is None or now.busy in ("", "vote") or any(engine.asked for engine in now.engines):
             continue
-        other, together = states[1 - rank], now.busy in ("plan", "tell")
+        other, together = states[1 - rank], now.busy in TOGETHER
         if now.busy == "give" and rank not in world.given:
             yield heard(world._replace(given=world.given | {rank}), rank, event(Kind.BUCKET))
         elif together and (
@@ -224,7 +226,7 @@ def check_end(world: World) -> None:
             named = engine.state in (EngineState.FENCED, EngineState.OUT) and engine.why
             assert engine.state is EngineState.SERVING or (named and engine.holds is None), engine
     for now, (at, real) in product(states, enumerate(world.engines)):
-        engine, knows = now.engines[at], now.rank == 0 or now.way == "staged"
+        engine, knows = now.engines[at], now.rank == 0 or now.way != "broadcast"
         alive = world.ranks[0] != DEAD and not real.dead
         if knows and alive and engine.state is EngineState.SERVING:
             assert not real.paused and real.weights == (engine.holds or real.weights)
@@ -242,7 +244,7 @@ def check_end(world: World) -> None:
         (EngineState.OUT, True),
     ],
 )
-@pytest.mark.parametrize("way", ["staged", "broadcast"])
+@pytest.mark.parametrize("way", ["staged", "grouped", "broadcast"])
 def test_whatever_fails_engines_end_with_whole_weights_or_fenced_and_named(
     way: str, first: EngineState, dead: bool
 ) -> None:

@@ -52,10 +52,10 @@ def add_arguments(parser: Any) -> Any:
         help="where --r3-transport nccl sends from: the GPU of an engine, or one that slime leaves; about 1 GB of it",
     )  # fmt: skip
     group.add_argument(
-        "--r3-weights", choices=("off", "broadcast", "exact", "colocated"), default="off",
+        "--r3-weights", choices=("off", "broadcast", "exact", "nccl", "colocated"), default="off",
         help="who updates the engines' weights: `off`, slime's own updater; `broadcast`, r3channel's WeightSync, all or none, "
-        "from one rank of each pipeline stage; `exact`, the same from every rank, each part once; `colocated`, as `exact`, "
-        "through the shared memory of the one machine that engines and trainers are on",
+        "from one rank of each pipeline stage; `exact`, the same from every rank, each part once; `nccl`, as `exact`, from GPU "
+        "to GPU, with engines paused meanwhile; `colocated`, as `exact`, through the shared memory of the one machine",
     )  # fmt: skip
     return parser
 
@@ -88,7 +88,7 @@ def prepared(args: Namespace, *, detached: bool = False) -> Namespace:
     `use_routing_replay` turns on, is off: Megatron's routers replay.
     """
     channel = channel_of(args)
-    updates, exact = args.r3_weights != "off", args.r3_weights in ("exact", "colocated")
+    updates, exact = args.r3_weights != "off", args.r3_weights not in ("off", "broadcast")
     problem = "" if updates else _weights_problem(args)
     own_gpus = not args.colocate and not args.release_train and args.update_weight_mode == "full"
     direct, transport = args.r3_delivery == "direct", getattr(args, "rollout_data_transport", "object-store")

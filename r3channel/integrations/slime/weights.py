@@ -50,7 +50,7 @@ class ChannelUpdater:
             urls, group=get_gloo_group(),
             host=local_address(interface_of(self.args)), token_file=self.args.r3_channel["token_file"],
             backend="nccl" if torch.cuda.is_available() else "gloo",
-            wire="shared_memory" if self.args.r3_weights == "colocated" else "tcp",
+            wire={"nccl": "nccl", "colocated": "shared_memory"}.get(self.args.r3_weights, "tcp"),
             metrics=self._actor.channel and self._actor.channel.metrics,
         )  # fmt: skip
         self._sync.connect(timeout_s=self.args.r3_channel["join_timeout_s"])

@@ -83,9 +83,3 @@ def refuse_unsupported(config: Any) -> None:
     ]
     if bad:
         raise RouterUnsupported("routing replay cannot work with this Megatron config: " + "; ".join(bad))
-
-
-def table_lines() -> list[str]:
-    """The rows as Markdown, for the room's page."""
-    lines = [f"| `{row.setting}` | {row.when} | {row.why} | {row.since} |" for row in REFUSALS]
-    return ["| setting | refused where | why | since |", "|---|---|---|---|", *lines]

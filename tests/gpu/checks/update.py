@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from r3channel.errors import WeightUpdateFailed
-from r3channel.weights import memory
+from r3channel.weights import staged_copy
 from r3channel.weights.checksums import cross_sums, tensor_digest
 from r3channel.weights.session import WeightSync
+from tests.gpu.checks.peers import HOSTS
 from tests.gpu.facts import Facts
 from tests.support.fake_engine import FakeEngine
 
@@ -48,13 +51,13 @@ def counts_of(handles: list[list[Any]]) -> list[int]:
 def engine(device: str, rows: int, pipe: Any) -> None:
     """A process of its own: tells where it listens, then what it holds, and what it takes of the GPU before and after torch looks
     for memory that nobody else maps; as often as it is asked."""
-    handles, share = list[list[Any]](), memory.ipc_handle
+    handles, share = list[list[Any]](), staged_copy.ipc_handle
 
     def noted(flat: torch.Tensor) -> list[Any]:
         handles.append(share(flat))
         return handles[-1]
 
-    setattr(memory, "ipc_handle", noted)  # noqa: B010
+    setattr(staged_copy, "ipc_handle", noted)  # noqa: B010
     served = FakeEngine(receives=made(device, rows, 0))
     pipe.send(served.url)
     while pipe.recv():
@@ -68,18 +71,23 @@ def check(device: str, facts: Facts) -> None:
     rows = 16 if facts.small else 4096
     ours, its = multiprocessing.Pipe()
     args: Any = {"args": (device, rows, its), "daemon": True}
+    os.environ.update(HOSTS | {"NCCL_HOSTID": "engine"})
     multiprocessing.get_context("spawn").Process(target=engine, **args).start()
-    url, wires = ours.recv(), ["tcp", "shared_memory", "cuda_ipc"]
+    os.environ["NCCL_HOSTID"] = "trainer"
+    url, wires = (
+        ours.recv(),
+        ["tcp", "shared_memory", "cuda_ipc", "cuda_ipc", "nccl"],
+    )  # whether what stays taken grows
     if not made(device, 1, 0)[NAMES[0]].is_cuda:
-        facts.left_out.append(f"{wires.pop()}: no memory of a GPU")
-    for first, wire in zip(
-        (1, 4, 7, 10), [*wires, *wires[2:]], strict=False
-    ):  # whether what stays taken grows
-        updated(device, rows, wire, first, url, facts, ours)
+        facts.left_out.append("cuda_ipc: no memory of a GPU")
+        wires[2:] = ["gloo"]
+    for number, wire in enumerate(wires):
+        updated(device, rows, wire, 1 + 3 * number, url, facts, ours)
 
 
 def updated(device: str, rows: int, wire: Any, first: int, url: str, facts: Facts, pipe: Any) -> None:
-    with WeightSync.whole([url], staged=True, wire=wire) as sync:
+    make = partial(WeightSync.sharded, group=None) if wire in ("nccl", "gloo") else WeightSync.whole
+    with make([url], staged=True, wire=wire) as sync:
         sync.connect(timeout_s=60)
         for version in (first, first + 1):  # the second one finds links and plan
             given = made(device, rows, version)

@@ -11,7 +11,7 @@ import torch
 from r3channel.errors import WeightsError
 from r3channel.weights import staged_copy
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.memory import staged_bytes, staged_views
+from r3channel.weights.staged_copy import staged_bytes, staged_views
 from tests.gpu.facts import Facts
 
 PARAMS = 96

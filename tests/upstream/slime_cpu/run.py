@@ -49,6 +49,7 @@ def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=4)
     parser.add_argument("--response-length", type=int, default=24)
     parser.add_argument("--delivery", choices=("inband", "direct"), default="inband")
+    parser.add_argument("--live", action="store_true", help="no replay at all")
     parser.add_argument("--stock", action="store_true", help="slime's --use-rollout-routing-replay instead")
     parser.add_argument("--slimes-router", action="store_true", help="slime starts sglang-router, unused")
     parser.add_argument("--script", default="train_async.py")
@@ -127,10 +128,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "logged": sum(file.read_bytes().count(b"r3channel/wait_s") for file in options.work.rglob("*.wandb")),
         "seconds": round(time.monotonic() - started, 1),
         "killed_s": ended_s - float((options.work / "told/killed").read_text()) if options.kill else None,
-        "rows": _compared(options, model) if told.is_dir() else {},
+        "rows": _compared(options, model) if told.is_dir() and not options.live else {},
+        "perf": _numbers(r"perf \d+: (\{.*perf/step_time.*\})", log),
         "alerts": alerts,
         "processes": {path.stem: json.loads(path.read_text()) for path in sorted(told.glob("*.json"))},
-        "steps": _steps(log),
+        "steps": _numbers(r"step \d+: (\{'train/[^}]*\})", log),
         "tail": "" if code == 0 else log.read_text(errors="replace")[-_LOG_TAIL:],
     }
 
@@ -142,7 +144,8 @@ def _engine(options: argparse.Namespace, model: Path) -> EngineOptions:
         "R3CHANNEL_TOKEN_FILE": str(options.token),
     }
     env = direct if options.delivery == "direct" else {}
-    return EngineOptions(model=model, r3channel=not options.stock, dtype="bfloat16", env=env)
+    ours = not (options.stock or options.live)
+    return EngineOptions(model=model, r3channel=ours, dtype="bfloat16", env=env)
 
 
 def _slime_arguments(
@@ -195,7 +198,7 @@ def _slime_arguments(
     arguments += ["--cp-comm-type", "all_gather"] if options.cp > 1 else []
     if options.stock:
         arguments.append("--use-rollout-routing-replay")
-    else:
+    elif not options.live:
         arguments += ["--use-r3-channel", "--r3-record", str(options.work / "recording")]
         arguments += ["--r3-delivery", options.delivery]
     if options.delivery == "direct":
@@ -265,9 +268,9 @@ def _compared(options: argparse.Namespace, model: Path) -> dict[str, int]:
     return compare(options.work / "routers", said, spec.moe_layers)
 
 
-def _steps(log: Path) -> list[dict[str, float]]:
-    """slime's own line of each optimizer step: `step N: {...}`."""
-    lines = re.findall(r"step \d+: (\{'train/[^}]*\})", log.read_text(errors="replace"))
+def _numbers(pattern: str, log: Path) -> list[dict[str, float]]:
+    """What slime itself says in lines of its log: of each optimizer step, and of each rollout's seconds."""
+    lines = re.findall(pattern, log.read_text(errors="replace"))
     return [
         {name: value for name, value in ast.literal_eval(line).items() if isinstance(value, int | float)}
         for line in lines

@@ -1,6 +1,6 @@
 """Generates tables in pages from code (layouts, options, errors) or from kept figures; a test compares them.
 
-python -m r3channel.tools.pages [RESULT.json...]     # writes the tables anew, from benchmarks' fresh results too
+python -m tests.support.pages [RESULT.json...]     # writes the tables anew, from benchmarks' fresh results too
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from r3channel.bench import figures
 from r3channel.config import ENV_PREFIX, ChannelConfig, EngineConfig, field_texts
 from r3channel.engine import sglang_settings
 from r3channel.integrations.slime import arguments
 from r3channel.tools.errors import every_error, happened
 from r3channel.trainer.adapters import megatron_refusals
 from r3channel.weights import transaction
+from tests.support import figures
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[2] / "r3channel"
 _MIB, _UNITS = 1 << 20, {"_s": "s", "_bytes": "bytes"}
 
 
@@ -150,15 +150,55 @@ def error_lines() -> list[str]:
     ]
 
 
+def setting_lines() -> list[str]:
+    """The table as Markdown, for the room's page."""
+    lines = [
+        "| settings | values | | why; of what is refused also the word that overrides |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{pair.names}` | | {sglang_settings.REFUSED} | {pair.why} (`{pair.word}`) |"
+        for pair in sglang_settings.TOGETHER
+    ]
+    for setting in sglang_settings.SETTINGS:
+        refusal = setting.verdict is sglang_settings.REFUSED
+        why = f"{sglang_settings.REFUSALS[setting.why]} (`{setting.why}`)" if refusal else setting.why
+        names = " ".join(f"`{name}`" for name in setting.names.split())
+        lines.append(f"| {names} | {setting.values} | {setting.verdict} | {why} |")
+    return lines
+
+
+def refusal_lines() -> list[str]:
+    """The rows as Markdown, for the room's page."""
+    lines = [
+        f"| `{row.setting}` | {row.when} | {row.why} | {row.since} |" for row in megatron_refusals.REFUSALS
+    ]
+    return ["| setting | refused where | why | since |", "|---|---|---|---|", *lines]
+
+
+def transaction_lines() -> list[str]:
+    """The table of the page: what is called when, and what becomes of an engine."""
+    lines = ["| update | call | by | in | an engine is then | else |", "|---|---|---|---|---|---|"]
+    for name, (during, by, done, failed) in sorted(
+        transaction.CALLS.items(), key=lambda call: call[1].during.value
+    ):
+        ways = ", ".join(
+            way for way in transaction.ORDER if name in (*transaction.ORDER[way], *transaction.BESIDE[way])
+        )
+        ends = " | ".join(state.name if state else "" for state in (done, failed))
+        lines.append(f"| {during.name} | `{name}` | {by} | {ways} | {ends} |")
+    return lines
+
+
 TABLES = {
     "layouts": Table(PACKAGE / "plan" / "README.md", layout_lines),
     "options": Table(PACKAGE / "tools" / "README.md", option_lines),
     "errors": Table(PACKAGE / "errors.md", error_lines),
     "measured": Table(PACKAGE.parent / "README.md", partial(figures.lines, "measured")),
     "capture": Table(PACKAGE / "engine" / "README.md", partial(figures.lines, "capture")),
-    "settings": Table(PACKAGE / "engine" / "README.md", sglang_settings.table_lines),
-    "refusals": Table(PACKAGE / "trainer" / "README.md", megatron_refusals.table_lines),
-    "transaction": Table(PACKAGE / "weights" / "README.md", transaction.table_lines),
+    "settings": Table(PACKAGE / "engine" / "README.md", setting_lines),
+    "refusals": Table(PACKAGE / "trainer" / "README.md", refusal_lines),
+    "transaction": Table(PACKAGE / "weights" / "README.md", transaction_lines),
 }
 
 

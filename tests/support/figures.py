@@ -1,6 +1,6 @@
 """Tables of measured figures: `figures.txt` says what they show, `figures.json` keeps that of each benchmark's own `--json`.
 
-`python -m r3channel.tools.pages RESULT.json...` keeps the figures of fresh results, and writes the tables on the pages.
+`python -m tests.support.pages RESULT.json...` keeps the figures of fresh results, and writes the tables on the pages.
 """
 
 from __future__ import annotations

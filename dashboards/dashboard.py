@@ -1,6 +1,6 @@
 """The Grafana dashboard, generated from the table of metrics so that the two cannot drift apart.
 
-    python -m r3channel.tools.dashboard > dashboards/r3channel.json        (or: make dashboard)
+    python -m dashboards.dashboard > dashboards/r3channel.json        (or: make dashboard)
 
 The first row answers "is it well?"; below it is what an engineer on call looks at. Every panel has a unit, a
 description, and the datasource and the run that the reader picks at the top.

@@ -1,0 +1,212 @@
+"""The group in which trainer ranks send to engines' ranks, from GPU to GPU: in which order, and both ends.
+
+NCCL carries out a group's calls one after another, and each waits for its partner. All members therefore take one order: record
+by record, in rounds in which nobody has two partners (the circle method of round-robin tournaments).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from r3channel.errors import TransportError, WeightsCorrupt
+from r3channel.transport.base import Pending, Rendezvous
+from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
+from r3channel.weights.config import SyncConfig
+from r3channel.weights.progress import GRACE_S, Deadline, background
+from r3channel.weights.rank_link import LANDS, LEAVES, RankLink
+from r3channel.weights.ranks import TrainerRanks
+from r3channel.weights.staged_copy import new_memory
+
+_DEPTH = 2
+"""Records under way, each with memory of its own: one is gathered or placed while another one travels."""
+_SHARE = 0.8
+"""How long an engine waits for the others, of its time for an order: it must answer itself, or it counts as lost."""
+
+
+def turns(mine: int, step: int, records: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
+    """Yield a member's turns in the order that all members take.
+
+    >>> [list(turns(trainer, 1, [1, 2, 1], 3)) for trainer in (0, 1)]
+    [[(0, 0), (1, 0), (2, 0), (1, 1)], [(1, 0), (2, 0), (0, 0), (1, 1)]]
+
+    Args:
+        mine: The member's number on its own side.
+        step: 1 for a trainer rank, -1 for an engine's.
+        records: How many records there are, by partner.
+        size: Members of the larger side, and so rounds.
+
+    Yields:
+        A partner's number, and which of its records.
+    """
+    for record in range(max(records, default=0)):
+        for turn in range(size):
+            partner = (mine + step * turn) % size
+            if partner < len(records) and record < records[partner]:
+                yield partner, record
+
+
+class JointGroup:
+    """A trainer rank's end, for all updates of a session: OUT -> `join` -> `send`, often -> `leave` -> OUT. One thread."""
+
+    def __init__(self, ranks: TrainerRanks, config: SyncConfig) -> None:
+        self._ranks, self._config = ranks, config
+        self._links, self._name = list[RankLink](), ""
+        self._store: RendezvousStore | None = None
+        self._joining: Future[ProcessGroupTransport] | None = None
+
+    def join(self, links: Sequence[RankLink], host: str, deadline: Deadline) -> dict[str, Any]:
+        """Begin to join a group with these, the same on every trainer rank, unless all are in it.
+
+        Args:
+            links: All engine ranks, in the order in which they are numbered after the trainer ranks.
+            host: The first trainer rank's address.
+            deadline: The update's.
+
+        Returns:
+            What engines must be told; empty where nothing changes.
+        """
+        ranks, most_s = self._ranks, _SHARE * min(deadline.left_s(), self._config.engine_timeout_s)
+        if not any(ranks.exchange(self._joining is None or self._links != links, deadline)):
+            return {}
+        self.leave()
+        self._store = RendezvousStore(host) if ranks.leads else None
+        port = ranks.exchange(self._store and self._store.port, deadline)[0]
+        self._links, self._name = list(links), f"r3channel-weights-{ranks.update}"
+        where: dict[str, Any] = {"backend": self._config.wire, "name": self._name, "connection": 0}
+        where |= {"host": host, "port": port, "world_size": ranks.size + len(links)}
+        here = Rendezvous(**where, rank=ranks.rank)
+        self._joining = background(partial(ProcessGroupTransport, here, timeout_s=most_s, members="joint"))
+        return {"where": where, "timeout_s": most_s, "trainers": ranks.size}
+
+    def send(self, update: int, shards: Sequence[torch.Tensor], deadline: Deadline) -> int:
+        """Send what each rank needs of the shards; return the bytes. After a failure the group is left.
+
+        Raises:
+            NonFiniteWeights: A tensor holds NaN or Inf.
+            TransportError: A member is gone, or silent for `engine_timeout_s`: says which links ended.
+        """
+        try:
+            return self._send(update, shards, deadline)
+        except BaseException as error:
+            self.leave()  # at once: others wait for this one
+            if not isinstance(error, TransportError):
+                raise
+            gone = [f"engine {link.engine} rank {link.rank}" for link in self._links if not link.link.alive]
+            raise TransportError(f"the joint group has ended; gone: {gone or 'nobody'}: {error}") from error
+
+    def _send(self, update: int, shards: Sequence[torch.Tensor], deadline: Deadline) -> int:
+        assert self._joining is not None
+        wire, most_s = self._joining.result(), self._config.engine_timeout_s
+        counts, sent, pending = [len(link.buckets[0]) for link in self._links], 0, deque[Pending]()
+        for link, records in zip(self._links, counts, strict=True):
+            link.begin(update, records, timeout_s=deadline.left_s())
+        rooms = [new_memory(self._links[0].record_bytes, wire.device) for _ in range(_DEPTH)]
+        order = turns(self._ranks.rank, 1, counts, max(self._ranks.size, len(counts)))
+        for turn, (to, number) in enumerate(order):
+            if len(pending) == _DEPTH:
+                pending.popleft().wait(timeout_s=min(deadline.left_s(), most_s))
+            link = self._links[to]
+            head, (flat,) = link.sealed(update, 0, link.buckets[0][number], shards, rooms[turn % _DEPTH])
+            link.link.send_record(LANDS, head, timeout_s=min(deadline.left_s(), most_s))
+            pending.append(wire.start_send(self._ranks.size + to, flat.view(torch.uint8)))
+            sent += flat.nbytes
+        while pending:
+            pending.popleft().wait(timeout_s=min(deadline.left_s(), most_s))
+        return sent
+
+    def leave(self) -> None:
+        """Leave the group: members that wait for this one, or for its turn, fail. Idempotent."""
+        joining, self._joining = self._joining, None
+        if joining is not None:
+            for link in self._links:
+                with suppress(TransportError):
+                    link.link.send_record(LEAVES, self._name.encode(), timeout_s=GRACE_S)
+            joining.add_done_callback(lambda joined: joined.exception() or joined.result().abort())
+        if self._store is not None:
+            self._store.close()
+
+
+class JointReceiver:
+    """An engine rank's end. NEW -> JOINED -> CLOSED. The links' threads call, each for its trainer; any may close."""
+
+    def __init__(self, **order: Any) -> None:
+        """`order`: what `JointGroup.join` returns, and this rank's `rank`; without one nothing can be received."""
+        self._told, self.name = order, order["where"]["name"] if order else ""
+        self._wire: ProcessGroupTransport | None = None
+        self._rooms = SimpleQueue[torch.Tensor]()
+        self._changed = threading.Condition()
+        """Guards what is below."""
+        self._update, self._records = -1, dict[int, int]()
+        self._order = deque[int]()
+        """Whose records come, once all trainers have said how many."""
+        self._ended = "" if order else "there is none"
+
+    def join(self) -> None:
+        """Wait until all members are there. DeadlineExceeded."""
+        where = Rendezvous(**self._told["where"], rank=self._told["rank"])
+        wire = ProcessGroupTransport(where, timeout_s=self._told["timeout_s"], members="joint")
+        for _ in range(_DEPTH):
+            self._rooms.put(new_memory(0, wire.device))
+        with self._changed:
+            self._wire = wire
+            self._changed.notify_all()
+        if self._ended:  # meanwhile
+            wire.abort()
+
+    def begin(self, update: int, trainer: int, records: int) -> None:
+        """Take in how many records a trainer sends in an update."""
+        with self._changed:
+            if update > self._update:
+                self._update, self._records, self._order = update, {}, deque()
+            self._records[trainer] = records
+            if len(self._records) == (trainers := self._told.get("trainers", 0)):
+                mine, size = self._told["rank"] - trainers, self._told["where"]["world_size"] - trainers
+                counts = [count for _, count in sorted(self._records.items())]
+                self._order.extend(who for who, _ in turns(mine, -1, counts, max(trainers, size)))
+            self._changed.notify_all()
+
+    @contextmanager
+    def landed(self, update: int, trainer: int, nbytes: int, *, timeout_s: float) -> Iterator[torch.Tensor]:
+        """Receive a trainer's next record at its turn; its memory is used again after the block.
+
+        WeightsCorrupt where the group has ended: of the link, which goes on, only this update is void."""
+        wire = self._at_turn(update, trainer)
+        room = self._rooms.get()  # at its turn, or those of later turns would hold all of them
+        try:
+            room = room if len(room) >= nbytes else new_memory(nbytes, wire.device)
+            wire.recv(trainer, room[:nbytes], timeout_s=timeout_s)
+            with self._changed:
+                self._order.popleft()
+                self._changed.notify_all()
+            yield room[:nbytes]
+        except TransportError as error:
+            self.close(str(error))
+            raise WeightsCorrupt(f"the joint group has ended: {error}") from error
+        finally:
+            self._rooms.put(room)
+
+    def _at_turn(self, update: int, trainer: int) -> ProcessGroupTransport:
+        with self._changed:
+            # A late thread may come with a record of the group before.
+            while not self._ended and update == self._update and trainer in self._records:
+                if self._wire is not None and self._order and self._order[0] == trainer:
+                    return self._wire
+                self._changed.wait()
+            raise WeightsCorrupt(f"the joint group has ended: {self._ended or 'the update was given up'}")
+
+    def close(self, why: str) -> None:
+        """Leave the group, also in the middle of a call. Idempotent."""
+        with self._changed:
+            self._ended, wire = self._ended or why, self._wire
+            self._changed.notify_all()
+        if wire is not None:
+            wire.abort()
