@@ -137,12 +137,14 @@ def split_replies(body: bytes) -> list[tuple[Any, memoryview | None]]:
 
 
 def samples_of(replies: Any) -> list[Any]:
-    """Return a list's items, or an OpenAI reply for each of its choices, without `sglext`, which has the first one's field."""
+    """Return a list's items, or an OpenAI reply for each of its choices, without what is said once: whose rows those are is
+    not told (`sglext` has the first one's)."""
     if isinstance(replies, list):
         return replies
     if not (choices := _choices_of(replies)):
         return [replies]
-    rest = {key: value for key, value in replies.items() if key != "sglext" or len(choices) == 1}
+    shared = ("sglext", "meta_info") if len(choices) > 1 else ()
+    rest = {key: value for key, value in replies.items() if key not in shared}
     return [{**rest, "choices": [choice]} for choice in choices]
 
 

@@ -243,10 +243,10 @@ class ProcessGroupTransport(Transport):
         """Dropping the group and all works closes gloo's sockets: a peer that waits gets its error at once."""
         if not self._dead:
             self._dead = True
-            if (
-                self._nccl and self._group is not None
-            ):  # a name for it, in an error's traceback, would keep its sockets open
-                self._end(self._group.abort)  # it is given up all the same
+            group = self._group
+            if self._nccl and group is not None:
+                self._end(group.abort)  # it is given up all the same
+            del group  # an error's traceback would keep its sockets open
             self._drop()
 
     def close(self) -> None:

@@ -226,11 +226,11 @@ def test_names_that_are_not_one_for_each_reply_are_refused_and_nothing_is_kept(
     assert relay.rows_held("s0") == 0
 
 
-def test_choices_of_which_one_alone_has_rows_leave_the_others_without(relay: Relay) -> None:
+@pytest.mark.parametrize("place", ["sglext", "meta_info"])
+def test_rows_that_are_said_once_are_those_of_no_choice(relay: Relay, place: str) -> None:
     """`sglext` is the first one's, and nobody says so of the others."""
-    body = json.dumps(
-        {"id": "r", "sglext": reply_for("r", LENGTH)["meta_info"], "choices": [{}, {}]}
-    ).encode()
+    said = reply_for("r", LENGTH)["meta_info"]
+    body = json.dumps({"id": "r", place: said, "choices": [{}, {}]}).encode()
     taken = relay.add_bodies(["s0", "s1"], body, lambda *_: range(LENGTH))
     assert all(isinstance(error, errors.RoutingMissing) for error in taken.values())
 
