@@ -50,7 +50,8 @@ def fuzz(name: str, seconds: int, folder: Path) -> None:
             kind.sign(part_of(whole), inner, rng)
         return bytes(whole[:1] + inner)[:most]
 
-    signal.signal(signal.SIGALRM, stop)
+    signal.signal(signal.SIGPROF, stop)
+    run.arm()
     options = f"-max_total_time={seconds} -use_value_profile=1 -max_len={_MOST_BYTES} -artifact_prefix={folder}/ {folder}"
     atheris.Setup([sys.argv[0], *options.split()], read, custom_mutator=changed)
     atheris.Fuzz()

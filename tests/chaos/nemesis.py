@@ -21,6 +21,7 @@ from tests.chaos.proxy import Proxy
 from tests.chaos.shim import LEGS, TABLE
 from tests.support import direct
 from tests.support.samples import frame_of
+from tests.support.waits import until
 
 FAULTS: dict[str, list[str]] = TABLE["faults"]
 
@@ -80,7 +81,7 @@ class Nemesis:
         call = self._loop.cluster.manager.stay.remote(LIMIT_S) if victim == "relay" else None
         begun_s = time.monotonic()
         process.send_signal(signal.SIGKILL)
-        gone = _until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+        gone = _until(lambda: _status(process) in ("", psutil.STATUS_ZOMBIE))
         if _until(lambda: self._seen_s(call, begun_s) > 0):
             self.detect_s[victim].append(self._seen_s(call, begun_s))
         return gone
@@ -99,7 +100,7 @@ class Nemesis:
         family += family[0].children(recursive=True) if victim == "engine" else []
         for process in family:
             process.suspend()
-        stopped = _until(lambda: all(each.status() == psutil.STATUS_STOPPED for each in family))
+        stopped = _until(lambda: all(_status(each) == psutil.STATUS_STOPPED for each in family))
         time.sleep(self._random.uniform(1.0, self._longest_s))
         for process in family:
             with suppress(psutil.NoSuchProcess):
@@ -127,10 +128,14 @@ class Nemesis:
 
 
 def _until(condition: Callable[[], bool]) -> bool:
-    deadline_s = time.monotonic() + 20.0
-    while time.monotonic() < deadline_s:
-        with suppress(psutil.NoSuchProcess):
-            if condition():
-                return True
-        time.sleep(0.02)
+    with suppress(AssertionError):
+        until(condition)
+        return True
     return False
+
+
+def _status(process: psutil.Process) -> str:
+    """Return what it does; nothing once it is gone."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status()
+    return ""

@@ -1,4 +1,4 @@
-"""A second reading of the wire format, in plain Python, from its documentation: slow, and sharing no code with the package.
+"""A second reading of the wire format, from its documentation: slow, and sharing no code with the package.
 
 It reads frames that the package accepted, so it checks nothing; it only says which rows such bytes hold.
 """
@@ -6,8 +6,10 @@ It reads frames that the package accepted, so it checks nothing; it only says wh
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import lz4.block
+import numpy as np
 import zstandard
 
 CHUNK_ROWS = 8192
@@ -24,73 +26,45 @@ class OracleRows(NamedTuple):
 def read(data: bytes) -> OracleRows:
     flags, top_k, layers, width = data[7], *struct.unpack_from("<HHB", data, 20)
     rows, first_row, chunks, spans = struct.unpack_from("<IIII", data, 28)
-    at = 104
-    valid = [True] * rows
+    at, valid_T = 104, np.ones(rows, bool)
     if flags & 1:
-        valid = [bool(data[at + row // 8] >> row % 8 & 1) for row in range(rows)]
         at += (rows + 7) // 8
-    found: list[tuple[int, int, int, int]] = []
-    for index in range(spans):
-        start, end, version, kind = struct.unpack_from("<IIqB", data, at + 24 * index)
-        found.append((start, end, version, kind))
+        valid_T = _bits(data[104:at])[:rows].astype(bool)
+    found = [*struct.iter_unpack("<IIqB7x", data[at : at + 24 * spans])]
     at += 24 * spans + 8 * layers
     body = -(-(at + 20 * chunks) // 16) * 16
-    ids = [[[0] * top_k for _ in range(layers)] for _ in range(rows)]
-    for index in range(chunks):
-        row, height, low, wide, size, codec = struct.unpack_from("<IIHHIB", data, at + 20 * index)
+    ids_TLK = np.zeros((rows, layers, top_k), np.int64)
+    for row, height, low, wide, size, codec in struct.iter_unpack("<IIHHIB3x", data[at : at + 20 * chunks]):
         assert (low, wide) == (0, layers) and height <= CHUNK_ROWS
-        flat = iter(DECODERS[codec](data[body : body + size], height * layers * top_k, width, top_k))
-        for r in range(row, row + height):
-            ids[r] = [[next(flat) for _ in range(top_k)] for _ in range(layers)]
+        flat = DECODERS[codec](data[body : body + size], height * layers * top_k, width, top_k)
+        ids_TLK[row : row + height] = np.reshape(flat, (height, layers, top_k))
         body += size
     assert body == len(data)
-    return OracleRows(first_row, ids, valid, found)
+    return OracleRows(first_row, ids_TLK.tolist(), valid_T.tolist(), found)
 
 
-def _stored(wire: bytes, count: int, width: int, top_k: int) -> list[int]:
-    return list(struct.unpack(f"<{count}{'B' if width == 1 else 'h'}", wire))
+def _bits(data: bytes) -> Any:
+    return np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
 
 
-def _lz4(wire: bytes, count: int, width: int, top_k: int) -> list[int]:
-    """The block format: tokens of literals and matches."""
-    out, at = bytearray(), 0
-    while True:
-        token, at = wire[at], at + 1
-        literals, at = _length(wire, at, token >> 4)
-        out += wire[at : at + literals]
-        at += literals
-        if at >= len(wire):
-            return _stored(bytes(out), count, width, top_k)
-        (offset,) = struct.unpack_from("<H", wire, at)
-        matched, at = _length(wire, at + 2, token & 15)
-        for _ in range(matched + 4):
-            out.append(out[-offset])
+def _stored(wire: bytes, count: int, width: int, top_k: int) -> Any:
+    return np.frombuffer(wire, {1: "u1", 2: "<i2"}[width], count)
 
 
-def _length(wire: bytes, at: int, start: int) -> tuple[int, int]:
-    total = start
-    while start == 15:
-        total, at = total + wire[at], at + 1
-        if wire[at - 1] != 255:
-            break
-    return total, at
+def _lz4(wire: bytes, count: int, width: int, top_k: int) -> Any:
+    return _stored(lz4.block.decompress(wire, uncompressed_size=count * width), count, width, top_k)
 
 
-def _packed9(wire: bytes, count: int, width: int, top_k: int) -> list[int]:
-    return [wire[i] | (wire[count + i // 8] >> i % 8 & 1) << 8 for i in range(count)]
+def _packed9(wire: bytes, count: int, width: int, top_k: int) -> Any:
+    return np.frombuffer(wire, np.uint8, count) + 256 * _bits(wire[count:])[:count].astype(int)
 
 
-def _set(wire: bytes, count: int, width: int, top_k: int) -> list[int]:
+def _set(wire: bytes, count: int, width: int, top_k: int) -> Any:
     plain = zstandard.ZstdDecompressor().decompressobj().decompress(wire)
-    assert len(plain) == count * width
-    sets, out = count // top_k, []
-    for index in range(sets):
-        total = 0
-        for slot in range(top_k):
-            place = slot * sets + index
-            total += plain[place] + (plain[count + place] << 8 if width == 2 else 0)
-            out.append(total)
-    return out
+    steps = np.frombuffer(plain, np.uint8).reshape(width, top_k, count // top_k).astype(int)
+    return (
+        sum(plane << 8 * place for place, plane in enumerate(steps)).cumsum(0).T
+    )  # from id to id, slot by slot
 
 
 DECODERS = {0: _stored, 1: _lz4, 2: _packed9, 3: _set}

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.chaos.mutations import KINDS, rows_told
 from tests.support.children import run
 from tests.support.waits import RUN_S
 
@@ -19,7 +18,7 @@ def test_changed_inputs_of_every_kind_are_read_as_an_oracle_reads_them_or_refuse
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     told = json.loads(done.stdout)
     assert told["signed"] >= 0.8 * count and not told["failures"]
-    assert all(len(outcomes) > 0 for outcomes in told["outcomes"].values())
+    assert all(outcomes.get("read") for outcomes in told["outcomes"].values()), told["outcomes"]
     greeted = {"greeted": 1, "greeted with a wrong proof": 0}
     assert told["crowd"] == {"taken 200": 100, "wrong token 401": 100} | greeted
 
@@ -31,11 +30,3 @@ def test_coverage_guides_inputs_to_branches_that_the_corpus_does_not_reach() -> 
     assert done.returncode == 0, done.stderr[-4000:]
     begin, end = (int(re.findall(rf"{word} *cov: (\d+)", done.stderr)[0]) for word in ("INITED", "DONE"))
     assert end > begin > 100
-
-
-def test_the_oracles_read_what_the_encoders_made() -> None:
-    for name, kind in KINDS.items():
-        for parts in kind.corpus:
-            if kind.told is not None and name not in ("frame", "row message"):
-                assert kind.read(parts) == kind.told(parts), name
-    assert KINDS["frame"].told == rows_told

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import ConfigError
+from r3channel.errors import ConfigError, DigestMismatch
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.relay import row_server
@@ -34,7 +34,7 @@ from tests.gpu.facts import Facts
 from tests.support.delivery import check_rows, sealed
 from tests.support.samples import SPEC
 
-LAYOUT, STEPS, LIMIT_S = TrainerLayout(), 20, 60.0
+LAYOUT, STEPS, LIMIT_S = TrainerLayout(packing="thd"), 20, 60.0
 
 
 def config_of(transport: str) -> ChannelConfig:
@@ -130,10 +130,19 @@ def receiver_of(control: Any, transport: str, device: torch.device) -> Receiver:
 def steps(owner: Any, receiver: Receiver, facts: Facts) -> None:
     rows = []
     for step in range(STEPS):
-        rows.append(check_rows(receiver.receive(owner.seal(step)), prefix=f"{step}-"))
+        rows.append(check_rows(shard := receiver.receive(owner.seal(step)), prefix=f"{step}-"))
         owner.join_previous()
     receiver.close()
     facts.expect("rows that are right, by step", rows, len({*rows}) == 1 and rows[0] > 0, "all of each")
+    layer, told = shard.shard.layers[-1], "nothing"
+    changed_RK = shard.layer_ids(0, layer).clone()
+    changed_RK[0] = changed_RK[0].roll(1)
+    try:
+        shard.check_digest(0, layer, changed_RK)
+        shard.verified()  # where rows lie on a device, digests are read now
+    except DigestMismatch as error:
+        told = str(error)
+    facts.expect("of a row that was changed", told, f"decoder layer {layer}" in told, "its layer")
 
 
 def check(device: str, facts: Facts) -> None:
