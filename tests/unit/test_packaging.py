@@ -6,54 +6,42 @@ import importlib.metadata
 import os
 import re
 import subprocess
-import sys
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name as normal
 
 import r3channel
 from examples.embedded.sglang import environment
 from r3channel.bench import BENCHES, OF_CLONE
 from r3channel.tools.commands import COMMANDS
+from tests.support.children import ROOT, printed, said_by
 from tests.support.waits import PROGRAM_S
 
-ROOT = Path(__file__).parents[2]
 LOCK = ROOT / "examples" / "embedded" / "requirements.txt"
 
 
-def locked() -> dict[str, str]:
-    lines = [
-        line.strip() for line in LOCK.read_text().splitlines() if line.strip() and not line.startswith("#")
-    ]
-    return {normal(name): version for name, version in (line.split("==") for line in lines)}
-
-
-def normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+LINES = [line for line in LOCK.read_text().splitlines() if line and not line.startswith("#")]
+LOCKED = {normal(name): version for name, _, version in (line.partition("==") for line in LINES)}
 
 
 def test_the_lock_names_each_package_once_at_one_version() -> None:
-    lines = [line for line in LOCK.read_text().splitlines() if line and not line.startswith("#")]
-    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9_.+!-]+", line) for line in lines)
-    assert len(locked()) == len(lines)
-    assert "torch" not in locked(), "torch is the user's choice of build; the Makefile installs it first"
+    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9_.+!-]+", line) for line in LINES)
+    assert len(LOCKED) == len(LINES)
+    assert "torch" not in LOCKED, "torch is the user's choice of build; the Makefile installs it first"
 
 
 def test_the_environment_is_the_locked_one() -> None:
-    installed = {normal(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()}
-    different = {name: (version, installed.get(name)) for name, version in locked().items()}
-    assert {name: pair for name, pair in different.items() if pair[0] != pair[1]} == {}
+    installed = {(normal(d.metadata["Name"]), d.version) for d in importlib.metadata.distributions()}
+    assert LOCKED.items() - installed == set()
 
 
 def test_the_extras_accept_the_locked_versions() -> None:
-    from packaging.requirements import Requirement
-
-    versions = locked()
-    for text in importlib.metadata.requires("r3channel") or []:
-        requirement = Requirement(text)
-        assert requirement.specifier.contains(versions[normal(requirement.name)]), text
+    for requirement in map(Requirement, importlib.metadata.requires("r3channel") or []):
+        assert requirement.specifier.contains(LOCKED[normal(requirement.name)]), requirement
 
 
 def test_one_version_everywhere() -> None:
@@ -85,22 +73,17 @@ PLUGINS = (
 
 
 def test_sglang_opens_the_engines_plugin_and_that_of_the_examples_where_their_shims_are() -> None:
-    without = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    for env, names in ((without, "r3channel"), (environment(without), "r3channel r3channel_embedded")):
-        done = subprocess.run(
-            [sys.executable, "-c", PLUGINS], env=env, capture_output=True, text=True, timeout=PROGRAM_S
-        )
-        assert done.stdout.strip() == names, done.stderr
+    for env, names in (({}, "r3channel"), (environment({}), "r3channel r3channel_embedded")):
+        assert said_by(PLUGINS, **{"PYTHONPATH": ""} | env).strip() == names
+
+
+PIP, ALONE = ("-m", "pip"), ("-q", "--no-deps", "--no-index")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
-    built = subprocess.run(
-        [*command, "-w", str(folder), str(ROOT)], capture_output=True, text=True, timeout=PROGRAM_S
-    )
-    assert built.returncode == 0, built.stderr
+    printed(*PIP, "wheel", *ALONE, "--no-build-isolation", "-w", str(folder), str(ROOT))
     return next(folder.glob("r3channel-*.whl"))
 
 
@@ -153,25 +136,12 @@ def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             found = importlib.metadata.distribution(re.split(r"[^\w-]", text)[0])
             for part in {file.parts[0] for file in found.files or ()} - {".."}:
                 (site / part).symlink_to(str(found.locate_file(part)))
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(folder / "bin/python"),
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-index",
-    ]
-    done = subprocess.run([*pip, str(wheel)], capture_output=True, text=True, timeout=PROGRAM_S)
-    assert done.returncode == 0, done.stderr
+    printed(*PIP, "--python", str(folder / "bin/python"), "install", *ALONE, str(wheel))
     return folder / "bin"
 
 
 def type_in(commands: Path, line: str) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [str(commands / "r3channel"), *line.split()]
+    command, env = [str(commands / "r3channel"), *line.split()], os.environ | {"PYTHONPATH": ""}
     return subprocess.run(command, cwd=commands, env=env, capture_output=True, text=True, timeout=PROGRAM_S)
 
 
@@ -181,10 +151,8 @@ def test_the_wheel_alone_helps_with_every_command_and_says_what_each_lacks(comma
         done = type_in(commands, command)
         (said,) = done.stderr.splitlines()
         assert done.returncode == 2 and said.startswith(f"r3channel: {expected}"), (command, said)
-    for command in (
-        "plan --model qwen3-30b-a3b --layout dp=4 --tokens 1000000",
-        *(f"{name} --help" for name in HELPED),
-    ):
+    plan = "plan --model qwen3-30b-a3b --layout dp=4 --tokens 1000000"
+    for command in (plan, *(f"{name} --help" for name in HELPED)):
         done = type_in(commands, command)
         assert done.returncode == 0 and done.stdout, (command, done.stderr)
 
