@@ -9,55 +9,32 @@ import numpy as np
 import pytest
 
 import r3channel
-from r3channel.model.spec import RoutingSpec
-from r3channel.wire.digest import item_bytes_of, layer_digests
-from r3channel.wire.kernels import place_runs
-from r3channel.wire.mixing import coefficients, multipliers
-from r3channel.wire.routing import Ids
-from r3channel.wire.validate import items_of
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.ticket import Ticket, TicketSample
 from tests.support.children import run, said_by
+from tests.support.loops import numba
+from tests.support.plans import Step
 from tests.support.samples import random_ids, sparse
-
-LAYERS = 5
-SOURCES = np.array([0, 2, 3, 3], np.int64)
-"""A stage of four target layers, two of which replay one source layer."""
-
-
-def placed(spec: RoutingSpec, ids_TLK: Ids, *, widths: int, pads: int, first: int) -> tuple[Ids, Ids]:
-    """(target [layer, position, sample, K], digests) of one sample in column 1 of `widths`, its pads behind it."""
-    item, rows = item_bytes_of(spec), len(ids_TLK)
-    row_bytes = spec.top_k * spec.id_dtype.itemsize
-    target = np.full((len(SOURCES), rows + pads, widths, spec.top_k), 77, spec.id_dtype)
-    pad_ids = np.arange(spec.num_experts * spec.top_k).reshape(-1, spec.top_k) % spec.num_experts
-    pads_EI = np.ascontiguousarray(pad_ids.astype(spec.id_dtype)).view(f"u{item}")
-    digests = np.ones((3, len(SOURCES)), np.uint64)
-    offset, step = (widths - 1) * row_bytes, widths * row_bytes
-    run = [0, rows, rows + pads, offset, target[0].nbytes, step, first, 2]
-    place_runs(item, items=pads_EI.shape[1])(
-        items_of(ids_TLK), np.array([run]), SOURCES, target.reshape(-1).view(np.uint8), pads_EI,
-        coefficients(0, first + rows), multipliers(pads_EI.shape[1]), digests,
-        np.empty(LAYERS * (1 + pads_EI.shape[1]), np.uint64),
-    )  # fmt: skip
-    return target, digests
+from tests.unit.test_place import filled
 
 
 @pytest.mark.parametrize(
     ("experts", "top_k"), [(128, 8), (384, 8), (512, 10), (128, 4), (60, 6), (64, 7), (256, 16)]
 )
-@pytest.mark.parametrize("widths", [1, 2])
-@pytest.mark.parametrize("rows", [0, 3, 512, 1100])
-def test_rows_of_all_layers_become_layers(experts: int, top_k: int, widths: int, rows: int) -> None:
-    spec = sparse(LAYERS, experts=experts, top_k=top_k)
-    ids = np.resize(random_ids(64, spec=spec), (rows, LAYERS, top_k))
-    ids[rows // 2 :] = ids[rows // 2 :, ::-1]
-    target, digests = placed(spec, ids, widths=widths, pads=5, first=9)
-    own = target[:, :, widths - 1]
-    assert np.array_equal(own[:, :rows], ids[:, SOURCES].transpose(1, 0, 2))
-    positions = np.arange(9 + rows, 9 + rows + 5)[:, None] % experts
-    assert np.array_equal(own[0, rows:], (positions * top_k + np.arange(top_k)) % experts)
-    assert (target[:, :, : widths - 1] == 77).all()
-    assert np.array_equal(digests[2], layer_digests(ids, first_row=9)[SOURCES] + np.uint64(1))
-    assert (digests[:2] == 1).all()
+@pytest.mark.parametrize("rows", [1, 3, 512, 1100])
+def test_rows_of_each_size_are_placed_as_by_numpy(experts: int, top_k: int, rows: int) -> None:
+    """One after another in a micro-batch of their own, and with steps between them beside a shorter sample."""
+    spec, layout = sparse(5, experts=experts, top_k=top_k), TrainerLayout(mtp=(2,))
+    ids = {name: random_ids(own, spec=spec) for name, own in {"a": rows, "b": rows, "c": 1}.items()}
+    samples = [TicketSample(name, 1 + len(ids_TLK), 0, 0, ()) for name, ids_TLK in ids.items()]
+    ticket = Ticket("run", 1, spec, layout, Assignment.given([[["a"], ["b", "c"]]]), samples, 1 << 20)
+    step = Step(ticket, ids, 0)
+    (shard,) = step.shards
+    compiled = filled(step, shard, bucket_rows=2048)
+    with numba(False):
+        plain = filled(step, shard, bucket_rows=2048)
+    assert all(map(np.array_equal, compiled, plain))
 
 
 PROGRAM = """
@@ -92,7 +69,7 @@ from r3channel.engine.capture import SlotRows
 from r3channel.wire import validate as distinct
 from r3channel.wire.digest import HostRuns, column_digests
 from tests.support.samples import sparse
-from tests.unit.test_compiled import placed
+from tests.dist import warm
 few, many = (np.arange(slots, dtype=np.uint8)[None, None].repeat(4, 1) for slots in (8, 64))
 spec = sparse(5, experts=128, top_k=8)
 runs = HostRuns.of(np.array([[0, 0, 0, 1, 4]]), samples=1, spec=spec)
@@ -104,7 +81,7 @@ loops = [
     lambda: distinct.checked(many, num_experts=64, first_row=0),
     lambda: distinct.summed(distinct.items_of(few), distinct.counted(1, first_row=0, valid_T=None)),
     lambda: column_digests(few[0], runs),
-    lambda: placed(spec, few[:, [0] * 5], widths=1, pads=1, first=0),
+    lambda: warm.place_samples(warm.PLAN, dp=0, ids_of=lambda _: warm.IDS_TLK),
 ]
 ended = threading.Event()
 def work():
