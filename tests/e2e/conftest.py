@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,11 +17,12 @@ from typing import Any
 
 import pytest
 
+from dashboards.dashboard import dashboard
 from examples.embedded.sglang import kill_family
-from tests.e2e.scraper import scraped
+from tests.support.children import ROOT
+from tests.support.prometheus import answer, prometheus
 from tests.support.waits import RUN_S, await_memory
 
-ROOT = Path(__file__).parents[2]
 OLDER_RAY = {"RAY_ADDRESS": "127.0.0.1:1", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
 """What a cluster that was started before leaves in the environment."""
 
@@ -83,14 +85,24 @@ def _scrape(child: subprocess.Popen[str], endpoints: Path, pages: dict[str, list
                     pass  # the process has ended between two looks
 
 
+def _series(api: str, expr: str, begin_s: float) -> int:
+    """Return how many series an expression of the dashboard gave over the run."""
+    expr = expr.replace("$__rate_interval", "20s").replace("$run", ".*")
+    query = urllib.parse.urlencode({"query": expr, "start": begin_s, "end": time.time(), "step": 1})
+    found = answer(api, f"query_range?{query}")
+    return sum(any(value != "NaN" for _, value in series["values"]) for series in found)
+
+
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The default run: DP2 x TP2 with sequence parallelism, three steps, everything written."""
     folder = tmp_path_factory.mktemp("demo")
     written = ("--report", "report", "--dump", "dump", "--record", "record", "--export", "export")
-    with scraped(folder) as panels:
+    with prometheus(folder, folder / "report/targets", every="1s") as api:
+        begin_s = time.time()
         found = run(folder, "--steps", "3", *written, "--weights-manifest", "committed.json")
-    return replace(found, panels=panels)
+        asked = [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", ())]
+        return replace(found, panels={expr: _series(api, expr, begin_s) for expr in asked if api})
 
 
 @pytest.fixture(scope="session")

@@ -74,21 +74,15 @@ def imported(file: Path, form: str, tmp_path: Path, *, model: bool = True) -> in
 
 
 @pytest.mark.parametrize("form", UPSTREAM)
-def test_what_the_upstream_saved_is_imported_row_by_row(form: str, tmp_path: Path) -> None:
-    name, program = UPSTREAM[form]
-    program = f"import sys\nfrom tests.upstream import test_dumps\n{program}"
-    said_by(program, str(tmp_path), PYTHONPATH=f"{sources(name)}:{ROOT}")
-    check(tmp_path / "3.pt", form, tmp_path)
-
-
-@pytest.mark.parametrize("form", UPSTREAM)
-def test_a_file_of_their_structure_is_imported_row_by_row(form: str, tmp_path: Path) -> None:
-    torch.save({"rollout_id": 3, "samples": samples(arrays=form == "miles-dump")}, tmp_path / "3.pt")
-    check(tmp_path / "3.pt", form, tmp_path)
-
-
-def check(file: Path, form: str, tmp_path: Path) -> None:
-    assert imported(file, form, tmp_path) == 0
+@pytest.mark.parametrize("theirs", [True, False], ids=["saved by the upstream", "of its structure"])
+def test_what_the_upstream_saves_is_imported_row_by_row(form: str, theirs: bool, tmp_path: Path) -> None:
+    if theirs:
+        name, program = UPSTREAM[form]
+        program = f"import sys\nfrom tests.upstream import test_dumps\n{program}"
+        said_by(program, str(tmp_path), PYTHONPATH=f"{sources(name)}:{ROOT}")
+    else:
+        torch.save({"rollout_id": 3, "samples": samples(arrays=form == "miles-dump")}, tmp_path / "3.pt")
+    assert imported(tmp_path / "3.pt", form, tmp_path) == 0
     step = Recording.open(tmp_path / "rec").step(3)
     assert len(step.samples) == len(LENGTHS)
     for number, length in enumerate(LENGTHS):
