@@ -22,7 +22,7 @@ import psutil
 from examples.demo import family
 from examples.embedded.scratch import scratch
 from tests.chaos import matrix
-from tests.chaos.loop import deployed
+from tests.chaos.loop import LIMIT_S, deployed
 from tests.chaos.nemesis import Nemesis
 from tests.chaos.proxy import Proxy
 from tests.chaos.shim import TABLE
@@ -81,7 +81,7 @@ def _run(folder: Path, seed: int, minutes: float, cells: int) -> dict[str, Any]:
             strike.start()
             loop.step()
             took_s.append(time.monotonic() - begun_s)
-            strike.join(60.0)
+            strike.join(LIMIT_S)
             nemesis.count()
         for _ in range(0 if loop.hung else 2):
             loop.step()

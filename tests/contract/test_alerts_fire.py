@@ -35,10 +35,10 @@ from tests.support.delivery import MakeRelay, receivers_of, relays
 from tests.support.direct import Engine, hello_of
 from tests.support.fake_engine import FakeEngine
 from tests.support.samples import SPEC, random_ids, reply_for
-from tests.support.waits import UPDATE_S, until
+from tests.support.waits import SOON_S, UPDATE_S, busy, until
 from tests.unit.test_alerts import FOLDER, RULES, needs_promtool, promtool
 
-BEFORE, AFTER, STEP_S = 45, 30, 10.0
+BEFORE, AFTER, STEP_S = 45, 30, 60.0
 """Minutes of what should be, and of the fault; what a step takes."""
 SMALL_STORE = 1 << 16
 pytestmark = needs_promtool
@@ -77,7 +77,7 @@ class Place:
     def look(self) -> None:
         """At every page that there was, as Prometheus does."""
         self.urls = list(dict.fromkeys([*self.urls, *(m.url for m in self.served if m.url)]))
-        self.looks.append({url: Look.at(url, timeout_s=10.0) for url in self.urls})
+        self.looks.append({url: Look.at(url, timeout_s=SOON_S) for url in self.urls})
 
     def look_again(self) -> None:
         """The last look once more, as somebody has joined since."""
@@ -126,7 +126,7 @@ def store_fills(place: Place) -> None:
 
 def relay_is_slow(place: Place) -> None:
     inner = place.relay.steps.outgoing
-    place.patch.setattr(place.relay.steps, "outgoing", lambda *a, **o: (time.sleep(1.5), inner(*a, **o))[1])
+    place.patch.setattr(place.relay.steps, "outgoing", lambda *a, **o: (time.sleep(4), inner(*a, **o))[1])
     place.work()
 
 
@@ -168,7 +168,7 @@ def rows_are_shifted(place: Place) -> None:
 
 
 def engine_hangs_while_others_are_updated(place: Place) -> None:
-    place.patch.setattr("r3channel.weights.executor.CONTROL_S", 1.0)
+    place.patch.setattr("r3channel.weights.executor.CONTROL_S", busy())
     weight = {"model.layers.0.mlp.gate.weight": torch.zeros(4, 4)}
     engines = [FakeEngine(receives={name: one.clone() for name, one in weight.items()}) for _ in range(2)]
     for engine in engines:
@@ -178,7 +178,9 @@ def engine_hangs_while_others_are_updated(place: Place) -> None:
         place.stack.callback(outlet.close)
         place.served.append(outlet.metrics)
     sync = place.stack.enter_context(
-        WeightSync.whole([one.url for one in engines], metrics=place.receiver.metrics, engine_timeout_s=2)
+        WeightSync.whole(
+            [one.url for one in engines], metrics=place.receiver.metrics, engine_timeout_s=2 * busy()
+        )
     )
     sync.connect(timeout_s=UPDATE_S)
     hung = engines[1]

@@ -37,12 +37,12 @@ from r3channel.trainer.shard_buffer import RelaySink
 from tests.dist.control import ControlServer, TcpControl
 from tests.support.delivery import compare
 from tests.support.samples import SPEC, random_ids, reply_for
-from tests.support.waits import until
+from tests.support.waits import SOON_S, until
 
 TOKENS = {f"s{i}": n for i, n in enumerate((9, 700, 17, 5, 40, 30))}
 STEP = 4
 LAYOUT = TrainerLayout(dp=2)
-LIMIT_S = 15.0
+LIMIT_S = SOON_S
 CONFIG: dict[str, Any] = {"bucket_bytes": 1024, "step_timeout_s": LIMIT_S, "join_timeout_s": LIMIT_S}
 STEPS = {
     STEP: Assignment.round_robin(list(TOKENS)[:4], dp=2, microbatch_size=2),

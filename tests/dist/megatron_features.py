@@ -6,8 +6,7 @@ Each function is one fact. With tensor parallelism only those that need it run, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -18,91 +17,16 @@ import torch
 import torch.distributed as dist
 
 from r3channel.errors import ConfigError
-from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
-from r3channel.trainer.adapters import megatron
 from r3channel.trainer.audit import RouterTap
 from r3channel.trainer.mismatch import MismatchReport, RoutingAudit
-from r3channel.trainer.replay import ReplayDriver
 from tests.dist import deepseek
 from tests.dist.deepseek_export import export
-from tests.dist.megatron_traps import MICROBATCHES, Source, refused, train
 from tests.dist.ranks import facts_of, megatron_world
-
-SAMPLES, LENGTH = 2, 16
-ROWS = SAMPLES * LENGTH
-SPEC = RoutingSpec(num_layers=deepseek.LAYERS, moe_layers=(1, 2, 3), num_experts=16, top_k=4)
+from tests.dist.replay_bench import LENGTH, MICROBATCHES, ROWS, SAMPLES, Bench, Routing, bench, refused
 
 PLAIN = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
 """No recompute."""
-
-
-class Routing(Source):
-    """Ids of every micro-batch and layer, the same on all ranks; this one's samples and its SP slice."""
-
-    def __init__(self, layout: TrainerLayout) -> None:
-        self.layout, self.at = layout, megatron.parallel_coords()
-        self.whole = {
-            (index, layer): torch.from_numpy(random_rows(index, layer))
-            for index in range(MICROBATCHES)
-            for layer in range(deepseek.LAYERS + 1)
-        }
-
-    def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
-        # row = position * samples + sample
-        rows = self.whole[microbatch, layer][self.at.dp :: self.layout.dp]
-        slots = self.layout.tp_slots
-        return rows.chunk(slots)[self.at.tp].contiguous() if slots > 1 else rows.contiguous()
-
-
-def random_rows(index: int, layer: int) -> np.ndarray:
-    scores = np.random.default_rng([index, layer]).random((ROWS, 16))
-    return np.argsort(scores, axis=-1)[:, :4].astype(np.uint8)
-
-
-class Bench:
-    """One model with its driver."""
-
-    def __init__(self, layout: TrainerLayout, **changes: Any) -> None:
-        self.layout = layout
-        self.model = deepseek.build(**changes)
-        self.driver = ReplayDriver.attach([self.model], spec=SPEC, layout=layout)
-        self.routing = Routing(layout)
-
-    def forward(self, index: int) -> torch.Tensor:
-        tokens = torch.randint(
-            0, deepseek.VOCAB, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(index)
-        )
-        tokens = tokens[self.routing.at.dp :: self.layout.dp]
-        positions = torch.arange(LENGTH).expand_as(tokens)
-        return self.model(tokens, positions, None, labels=torch.roll(tokens, -1, 1)).mean()
-
-    def train(self, *, audit: RoutingAudit | None = None) -> list[Any]:
-        """A whole step with the gradients of all micro-batches; gives the tap's records."""
-        for weight in self.model.parameters():
-            weight.grad = None
-        with RouterTap(self.driver) as tap, self.driver.step(self.routing, step=0, audit=audit) as step:
-            self.loss = train(step, self.forward).item()
-        return tap.records
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        return {n: w.grad.clone() for n, w in self.model.named_parameters() if w.grad is not None}
-
-    def natural(self) -> None:
-        """Let the routing be what the live routers choose, as an engine with the same weights would record it."""
-        with torch.no_grad(), RouterTap(self.driver) as tap:
-            for index in range(MICROBATCHES):
-                with self.driver.off(microbatch=index):
-                    self.forward(index)
-        for record in tap.records:
-            self.routing.whole[record.microbatch, record.layer] = torch.from_numpy(record.ids_RK)
-
-
-@contextmanager
-def bench(layout: TrainerLayout | None = None, **changes: Any) -> Iterator[Bench]:
-    own = Bench(layout or TrainerLayout(), **changes)
-    yield own
-    own.driver.close()
 
 
 def used(records: list[Any], own: Bench, *passes: str) -> None:

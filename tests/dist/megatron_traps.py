@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from examples.embedded import megatron as embedded
 from examples.embedded import megatron_shim
 from r3channel.errors import ConfigError, R3Error, ReplayError, RouterUnsupported, UsageError
 from r3channel.plan.layout import TrainerLayout
@@ -22,105 +19,23 @@ from r3channel.trainer.adapters import megatron
 from r3channel.trainer.adapters.megatron_refusals import REFUSALS, refuse_unsupported
 from r3channel.trainer.audit import RouterTap
 from r3channel.trainer.replay import ReplayDriver
+from tests.dist import deepseek
 from tests.dist.ranks import facts_of, megatron_world
-
-SAMPLES, LENGTH, MICROBATCHES = 2, 8, 3
-
-
-class Source:
-    """What a driver asks for rows, beside `layer_ids`."""
-
-    num_microbatches = MICROBATCHES
-    live: torch.Tensor | None = None
-    padding: torch.Tensor | None = None
-
-    def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
-        raise NotImplementedError
-
-    def live_rows(self, microbatch: int) -> torch.Tensor | None:
-        return self.live
-
-    def padding_rows(self, microbatch: int) -> torch.Tensor:
-        none = torch.zeros(len(self.layer_ids(microbatch, 1)), dtype=torch.bool)
-        return none if self.padding is None else self.padding
-
-    def check_digest(
-        self, microbatch: int, layer: int, ids_RK: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        return ids_RK.to(dtype)
-
-    def verified(self) -> None: ...
-
-
-def train(
-    step: Any, forward: Callable[[int], torch.Tensor], indices: Iterable[int] = range(MICROBATCHES)
-) -> Any:
-    """The last micro-batch's loss, after the backward passes of all."""
-    loss = None
-    for index in indices:
-        with step.microbatch(index):
-            loss = forward(index)
-        loss.backward()
-    return loss
-
-
-class Bench(Source):
-    """A model, its driver and routing whose ids can be spoilt."""
-
-    def __init__(self, job: dict[str, Any]) -> None:
-        self.job, self.layout = job, TrainerLayout()
-        self.model = embedded.build(job["model"], self.layout, dtype="float32")
-        self.spec = megatron.spec_from_config(self.model.chunks)
-        self.driver = ReplayDriver.attach(self.model.chunks, spec=self.spec, layout=self.layout)
-        self.spoil: Callable[[torch.Tensor], torch.Tensor] = lambda ids: ids
-
-    def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
-        rng = np.random.default_rng([microbatch, layer])
-        scores = rng.random((SAMPLES * LENGTH, self.spec.num_experts))
-        ids = np.argsort(scores, axis=-1)[:, : self.spec.top_k].astype(self.spec.id_dtype)
-        return self.spoil(torch.from_numpy(ids))
-
-    def forward(self, microbatch: int = 0) -> torch.Tensor:
-        rng = torch.Generator().manual_seed(microbatch)
-        tokens = torch.randint(0, 512, (SAMPLES, LENGTH), generator=rng)
-        positions = torch.arange(LENGTH).expand_as(tokens)
-        return self.model.chunks[0](tokens, positions, None, labels=torch.roll(tokens, -1, 1)).mean()
-
-    def whole_step(self) -> None:
-        with self.step() as step:
-            train(step, self.forward)
-
-    def step(self, number: int = 1) -> AbstractContextManager[Any]:
-        return self.driver.step(self, step=number)
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        chunk: Any = self.model.chunks[0]
-        return {name: weight.main_grad.clone() for name, weight in chunk.named_parameters()}
-
-
-@contextmanager
-def refused(kind: type[R3Error], *words: str) -> Iterator[None]:
-    try:
-        yield
-    except kind as error:
-        missing = [word for word in words if word not in str(error)]
-        assert not missing, f"{missing} not in: {error}"
-        return
-    raise AssertionError(f"{kind.__name__} was not raised")
+from tests.dist.replay_bench import MICROBATCHES, ROWS, SPEC, Bench, bench, refused
 
 
 def test_rows_of_the_wrong_shape_or_dtype_are_refused(bench: Bench) -> None:
     spoilers = {
-        "14 rows of ids for 16 tokens": lambda ids: ids[:-2],
-        "18 rows of ids for 16 tokens": lambda ids: torch.cat([ids, ids[:2]]),
-        "(16, 3)": lambda ids: ids[:, :3],
+        "30 rows of ids for 32 tokens": lambda ids: ids[:-2],
+        "34 rows of ids for 32 tokens": lambda ids: torch.cat([ids, ids[:2]]),
+        "(32, 3)": lambda ids: ids[:, :3],
         "float32": lambda ids: ids.float(),
     }
     for words, spoil in spoilers.items():
-        bench.spoil = spoil
+        bench.routing.spoil = spoil
         with refused(ReplayError, "router of decoder layer 1", "micro-batch 0", words):
             bench.whole_step()
-        bench.spoil = lambda ids: ids
+        bench.routing.spoil = lambda ids: ids
     bench.whole_step()
 
 
@@ -139,8 +54,8 @@ def test_a_block_without_a_model_call_is_refused(bench: Bench) -> None:
 
 def test_a_skipped_or_repeated_micro_batch_is_refused(bench: Bench) -> None:
     for indices, words in (((0, 2), "micro-batch 1: consumed 0 times"), ((0, 1, 2, 2), "consumed 2 times")):
-        with refused(ReplayError, words), bench.step() as step:
-            train(step, bench.forward, indices)
+        with refused(ReplayError, words):
+            bench.whole_step(indices)
 
 
 def test_a_left_out_backward_pass_is_refused(bench: Bench) -> None:
@@ -211,7 +126,7 @@ def test_backward_passes_in_any_order_recompute_with_their_own_ids(bench: Bench)
     ]
     assert sorted(order) == [0, 1, 2] and order != [0, 1, 2], order
     for record in tap.records:
-        assert np.array_equal(record.ids_RK, bench.layer_ids(record.microbatch, record.layer).numpy())
+        assert np.array_equal(record.ids_RK, bench.routing.layer_ids(record.microbatch, record.layer).numpy())
     for name, gradient in bench.gradients().items():
         assert torch.allclose(gradient, wanted[name], atol=1e-6), name
 
@@ -225,7 +140,7 @@ def test_log_probs_and_training_with_its_backward_inside_the_block_share_a_step(
                 bench.forward(index)
             with step.microbatch(index):
                 bench.forward(index).backward()
-    assert step.rows == dict.fromkeys(("logprob", "forward", "recompute"), 3 * 3 * 16)
+    assert step.rows == dict.fromkeys(("logprob", "forward", "recompute"), 3 * 3 * ROWS)
 
 
 REFUSED = {
@@ -256,21 +171,20 @@ def test_unsupported_configs_are_refused_by_name(bench: Bench) -> None:
 
 
 def test_a_model_that_was_built_without_replay_is_refused(bench: Bench) -> None:
-    plain = embedded.build(
-        bench.job["model"], bench.layout, dtype="float32", config_changes={"moe_enable_routing_replay": False}
-    )
+    plain = deepseek.build(mtp_num_layers=None, moe_enable_routing_replay=False)
     with refused(RouterUnsupported, "moe_enable_routing_replay"):
-        ReplayDriver.attach(plain.chunks, spec=bench.spec, layout=bench.layout)
+        ReplayDriver.attach([plain], spec=SPEC, layout=bench.layout)
 
 
 def test_a_wrapper_of_several_models_is_told_where_its_language_model_is(bench: Bench) -> None:
     class Pictures(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.language_model = bench.model.chunks[0]
+            self.language_model = torch.nn.Module()
+            self.language_model.module = bench.model  # as Megatron's DDP has it
 
     with refused(RouterUnsupported, "Pictures has no decoder", "language_model.module", "vision-language"):
-        ReplayDriver.attach([Pictures()], spec=bench.spec, layout=bench.layout)
+        ReplayDriver.attach([Pictures()], spec=SPEC, layout=bench.layout)
 
 
 def test_a_custom_pipeline_is_taken_where_the_plan_can_say_it(bench: Bench) -> None:
@@ -300,15 +214,15 @@ def test_a_custom_pipeline_is_taken_where_the_plan_can_say_it(bench: Bench) -> N
 
 
 def test_another_layout_or_spec_is_refused_with_both_values(bench: Bench) -> None:
-    chunks, spec = bench.model.chunks, bench.spec
+    chunks = [bench.model]
     with refused(
         ConfigError, *(f"{name}: layout 2, Megatron 1" for name in ("dp", "tp", "pp", "cp")), "vpp: layout 2"
     ):
-        ReplayDriver.attach(chunks, spec=spec, layout=TrainerLayout(dp=2, tp=2, pp=2, vpp=2, cp=2))
-    with refused(ConfigError, "top-4 of 32", "top-2"):
-        ReplayDriver.attach(chunks, spec=dataclasses.replace(spec, top_k=2), layout=bench.layout)
+        ReplayDriver.attach(chunks, spec=SPEC, layout=TrainerLayout(dp=2, tp=2, pp=2, vpp=2, cp=2))
+    with refused(ConfigError, "top-4 of 16", "top-2"):
+        ReplayDriver.attach(chunks, spec=dataclasses.replace(SPEC, top_k=2), layout=bench.layout)
     with refused(ConfigError, "(1, 2, 3)", "(1, 2)"):
-        ReplayDriver.attach(chunks, spec=dataclasses.replace(spec, moe_layers=(1, 2)), layout=bench.layout)
+        ReplayDriver.attach(chunks, spec=dataclasses.replace(SPEC, moe_layers=(1, 2)), layout=bench.layout)
 
 
 def test_the_tap_notices_a_router_that_does_not_use_its_ids(bench: Bench) -> None:
@@ -318,7 +232,7 @@ def test_the_tap_notices_a_router_that_does_not_use_its_ids(bench: Bench) -> Non
     hook = bench.driver.handles[2].module.register_forward_hook(other_experts)
     try:
         with (
-            refused(ReplayError, "decoder layer 2", "forward pass", "16 of 16 rows"),
+            refused(ReplayError, "decoder layer 2", "forward pass", f"{ROWS} of {ROWS} rows"),
             RouterTap(bench.driver),
         ):
             bench.whole_step()
@@ -336,13 +250,13 @@ def test_only_one_tap_at_a_time_and_none_when_closed(bench: Bench) -> None:
 
 def test_a_model_is_attached_to_once_at_a_time_and_left_as_it_was(bench: Bench) -> None:
     with refused(UsageError, "decoder layer 1", "attached to already"):
-        ReplayDriver.attach(bench.model.chunks, spec=bench.spec, layout=bench.layout)
+        ReplayDriver.attach([bench.model], spec=SPEC, layout=bench.layout)
     bench.whole_step()
     bench.driver.close()
     for handle in bench.driver.handles.values():
         assert "get_replay_topk" not in vars(handle.replay)
-    assert len(bench.model.chunks[0]._forward_hooks) == 0
-    bench.driver = ReplayDriver.attach(bench.model.chunks, spec=bench.spec, layout=bench.layout)
+    assert len(bench.model._forward_hooks) == 0
+    bench.driver = ReplayDriver.attach([bench.model], spec=SPEC, layout=bench.layout)
 
 
 def test_all_names_are_found_and_the_shim_installs_once(_bench: Bench) -> None:
@@ -352,15 +266,14 @@ def test_all_names_are_found_and_the_shim_installs_once(_bench: Bench) -> None:
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    with megatron_world(job):
-        bench, passed = Bench(job), []
+    with megatron_world(job) as layout, bench(layout, mtp_num_layers=None) as own:
+        passed = list[str]()
         for name, fact in facts_of(__name__).items():
             print(name, flush=True)
-            fact(bench)
-            for handle in bench.driver.handles.values():  # Megatron's own state is never touched
+            fact(own)
+            for handle in own.driver.handles.values():  # Megatron's own state is never touched
                 state = handle.replay
                 assert not state.replay_backward_list and state.target_topk_idx is None, name
                 assert state.router_replay_action is None, name
             passed.append(name)
-        bench.driver.close()
     return {"passed": passed}

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +15,10 @@ import pytest
 
 from r3channel.bench.relay import MODELS
 from r3channel.bench.relay_paths import ALL
-from tests.support.waits import RUN_S
+from tests.support.children import ROOT
+from tests.support.waits import RUN_S, until
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -51,15 +50,15 @@ def test_all_paths_end_alike_and_every_promised_key_is_there(bench: subprocess.P
 
 
 def test_a_benchmark_that_is_killed_takes_its_processes_along(bench: subprocess.Popen[str]) -> None:
-    family: list[psutil.Process] = []
-    deadline_s = time.monotonic() + RUN_S
-    while sum("Rank" in _title(process) for process in family) < 4:
-        assert time.monotonic() < deadline_s and bench.poll() is None, "the ranks did not start"
-        time.sleep(0.5)
-        family = psutil.Process(bench.pid).children(recursive=True)
+    def family() -> list[psutil.Process]:
+        assert bench.poll() is None, "it ended by itself"
+        return psutil.Process(bench.pid).children(recursive=True)
+
+    until(lambda: sum("Rank" in _title(one) for one in family()) >= 4, "ranks that started", limit_s=RUN_S)
+    parts = family()
     bench.send_signal(signal.SIGKILL)
     # Ray's agents first try to tell a server that is gone, too
-    _, alive = psutil.wait_procs(family, timeout=RUN_S)
+    _, alive = psutil.wait_procs(parts, timeout=RUN_S)
     assert not [_title(process) for process in alive]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +17,7 @@ from r3channel.weights.convert import hf_shards, hf_weights
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
 from tests.dist.ranks import ROOT, megatron_world
-from tests.support.waits import UPDATE_S
+from tests.support.waits import UPDATE_S, until
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -90,8 +89,7 @@ def readme(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
         scale(model.chunks, 2.0)
         if version == 2:
             Path("kill").touch()
-            while not Path("killed").exists():
-                time.sleep(0.1)
+            until(Path("killed").exists, "an engine's end", limit_s=UPDATE_S)
         if version == 3 and job["rank"] == 0:
             one, other = (EngineHandle(url).weight_checksums(timeout_s=UPDATE_S) for url in job["engines"])
             print("the engines are", "equal" if one == other else "not equal")

@@ -32,7 +32,7 @@ from tests.engine.reference import reference_ids
 from tests.support import children
 from tests.support.foreground import foreground
 from tests.support.prometheus import PROMETHEUS
-from tests.support.waits import RUN_S, busy
+from tests.support.waits import PROGRAM_S, RUN_S, busy
 from tests.support.weights import as_engine_keeps
 
 pytestmark = pytest.mark.e2e
@@ -171,7 +171,7 @@ def test_ctrl_c_while_parts_start_gives_the_prompt_back_and_leaves_nothing() -> 
             kill_family(child)
         assert child.returncode == 130
         assert "stopped by SIGINT" in said and "Traceback" not in said and len(said.splitlines()) <= 3
-        assert not psutil.wait_procs(parts, timeout=1)[1] and not list(Path(folder).iterdir())
+        assert not psutil.wait_procs(parts, timeout=busy())[1] and not list(Path(folder).iterdir())
 
 
 def test_the_run_is_a_page_and_a_trace_with_an_arrow_for_each_sample(demo: Run) -> None:
@@ -287,7 +287,7 @@ def struck(folder: Path, process: str, *options: str) -> tuple[int, str]:
                 family = psutil.Process(child.pid).children(recursive=True)
                 named = {each: each.as_dict(["cmdline"])["cmdline"] for each in family}  # None of a zombie
                 next(each for each, words in named.items() if process in " ".join(words or ())).kill()
-        return child.wait(10), "".join(said)
+        return child.wait(PROGRAM_S), "".join(said)
     finally:
         kill_family(child)
 

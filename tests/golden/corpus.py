@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -23,19 +22,21 @@ from examples.embedded.sglang import EngineOptions, EngineServer
 from r3channel.config import ChannelConfig
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
-from r3channel.recordings.recorder import Recorder, segment_name, write_step
+from r3channel.recordings.recorder import Recorder, write_step
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.replay import consumed
 from r3channel.relay.relay import Relay
 from tests.engine.client import generate, set_weight_version
 from tests.engine.families import ON_CPU, write_families
+from tests.support.delivery import recorded
 from tests.support.misaligned import CASES, given
+from tests.support.waits import ENGINE_S
 
 FOLDER = Path(__file__).parent / "corpus"
 STEP = 7
 LENGTHS = (33, 25, 33, 25)
 """Tokens of the samples of one DP rank."""
-_READY_S, _PROMPT, _SHARED = 300.0, 10, 8
+_PROMPT, _SHARED = 10, 8
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,10 @@ def record(source: Source, folder: Path) -> None:
         )
         relay = Relay(spec, layout, ChannelConfig(), recorder=recorder)
         with EngineServer(options) as server, closing(relay):
-            server.wait_ready(_READY_S)
+            server.wait_ready(ENGINE_S)
             lengths = _generate(server.url, relay, layout)
             relay.seal(STEP, given(list(lengths), dp=layout.dp))
-            _wait_for(folder / "engine" / segment_name(STEP))
+            recorded(folder / "engine", STEP)
             relay.abandon(STEP)  # nobody receives it
     consumed(Recording.open(folder / "engine").step(STEP)).write(folder / "router")
 
@@ -111,14 +112,6 @@ def _generate(url: str, relay: Relay, layout: TrainerLayout) -> list[str]:
             relay.add(name, {"meta_info": rest.meta}, rest.tokens, append=True)
         names.append(name)
     return names
-
-
-def _wait_for(segment: Path) -> None:
-    deadline_s = time.monotonic() + 60.0
-    while not (segment.exists() and Recording.open(segment.parent).segment(STEP).ended):
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"{segment} was not written in 60 s")
-        time.sleep(0.05)
 
 
 # -- faulty ---------------------------------------------------------------------------------------------------------------

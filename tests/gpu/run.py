@@ -32,6 +32,7 @@ from typing import Any
 
 from tests.gpu.facts import ANSWER, Facts
 from tests.gpu.wheels import RELEASE
+from tests.support.waits import busy
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = {False: 540.0, True: 600.0}
@@ -126,7 +127,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     options.small |= options.device == "cpu"
     out: Path = options.out or Path("-".join(["gpu", *options.names]) + ".json")
-    slow = 4 if options.small else 1  # a CPU that others work on, too
+    slow = 4 * busy() if options.small else 1  # a CPU that others work on, too
     names = options.names or [check.name for check in CHECKS if options.device == "cpu" or not check.apart]
     chosen = [check for check in CHECKS if check.name in names]
     site = installed(options.wheels) if options.wheels is not None else ROOT / "nothing"

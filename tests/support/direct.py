@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import http.client
 from contextlib import closing
 from pathlib import Path
@@ -135,8 +134,7 @@ class Engine:
         unfinished = draft_of(request_id, tokens - 1 - first_row, first_row=first_row, seed=seed)
         if ids_TLK is not None:
             unfinished.ids_TLK[:] = ids_TLK
-        reply = bytes(self.outlet.reply(unfinished, request_id=request_id))
-        return {"meta_info": {"id": request_id, "routed_experts": base64.b64encode(reply).decode()}}
+        return reply_of(bytes(self.outlet.reply(unfinished, request_id=request_id)), request_id=request_id)
 
     def close(self) -> None:
         self.outlet.close()

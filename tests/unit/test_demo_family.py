@@ -108,7 +108,7 @@ def test_after_kill_9_the_run_ends_and_the_next_one_removes_what_was_left(tmp_pa
     (folder,) = scratch_of(tmp_path)
     child.kill()
     child.wait(SOON_S)
-    parts[-1].wait(2)  # SGLang's and Ray's own processes follow it; these daemons do not
+    parts[-1].wait(SOON_S)  # SGLang's and Ray's own processes follow it; these daemons do not
     segments = segments_of(daemon.pid for daemon in parts[:-1])
     assert len(segments) == 2 * len(parts[:-1])
     for daemon in parts[:-1]:

@@ -130,8 +130,10 @@ def receiver_of(control: Any, transport: str, device: torch.device) -> Receiver:
 def steps(owner: Any, receiver: Receiver, facts: Facts) -> None:
     rows = []
     for step in range(STEPS):
-        rows.append(check_rows(shard := receiver.receive(owner.seal(step)), prefix=f"{step}-"))
+        rows.append(check_rows(receiver.receive(owner.seal(step)), prefix=f"{step}-"))
         owner.join_previous()
+    shard = receiver.receive(owner.seal(STEPS))
+    owner.join_previous()
     receiver.close()
     facts.expect("rows that are right, by step", rows, len({*rows}) == 1 and rows[0] > 0, "all of each")
     layer, told = shard.shard.layers[-1], "nothing"

@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -43,18 +44,28 @@ def joined(device: str, store: RendezvousStore) -> ProcessGroupTransport:
 kept: list[ProcessGroupTransport] = []
 
 
-def wait_for_it(transport: ProcessGroupTransport, device: str) -> str:
-    """What is said of a peer that is late."""
-    data_N = torch.zeros(1024, dtype=torch.uint8, device=device)
+def deadline(wait: Callable[[], object], busy_s: float, facts: Facts, *, of: str, busy: str) -> None:
+    """Let a wait end by its deadline, and judge its error, and how late it comes beside what keeps the stream busy."""
+    begin, told = time.monotonic(), "nothing"
     try:
-        if device == "cuda":
-            torch.cuda._sleep(BUSY_CYCLES)
-            transport.broadcast(0, data_N, timeout_s=DEADLINE_S)
-        else:
-            transport.recv(1, data_N, timeout_s=DEADLINE_S)
+        wait()
     except DeadlineExceeded as error:
-        return str(error)
-    return "nothing"
+        told = str(error)
+    late_s = time.monotonic() - begin - DEADLINE_S
+    facts.expect(of, told, "within 0.5 s" in told, "a deadline by name")
+    facts.note(busy, busy_s)
+    # Missed on an H100: NCCL's abort ends after what the stream still runs; only then is the memory the caller's again.
+    name = "error, abort included, s after its deadline"
+    facts.limit(name, late_s, late_s <= 0.5 * busy_s, "at most half of what keeps it waiting")
+
+
+def wait_for_it(transport: ProcessGroupTransport, device: str) -> None:
+    data_N = torch.zeros(1024, dtype=torch.uint8, device=device)
+    if device == "cuda":
+        torch.cuda._sleep(BUSY_CYCLES)
+        transport.broadcast(0, data_N, timeout_s=DEADLINE_S)
+    else:
+        transport.recv(1, data_N, timeout_s=DEADLINE_S)
 
 
 def kernel_s() -> float:
@@ -81,16 +92,18 @@ def check(device: str, facts: Facts) -> None:
         dist.init_process_group(backend, init_method=f"file://{folder}/r", rank=0, world_size=1)
         reduces(device, facts, "before")
         busy_s = kernel_s() if device == "cuda" else 0.0
-        transport, begin = joined(device, RendezvousStore("127.0.0.1")), time.monotonic()
-        told, told_s = wait_for_it(transport, device), time.monotonic()
+        transport = joined(device, RendezvousStore("127.0.0.1"))
+        deadline(
+            lambda: wait_for_it(transport, device),
+            busy_s,
+            facts,
+            of="told",
+            busy="what keeps the group waiting, s",
+        )
+        told_s = time.monotonic()
         transport.abort()
         transport.close()
-        late_s, closed_s = told_s - begin - DEADLINE_S, time.monotonic() - told_s
-        facts.expect("told", told, "within 0.5 s" in told, "a deadline by name")
-        facts.note("what keeps the group waiting, s", busy_s)
-        name = "error, abort included, s after its deadline"
-        # Missed on an H100: NCCL's abort ends after what the stream still runs; only then is the memory the caller's again.
-        facts.limit(name, late_s, late_s <= 0.5 * busy_s, "at most half of what keeps it waiting")
+        closed_s = time.monotonic() - told_s
         facts.limit("abort and close again, s", closed_s, closed_s <= busy_s, "at most that")
         reduces(device, facts, "after")
         time.sleep(lives_s)
