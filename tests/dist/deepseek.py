@@ -41,8 +41,8 @@ def config(**changes: Any) -> Any:
     return MLATransformerConfig(**{**values, **changes})
 
 
-def build(**changes: Any) -> Any:
-    """One rank's part of the one fixed model, in training mode."""
+def build(*, tied: bool = False, **changes: Any) -> Any:
+    """One rank's part of the one fixed model, in training mode. `tied`: its output layer has the embedding's weights."""
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
@@ -55,7 +55,7 @@ def build(**changes: Any) -> Any:
     model = GPTModel(
         own, spec, vocab_size=VOCAB, max_sequence_length=64, position_embedding_type="rope", mtp_block_spec=mtp,
         pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=tied,
     )  # fmt: skip
     fill(model)
     return model.train()

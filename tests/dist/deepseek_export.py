@@ -44,11 +44,11 @@ def bridge_of(config: Any, own: Any) -> Any:
     return Bridge(config, dtype=torch.float32)
 
 
-def build(layout: TrainerLayout) -> Any:
+def build(layout: TrainerLayout, *, tied: bool = False) -> Any:
     changes: dict[str, Any] = {"mtp_num_layers": None, "layernorm_epsilon": 1e-5, "rotary_base": 10000.0}
     if layout.pp > 1:
         changes |= {"pipeline_model_parallel_size": layout.pp, "pipeline_dtype": torch.float32}
-    model = deepseek.build(**changes)
+    model = deepseek.build(tied=tied, **changes)
     offset = model.decoder.layers[0].layer_number - 1
     for name, weight in model.named_parameters():
         if "norm" in name:  # or a wrong norm would look right

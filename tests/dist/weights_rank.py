@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.weights.convert import hf_shards, hf_weights
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
+from tests.dist import deepseek_export
 from tests.dist.ranks import ROOT, megatron_world
 from tests.support.waits import UPDATE_S, until
 
@@ -103,51 +104,10 @@ def readme(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
 
 def tied(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
     """The names that a rank of a model with tied embeddings gives."""
-    bridge, model = tied_model(layout)
+    config, model = deepseek_export.hf_config(), deepseek_export.build(layout, tied=True)
+    config.tie_word_embeddings = True
+    bridge = deepseek_export.bridge_of(config, model.config)
     names = [name for name, _ in hf_weights(bridge, [model])]
     stage, silent = ([n for n, _ in hf_weights(bridge, [model], source=gives)] for gives in (True, False))
     assert silent == []
     return {"names": names, "stage": stage, "shards": [s.meta.name for s in hf_shards(bridge, [model])]}
-
-
-def tied_model(layout: TrainerLayout) -> tuple[Any, torch.nn.Module]:
-    """A bridge and this rank's part of a dense Qwen3 of two layers."""
-    from mbridge.models.qwen3 import Qwen3Bridge
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
-    from transformers import Qwen3Config
-
-    from examples.embedded.megatron_modules import use_local_modules
-
-    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4}
-    shape: dict[str, Any] = {
-        "vocab_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_key_value_heads": 2,
-    }  # fmt: skip
-    shape |= {"head_dim": 16, "tie_word_embeddings": True, "architectures": ["Qwen3ForCausalLM"]}
-    hf: Any = Qwen3Config(**sizes, **shape)
-    values: dict[str, Any] = {
-        key: value for key, value in megatron.LOCAL_CONFIG.items() if not key.startswith("moe")
-    }
-    values |= {"num_query_groups": 2, "kv_channels": 16, "ffn_hidden_size": 128, "qk_layernorm": True}
-    values |= {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
-    values |= {"pipeline_model_parallel_size": layout.pp, "pipeline_dtype": torch.float32}
-    own = TransformerConfig(**values, **sizes, num_layers=2, activation_func=torch.nn.functional.silu)
-    ends: dict[str, Any] = {"pre_process": parallel_state.is_pipeline_first_stage()}
-    ends |= {"post_process": parallel_state.is_pipeline_last_stage()}
-    spec = use_local_modules(get_gpt_decoder_block_spec(own, use_transformer_engine=False))
-    model = GPTModel(
-        own, spec, 128, 64, share_embeddings_and_output_weights=True, position_embedding_type="rope", **ends
-    )
-
-    class Bridge(Qwen3Bridge):
-        _MLP_MAPPING: ClassVar[dict[str, list[str]]] = {
-            **Qwen3Bridge._MLP_MAPPING,
-            "pre_mlp_layernorm": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
-        }
-
-        def _build_config(self) -> Any:
-            return own
-
-    return Bridge(hf, dtype=torch.float32), model

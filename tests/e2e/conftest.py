@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,10 @@ from typing import Any
 import pytest
 
 from dashboards.dashboard import dashboard
-from examples.embedded.sglang import kill_family
+from tests.support import children
 from tests.support.children import ROOT
 from tests.support.prometheus import answer, prometheus
-from tests.support.waits import RUN_S, await_memory
+from tests.support.waits import RUN_S, SOON_S, await_memory
 
 OLDER_RAY = {"RAY_ADDRESS": "127.0.0.1:1", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
 """What a cluster that was started before leaves in the environment."""
@@ -48,41 +46,29 @@ RunDemo = Callable[..., Run]
 def run(folder: Path, *options: str, channel: bool = True) -> Run:
     """Run the demo as a user would; with `--report` in the options its /metrics are scraped on the way."""
     await_memory(6, "a run of the demo")
-    command = [sys.executable, "-m", "examples.demo"]
-    if not channel:
-        command = [sys.executable, str(ROOT / "examples" / "async_grpo" / "train_async.py")]
-    child = subprocess.Popen(
-        [*command, *options, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
-        env=os.environ | OLDER_RAY,
-    )  # fmt: skip
-    pages: dict[str, list[str]] = {}
-    scraper = threading.Thread(
-        target=_scrape, args=(child, folder / "report" / "endpoints.json", pages), daemon=True
-    )
+    command = ("-m", "examples.demo") if channel else (f"{ROOT}/examples/async_grpo/train_async.py",)
+    pages, over = dict[str, list[str]](), threading.Event()
+    scraper = threading.Thread(target=_scrape, args=(over, folder / "report/endpoints.json", pages))
     scraper.start()
     try:
-        stdout, stderr = child.communicate(timeout=RUN_S)
-    except subprocess.TimeoutExpired:
-        kill_family(child)
-        stdout, stderr = child.communicate()
+        done = children.run(*command, *options, "--json", cwd=folder, limit_s=RUN_S, **OLDER_RAY)
     finally:
-        kill_family(child)
-    scraper.join(10)
-    lines = stdout.strip().splitlines()
-    assert lines and lines[-1].startswith("{"), f"no JSON at the end; {child.returncode}:\n{stderr[-4000:]}"
-    return Run(child.returncode, json.loads(lines[-1]), stderr, folder, pages)
+        over.set()
+        scraper.join()
+    lines = done.stdout.strip().splitlines()
+    assert lines and lines[-1].startswith("{"), (
+        f"no JSON at the end; {done.returncode}:\n{done.stderr[-4000:]}"
+    )
+    return Run(done.returncode, json.loads(lines[-1]), done.stderr, folder, pages)
 
 
-def _scrape(child: subprocess.Popen[str], endpoints: Path, pages: dict[str, list[str]]) -> None:
-    while child.poll() is None:
-        time.sleep(0.5)
+def _scrape(over: threading.Event, endpoints: Path, pages: dict[str, list[str]]) -> None:
+    while not over.wait(0.5):
         if endpoints.is_file():
             for name, url in json.loads(endpoints.read_text())["metrics"].items():
-                try:
-                    with urllib.request.urlopen(url, timeout=2) as page:
-                        pages.setdefault(name, []).append(page.read().decode())
-                except OSError:
-                    pass  # the process has ended between two looks
+                # a process may end between two looks
+                with suppress(OSError), urllib.request.urlopen(url, timeout=SOON_S) as page:
+                    pages.setdefault(name, []).append(page.read().decode())
 
 
 def _series(api: str, expr: str, begin_s: float) -> int:

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
@@ -16,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from examples.embedded.sglang import environment
+from r3channel.errors import UsageError
 from tests.support.waits import ENGINE_S, PROGRAM_S
-from tests.upstream.slime_cpu.sources import SLIME, upstream
+from tests.upstream.slime_cpu.sources import SLIME, unpack, upstream
 
 BESIDE_INSTALLED = {
     "0.5.15.post1": ("sglang==0.5.15.post1", "transformers==5.12.1", "tokenizers==0.22.2"), "0.5.23": (),
@@ -73,12 +73,12 @@ def sources(name: str) -> Path:
         pytest.skip(f"R3TEST_UPSTREAM is not set: a folder with {name}, a checkout or a .tar.gz")
     if (given / name).is_dir():
         return given / name
-    if not (given / f"{name}.tar.gz").is_file():
-        pytest.skip(f"R3TEST_UPSTREAM has neither {name}/ nor {name}.tar.gz")
-    with tarfile.open(given / f"{name}.tar.gz") as archive:
-        archive.extractall(Path(_folder().name) / name, filter="data")
-    (inner,) = (Path(_folder().name) / name).iterdir()
-    return inner
+    (at := Path(_folder().name) / name).mkdir(exist_ok=True)
+    try:
+        unpack(given, name, at)
+    except UsageError as error:
+        pytest.skip(f"R3TEST_UPSTREAM: {error}")
+    return at
 
 
 @functools.cache

@@ -44,7 +44,7 @@ def joined(device: str, store: RendezvousStore) -> ProcessGroupTransport:
 kept: list[ProcessGroupTransport] = []
 
 
-def deadline(wait: Callable[[], object], busy_s: float, facts: Facts, *, of: str, busy: str) -> None:
+def deadline(wait: Callable[[], object], busy_s: float, facts: Facts, of: str, busy: str) -> None:
     """Let a wait end by its deadline, and judge its error, and how late it comes beside what keeps the stream busy."""
     begin, told = time.monotonic(), "nothing"
     try:
@@ -93,13 +93,8 @@ def check(device: str, facts: Facts) -> None:
         reduces(device, facts, "before")
         busy_s = kernel_s() if device == "cuda" else 0.0
         transport = joined(device, RendezvousStore("127.0.0.1"))
-        deadline(
-            lambda: wait_for_it(transport, device),
-            busy_s,
-            facts,
-            of="told",
-            busy="what keeps the group waiting, s",
-        )
+        waits = "told", "what keeps the group waiting, s"
+        deadline(lambda: wait_for_it(transport, device), busy_s, facts, *waits)
         told_s = time.monotonic()
         transport.abort()
         transport.close()

@@ -157,10 +157,8 @@ def silent(group: ProcessGroupTransport, device: str, facts: Facts) -> None:
     if device == "cuda":
         torch.cuda._sleep(BUSY_CYCLES)
     value += 1
-    deadline(
-        lambda: pending.wait(timeout_s=DEADLINE_S), busy_s, facts,
-        of="of a silent peer", busy="the stream is busy for, s",
-    )  # fmt: skip
+    waits = "of a silent peer", "the stream is busy for, s"
+    deadline(lambda: pending.wait(timeout_s=DEADLINE_S), busy_s, facts, *waits)
     facts.expect("the busy stream's result", float(value), float(value) == 2.0, "2.0")
 
 
