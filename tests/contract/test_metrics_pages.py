@@ -120,7 +120,7 @@ def test_a_stage_that_is_slow_is_found_in_its_own_time(
     stages = SimpleNamespace(monotonic=lambda: begin_s + SLOW_S * calls[0])
     monkeypatch.setattr(stage_clock, "time", stages)
     waits = waiting(monkeypatch, clocks[role], stage) if stage in WAITS else None
-    make_slow(monkeypatch, *SLOW[role, stage], calls, waits=waits)
+    make_slow(monkeypatch, calls, *SLOW[role, stage], waits=waits)
     one_step(relay, receiver)
     took_s = clocks[role].totals()
     assert calls[0] and took_s[stage] == pytest.approx(SLOW_S * calls[0])
@@ -162,7 +162,7 @@ def waiting(patch: pytest.MonkeyPatch, clock: StageClock, stage: str) -> Event:
 
 
 def make_slow(
-    patch: pytest.MonkeyPatch, place: Any, name: str, calls: list[int], *, waits: Event | None
+    patch: pytest.MonkeyPatch, calls: list[int], place: Any, name: str, *, waits: Event | None
 ) -> None:
     """Count before each call, from when somebody waits for it."""
     inner = getattr(place, name)
