@@ -10,10 +10,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,38 +31,41 @@ def pattern(nbytes: int, device: str) -> torch.Tensor:
     return (torch.arange(nbytes, device=device) % 251).to(torch.uint8)
 
 
-class Peer:
-    """The other process: it does one thing at a time, and says when it begins and how it ended."""
+class Peer(NamedTuple):
+    """Another process, which does what it is asked, one thing at a time."""
 
-    def __init__(self, device: str) -> None:
-        self._pipe, theirs = multiprocessing.Pipe()
-        context: Any = multiprocessing.get_context("spawn")
-        self.process = context.Process(target=obey, args=(theirs, device), daemon=True)
-        self.process.start()
+    pool: ProcessPoolExecutor
+    name: str
+    pid: int
 
-    def begin(self, name: str, *given: Any) -> None:
-        self._pipe.send((name, *given))
-        assert self._pipe.recv() == "begins"
-
-    def ended(self) -> Any:
-        return self._pipe.recv()
+    @classmethod
+    def start(cls) -> Peer:
+        """Start it now, with the environment that is here now."""
+        pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        return cls(pool, *pool.submit(_who).result())
 
 
-def obey(pipe: Connection, device: str) -> None:
-    group: Any = None
-    while True:
-        name, *given = pipe.recv()
-        pipe.send("begins")
-        if name == "join":
-            group = join(Rendezvous(**given[0]), timeout_s=CONNECT_S)
-            pipe.send(None)
-        elif name == "send":
-            group.send(0, pattern(given[0], device), timeout_s=SEND_S)
-            pipe.send(None)
-        elif name == "take":
-            data_N = torch.zeros(given[0], dtype=torch.uint8, device=device)
-            group.broadcast(0, data_N, timeout_s=SEND_S)
-            pipe.send(bool(torch.equal(data_N, pattern(given[0], device))))
+_group: Any = None
+"""The peer's."""
+
+
+def _who() -> tuple[str, int]:
+    return multiprocessing.current_process().name, os.getpid()
+
+
+def _join(where: dict[str, Any]) -> None:
+    global _group
+    _group = join(Rendezvous(**where), timeout_s=CONNECT_S)
+
+
+def _send(nbytes: int, device: str) -> None:
+    _group.send(0, pattern(nbytes, device), timeout_s=SEND_S)
+
+
+def _take(nbytes: int, device: str) -> bool:
+    data_N = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    _group.broadcast(0, data_N, timeout_s=SEND_S)
+    return torch.equal(data_N, pattern(nbytes, device))
 
 
 @contextmanager
@@ -73,13 +75,14 @@ def two_peers(device: str) -> Iterator[list[Peer]]:
     try:
         for number in range(2):
             os.environ.update({**HOSTS, "NCCL_HOSTID": f"peer{number}"} if alone else {})
-            found.append(Peer(device))
+            found.append(Peer.start())
         os.environ.update({"NCCL_HOSTID": "check"} if alone else {})
         yield found
     finally:
         for peer in found:
-            peer.process.kill()
-            peer.process.join()
+            with suppress(ProcessLookupError):
+                os.kill(peer.pid, signal.SIGKILL)
+            peer.pool.shutdown()
 
 
 class Groups:
@@ -97,22 +100,16 @@ class Groups:
             "world_size": 1 + len(peers), "host": self.store.host, "port": self.store.port,
         }  # fmt: skip
         begin = time.monotonic()
-        with ThreadPoolExecutor(1) as pool:
-            own = pool.submit(self._own, where)
-            for rank, peer in enumerate(peers, start=1):
-                peer.begin("join", {**where, "rank": rank})
-            for peer in peers:
-                peer.ended()
-            group = own.result()
+        theirs = [
+            peer.pool.submit(_join, {**where, "rank": rank}) for rank, peer in enumerate(peers, start=1)
+        ]
+        group: Any = join(Rendezvous(**where, rank=0), timeout_s=CONNECT_S)
+        for one in theirs:
+            one.result()
         self.facts.note(f"{what}: s to connect", time.monotonic() - begin)
         if self.device == "cuda":
             self.facts.note(f"{what}: MiB of the GPU", (before - self.free_bytes()) >> 20)
         return group
-
-    def _own(self, where: dict[str, Any]) -> Any:
-        if self.device == "cuda":
-            torch.cuda.set_device(0)
-        return join(Rendezvous(**where, rank=0), timeout_s=CONNECT_S)
 
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info()[0] if self.device == "cuda" else 0
@@ -125,10 +122,9 @@ def check(device: str, facts: Facts) -> None:
     with two_peers(device) as (first, second):
         groups = Groups(device, facts)
         three = groups.join("a group of three", [first, second])
-        for peer in (first, second):
-            peer.begin("take", nbytes)
+        taking = [peer.pool.submit(_take, nbytes, device) for peer in (first, second)]
         three.broadcast(0, pattern(nbytes, device), timeout_s=SEND_S)
-        held = [peer.ended() for peer in (first, second)]
+        held = [one.result() for one in taking]
         facts.expect("a broadcast to two, bytes equal", held, held == [True, True], "both")
         pair = groups.join("a pair", [first])
         arrived(pair, first, nbytes, device, facts)
@@ -141,12 +137,12 @@ def check(device: str, facts: Facts) -> None:
 
 
 def arrived(group: Transport, peer: Peer, nbytes: int, device: str, facts: Facts) -> None:
-    peer.begin("send", nbytes)
+    sending = peer.pool.submit(_send, nbytes, device)
     data_N = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     group.recv(1, data_N, timeout_s=SEND_S)
-    peer.ended()
+    sending.result()
     different = int((data_N != pattern(nbytes, device)).sum())
-    facts.expect(f"bytes of {peer.process.name} that differ", different, different == 0, "0")
+    facts.expect(f"bytes of {peer.name} that differ", different, different == 0, "0")
 
 
 def silent(group: ProcessGroupTransport, device: str, facts: Facts) -> None:
@@ -166,10 +162,10 @@ def dying(group: ProcessGroupTransport, peer: Peer, device: str, facts: Facts) -
     """It is killed in the middle of what it sends."""
     nbytes = (256 << 20) if facts.small else 1 << 30
     data_N = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    peer.begin("send", nbytes)
+    peer.pool.submit(_send, nbytes, device)
     pending = group.start_recv(1, data_N)
     time.sleep(0.01)
-    os.kill(peer.process.pid or 0, signal.SIGKILL)
+    os.kill(peer.pid, signal.SIGKILL)
     begin, told = time.monotonic(), "nothing: all had arrived"
     try:
         pending.wait(timeout_s=SEND_S)
