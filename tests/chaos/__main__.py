@@ -6,10 +6,8 @@ python -m tests.chaos --seed 7 --minutes 2 --json         (or: make chaos)
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -26,8 +24,8 @@ from tests.chaos.loop import LIMIT_S, deployed
 from tests.chaos.nemesis import Nemesis
 from tests.chaos.proxy import Proxy
 from tests.chaos.shim import TABLE
+from tests.support.small_disk import mounted
 
-_NEW_NAMESPACE = 0x20000
 BAD = ("lost", "duplicated", "wrong_rows", "hung", "not_recovered")
 
 
@@ -53,19 +51,12 @@ def main() -> int:
         )
 
 
-def _mounted(folder: Path) -> bool:
-    """A small file system there that nobody else sees."""
-    mounts = (["--make-rprivate", "/"], ["-t", "tmpfs", "-o", "size=128m", "none", str(folder)])
-    allowed = not ctypes.CDLL(None).unshare(_NEW_NAMESPACE)
-    return allowed and not any(subprocess.call(["mount", *mount]) for mount in mounts)
-
-
 def _run(folder: Path, seed: int, minutes: float, cells: int) -> dict[str, Any]:
     """Either of the two; then two steps without a new fault."""
     for name in ("store", "tap"):
         (folder / name).mkdir()
     not_run, load, took_s = dict(TABLE["not_run"]), os.getloadavg()[0], [0.0]
-    if not _mounted(folder / "store"):
+    if not mounted(folder / "store", "128m"):
         not_run["full_disk"] = "no mount namespace of our own is allowed here"
     proxy = Proxy(seed)
     os.environ["R3CHAOS_PROXY"] = str(proxy.port)

@@ -4,8 +4,6 @@ journal is full waits as it does for the store, and no sample is lost."""
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +19,11 @@ from tests.support.children import run
 from tests.support.delivery import check_rows, receive, receivers_of, relays, sealed
 from tests.support.fake_engine import FakeEngine
 from tests.support.samples import reply_for
+from tests.support.small_disk import mounted
 from tests.support.waits import SOON_S, UPDATE_S, until
 from tests.support.weights import give, holds, refused, serving, session
 
-_NEW_NAMESPACE, _REFUSED = 0x20000, 77
+_REFUSED = 77
 
 
 @contextmanager
@@ -75,8 +74,7 @@ def fill_journal() -> None:
 
 
 def main() -> None:
-    mounts = (["--make-rprivate", "/"], ["-t", "tmpfs", "-o", "size=256k", "none", staged_copy.SHM])
-    if ctypes.CDLL(None).unshare(_NEW_NAMESPACE) or any(subprocess.call(["mount", *one]) for one in mounts):
+    if not mounted(staged_copy.SHM, "256k"):
         raise SystemExit(_REFUSED)
     give_weights()
     fill_journal()
