@@ -15,7 +15,7 @@ from r3channel.weights.broadcast import WeightGroup
 from r3channel.weights.session import WeightSync
 from tests.contract.exact_rank import failure
 from tests.dist.ranks import write_result
-from tests.support.waits import UPDATE_S
+from tests.support.waits import UPDATE_S, until
 from tests.support.weights import NAMES, weights
 
 
@@ -36,16 +36,19 @@ def _layer(name: str) -> int:
     return int(parts[2]) if parts[1] == "layers" else 0
 
 
-def failing(job: dict[str, Any], version: int, how: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The second rank's tensors, of which the second does not come as it should."""
+def failing(
+    job: dict[str, Any], version: int, how: str, sent: list[int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The second rank's tensors, of which the second does not come as it should; it dies once engines hold the first."""
     for number, (name, tensor) in enumerate(stage(job, version)):
         if number == 1 and how == "nan":
             tensor = torch.full_like(tensor, float("nan"))
         if number == 1 and how == "raises":
             raise ValueError("gather failed")
         if number == 1 and how == "slow":
-            time.sleep(1.5)
+            time.sleep(1.2 * job["engine_timeout_s"])
         if number == 1 and how == "dies":
+            until(lambda: sent)
             write_result(job, {})
             os._exit(0)
         yield name, tensor
@@ -68,13 +71,13 @@ def run(job: dict[str, Any]) -> None:
         "staged": job.get("staged", False),
         "bucket_bytes": job.get("bucket_bytes", 1024),
     }
-    options |= {"engine_timeout_s": job.get("engine_timeout_s", 1.0)}
+    options |= {"engine_timeout_s": job["engine_timeout_s"]}
     with WeightSync.whole(job["engines"], **options) as sync:
         sync.connect(timeout_s=UPDATE_S)
         version = 0
         for how in job["hows"]:
             version += 1
-            given = failing(job, version, how) if job["rank"] == 1 else iter(stage(job, version))
+            given = failing(job, version, how, sent) if job["rank"] == 1 else iter(stage(job, version))
             sent.clear()
             said = failure(lambda v=version, given=given: sync.update(given, version=v, timeout_s=UPDATE_S))
             version -= bool(said)
