@@ -21,7 +21,7 @@ from r3channel.errors import TransportError, WeightsCorrupt
 from r3channel.transport.base import Pending, Rendezvous
 from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
 from r3channel.weights.config import SyncConfig
-from r3channel.weights.progress import GRACE_S, Deadline, background
+from r3channel.weights.progress import GRACE_S, REPAIR_S, Deadline, background
 from r3channel.weights.rank_link import LANDS, LEAVES, RankLink
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.staged_copy import new_memory
@@ -92,35 +92,46 @@ class JointGroup:
 
         Raises:
             NonFiniteWeights: A tensor holds NaN or Inf.
-            TransportError: A member is gone, or silent for `engine_timeout_s`: says which links ended.
+            TransportError: A member is gone, or silent for `engine_timeout_s`: names the engine's rank at which it ended, and
+                why, as that one says.
         """
+        self._partner: RankLink | None = None
         try:
             return self._send(update, shards, deadline)
         except BaseException as error:
             self.leave()  # at once: others wait for this one
             if not isinstance(error, TransportError):
                 raise
-            gone = [f"engine {link.engine} rank {link.rank}" for link in self._links if not link.link.alive]
-            raise TransportError(f"the joint group has ended; gone: {gone or 'nobody'}: {error}") from error
+            why = "" if self._partner is None else f"; {_asked(self._partner)}"
+            raise TransportError(f"the joint group has ended: {error}{why}") from error
 
     def _send(self, update: int, shards: Sequence[torch.Tensor], deadline: Deadline) -> int:
         assert self._joining is not None
         wire, most_s = self._joining.result(), self._config.engine_timeout_s
-        counts, sent, pending = [len(link.buckets[0]) for link in self._links], 0, deque[Pending]()
+        counts, sent, pending = (
+            [len(link.buckets[0]) for link in self._links],
+            0,
+            deque[tuple[RankLink, Pending]](),
+        )
+
+        def finish(depth: int) -> None:
+            while len(pending) > depth:
+                self._partner, sending = pending.popleft()
+                sending.wait(timeout_s=min(deadline.left_s(), most_s))
+
         for link, records in zip(self._links, counts, strict=True):
+            self._partner = link
             link.begin(update, records, timeout_s=deadline.left_s())
         rooms = [new_memory(self._links[0].record_bytes, wire.device) for _ in range(_DEPTH)]
         order = turns(self._ranks.rank, 1, counts, max(self._ranks.size, len(counts)))
         for turn, (to, number) in enumerate(order):
-            if len(pending) == _DEPTH:
-                pending.popleft().wait(timeout_s=min(deadline.left_s(), most_s))
-            link = self._links[to]
+            finish(_DEPTH - 1)
+            self._partner = link = self._links[to]
             head, (flat,) = link.sealed(update, 0, link.buckets[0][number], shards, rooms[turn % _DEPTH])
             link.link.send_record(LANDS, head, timeout_s=min(deadline.left_s(), most_s))
-            pending.append(wire.start_send(self._ranks.size + to, flat.view(torch.uint8)))
+            pending.append((link, wire.start_send(self._ranks.size + to, flat.view(torch.uint8))))
             sent += flat.nbytes
-        while pending:
-            pending.popleft().wait(timeout_s=min(deadline.left_s(), most_s))
+        finish(0)
         return sent
 
     def leave(self) -> None:
@@ -133,6 +144,19 @@ class JointGroup:
             joining.add_done_callback(lambda joined: joined.exception() or joined.result().abort())
         if self._store is not None:
             self._store.close()
+
+
+def _asked(link: RankLink) -> str:
+    """Why an engine's rank has left the group, as it says itself: which trainer it lost, or that it is lost."""
+    try:
+        link.end(timeout_s=REPAIR_S)
+    except (TransportError, WeightsCorrupt) as error:
+        return (
+            str(error)
+            if isinstance(error, WeightsCorrupt)
+            else f"engine {link.engine} rank {link.rank}: {error}"
+        )
+    return f"engine {link.engine} rank {link.rank} has left it"
 
 
 class JointReceiver:
@@ -189,8 +213,8 @@ class JointReceiver:
                 self._changed.notify_all()
             yield room[:nbytes]
         except TransportError as error:
-            self.close(str(error))
-            raise WeightsCorrupt(f"the joint group has ended: {error}") from error
+            self.close(f"from trainer rank {trainer}: {error}")
+            raise WeightsCorrupt(f"the joint group has ended: {self._ended}") from error
         finally:
             self._rooms.put(room)
 

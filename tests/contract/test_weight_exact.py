@@ -23,7 +23,7 @@ from r3channel.weights.session import WeightSync
 from tests.contract.exact_rank import FLOAT8, plain, weights
 from tests.dist.ranks import run_ranks
 from tests.support.fake_engine import FakeEngine, Model
-from tests.support.waits import SOON_S, UPDATE_S
+from tests.support.waits import SOON_S, UPDATE_S, busy
 
 RANK = "tests.contract.exact_rank"
 
@@ -88,8 +88,12 @@ def test_ranks_send_in_one_group_in_one_order_and_who_dies_in_a_round_costs_that
     assert results[0]["sent"] == len(engines) * whole / 2
     for found in results:
         assert found["spoiled"][0] == found["lost"][0] == "WeightUpdateFailed"
-        assert "holds NaN" in found["spoiled"][1] or "joint group" in found["spoiled"][1]
-        assert re.search(r"joint group has ended|trainer rank \d", found["lost"][1]), found["lost"]
+        assert re.search(r"holds NaN|joint group has ended: .*trainer rank \d", found["spoiled"][1]), found
+        # who left first may reach a third by way of a second, which is named then
+        assert re.search(
+            r"joint group has ended: .*; engine \S+ rank 0: .*trainer rank \d|trainer rank \d",
+            found["lost"][1],
+        )
     assert all(holds(engine, weights(3), "3") for engine in engines)
     with WeightSync.sharded(job["engines"], group=None, wire="gloo") as sync:
         sync.connect(timeout_s=UPDATE_S)
@@ -132,7 +136,7 @@ def test_rank_that_stops_alone_is_named_to_others_at_once_and_next_update_succee
     for found, (how, words) in itertools.product((first, third), said.items()):
         seconds, kind, error = found[how]
         assert kind == "WeightUpdateFailed" and re.search(f"trainer rank 1.*{words}", error), (how, error)
-        assert seconds < 2, how
+        assert seconds < 2 * busy(), how
     assert engine.version == str(len(said)) and not engine.paused
 
 
@@ -140,11 +144,12 @@ def test_a_rank_that_stands_still_beyond_a_deadline_fails_that_update_and_no_oth
     (engine,) = empty(1)
     job = {"engines": [engine.url], "late": 10}
     first, second = (found["told"] for found in run_ranks(RANK, tmp_path, world_size=2, job=job))
+    assert [waited for *_, waited in first[1::2]] == [False] * 10, "none waited beyond its own deadline"
+    first, second = ([said for said, _ in told] for told in (first, second))
     assert first[::2] == second[::2] == [[]] * 10
     assert all("ranks [1] did not come along" in error for _, error in first[1::2])
     assert [error for _, error in second[1::2] if "trainer rank 0" not in error] == []
     assert engine.version == "19" and not engine.paused
-    assert "has waited" not in (tmp_path / "log.0").read_text()
 
 
 def test_shards_of_two_trainer_ranks_become_float8_at_an_engine_and_at_one_that_joins(tmp_path: Path) -> None:
