@@ -29,8 +29,7 @@ from r3channel.weights import convert, loader_map
 from r3channel.weights.broadcast import WeightGroup
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.engine import EngineHandle
-from r3channel.weights.geometry import report_of
-from r3channel.weights.loader_map import Needs
+from r3channel.weights.geometry import Needs, report_of
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import Deadline, UpdateReport
 from r3channel.weights.rank_link import RankLink

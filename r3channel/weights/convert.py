@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3channel.errors import ConfigError
 from r3channel.weights.geometry import MOST_PIECES, Box
-from r3channel.weights.loader_map import Part as Place
+from r3channel.weights.geometry import Part as Place
 from r3channel.weights.manifest import TensorMeta
 
 _LOCAL_EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight")

@@ -107,12 +107,8 @@ class JointGroup:
 
     def _send(self, update: int, shards: Sequence[torch.Tensor], deadline: Deadline) -> int:
         assert self._joining is not None
-        wire, most_s = self._joining.result(), self._config.engine_timeout_s
-        counts, sent, pending = (
-            [len(link.buckets[0]) for link in self._links],
-            0,
-            deque[tuple[RankLink, Pending]](),
-        )
+        wire, most_s, sent = self._joining.result(), self._config.engine_timeout_s, 0
+        counts, pending = [len(link.buckets[0]) for link in self._links], deque[tuple[RankLink, Pending]]()
 
         def finish(depth: int) -> None:
             while len(pending) > depth:
@@ -148,15 +144,14 @@ class JointGroup:
 
 def _asked(link: RankLink) -> str:
     """Why an engine's rank has left the group, as it says itself: which trainer it lost, or that it is lost."""
+    where = f"engine {link.engine} rank {link.rank}"
     try:
         link.end(timeout_s=REPAIR_S)
-    except (TransportError, WeightsCorrupt) as error:
-        return (
-            str(error)
-            if isinstance(error, WeightsCorrupt)
-            else f"engine {link.engine} rank {link.rank}: {error}"
-        )
-    return f"engine {link.engine} rank {link.rank} has left it"
+    except WeightsCorrupt as error:
+        return str(error)
+    except TransportError as error:
+        return f"{where}: {error}"
+    return f"{where} has left it"
 
 
 class JointReceiver:

@@ -152,9 +152,8 @@ class TrainerRanks:
             while late := sorted({*range(self.size)} - {rank for rank, _ in said}):
                 self._raise_for(late)
                 try:
-                    left_s = (
-                        deadline.left_s()
-                    )  # first: once it is over nobody waits, and the log has nothing to tell
+                    # first: once it is over nobody waits, and the log has nothing to tell
+                    left_s = deadline.left_s()
                 except errors.DeadlineExceeded as error:
                     raise errors.DeadlineExceeded(f"ranks {late} did not come along: {error}") from error
                 waited_s = time.monotonic() - begun_s

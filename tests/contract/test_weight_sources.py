@@ -20,9 +20,8 @@ def test_a_bucket_is_broadcast_once_and_no_rank_that_fails_leaves_a_mixture(tmp_
     engines[1].settings |= {"tp_size": 2}
     hows = ["good", "slow", "nan", "raises", "again", "dies"]
     job = {"engines": [engine.url for engine in engines], "hows": hows}
-    job["engine_timeout_s"] = (
-        2 * busy()
-    )  # a source that is slow takes longer, an engine on a machine with much to do does not
+    # a source that is slow takes longer; an engine does not, on a machine with much to do either
+    job["engine_timeout_s"] = 2 * busy()
     first, second, *_, silent = run_ranks(RANK, tmp_path, world_size=4, job=job)
     for how in ("good", "slow", "again"):
         assert first[how]["said"] == [] and first[how]["sent"] == [1024] * 3  # of its kilobytes

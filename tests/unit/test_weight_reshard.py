@@ -16,9 +16,20 @@ from hypothesis import strategies as st
 from r3channel.errors import ManifestMismatch
 from r3channel.weights import geometry
 from r3channel.weights.config import SyncConfig
-from r3channel.weights.geometry import Box, Layout, RankPlan, ShardMap, batches, deal, plan_reshard, report_of
+from r3channel.weights.geometry import (
+    Box,
+    Layout,
+    Needs,
+    Part,
+    PartTable,
+    RankPlan,
+    ShardMap,
+    batches,
+    deal,
+    plan_reshard,
+    report_of,
+)  # fmt: skip
 from r3channel.weights.joint_group import turns
-from r3channel.weights.loader_map import Needs, Part, PartTable
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import Deadline
 from r3channel.weights.rank_link import RankLink
