@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import runpy
 import time
+from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from examples.embedded import megatron
 from r3channel.errors import WeightUpdateFailed
 from r3channel.plan.layout import TrainerLayout
+from r3channel.weights import convert
 from r3channel.weights.convert import hf_shards, hf_weights
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
@@ -38,7 +42,7 @@ def scale(chunks: list[torch.nn.Module], factor: float) -> None:
 def exact(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
     """Publishes to engines, also what is spoilt."""
     model = megatron.build(job["model"], layout, dtype=job["dtype"])
-    result: dict[str, Any] = {"reports": []}
+    result: dict[str, Any] = {"reports": [], **broadcast(job, model)}
     with WeightSync.sharded(job["engines"], group=dist.group.WORLD, verify=True) as sync:
         sync.connect(timeout_s=UPDATE_S)
         for version in (1, 2):
@@ -59,6 +63,38 @@ def exact(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
             sync.held.write(job["manifest"])
         result["refused"] = spoiled(sync, model, job["rank"])
     return result
+
+
+def broadcast(job: dict[str, Any], model: Any) -> dict[str, Any]:
+    """Broadcast what the second version is over TCP: experts from the ranks that hold them, one sender for each. Tells the names
+    that this rank sends, and the bytes that it gathers: so, and where the stage's first rank sends all."""
+    from megatron.core import parallel_state as mpu
+
+    came, gathered = [0], convert._gathered
+
+    def counted(weight: torch.Tensor, *, group: Any) -> list[torch.Tensor]:
+        came[-1] += weight.nbytes * (dist.get_world_size(group) - 1)
+        return gathered(weight, group=group)
+
+    first = (
+        mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+        and mpu.get_tensor_model_parallel_rank() == 0
+    )
+    own = mpu.get_expert_data_parallel_rank() == 0 and mpu.get_expert_tensor_parallel_rank() == 0
+    given = partial(hf_weights, model.bridge, model.chunks, source=first)
+    scale(model.chunks, 4.0)
+    with (
+        patch.object(convert, "_gathered", counted),
+        WeightSync.whole(job["engines"], group=dist.group.WORLD, staged=False) as sync,
+    ):
+        sync.connect(timeout_s=UPDATE_S)
+        sync.update(given(experts=own), version=2, timeout_s=UPDATE_S)
+        found = {"broadcast": checksums(job), "sends": [name for name, _ in given(experts=own)]}
+        for experts in (own, None):
+            came.append(0)
+            deque(given(experts=experts), maxlen=0)
+    scale(model.chunks, 0.25)
+    return found | {"gathered": came[1:]}
 
 
 def checksums(job: dict[str, Any]) -> list[Any]:
