@@ -31,7 +31,7 @@ from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.rank_link import RankLink
 from r3channel.weights.send_planner import _RECORD_BYTES, SendPlanner
 from r3channel.weights.session import WeightSync
-from r3channel.weights.staged import Staged
+from r3channel.weights.update import Staged
 from tests.dist.ranks import write_result
 from tests.support.waits import UPDATE_S
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
-from r3channel.weights.broadcast import WeightGroup
+from r3channel.weights.groups import WeightGroup
 from r3channel.weights.session import WeightSync
 from tests.contract.exact_rank import failure
 from tests.dist.ranks import write_result
@@ -20,20 +19,9 @@ from tests.support.weights import NAMES, weights
 
 
 def stage(job: dict[str, Any], version: int) -> list[tuple[str, torch.Tensor]]:
-    if "tensors" in job:
-        return [
-            (name, t * version)
-            for name, t in load_file(job["tensors"]).items()
-            if _layer(name) % 2 == job["rank"]
-        ]
     sources = job["world_size"] - 1
     own = NAMES[job["rank"] :: sources] if job["rank"] < sources else []
     return [(name, weights(version)[name]) for name in own]
-
-
-def _layer(name: str) -> int:
-    parts = name.split(".")
-    return int(parts[2]) if parts[1] == "layers" else 0
 
 
 def failing(
@@ -66,12 +54,8 @@ def run(job: dict[str, Any]) -> None:
         sent.append(len(payload))
 
     WeightGroup.broadcast = counted
-    options = {
-        "group": dist.group.WORLD,
-        "staged": job.get("staged", False),
-        "bucket_bytes": job.get("bucket_bytes", 1024),
-    }
-    options |= {"engine_timeout_s": job["engine_timeout_s"]}
+    options = {"staged": job.get("staged", False), "engine_timeout_s": job["engine_timeout_s"]}
+    options |= {"group": dist.group.WORLD, "bucket_bytes": 1024}
     with WeightSync.whole(job["engines"], **options) as sync:
         sync.connect(timeout_s=UPDATE_S)
         version = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ def test_a_bucket_is_broadcast_once_and_no_rank_that_fails_leaves_a_mixture(tmp_
     engines = [FakeEngine() for _ in range(3)]
     engines[1].settings |= {"tp_size": 2}
     hows = ["good", "slow", "nan", "raises", "again", "dies"]
-    job = {"engines": [engine.url for engine in engines], "hows": hows}
+    job: dict[str, Any] = {"engines": [engine.url for engine in engines], "hows": hows}
     # a source that is slow takes longer; an engine does not, on a machine with much to do either
     job["engine_timeout_s"] = 2 * busy()
     first, second, *_, silent = run_ranks(RANK, tmp_path, world_size=4, job=job)

@@ -87,7 +87,9 @@ def test_every_parameter_of_every_rank_equals_what_sglang_loads_itself(
 
 
 def check_broadcast(results: list[dict[str, Any]], names: list[str], spared_bytes: int) -> None:
-    """The engines hold what they hold over TCP; each tensor has one sender; no rank gathers what other EP ranks hold."""
+    """The engines hold what they hold over TCP; each tensor has one sender, which broadcasts it once; no rank gathers what other
+    EP ranks hold."""
+    assert all(sent == given for sent, given in (result["sent"] for result in results))
     assert results[0]["broadcast"] == results[0]["over_tcp"]
     assert sorted(name for result in results for name in result["sends"]) == sorted(names)
     assert {whole - own for own, whole in (result["gathered"] for result in results)} == {spared_bytes}

@@ -1,7 +1,8 @@
-"""The group in which trainer ranks send to engines' ranks, from GPU to GPU: in which order, and both ends.
+"""The groups in which weights travel to engines' ranks: a trainer rank's that broadcasts to SGLang's own, and the joint one.
 
-NCCL carries out a group's calls one after another, and each waits for its partner. All members therefore take one order: record
-by record, in rounds in which nobody has two partners (the circle method of round-robin tournaments).
+In the joint group (`wire="nccl"`) all trainer ranks send to our half in engines, from GPU to GPU. NCCL carries out a group's
+calls one after another, and each waits for its partner. All members therefore take one order: record by record, in rounds in
+which nobody has two partners (the circle method of round-robin tournaments).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 
 import torch
 
-from r3channel.errors import TransportError, WeightsCorrupt
+from r3channel.errors import TransportError, UsageError, WeightsCorrupt
 from r3channel.transport.base import Pending, Rendezvous
-from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
+from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore, in_background
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.progress import GRACE_S, REPAIR_S, Deadline, background
 from r3channel.weights.rank_link import LANDS, LEAVES, RankLink
@@ -30,6 +31,74 @@ _DEPTH = 2
 """Records under way, each with memory of its own: one is gathered or placed while another one travels."""
 _SHARE = 0.8
 """How long an engine waits for the others, of its time for an order: it must answer itself, or it counts as lost."""
+
+
+class WeightGroup:
+    """Rank 0 of a group that broadcasts to SGLang's own ranks. LISTENING -> JOINED (`join`) -> CLOSED (`close`, often).
+
+    >>> group = WeightGroup("doc-1", world_size=1)
+    >>> group.join(timeout_s=20.0)
+    >>> group.broadcast(torch.zeros(4, dtype=torch.uint8), timeout_s=5.0)
+    >>> group.close()
+
+    One thread at a time calls `join` and `broadcast`; any thread may close.
+    """
+
+    def __init__(self, name: str, *, world_size: int, host: str = "127.0.0.1", backend: str = "gloo") -> None:
+        """Listen on `host` (an address of this machine that the engines reach) at a port given by the system.
+
+        ConfigError for a wildcard host: store and gloo have no authentication, so only the configured interface may see them.
+        """
+        self.name, self.host, self.world_size, self.backend = name, host, world_size, backend
+        self._store = RendezvousStore(host)
+        self.where = {"master_address": host, "master_port": self._store.port, "group_name": name}
+        self.where |= {"backend": backend, "world_size": world_size}
+        """What another member must be told to join."""
+        self._sending = threading.Lock()
+        self.wire: ProcessGroupTransport | None = None
+        self._stand_ins = list[ProcessGroupTransport]()
+        self._closed = False
+
+    def join(self, rank: int = 0, *, timeout_s: float) -> None:
+        """Wait until all members have joined. Raises DeadlineExceeded. Another `rank`: in its place, until `close`."""
+        where = Rendezvous(
+            backend=self.backend, name=self.name, connection=0, rank=rank, world_size=self.world_size, host=self.host,
+            port=self._store.port,
+        )  # fmt: skip
+        wire = ProcessGroupTransport(where, timeout_s=timeout_s, members="foreign")
+        if rank:  # one that left at once would fail a member that has not met it yet
+            self._stand_ins.append(wire)
+        else:
+            self.wire = wire
+        if self._closed:  # meanwhile
+            self.close()
+
+    def broadcast(self, payload: torch.Tensor, *, timeout_s: float) -> None:
+        """Send `payload` (uint8, contiguous) to every member; its memory may be reused on return.
+
+        The members must expect exactly as many bytes: gloo aborts the process of a smaller receiver. After an error the
+        group is dead on every side. Raises DeadlineExceeded after `timeout_s`, TransportError if a member is gone.
+        """
+        if self.wire is None:
+            raise UsageError(f"weight group {self.name} is not joined, or is closed")
+        with self._sending:
+            self.wire.broadcast(0, payload, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Leave the group: members that wait in a broadcast fail at once. Never blocks on a broadcast under way."""
+        self._closed = True
+        wire, self.wire = self.wire, None
+        self._store.close()
+        while self._stand_ins:
+            in_background(self._stand_ins.pop().abort, name="weights-bury")
+        if wire is not None and self.backend == "gloo" and not self._sending.locked():
+            wire.abort()
+        elif wire is not None:
+            # gloo's group ends with the operation under way, by its deadline; NCCL's kernel waits on the device
+            in_background(wire.abort, name="weights-bury")
+
+
+# -- the joint group: its order, and both ends -----------------------------------------------------------------------------
 
 
 def turns(mine: int, step: int, records: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
