@@ -212,15 +212,13 @@ class JointGroup:
 
 
 def _asked(link: RankLink) -> str:
-    """Why an engine's rank has left the group, as it says itself: which trainer it lost, or that it is lost."""
-    where = f"engine {link.engine} rank {link.rank}"
+    """Return why an engine's rank has left the group: as it says itself, or that it is gone."""
+    where, why = f"engine {link.engine} rank {link.rank}: ", "it has left"
     try:
         link.end(timeout_s=REPAIR_S)
-    except WeightsCorrupt as error:
-        return str(error)
-    except TransportError as error:
-        return f"{where}: {error}"
-    return f"{where} has left it"
+    except (TransportError, WeightsCorrupt) as error:
+        why = str(error).removeprefix(where)
+    return where + why
 
 
 class JointReceiver:

@@ -238,7 +238,8 @@ class Staged(Update):
         super().__init__(*work, **options)
         self._coming = dict(self._planner.committed) if self.now.alone else {}
         """By an engine's number of ranks: who staged it first, and what."""
-        self._fresh: dict[str, int] = {}
+        self._fresh: dict[str, tuple[int, int]] = {}
+        """Engines that were linked just now: the order's number, and their ranks."""
         self._bucket, self._adding = 0, threading.Lock()
 
     # -- links ---------------------------------------------------------------------------------------------------------
@@ -254,17 +255,16 @@ class Staged(Update):
         """Have the engine connect if it has no links to every trainer. A dry run may take all the time there is."""
         if handle.url in self._unlinked or not handle.staged(self._planner.metas):
             handle.open(self._planner.order(handle.url), left_s)
-            self._fresh[handle.url] = self._planner.attempts[handle.url]
+            self._fresh[handle.url] = self._planner.attempts[handle.url], handle.size
 
     def _plan(self) -> None:
         """Accept the links, and plan unless every rank did for these. ManifestMismatch where parameters are not given."""
         planner, deadline = self._planner, self._run.deadline
         with self._run.stage("join"):
-            linked = self._hear({"fresh": self._fresh, "sizes": {m.url: m.size for m in self.members}})
-            planner.attempts.update(linked["fresh"])
-            fresh = [member for member in self.members if member.url in linked["fresh"]]
+            linked = self._hear({"fresh": self._fresh})["fresh"]
+            fresh = [member for member in self.members if member.url in linked]
             for member in fresh:
-                member.size = linked["sizes"][member.url]
+                planner.attempts[member.url], member.size = linked[member.url]
                 member.unlink()
             links = planner.accept({m.url: m.size for m in fresh}, deadline, planner.metas)
             for member in fresh:
