@@ -172,7 +172,7 @@ class JointGroup:
             if not isinstance(error, TransportError):
                 raise
             why = "" if self._partner is None else f"; {_asked(self._partner)}"
-            raise TransportError(f"the joint group has ended: {error}{why}") from error
+            raise TransportError(f"the joint group has ended{why}: {error}") from error
 
     def _send(self, update: int, shards: Sequence[torch.Tensor], deadline: Deadline) -> int:
         assert self._joining is not None

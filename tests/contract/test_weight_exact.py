@@ -86,9 +86,9 @@ def test_ranks_send_in_one_group_in_one_order_and_who_dies_in_a_round_costs_that
     assert results[0]["sent"] == len(engines) * whole / 2
     for found in results:
         assert found["spoiled"][0] == found["lost"][0] == "WeightUpdateFailed"
-        assert re.search(r"holds NaN|joint group has ended: .*trainer rank \d", found["spoiled"][1]), found
+        assert re.search(r"holds NaN|joint group has ended; .*trainer rank \d", found["spoiled"][1]), found
         # who left first may reach a third by way of a second, which is named then
-        named = r"joint group has ended: .*; engine \S+ rank 0: .*trainer rank \d|: trainer rank 1 is gone"
+        named = r"joint group has ended; engine \S+ rank 0: .*trainer rank \d|: trainer rank 1 is gone"
         assert re.search(named, found["lost"][1]), found["lost"]
     assert all(holds(engine, 3, weights(3)) for engine in engines)
     with WeightSync.sharded(job["engines"], group=None, wire="gloo") as sync:
