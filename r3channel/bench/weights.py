@@ -26,11 +26,10 @@ import torch
 from r3channel.bench.harness import Effort, Parts, timed
 from r3channel.transport.process_group import in_background
 from r3channel.weights import convert, loader_map
-from r3channel.weights.broadcast import WeightGroup
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.engine import EngineHandle
-from r3channel.weights.geometry import report_of
-from r3channel.weights.loader_map import Needs
+from r3channel.weights.geometry import Needs, report_of
+from r3channel.weights.groups import WeightGroup
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import Deadline, UpdateReport
 from r3channel.weights.rank_link import RankLink

@@ -13,7 +13,6 @@ those to which it passes bytes on (gloo: a tree; NCCL: all), which may be lost w
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed, wait
 from functools import partial
@@ -22,19 +21,19 @@ from typing import Any
 
 import torch
 
-from r3channel.errors import ManifestMismatch, R3Error, UsageError, WeightsError
-from r3channel.transport.base import Rendezvous
-from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore, device_of, in_background
+from r3channel.errors import ManifestMismatch, R3Error, WeightsError
+from r3channel.transport.process_group import device_of
 from r3channel.weights.checksums import finite, nonfinite
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.engine import EngineHandle
-from r3channel.weights.executor import LOSSES, Update
+from r3channel.weights.groups import WeightGroup
 from r3channel.weights.loader_map import NAMES_UNKNOWN
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, engine_names, is_scale
 from r3channel.weights.progress import REPAIR_S, Run, background
 from r3channel.weights.send_planner import check_complete
 from r3channel.weights.staged_copy import new_memory
 from r3channel.weights.transaction import Action, EngineState, Kind
+from r3channel.weights.update import LOSSES, Update
 
 _SHOWN = 3
 Order = Callable[[EngineHandle], None]
@@ -316,72 +315,7 @@ class Broadcast(Update):
         return next((rank, arguments) for rank, (kind, *arguments) in words if kind == what)
 
 
-# -- a trainer rank's end: its group, and the buckets that it packs --------------------------------------------------------
-
-
-class WeightGroup:
-    """Rank 0 of a group that broadcasts to SGLang's own ranks. LISTENING -> JOINED (`join`) -> CLOSED (`close`, often).
-
-    >>> group = WeightGroup("doc-1", world_size=1)
-    >>> group.join(timeout_s=20.0)
-    >>> group.broadcast(torch.zeros(4, dtype=torch.uint8), timeout_s=5.0)
-    >>> group.close()
-
-    One thread at a time calls `join` and `broadcast`; any thread may close.
-    """
-
-    def __init__(self, name: str, *, world_size: int, host: str = "127.0.0.1", backend: str = "gloo") -> None:
-        """Listen on `host` (an address of this machine that the engines reach) at a port given by the system.
-
-        ConfigError for a wildcard host: store and gloo have no authentication, so only the configured interface may see them.
-        """
-        self.name, self.host, self.world_size, self.backend = name, host, world_size, backend
-        self._store = RendezvousStore(host)
-        self.where = {"master_address": host, "master_port": self._store.port, "group_name": name}
-        self.where |= {"backend": backend, "world_size": world_size}
-        """What another member must be told to join."""
-        self._sending = threading.Lock()
-        self.wire: ProcessGroupTransport | None = None
-        self._stand_ins = list[ProcessGroupTransport]()
-        self._closed = False
-
-    def join(self, rank: int = 0, *, timeout_s: float) -> None:
-        """Wait until all members have joined. Raises DeadlineExceeded. Another `rank`: in its place, until `close`."""
-        where = Rendezvous(
-            backend=self.backend, name=self.name, connection=0, rank=rank, world_size=self.world_size, host=self.host,
-            port=self._store.port,
-        )  # fmt: skip
-        wire = ProcessGroupTransport(where, timeout_s=timeout_s, members="foreign")
-        if rank:  # one that left at once would fail a member that has not met it yet
-            self._stand_ins.append(wire)
-        else:
-            self.wire = wire
-        if self._closed:  # meanwhile
-            self.close()
-
-    def broadcast(self, payload: torch.Tensor, *, timeout_s: float) -> None:
-        """Send `payload` (uint8, contiguous) to every member; its memory may be reused on return.
-
-        The members must expect exactly as many bytes: gloo aborts the process of a smaller receiver. After an error the
-        group is dead on every side. Raises DeadlineExceeded after `timeout_s`, TransportError if a member is gone.
-        """
-        if self.wire is None:
-            raise UsageError(f"weight group {self.name} is not joined, or is closed")
-        with self._sending:
-            self.wire.broadcast(0, payload, timeout_s=timeout_s)
-
-    def close(self) -> None:
-        """Leave the group: members that wait in a broadcast fail at once. Never blocks on a broadcast under way."""
-        self._closed = True
-        wire, self.wire = self.wire, None
-        self._store.close()
-        while self._stand_ins:
-            in_background(self._stand_ins.pop().abort, name="weights-bury")
-        if wire is not None and self.backend == "gloo" and not self._sending.locked():
-            wire.abort()
-        elif wire is not None:
-            # gloo's group ends with the operation under way, by its deadline; NCCL's kernel waits on the device
-            in_background(wire.abort, name="weights-bury")
+# -- a trainer rank's end: the buckets that it packs, and its group ----------------------------------------------------------
 
 
 class Packer:

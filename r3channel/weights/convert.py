@@ -1,4 +1,4 @@
-"""Trainer weights as Hugging Face tensors: gathered over TP, EP and PP, named and split by mbridge.
+"""Trainer weights as Hugging Face tensors: gathered over TP, EP and PP, or apart, named and split by mbridge.
 
 Read against mbridge 0.15.1 and megatron-core 0.16.1. Relied on, of a bridge: `mpu`, `config`,
 `_weight_name_mapping_mcore_local_to_global`, `_weight_name_mapping_mcore_to_hf`, `_weight_merge_across_tp`,
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3channel.errors import ConfigError
 from r3channel.weights.geometry import MOST_PIECES, Box
-from r3channel.weights.loader_map import Part as Place
+from r3channel.weights.geometry import Part as Place
 from r3channel.weights.manifest import TensorMeta
 
 _LOCAL_EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight")
@@ -82,6 +82,7 @@ expert number local to its EP rank), dtype and shape; the dimension that TP spli
 
 def hf_weights(
     bridge: Any, chunks: Sequence[torch.nn.Module], *, dtype: torch.dtype | None = None, source: bool | None = None,
+    experts: bool | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
     """Yield every tensor of the model, whole, under its Hugging Face name; the same order on every rank.
 
@@ -91,12 +92,17 @@ def hf_weights(
     With `source` each pipeline stage gathers its own tensors alone, without the PP group. They are yielded where it is True, on
     one rank of a stage (TP 0 and DP 0); others of the stage yield none. It is what `WeightSync.whole` with a group takes.
 
+    With `experts` beside `source` nothing is gathered over EP: experts are yielded by ranks that hold them, where `experts` is
+    True. Each of these then has a group of its own with all engines' ranks.
+
     Args:
         bridge: an mbridge bridge for this model (its names and formats are used, not its transport).
         chunks: this rank's model chunks, wrapped or not.
         dtype: cast every tensor, but never a router's weight or bias to fewer bits: rounding those changes the experts that
             are chosen (prime-rl#3524). None keeps the trainer's dtypes.
         source: whether this rank sends its stage; None for all of the model on every rank.
+        experts: whether this rank sends the experts that it holds: true on one of those that hold the same (expert TP 0, expert
+            DP 0); None where `source` sends them.
 
     Tensors may alias the parameters or one another's memory: copy before the next optimizer step, or before writing.
 
@@ -116,8 +122,9 @@ def hf_weights(
             weight = local.pop(0)[1] if is_here else torch.empty(meta.shape, dtype=meta.dtype, device=device)
             if everywhere:
                 dist.broadcast(weight, dist.get_global_rank(mpu.pp_group, stage), group=mpu.pp_group)
-            for name, tensor in _converted(bridge, meta.name, weight, dim):
-                if name not in yielded and source is not False:  # the last stage has tied embeddings too
+            gives = source if experts is None or _EXPERT not in meta.name else experts
+            for name, tensor in _converted(bridge, meta.name, weight, dim, apart=experts is not None):
+                if name not in yielded and gives is not False:  # the last stage has tied embeddings too
                     yielded.add(name)
                     yield name, tensor.to(_sent_dtype(meta.name, tensor.dtype, dtype))
 
@@ -162,14 +169,17 @@ def gathered_bytes(raw: bytes, *, group: Any, device: torch.device) -> list[byte
     return [row.cpu().numpy()[: int(n)].tobytes() for row, n in zip(rows, lengths, strict=True)]
 
 
-def _converted(bridge: Any, name: str, weight: torch.Tensor, dim: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _converted(
+    bridge: Any, name: str, weight: torch.Tensor, dim: int, *, apart: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole checkpoint tensors of a parameter; `apart`: of this EP rank's experts alone."""
     mpu, parts = bridge.mpu, [(name, weight)]
     group, size = mpu.tp_group, mpu.tp_size
     if _EXPERT in name:
         group, size = mpu.etp_group, mpu.etp_size
         if mpu.ep_size > 1:  # the same local expert of every EP rank, under its global number
-            experts = _gathered(weight, group=mpu.ep_group)
-            parts = [(_global_expert(bridge, name, rank), part) for rank, part in enumerate(experts)]
+            held = {mpu.ep_rank: weight} if apart else dict(enumerate(_gathered(weight, group=mpu.ep_group)))
+            parts = [(_global_expert(bridge, name, rank), part) for rank, part in held.items()]
     for named, whole in parts:
         if size > 1 and dim >= 0:
             whole = _merged(bridge, name, _gathered(whole, group=group), dim)

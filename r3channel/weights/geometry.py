@@ -1,7 +1,7 @@
-"""Boxes of a tensor, who holds them, and which holder sends what. Integers in, integers out: no tensor values, no network.
+"""Boxes of a tensor, who holds them, which a rank of an engine takes, and which holder sends what. No values, no network.
 
 A *box* is a half-open cuboid of a tensor, one start and stop per axis. A *layout* says which rank holds which box; ranks
-that hold the same box are replicas.
+that hold the same box are replicas. A *part* is a box and where it lies in a parameter; a rank's *needs* are all its parts.
 
 The *plan*, the same on every rank, is balanced by bytes: largest first, each to the holder with the fewest bytes so far, ties to
 the lowest rank (Graham's LPT rule). Real models have thousands of items of one size with the same holders, so these are dealt out
@@ -11,15 +11,19 @@ plus the largest item; where only some ranks hold an item no rule can promise th
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from operator import sub
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
+import torch
 import xxhash
 
 from r3channel.errors import ManifestMismatch
@@ -150,6 +154,119 @@ def report_of(held: Iterable[tuple[TensorMeta, Box]]) -> bytes:
         kinds.setdefault((meta.dtype_name, meta.shape, box.start, box.stop), []).append(meta.name)
     rows = [(kind, "\n".join(names)) for kind, names in kinds.items()]
     return zlib.compress(json.dumps(rows, separators=(",", ":")).encode(), 1)
+
+
+# -- what a rank of an engine takes ---------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """A box of a checkpoint tensor and its place in one parameter; offset and strides (by the tensor's axes) in items."""
+
+    tensor: int
+    box: Box
+    param: int
+    offset: int
+    strides: tuple[int, ...]
+
+    def start(self, box: Box) -> int:
+        """The first item of a box within the part, in the parameter."""
+        steps = zip(box.start, self.box.start, self.strides, strict=True)
+        return self.offset + sum((start - base) * stride for start, base, stride in steps)
+
+    def gaps(self, box: Box) -> bool:
+        """Whether the box's items do not lie one after the other in the parameter."""
+        dims = zip(box.shape, self.strides, steps_of(box.shape), strict=True)
+        return any(size != 1 and stride != step for size, stride, step in dims)
+
+    def view(self, flat: torch.Tensor, box: Box | None = None) -> torch.Tensor:
+        """The part (or a box within it) inside the parameter's memory, given as a flat tensor of its dtype."""
+        box = box or self.box
+        return torch.as_strided(flat, box.shape, self.strides, flat.storage_offset() + self.start(box))
+
+
+class PartTable(Sequence[Part]):
+    """Parts in columns, since a model has many of few kinds. A `Part` is made when it is asked for, and kept."""
+
+    def __init__(self, columns_CP: np.ndarray, kinds: Sequence[tuple[Box, tuple[int, ...]]]) -> None:
+        """`kinds`: boxes and strides."""
+        self.columns_CP, self.kinds = columns_CP, kinds
+        self.tensor_P, self.param_P, self.offset_P, self.kind_P = columns_CP
+        self._made: dict[int, Part] = {}
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> PartTable:
+        kinds: dict[tuple[Box, tuple[int, ...]], int] = {}
+        numbers = [kinds.setdefault((part.box, part.strides), len(kinds)) for part in parts]
+        rows = [(p.tensor, p.param, p.offset, kind) for p, kind in zip(parts, numbers, strict=True)]
+        return cls(np.array(rows, dtype=np.int64).reshape(-1, 4).T, tuple(kinds))
+
+    def __len__(self) -> int:
+        return len(self.tensor_P)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index not in self._made:
+            tensor, param, offset, kind = self.columns_CP[:, index].tolist()
+            box, strides = self.kinds[kind]
+            self._made[index] = Part(tensor, box, param, offset, strides)
+        return self._made[index]
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class Needs:
+    """The parts of a checkpoint that one rank takes."""
+
+    params: tuple[TensorMeta, ...] = ()
+    parts: PartTable = field(default_factory=lambda: PartTable.of(()))
+    """Ordered by tensor."""
+    missing: tuple[str, ...] = ()
+    """Parameters that the tensors leave empty or fill in part."""
+    padding: tuple[tuple[Part, float], ...] = ()
+    """What no tensor fills (`tensor` -1), and the loader's constant that is not there yet, as after `--load-format dummy`. The
+    rank fills it; no trainer is told."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        packed = zlib.compress(self.parts.columns_CP.astype("<i8").tobytes(), 1)
+        return {
+            "params": [meta.row() for meta in self.params],
+            "missing": self.missing,
+            "kinds": [(box.start, box.stop, strides) for box, strides in self.parts.kinds],
+            "parts": base64.b64encode(packed).decode(),
+        }
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any], tensors: int) -> Needs:
+        """The same object again while one of equal content lives: ranks at the same place of several engines share it.
+
+        Raises ValueError, TypeError, LookupError, OverflowError and zlib.error for what no rank needs of so many `tensors`."""
+        key = xxhash.xxh3_128_digest(json.dumps(value).encode())
+        if (needs := _alive.get(key)) is None:
+            data = zlib.decompressobj().decompress(base64.b64decode(value["parts"]), 1 << 28)
+            kinds = [(Box(tuple(a), tuple(b)), tuple(strides)) for a, b, strides in value["kinds"]]
+            params = tuple(TensorMeta.from_row(row) for row in value["params"])
+            table = PartTable(np.frombuffer(data, dtype="<i8").reshape(4, -1), kinds)
+            _check_parts(table, [math.prod(meta.shape) for meta in params], tensors)
+            needs = _alive[key] = cls(params, table, tuple(value["missing"]))
+        return needs
+
+
+_alive = WeakValueDictionary[bytes, Needs]()
+
+
+def _check_parts(table: PartTable, sizes: Sequence[int], tensors: int) -> None:
+    """ValueError for a part of no tensor, or one that does not lie within its parameter."""
+    axes = [list(zip(box.start, box.stop, strides, strict=True)) for box, strides in table.kinds]
+    ends_K = np.array([1 + sum((b - a - 1) * step for a, b, step in spans) for spans in axes], np.int64)
+    sizes_M, most_C = np.array(sizes, np.int64), np.array([tensors, len(sizes), 1 << 62, len(axes)])
+    known = (table.columns_CP >= 0) & (table.columns_CP < most_C[:, None])
+    ascend = all(0 <= a <= b and step >= 0 for spans in axes for a, b, step in spans)
+    if not (ascend and known.all()) or (table.offset_P > sizes_M[table.param_P] - ends_K[table.kind_P]).any():
+        raise ValueError("a part lies outside its tensor or parameter")
+
+
+def steps_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Items between neighbours along each axis."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 # -- who sends what ----------------------------------------------------------------------------------------------------

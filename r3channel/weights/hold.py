@@ -29,10 +29,10 @@ from r3channel.transport.process_group import in_background
 from r3channel.weights import rank_link
 from r3channel.weights.checksums import hashed_bytes, host_bytes, tensor_digest
 from r3channel.weights.geometry import Box
-from r3channel.weights.joint_group import JointReceiver
+from r3channel.weights.groups import JointReceiver
 from r3channel.weights.loader_map import Learned, derive
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.staged_copy import ON_GPU, Room, StagedCopy, gpu_lacks, staged_bytes
+from r3channel.weights.staged_copy import Room, StagedCopy, make_copy
 
 _CONNECT_S = 10.0
 WORD_BYTES = 1024
@@ -81,14 +81,9 @@ class Hold:
         self._serving: tuple[int, Mapping[str, str], Sequence[torch.Tensor]] | None = None
         """The version, digests and flat parameters that a trainer may read back; None: nothing was committed over these links."""
         self._items = sum(part.box.numel for part in self._needs.parts)
-        nbytes, wire = staged_bytes(self._needs.params), order["wire"] if stages else "tcp"
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
-        full = gpu_lacks(nbytes, device, wire) if (summed := wire in ON_GPU) else ""
-        why = room.lacks(nbytes, insist=order["staged"] != "auto", shared=wire == "shared_memory")
-        if summed and (wire == "cuda_ipc" or not full or device.type != "cuda"):
-            why = full
-        wire = "tcp" if why or full else wire  # nccl's copy may lie in the host's memory
-        copy = StagedCopy(() if why else self._needs.params, device=device, wire=wire, summed=summed)
+        where: dict[str, Any] = {"device": device, "wire": order["wire"] if stages else "tcp", "room": room}
+        copy, why = make_copy(self._needs.params, **where, insist=order["staged"] != "auto")
         self._copy = weakref.ref(copy)
         reply = {"error": why} if why else told | (self._fill(copy, model) if stages else {})
         token = rank_link.session_token(run_token, order["nonce"])

@@ -9,26 +9,18 @@ copies in another thread), `Learned.refused` says why.
 
 from __future__ import annotations
 
-import base64
 import itertools
-import json
-import math
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
-import xxhash
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from r3channel.errors import ManifestMismatch
-from r3channel.weights.geometry import MOST_PIECES, Box
+from r3channel.weights.geometry import MOST_PIECES, Box, Needs, Part, PartTable, steps_of
 from r3channel.weights.manifest import TensorMeta
 
 _ATEN = torch.ops.aten
@@ -41,111 +33,6 @@ _POST_LOAD = "post_load_weights"
 
 class NotReplayable(Exception):
     """The model's own loader does something that copies cannot repeat; then whole tensors are staged, and it places them."""
-
-
-class Part(NamedTuple):
-    """A box of a checkpoint tensor and its place in one parameter; offset and strides (by the tensor's axes) in items."""
-
-    tensor: int
-    box: Box
-    param: int
-    offset: int
-    strides: tuple[int, ...]
-
-    def start(self, box: Box) -> int:
-        """The first item of a box within the part, in the parameter."""
-        steps = zip(box.start, self.box.start, self.strides, strict=True)
-        return self.offset + sum((start - base) * stride for start, base, stride in steps)
-
-    def gaps(self, box: Box) -> bool:
-        """Whether the box's items do not lie one after the other in the parameter."""
-        dims = zip(box.shape, self.strides, _steps(box.shape), strict=True)
-        return any(size != 1 and stride != step for size, stride, step in dims)
-
-    def view(self, flat: torch.Tensor, box: Box | None = None) -> torch.Tensor:
-        """The part (or a box within it) inside the parameter's memory, given as a flat tensor of its dtype."""
-        box = box or self.box
-        return torch.as_strided(flat, box.shape, self.strides, flat.storage_offset() + self.start(box))
-
-
-class PartTable(Sequence[Part]):
-    """Parts in columns, since a model has many of few kinds. A `Part` is made when it is asked for, and kept."""
-
-    def __init__(self, columns_CP: np.ndarray, kinds: Sequence[tuple[Box, tuple[int, ...]]]) -> None:
-        """`kinds`: boxes and strides."""
-        self.columns_CP, self.kinds = columns_CP, kinds
-        self.tensor_P, self.param_P, self.offset_P, self.kind_P = columns_CP
-        self._made: dict[int, Part] = {}
-
-    @classmethod
-    def of(cls, parts: Sequence[Part]) -> PartTable:
-        kinds: dict[tuple[Box, tuple[int, ...]], int] = {}
-        numbers = [kinds.setdefault((part.box, part.strides), len(kinds)) for part in parts]
-        rows = [(p.tensor, p.param, p.offset, kind) for p, kind in zip(parts, numbers, strict=True)]
-        return cls(np.array(rows, dtype=np.int64).reshape(-1, 4).T, tuple(kinds))
-
-    def __len__(self) -> int:
-        return len(self.tensor_P)
-
-    def __getitem__(self, index: Any) -> Any:
-        if index not in self._made:
-            tensor, param, offset, kind = self.columns_CP[:, index].tolist()
-            box, strides = self.kinds[kind]
-            self._made[index] = Part(tensor, box, param, offset, strides)
-        return self._made[index]
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class Needs:
-    """The parts of a checkpoint that one rank takes."""
-
-    params: tuple[TensorMeta, ...] = ()
-    parts: PartTable = field(default_factory=lambda: PartTable.of(()))
-    """Ordered by tensor."""
-    missing: tuple[str, ...] = ()
-    """Parameters that the tensors leave empty or fill in part."""
-    padding: tuple[tuple[Part, float], ...] = ()
-    """What no tensor fills (`tensor` -1), and the loader's constant that is not there yet, as after `--load-format dummy`. The
-    rank fills it; no trainer is told."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        packed = zlib.compress(self.parts.columns_CP.astype("<i8").tobytes(), 1)
-        return {
-            "params": [meta.row() for meta in self.params],
-            "missing": self.missing,
-            "kinds": [(box.start, box.stop, strides) for box, strides in self.parts.kinds],
-            "parts": base64.b64encode(packed).decode(),
-        }
-
-    @classmethod
-    def from_dict(cls, value: dict[str, Any], tensors: int) -> Needs:
-        """The same object again while one of equal content lives: ranks at the same place of several engines share it.
-
-        Raises ValueError, TypeError, LookupError, OverflowError and zlib.error for what no rank needs of so many `tensors`."""
-        key = xxhash.xxh3_128_digest(json.dumps(value).encode())
-        if (needs := _alive.get(key)) is None:
-            data = zlib.decompressobj().decompress(base64.b64decode(value["parts"]), 1 << 28)
-            kinds = [(Box(tuple(a), tuple(b)), tuple(strides)) for a, b, strides in value["kinds"]]
-            params = tuple(TensorMeta.from_row(row) for row in value["params"])
-            table = PartTable(np.frombuffer(data, dtype="<i8").reshape(4, -1), kinds)
-            _check(table, [math.prod(meta.shape) for meta in params], tensors)
-            needs = _alive[key] = cls(params, table, tuple(value["missing"]))
-        return needs
-
-
-_alive = WeakValueDictionary[bytes, Needs]()
-
-
-def _check(table: PartTable, sizes: Sequence[int], tensors: int) -> None:
-    """ValueError for a part of no tensor, or one that does not lie within its parameter."""
-    axes = [list(zip(box.start, box.stop, strides, strict=True)) for box, strides in table.kinds]
-    ends_K = np.array([1 + sum((b - a - 1) * step for a, b, step in spans) for spans in axes], np.int64)
-    sizes_M, most_C = np.array(sizes, np.int64), np.array([tensors, len(sizes), 1 << 62, len(axes)])
-    known = (table.columns_CP >= 0) & (table.columns_CP < most_C[:, None])
-    ascend = all(0 <= a <= b and step >= 0 for spans in axes for a, b, step in spans)
-    if not (ascend and known.all()) or (table.offset_P > sizes_M[table.param_P] - ends_K[table.kind_P]).any():
-        raise ValueError("a part lies outside its tensor or parameter")
 
 
 class Learned(NamedTuple):
@@ -199,7 +86,7 @@ def derive(model: torch.nn.Module, learned: Learned) -> None:
 def _whole_tensors(tensors: Sequence[TensorMeta], used: Sequence[int], missing: tuple[str, ...]) -> Needs:
     metas = tuple(tensors[index] for index in used)
     numbered = enumerate(zip(used, metas, strict=True))
-    parts = [Part(at, Box.whole(meta.shape), n, 0, _steps(meta.shape)) for n, (at, meta) in numbered]
+    parts = [Part(at, Box.whole(meta.shape), n, 0, steps_of(meta.shape)) for n, (at, meta) in numbered]
     return Needs(metas, PartTable.of(parts), missing)
 
 
@@ -396,7 +283,7 @@ class _Recorder(TorchDispatchMode):
 
 def _strided(tensor: int, meta: TensorMeta, src: torch.Tensor, place: Part) -> list[Part]:
     """A copy of a view of a tensor to a place of a parameter, as boxes of the tensor."""
-    steps = _steps(meta.shape)
+    steps = steps_of(meta.shape)
     # Of one item any stride is right, but torch gives no bytes of a view without a step.
     sizes, strides = [1] * len(steps), [1] * len(steps)
     begins = [(int(src.storage_offset()), place.offset)]  # of each box, in the tensor and in the parameter
@@ -456,8 +343,3 @@ def _tensor_attributes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _steps(shape: Sequence[int]) -> tuple[int, ...]:
-    """Items between neighbours along each axis."""
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

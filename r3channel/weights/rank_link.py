@@ -24,8 +24,7 @@ import xxhash
 from r3channel.errors import GiverChanged, TransportError, WeightsCorrupt, WeightsError
 from r3channel.transport.connection import Connection
 from r3channel.weights.checksums import cross_sums, finite, hashed_bytes, host_bytes, nonfinite, tensor_digest
-from r3channel.weights.geometry import Box
-from r3channel.weights.loader_map import Needs, Part
+from r3channel.weights.geometry import Box, Needs, Part
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import Deadline
 

@@ -151,14 +151,15 @@ class TrainerRanks:
             said = self._said[self.update, step]
             while late := sorted({*range(self.size)} - {rank for rank, _ in said}):
                 self._raise_for(late)
+                try:
+                    # first: once it is over nobody waits, and the log has nothing to tell
+                    left_s = deadline.left_s()
+                except errors.DeadlineExceeded as error:
+                    raise errors.DeadlineExceeded(f"ranks {late} did not come along: {error}") from error
                 waited_s = time.monotonic() - begun_s
                 if not noticed and waited_s >= _SILENT_S:
                     noticed = True
                     log.warning("trainer rank %d has waited %.0f s for ranks %s", self.rank, waited_s, late)
-                try:
-                    left_s = deadline.left_s()
-                except errors.DeadlineExceeded as error:
-                    raise errors.DeadlineExceeded(f"ranks {late} did not come along: {error}") from error
                 self._changed.wait(left_s if noticed else min(left_s, _SILENT_S))
             return [raw for _, raw in sorted(said)]
 

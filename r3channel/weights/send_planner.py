@@ -19,9 +19,8 @@ from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
 from r3channel.weights import rank_link
 from r3channel.weights.config import SyncConfig
-from r3channel.weights.geometry import Box, RankPlan, ShardMap, plan_reshard, report_of
-from r3channel.weights.joint_group import JointGroup
-from r3channel.weights.loader_map import Needs
+from r3channel.weights.geometry import Box, Needs, RankPlan, ShardMap, plan_reshard, report_of
+from r3channel.weights.groups import JointGroup
 from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
 from r3channel.weights.progress import Deadline
 from r3channel.weights.rank_link import NEEDS, TABLE, Digests, Piece, RankLink, Record

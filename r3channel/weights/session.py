@@ -28,17 +28,16 @@ from r3channel.weights.broadcast import Broadcast, Source
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.convert import Shard
 from r3channel.weights.engine import EngineHandle, Engines, handle_of
-from r3channel.weights.executor import Update
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
 from r3channel.weights.progress import CONTROL_S, REPAIR_S, Deadline, Run, UpdateReport, background
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.send_planner import Feed, SendPlanner, UpdateSpec
 from r3channel.weights.sources import Given, from_peer, read_again, read_first
-from r3channel.weights.staged import Grouped, Staged
 from r3channel.weights.staged_copy import JOINT
 from r3channel.weights.store import HeldWeights
 from r3channel.weights.transaction import EngineState
+from r3channel.weights.update import Grouped, Staged, Update
 
 Tensors = Iterable[tuple[str, torch.Tensor]] | Iterable[Shard]
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import torch
 from r3channel.errors import ManifestMismatch
 from r3channel.weights.checksums import finite, nonfinite
 from r3channel.weights.engine import EngineHandle
-from r3channel.weights.loader_map import Part
+from r3channel.weights.geometry import Part
 from r3channel.weights.manifest import Manifest, TensorMeta, fill_buckets
 from r3channel.weights.progress import Run
 from r3channel.weights.rank_link import RankLink

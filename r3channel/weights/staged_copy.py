@@ -265,6 +265,21 @@ class StagedCopy:
                 raise WeightsError(f"{meta.name} holds other bytes than were staged")
 
 
+def make_copy(
+    params: Sequence[TensorMeta], *, device: torch.device, wire: Wire, room: Room, insist: bool
+) -> tuple[StagedCopy, str]:
+    """Return memory for one update of these parameters; where there is none, a copy of nothing, and why.
+
+    `insist`: as `Room.lacks` has it. The copy of `nccl` lies in the host's memory where the GPU has no room for it."""
+    nbytes, summed = staged_bytes(params), wire in ON_GPU
+    full = gpu_lacks(nbytes, device, wire) if summed else ""
+    why = room.lacks(nbytes, insist=insist, shared=wire == "shared_memory")
+    if summed and (wire == "cuda_ipc" or not full or device.type != "cuda"):
+        why = full
+    wire = "tcp" if why or full else wire
+    return StagedCopy(() if why else params, device=device, wire=wire, summed=summed), why
+
+
 def _locked(owner: StagedCopy, flat: torch.Tensor) -> bool:
     """Have CUDA lock memory until `owner` goes. False where that is refused, as where memory is short.
 

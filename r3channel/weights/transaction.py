@@ -5,7 +5,7 @@
             a failure before the first engine is NEW -> ABORT
 
 `ORDER` is the whole order: a call is made once no answer to the one before is missing. Every trainer rank has such a machine;
-rank 0's also speaks to engines, and the others take over what it says of them. `executor` carries out the actions.
+rank 0's also speaks to engines, and the others take over what it says of them. `update` carries out the actions.
 
 The first engine that is NEW decides for all, and nothing that happens later undoes it: an engine that does not follow is FENCED.
 An engine that is lost sooner is left out, and the update goes on with the others. FENCED becomes clean only by a commit.

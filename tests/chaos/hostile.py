@@ -48,7 +48,7 @@ from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener, _proof
 from r3channel.weights import rank_link, send_planner
 from r3channel.weights.checksums import tensor_digest
-from r3channel.weights.loader_map import Needs, PartTable
+from r3channel.weights.geometry import Needs, PartTable
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import Deadline
 from r3channel.weights.receiver import Receiver, opened

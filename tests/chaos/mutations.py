@@ -25,8 +25,7 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.weights import rank_link
-from r3channel.weights.geometry import Box
-from r3channel.weights.loader_map import Part
+from r3channel.weights.geometry import Box, Part
 from r3channel.wire import parcel
 from r3channel.wire import row_protocol as rows
 from r3channel.wire.digest import layer_digests

@@ -23,6 +23,7 @@ from examples.float8_blocks import float8_blocks
 from r3channel.errors import R3Error
 from r3channel.transport.collective_lock import Slot
 from r3channel.transport.process_group import ProcessGroupTransport
+from r3channel.weights import ranks
 from r3channel.weights.convert import Shard
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.geometry import Box
@@ -30,7 +31,7 @@ from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.rank_link import RankLink
 from r3channel.weights.send_planner import _RECORD_BYTES, SendPlanner
 from r3channel.weights.session import WeightSync
-from r3channel.weights.staged import Staged
+from r3channel.weights.update import Staged
 from tests.dist.ranks import write_result
 from tests.support.waits import UPDATE_S
 
@@ -183,8 +184,10 @@ def failing(job: dict[str, Any], how: str, given: list[Shard]) -> Iterator[Shard
 
 
 def late(job: dict[str, Any]) -> dict[str, Any]:
-    """Rank 1 stands still beyond the deadline of every second update; then both go on."""
-    rank, told = job["rank"], list[Any]()
+    """Rank 1 stands still beyond the deadline of every second update; then both go on. Of each: what failed it, and whether the
+    log tells of a wait."""
+    rank, told, logged = job["rank"], list[Any](), list[object]()
+    ranks.log.addFilter(lambda record: logged.append(record) or True)
     with WeightSync.sharded(job["engines"], group=dist.group.WORLD) as sync:
         sync.connect(timeout_s=UPDATE_S)
         for version in range(1, 2 * job["late"] + 1):
@@ -194,9 +197,9 @@ def late(job: dict[str, Any]) -> dict[str, Any]:
                 os.kill(os.getpid(), signal.SIGSTOP)
                 waking.wait()
             limit_s = 0.6 if stands_still else UPDATE_S
-            told.append(
-                failure(lambda v=version, s=limit_s: sync.update(shards(rank, v), version=v, timeout_s=s))
-            )
+            logged.clear()
+            said = failure(lambda v=version, s=limit_s: sync.update(shards(rank, v), version=v, timeout_s=s))
+            told.append((said, bool(logged)))
     return {"told": told}
 
 

@@ -9,43 +9,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
-from r3channel.weights.broadcast import WeightGroup
+from r3channel.weights.groups import WeightGroup
 from r3channel.weights.session import WeightSync
 from tests.contract.exact_rank import failure
 from tests.dist.ranks import write_result
-from tests.support.waits import UPDATE_S
+from tests.support.waits import UPDATE_S, until
 from tests.support.weights import NAMES, weights
 
 
 def stage(job: dict[str, Any], version: int) -> list[tuple[str, torch.Tensor]]:
-    if "tensors" in job:
-        return [
-            (name, t * version)
-            for name, t in load_file(job["tensors"]).items()
-            if _layer(name) % 2 == job["rank"]
-        ]
     sources = job["world_size"] - 1
     own = NAMES[job["rank"] :: sources] if job["rank"] < sources else []
     return [(name, weights(version)[name]) for name in own]
 
 
-def _layer(name: str) -> int:
-    parts = name.split(".")
-    return int(parts[2]) if parts[1] == "layers" else 0
-
-
-def failing(job: dict[str, Any], version: int, how: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The second rank's tensors, of which the second does not come as it should."""
+def failing(
+    job: dict[str, Any], version: int, how: str, sent: list[int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The second rank's tensors, of which the second does not come as it should; it dies once engines hold the first."""
     for number, (name, tensor) in enumerate(stage(job, version)):
         if number == 1 and how == "nan":
             tensor = torch.full_like(tensor, float("nan"))
         if number == 1 and how == "raises":
             raise ValueError("gather failed")
         if number == 1 and how == "slow":
-            time.sleep(1.5)
+            time.sleep(1.2 * job["engine_timeout_s"])
         if number == 1 and how == "dies":
+            until(lambda: sent)
             write_result(job, {})
             os._exit(0)
         yield name, tensor
@@ -63,18 +54,14 @@ def run(job: dict[str, Any]) -> None:
         sent.append(len(payload))
 
     WeightGroup.broadcast = counted
-    options = {
-        "group": dist.group.WORLD,
-        "staged": job.get("staged", False),
-        "bucket_bytes": job.get("bucket_bytes", 1024),
-    }
-    options |= {"engine_timeout_s": job.get("engine_timeout_s", 1.0)}
+    options = {"staged": job.get("staged", False), "engine_timeout_s": job["engine_timeout_s"]}
+    options |= {"group": dist.group.WORLD, "bucket_bytes": 1024}
     with WeightSync.whole(job["engines"], **options) as sync:
         sync.connect(timeout_s=UPDATE_S)
         version = 0
         for how in job["hows"]:
             version += 1
-            given = failing(job, version, how) if job["rank"] == 1 else iter(stage(job, version))
+            given = failing(job, version, how, sent) if job["rank"] == 1 else iter(stage(job, version))
             sent.clear()
             said = failure(lambda v=version, given=given: sync.update(given, version=v, timeout_s=UPDATE_S))
             version -= bool(said)

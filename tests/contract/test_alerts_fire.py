@@ -168,7 +168,7 @@ def rows_are_shifted(place: Place) -> None:
 
 
 def engine_hangs_while_others_are_updated(place: Place) -> None:
-    place.patch.setattr("r3channel.weights.executor.CONTROL_S", busy())
+    place.patch.setattr("r3channel.weights.update.CONTROL_S", busy())
     weight = {"model.layers.0.mlp.gate.weight": torch.zeros(4, 4)}
     engines = [FakeEngine(receives={name: one.clone() for name, one in weight.items()}) for _ in range(2)]
     for engine in engines:

@@ -23,7 +23,7 @@ from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.transport.base import Rendezvous, Transport
 from r3channel.transport.process_group import UNLIMITED, ProcessGroupTransport, RendezvousStore
 from r3channel.transport.select import TRANSPORTS, Kind, join
-from r3channel.weights.broadcast import WeightGroup
+from r3channel.weights.groups import WeightGroup
 from tests.support.waits import SOON_S
 
 Joiner = Callable[..., list[Transport]]

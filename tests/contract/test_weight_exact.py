@@ -16,14 +16,15 @@ from examples.float8_blocks import quantise
 from r3channel.errors import TransportError
 from r3channel.transport.base import Rendezvous
 from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore, in_background
-from r3channel.weights.joint_group import JointReceiver, turns
+from r3channel.weights.groups import JointReceiver, turns
 from r3channel.weights.loader_map import dry_run
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.session import WeightSync
 from tests.contract.exact_rank import FLOAT8, plain, weights
 from tests.dist.ranks import run_ranks
 from tests.support.fake_engine import FakeEngine, Model
-from tests.support.waits import SOON_S, UPDATE_S
+from tests.support.waits import SOON_S, UPDATE_S, busy
+from tests.support.weights import holds
 
 RANK = "tests.contract.exact_rank"
 
@@ -36,11 +37,8 @@ def test_an_error_of_either_trainer_rank_says_what_version_engines_hold(tmp_path
     dry_run(Model(tensors), metas)
     pair = empty(2)
     urls = [engine.url for engine in pair]
-    job = {"engines": urls, "dies": dies}
-    results = run_ranks(RANK, tmp_path, world_size=2, job=job)
-    for engine in pair:
-        assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in weights(2).items())
-        assert engine.version == "2" and not engine.paused
+    results = run_ranks(RANK, tmp_path, world_size=2, job={"engines": urls, "dies": dies})
+    assert all(holds(engine, 2, weights(2)) for engine in pair)
     left = results[1 - dies]
     assert left["sent"] == len(pair) * sum(tensor.nbytes for tensor in weights(1).values()) / 2
     kind, spoiled = left["spoiled"]
@@ -88,13 +86,15 @@ def test_ranks_send_in_one_group_in_one_order_and_who_dies_in_a_round_costs_that
     assert results[0]["sent"] == len(engines) * whole / 2
     for found in results:
         assert found["spoiled"][0] == found["lost"][0] == "WeightUpdateFailed"
-        assert "holds NaN" in found["spoiled"][1] or "joint group" in found["spoiled"][1]
-        assert re.search(r"joint group has ended|trainer rank \d", found["lost"][1]), found["lost"]
-    assert all(holds(engine, weights(3), "3") for engine in engines)
+        assert re.search(r"holds NaN|joint group has ended; .*trainer rank \d", found["spoiled"][1]), found
+        # who left first may reach a third by way of a second, which is named then
+        named = r"joint group has ended; engine \S+ rank 0: .*trainer rank \d|: trainer rank 1 is gone"
+        assert re.search(named, found["lost"][1]), found["lost"]
+    assert all(holds(engine, 3, weights(3)) for engine in engines)
     with WeightSync.sharded(job["engines"], group=None, wire="gloo") as sync:
         sync.connect(timeout_s=UPDATE_S)
         sync.update(weights(5).items(), version=5, timeout_s=UPDATE_S)
-    assert all(holds(engine, weights(5), "5") for engine in engines)
+    assert all(holds(engine, 5, weights(5)) for engine in engines)
 
 
 def test_a_rank_that_is_to_leave_while_it_joins_leaves_once_it_has() -> None:
@@ -108,11 +108,6 @@ def test_a_rank_that_is_to_leave_while_it_joins_leaves_once_it_has() -> None:
     joining.result(SOON_S)
     with pytest.raises(TransportError, match="closed"):
         trainer.recv(1, torch.empty(1, dtype=torch.uint8), timeout_s=SOON_S)
-
-
-def holds(engine: FakeEngine, wanted: dict[str, torch.Tensor], version: str) -> bool:
-    equal = all(torch.equal(engine.tensors[name], tensor) for name, tensor in wanted.items())
-    return equal and engine.version == version and not engine.paused
 
 
 def empty(count: int) -> list[FakeEngine]:
@@ -132,7 +127,7 @@ def test_rank_that_stops_alone_is_named_to_others_at_once_and_next_update_succee
     for found, (how, words) in itertools.product((first, third), said.items()):
         seconds, kind, error = found[how]
         assert kind == "WeightUpdateFailed" and re.search(f"trainer rank 1.*{words}", error), (how, error)
-        assert seconds < 2, how
+        assert seconds < 2 * busy(), how
     assert engine.version == str(len(said)) and not engine.paused
 
 
@@ -140,11 +135,12 @@ def test_a_rank_that_stands_still_beyond_a_deadline_fails_that_update_and_no_oth
     (engine,) = empty(1)
     job = {"engines": [engine.url], "late": 10}
     first, second = (found["told"] for found in run_ranks(RANK, tmp_path, world_size=2, job=job))
+    assert [waited for *_, waited in first[1::2]] == [False] * 10, "none waited beyond its own deadline"
+    first, second = ([said for said, _ in told] for told in (first, second))
     assert first[::2] == second[::2] == [[]] * 10
     assert all("ranks [1] did not come along" in error for _, error in first[1::2])
     assert [error for _, error in second[1::2] if "trainer rank 0" not in error] == []
     assert engine.version == "19" and not engine.paused
-    assert "has waited" not in (tmp_path / "log.0").read_text()
 
 
 def test_shards_of_two_trainer_ranks_become_float8_at_an_engine_and_at_one_that_joins(tmp_path: Path) -> None:

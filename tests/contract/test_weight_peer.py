@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 import torch
@@ -126,17 +125,14 @@ def test_an_engine_with_another_version_is_asked_for_nothing(trio: Trio) -> None
             link.fetch(2, 0, timeout_s=5)
 
 
-@pytest.mark.parametrize("why", ["alone", "left behind", "before any update"])
+@pytest.mark.parametrize("why", ["left behind", "before any update"])
 def test_where_nothing_holds_the_version_the_caller_is_told(why: str) -> None:
     pair = serving(), serving()
-    with session(*pair[: 1 if why == "alone" else 2]) as sync:
-        update = partial(sync.update, weights(1).items(), version=1, timeout_s=UPDATE_S)
+    with session(*pair) as sync:
         if why == "left behind":
             pair[0].script["/continue_generation", 1] = "refuse"
             with pytest.raises(EngineLeftBehind):
-                update()
-        elif why == "alone":
-            update()
+                give(sync, 1)
         url = pair[0].url if why != "left behind" else pair[1].restarted().url
         with pytest.raises(UsageError, match=f"nothing holds version.*for engine {url}"):
             sync.update_one(url, timeout_s=UPDATE_S)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tests.contract.test_weight_faults import UPDATE
 from tests.dist.ranks import run_ranks
 from tests.support.fake_engine import FakeEngine
+from tests.support.waits import UPDATE_S, busy
 from tests.support.weights import NAMES, holds, serving, weights
 
 RANK = "tests.contract.source_rank"
@@ -18,7 +20,9 @@ def test_a_bucket_is_broadcast_once_and_no_rank_that_fails_leaves_a_mixture(tmp_
     engines = [FakeEngine() for _ in range(3)]
     engines[1].settings |= {"tp_size": 2}
     hows = ["good", "slow", "nan", "raises", "again", "dies"]
-    job = {"engines": [engine.url for engine in engines], "hows": hows}
+    job: dict[str, Any] = {"engines": [engine.url for engine in engines], "hows": hows}
+    # a source that is slow takes longer; an engine does not, on a machine with much to do either
+    job["engine_timeout_s"] = 2 * busy()
     first, second, *_, silent = run_ranks(RANK, tmp_path, world_size=4, job=job)
     for how in ("good", "slow", "again"):
         assert first[how]["said"] == [] and first[how]["sent"] == [1024] * 3  # of its kilobytes
@@ -34,7 +38,7 @@ def test_a_bucket_is_broadcast_once_and_no_rank_that_fails_leaves_a_mixture(tmp_
 def test_an_engine_that_is_lost_on_the_way_ends_no_update_of_the_others(tmp_path: Path) -> None:
     good, bad, other = (FakeEngine() for _ in range(3))
     bad.script[UPDATE, 3] = "die"
-    job = {"engines": [good.url, bad.url, other.url], "hows": ["lost", "next"]}
+    job = {"engines": [good.url, bad.url, other.url], "hows": ["lost", "next"], "engine_timeout_s": UPDATE_S}
     found = run_ranks(RANK, tmp_path, world_size=3, job=job)
     assert holds(good, 2) and holds(other, 2)
     assert all(told["lost"]["said"] == told["next"]["said"] == [] for told in found)
@@ -46,6 +50,7 @@ def test_an_engine_that_is_lost_on_the_way_ends_no_update_of_the_others(tmp_path
 def test_engines_with_our_half_get_the_ranks_tensors_staged(tmp_path: Path) -> None:
     engines = [serving(), serving()]
     job = {"engines": [engine.url for engine in engines], "hows": ["good", "again"], "staged": True}
+    job["engine_timeout_s"] = UPDATE_S
     found = run_ranks(RANK, tmp_path, world_size=3, job=job)
     assert all(holds(engine, 2) and UPDATE not in engine.calls for engine in engines)
     assert [told["again"]["said"] for told in found] == [[]] * 3

@@ -14,7 +14,7 @@ import torch
 
 from r3channel import errors
 from r3channel.transport.listener import connect
-from r3channel.weights import executor, hold, staged_copy
+from r3channel.weights import hold, staged_copy, update
 from r3channel.weights.loader_map import dry_run
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.session import WeightSync
@@ -94,7 +94,8 @@ def test_an_engine_of_float8_weights_refuses_others_by_name(expected: str | None
     held = {name: torch.ones(8, 8).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
     engine = FakeEngine(receives={key: tensor.clone() for key, tensor in held.items()})
     with session(engine, expected=expected) as sync:
-        said, plain = rf"{name} float8_e4m3fn\[8, 8\].* bfloat16\[8, 8\]", torch.full((8, 8), 0.5).bfloat16()
+        said = rf"keeps {name} float8_e4m3fn\[8, 8\].* bfloat16\[8, 8\].*Give float8 with its scales"
+        plain = torch.full((8, 8), 0.5).bfloat16()
         refused(sync, 1, said, [(name, plain)])
         assert torch.equal(engine.tensors[name].float(), held[name].float()) and not engine.paused
         scaled = held | {name: torch.full((8, 8), 2.0).to(torch.float8_e4m3fn)}
@@ -327,6 +328,6 @@ def test_an_engine_has_the_time_for_a_slow_dry_run_and_for_as_many_bytes_as_chan
         assert give(sync, 1, timeout_s=UPDATE_S).way == "staged"
         assert holds(engine, 1)
         monkeypatch.setattr(staged_copy, "_copied", partial(slow, 0.6, copied))
-        monkeypatch.setattr(executor, "staged_bytes", lambda _params: 60_000_000_000)
+        monkeypatch.setattr(update, "staged_bytes", lambda _params: 60_000_000_000)
         assert give(sync, 2, timeout_s=UPDATE_S).evicted == {}
         assert holds(engine, 2) and not engine.paused and sync.routable() == (engine.url,)

@@ -13,7 +13,7 @@ import torch
 
 from r3channel.errors import ConfigError, DeadlineExceeded, UsageError
 from r3channel.transport.process_group import in_background
-from r3channel.weights.broadcast import WeightGroup
+from r3channel.weights.groups import WeightGroup
 from tests.support.fake_engine import UPDATE, FakeEngine
 from tests.support.waits import SOON_S, until
 

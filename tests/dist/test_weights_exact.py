@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from examples.embedded.sglang import EngineOptions, EngineServer
 from r3channel.cli import main
+from r3channel.plan.layout import TrainerLayout
 from r3channel.transport.process_group import in_background
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
@@ -68,6 +69,9 @@ def test_every_parameter_of_every_rank_equals_what_sglang_loads_itself(
     job = {"what": "exact", "layout": layout, "dtype": dtype, "model": str(model_dir), "engines": engines}
     results = run_ranks(RANK, tmp_path / "ranks", job=job | {"manifest": manifest})
     whole = load_file(model_dir / "model.safetensors")
+    experts = sum(t.numel() * (4 if dtype == "float32" else 2) for n, t in whole.items() if ".experts." in n)
+    ep = TrainerLayout.parse(layout).ep
+    check_broadcast(results, list(whole), experts - experts // ep)
     check_results(results, sum(tensor.nbytes for tensor in whole.values()), engines=len(engines))
 
     verify = ["weights", "verify", *(word for url in engines for word in ("--engine", url))]
@@ -80,6 +84,15 @@ def test_every_parameter_of_every_rank_equals_what_sglang_loads_itself(
         sync.connect(timeout_s=UPDATE_S)
         sync.update(expected.items(), version=7, timeout_s=UPDATE_S)
     assert got == checksums(engines) and len(got[0]) == 2
+
+
+def check_broadcast(results: list[dict[str, Any]], names: list[str], spared_bytes: int) -> None:
+    """The engines hold what they hold over TCP; each tensor has one sender, which broadcasts it once; no rank gathers what other
+    EP ranks hold."""
+    assert all(sent == given for sent, given in (result["sent"] for result in results))
+    assert results[0]["broadcast"] == results[0]["over_tcp"]
+    assert sorted(name for result in results for name in result["sends"]) == sorted(names)
+    assert {whole - own for own, whole in (result["gathered"] for result in results)} == {spared_bytes}
 
 
 def check_results(results: list[dict[str, Any]], model_bytes: int, *, engines: int) -> None:

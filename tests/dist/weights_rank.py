@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import runpy
+from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,8 +16,10 @@ import torch.distributed as dist
 from examples.embedded import megatron
 from r3channel.errors import WeightUpdateFailed
 from r3channel.plan.layout import TrainerLayout
+from r3channel.weights import convert
 from r3channel.weights.convert import hf_shards, hf_weights
 from r3channel.weights.engine import EngineHandle
+from r3channel.weights.groups import WeightGroup
 from r3channel.weights.session import WeightSync
 from tests.dist import deepseek_export
 from tests.dist.ranks import ROOT, megatron_world
@@ -38,7 +43,7 @@ def scale(chunks: list[torch.nn.Module], factor: float) -> None:
 def exact(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
     """Publishes to engines, also what is spoilt."""
     model = megatron.build(job["model"], layout, dtype=job["dtype"])
-    result: dict[str, Any] = {"reports": []}
+    result: dict[str, Any] = {"reports": [], **broadcast(job, model)}
     with WeightSync.sharded(job["engines"], group=dist.group.WORLD, verify=True) as sync:
         sync.connect(timeout_s=UPDATE_S)
         for version in (1, 2):
@@ -59,6 +64,47 @@ def exact(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
             sync.held.write(job["manifest"])
         result["refused"] = spoiled(sync, model, job["rank"])
     return result
+
+
+def broadcast(job: dict[str, Any], model: Any) -> dict[str, Any]:
+    """Broadcast twice, at last what the second version is over TCP: experts from the ranks that hold them, one sender for each.
+    Tells what this rank sends, and the bytes that it gathers: so, and where the stage's first rank sends all."""
+    from megatron.core import parallel_state as mpu
+
+    came, gathered, sent, send = [0], convert._gathered, list[int](), WeightGroup.broadcast
+
+    def counted(weight: torch.Tensor, *, group: Any) -> list[torch.Tensor]:
+        came[-1] += weight.nbytes * (dist.get_world_size(group) - 1)
+        return gathered(weight, group=group)
+
+    def noted(group: WeightGroup, payload: torch.Tensor, *, timeout_s: float) -> None:
+        send(group, payload, timeout_s=timeout_s)
+        sent.append(len(payload))
+
+    first = (
+        mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+        and mpu.get_tensor_model_parallel_rank() == 0
+    )
+    own = mpu.get_expert_data_parallel_rank() == 0 and mpu.get_expert_tensor_parallel_rank() == 0
+    given = partial(hf_weights, model.bridge, model.chunks, source=first)
+    found = dict[str, Any]()
+    options: Any = {"group": dist.group.WORLD, "staged": False, "bucket_bytes": 1 << 20}
+    with (
+        patch.object(convert, "_gathered", counted), patch.object(WeightGroup, "broadcast", noted),
+        WeightSync.whole(job["engines"], **options) as sync,
+    ):  # fmt: skip
+        sync.connect(timeout_s=UPDATE_S)
+        for version in (1, 2):
+            scale(model.chunks, 2.0)
+            sent.clear()
+            report = sync.update(given(experts=own), version=version, timeout_s=UPDATE_S)
+            found["sent"] = [sum(sent), report.payload_bytes]
+        found |= {"broadcast": checksums(job), "sends": [name for name, _ in given(experts=own)]}
+        for experts in (own, None):
+            came.append(0)
+            deque(given(experts=experts), maxlen=0)
+    scale(model.chunks, 0.25)
+    return found | {"gathered": came[1:]}
 
 
 def checksums(job: dict[str, Any]) -> list[Any]:

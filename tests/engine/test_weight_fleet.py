@@ -14,15 +14,12 @@ import pytest
 
 from examples.embedded.sglang import EngineServer, kill_family
 from r3channel.cli import main
-from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
 from r3channel.weights.store import checkpoint_tensors
-from tests.dist.ranks import run_ranks
 from tests.engine.client import greedy, serving
 from tests.engine.conftest import Weights
 from tests.support.waits import UPDATE_S
-from tests.support.weights import as_engine_keeps
 
 pytestmark = pytest.mark.engine
 
@@ -93,23 +90,6 @@ def test_checkpoint_engine_a_dummy_engine_is_filled_from_a_checkpoint_alone(
     assert greedy(dummy.url) == (tokens, "3")
     checksums = [EngineHandle(url).weight_checksums(timeout_s=UPDATE_S) for url in (engine_url, dummy.url)]
     assert checksums[0] == checksums[1]
-
-
-@pytest.mark.long
-def test_two_trainer_ranks_broadcast_to_two_engines_bit_for_bit(
-    restored: None, engine_url: str, dummy: EngineServer, original: Weights, model_dir: Path, tmp_path: Path
-) -> None:
-    """Each bucket once, into both engines; the second update in the groups of the first."""
-    job = {"engines": [engine_url, dummy.url], "hows": ["first", "second"], "bucket_bytes": BUCKET_BYTES}
-    job |= {"tensors": str(model_dir / "model.safetensors"), "engine_timeout_s": 30.0}
-    told = run_ranks("tests.contract.source_rank", tmp_path, world_size=2, job=job)
-    twice = as_engine_keeps({name: tensor * 2 for name, tensor in original.items()})
-    wanted = {name: tensor_checksum(tensor) for name, tensor in twice.items()}
-    for url in (engine_url, dummy.url):
-        assert EngineHandle(url).weight_checksums(timeout_s=UPDATE_S) == [wanted] and greedy(url)[1] == "2"
-    sent = [rank["second"]["sent"] for rank in told]
-    assert [rank[how]["said"] for rank in told for how in rank] == [[]] * 4
-    assert sum(map(sum, sent)) == sum(tensor.nbytes for tensor in original.values()) and all(sent)
 
 
 class _Serving:

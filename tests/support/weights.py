@@ -56,7 +56,7 @@ def give(sync: WeightSync, version: int, named: Iterable[Any] | None = None, *, 
 def in_gpu_memory(patch: pytest.MonkeyPatch) -> None:
     """For `cuda_ipc`: memory of this process for a GPU's, hashed as there, and its number for a handle."""
     flats = list[torch.Tensor]()
-    patch.setattr(hold, "gpu_lacks", lambda *_: "")
+    patch.setattr(staged_copy, "gpu_lacks", lambda *_: "")
     patch.setattr(staged_copy, "ipc_handle", lambda flat: [flats.append(flat) or len(flats) - 1])
     patch.setattr(staged_copy, "ipc_memory", lambda told: flats[told[0]])
     for module in (hold, staged_copy, rank_link):
@@ -80,9 +80,10 @@ def refused(
     return str(failure.value)
 
 
-def holds(engine: FakeEngine, version: int) -> bool:
-    """Whole weights of this version, under this version, and serving."""
-    equal = all(torch.equal(engine.tensors[name], tensor) for name, tensor in weights(version).items())
+def holds(engine: FakeEngine, version: int, wanted: Weights | None = None) -> bool:
+    """Whole weights of this version, or those that are wanted, under this version, and serving."""
+    wanted = weights(version) if wanted is None else wanted
+    equal = all(torch.equal(engine.tensors[name], tensor) for name, tensor in wanted.items())
     return equal and engine.version == str(version) and not engine.paused and not engine.open
 
 

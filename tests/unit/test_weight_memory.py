@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from r3channel.errors import CannotStage
-from r3channel.weights import hold, staged_copy
+from r3channel.weights import staged_copy
 from r3channel.weights.checksums import cross_sums
 from r3channel.weights.staged_copy import Room, StagedCopy, free_bytes
 from tests.gpu.checks.weights import check
@@ -74,7 +74,7 @@ def test_an_engine_has_one_staged_copy_at_most_and_none_when_the_session_is_clos
 
     others: list[Any] = []
     others += left()  # of other tests
-    monkeypatch.setattr(hold, "StagedCopy", made)
+    monkeypatch.setattr(staged_copy, "StagedCopy", made)
     engine, spoiled = serving(), weights(1)
     next(iter(spoiled.values())).view(-1)[-1] = torch.nan
     for version in (1, 3):

@@ -73,8 +73,6 @@ def test_an_engine_of_float8_weights_is_filled_from_float32_ones(checkpoint: Pat
     engine = FakeEngine(receives={name: tensor.clone() for name, tensor in held.items()})
     new = {WEIGHT: random(*SHAPE, seed=9), ROUTER: torch.ones(4, 4)}
     with session(engine, bucket_bytes=1 << 20) as sync:
-        refused(sync, 1, r"keeps .* float8_e4m3fn\[.*Give float8 with its scales", new.items())
-    with session(engine, bucket_bytes=1 << 20) as sync:
         report = give(sync, 1, float8_blocks(new.items(), like=checkpoint))
     assert report.tensors == 3 and not report.skipped
     values, scales = quantise(new[WEIGHT], BLOCK)

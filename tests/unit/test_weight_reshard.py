@@ -16,9 +16,18 @@ from hypothesis import strategies as st
 from r3channel.errors import ManifestMismatch
 from r3channel.weights import geometry
 from r3channel.weights.config import SyncConfig
-from r3channel.weights.geometry import Box, Layout, RankPlan, ShardMap, batches, deal, plan_reshard, report_of
-from r3channel.weights.joint_group import turns
-from r3channel.weights.loader_map import Needs, Part, PartTable
+from r3channel.weights.geometry import (
+    Box,
+    Layout,
+    Needs,
+    Part,
+    RankPlan,
+    ShardMap,
+    batches,
+    deal,
+    plan_reshard,
+)
+from r3channel.weights.groups import turns
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import Deadline
 from r3channel.weights.rank_link import RankLink
@@ -105,39 +114,33 @@ def test_replicas_of_a_tensor_take_turns_over_the_engines(replicas: int, engines
         assert len(set(sent)) >= 12 // replicas, "no replica serves one tensor to all while others rest"
 
 
+def one_tensor(name: str, size: int, *held: tuple[int, Box]) -> ShardMap:
+    """A map of one float32 tensor; of rank 2 where no boxes are given."""
+    layout = Layout.of((size,), held or [(2, Box.whole((size,)))])
+    return ShardMap([(TensorMeta(name=name, dtype=torch.float32, shape=(size,)), layout)])
+
+
 @pytest.mark.parametrize(
     ("source", "target", "message"),
     [
-        ([("a", (4,))], [("b", (4,))], "b float32.*no trainer rank reported"),
-        ([("a", (4,))], [("a", (5,))], r"a float32\[5\].*a float32\[4\].*equal whole shapes"),
+        (one_tensor("a", 4), one_tensor("b", 4), "b float32.*no trainer rank reported"),
+        (one_tensor("a", 4), one_tensor("a", 5), r"a float32\[5\].*a float32\[4\].*equal whole shapes"),
+        (one_tensor("w", 8, (0, Box((0,), (5,))), (1, Box((4,), (8,)))), one_tensor("w", 8),
+         "tensor w .*rank 0 and rank 1 .*overlap"),
+        (one_tensor("w", 8, (0, Box((0,), (5,))), (1, Box((6,), (8,)))), one_tensor("w", 8),
+         r"tensor w .*rank 2 needs .*8 elements.*hold 7"),
     ],
-)
-def test_maps_that_do_not_fit_are_refused_by_name(source: Any, target: Any, message: str) -> None:
-    maps = [
-        ShardMap((TensorMeta(name=n, dtype=torch.float32, shape=s), replicated(s, [rank])) for n, s in rows)
-        for rank, rows in enumerate((source, target))
-    ]
+)  # fmt: skip
+def test_maps_that_do_not_fit_and_sources_that_overlap_or_gap_are_refused_by_name(
+    source: ShardMap, target: ShardMap, message: str
+) -> None:
     with pytest.raises(ManifestMismatch, match=message):
-        plan_reshard(maps[0], maps[1], rank=0, world_size=9)
-
-
-@pytest.mark.parametrize(
-    ("boxes", "message"),
-    [
-        ([(0, Box((0,), (5,))), (1, Box((4,), (8,)))], "tensor w .*rank 0 and rank 1 .*overlap"),
-        ([(0, Box((0,), (5,))), (1, Box((6,), (8,)))], r"tensor w .*rank 2 needs .*8 elements.*hold 7"),
-    ],
-)
-def test_overlap_and_gap_of_the_sources_are_refused_by_name(boxes: Any, message: str) -> None:
-    meta = TensorMeta(name="w", dtype=torch.float32, shape=(8,))
-    source = ShardMap([(meta, Layout.of((8,), boxes))])
-    with pytest.raises(ManifestMismatch, match=message):
-        plan_reshard(source, ShardMap([(meta, replicated((8,), [2]))]), rank=2, world_size=9)
+        plan_reshard(source, target, rank=2, world_size=9)
 
 
 def test_ranks_that_disagree_about_a_tensor_are_told_both_values() -> None:
     metas = [TensorMeta(name="w", dtype=torch.float32, shape=(n,)) for n in (4, 5)]
-    reports = [report_of([(meta, Box.whole(meta.shape))]) for meta in metas]
+    reports = [geometry.report_of([(meta, Box.whole(meta.shape))]) for meta in metas]
     with pytest.raises(ManifestMismatch, match=r"rank 1 .*w float32\[5\].*w float32\[4\]"):
         ShardMap.gathered(reports)
 
@@ -158,7 +161,8 @@ class OneRankOfTwo(TrainerRanks):
 
 def rank_link(meta: TensorMeta, box: Box) -> RankLink:
     needs = Needs(
-        (TensorMeta(name="p", dtype=meta.dtype, shape=box.shape),), PartTable.of([Part(0, box, 0, 0, (1,))])
+        (TensorMeta(name="p", dtype=meta.dtype, shape=box.shape),),
+        geometry.PartTable.of([Part(0, box, 0, 0, (1,))]),
     )
     return RankLink("e", 0, Mock(), Needs.from_dict(json.loads(json.dumps(needs.to_dict())), 1000), "", 0)
 
@@ -168,11 +172,8 @@ W = TensorMeta(name="w", dtype=torch.float32, shape=(8,))
 
 def surveyed(other: str = "") -> SendPlanner:
     """One trainer's, which holds all of `w`, as another one does."""
-    planner, spec = (
-        SendPlanner(OneRankOfTwo(other), SyncConfig(engines=[])),
-        UpdateSpec((((W, Box.whole((8,))),),), None),
-    )
-    planner.survey(spec, DEADLINE)
+    planner = SendPlanner(OneRankOfTwo(other), SyncConfig(engines=[]))
+    planner.survey(UpdateSpec((((W, Box.whole((8,))),),), None), DEADLINE)
     return planner
 
 
@@ -215,7 +216,9 @@ def test_what_ranks_report_is_gathered_to_the_map_that_they_have() -> None:
     reports = []
     for rank in range(3):
         boxes = held_by(shards, rank)
-        reports.append(report_of((meta, box) for meta in shards.metas for box in boxes.get(meta.name, ())))
+        reports.append(
+            geometry.report_of((meta, box) for meta in shards.metas for box in boxes.get(meta.name, ()))
+        )
     gathered = ShardMap.gathered(reports)
     assert gathered.metas == shards.metas
     assert all(held_by(gathered, rank) == held_by(shards, rank) for rank in range(3))

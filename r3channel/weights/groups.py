@@ -1,7 +1,8 @@
-"""The group in which trainer ranks send to engines' ranks, from GPU to GPU: in which order, and both ends.
+"""The groups in which weights travel to engines' ranks: a trainer rank's that broadcasts to SGLang's own, and the joint one.
 
-NCCL carries out a group's calls one after another, and each waits for its partner. All members therefore take one order: record
-by record, in rounds in which nobody has two partners (the circle method of round-robin tournaments).
+In the joint group (`wire="nccl"`) all trainer ranks send to our half in engines, from GPU to GPU. NCCL carries out a group's
+calls one after another, and each waits for its partner. All members therefore take one order: record by record, in rounds in
+which nobody has two partners (the circle method of round-robin tournaments).
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import Any
 
 import torch
 
-from r3channel.errors import TransportError, WeightsCorrupt
+from r3channel.errors import TransportError, UsageError, WeightsCorrupt
 from r3channel.transport.base import Pending, Rendezvous
-from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
+from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore, in_background
 from r3channel.weights.config import SyncConfig
-from r3channel.weights.progress import GRACE_S, Deadline, background
+from r3channel.weights.progress import GRACE_S, REPAIR_S, Deadline, background
 from r3channel.weights.rank_link import LANDS, LEAVES, RankLink
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.staged_copy import new_memory
@@ -30,6 +31,74 @@ _DEPTH = 2
 """Records under way, each with memory of its own: one is gathered or placed while another one travels."""
 _SHARE = 0.8
 """How long an engine waits for the others, of its time for an order: it must answer itself, or it counts as lost."""
+
+
+class WeightGroup:
+    """Rank 0 of a group that broadcasts to SGLang's own ranks. LISTENING -> JOINED (`join`) -> CLOSED (`close`, often).
+
+    >>> group = WeightGroup("doc-1", world_size=1)
+    >>> group.join(timeout_s=20.0)
+    >>> group.broadcast(torch.zeros(4, dtype=torch.uint8), timeout_s=5.0)
+    >>> group.close()
+
+    One thread at a time calls `join` and `broadcast`; any thread may close.
+    """
+
+    def __init__(self, name: str, *, world_size: int, host: str = "127.0.0.1", backend: str = "gloo") -> None:
+        """Listen on `host` (an address of this machine that the engines reach) at a port given by the system.
+
+        ConfigError for a wildcard host: store and gloo have no authentication, so only the configured interface may see them.
+        """
+        self.name, self.host, self.world_size, self.backend = name, host, world_size, backend
+        self._store = RendezvousStore(host)
+        self.where = {"master_address": host, "master_port": self._store.port, "group_name": name}
+        self.where |= {"backend": backend, "world_size": world_size}
+        """What another member must be told to join."""
+        self._sending = threading.Lock()
+        self.wire: ProcessGroupTransport | None = None
+        self._stand_ins = list[ProcessGroupTransport]()
+        self._closed = False
+
+    def join(self, rank: int = 0, *, timeout_s: float) -> None:
+        """Wait until all members have joined. Raises DeadlineExceeded. Another `rank`: in its place, until `close`."""
+        where = Rendezvous(
+            backend=self.backend, name=self.name, connection=0, rank=rank, world_size=self.world_size, host=self.host,
+            port=self._store.port,
+        )  # fmt: skip
+        wire = ProcessGroupTransport(where, timeout_s=timeout_s, members="foreign")
+        if rank:  # one that left at once would fail a member that has not met it yet
+            self._stand_ins.append(wire)
+        else:
+            self.wire = wire
+        if self._closed:  # meanwhile
+            self.close()
+
+    def broadcast(self, payload: torch.Tensor, *, timeout_s: float) -> None:
+        """Send `payload` (uint8, contiguous) to every member; its memory may be reused on return.
+
+        The members must expect exactly as many bytes: gloo aborts the process of a smaller receiver. After an error the
+        group is dead on every side. Raises DeadlineExceeded after `timeout_s`, TransportError if a member is gone.
+        """
+        if self.wire is None:
+            raise UsageError(f"weight group {self.name} is not joined, or is closed")
+        with self._sending:
+            self.wire.broadcast(0, payload, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Leave the group: members that wait in a broadcast fail at once. Never blocks on a broadcast under way."""
+        self._closed = True
+        wire, self.wire = self.wire, None
+        self._store.close()
+        while self._stand_ins:
+            in_background(self._stand_ins.pop().abort, name="weights-bury")
+        if wire is not None and self.backend == "gloo" and not self._sending.locked():
+            wire.abort()
+        elif wire is not None:
+            # gloo's group ends with the operation under way, by its deadline; NCCL's kernel waits on the device
+            in_background(wire.abort, name="weights-bury")
+
+
+# -- the joint group: its order, and both ends -----------------------------------------------------------------------------
 
 
 def turns(mine: int, step: int, records: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
@@ -92,35 +161,42 @@ class JointGroup:
 
         Raises:
             NonFiniteWeights: A tensor holds NaN or Inf.
-            TransportError: A member is gone, or silent for `engine_timeout_s`: says which links ended.
+            TransportError: A member is gone, or silent for `engine_timeout_s`: names the engine's rank at which it ended, and
+                why, as that one says.
         """
+        self._partner: RankLink | None = None
         try:
             return self._send(update, shards, deadline)
         except BaseException as error:
             self.leave()  # at once: others wait for this one
             if not isinstance(error, TransportError):
                 raise
-            gone = [f"engine {link.engine} rank {link.rank}" for link in self._links if not link.link.alive]
-            raise TransportError(f"the joint group has ended; gone: {gone or 'nobody'}: {error}") from error
+            why = "" if self._partner is None else f"; {_asked(self._partner)}"
+            raise TransportError(f"the joint group has ended{why}: {error}") from error
 
     def _send(self, update: int, shards: Sequence[torch.Tensor], deadline: Deadline) -> int:
         assert self._joining is not None
-        wire, most_s = self._joining.result(), self._config.engine_timeout_s
-        counts, sent, pending = [len(link.buckets[0]) for link in self._links], 0, deque[Pending]()
+        wire, most_s, sent = self._joining.result(), self._config.engine_timeout_s, 0
+        counts, pending = [len(link.buckets[0]) for link in self._links], deque[tuple[RankLink, Pending]]()
+
+        def finish(depth: int) -> None:
+            while len(pending) > depth:
+                self._partner, sending = pending.popleft()
+                sending.wait(timeout_s=min(deadline.left_s(), most_s))
+
         for link, records in zip(self._links, counts, strict=True):
+            self._partner = link
             link.begin(update, records, timeout_s=deadline.left_s())
         rooms = [new_memory(self._links[0].record_bytes, wire.device) for _ in range(_DEPTH)]
         order = turns(self._ranks.rank, 1, counts, max(self._ranks.size, len(counts)))
         for turn, (to, number) in enumerate(order):
-            if len(pending) == _DEPTH:
-                pending.popleft().wait(timeout_s=min(deadline.left_s(), most_s))
-            link = self._links[to]
+            finish(_DEPTH - 1)
+            self._partner = link = self._links[to]
             head, (flat,) = link.sealed(update, 0, link.buckets[0][number], shards, rooms[turn % _DEPTH])
             link.link.send_record(LANDS, head, timeout_s=min(deadline.left_s(), most_s))
-            pending.append(wire.start_send(self._ranks.size + to, flat.view(torch.uint8)))
+            pending.append((link, wire.start_send(self._ranks.size + to, flat.view(torch.uint8))))
             sent += flat.nbytes
-        while pending:
-            pending.popleft().wait(timeout_s=min(deadline.left_s(), most_s))
+        finish(0)
         return sent
 
     def leave(self) -> None:
@@ -133,6 +209,16 @@ class JointGroup:
             joining.add_done_callback(lambda joined: joined.exception() or joined.result().abort())
         if self._store is not None:
             self._store.close()
+
+
+def _asked(link: RankLink) -> str:
+    """Return why an engine's rank has left the group: as it says itself, or that it is gone."""
+    where, why = f"engine {link.engine} rank {link.rank}: ", "it has left"
+    try:
+        link.end(timeout_s=REPAIR_S)
+    except (TransportError, WeightsCorrupt) as error:
+        why = str(error).removeprefix(where)
+    return where + why
 
 
 class JointReceiver:
@@ -189,8 +275,8 @@ class JointReceiver:
                 self._changed.notify_all()
             yield room[:nbytes]
         except TransportError as error:
-            self.close(str(error))
-            raise WeightsCorrupt(f"the joint group has ended: {error}") from error
+            self.close(f"from trainer rank {trainer}: {error}")
+            raise WeightsCorrupt(f"the joint group has ended: {self._ended}") from error
         finally:
             self._rooms.put(room)
 
