@@ -27,6 +27,7 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.tools.report_page import write_page
 from r3channel.transport.auth import create_token, read_token
 from tests.upstream.slime_cpu.alerts import watched
+from tests.upstream.slime_cpu.process_use import ProcessUse
 from tests.upstream.slime_cpu.router import Router
 from tests.upstream.slime_cpu.sources import Sources, ready
 from tests.upstream.slime_cpu.witness import compare, said_by_dump, said_by_recording
@@ -34,6 +35,8 @@ from tests.upstream.slime_cpu.witness import compare, said_by_dump, said_by_reco
 _ROOT = Path(__file__).resolve().parents[3]
 _HERE = "tests.upstream.slime_cpu"
 _LOG_TAIL = 3000
+WARM_STEPS = 2
+"""In a run's first steps processes warm up: what is measured counts from behind them."""
 
 
 def options_of(argv: list[str] | None = None) -> argparse.Namespace:
@@ -50,6 +53,8 @@ def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--response-length", type=int, default=24)
     parser.add_argument("--delivery", choices=("inband", "direct"), default="inband")
     parser.add_argument("--live", action="store_true", help="no replay at all")
+    parser.add_argument("--bare", action="store_true", help="for timing: no witness, recording or dump")
+    parser.add_argument("--samples", type=int, default=8, help="of a step, in groups of four")
     parser.add_argument("--stock", action="store_true", help="slime's --use-rollout-routing-replay instead")
     parser.add_argument("--slimes-router", action="store_true", help="slime starts sglang-router, unused")
     parser.add_argument("--script", default="train_async.py")
@@ -107,6 +112,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 command, env=_environment(options, sources, ray_dir, router.port), cwd=options.work, stdout=out,
                 stderr=subprocess.STDOUT,
             )  # fmt: skip
+            use = stack.enter_context(
+                ProcessUse(Path(ray_dir), lambda: f"perf {WARM_STEPS - 1}: " in log.read_text())
+            )
             try:
                 code = child.wait(options.timeout_s)
             except subprocess.TimeoutExpired:
@@ -127,6 +135,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "page": write_page(trace).read_text() if trace.is_dir() else "",
         "logged": sum(file.read_bytes().count(b"r3channel/wait_s") for file in options.work.rglob("*.wandb")),
         "seconds": round(time.monotonic() - started, 1),
+        "use": use.found(),
         "killed_s": ended_s - float((options.work / "told/killed").read_text()) if options.kill else None,
         "rows": _compared(options, model) if told.is_dir() and not options.live else {},
         "perf": _numbers(r"perf \d+: (\{.*perf/step_time.*\})", log),
@@ -179,13 +188,13 @@ def _slime_arguments(
     --actor-num-nodes 1 --actor-num-gpus-per-node {options.world}
     --num-gpus-per-node {max(options.world, options.engines)}
     --train-env-vars {json.dumps(trainer, separators=(",", ":"))}
-    --save-debug-rollout-data {options.work}/rollouts/{{rollout_id}}.pt
     --update-weight-mode full --update-weight-transport disk --update-weight-disk-dir {options.work / "weights"}
     --prompt-data {prompts} --input-key text --label-key label --custom-rm-path {_HERE}.functions.reward
-    --num-rollout {options.steps} --rollout-batch-size 2 --n-samples-per-prompt 4 --global-batch-size 8
+    --num-rollout {options.steps} --rollout-batch-size {options.samples // 4} --n-samples-per-prompt 4
+    --global-batch-size {options.samples}
     --micro-batch-size 1 --rollout-max-response-len {options.response_length} --rollout-temperature 1.0
     --advantage-estimator grpo --eps-clip 0.2
-    --use-dynamic-batch-size --max-tokens-per-gpu 256
+    --use-dynamic-batch-size --max-tokens-per-gpu {max(256, options.response_length + 32)}
     """
     router = ["--sglang-router-ip", "127.0.0.1", "--sglang-router-port", str(router_port)]
     arguments = text.split() + ([] if options.slimes_router else router)
@@ -193,14 +202,16 @@ def _slime_arguments(
     if options.own_engines:
         arguments += ["--rollout-num-gpus", str(options.engines), "--rollout-num-gpus-per-engine", "1"]
         arguments += _engine_arguments(_engine(options, model))
+    if not options.bare:
+        arguments += ["--save-debug-rollout-data", f"{options.work}/rollouts/{{rollout_id}}.pt"]
     arguments += ["--sequence-parallel"] if options.tp > 1 else []
     # what Megatron allows without Transformer Engine
     arguments += ["--cp-comm-type", "all_gather"] if options.cp > 1 else []
     if options.stock:
         arguments.append("--use-rollout-routing-replay")
     elif not options.live:
-        arguments += ["--use-r3-channel", "--r3-record", str(options.work / "recording")]
-        arguments += ["--r3-delivery", options.delivery]
+        arguments += ["--use-r3-channel", "--r3-delivery", options.delivery]
+        arguments += [] if options.bare else ["--r3-record", str(options.work / "recording")]
     if options.delivery == "direct":
         arguments += ["--r3-ingest-port", str(options.port), "--r3-token-file", str(options.token)]
     return [*arguments, *options.more]
@@ -239,7 +250,7 @@ def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str, ro
         "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled", "no_proxy": "127.0.0.1,localhost",
         "NO_PROXY": "127.0.0.1,localhost",
         "PYTHONPATH": os.pathsep.join([str(_ROOT), megatron, slime, env["PYTHONPATH"], extra]),
-        "SLIME_CPU_WITNESS": str(options.work / "routers"), "SLIME_CPU_TOLD": str(options.work / "told"),
+        "SLIME_CPU_WITNESS": "" if options.bare else str(options.work / "routers"), "SLIME_CPU_TOLD": str(options.work / "told"),
         "R3CHANNEL_METRICS_PORT": "0", "R3CHANNEL_METRICS_DIR": str(options.work / "told"),
         "TMPDIR": f"{ray_dir}/tmp", "SLIME_CPU_FAULTS": options.faults, "SLIME_CPU_CORRUPT": str(int(options.corrupt)),
         "SLIME_CPU_KILL": str(int(options.kill)),
@@ -249,7 +260,8 @@ def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str, ro
     return {
         **env, **inherited, "SLIME_CPU_WORKER_ENV": json.dumps(inherited),
         "SLIME_CPU_GPUS": str(options.world + (options.engines if options.own_engines else 0)),
-        "SLIME_CPU_RAY_DIR": ray_dir, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "SLIME_CPU_RAY_DIR": ray_dir, "RAY_USAGE_STATS_ENABLED": "0", "RAY_debug_dump_period_milliseconds": "1000",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }  # fmt: skip
 
 
