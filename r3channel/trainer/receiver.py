@@ -41,7 +41,6 @@ from r3channel.wire.token_tensors import TokenTensor
 
 _WARMING = threading.Lock()
 """Else each receiver of a process would compile the same."""
-_Landed = tuple[ShardBuffer, torch.Tensor]
 
 
 class Receiver:
@@ -78,7 +77,7 @@ class Receiver:
         self._buffers: dict[str, torch.Tensor] = {}
         self._last = ("", -1, 0)
         """Run and step that were received last."""
-        self._ahead: tuple[Ticket, Future[_Landed]] | None = None
+        self._ahead: tuple[Ticket, Future[ShardBuffer]] | None = None
         """What comes on another thread, or came and was not received yet."""
         self._stays = layout.tp_slots == 1 and not self._config.grouped
         """Is the shard that routers use the memory into which it came? Then the next one comes into other memory."""
@@ -130,11 +129,11 @@ class Receiver:
                 slot.enter_context(PROCESS_SLOT.use("routing", where, timeout_s=self._config.step_timeout_s))
                 if self._coords.tp == 0:
                     landed = self._receive_whole(ticket, shard)
-                whole_N = None if landed is None else landed[1]
+                whole_N = None if landed is None else landed.rows_N
                 part_N = self._part(shard, whole_N)  # memory that is not to be had is a failure too
-                digests = self._digests(shard, landed[0] if landed else None)
+                digests = self._digests(shard, landed)
                 beside = [
-                    (tensor, slot_bytes(shard, tensor, landed[0].tensors[tensor.name]) if landed else [])
+                    (tensor, slot_bytes(shard, tensor, landed.tensors[tensor.name]) if landed else [])
                     for tensor in brought(ticket, shard)
                 ]
             except Exception as error:  # whatever it is: the other ranks of the group must learn it
@@ -192,8 +191,8 @@ class Receiver:
         self._ahead = ticket, in_background(call, name="receive")
 
     def _receive_ahead(
-        self, ticket: Ticket, shard: Shard, whole_N: torch.Tensor, *, after: Future[_Landed] | None
-    ) -> _Landed:
+        self, ticket: Ticket, shard: Shard, whole_N: torch.Tensor, *, after: Future[ShardBuffer] | None
+    ) -> ShardBuffer:
         self.clock.ahead()
         if after is not None:
             # It has the connection and the memory, until the relay refuses its ticket.
@@ -203,7 +202,7 @@ class Receiver:
         finally:
             self._member.announced.set()
 
-    def _receive_whole(self, ticket: Ticket, shard: Shard) -> _Landed:
+    def _receive_whole(self, ticket: Ticket, shard: Shard) -> ShardBuffer:
         if self._ahead is None:
             return self._receive_now(ticket, shard, self._free(shard))
         landed, limit_s = self._ahead[1], self._config.step_timeout_s
@@ -226,12 +225,12 @@ class Receiver:
         self._buckets.mark()
         return whole_N
 
-    def _receive_now(self, ticket: Ticket, shard: Shard, whole_N: torch.Tensor) -> _Landed:
+    def _receive_now(self, ticket: Ticket, shard: Shard, whole_N: torch.Tensor) -> ShardBuffer:
         with self._buckets.placing():
             with self.clock.span("place", step=ticket.step):
                 landed = ShardBuffer(ticket, shard, whole_N, place=self._buckets.placement)
-            self._member.receive(ticket, landed.stream, landed.sink)
-        return landed, whole_N
+            self._member.receive(landed)
+        return landed
 
     def close(self) -> None:
         """Leave the relay, and stop serving /metrics; idempotent."""

@@ -30,7 +30,7 @@ from r3channel.trainer.buckets import DeviceBuckets, buckets_for
 from r3channel.trainer.device_placement import DevicePlacement
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.relay_connection import RelayConnection
-from r3channel.trainer.shard_buffer import RelaySink
+from r3channel.trainer.shard_buffer import ShardBuffer
 from r3channel.transport.process_group import ProcessGroupTransport
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.kernels import column_sums, place_runs
@@ -288,15 +288,15 @@ def test_what_is_damaged_on_the_way_is_sent_again(
 def test_rows_are_right_after_a_cut_in_any_bucket(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch, transport: str, number: int
 ) -> None:
-    relay, rows, begins = make_relay(transport=transport), RelaySink.rows, list[int]()
+    relay, rows, begins = make_relay(transport=transport), ShardBuffer.rows, list[int]()
 
-    def cut(sink: RelaySink, ids_TCK: Any, *, begin: int) -> None:
+    def cut(landed: ShardBuffer, ids_TCK: Any, *, begin: int) -> None:
         begins.append(begin)
-        rows(sink, ids_TCK, begin=begin)
+        rows(landed, ids_TCK, begin=begin)
         if len(begins) == 1 + number:
             raise errors.TransportError("cut")
 
-    monkeypatch.setattr(RelaySink, "rows", cut)
+    monkeypatch.setattr(ShardBuffer, "rows", cut)
     (receiver,) = receivers_of(relay)
     hand(shard := receiver.receive(sealed(relay)))
     assert wrong_rows([shard]) == 0 and begins == [*begins[: 1 + number], *sorted({*begins})] and begins[-1]

@@ -21,7 +21,7 @@ from r3channel.relay.row_server import _Served
 from r3channel.relay.send_buffers import HostPool
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.relay_connection import RelayConnection
-from r3channel.trainer.shard_buffer import RelaySink
+from r3channel.trainer.shard_buffer import ShardBuffer
 from r3channel.transport.base import Pending, Rendezvous, Transport
 from r3channel.transport.connection import Connection
 from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
@@ -150,7 +150,7 @@ def test_the_failure_of_one_receiver_touches_no_other(
 
 
 @pytest.mark.parametrize(
-    "hangs", [(RelayConnection, "_receive_rows"), (RelaySink, "rows")], ids=["early", "late"]
+    "hangs", [(RelayConnection, "_receive_rows"), (ShardBuffer, "rows")], ids=["early", "late"]
 )
 def test_a_receiver_that_hangs_in_its_turn_holds_up_the_others_for_a_moment(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch, hangs: tuple[type, str]
