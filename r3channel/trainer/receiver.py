@@ -268,8 +268,7 @@ class Receiver:
         """Return per TP slot the digests of its rows as bytes; None but on TP0."""
         if landed is None:
             return None
-        found = landed.digests_CSL
-        tables = found if torch.is_tensor(found) else torch.from_numpy(found.view("i8"))
+        tables = landed.digests_CSL
         if tables.is_cuda:  # made on another stream: it is not given up before this one has used it
             tables.record_stream(torch.cuda.current_stream())
         return list(tables.view(shard.tp_slots, -1).view(torch.uint8))

@@ -66,18 +66,12 @@ class ReplayStep:
         """By (micro-batch, layer): ids with live choices in them, which the recompute must repeat whatever the kernels."""
         self._calls: Counter[_Key] = Counter()
         self._expected: Counter[_Key] = Counter()
-        self._rows: Counter[str] = Counter()
         self._passes: set[str] = set()  # a pipeline stage may have no router at all
 
     def close(self) -> None:
         """Close the step: a backward pass that begins later is refused."""
         self._open = False
         self._kept.clear()
-
-    @property
-    def rows(self) -> dict[str, int]:
-        """Rows that routers consumed so far, by pass, summed over layers."""
-        return dict(self._rows)
 
     @contextmanager
     def microbatch(
@@ -252,7 +246,6 @@ class ReplayStep:
             call.microbatch, handle.layer, ids_RK, index_dtype(ids_RK.device)
         )
         self._calls[call.pass_name, handle.layer, call.microbatch] += 1
-        self._rows[call.pass_name] += tokens
         if call.pass_name != "recompute":
             wide_RK = self._beside_live(handle, call, wide_RK, live_topk)
         if (

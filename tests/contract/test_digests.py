@@ -24,10 +24,9 @@ from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
 from r3channel.relay.row_stream import RowStream
 from r3channel.relay.sealed_steps import SealedStep, Steps
-from r3channel.trainer import device_placement
+from r3channel.trainer import buckets as buckets_module
 from r3channel.trainer import receiver as receiver_module
-from r3channel.trainer.buckets import DeviceBuckets, buckets_for
-from r3channel.trainer.device_placement import DevicePlacement
+from r3channel.trainer.buckets import DeviceBuckets, DevicePlacement, buckets_for
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.relay_connection import RelayConnection
 from r3channel.trainer.shard_buffer import ShardBuffer
@@ -459,7 +458,7 @@ def misplaced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
                 placement._sources_L, placement._in_order = placement._sources_L[order], False
             else:
                 monkeypatch.setattr(placement_module, "places", wrong_places)
-                monkeypatch.setattr(device_placement, "places", wrong_places)
+                monkeypatch.setattr(buckets_module, "places", wrong_places)
             if isinstance(placement, DevicePlacement):  # which knows its places from the start
                 placement._table = placement._tabled(placement._stream.stretches)
         rows(placement, *arguments, **options)

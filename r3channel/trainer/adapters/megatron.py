@@ -38,6 +38,8 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("megatron.core.parallel_state", "get_context_parallel_group"),
 )
 """(module, dotted name) of each thing that this room uses."""
+_AXES = {"dp": "data", "pp": "pipeline_model", "cp": "context", "tp": "tensor_model", "ep": "expert_model"}
+"""Megatron's words for a layout's axes."""
 
 
 def version() -> str:
@@ -193,14 +195,14 @@ def spec_from_config(chunks: Sequence[torch.nn.Module]) -> RoutingSpec:
 
 def parallel_coords() -> RankCoords:
     """Where Megatron placed this process."""
+    return RankCoords(**_of_axes("rank", "dp", "pp", "cp", "tp"))
+
+
+def _of_axes(what: str, *names: str) -> dict[str, int]:
+    """Return this process's rank, or the size of the world, along each of these axes of the layout."""
     from megatron.core import parallel_state
 
-    return RankCoords(
-        dp=parallel_state.get_data_parallel_rank(),
-        pp=parallel_state.get_pipeline_model_parallel_rank(),
-        cp=parallel_state.get_context_parallel_rank(),
-        tp=parallel_state.get_tensor_model_parallel_rank(),
-    )
+    return {name: getattr(parallel_state, f"get_{_AXES[name]}_parallel_{what}")() for name in names}
 
 
 def input_ids(
@@ -262,15 +264,9 @@ def _decoder_layers(config: Any, stage: int, chunk: int | None) -> int:
 def _sizes(config: Any) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    return {
-        "dp": parallel_state.get_data_parallel_world_size(),
-        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
-        "vpp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
-        "cp": parallel_state.get_context_parallel_world_size(),
-        "tp": parallel_state.get_tensor_model_parallel_world_size(),
-        "ep": parallel_state.get_expert_model_parallel_world_size(),
-        "sequence_parallel": bool(config.sequence_parallel),
-    }
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    sizes = _of_axes("world_size", *_AXES)
+    return {**sizes, "vpp": chunks, "sequence_parallel": bool(config.sequence_parallel)}
 
 
 def _check_rank_order(layout: TrainerLayout) -> None:
