@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -224,14 +224,13 @@ class RankShard:
         names = self.shard.microbatches[microbatch].sample_ids
         return self.shard.lay_out(microbatch, [*map(of_sample, names)], fill=fill)
 
-    def _cut(self):
-        at, spec = 0, self.shard.spec
-        dtype = _TORCH_DTYPES[spec.id_dtype]
-        for index in range(self.num_microbatches):
-            size = self.shard.microbatch_bytes(index) // self.shard.tp_slots
-            part = self.data_N[at : at + size].view(dtype)
-            yield part.view(len(self.shard.layers), self.shard.slot_rows(index), spec.top_k)
-            at += size
+    def _cut(self) -> Iterator[torch.Tensor]:
+        """Yield [layer, row, K] of each micro-batch: views of `data_N`."""
+        shard, dtype = self.shard, _TORCH_DTYPES[self.shard.spec.id_dtype]
+        numbers = range(self.num_microbatches)
+        sizes = [shard.microbatch_bytes(number) // shard.tp_slots for number in numbers]
+        for number, part_N in zip(numbers, self.data_N.split(sizes), strict=True):
+            yield part_N.view(dtype).view(len(shard.layers), shard.slot_rows(number), shard.spec.top_k)
 
 
 def _spread(values_N: Ids, there_T: Ids, shape: tuple[int, ...]) -> Ids:
@@ -245,11 +244,5 @@ def _spread(values_N: Ids, there_T: Ids, shape: tuple[int, ...]) -> Ids:
 
 def slot_parts(shard: Shard, data_N: torch.Tensor) -> list[list[torch.Tensor]]:
     """Per micro-batch, the uint8 part of each TP slot: contiguous views into a whole shard."""
-    parts, at = [], 0
-    for index in range(len(shard.microbatches)):
-        size = shard.microbatch_bytes(index)
-        parts.append(
-            list(data_N[at : at + size].chunk(shard.tp_slots)) if size else [data_N[:0]] * shard.tp_slots
-        )
-        at += size
-    return parts
+    sizes = [*map(shard.microbatch_bytes, range(len(shard.microbatches)))]
+    return [list(part_N.view(shard.tp_slots, -1)) for part_N in data_N.split(sizes)]
