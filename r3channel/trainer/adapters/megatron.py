@@ -11,7 +11,7 @@ import importlib
 import itertools
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -118,39 +118,35 @@ def _language_model(chunk: torch.nn.Module) -> Any:
     )
 
 
-def _chunk_routers(chunk: int, model: Any) -> Iterator[RouterHandle]:
+def _routers_in(layers: Iterable[Any]) -> Iterator[tuple[int, Any, Any]]:
+    """Yield (the layer's index, the layer, its router)."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    for index, layer in enumerate(model.decoder.layers):
-        for module in layer.modules():
-            if isinstance(module, TopKRouter):
-                yield _bind(chunk, index, layer, module)
+    for index, layer in enumerate(layers):
+        yield from ((index, layer, module) for module in layer.modules() if isinstance(module, TopKRouter))
+
+
+def _chunk_routers(chunk: int, model: Any) -> Iterator[RouterHandle]:
+    for index, layer, module in _routers_in(model.decoder.layers):
+        number = module.layer_number
+        if number is None or number != layer.layer_number:
+            raise RouterUnsupported(
+                f"router in decoder layer {layer.layer_number} (1-based) says layer_number {number}; expected the same"
+            )
+        yield _handle(chunk, number - 1, module, recomputed=_is_recomputed(module.config, index))
 
 
 def _mtp_routers(chunk: int, model: Any, wanted: int) -> Iterator[RouterHandle]:
     block = getattr(model, "mtp", None)
     if not wanted or block is None:
         return
-    from megatron.core.transformer.moe.router import TopKRouter
-
     if len(block.layers) != wanted:
         raise ConfigError(f"the layout maps {wanted} MTP layers; the model has {len(block.layers)}")
-    for index, layer in enumerate(block.layers):
-        for module in layer.modules():
-            if isinstance(module, TopKRouter):
-                config = module.config
-                uniform = config.recompute_granularity == "full" and config.recompute_method == "uniform"
-                recomputed = uniform or _recomputes_moe(config)  # "block" leaves MTP layers out
-                yield _handle(chunk, config.num_layers + index, module, recomputed=recomputed)
-
-
-def _bind(chunk: int, index: int, layer: Any, module: Any) -> RouterHandle:
-    number = module.layer_number
-    if number is None or number != layer.layer_number:
-        raise RouterUnsupported(
-            f"router in decoder layer {layer.layer_number} (1-based) says layer_number {number}; expected the same"
-        )
-    return _handle(chunk, number - 1, module, recomputed=_is_recomputed(module.config, index))
+    for index, _, module in _routers_in(block.layers):
+        config = module.config
+        uniform = config.recompute_granularity == "full" and config.recompute_method == "uniform"
+        recomputed = uniform or _recomputes_moe(config)  # "block" leaves MTP layers out
+        yield _handle(chunk, config.num_layers + index, module, recomputed=recomputed)
 
 
 def _handle(chunk: int, layer: int, module: Any, *, recomputed: bool) -> RouterHandle:
