@@ -320,11 +320,11 @@ def receive(relay: Relay, ticket: Ticket, rows_N: Any = None) -> Any:
     rows_N = np.zeros(shard.nbytes, np.uint8) if rows_N is None else rows_N
     outgoing: Any = relay.steps.outgoing(ticket.identity, shard.key, timeout_s=60.0)
     landed, begin = ShardBuffer(ticket, shard, rows_N), 0
-    sink = landed.sink()
+    landed.begin()
     for ids_TLK in outgoing.pieces():
-        sink.rows(ids_TLK, begin=begin)
+        landed.rows(ids_TLK, begin=begin)
         begin += len(ids_TLK)
-    assert not sink.verify(outgoing.digests), "rows were damaged"
+    assert not landed.verify(outgoing.digests), "rows were damaged"
     relay.steps.acknowledge(ticket.identity, shard.key)
     return rows_N
 

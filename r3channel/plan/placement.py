@@ -72,12 +72,8 @@ class Placement:
                 target_LP[:] = _row_items(ids_PK)
 
     def table(self, digests_CSL: Ids) -> Ids:
-        """Return what `new_digests` made and `rows` added to."""
-        return digests_CSL
-
-    def differing(self, digests_CSL: Ids, expected_SL: Ids) -> Ids:
-        """Return [samples] bool: whose rows have other digests."""
-        return (digests_CSL.sum(axis=0, dtype=np.uint64) != expected_SL).any(axis=1)
+        """Return as int64 what `new_digests` made and `rows` added to."""
+        return digests_CSL.view(np.int64)
 
     def new_digests(self) -> Ids:
         """[TP slot, sample of the DP rank, layer] uint64, all 0."""

@@ -104,13 +104,13 @@ class Shard:
         width = self.microbatches[microbatch].width
         return sample_SR.reshape(-1, width).T, position_SR.reshape(-1, width).T
 
-    def lay_out(self, microbatch: int, values: Sequence[Ids]) -> Ids:
+    def lay_out(self, microbatch: int, values: Sequence[Ids], *, fill: int = 0) -> Ids:
         """[b, s / cp] ([1, t / cp] for a pack): a value per token, where this CP rank's model input has that token.
 
-        `values[i]` holds one value per position of sample i, from its first token on; what is not named becomes 0.
+        `values[i]` holds one value per position of sample i, from its first token on; what is not named becomes `fill`.
         """
         sample, position = self.token_map(microbatch)
-        out = np.zeros(sample.shape, values[0].dtype)
+        out = np.full(sample.shape, fill, values[0].dtype)
         for index, own in enumerate(values):
             here = (sample == index) & (position < len(own))
             out[here] = own[position[here]]

@@ -326,6 +326,10 @@ class Intake:
         self, sample_id: str, source: Source, key: int | None, tokens: Tokens, *, engine: str, append: bool, cut: bool = False
     ) -> VerifiedRows | None:  # fmt: skip
         tokens_T = as_tokens(tokens)
+        if len(tokens_T) < 2:
+            raise errors.RowCountMismatch(
+                f"sample {sample_id} has {len(tokens_T)} tokens and so no row; expected 2 or more. Leave it out of the batch"
+            )
         held, config = self.rows_held(sample_id) if append else 0, self.config
         reply = Reply(sample_id, engine, key, len(tokens_T), *hashes_of(tokens_T))
         if append:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64_intdigest
 
@@ -36,6 +36,9 @@ from r3channel.transport.listener import Listener
 from r3channel.transport.select import TRANSPORTS, gpu_of, join, open_store
 from r3channel.wire import row_protocol as wire
 from r3channel.wire.row_protocol import Seal
+
+if TYPE_CHECKING:
+    from r3channel.transport.process_group import RendezvousStore
 
 _WAIT_S = 1.0
 """So often a receiver is told that its rows are not ready: then only a relay that hangs is silent."""
@@ -65,7 +68,6 @@ class RowServer:
         """The most that one receiver has had staged at once: nothing where rows go from where they lie, else one bucket (two over
         a process group), whatever the tokens."""
         needs_gpu = TRANSPORTS[config.transport].needs_gpu
-        self._store = open_store(config.interface) if config.grouped else None
         self._host = HostPool()
         """For rows that travel over TCP, which wait for no process group's turn."""
         self.staging = DeviceStaging(config.device) if needs_gpu else self._host
@@ -104,8 +106,6 @@ class RowServer:
         self._listener.close()
         for served in serving:
             served.abort()
-        if self._store is not None:
-            self._store.close()  # ends the wait for a receiver that never joined its group
         for served in serving:
             served.thread.join(timeout_s)
         return [served.thread.name for served in serving if served.thread.is_alive()]
@@ -149,15 +149,15 @@ class _Served:
         self._every_s = min(_WAIT_S, self._config.send_timeout_s / 4)
         self._taken_s = min(_TAKEN_S, self._config.send_timeout_s)
         self._group: Transport | None = None
+        self._store: RendezvousStore | None = None
+        """This group's own: one that all groups shared would keep the keys of every life."""
         self.thread = threading.current_thread()
         self.thread.name = "r3channel-send-" + "-".join(map(str, key))
 
     def abort(self) -> None:
         """From any thread: what waits on the connection ends at once."""
         self._link.abort()
-        group = self._group
-        if group is not None:
-            group.abort()
+        self._leave_group()
 
     def run(self) -> None:
         """Until the receiver leaves or fails."""
@@ -168,9 +168,14 @@ class _Served:
             pass  # it is gone, or took too long: it comes again
         finally:
             self._link.close()
-            if self._group is not None:
-                self._group.abort()
+            self._leave_group()
             self._delivery._left(self)
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+        if self._store is not None:
+            self._store.close()  # ends the wait for a receiver that never joined
 
     def _answer(self, kind: int, body: bytes) -> None:
         try:
@@ -266,8 +271,8 @@ class _Served:
 
     def _join_group(self, gpu: str) -> None:
         """A process group of this relay and this receiver alone: one that dies or hangs costs nobody else anything."""
-        store, config = self._delivery._store, self._config
-        if store is None:
+        config = self._config
+        if not config.grouped:
             text = f"a receiver asks for a process group; this relay's transport is {config.transport}"
             raise TicketMismatch(text)
         if gpu and gpu == self._delivery._gpu:
@@ -277,6 +282,7 @@ class _Served:
                 ranks=[self.key],
             )
         name = f"{self._delivery._run}/{'-'.join(map(str, self.key))}/life{self.life}"
+        store = self._store = open_store(config.interface)
         ours = Rendezvous(
             backend=config.transport, name=name, connection=self.life, rank=0, world_size=2, host=store.host, port=store.port
         )  # fmt: skip

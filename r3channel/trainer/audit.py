@@ -17,7 +17,7 @@ import torch
 
 from r3channel.errors import ReplayError, UsageError
 from r3channel.trainer.replay import ReplayDriver
-from r3channel.trainer.router import PassName, RouterCall, RouterHandle
+from r3channel.trainer.router import PassName, RouterCall, RouterHandle, name_of
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -92,7 +92,7 @@ class RouterTap:
     def _after(self, handle: RouterHandle, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         call, ids = self._driver.call_of(handle.layer), self._handed.pop(handle.layer, None)
         if ids is None:
-            raise ReplayError(f"{_where(handle, call)}: the router never asked its RouterReplay for ids")
+            raise ReplayError(f"{name_of(handle)}, {call}: it never asked its RouterReplay for ids")
         _check_map(handle, call, ids, output[1])
         self._on_call(
             Consumed(
@@ -105,21 +105,15 @@ class RouterTap:
         )
 
 
-def _where(handle: RouterHandle, call: RouterCall) -> str:
-    return f"router of decoder layer {handle.layer}, {call.pass_name} pass of micro-batch {call.microbatch}, step {call.step}"
-
-
 def _check_map(handle: RouterHandle, call: RouterCall, ids_RK: torch.Tensor, map_RE: torch.Tensor) -> None:
     """Row by row the map must hold exactly the ids handed out."""
     if len(ids_RK) != len(map_RE):
-        raise ReplayError(
-            f"{_where(handle, call)}: {len(ids_RK)} rows of ids, {len(map_RE)} in the routing map"
-        )
+        raise ReplayError(f"{name_of(handle)}, {call}: {len(ids_RK)} rows of ids, {len(map_RE)} in its map")
     wanted_RE = torch.zeros_like(map_RE, dtype=torch.bool).scatter(1, ids_RK, True)
     wrong_R = (wanted_RE != map_RE.bool()).any(dim=1).nonzero()
     if len(wrong_R):
         row = int(wrong_R[0])
         raise ReplayError(
-            f"{_where(handle, call)}: {len(wrong_R)} of {len(map_RE)} rows route to other experts than handed out; row {row}: "
+            f"{name_of(handle)}, {call}: {len(wrong_R)} of {len(map_RE)} rows route to other experts than handed out; row {row}: "
             f"handed {sorted(ids_RK[row].tolist())}, routed {map_RE[row].nonzero().flatten().tolist()}"
         )

@@ -178,11 +178,12 @@ def measure(metrics: Metrics) -> None:
 
 def publish(report: MismatchReport, metrics: Metrics) -> None:
     """Put one rank's report into its metrics, which `measure` has prepared."""
-    metrics.inc("r3channel_audit_pairs_total", report.pairs)
-    metrics.inc("r3channel_audit_pairs_different_total", sum(layer.different for layer in report.layers))
-    metrics.inc("r3channel_audit_pairs_disjoint_total", sum(layer.disjoint for layer in report.layers))
-    metrics.inc("r3channel_audit_tokens_total", report.tokens)
-    metrics.inc("r3channel_audit_tokens_different_total", report.tokens_different)
+    different, disjoint = (
+        sum(getattr(layer, name) for layer in report.layers) for name in ("different", "disjoint")
+    )
+    counts = (report.pairs, different, disjoint, report.tokens, report.tokens_different)
+    for name, count in zip(_COUNTED, counts, strict=True):
+        metrics.inc(name, count)
     for name, field_name, worst in (
         ("r3channel_audit_layer_overlap", "overlap", 1),
         ("r3channel_audit_layer_different", "different", -1),

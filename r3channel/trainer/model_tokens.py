@@ -1,4 +1,4 @@
-"""Holds the token ids that a model is given against the ticket. It knows no transport and no framework.
+"""Holds the trainer's batch, and then what its model is given, against the ticket. It knows no transport and no framework.
 
 Rows are right only where the trainer's batch is laid out as planned: a left-padded batch, samples in another order, or another
 context-parallel cut have the planned shapes, and replay rows of other tokens.
@@ -10,12 +10,16 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import torch
 
 from r3channel.errors import TicketMismatch
 from r3channel.plan.row_order import RowTable
+from r3channel.plan.shards import Shard
+from r3channel.plan.ticket import Ticket
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.wire.routing import Ids, as_tokens, hash_tokens
 
@@ -31,6 +35,45 @@ _UNKNOWN = "no layout that is known explains them; are they of another batch?"
 def say_once(why: str) -> None:
     """Say in the log of this process why what the model is given is not checked."""
     log.warning("r3channel: the token ids that the model is given are not held against tickets: %s", why)
+
+
+def check_batches(
+    ticket: Ticket, shard: Shard, tokens: Batches | None, samples: Sequence[Sequence[str]] | None
+) -> None:
+    """Raise `TicketMismatch` unless a trainer's micro-batches are the planned ones, by names, lengths and token ids."""
+    where, batches = f"ticket of step {ticket.step}, dp {shard.dp}", shard.microbatches
+    for what, planned, given in _facts(ticket, shard, tokens, samples):
+        if len(given) != len(batches):
+            said = f"{where}: {len(batches)} micro-batches planned, this trainer runs {len(given)}. Is micro-batch size or token "
+            raise TicketMismatch(
+                said + "budget another on the two sides?", ranks=[shard.key], step=ticket.step
+            )
+        for index, (batch, ours, theirs) in enumerate(zip(batches, planned, given, strict=True)):
+            if ours != theirs:
+                pairs = zip_longest(batch.sample_ids, ours, theirs)
+                wrong = [name for name, own, other in pairs if own != other and name is not None]
+                raise TicketMismatch(
+                    f"{where}, micro-batch {index}: samples {what} {ours} planned, here {theirs}: {wrong[:5]} differ. "
+                    "Was the batch sorted, trimmed or padded after it was sealed, or is it in another order than the ticket's?",
+                    samples=wrong, ranks=[shard.key], step=ticket.step,
+                )  # fmt: skip
+
+
+def _facts(
+    ticket: Ticket, shard: Shard, tokens: Batches | None, samples: Sequence[Sequence[str]] | None
+) -> Iterator[tuple[str, list[tuple[Any, ...]], list[tuple[Any, ...]]]]:
+    """Yield what is planned and given of each micro-batch, tokens by number before they are hashed."""
+    if samples is not None:
+        yield "named", [batch.sample_ids for batch in shard.microbatches], [*map(tuple, samples)]
+    if tokens is not None:
+        yield (
+            "of lengths",
+            [batch.tokens for batch in shard.microbatches],
+            [tuple(map(len, own)) for own in tokens],
+        )
+        named = [map(ticket.sample, batch.sample_ids) for batch in shard.microbatches]
+        hashes = [tuple(hash_tokens(as_tokens(one)) for one in own) for own in tokens]
+        yield "of token hashes", [tuple(one.tokens_hash for one in own) for own in named], hashes
 
 
 class ModelTokens:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ class RankShard:
         self.staleness: Staleness | None = None
         """The rows' age against the trainer's version; None where the loop names no version."""
         self._loss_mask_read = False
-        self._live, self._counted, self._padding = dict[int, Any](), dict[int, Any](), dict[int, Any]()
+        self._masks = dict[tuple[str, int], Any]()
         self._tensors = {
             tensor: list(read_slot(shard, tensor, np.asarray(tensors[tensor.name])))
             for tensor in brought(ticket, shard)
@@ -79,24 +79,15 @@ class RankShard:
 
     def live_rows(self, microbatch: int) -> torch.Tensor | None:
         """[rows] bool of the rows for which the live router chooses; None where there are none."""
-        if microbatch not in self._live:
-            self._live[microbatch] = self._find_live(microbatch)
-        return self._live[microbatch]
+        return self._mask("live", microbatch) if self._may_live(microbatch) else None
 
     def counted_rows(self, microbatch: int) -> torch.Tensor:
         """[rows] bool of the rows that an engine computed and this rank replays."""
-        if microbatch not in self._counted:
-            sample_R, position_R = self.shard.row_map(microbatch, tp=self.tp)
-            counted_R = (sample_R >= 0) & ~self._invalid(microbatch, sample_R, position_R)
-            self._counted[microbatch] = uploaded(counted_R, self.data_N.device)
-        return self._counted[microbatch]
+        return self._mask("counted", microbatch)
 
     def padding_rows(self, microbatch: int) -> torch.Tensor:
         """[rows] bool of the rows that are no engine's: padding, and the last token of each sample."""
-        if microbatch not in self._padding:
-            padding_R = self.shard.row_map(microbatch, tp=self.tp)[0] < 0
-            self._padding[microbatch] = uploaded(padding_R, self.data_N.device)
-        return self._padding[microbatch]
+        return self._mask("padding", microbatch)
 
     def padding_mask(self, microbatch: int) -> torch.Tensor:
         """[b, s / cp] bool ([1, t / cp] for a pack): True where no token is, as Megatron's `padding_mask` has it."""
@@ -122,7 +113,7 @@ class RankShard:
         if self.invalid_rows == "mask":
             keep &= ~self._invalid(microbatch, sample, position)
         if self.staleness is not None and self.staleness.masks:
-            keep &= ~self._by_row(microbatch, sample, position, self.staleness.stale, outside=False)
+            keep &= ~self._laid_out(microbatch, self.staleness.stale)
         return torch.from_numpy(keep)
 
     @property
@@ -166,10 +157,7 @@ class RankShard:
         sample's last token and where the engine recorded nothing. UsageError where the loop named no version."""
         if self.staleness is None:
             raise UsageError("staleness is known only where channel.step() was given the trainer's version")
-        sample, position = self.shard.token_map(microbatch)
-        return torch.from_numpy(
-            self._by_row(microbatch, sample, position, self.staleness.lags, outside=UNKNOWN)
-        )
+        return torch.from_numpy(self._laid_out(microbatch, self.staleness.lags, fill=UNKNOWN))
 
     def set_version(self, version: int, *, max_staleness: int = -1, on_stale: str = "accept") -> Staleness:
         """Hold the rows against the trainer's committed version. RowsStale if the policy refuses them."""
@@ -212,14 +200,16 @@ class RankShard:
         samples = map(self.ticket.sample, self.shard.microbatches[microbatch].sample_ids)
         return self.ticket.layout.pad_policy == "live" or any(sample.invalid for sample in samples)
 
-    def _find_live(self, microbatch: int) -> torch.Tensor | None:
-        if not self._may_live(microbatch):
-            return None
-        sample_R, position_R = self.shard.row_map(microbatch, tp=self.tp)
-        live_R = self._invalid(microbatch, sample_R, position_R)
-        if self.ticket.layout.pad_policy == "live":
-            live_R = live_R | (sample_R < 0)
-        return uploaded(live_R, self.data_N.device) if live_R.any() else None
+    def _mask(self, kind: str, microbatch: int) -> Any:
+        """Return [rows] bool on the routers' device, worked out once; None where no row is live."""
+        if (kind, microbatch) not in self._masks:
+            sample_R, position_R = self.shard.row_map(microbatch, tp=self.tp)
+            padding_R, invalid_R = sample_R < 0, self._invalid(microbatch, sample_R, position_R)
+            live_R = invalid_R | padding_R if self.ticket.layout.pad_policy == "live" else invalid_R
+            found_R = {"padding": padding_R, "counted": ~(padding_R | invalid_R), "live": live_R}[kind]
+            none = kind == "live" and not live_R.any()
+            self._masks[kind, microbatch] = None if none else uploaded(found_R, self.data_N.device)
+        return self._masks[kind, microbatch]
 
     def _invalid(self, microbatch: int, sample: Ids, position: Ids) -> Ids:
         """Where (sample, position) lies in a range without routing; any shape."""
@@ -229,26 +219,18 @@ class RankShard:
                 found |= (sample == index) & (position >= start) & (position < end)
         return found
 
-    def _by_row(
-        self, microbatch: int, sample: Ids, position: Ids, of_sample: Callable[[str], Ids], *, outside: int
-    ) -> Ids:
-        """A per-row value of each sample, spread over (sample, position) of any shape; `outside` where there is no row."""
+    def _laid_out(self, microbatch: int, of_sample: Callable[[str], Ids], *, fill: int = 0) -> Ids:
+        """A value per row of each sample, where the model's input has its tokens; `fill` where there is no row."""
         names = self.shard.microbatches[microbatch].sample_ids
-        parts = [of_sample(name) for name in names]
-        found = np.full(sample.shape, outside, dtype=parts[0].dtype if parts else np.int64)
-        for index, values_T in enumerate(parts):
-            here = (sample == index) & (position >= 0) & (position < len(values_T))
-            found[here] = values_T[position[here]]
-        return found
+        return self.shard.lay_out(microbatch, [*map(of_sample, names)], fill=fill)
 
-    def _cut(self):
-        at, spec = 0, self.shard.spec
-        dtype = _TORCH_DTYPES[spec.id_dtype]
-        for index in range(self.num_microbatches):
-            size = self.shard.microbatch_bytes(index) // self.shard.tp_slots
-            part = self.data_N[at : at + size].view(dtype)
-            yield part.view(len(self.shard.layers), self.shard.slot_rows(index), spec.top_k)
-            at += size
+    def _cut(self) -> Iterator[torch.Tensor]:
+        """Yield [layer, row, K] of each micro-batch: views of `data_N`."""
+        shard, dtype = self.shard, _TORCH_DTYPES[self.shard.spec.id_dtype]
+        numbers = range(self.num_microbatches)
+        sizes = [shard.microbatch_bytes(number) // shard.tp_slots for number in numbers]
+        for number, part_N in zip(numbers, self.data_N.split(sizes), strict=True):
+            yield part_N.view(dtype).view(len(shard.layers), shard.slot_rows(number), shard.spec.top_k)
 
 
 def _spread(values_N: Ids, there_T: Ids, shape: tuple[int, ...]) -> Ids:
@@ -262,11 +244,5 @@ def _spread(values_N: Ids, there_T: Ids, shape: tuple[int, ...]) -> Ids:
 
 def slot_parts(shard: Shard, data_N: torch.Tensor) -> list[list[torch.Tensor]]:
     """Per micro-batch, the uint8 part of each TP slot: contiguous views into a whole shard."""
-    parts, at = [], 0
-    for index in range(len(shard.microbatches)):
-        size = shard.microbatch_bytes(index)
-        parts.append(
-            list(data_N[at : at + size].chunk(shard.tp_slots)) if size else [data_N[:0]] * shard.tp_slots
-        )
-        at += size
-    return parts
+    sizes = [*map(shard.microbatch_bytes, range(len(shard.microbatches)))]
+    return [list(part_N.view(shard.tp_slots, -1)) for part_N in data_N.split(sizes)]

@@ -10,9 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
 from r3channel.plan.token_tensors import brought, slot_bytes
 from r3channel.trainer.buckets import buckets_for
-from r3channel.trainer.model_tokens import Batches
+from r3channel.trainer.model_tokens import Batches, check_batches
 from r3channel.trainer.rank_shard import RankShard, slot_parts
 from r3channel.trainer.relay_connection import Control, RelayConnection
 from r3channel.trainer.shard_buffer import ShardBuffer
@@ -36,12 +35,10 @@ from r3channel.transport.collective_lock import PROCESS_SLOT
 from r3channel.transport.network import local_address
 from r3channel.transport.process_group import in_background
 from r3channel.transport.tp_fanout import TensorParallelFanout
-from r3channel.wire.routing import as_tokens, hash_tokens
 from r3channel.wire.token_tensors import TokenTensor
 
 _WARMING = threading.Lock()
 """Else each receiver of a process would compile the same."""
-_Landed = tuple[ShardBuffer, torch.Tensor]
 
 
 class Receiver:
@@ -78,7 +75,7 @@ class Receiver:
         self._buffers: dict[str, torch.Tensor] = {}
         self._last = ("", -1, 0)
         """Run and step that were received last."""
-        self._ahead: tuple[Ticket, Future[_Landed]] | None = None
+        self._ahead: tuple[Ticket, Future[ShardBuffer]] | None = None
         """What comes on another thread, or came and was not received yet."""
         self._stays = layout.tp_slots == 1 and not self._config.grouped
         """Is the shard that routers use the memory into which it came? Then the next one comes into other memory."""
@@ -119,37 +116,26 @@ class Receiver:
         when the rows were not to be had (`RelayConnection.receive`), `PeerFailed` where another rank of the TP group failed,
         `DeadlineExceeded` when a weight update takes longer than `step_timeout_s`. It may be called again after each.
         """
-        where = f"step {ticket.step}, {self._coords}"
-        landed, whole_N, part_N, failure, shard = None, None, None, None, None
-        beside: list[tuple[TokenTensor, list[Any]]] = []
-        digests: list[torch.Tensor] = []
+        where, tp0 = f"step {ticket.step}, {self._coords}", self._coords.tp == 0
         with ExitStack() as slot:
-            try:
+            with self._together(where, step=ticket.step):
                 shard = self._check(ticket, tokens, samples)
                 self._begin(ticket, shard)
                 slot.enter_context(PROCESS_SLOT.use("routing", where, timeout_s=self._config.step_timeout_s))
-                if self._coords.tp == 0:
-                    landed = self._receive_whole(ticket, shard)
-                whole_N = None if landed is None else landed[1]
-                part_N = self._part(shard, whole_N)  # memory that is not to be had is a failure too
-                digests = self._digests(shard, landed[0] if landed else None)
-                beside = [
-                    (tensor, slot_bytes(shard, tensor, landed[0].tensors[tensor.name]) if landed else [])
+                landed = self._receive_whole(ticket, shard) if tp0 else None
+                part_N = self._part(shard, landed)  # memory that is not to be had is a failure too
+                tables = self._tables(shard, landed)
+                digests_N = self._own(tables, 8 * _samples(shard) * len(shard.layers), cut=shard.tp_slots > 1)
+                beside = {
+                    tensor: slot_bytes(shard, tensor, landed.tensors[tensor.name]) if landed else None
                     for tensor in brought(ticket, shard)
-                ]
-            except Exception as error:  # whatever it is: the other ranks of the group must learn it
-                failure = error
-            try:
-                stage = "rebroadcast" if self._coords.tp == 0 else "wait_wire"
-                with self.clock.span(stage, step=ticket.step):
-                    self._fanout.vote(failure, what=where)
-            finally:
-                failure = None  # its traceback holds this frame, and with it buffers and groups
-            assert shard is not None and part_N is not None  # else the vote has raised
+                }
             with self.clock.span("rebroadcast", step=ticket.step):
-                digests_N = self._hand_on(shard, whole_N, part_N, digests)
+                self._hand_on(shard, landed, part_N)
+                self._share(tables, digests_N, cut=shard.tp_slots > 1)
                 tensors = {
-                    tensor.name: self._hand_on_tensor(tensor, ticket, parts) for tensor, parts in beside
+                    tensor.name: self._hand_on_tensor(tensor, ticket, parts)
+                    for tensor, parts in beside.items()
                 }
         self._last, self._ahead = ticket.identity, None
         self._turn = (self._turn + 1) % (1 + self._stays)
@@ -192,8 +178,8 @@ class Receiver:
         self._ahead = ticket, in_background(call, name="receive")
 
     def _receive_ahead(
-        self, ticket: Ticket, shard: Shard, whole_N: torch.Tensor, *, after: Future[_Landed] | None
-    ) -> _Landed:
+        self, ticket: Ticket, shard: Shard, whole_N: torch.Tensor, *, after: Future[ShardBuffer] | None
+    ) -> ShardBuffer:
         self.clock.ahead()
         if after is not None:
             # It has the connection and the memory, until the relay refuses its ticket.
@@ -203,7 +189,7 @@ class Receiver:
         finally:
             self._member.announced.set()
 
-    def _receive_whole(self, ticket: Ticket, shard: Shard) -> _Landed:
+    def _receive_whole(self, ticket: Ticket, shard: Shard) -> ShardBuffer:
         if self._ahead is None:
             return self._receive_now(ticket, shard, self._free(shard))
         landed, limit_s = self._ahead[1], self._config.step_timeout_s
@@ -226,12 +212,12 @@ class Receiver:
         self._buckets.mark()
         return whole_N
 
-    def _receive_now(self, ticket: Ticket, shard: Shard, whole_N: torch.Tensor) -> _Landed:
+    def _receive_now(self, ticket: Ticket, shard: Shard, whole_N: torch.Tensor) -> ShardBuffer:
         with self._buckets.placing():
             with self.clock.span("place", step=ticket.step):
                 landed = ShardBuffer(ticket, shard, whole_N, place=self._buckets.placement)
-            self._member.receive(ticket, landed.stream, landed.sink)
-        return landed, whole_N
+            self._member.receive(landed)
+        return landed
 
     def close(self) -> None:
         """Leave the relay, and stop serving /metrics; idempotent."""
@@ -264,65 +250,67 @@ class Receiver:
 
     # -- over the TP group -------------------------------------------------------------------------------------------
 
-    def _digests(self, shard: Shard, landed: ShardBuffer | None) -> list[torch.Tensor]:
-        """Per TP slot the digests of its rows as bytes, TP0's; elsewhere memory for this rank's."""
+    @contextmanager
+    def _together(self, what: str, *, step: int) -> Iterator[None]:
+        """Let every rank of the TP group run its block: each raises where one does."""
+        failure = None
+        try:
+            yield
+        except Exception as error:  # whatever it is: the other ranks of the group must learn it
+            failure = error
+        try:
+            with self.clock.span("rebroadcast" if self._coords.tp == 0 else "wait_wire", step=step):
+                self._fanout.vote(failure, what=what)
+        finally:
+            failure = None  # its traceback holds the caller's frame, and with it buffers and groups
+
+    def _tables(self, shard: Shard, landed: ShardBuffer | None) -> list[torch.Tensor] | None:
+        """Return per TP slot the digests of its rows as bytes; None but on TP0."""
         if landed is None:
-            nbytes = 8 * _samples(shard) * len(shard.layers)
-            return [torch.empty(nbytes, dtype=torch.uint8, device=self._device)]
-        found = landed.digests_CSL
-        tables = found if torch.is_tensor(found) else torch.from_numpy(found.view("i8"))
+            return None
+        tables = landed.digests_CSL
         if tables.is_cuda:  # made on another stream: it is not given up before this one has used it
             tables.record_stream(torch.cuda.current_stream())
         return list(tables.view(shard.tp_slots, -1).view(torch.uint8))
 
-    def _part(self, shard: Shard, whole_N: torch.Tensor | None) -> torch.Tensor:
+    def _part(self, shard: Shard, landed: ShardBuffer | None) -> torch.Tensor:
         """[slot_bytes] on the routers' device, where this rank's part will lie: with all rows in it, TP0's whole shard itself."""
         if shard.tp_slots > 1:
             return self._buffer("slot", shard.slot_bytes)
-        return self._buffer("part", shard.slot_bytes) if whole_N is None else whole_N
+        return self._buffer("part", shard.slot_bytes) if landed is None else landed.rows_N
 
-    def _hand_on(
-        self, shard: Shard, whole_N: torch.Tensor | None, part_N: torch.Tensor, digests: list[torch.Tensor]
-    ) -> torch.Tensor:
-        """Fill `part_N` on every rank: rebroadcast without sequence parallelism, else scatter.
+    def _own(self, parts: list[torch.Tensor] | None, nbytes: int, *, cut: bool) -> torch.Tensor:
+        """Return where this rank's part will lie: new memory, or TP0's own where all ranks get the same."""
+        if parts is not None and not cut:
+            return parts[0]
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-        Returns the digests that this rank's rows must have.
-        """
-        if shard.tp_slots == 1:
-            self._fanout.rebroadcast(part_N)
-            self._fanout.rebroadcast(digests[0])
-            return digests[0]
-        self._scatter(shard, whole_N, part_N)
-        own_N = torch.empty_like(digests[0])
-        self._fanout.scatter(None if whole_N is None else digests, own_N)
-        return own_N
+    def _share(self, parts: list[torch.Tensor] | None, own_N: torch.Tensor, *, cut: bool) -> None:
+        """Fill `own_N` on every rank: with its one of TP0's parts, or with what TP0 has there."""
+        if cut:
+            self._fanout.scatter(parts, own_N)
+        else:
+            self._fanout.rebroadcast(own_N)
 
-    def _hand_on_tensor(self, tensor: TokenTensor, ticket: Ticket, parts: list[Any]) -> torch.Tensor:
+    def _hand_on_tensor(self, tensor: TokenTensor, ticket: Ticket, parts: list[Any] | None) -> torch.Tensor:
         """Its part of the tensor on every rank of the TP group, as bytes in host memory; `parts` are TP0's, one for each slot."""
         size = torch.tensor([len(parts[0]) if parts else 0], device=self._device)
         self._fanout.rebroadcast(size.view(torch.uint8))
-        data_N, slots, failure = torch.empty(0), list[torch.Tensor](), None
-        scatters = tensor.by_layer and self._layout.tp_slots > 1
-        try:
-            data_N = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-            slots = [torch.from_numpy(part).to(self._device) for part in parts if scatters]
-            if parts and not scatters:
-                data_N.copy_(torch.from_numpy(parts[0]))
-        except Exception as error:  # as before the rows: the other ranks of the group must learn it
-            failure = error
-        try:
-            self._fanout.vote(failure, what=f"step {ticket.step}, {self._coords}: {tensor.name}")
-        finally:
-            failure = None
-        if scatters:
-            self._fanout.scatter(slots or None, data_N)
-        else:
-            self._fanout.rebroadcast(data_N)
-        return data_N.cpu()
+        cut, slots = tensor.by_layer and self._layout.tp_slots > 1, None
+        with self._together(f"step {ticket.step}, {self._coords}: {tensor.name}", step=ticket.step):
+            if parts:
+                slots = [torch.from_numpy(part).to(self._device) for part in (parts if cut else parts[:1])]
+            own_N = self._own(slots, int(size), cut=cut)
+        self._share(slots, own_N, cut=cut)
+        return own_N.cpu()
 
-    def _scatter(self, shard: Shard, whole_N: torch.Tensor | None, part_N: torch.Tensor) -> None:
-        """A bucket's bytes at once: each call waits for all ranks, so small micro-batches go together."""
-        parts, first, begin, end = None if whole_N is None else slot_parts(shard, whole_N), 0, 0, 0
+    def _hand_on(self, shard: Shard, landed: ShardBuffer | None, part_N: torch.Tensor) -> None:
+        """Fill `part_N` on every rank; under sequence parallelism a bucket's bytes at once: each call waits for all ranks, so
+        small micro-batches go together."""
+        if shard.tp_slots == 1:
+            self._fanout.rebroadcast(part_N)
+            return
+        parts, first, begin, end = landed and slot_parts(shard, landed.rows_N), 0, 0, 0
         for after in range(1, len(shard.microbatches) + 1):
             end += shard.microbatch_bytes(after - 1) // shard.tp_slots
             if after < len(shard.microbatches) and (end - begin) * shard.tp_slots < self._config.bucket_bytes:
@@ -341,42 +329,3 @@ class Receiver:
 
 def _samples(shard: Shard) -> int:
     return sum(len(batch.sample_ids) for batch in shard.microbatches)
-
-
-def check_batches(
-    ticket: Ticket, shard: Shard, tokens: Batches | None, samples: Sequence[Sequence[str]] | None
-) -> None:
-    """Raise `TicketMismatch` unless a trainer's micro-batches are the planned ones, by names, lengths and token ids."""
-    where, batches = f"ticket of step {ticket.step}, dp {shard.dp}", shard.microbatches
-    for what, planned, given in _facts(ticket, shard, tokens, samples):
-        if len(given) != len(batches):
-            said = f"{where}: {len(batches)} micro-batches planned, this trainer runs {len(given)}. Is micro-batch size or token "
-            raise TicketMismatch(
-                said + "budget another on the two sides?", ranks=[shard.key], step=ticket.step
-            )
-        for index, (batch, ours, theirs) in enumerate(zip(batches, planned, given, strict=True)):
-            if ours != theirs:
-                pairs = zip_longest(batch.sample_ids, ours, theirs)
-                wrong = [name for name, own, other in pairs if own != other and name is not None]
-                raise TicketMismatch(
-                    f"{where}, micro-batch {index}: samples {what} {ours} planned, here {theirs}: {wrong[:5]} differ. "
-                    "Was the batch sorted, trimmed or padded after it was sealed, or is it in another order than the ticket's?",
-                    samples=wrong, ranks=[shard.key], step=ticket.step,
-                )  # fmt: skip
-
-
-def _facts(
-    ticket: Ticket, shard: Shard, tokens: Batches | None, samples: Sequence[Sequence[str]] | None
-) -> Iterator[tuple[str, list[tuple[Any, ...]], list[tuple[Any, ...]]]]:
-    """Yield what is planned and given of each micro-batch, tokens by number before they are hashed."""
-    if samples is not None:
-        yield "named", [batch.sample_ids for batch in shard.microbatches], [*map(tuple, samples)]
-    if tokens is not None:
-        yield (
-            "of lengths",
-            [batch.tokens for batch in shard.microbatches],
-            [tuple(map(len, own)) for own in tokens],
-        )
-        named = [map(ticket.sample, batch.sample_ids) for batch in shard.microbatches]
-        hashes = [tuple(hash_tokens(as_tokens(one)) for one in own) for own in tokens]
-        yield "of token hashes", [tuple(one.tokens_hash for one in own) for own in named], hashes

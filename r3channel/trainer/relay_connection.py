@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any, Protocol
@@ -19,11 +19,9 @@ from r3channel.errors import BackgroundFailed, BucketCorrupt, DeadlineExceeded, 
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.layout import RankCoords
-from r3channel.plan.stream import Stream
-from r3channel.plan.ticket import Ticket
 from r3channel.plan.token_tensors import brought, length_bytes, tensor_bytes
 from r3channel.trainer.buckets import HostBuckets
-from r3channel.trainer.shard_buffer import RelaySink, table_bytes
+from r3channel.trainer.shard_buffer import ShardBuffer
 from r3channel.transport.base import RELAY_RANK, Pending, Rendezvous, Transport
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
@@ -49,15 +47,9 @@ class RelayConnection:
     """CREATED -> join -> receive* -> close. One thread at a time; `close` from any."""
 
     def __init__(
-        self,
-        control: Control,
-        *,
-        coords: RankCoords,
-        config: ChannelConfig,
-        buckets: HostBuckets,
-        clock: StageClock,
+        self, control: Control, *, coords: RankCoords, config: ChannelConfig, buckets: HostBuckets, clock: StageClock,
         metrics: Metrics,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._control, self._coords, self._config = control, coords, config
         self._buckets, self._clock, self._metrics = buckets, clock, metrics
         self._link: Connection | None = None
@@ -108,8 +100,8 @@ class RelayConnection:
         if self._metrics.target and call is not None:
             call(f"trainer {self._coords}", "" if ended else self._metrics.target)
 
-    def receive(self, ticket: Ticket, stream: Stream, sink: Callable[[], RelaySink]) -> None:
-        """Receive this receiver's rows of a step, verified and acknowledged, into the sink of the last attempt.
+    def receive(self, landed: ShardBuffer) -> None:
+        """Receive this receiver's rows of a step, verified and acknowledged, in one or more attempts.
 
         A connection that is cut, or silent for `send_timeout_s`, or not to be had, is made again with pauses that grow, until
         `step_timeout_s` has passed; then its `TransportError` is raised. Damaged rows are asked for `max_group_failures` times.
@@ -120,8 +112,9 @@ class RelayConnection:
         limit, deadline_s = config.max_group_failures, time.monotonic() + config.step_timeout_s
         for pause_s in _pauses():
             group = config.grouped and failures < limit
+            landed.begin()
             try:
-                self._attempt(ticket, stream, sink(), group=group, deadline_s=deadline_s)
+                self._attempt(landed, group=group, deadline_s=deadline_s)
                 break
             except TransportError as error:
                 # a relay that is not there says nothing about groups
@@ -130,11 +123,11 @@ class RelayConnection:
                 fell = group and failures == limit
                 self._metrics.inc("r3channel_group_resets_total")
                 over = damaged == limit or (fell and not config.fallback)
-                self._pause(error, ticket, pause_s, deadline_s=0.0 if over else deadline_s)
+                self._pause(error, landed, pause_s, deadline_s=0.0 if over else deadline_s)
                 if fell:
                     self._metrics.inc("r3channel_fallback_shards_total")
-        with self._clock.span("wait_relay", step=ticket.step):
-            self._acknowledge(ticket, max(deadline_s, time.monotonic() + _ACK_S))
+        with self._clock.span("wait_relay", step=landed.ticket.step):
+            self._acknowledge(landed, max(deadline_s, time.monotonic() + _ACK_S))
 
     def close(self) -> None:
         """Leave for good; a receive under way on another thread ends. Idempotent."""
@@ -148,74 +141,66 @@ class RelayConnection:
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
-    def _attempt(
-        self, ticket: Ticket, stream: Stream, sink: RelaySink, *, group: bool, deadline_s: float
-    ) -> None:
+    def _attempt(self, landed: ShardBuffer, *, group: bool, deadline_s: float) -> None:
         join_by_s = min(time.monotonic() + self._config.join_timeout_s, deadline_s)
         self._connect(timeout_s=_left(join_by_s))
-        step, clock = ticket.step, self._clock
+        step, clock, seal = landed.ticket.step, self._clock, wire.seal_of(landed.ticket.identity)
         if group and self._group is None:
             with clock.span("wait_join", step=step):
                 self._join_group(join_by_s)
         with clock.span("wait_relay", step=step):
-            self._say(wire.READY, **wire.seal_of(ticket.identity), group=group)
+            self._say(wire.READY, **seal, group=group)
             announced = self._hear(wire.ROWS, deadline_s, names=("nbytes", "digests", "hash"))
         self.announced.set()
-        expected = table_bytes(stream)
-        if (announced["nbytes"], announced["digests"]) != (stream.nbytes, expected):
+        expected = landed.stream.nbytes, landed.table_bytes
+        if (announced["nbytes"], announced["digests"]) != expected:
             raise BucketCorrupt(
-                f"step {step}: the relay announces {announced}, the ticket says {stream.nbytes} bytes of rows and "
-                f"{expected} of digests. Do both sides run the same r3channel version?",
-                step=step,
+                f"the relay announces {announced}, the ticket says {expected[0]} bytes of rows and {expected[1]} of digests. "
+                "Do both sides run the same r3channel version?"
             )
-        self._receive_rows(ticket, stream, sink, group=group, deadline_s=deadline_s)
-        table = bytearray(expected)
+        self._receive_rows(landed, group=group, deadline_s=deadline_s)
+        table = bytearray(landed.table_bytes)
         self._recv(memoryview(table), deadline_s)
         if xxh3_64_intdigest(table) != announced["hash"]:
-            raise BucketCorrupt(f"step {step}: the digests came damaged from the relay", step=step)
-        for tensor, told in zip(brought(ticket, stream.shard), announced.get("tensors", ()), strict=True):
-            sink.tensor(tensor, self._receive_tensor(tensor, told, stream, deadline_s, ticket))
+            raise BucketCorrupt("the digests came damaged from the relay")
+        tensors = brought(landed.ticket, landed.shard)
+        for tensor, told in zip(tensors, announced.get("tensors", ()), strict=True):
+            landed.tensor(tensor, self._receive_tensor(tensor, told, landed, deadline_s))
         with clock.span("verify", step=step):
-            damaged = sink.verify(bytes(table))
+            damaged = landed.verify(bytes(table))
         if damaged:
-            self._say(wire.DAMAGED, **wire.seal_of(ticket.identity))
+            self._say(wire.DAMAGED, **seal)
             self._hear(wire.AGAIN, deadline_s)  # or the relay's own error: damaged there
-            raise BucketCorrupt(
-                f"step {step}: rows of {len(damaged)} samples came damaged from the relay: {damaged[:5]}",
-                samples=damaged,
-                step=step,
-            )
+            said = f"rows of {len(damaged)} samples came damaged from the relay: {damaged[:5]}"
+            raise BucketCorrupt(said, samples=damaged)
 
     def _receive_tensor(
-        self, tensor: TokenTensor, told: Any, stream: Stream, deadline_s: float, ticket: Ticket
+        self, tensor: TokenTensor, told: Any, landed: ShardBuffer, deadline_s: float
     ) -> bytearray:
         """Receive a tensor. Its row lengths come first, and must add up to the announced bytes before memory is taken."""
-        data, where = bytearray(length_bytes(stream.shard)), f"step {ticket.step}: the relay"
-        self._recv_all(data, 0, ticket.bucket_bytes, deadline_s)
+        data, piece = bytearray(length_bytes(landed.shard)), landed.ticket.bucket_bytes
+        self._recv_all(data, 0, piece, deadline_s)
         edge, nbytes = len(data), tensor_bytes(tensor, data)
         if not isinstance(told, list) or len(told) != 2 or told[0] != nbytes:
-            raise BucketCorrupt(
-                f"{where} announces {told} for {tensor.name}, [bytes, hash]; the lengths of {edge // 2} rows say {nbytes} bytes",
-                step=ticket.step,
-            )
+            said = f"[bytes, hash]; the lengths of {edge // 2} rows say {nbytes} bytes"
+            raise BucketCorrupt(f"the relay announces {told} for {tensor.name}, {said}")
         data += bytes(nbytes - edge)
-        self._recv_all(data, edge, ticket.bucket_bytes, deadline_s)
+        self._recv_all(data, edge, piece, deadline_s)
         if xxh3_64_intdigest(data) != told[1]:
-            raise BucketCorrupt(f"{where}: the {tensor.name} came damaged", step=ticket.step)
+            raise BucketCorrupt(f"the {tensor.name} came damaged from the relay")
         self._metrics.inc("r3channel_bytes_total", nbytes, leg="wire_received")
         self._metrics.inc("r3channel_tensor_bytes_total", nbytes, tensor=tensor.name)
         return data
 
-    def _recv_all(self, out: bytearray, begin: int, bucket_bytes: int, deadline_s: float) -> None:
+    def _recv_all(self, out: bytearray, begin: int, piece: int, deadline_s: float) -> None:
         """Receive bytes from `begin` on, each piece within the deadline of a bucket."""
-        for at in range(begin, len(out), bucket_bytes):
-            self._recv(memoryview(out)[at : at + bucket_bytes], deadline_s)
+        for at in range(begin, len(out), piece):
+            self._recv(memoryview(out)[at : at + piece], deadline_s)
 
-    def _receive_rows(
-        self, ticket: Ticket, stream: Stream, sink: RelaySink, *, group: bool, deadline_s: float
-    ) -> None:
-        """Receive the rows bucket by bucket, and give each bucket to the sink while the next one comes."""
-        step, buckets, row_bytes = ticket.step, self._buckets, max(stream.row_bytes, 1)
+    def _receive_rows(self, landed: ShardBuffer, *, group: bool, deadline_s: float) -> None:
+        """Receive the rows bucket by bucket, and place each bucket while the next one comes."""
+        ticket, stream, buckets = landed.ticket, landed.stream, self._buckets
+        step, row_bytes = ticket.step, max(stream.row_bytes, 1)
         rows, total = max(ticket.bucket_bytes // row_bytes, 1), stream.nbytes // row_bytes
         buckets.reserve(min(rows, total) * row_bytes, transport=self._config.transport if group else "tcp")
         spans = [(at, min(at + rows, total)) for at in range(0, total, rows)]
@@ -231,7 +216,7 @@ class RelayConnection:
                 else:
                     self._recv(buckets.free(number)[:nbytes].numpy().data, deadline_s)
             with self._clock.span("place", step=step):
-                sink.rows(buckets.arrived(number, nbytes, stream), begin=begin)
+                landed.rows(buckets.arrived(number, nbytes, stream), begin=begin)
         self._metrics.inc("r3channel_buckets_total", len(spans))
         self._metrics.inc("r3channel_bytes_total", stream.nbytes, leg="wire_received")
 
@@ -246,32 +231,32 @@ class RelayConnection:
 
     # -- the connection ----------------------------------------------------------------------------------------------
 
-    def _acknowledge(self, ticket: Ticket, deadline_s: float) -> None:
+    def _acknowledge(self, landed: ShardBuffer, deadline_s: float) -> None:
         """Acknowledge rows that are verified. If the connection fails, repeat the acknowledgement, never the transfer."""
         for pause_s in _pauses():
             try:
                 self._connect(timeout_s=min(self._config.join_timeout_s, _left(deadline_s)))
-                self._say(wire.DONE, **wire.seal_of(ticket.identity))
+                self._say(wire.DONE, **wire.seal_of(landed.ticket.identity))
                 self._hear(wire.THANKS, deadline_s)
                 return
             except BackgroundFailed:  # a relay that is gone for good waits for nothing, and the rows are here
                 return
             except TransportError as error:
-                self._pause(error, ticket, pause_s, deadline_s=deadline_s)
+                self._pause(error, landed, pause_s, deadline_s=deadline_s)
 
-    def _pause(self, error: TransportError, ticket: Ticket, pause_s: float, *, deadline_s: float) -> None:
+    def _pause(
+        self, error: TransportError, landed: ShardBuffer, pause_s: float, *, deadline_s: float
+    ) -> None:
         """Leave and wait for the next attempt. Raises the error where the deadline comes first, and after `close`."""
         self._leave()
-        if time.monotonic() + pause_s > deadline_s or self._closed.wait(pause_s):
-            raise self._of_step(error, ticket.step)
-
-    def _of_step(self, error: TransportError, step: int) -> TransportError:
-        """Add step and rank to an error of the link, which knows neither."""
-        if error.step is not None:
-            return error
-        at = self._coords
-        ranks = error.ranks or [(at.dp, at.pp, at.cp)]
-        return type(error)(f"step {step}, {at}: {error}", samples=error.samples, ranks=ranks, step=step)
+        if time.monotonic() + pause_s <= deadline_s and not self._closed.wait(pause_s):
+            return
+        if error.step is not None:  # the relay's own
+            raise error
+        step, ranks = landed.ticket.step, error.ranks or [landed.shard.key]
+        raise type(error)(
+            f"step {step}, {self._coords}: {error}", samples=error.samples, ranks=ranks, step=step
+        )
 
     def _say(self, kind: int, **values: Any) -> None:
         self._open().send_record(kind, wire.pack(**values), timeout_s=self._config.send_timeout_s)

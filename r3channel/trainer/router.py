@@ -114,6 +114,9 @@ class RouterCall:
     microbatch: int
     pass_name: PassName
 
+    def __str__(self) -> str:
+        return f"{self.pass_name} pass of micro-batch {self.microbatch}, step {self.step}"
+
 
 OUTSIDE = RouterCall(-1, -1, "natural")
 

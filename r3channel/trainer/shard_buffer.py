@@ -9,42 +9,73 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from r3channel.errors import TicketMismatch
 from r3channel.plan.placement import Placement
 from r3channel.plan.shards import Shard
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket
+from r3channel.trainer.router_digests import uploaded
 from r3channel.wire.digest import fold
 from r3channel.wire.routing import Ids
 from r3channel.wire.token_tensors import TokenTensor
 
 
 class ShardBuffer:
-    """FILLING (one attempt after another) -> whole. One thread."""
+    """(begin -> rows*, tensor* -> verify)* -> whole: one attempt after another. One thread."""
 
     def __init__(
         self, ticket: Ticket, shard: Shard, rows_N: Any, *, place: Callable[[Stream, Any], Any] = Placement
     ) -> None:
         """`rows_N` has `shard.nbytes` bytes of any content, where `place` (`Placement`, `DevicePlacement`) writes them."""
-        self.ticket, self.shard = ticket, shard
+        self.ticket, self.shard, self.rows_N = ticket, shard, rows_N
         self.stream = Stream.of(ticket, shard)
         """The rows that fill it."""
         self._placement = place(self.stream, rows_N)
         self._placement.pads()
         self.digests_CSL: Any = None
-        """[TP slot, sample of the DP rank, layer], 64 bits each, where it is placed: of the rows that the slot holds."""
+        """[TP slot, sample of the DP rank, layer] int64, where it is placed: of the rows that the slot holds."""
         self.tensors = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]()
         """By name the tensors that came behind the rows, as bytes (see `plan.token_tensors`)."""
 
-    def sink(self) -> RelaySink:
-        """The sink of one attempt."""
-        return RelaySink(self)
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the digests that follow the rows."""
+        return 8 * len(self.stream.samples) * (self.shard.spec.num_moe_layers + len(self.stream.columns))
 
-    def add(self, engine_SL: Ids, digests_CSL: Any) -> None:
-        """Note that all rows are in and verified. Raises TicketMismatch where they belong to other samples than the ticket's."""
-        self._check_samples(engine_SL)
-        self.digests_CSL = digests_CSL
+    def begin(self) -> None:
+        """Begin an attempt: its rows come in order, then tensors, then their digests."""
+        self._sums = self._placement.new_digests()
+
+    def rows(self, ids_TCK: Any, *, begin: int) -> None:
+        self._placement.rows(ids_TCK, self._sums, begin=begin)
+
+    def tensor(self, tensor: TokenTensor, data: bytearray) -> None:
+        self.tensors[tensor.name] = np.frombuffer(data, np.uint8)
+
+    def verify(self, digests: bytes) -> list[str]:
+        """Compare the rows with what the relay announced, and that with what the engines hashed.
+
+        Returns the samples that came damaged. Raises TicketMismatch where the rows belong to other samples than the ticket's.
+        """
+        stream, layers = self.stream, self.shard.spec.num_moe_layers
+        both = np.frombuffer(digests, "<u8")
+        engine_SL, part_SC = (
+            each.reshape(len(stream.samples), -1) for each in np.split(both, [len(stream.samples) * layers])
+        )
+        columns = [stream.columns.index(source) for source in self.shard.sources]
+        table_CSL = torch.as_tensor(self._placement.table(self._sums))
+        announced_SL = uploaded(np.ascontiguousarray(part_SC[:, columns]).view(np.int64), table_CSL.device)
+        differs_S = (table_CSL.sum(0) != announced_SL).any(-1)
+        # of a device one byte is read, more only where something is wrong
+        wrong_S = differs_S.cpu().numpy() if bool(differs_S.any()) else np.zeros(len(part_SC), bool)
+        if self.shard.cp_size == 1:  # all rows of its layers are here: nobody's word for them is needed
+            wrong_S |= (part_SC != engine_SL[:, list(stream.columns)]).any(axis=1)
+        if not wrong_S.any():
+            self._check_samples(engine_SL)
+            self.digests_CSL = table_CSL
+        return [stream.samples[index].sample_id for index in np.flatnonzero(wrong_S).tolist()]
 
     def _check_samples(self, engine_SL: Ids) -> None:
         wrong = [
@@ -60,43 +91,3 @@ class ShardBuffer:
                 step=self.ticket.step,
                 ranks=[self.shard.key],
             )
-
-
-class RelaySink:
-    """Where one attempt writes a shard that comes from the relay: each `tensor` and `rows` in order, then `verify`."""
-
-    def __init__(self, landed: ShardBuffer) -> None:
-        self._landed = landed
-        self._placement = landed._placement
-        self._digests = self._placement.new_digests()
-
-    def rows(self, ids_TCK: Any, *, begin: int) -> None:
-        self._placement.rows(ids_TCK, self._digests, begin=begin)
-
-    def tensor(self, tensor: TokenTensor, data: bytearray) -> None:
-        self._landed.tensors[tensor.name] = np.frombuffer(data, np.uint8)
-
-    def verify(self, digests: bytes) -> list[str]:
-        """Compare the rows with what the relay announced, and that with what the engines hashed."""
-        stream, shard = self._landed.stream, self._landed.shard
-        engine_SL, part_SC = _read_tables(stream, digests)
-        columns = [stream.columns.index(source) for source in shard.sources]
-        table_CSL = self._placement.table(self._digests)
-        wrong_S = self._placement.differing(table_CSL, part_SC[:, columns])
-        if shard.cp_size == 1:  # this process has all rows of its layers, and needs nobody's word for them
-            wrong_S |= (part_SC != engine_SL[:, list(stream.columns)]).any(axis=1)
-        if not wrong_S.any():
-            self._landed.add(engine_SL, table_CSL)
-        return [stream.samples[index].sample_id for index in np.flatnonzero(wrong_S).tolist()]
-
-
-def table_bytes(stream: Stream) -> int:
-    """Bytes of the digests that follow the rows of a stream."""
-    return 8 * len(stream.samples) * (stream.shard.spec.num_moe_layers + len(stream.columns))
-
-
-def _read_tables(stream: Stream, digests: bytes) -> tuple[Ids, Ids]:
-    """(what the engines made of each sample [S, L], what the rows that travel must have [S, columns]), both uint64."""
-    samples, layers = len(stream.samples), stream.shard.spec.num_moe_layers
-    both = np.frombuffer(digests, "<u8")
-    return both[: samples * layers].reshape(samples, layers), both[samples * layers :].reshape(samples, -1)

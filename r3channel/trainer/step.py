@@ -66,18 +66,12 @@ class ReplayStep:
         """By (micro-batch, layer): ids with live choices in them, which the recompute must repeat whatever the kernels."""
         self._calls: Counter[_Key] = Counter()
         self._expected: Counter[_Key] = Counter()
-        self._rows: Counter[str] = Counter()
         self._passes: set[str] = set()  # a pipeline stage may have no router at all
 
     def close(self) -> None:
         """Close the step: a backward pass that begins later is refused."""
         self._open = False
         self._kept.clear()
-
-    @property
-    def rows(self) -> dict[str, int]:
-        """Rows that routers consumed so far, by pass, summed over layers."""
-        return dict(self._rows)
 
     @contextmanager
     def microbatch(
@@ -252,7 +246,6 @@ class ReplayStep:
             call.microbatch, handle.layer, ids_RK, index_dtype(ids_RK.device)
         )
         self._calls[call.pass_name, handle.layer, call.microbatch] += 1
-        self._rows[call.pass_name] += tokens
         if call.pass_name != "recompute":
             wide_RK = self._beside_live(handle, call, wide_RK, live_topk)
         if (
@@ -282,9 +275,9 @@ class ReplayStep:
         key = (call.pass_name, handle.layer, call.microbatch)
         if self._calls[key] >= self._expected[key]:
             raise ReplayError(
-                f"{name_of(handle)}: called {'a second time' if self._calls[key] else 'at all'} in the {call.pass_name} pass of "
-                f"micro-batch {call.microbatch}, step {self.number}; expected {self._expected[key]} calls. Was the model called "
-                "twice in one block, or outside of one, or was backward run twice?",
+                f"{name_of(handle)}: called {'a second time' if self._calls[key] else 'at all'} in the {call}; expected "
+                f"{self._expected[key]} calls. Was the model called twice in one block, or outside of one, or was backward run "
+                "twice?",
                 step=self.number,
             )
         return call
@@ -316,9 +309,9 @@ def _is_recomputed(handle: RouterHandle) -> bool:
 def _check_rows(handle: RouterHandle, call: RouterCall, ids_RK: torch.Tensor, tokens: int) -> None:
     if ids_RK.shape != (tokens, handle.top_k) or ids_RK.dtype not in _ID_DTYPES:
         raise ReplayError(
-            f"{name_of(handle)}, {call.pass_name} pass of micro-batch {call.microbatch}, step {call.step}: {len(ids_RK)} rows of "
-            f"ids for {tokens} tokens, {tuple(ids_RK.shape)} {ids_RK.dtype} for top-{handle.top_k} and an integer type. Is the "
-            "padded length, the sequence-parallel cut or the micro-batch another than planned, or the spec another model's?",
+            f"{name_of(handle)}, {call}: {len(ids_RK)} rows of ids for {tokens} tokens, {tuple(ids_RK.shape)} "
+            f"{ids_RK.dtype} for top-{handle.top_k} and an integer type. Is the padded length, the sequence-parallel "
+            "cut or the micro-batch another than planned, or the spec another model's?",
             step=call.step,
         )
 

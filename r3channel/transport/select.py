@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def open_store(interface: str) -> RendezvousStore:
-    """The store of a relay whose groups use gloo or NCCL; listens on `interface` only until it is closed."""
+    """Return where the members of a gloo or NCCL group meet; listens on `interface` only until it is closed."""
     from r3channel.transport.process_group import RendezvousStore
 
     return RendezvousStore(interface)

@@ -24,13 +24,12 @@ from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
 from r3channel.relay.row_stream import RowStream
 from r3channel.relay.sealed_steps import SealedStep, Steps
-from r3channel.trainer import device_placement
+from r3channel.trainer import buckets as buckets_module
 from r3channel.trainer import receiver as receiver_module
-from r3channel.trainer.buckets import DeviceBuckets, buckets_for
-from r3channel.trainer.device_placement import DevicePlacement
+from r3channel.trainer.buckets import DeviceBuckets, DevicePlacement, buckets_for
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.relay_connection import RelayConnection
-from r3channel.trainer.shard_buffer import RelaySink
+from r3channel.trainer.shard_buffer import ShardBuffer
 from r3channel.transport.process_group import ProcessGroupTransport
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.kernels import column_sums, place_runs
@@ -288,15 +287,15 @@ def test_what_is_damaged_on_the_way_is_sent_again(
 def test_rows_are_right_after_a_cut_in_any_bucket(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch, transport: str, number: int
 ) -> None:
-    relay, rows, begins = make_relay(transport=transport), RelaySink.rows, list[int]()
+    relay, rows, begins = make_relay(transport=transport), ShardBuffer.rows, list[int]()
 
-    def cut(sink: RelaySink, ids_TCK: Any, *, begin: int) -> None:
+    def cut(landed: ShardBuffer, ids_TCK: Any, *, begin: int) -> None:
         begins.append(begin)
-        rows(sink, ids_TCK, begin=begin)
+        rows(landed, ids_TCK, begin=begin)
         if len(begins) == 1 + number:
             raise errors.TransportError("cut")
 
-    monkeypatch.setattr(RelaySink, "rows", cut)
+    monkeypatch.setattr(ShardBuffer, "rows", cut)
     (receiver,) = receivers_of(relay)
     hand(shard := receiver.receive(sealed(relay)))
     assert wrong_rows([shard]) == 0 and begins == [*begins[: 1 + number], *sorted({*begins})] and begins[-1]
@@ -459,7 +458,7 @@ def misplaced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
                 placement._sources_L, placement._in_order = placement._sources_L[order], False
             else:
                 monkeypatch.setattr(placement_module, "places", wrong_places)
-                monkeypatch.setattr(device_placement, "places", wrong_places)
+                monkeypatch.setattr(buckets_module, "places", wrong_places)
             if isinstance(placement, DevicePlacement):  # which knows its places from the start
                 placement._table = placement._tabled(placement._stream.stretches)
         rows(placement, *arguments, **options)

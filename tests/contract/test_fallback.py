@@ -21,10 +21,10 @@ from r3channel.relay.row_server import _Served
 from r3channel.relay.send_buffers import HostPool
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.relay_connection import RelayConnection
-from r3channel.trainer.shard_buffer import RelaySink
+from r3channel.trainer.shard_buffer import ShardBuffer
 from r3channel.transport.base import Pending, Rendezvous, Transport
 from r3channel.transport.connection import Connection
-from r3channel.transport.process_group import ProcessGroupTransport
+from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
 from r3channel.transport.select import join
 from tests.support.delivery import MakeRelay, check_rows, hand, lives, receive, receivers_of, relays, sealed
 from tests.support.samples import reply_for
@@ -104,6 +104,29 @@ def test_without_a_fallback_the_step_fails_by_name_after_as_many_connections_and
     assert lives(relay) == [3]
 
 
+def test_a_connection_that_has_ended_leaves_no_key_in_any_store(
+    make_relay: MakeRelay, cable: Cable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a relay that lives for weeks grows with every reconnection; `test_long_run` measures it, in minutes."""
+    stores, opened = list[RendezvousStore](), RendezvousStore.__init__
+
+    def noted(store: RendezvousStore, interface: str) -> None:
+        opened(store, interface)
+        stores.append(store)
+
+    def keys() -> int:
+        return sum(known.num_keys() for store in stores if (known := store._store) is not None)
+
+    monkeypatch.setattr(RendezvousStore, "__init__", noted)
+    relay = make_relay("dp=1", max_group_failures=2)
+    ticket, receiver = sealed(relay), receivers_of(relay)[0]
+    receiver.join()
+    cable.cuts, before = 1, keys()
+    check_rows(receiver.receive(ticket))
+    assert lives(relay) == [2] and before > 0
+    until(lambda: keys() == before)
+
+
 @pytest.mark.parametrize("transport", ["gloo", "tcp"])
 @pytest.mark.parametrize("text", ["dp=2", "dp=1,pp=2", "dp=1,cp=2"])
 def test_the_failure_of_one_receiver_touches_no_other(
@@ -127,7 +150,7 @@ def test_the_failure_of_one_receiver_touches_no_other(
 
 
 @pytest.mark.parametrize(
-    "hangs", [(RelayConnection, "_receive_rows"), (RelaySink, "rows")], ids=["early", "late"]
+    "hangs", [(RelayConnection, "_receive_rows"), (ShardBuffer, "rows")], ids=["early", "late"]
 )
 def test_a_receiver_that_hangs_in_its_turn_holds_up_the_others_for_a_moment(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch, hangs: tuple[type, str]

@@ -24,7 +24,7 @@ from r3channel.relay.sample_table import SampleTable
 from r3channel.relay.sealed_steps import SealedStep, Steps
 from r3channel.tools.report_page import verdict_of
 from r3channel.trainer.receiver import Receiver
-from r3channel.trainer.shard_buffer import RelaySink
+from r3channel.trainer.shard_buffer import ShardBuffer
 from r3channel.transport.http import urlopen
 from tests.support.delivery import MakeRelay, receivers_of, relays
 from tests.support.direct import Engine
@@ -103,7 +103,7 @@ SLOW_S = 0.2
 SLOW = {
     ("relay", "ingest"): (SampleTable, "reply"), ("relay", "verify"): (verify, "read_frame"),
     ("relay", "place"): (SealedStep, "prepare"), ("relay", "send"): (_Served, "_send_plain"),
-    ("trainer", "place"): (RelaySink, "rows"), ("trainer", "verify"): (RelaySink, "verify"),
+    ("trainer", "place"): (ShardBuffer, "rows"), ("trainer", "verify"): (ShardBuffer, "verify"),
     ("trainer", "wait_relay"): (Steps, "outgoing"),
 }  # fmt: skip
 """(role, stage) -> the call that is made slow."""

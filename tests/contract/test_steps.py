@@ -324,7 +324,9 @@ def test_closing_ends_a_group_whose_receiver_asked_for_it_and_never_joined(
     member._say(wire.GROUP, gpu="")
     assert member._link is not None
     assert member._link.recv_record(timeout_s=SOON_S)[0] == wire.GROUP, "and nobody comes"
-    store: Any = relay._delivery._store
+    (served,) = relay._delivery._serving.values()
+    until(lambda: served._store is not None)
+    store: Any = served._store
     assert isinstance(store, RendezvousStore)
     until(lambda: store._store is None or store._store.num_keys() > 0)
     with pytest.raises(errors.StepError, match=r"still running: \[\]"):

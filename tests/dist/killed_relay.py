@@ -33,7 +33,7 @@ from r3channel.relay.verify import FrameVerifier
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.relay_connection import RelayConnection
-from r3channel.trainer.shard_buffer import RelaySink
+from r3channel.trainer.shard_buffer import ShardBuffer
 from tests.dist.control import ControlServer, TcpControl
 from tests.support.delivery import compare
 from tests.support.samples import SPEC, random_ids, reply_for
@@ -110,8 +110,8 @@ AT_RELAY: dict[str, Callable[[], None]] = {
     "after the first acknowledgement is written": partial(after, Journal, "acked"),
 }
 AT_RECEIVER: dict[str, Callable[[], None]] = {
-    "in its first bucket": partial(before, RelaySink, "rows"),
-    "in its third bucket": partial(before, RelaySink, "rows", call=3),
+    "in its first bucket": partial(before, ShardBuffer, "rows"),
+    "in its third bucket": partial(before, ShardBuffer, "rows", call=3),
     "between verifying and acknowledging": partial(before, RelayConnection, "_acknowledge"),
 }
 

@@ -351,6 +351,15 @@ def test_what_are_no_int32_token_ids_is_refused(tokens: Any) -> None:
         as_tokens(tokens)
 
 
+@pytest.mark.parametrize("tokens", [[], [5]])
+def test_a_sample_without_a_row_is_refused_by_name_and_not_kept(relay: Relay, tokens: list[int]) -> None:
+    for take in (relay.add_live, lambda *known: relay.add_frame(known[0], frame_of(1), known[1])):
+        with pytest.raises(errors.RowCountMismatch, match="sample b has") as told:
+            take("b", tokens)
+        assert told.value.samples == ("b",)
+    assert relay.status()["pending"] == [] and relay.status()["store"]["frames"] == 0
+
+
 def test_earlier_tokens_may_not_change_and_the_last_one_may_for_it_has_no_row_yet(relay: Relay) -> None:
     relay.add("s", turn(0, 10), TOKENS[:11])
     changed = [*TOKENS[:4], 7, *TOKENS[5:21]]

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +27,7 @@ from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.trainer import relay_connection as member_module
 from r3channel.trainer.buckets import HostBuckets
 from r3channel.trainer.relay_connection import RelayConnection
-from r3channel.trainer.shard_buffer import RelaySink
+from r3channel.trainer.shard_buffer import ShardBuffer
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
 from r3channel.wire import row_protocol as wire
@@ -142,38 +142,44 @@ def play() -> Iterator[Play]:
         assert not stage.failures
 
 
-class Sink(RelaySink):
-    """Keeps what comes; says what it is told to."""
+@dataclass
+class Attempt:
+    """What came in one attempt."""
 
-    def __init__(self, damaged: list[str]) -> None:
-        self.damaged = damaged
-        self.begins: list[int] = []
-        self.data = b""
-        self.digests = self.taken = b""
+    begins: list[int] = field(default_factory=list[int])
+    data: bytes = b""
+    taken: bytes = b""
+    digests: bytes = b""
+
+
+class Landed(ShardBuffer):
+    """Keeps what comes in each attempt; says what it is told to."""
+
+    def __init__(self, ticket: Ticket, damaged: Sequence[list[str]]) -> None:
+        shard = ticket.plan.shard(dp=0, pp=0)
+        super().__init__(ticket, shard, np.empty(shard.nbytes, np.uint8))
+        self.damaged, self.attempts = list(damaged), list[Attempt]()
+
+    def begin(self) -> None:
+        self.attempts.append(Attempt())
 
     def rows(self, ids_TCK: Ids, *, begin: int) -> None:
-        self.begins.append(begin)
-        self.data += ids_TCK.tobytes()
+        self.attempts[-1].begins.append(begin)
+        self.attempts[-1].data += ids_TCK.tobytes()
 
     def tensor(self, tensor: TokenTensor, data: bytearray) -> None:
-        self.taken = bytes(data)
+        self.attempts[-1].taken = bytes(data)
 
     def verify(self, digests: bytes) -> list[str]:
-        self.digests = digests
-        return self.damaged
+        self.attempts[-1].digests = digests
+        return self.damaged.pop(0) if len(self.damaged) > 1 else self.damaged[0]
 
 
 def receive(
     stage: Any, *, damaged: Sequence[list[str]] = ([],), ticket: Ticket = TICKET, **changes: Any
-) -> list[Sink]:
-    """The sinks of all attempts; `damaged` is what each of them says."""
-    sinks: list[Sink] = []
-    answers = list(damaged)
-
-    def sink() -> Sink:
-        sinks.append(Sink(answers.pop(0) if len(answers) > 1 else answers[0]))
-        return sinks[-1]
-
+) -> list[Attempt]:
+    """What came in each attempt; `damaged` is what is found in each of them."""
+    landed = Landed(ticket, damaged)
     values: dict[str, Any] = {"step_timeout_s": SOON_S, "send_timeout_s": SOON_S} | changes
     clock = StageClock("trainer")
     member = RelayConnection(
@@ -181,10 +187,10 @@ def receive(
         metrics=Metrics("trainer", clock=clock),
     )  # fmt: skip
     try:
-        member.receive(ticket, Stream.of(ticket, ticket.plan.shard(dp=0, pp=0)), sink)
+        member.receive(landed)
     finally:
         member.close()
-    return sinks
+    return landed.attempts
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

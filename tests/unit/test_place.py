@@ -22,8 +22,8 @@ from r3channel.plan.placement import Placement, place_samples, place_shard, spre
 from r3channel.plan.shards import Shard
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.trainer import device_placement
-from r3channel.trainer.device_placement import DevicePlacement
+from r3channel.trainer import buckets as buckets_module
+from r3channel.trainer.buckets import DevicePlacement
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.routing import Ids
 from tests.support.loops import numba
@@ -140,7 +140,7 @@ def test_a_device_places_the_same_bytes_and_finds_the_same_digests(
 ) -> None:
     """`kept`: rows whose places are worked out at once."""
     with numba(False), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_placement, "_ROWS_AT_ONCE", kept)
+        patch.setattr(buckets_module, "_ROWS_AT_ONCE", kept)
         for shard in step.shards:
             expected = filled(step, shard, bucket_rows=bucket_rows)
             found = on_device(step, shard, bucket_rows=bucket_rows)

@@ -55,24 +55,16 @@ def test_policy_error_refuses_the_ticket_and_names_sample_and_rows() -> None:
     make(TrainerLayout(), policy="error", invalid=())
 
 
-@pytest.mark.parametrize("policy", ["live", "mask"])
-def test_the_live_router_chooses_for_rows_without_routing_only(policy: str) -> None:
-    shard = make(TrainerLayout(), policy=policy)
-    live = shard.live_rows(0)
-    assert live is not None and named(shard, live) == {(0, 2), (0, 3)}
-    assert shard.live_counts() == {"invalid": 2, "padding": 0}
-
-
-def test_nothing_is_live_where_every_row_has_routing() -> None:
-    assert make(TrainerLayout(), policy="live", invalid=()).live_rows(0) is None
-
-
-def test_pad_policy_native_leaves_padding_and_last_tokens_to_the_live_router() -> None:
-    shard = make(TrainerLayout(pad_policy="live"), policy="live")
-    live = shard.live_rows(0)
-    assert live is not None and named(shard, live) == {(0, 2), (0, 3), (-1, -1)}
-    assert int(live.sum()) == 2 + 18 - 8 - 4
-    assert shard.live_counts() == {"invalid": 2, "padding": 18 - 8 - 4}
+@pytest.mark.parametrize(("policy", "pads"), [("live", "spread"), ("mask", "spread"), ("live", "live")])
+def test_the_live_router_chooses_for_rows_without_routing_and_for_padding_where_told(
+    policy: str, pads: str
+) -> None:
+    shard = make(TrainerLayout(pad_policy=pads), policy=policy)
+    live, padding = shard.live_rows(0), 18 - 8 - 4 if pads == "live" else 0
+    assert live is not None and int(live.sum()) == 2 + padding
+    assert named(shard, live) == {(0, 2), (0, 3)} | ({(-1, -1)} if padding else set())
+    assert shard.live_counts() == {"invalid": 2, "padding": padding}
+    assert make(TrainerLayout(), policy=policy, invalid=()).live_rows(0) is None
 
 
 def test_audited_rows_are_those_that_an_engine_computed() -> None:
@@ -228,16 +220,12 @@ def aged(*samples: TicketSample, layout: TrainerLayout | None = None, cp: int = 
 
 def test_each_token_knows_how_many_updates_lie_behind_its_row() -> None:
     shard = aged()
+    with pytest.raises(UsageError, match="trainer's version"):
+        shard.lags(0)
     shard.set_version(7)
     lags = shard.lags(0)
     assert lags[0].tolist() == [3, 3, 3, 2, 2, 2, 0, 0, UNKNOWN]
     assert lags[1].tolist() == [0] * 4 + [UNKNOWN] * 5
-
-
-def test_a_version_that_no_counter_reaches_is_stale_and_no_error() -> None:
-    shard = aged(TicketSample("a", 5, 7, 7, (span(0, 4, -(2**63)),)))
-    with pytest.raises(RowsStale, match=r"a \(4 rows\)"):
-        shard.set_version(7, max_staleness=2, on_stale="reject")
 
 
 def test_rows_are_counted_by_lag_and_missing_ones_are_not() -> None:
@@ -280,20 +268,18 @@ def test_accept_changes_nothing() -> None:
     assert torch.equal(shard.loss_mask(0), aged().loss_mask(0))
 
 
-def test_reject_names_the_samples_and_both_versions() -> None:
-    shard = aged()
-    said = r"1 samples .*0 to 2 versions behind the trainer's 7: a \(3 rows\).*\[4, 5, 7\]"
+@pytest.mark.parametrize(
+    ("samples", "version", "bound", "said", "names"),
+    [
+        ((), 7, 2, r"1 samples .*0 to 2 versions behind the trainer's 7: a \(3 rows\).*\[4, 5, 7\]", ("a",)),
+        ((), 6, 9, r"a \(2 rows\), b \(4 rows\)", ("a", "b")),  # ahead of the trainer
+        ((TicketSample("a", 5, 7, 7, (span(0, 4, -(2**63)),)),), 7, 2, r"a \(4 rows\)", ("a",)),  # no counter reaches it
+    ],
+)  # fmt: skip
+def test_rows_outside_the_bound_are_refused_by_sample_with_both_versions(
+    samples: tuple[TicketSample, ...], version: int, bound: int, said: str, names: tuple[str, ...]
+) -> None:
     with pytest.raises(RowsStale, match=said) as refusal:
-        shard.set_version(7, max_staleness=2, on_stale="reject")
-    assert (refusal.value.samples, refusal.value.step) == (("a",), 3)
-    shard.set_version(7, max_staleness=3, on_stale="reject")
-
-
-def test_rows_ahead_of_the_trainer_are_outside_the_bound_too() -> None:
-    with pytest.raises(RowsStale, match=r"a \(2 rows\), b \(4 rows\)"):
-        aged().set_version(6, max_staleness=9, on_stale="reject")
-
-
-def test_misuse_is_named() -> None:
-    with pytest.raises(UsageError, match="trainer's version"):
-        aged().lags(0)
+        aged(*samples).set_version(version, max_staleness=bound, on_stale="reject")
+    assert (refusal.value.samples, refusal.value.step) == (names, 3)
+    aged().set_version(7, max_staleness=3, on_stale="reject")

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from r3channel.errors import PeerFailed, TicketMismatch, UsageError
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.relay_connection import Control, RelayConnection
+from r3channel.trainer.shard_buffer import ShardBuffer
 from r3channel.transport.tp_fanout import TensorParallelFanout
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.routing import as_tokens, hash_tokens
@@ -98,10 +98,11 @@ def test_a_shard_that_is_handed_on_without_a_group_is_a_usage_error(monkeypatch:
     receiver = Receiver(NOBODY, spec=SPEC, layout=layout, coords=layout.coords(0))
     rows_TLK, asked = random_ids(8, seed=1), list[str]()
 
-    def arrive(_: RelayConnection, ticket: Ticket, __: Stream, sink: Any) -> None:
-        asked.append(ticket.run)
-        (own := sink()).rows(rows_TLK, begin=0)
-        assert own.verify(layer_digests(rows_TLK, first_row=0).tobytes() * 2) == []
+    def arrive(_: RelayConnection, landed: ShardBuffer) -> None:
+        asked.append(landed.ticket.run)
+        landed.begin()
+        landed.rows(rows_TLK, begin=0)
+        assert landed.verify(layer_digests(rows_TLK, first_row=0).tobytes() * 2) == []
 
     monkeypatch.setattr(RelayConnection, "receive", arrive)
     with pytest.raises(UsageError, match="scatter over 1 TP ranks got 2 parts"):

@@ -11,7 +11,7 @@ import importlib
 import itertools
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("megatron.core.parallel_state", "get_context_parallel_group"),
 )
 """(module, dotted name) of each thing that this room uses."""
+_AXES = {"dp": "data", "pp": "pipeline_model", "cp": "context", "tp": "tensor_model", "ep": "expert_model"}
+"""Megatron's words for a layout's axes."""
 
 
 def version() -> str:
@@ -116,39 +118,35 @@ def _language_model(chunk: torch.nn.Module) -> Any:
     )
 
 
-def _chunk_routers(chunk: int, model: Any) -> Iterator[RouterHandle]:
+def _routers_in(layers: Iterable[Any]) -> Iterator[tuple[int, Any, Any]]:
+    """Yield (the layer's index, the layer, its router)."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    for index, layer in enumerate(model.decoder.layers):
-        for module in layer.modules():
-            if isinstance(module, TopKRouter):
-                yield _bind(chunk, index, layer, module)
+    for index, layer in enumerate(layers):
+        yield from ((index, layer, module) for module in layer.modules() if isinstance(module, TopKRouter))
+
+
+def _chunk_routers(chunk: int, model: Any) -> Iterator[RouterHandle]:
+    for index, layer, module in _routers_in(model.decoder.layers):
+        number = module.layer_number
+        if number is None or number != layer.layer_number:
+            raise RouterUnsupported(
+                f"router in decoder layer {layer.layer_number} (1-based) says layer_number {number}; expected the same"
+            )
+        yield _handle(chunk, number - 1, module, recomputed=_is_recomputed(module.config, index))
 
 
 def _mtp_routers(chunk: int, model: Any, wanted: int) -> Iterator[RouterHandle]:
     block = getattr(model, "mtp", None)
     if not wanted or block is None:
         return
-    from megatron.core.transformer.moe.router import TopKRouter
-
     if len(block.layers) != wanted:
         raise ConfigError(f"the layout maps {wanted} MTP layers; the model has {len(block.layers)}")
-    for index, layer in enumerate(block.layers):
-        for module in layer.modules():
-            if isinstance(module, TopKRouter):
-                config = module.config
-                uniform = config.recompute_granularity == "full" and config.recompute_method == "uniform"
-                recomputed = uniform or _recomputes_moe(config)  # "block" leaves MTP layers out
-                yield _handle(chunk, config.num_layers + index, module, recomputed=recomputed)
-
-
-def _bind(chunk: int, index: int, layer: Any, module: Any) -> RouterHandle:
-    number = module.layer_number
-    if number is None or number != layer.layer_number:
-        raise RouterUnsupported(
-            f"router in decoder layer {layer.layer_number} (1-based) says layer_number {number}; expected the same"
-        )
-    return _handle(chunk, number - 1, module, recomputed=_is_recomputed(module.config, index))
+    for index, _, module in _routers_in(block.layers):
+        config = module.config
+        uniform = config.recompute_granularity == "full" and config.recompute_method == "uniform"
+        recomputed = uniform or _recomputes_moe(config)  # "block" leaves MTP layers out
+        yield _handle(chunk, config.num_layers + index, module, recomputed=recomputed)
 
 
 def _handle(chunk: int, layer: int, module: Any, *, recomputed: bool) -> RouterHandle:
@@ -193,14 +191,14 @@ def spec_from_config(chunks: Sequence[torch.nn.Module]) -> RoutingSpec:
 
 def parallel_coords() -> RankCoords:
     """Where Megatron placed this process."""
+    return RankCoords(**_of_axes("rank", "dp", "pp", "cp", "tp"))
+
+
+def _of_axes(what: str, *names: str) -> dict[str, int]:
+    """Return this process's rank, or the size of the world, along each of these axes of the layout."""
     from megatron.core import parallel_state
 
-    return RankCoords(
-        dp=parallel_state.get_data_parallel_rank(),
-        pp=parallel_state.get_pipeline_model_parallel_rank(),
-        cp=parallel_state.get_context_parallel_rank(),
-        tp=parallel_state.get_tensor_model_parallel_rank(),
-    )
+    return {name: getattr(parallel_state, f"get_{_AXES[name]}_parallel_{what}")() for name in names}
 
 
 def input_ids(
@@ -262,15 +260,9 @@ def _decoder_layers(config: Any, stage: int, chunk: int | None) -> int:
 def _sizes(config: Any) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    return {
-        "dp": parallel_state.get_data_parallel_world_size(),
-        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
-        "vpp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
-        "cp": parallel_state.get_context_parallel_world_size(),
-        "tp": parallel_state.get_tensor_model_parallel_world_size(),
-        "ep": parallel_state.get_expert_model_parallel_world_size(),
-        "sequence_parallel": bool(config.sequence_parallel),
-    }
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    sizes = _of_axes("world_size", *_AXES)
+    return {**sizes, "vpp": chunks, "sequence_parallel": bool(config.sequence_parallel)}
 
 
 def _check_rank_order(layout: TrainerLayout) -> None:

@@ -23,8 +23,7 @@ from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.relay.relay import Relay
 from r3channel.trainer import receiver as receiver_module
-from r3channel.trainer.buckets import DeviceBuckets
-from r3channel.trainer.device_placement import DevicePlacement
+from r3channel.trainer.buckets import DeviceBuckets, DevicePlacement
 from r3channel.trainer.receiver import Receiver
 from r3channel.wire.frame import encode_frame
 from tests.gpu.facts import Facts
