@@ -156,7 +156,7 @@ def log_probs_suspect(step: RecordedStep) -> Iterator[Finding]:
 def _twice(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
     """The same experts in all layers for several rows on end, of other tokens: a slot that was not written again."""
     count, token = len(rows.ids_RLK), rows.token_3R[1]
-    if count * _chance(step.spec) >= _RARE:
+    if not 0 < count * _chance(step.spec) < _RARE:
         return
     words = row_words(items_of(np.ascontiguousarray(rows.ids_RLK).reshape(count, 1, -1))[:, 0])
     _, first, inverse, times = np.unique(words, return_index=True, return_inverse=True, return_counts=True)

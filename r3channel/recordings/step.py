@@ -72,8 +72,10 @@ class RecordedStep:
         frames = self.passes.get((of_pass, sample_id), self.frames.get(sample_id))
         if frames is None:
             raise SampleUnknown(f"sample {sample_id} is not in the recording of step {self.number}")
-        options: dict[str, Any] = {"spec": self.spec, "engine": "recording", "max_rows": sample.tokens}
-        return [parse_frame(data, sample_id=sample_id, **options) for data in frames]
+        parsed = [parse_frame(data, sample_id=sample_id, spec=self.spec, engine="recording") for data in frames]
+        for frame in parsed:
+            _check_inside(sample, frame.first_row, frame.rows)
+        return parsed
 
     def rows(self, sample_id: str) -> Ids:
         """[tokens - 1, L, K] of a sample, every id checked and, on the engines' side, held against the ticket; rows without
@@ -106,10 +108,15 @@ class RecordedStep:
         return ids_TLK, there_T
 
     def tensor_rows(self, tensor: TokenTensor, sample_id: str) -> list[TensorRows]:
-        """What each turn of a sample brings of a tensor. Raises FrameError, and RoutingMissing where a turn has none."""
-        tensors, where = self.ticket.tensors, f"recording, sample {sample_id}"
+        """What each turn of a sample brings of a tensor. Raises FrameError, RecordingInvalid, and RoutingMissing where a turn has
+        none."""
+        tensors, where, begin = self.ticket.tensors, f"recording, sample {sample_id}", 0
         turns = [parse_tensors(data, tensors, where=where) for data in self.tensors.get(sample_id, ())]
-        return [rows for turn in turns for rows in turn if rows.tensor.name == tensor.name]
+        found = [rows for turn in turns for rows in turn if rows.tensor.name == tensor.name]
+        for rows in found:
+            _check_inside(self.ticket.sample(sample_id), rows.first_row, len(rows.lengths_T), begin=begin)
+            begin = rows.end_row
+        return found
 
     def tensor_whole(self, tensor: TokenTensor, sample_id: str) -> TensorRows:
         """The same, as if the sample had one turn from its first token on; a row that no turn brought is empty."""
@@ -146,3 +153,12 @@ class RecordedStep:
     def shards(self, *, dp: int) -> dict[ShardKey, Ids]:
         """The uint8 shards of all pipeline stages and CP ranks of one DP rank, by (dp, pp, cp): what receivers end with."""
         return place_samples(self.ticket.plan, dp=dp, ids_of=self.rows)
+
+
+def _check_inside(sample: TicketSample, first_row: int, rows: int, *, begin: int = 0) -> None:
+    """Raise RecordingInvalid for rows that the sample has not, or that a turn before had: a record of another sample."""
+    if not begin <= first_row <= first_row + rows <= sample.tokens - 1:
+        raise RecordingInvalid(
+            f"sample {sample.sample_id}: rows {first_row}..{first_row + rows}, expected {begin}..{sample.tokens - 1} at most: is "
+            "the record another sample's?", samples=[sample.sample_id],
+        )  # fmt: skip

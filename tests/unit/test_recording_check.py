@@ -142,11 +142,12 @@ def test_one_side_raises_a_suspicion_and_no_verdict_where_only_statistics_speak(
     assert (stale.name, stale.verdict, stale.sample, stale.position) == ("stale_row", False, "s1", 40)
 
 
-def test_rows_left_to_the_live_router_are_not_judged(tmp_path: Path, capsys: Any) -> None:
-    step = engine_step(lengths=(60, 50, 60, 50))
-    samples = list(step.ticket.samples)
-    samples[1] = samples[1]._replace(invalid=((0, samples[1].tokens - 1),), provenance=(), digest=0)
-    step = replace(step, ticket=replace(step.ticket, samples=samples), frames={**step.frames, "s1": []})
+@pytest.mark.parametrize(("lengths", "live"), [((60, 50, 60, 50), ("s1",)), ((2, 2), ("s0", "s1"))])
+def test_rows_left_to_the_live_router_are_not_judged(tmp_path: Path, capsys: Any, lengths: Any, live: Any) -> None:
+    """Of one sample, or of all of a step."""
+    step, gone = engine_step(lengths=lengths), {"provenance": (), "digest": 0}
+    samples = [s._replace(invalid=((0, s.tokens - 1),), **gone) if s.sample_id in live else s for s in step.samples]
+    step = replace(step, ticket=replace(step.ticket, samples=samples), frames={**step.frames, **dict.fromkeys(live, [])})
     write_step(tmp_path, step)
     consumed(step).write(tmp_path / "router")
     assert main(["check", str(tmp_path), "--strict"]) == 0 and "one side alone" in capsys.readouterr().out
