@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.plan.token_tensors import brought, cut_tensor
 from r3channel.wire.digest import fold
 from r3channel.wire.frame import Frame, parse_frame
-from r3channel.wire.routing import Ids, hash_tokens
+from r3channel.wire.routing import Ids, ProvenanceSpan, hash_tokens
 from r3channel.wire.tensor_frame import TensorRows, entries_of, parse_tensors, row_lengths
 from r3channel.wire.token_tensors import TokenTensor
 
@@ -72,7 +71,9 @@ class RecordedStep:
         frames = self.passes.get((of_pass, sample_id), self.frames.get(sample_id))
         if frames is None:
             raise SampleUnknown(f"sample {sample_id} is not in the recording of step {self.number}")
-        parsed = [parse_frame(data, sample_id=sample_id, spec=self.spec, engine="recording") for data in frames]
+        parsed = [
+            parse_frame(data, sample_id=sample_id, spec=self.spec, engine="recording") for data in frames
+        ]
         for frame in parsed:
             _check_inside(sample, frame.first_row, frame.rows)
         return parsed
@@ -162,3 +163,11 @@ def _check_inside(sample: TicketSample, first_row: int, rows: int, *, begin: int
             f"sample {sample.sample_id}: rows {first_row}..{first_row + rows}, expected {begin}..{sample.tokens - 1} at most: is "
             "the record another sample's?", samples=[sample.sample_id],
         )  # fmt: skip
+
+
+def spread(spans: Sequence[ProvenanceSpan], rows: int) -> tuple[Ids, Ids]:
+    """(version, kind) of each row; -1 where no span says."""
+    version, kind = np.full(rows, -1, np.int64), np.full(rows, -1, np.int64)
+    for span in spans:
+        version[span.start : span.end], kind[span.start : span.end] = span.weight_version, int(span.kind)
+    return version, kind

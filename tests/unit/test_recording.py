@@ -103,7 +103,9 @@ def test_a_frame_of_another_model_in_a_torn_step_costs_its_sample_alone(tmp_path
 
 
 @pytest.mark.parametrize(("first_row", "rows"), [(0, 5), (3, 2)])
-def test_rows_beyond_a_samples_tokens_cost_it_alone(tmp_path: Path, capsys: Any, first_row: int, rows: int) -> None:
+def test_rows_beyond_a_samples_tokens_cost_it_alone(
+    tmp_path: Path, capsys: Any, first_row: int, rows: int
+) -> None:
     """A record under another sample's number: on the engines' side that sample is not whole, on the routers' it is an error."""
     record(Recorder(tmp_path / "good"), 0)
     step = Recording.open(tmp_path / "good").step(0)
@@ -116,8 +118,16 @@ def test_rows_beyond_a_samples_tokens_cost_it_alone(tmp_path: Path, capsys: Any,
     assert Recording.open(forged).step(0).cut == ("c",)
     for command, *rest in (["inspect", forged], ["check", forged], ["check", forged, good]):
         assert main([command, *rest]) == 1, command
-    assert main(["diff", forged, good]) == 0 == main(["replay", forged]) and "1 samples are not whole: c" in capsys.readouterr().out
-    for command, *rest in (["inspect", router], ["check", router], ["check", good, router], ["diff", good, router]):
+    assert (
+        main(["diff", forged, good]) == 0 == main(["replay", forged])
+        and "1 samples are not whole: c" in capsys.readouterr().out
+    )
+    for command, *rest in (
+        ["inspect", router],
+        ["check", router],
+        ["check", good, router],
+        ["diff", good, router],
+    ):
         assert main([command, *rest]) == 2 and "sample c: rows" in capsys.readouterr().err
 
 
