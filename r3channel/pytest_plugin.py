@@ -156,7 +156,7 @@ class StepUnderTest:
         __tracebackhide__ = True
         from r3channel.recordings.aligned_pair import AlignedPair
         from r3channel.recordings.diagnose import judge
-        from r3channel.recordings.findings import NOTES
+        from r3channel.recordings.mistakes import NOTES
 
         found = consumed if consumed is not None else self._joined()
         if unused := _unused(self.recorded, found):

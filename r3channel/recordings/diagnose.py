@@ -1,28 +1,92 @@
-"""Names the known silent misalignments: what explains the ids that differ between two sides of a step with the fewest claims.
+"""Names the known silent misalignments: of two sides of a step, the fewest claims that explain the ids that differ; of one side
+what its bytes show, and suspicions that only statistics raise.
 
-Shapes are right in nearly all of these, so only the ids can tell. What most cells show by themselves goes first (another order,
-other id types). Then mistakes that move rows or layers are searched for, one after another, each where it explains what is left;
-two at once where none explains much alone. Then what the remaining cells show by themselves. What is left then is said.
+Shapes are right in nearly all of these, so only the ids can tell. Two sides: moves of rows and layers are searched for under each
+reading of the ids (`search`); then it is said what cells show by themselves, and what is left. One side: rows of zeros, ids that
+repeat or do not exist, padding's ids, rows that are missing, and bytes that are not the ticket's are verdicts. Rows that stand
+twice although their tokens differ, a first layer that knows a neighbour's token better than its own, and log-probs that replay
+makes worse are suspicions. Whether rows belong to their token, layer or rank, one side cannot know for sure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import perm
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from r3channel.errors import R3Error
+from r3channel.model.spec import RoutingSpec
+from r3channel.plan.ticket import TicketSample
 from r3channel.recordings.aligned_pair import AlignedPair, Bools, Ints
-from r3channel.recordings.findings import FAULTS, Finding
-from r3channel.recordings.search import Search
-from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
+from r3channel.recordings.logprobs import SIDES
+from r3channel.recordings.mistakes import MISTAKES, Finding
+from r3channel.recordings.search import search, words_of
+from r3channel.recordings.step import RecordedStep, spread
+from r3channel.wire.routing import Ids, RowKind
 
-_MOST = 0.5
-_AGAIN = 16
-"""Ids that must be seen again, and mean the same again, for a mapping not to be chance."""
+_MOST, _AGAIN = 0.5, 16
+"""What must hold for most cells, or for so many, not to be chance."""
+_STRETCH = 4
+"""So many rows in a row must stand twice before it is reported."""
+_PAIRS = 200
+"""With fewer rows whose token stood before, the first layer's agreement says nothing."""
+_SURE = 4.0
+"""Standard errors of a mean that are no chance."""
+_RARE = 1e-3
+"""Rows that may be alike by chance, for those that are alike to be a fault."""
+_CLEARER = 0.1
+"""By how much another token must explain the first layer's experts better than the row's own."""
+CANNOT = (
+    "one side alone: rows of another token, layer, sample or rank look like any others; `r3channel check ENGINE ROUTER` compares "
+    "two sides"
+)
+
+
+# -- what a cell shows by itself ----------------------------------------------------------------------------------------------
+
+
+def _zero_rows(_: RoutingSpec, ids_NK: Ids) -> Bools:
+    return np.all(ids_NK == 0, axis=-1)
+
+
+def _padding_rows(spec: RoutingSpec, ids_NK: Ids) -> Bools:
+    """Ids on end, as padding has them, in more cells than chance makes in a model of few experts."""
+    on_end_NK = (ids_NK[:, :1].astype(np.int64) + np.arange(spec.top_k)) % spec.num_experts
+    hit_N = np.all(ids_NK == on_end_NK, axis=-1)
+    likely = len(hit_N) * spec.num_experts / perm(spec.num_experts, min(spec.top_k, spec.num_experts))
+    sure = hit_N.mean() >= _MOST or hit_N.sum() > _AGAIN
+    return hit_N if sure and hit_N.sum() > 4 * likely else np.zeros_like(hit_N)
+
+
+def _duplicated_ids(_: RoutingSpec, ids_NK: Ids) -> Bools:
+    return np.any(np.diff(np.sort(ids_NK, -1), axis=-1) == 0, axis=-1)
+
+
+def _out_of_range(spec: RoutingSpec, ids_NK: Ids) -> Bools:
+    return np.any((ids_NK >= spec.num_experts) | (ids_NK < 0), axis=-1)
+
+
+_LOOKS: dict[str, Callable[[RoutingSpec, Ids], Bools]] = {
+    "zero_rows": _zero_rows, "padding_rows": _padding_rows, "duplicated_ids": _duplicated_ids, "out_of_range": _out_of_range,
+}  # fmt: skip
+"""The plainest first: a cell shows one of them."""
+
+
+def _shown(spec: RoutingSpec, ids_RLK: Ids, among_RL: Bools) -> Iterator[tuple[str, Bools]]:
+    """Each name, and the cells that show it."""
+    for name, look in _LOOKS.items():
+        if among_RL.any():
+            hit_RL = np.zeros_like(among_RL)
+            hit_RL[among_RL] = look(spec, ids_RLK[among_RL])
+            among_RL = among_RL & ~hit_RL
+            yield name, hit_RL
+
+
+# -- two sides ------------------------------------------------------------------------------------------------------------------
 
 
 def judge(sides: AlignedPair) -> list[Finding]:
@@ -40,22 +104,23 @@ class _Case:
         if self.sides.seen_RLK.shape[2] != self.sides.spec.top_k:
             yield from self._columns()
         elif self.sides.differs_RL.any():
-            yield from self._explained(self.sides.differs_RL.copy())
+            for name, hit_RL in self._explained(self.sides.differs_RL):
+                if hit_RL.any():
+                    yield self._found(name, hit_RL)
 
-    def _explained(self, left_RL: Bools) -> Iterator[Finding]:
+    def _explained(self, left_RL: Bools) -> Iterator[tuple[str, Bools]]:
         again_RL = left_RL & _decoded_again(self.sides)[:, None]
-        if again_RL.any():
-            yield self._found("retraction_overwrite", again_RL)
-            left_RL &= ~again_RL
-        yield from self._by_value(left_RL, _OF_ALL, least=_MOST)
-        if left_RL.any():
-            search = Search(self.sides, left_RL)
-            for name, hit_RL in search.run().items():
-                yield self._found(name, hit_RL)
-            left_RL &= search.left_RL
-        yield from self._by_value(left_RL, _OF_SOME)
-        if left_RL.any():
-            yield self._found("unexplained", left_RL)
+        yield "retraction_overwrite", again_RL
+        hits, left_RL = search(self.sides, left_RL & ~again_RL, self._unshown)
+        yield from hits.items()
+        yield from _shown(self.sides.spec, self.sides.seen_RLK, left_RL)
+        yield "unexplained", self._unshown(left_RL)
+
+    def _unshown(self, left_RL: Bools) -> Bools:
+        """Cells that show nothing by themselves."""
+        for _, hit_RL in _shown(self.sides.spec, self.sides.seen_RLK, left_RL):
+            left_RL = left_RL & ~hit_RL
+        return left_RL
 
     # -- rows that are not there, layers and columns that are too many -------------------------------------------------------
 
@@ -71,7 +136,7 @@ class _Case:
         sides, mapped = self.sides, self.sides.ticket.layout.mtp
         for index, move in product(range(sides.extra_RLK.shape[1]), (0, 1)):
             rows = len(sides.want_RLK) - move
-            same_RL = _same(sides.want_RLK[:rows], sides.extra_RLK[move:, index, None])
+            same_RL = np.all(sides.want_RLK[:rows] == sides.extra_RLK[move:, index, None], axis=-1)
             for place in np.flatnonzero(same_RL.sum(0) > max(1, _MOST * rows)):
                 if mapped[index : index + 1] != (sides.spec.moe_layers[place],):
                     hit_RL = same_RL & (np.arange(same_RL.shape[1]) == place)
@@ -87,114 +152,18 @@ class _Case:
     def _all_layers(self, hit_R: Bools) -> Bools:
         return np.repeat(hit_R[:, None], self.sides.spec.num_moe_layers, axis=1)
 
-    # -- ids that are wrong by themselves --------------------------------------------------------------------------------
-
-    def _by_value(self, left_RL: Bools, tests: Sequence[Test], *, least: float = 0.0) -> Iterator[Finding]:
-        """Name what cells show without any others, where it is at least this share of what is left."""
-        for test in tests:
-            rows, layers = np.nonzero(left_RL)
-            if not len(rows):
-                return
-            want, seen = self.sides.want_RLK[rows, layers], self.sides.seen_RLK[rows, layers]
-            hit = test(Cells(self.sides, rows, layers, want, seen))
-            if hit.any() and hit.sum() >= least * len(rows):
-                hit_RL = np.zeros_like(left_RL)
-                hit_RL[rows[hit], layers[hit]] = True
-                yield self._found(test.__name__[1:], hit_RL)
-                left_RL &= ~hit_RL
-
     def _found(self, name: str, hit_RL: Bools) -> Finding:
         return _finding(name, self.sides, cells=int(hit_RL.sum()), **self.sides.example(hit_RL))
 
 
 def _finding(name: str, sides: AlignedPair, **values: Any) -> Finding:
-    fields = {"verdict": True, "what": FAULTS[name], "step": sides.ticket.step, "of_pass": sides.of_pass}
+    fields = {
+        "verdict": True,
+        "what": MISTAKES[name].what,
+        "step": sides.ticket.step,
+        "of_pass": sides.of_pass,
+    }
     return Finding(name=name, **fields, **values)
-
-
-def _same(want: Ids, seen: Ids) -> Bools:
-    """Whether two arrays are equal, row by row."""
-    return np.all(want == seen, axis=-1)
-
-
-# -- what a cell shows by itself ------------------------------------------------------------------------------------------------
-
-
-class Cells(NamedTuple):
-    """Cells that differ: a row, a layer, and both sides' ids of each."""
-
-    sides: AlignedPair
-    rows: Ints
-    layers: Ints
-    want: Ids
-    seen: Ids
-
-
-Test = Callable[[Cells], Bools]
-"""Its name is that of the fault, behind an underscore."""
-
-
-def _row_order(cells: Cells) -> Bools:
-    return _same(np.sort(cells.want, -1), np.sort(cells.seen, -1))
-
-
-def _int16_as_uint8(cells: Cells) -> Bools:
-    want, seen = cells.want, cells.seen
-    if want.dtype.itemsize == 1:
-        return np.zeros(len(want), bool)
-    halves = np.ascontiguousarray(want.astype("<i2")).view(np.uint8).reshape(len(want), -1)
-    return _sure(_same(halves[:, : seen.shape[1]], seen) | _same(halves[:, ::2], seen))
-
-
-def _zero_rows(cells: Cells) -> Bools:
-    return np.all(cells.seen == 0, axis=-1)
-
-
-def _padding_rows(cells: Cells) -> Bools:
-    """Ids on end, as padding has them, in more cells than chance makes in a model of few experts."""
-    spec = cells.sides.spec
-    on_end = (cells.seen[:, :1].astype(np.int64) + np.arange(spec.top_k)) % spec.num_experts
-    hit = _same(cells.seen, on_end)
-    chance = len(hit) * spec.num_experts / perm(spec.num_experts, min(spec.top_k, spec.num_experts))
-    return _sure(hit) if hit.sum() > 4 * chance else np.zeros_like(hit)
-
-
-def _fused_shared_expert(cells: Cells) -> Bools:
-    """Whether the last column is one id that no routed expert has, and the others are the first K - 1."""
-    last = cells.seen[:, -1].astype(np.int64)
-    alike = (last >= cells.sides.spec.num_experts) & (last == last[0])
-    return alike & _same(cells.want[:, :-1], cells.seen[:, :-1])
-
-
-def _physical_ids(cells: Cells) -> Bools:
-    """Whether in each layer every seen id stands for one wanted id only, and enough ids are seen again."""
-    good = np.zeros(len(cells.want), bool)
-    for layer in np.unique(cells.layers):
-        index = np.flatnonzero(cells.layers == layer)
-        pairs = np.stack((cells.seen[index].ravel(), cells.want[index].ravel()), axis=1).astype(np.int64)
-        distinct, times = np.unique(pairs, axis=0, return_counts=True)
-        ids = len(np.unique(distinct[:, 0]))
-        good[index] = len(distinct) == ids and int(times.sum()) - ids >= _AGAIN
-    return _sure(good)
-
-
-def _duplicated_ids(cells: Cells) -> Bools:
-    return np.any(np.diff(np.sort(cells.seen, -1), axis=-1) == 0, axis=-1)
-
-
-def _out_of_range(cells: Cells) -> Bools:
-    return np.any((cells.seen >= cells.sides.spec.num_experts) | (cells.seen < 0), axis=-1)
-
-
-def _sure(hit: Bools) -> Bools:
-    """Nothing where a reading holds for a few cells among many."""
-    return hit if hit.mean() >= _MOST or hit.sum() > _AGAIN else np.zeros_like(hit)
-
-
-_OF_ALL: tuple[Test, ...] = (_row_order, _int16_as_uint8, _fused_shared_expert, _physical_ids)
-"""What is made of all ids at once."""
-_OF_SOME = (*_OF_ALL[:2], _zero_rows, _padding_rows, *_OF_ALL[2:], _duplicated_ids, _out_of_range)
-"""The plainest first."""
 
 
 # -- versions -----------------------------------------------------------------------------------------------------------------
@@ -229,9 +198,163 @@ def _said(sides: AlignedPair) -> Iterator[tuple[str, int, tuple[Ints, Ints], tup
             yield name, int(begin), spread(want, rows), spread(seen, rows)
 
 
-def spread(spans: Sequence[ProvenanceSpan], rows: int) -> tuple[Ints, Ints]:
-    """(version, kind) of each row; -1 where no span says."""
-    version, kind = np.full(rows, -1, np.int64), np.full(rows, -1, np.int64)
-    for span in spans:
-        version[span.start : span.end], kind[span.start : span.end] = span.weight_version, int(span.kind)
-    return version, kind
+# -- one side -------------------------------------------------------------------------------------------------------------------
+
+
+def judge_alone(step: RecordedStep) -> list[Finding]:
+    """Raises what reading does."""
+    findings: list[Finding] = []
+    for sample in step.samples:
+        findings += _plain(step, sample)
+        if not findings and step.side == "engine":
+            findings += _held(step, sample.sample_id)
+    return [*_grouped(findings), *_suspicions(step), *judge_beside(step)]
+
+
+def judge_beside(step: RecordedStep) -> list[Finding]:
+    """What came beside the ids: tensors, and log-probs."""
+    tensors = [finding for name in step.tokens if name not in step.cut for finding in _unsampled(step, name)]
+    return [*_grouped(tensors), *log_probs_suspect(step)]
+
+
+def _unsampled(step: RecordedStep, name: str) -> Iterator[Finding]:
+    """Rows without the token that was sampled from them, of tensors that have it."""
+    for tensor in (tensor for tensor in step.ticket.tensors if tensor.chosen):
+        *_, length_T, entries_N, _ = step.tensor_whole(tensor, name)
+        row_N = np.repeat(np.arange(len(length_T)), length_T)
+        has_N = entries_N[tensor.chosen] == step.tokens[name][row_N + 1]
+        at = np.flatnonzero((length_T > 0) & (np.bincount(row_N, has_N, len(length_T)) == 0))
+        if len(at):
+            fields = {"cells": len(at), "what": f"{tensor.name}: {MISTAKES['tensor_row']}"}
+            yield _finding_of(step, "tensor_row", name, position=int(at[0]), **fields)
+
+
+def _plain(step: RecordedStep, sample: TicketSample) -> Iterator[Finding]:
+    spec, (ids_TLK, there_T) = step.spec, step.ids(sample.sample_id)
+    gone_T = ~there_T & (step.side == "engine")
+    for start, end in sample.invalid:
+        gone_T[start:end] = False  # the engine said so itself
+    there_TL, gone_TL = (
+        np.repeat(rows_T[:, None], spec.num_moe_layers, axis=1) for rows_T in (there_T, gone_T)
+    )
+    shown = _shown(spec, ids_TLK, there_TL)
+    for fault, hit_TL in [*shown, ("missing_prefix" if gone_TL[0].any() else "zero_rows", gone_TL)]:
+        if hit_TL.any() and (spec.top_k > 1 or fault != "zero_rows" or hit_TL is gone_TL):
+            row, place = (int(index[0]) for index in np.nonzero(hit_TL))
+            at = {"position": row, "layer": spec.moe_layers[place], "cells": int(hit_TL.sum())}
+            yield _finding_of(step, fault, sample.sample_id, seen=tuple(ids_TLK[row, place].tolist()), **at)
+
+
+def _held(step: RecordedStep, name: str) -> Iterator[Finding]:
+    """Compare a sample's rows with the ticket's digest, which the engine computed."""
+    try:
+        step.rows(name)
+    except R3Error as error:
+        yield _finding_of(step, "unexplained", name, what=f"{type(error).__name__}: {error}")
+
+
+def _grouped(findings: Sequence[Finding]) -> list[Finding]:
+    """One finding of each name: its first example, with all its cells."""
+    grouped = dict[str, Finding]()
+    for finding in findings:
+        before = grouped.get(finding.name)
+        grouped[finding.name] = replace(before, cells=before.cells + finding.cells) if before else finding
+    return list(grouped.values())
+
+
+# -- statistics ---------------------------------------------------------------------------------------------------------------
+
+
+class _Rows(NamedTuple):
+    """The rows of all samples whose tokens were recorded; those that were left to the live router are not among them."""
+
+    names: Sequence[str]
+    sample_R: Ids
+    position_R: Ids
+    ids_RLK: Ids
+    token_3R: Ids
+    """The token before, the row's own, and the one after it."""
+    inner_R: Ids
+    """Neither the first nor the last of its sample."""
+
+
+def _suspicions(step: RecordedStep) -> Iterator[Finding]:
+    names = [sample.sample_id for sample in step.samples if sample.sample_id in step.tokens]
+    parts = []
+    for index, name in enumerate(names):
+        ids_TLK, there_T = step.ids(name)
+        token_T, at = step.tokens[name], np.flatnonzero(there_T)
+        inner = (at > 0) & (at < len(there_T) - 1)
+        around = np.stack([token_T[at - 1], token_T[at], token_T[at + 1]]).T
+        parts.append((np.full(len(at), index), at, ids_TLK[at], around, inner))
+    if parts:
+        sample, position, ids, token, inner = map(np.concatenate, zip(*parts, strict=True))
+        rows = _Rows(names, sample, position, ids, token.T, inner)
+        yield from _twice(step, rows)
+        yield from _neighbours(step, rows)
+
+
+def log_probs_suspect(step: RecordedStep) -> Iterator[Finding]:
+    """Replay brings the trainer nearer to the engine; further away, by more than chance, it replays what is not the engine's."""
+    if not set(SIDES) <= step.logprobs.keys() or len(step.logprobs["engine"]) < _PAIRS:
+        return
+    engine, on, off = (step.logprobs[name].astype(np.float64) for name in SIDES)
+    worse = np.abs(on - engine) - np.abs(off - engine)
+    if worse.mean() > _SURE * worse.std() / len(worse) ** 0.5:
+        sample = int(np.bincount(step.logprobs["sample"], worse).argmax())
+        what = f"mean |trainer - engine| {np.abs(on - engine).mean():.3g}, {np.abs(off - engine).mean():.3g} with replay off: "
+        name = step.ticket.samples[sample].sample_id
+        yield _finding_of(
+            step, "replay_hurts", name, verdict=False, what=what + MISTAKES["replay_hurts"].what
+        )
+
+
+def _twice(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
+    """The same experts in all layers for several rows on end, of other tokens: a slot that was not written again."""
+    count, token = len(rows.ids_RLK), rows.token_3R[1]
+    if not 0 < count * _chance(step.spec) < _RARE:
+        return
+    (words,) = words_of(rows.ids_RLK.reshape(count, -1))
+    _, first, inverse, times = np.unique(words, return_index=True, return_inverse=True, return_counts=True)
+    first, times = first[inverse], times[inverse]
+    other = np.append((times > 1) & (token != token[first]), np.zeros(_STRETCH, bool))
+    at = np.flatnonzero(np.convolve(other, np.ones(_STRETCH), "valid") == _STRETCH)
+    if len(at):
+        twin, sample = (rows.names[int(rows.sample_R[row])] for row in (first[at[0]], at[0]))
+        what = f"{_STRETCH} rows and more have the experts of rows of sample {twin}, of other tokens: {MISTAKES['stale_row']}"
+        place: dict[str, Any] = {"position": int(rows.position_R[at[0]]), "cells": int(other.sum())}
+        yield _finding_of(step, "stale_row", sample, verdict=False, what=what, **place)
+
+
+def _neighbours(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
+    """The first layer sees little but the token itself, so equal tokens choose alike; if the neighbours' do more, rows moved."""
+    agreement = {by: _agreement(rows, by) for by in (-1, 0, 1)}
+    best = max(agreement, key=lambda by: agreement[by])
+    if best and agreement[best] > agreement[0] + _CLEARER:
+        what = (
+            f"the first MoE layer agrees with the token {best:+d} positions on in {agreement[best]:.0%} of its experts, with its "
+            f"own in {agreement[0]:.0%}: {MISTAKES['off_by_one_row']}"
+        )
+        fields: dict[str, Any] = {"verdict": False, "what": what, "layer": step.spec.moe_layers[0]}
+        yield _finding_of(step, "off_by_one_row", rows.names[0], **fields)
+
+
+def _agreement(rows: _Rows, by: int) -> float:
+    """Mean share of experts that a row of the first layer has in common with the row before it of the same token."""
+    ids_RK, token_R = rows.ids_RLK[rows.inner_R, 0], rows.token_3R[1 + by, rows.inner_R]
+    order = np.argsort(token_R, kind="stable")
+    same = np.flatnonzero(token_R[order][1:] == token_R[order][:-1])
+    if len(same) < _PAIRS:
+        return 0.0
+    left, right = ids_RK[order[same]], ids_RK[order[same + 1]]
+    return float((left[:, :, None] == right[:, None, :]).any(-1).mean())
+
+
+def _chance(spec: RoutingSpec) -> float:
+    """How probable it is that a row has the very ids of another: not small in models of one layer, or of few experts."""
+    return float(perm(spec.num_experts, min(spec.top_k, spec.num_experts))) ** -spec.num_moe_layers
+
+
+def _finding_of(step: RecordedStep, name: str, sample: str, **values: Any) -> Finding:
+    options = {"verdict": True, "what": MISTAKES[name].what} | values
+    return Finding(name=name, step=step.number, sample=sample, **options)

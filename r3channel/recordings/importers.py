@@ -35,10 +35,9 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.recordings.diagnose import spread
 from r3channel.recordings.recorder import segment_name, write_step
 from r3channel.recordings.recording import Recording
-from r3channel.recordings.step import RecordedStep
+from r3channel.recordings.step import RecordedStep, spread
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, check_shape, hash_tokens

@@ -1,312 +1,187 @@
-"""The known mistakes that move rows or layers, as maps: from where each row of each router has its ids.
+"""The known mistakes in one table: what each is, and where by it each row of each router has its ids from.
 
-A slot is one row of one router, padding included. In slots a wrong order is a permutation, so two mistakes at once are one map
-after the other. A mistake names the places where it can be made by itself (micro-batches, samples, chunks); the ids tell where
-it was.
+A mistake is made of maps (`slots.Move`): all that can be made of a step at once, or those that cells vote for, whose ids were
+found elsewhere. `search` takes maps from here, what judges takes names and sentences.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from r3channel.errors import ConfigError
-from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.ticket import Ticket
 from r3channel.recordings.aligned_pair import AlignedPair, Ints
+from r3channel.recordings.slots import Move, Slots, Votes
 
 _VOTED, _PAIRS = 4, 16
 """Parameters of one kind of mistake, and pairs of samples, that are tried, of those that cells vote for."""
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
 """Micro-batch sizes that are tried."""
 
-
-class Votes(NamedTuple):
-    """Cells, and the cells whose ids they have, where that is known."""
-
-    slot_N: Ints
-    layer_N: Ints
-    from_slot_N: Ints
-    from_layer_N: Ints
+Maps = Iterable[tuple[Any, Any]]
+"""(where each slot has its ids from, the places of slots), or of each layer (from which one, None): -1 for none."""
 
 
-@dataclass(frozen=True, eq=False)
-class Mistake:
-    """Which slot's and which layer's ids each slot and layer has. The last index of each map is no slot, and no layer."""
+class Mistake(NamedTuple):
+    """One line of the table."""
 
-    name: str
-    slots_S: Ints
-    layers_L: Ints
-    place_S: Ints
-    """Number of the place of each slot; 0: it was not made there."""
-
-    def sources(self, slot_N: Ints, layer_N: Ints) -> tuple[Ints, Ints]:
-        """Where cells have their ids from."""
-        made = self.place_S[slot_N] > 0
-        return np.where(made, self.slots_S[slot_N], slot_N), np.where(made, self.layers_L[layer_N], layer_N)
-
-    def votes(self, votes: Votes) -> int:
-        """How many cells have their ids from where it says."""
-        same = self.slots_S[votes.slot_N] == votes.from_slot_N
-        return int(np.count_nonzero(same & (self.layers_L[votes.layer_N] == votes.from_layer_N)))
+    what: str
+    """What it is, and what usually makes it."""
+    maps: Callable[[Slots], Maps] = lambda _: ()
+    """Those without parameters."""
+    voted: Callable[[Slots, Votes], Maps] = lambda *_: ()
+    """Those whose parameters cells tell."""
 
 
-class Slots:
-    """The slots of a step, router call by router call, and one more at the end that is none. Calls are in the order (DP rank,
-    micro-batch, part), a part is CP rank x TP parts + TP part."""
-
-    def __init__(self, ticket: Ticket, names: Sequence[str]) -> None:
-        self.ticket, self.names = ticket, names
-        self.parts = ticket.layout.cp * ticket.layout.tp_slots
-        self.rounds = len(ticket.assignment.ranks[0])
-        """Micro-batches of each DP rank."""
-        sizes, samples, positions = zip(*self._calls(), strict=True)
-        self.size_C, self.none = np.asarray(sizes), sum(sizes)
-        """Rows of each call, and of all: the slot that is none."""
-        self.sample_S, self.position_S = (
-            np.append(np.concatenate(samples), -1),
-            np.append(np.concatenate(positions), -1),
-        )
-        """-1 behind a pack, and for samples that are not compared."""
-        self.call_S = np.append(np.repeat(np.arange(len(sizes)), sizes), -1)
-        self.batch_S = self.call_S // self.parts
-        """Micro-batches, counted over all DP ranks."""
-        self.round_S = self.batch_S % self.rounds
-        """The micro-batch's number on its DP rank."""
-        self._begin_C = np.cumsum(self.size_C) - self.size_C
-        self.padded_S = np.bincount(self.sample_S + 1, minlength=len(names) + 1)[1:]
-        """Positions of each sample, padding included."""
-        order = np.lexsort((self.position_S, self.sample_S))
-        self._ordered = order[np.count_nonzero(self.sample_S < 0) :]
-        """The slots of all samples' positions, sample by sample."""
-        self.chunk_size = np.maximum(1, -(-self.padded_S // (2 * ticket.layout.cp)))
-        """Positions in a context-parallel chunk of each sample."""
-        self.chunk_S = self.position_S // self.chunk_size[self.sample_S]
-
-    def _calls(self) -> Iterator[tuple[int, Ints, Ints]]:
-        """(rows, their samples, their positions) of each router call."""
-        number, layout = {name: index for index, name in enumerate(self.names)}, self.ticket.layout
-        for dp in range(layout.dp):
-            for index, batch in enumerate(self.ticket.plan.microbatches[dp]):
-                numbers = np.asarray([*(number.get(name, -1) for name in batch.sample_ids), -1])
-                for cp in range(layout.cp):
-                    parts = self.ticket.plan.table(dp).row_map(cp=cp, microbatch=index)
-                    for sample, position in zip(*parts, strict=True):
-                        yield len(sample), numbers[sample], position
-
-    def at(self, sample_N: Ints, position_N: Ints) -> Ints:
-        """The slot of a sample's position; none outside of it."""
-        size_N = self.padded_S[sample_N]
-        inside = (sample_N >= 0) & (position_N >= 0) & (position_N < size_N)
-        begin_N = np.cumsum(self.padded_S)[sample_N] - size_N
-        return np.where(inside, self._ordered[np.where(inside, begin_N + position_N, 0)], self.none)
-
-    # -- maps of all slots -------------------------------------------------------------------------------------------------
-
-    def shifted(self, by: Any) -> Ints:
-        """Each row has the ids that stand `by` rows on in its sample; a number, or one for each slot."""
-        return self.at(self.sample_S, self.position_S + by)
-
-    def of_calls(self, call_S: Any, by: int = 0) -> Ints:
-        """Each call has the rows of another one; `by`: rotated by so many."""
-        index_S = np.arange(self.none + 1) - self._begin_C[self.call_S]
-        index_S = (index_S + by) % self.size_C[self.call_S] if by else index_S
-        source_S = np.where(index_S < self.size_C[call_S], self._begin_C[call_S] + index_S, self.none)
-        return np.append(source_S[:-1], self.none)
-
-    def of_parts(self, source: Ints) -> Ints:
-        """The routers of each micro-batch have each other's rows: part p those of part `source[p]`."""
-        return self.of_calls(self.batch_S * self.parts + source.ravel()[self.call_S % self.parts])
-
-    def of_batches(self, by: int) -> Ints:
-        """The routers of each micro-batch have the rows of another one of their DP rank, `by` further on, round about."""
-        batch_S = self.batch_S - self.round_S + (self.round_S + by) % self.rounds
-        return self.of_calls(batch_S * self.parts + self.call_S % self.parts)
-
-    def of_chunks(self, takes: Ints) -> Ints:
-        """Each context-parallel chunk of a sample is chunk `takes[chunk]`."""
-        chunk = np.minimum(self.chunk_S, len(takes) - 1)
-        return self.shifted((takes[chunk] - chunk) * self.chunk_size[self.sample_S])
-
-    def of_samples(self, source: Mapping[int, int], by: int = 0) -> Ints:
-        """Samples have others' rows, `by` positions further on."""
-        table = np.arange(len(self.padded_S) + 1)
-        table[[*source, -1]] = [*source.values(), -1]
-        other_S = table[self.sample_S]
-        moved = self.at(other_S, self.position_S + by)
-        return np.where(other_S != self.sample_S, moved, np.arange(self.none + 1))
-
-    def of_cut(self, ranks: Sequence[Sequence[Sequence[str]]], layout: TrainerLayout) -> Ints:
-        """Each rank's calls read, one after another, what was laid out for other micro-batches or another layout. Raises
-        ConfigError."""
-        ticket = replace(self.ticket, assignment=Assignment.given(ranks), layout=layout)
-        other, source = Slots(ticket, self.names), np.full(self.none + 1, self.none)
-        for mine, theirs in zip(self._streams(), other._streams(), strict=True):
-            count = min(len(mine), len(theirs))
-            source[mine[:count]] = self.at(other.sample_S[theirs[:count]], other.position_S[theirs[:count]])
-        return source
-
-    def _streams(self) -> list[Ints]:
-        """The slots of each rank's calls in their order."""
-        rank_S = (self.batch_S // self.rounds * self.parts + self.call_S % self.parts)[:-1]
-        order = np.argsort(rank_S, kind="stable")
-        return np.split(order, np.flatnonzero(np.diff(rank_S[order])) + 1)
+# -- maps of layers ------------------------------------------------------------------------------------------------------------
 
 
-class Catalogue:
-    """All mistakes that could be made in a step; what comes first is named where two are the same."""
+def _stage_reversed(slots: Slots) -> Maps:
+    """All stages, or one."""
+    spec, layout = slots.sides.spec, slots.ticket.layout
+    layers = (layout.stage_layers(spec, pp=pp) for pp in range(layout.pp))
+    stages = [[spec.moe_index(layer) for layer in own if layer < spec.num_layers] for own in layers]
+    for reversed_stages in (stages, *([stage] for stage in stages)):
+        source = slots.own_L[:-1].copy()
+        for stage in reversed_stages:
+            source[stage] = stage[::-1]
+        yield source, None
 
-    def __init__(self, sides: AlignedPair) -> None:
-        self.slots, self._sides = Slots(sides.ticket, sides.names), sides
-        self._own_L, self._own_S = np.arange(sides.spec.num_moe_layers + 1), np.arange(self.slots.none + 1)
-        self._by_sample, self._by_batch = self.slots.sample_S + 1, self.slots.batch_S + 1
-        self._by_rank = self.slots.batch_S // self.slots.rounds + 1
 
-    @cached_property
-    def fixed(self) -> list[Mistake]:
-        """Those without parameters, that move something."""
-        tried = [*self._fixed_layers(), *self._parts(), *self._fixed_rows(), *self._cuts()]
-        own_S, own_L = self._own_S, self._own_L
-        return [one for one in tried if (one.slots_S != own_S).any() or (one.layers_L != own_L).any()]
+def _dense_layer_counted(slots: Slots) -> Maps:
+    layers, places = np.asarray(slots.sides.spec.moe_layers), slots.own_L[:-1]
+    back = np.where(np.isin(places, layers), np.searchsorted(layers, places), -1)
+    return [(source, None) for source in (np.minimum(layers, places[-1]), layers, back)]
 
-    def candidates(self, votes: Votes) -> list[Mistake]:
-        """With those whose parameters cells tell."""
-        real_N = (votes.slot_N < self.slots.none) & (votes.from_slot_N < self.slots.none)
-        real_N &= np.maximum(votes.layer_N, votes.from_layer_N) < self._own_L[-1]
-        real = Votes(*(column[real_N] for column in votes))
-        return [*self.fixed, *self._rows_voted(real), *self._layers_voted(real), *self._samples_voted(real)]
 
-    def agreed(self, votes: Votes) -> int:
-        """How many cells vote for one mistake: one without parameters, or one rotation."""
-        by = self._turns(votes)[votes.layer_N == votes.from_layer_N]
-        turns = np.unique(by[by != 0], return_counts=True)[1]
-        return max(int(turns.max(initial=0)), *(mistake.votes(votes) for mistake in self.fixed))
+def _shifted(slots: Slots, *, mtp: bool) -> Maps:
+    """By one and two; as many as there are MTP layers is their fault."""
+    places, extra = slots.own_L[:-1], slots.sides.extra_RLK.shape[1]
+    for by in (1, -1, 2, -2):
+        if mtp == (abs(by) == extra):
+            yield from ((source, None) for source in (np.roll(places, -by), places + by))
 
-    def _rows(self, name: str, source_S: Ints, place_S: Ints) -> Mistake:
-        return Mistake(name, source_S, self._own_L, place_S)
 
-    def _layers(self, name: str, source: Any) -> Mistake:
-        """-1: no layer."""
-        source_L, none = np.append(source, -1), self._own_L[-1]
-        return Mistake(
-            name, self._own_S, np.where((source_L < 0) | (source_L > none), none, source_L), self._by_sample
-        )
+def _swapped_layers(slots: Slots, votes: Votes) -> Maps:
+    """Layers that have each other's ids, cycle by cycle."""
+    for cycle in _cycles(Counter(zip(votes.layer_N.tolist(), votes.from_layer_N.tolist(), strict=True))):
+        yield [cycle.get(place, place) for place in slots.own_L[:-1].tolist()], None
 
-    # -- those without parameters --------------------------------------------------------------------------------------------
 
-    def _fixed_rows(self) -> Iterator[Mistake]:
-        slots = self.slots
-        tokens = np.asarray([slots.ticket.sample(name).tokens for name in slots.names])
-        padding_S = (slots.padded_S - tokens)[slots.sample_S]
-        for by in (1, -1):
-            yield self._rows("off_by_one_row", slots.shifted(by), self._by_sample)
-            yield self._rows("shifted_padding", slots.shifted(-by * padding_S), self._by_batch)
-            yield self._other_microbatch(by)
-            yield self._rotated(by)
+# -- maps of rows --------------------------------------------------------------------------------------------------------------
 
-    def _other_microbatch(self, by: int) -> Mistake:
-        name = "recompute_other_microbatch" if self._sides.of_pass == "recompute" else "other_microbatch"
-        return self._rows(name, self.slots.of_batches(by), self._by_batch)
 
-    def _rotated(self, by: int) -> Mistake:
-        return self._rows("rotated_rows", self.slots.of_calls(self.slots.call_S, by), self._by_batch)
+def _off_by_one_row(slots: Slots) -> Maps:
+    return [(slots.shifted(by), slots.by_sample) for by in (1, -1)]
 
-    def _parts(self) -> Iterator[Mistake]:
-        """What TP and CP ranks do to each other's rows."""
-        slots, cp = self.slots, self.slots.ticket.layout.cp
-        parts = np.arange(slots.parts).reshape(cp, -1)
-        zigzag = np.stack([np.arange(cp), 2 * cp - 1 - np.arange(cp)], axis=1).ravel()
-        for source in (np.roll(parts, -1, axis=1), parts[:, ::-1]):
-            yield self._rows("sp_halves_swapped", slots.of_parts(source), self._by_batch)
-        for source in (parts.T, np.argsort(parts.T, axis=None)):
-            yield self._rows("tp_cp_exchanged", slots.of_parts(source), self._by_batch)
-        for takes in (np.argsort(zigzag), zigzag):
-            yield self._rows("zigzag_order", slots.of_chunks(takes), self._by_batch)
 
-    def _cuts(self) -> Iterator[Mistake]:
-        """What was laid out for another trainer: micro-batches of other sizes, TP and CP the other way round."""
-        layout, given = self.slots.ticket.layout, self.slots.ticket.assignment.ranks
-        ranks = [[name for batch in rank for name in batch] for rank in given]
-        for size in sorted({min(size, len(ranks[0])) for size in _SIZES}):
-            cut = [[names[at : at + size] for at in range(0, len(names), size)] for names in ranks]
-            yield from self._cut("other_microbatch_size", cut, layout)
-        exchanged = replace(layout, tp=layout.cp, cp=layout.tp, sp=None)
-        if exchanged.tp_slots * exchanged.cp == self.slots.parts:
-            yield from self._cut("tp_cp_exchanged", given, exchanged)
+def _shifted_padding(slots: Slots) -> Maps:
+    tokens = np.asarray([slots.ticket.sample(name).tokens for name in slots.names])
+    padding_S = (slots.padded_S - tokens)[slots.sample_S]
+    return [(slots.shifted(by * padding_S), slots.by_batch) for by in (-1, 1)]
 
-    def _cut(self, name: str, ranks: Any, layout: TrainerLayout) -> Iterator[Mistake]:
-        """Nothing where that trainer could not run it."""
-        with suppress(ConfigError):
-            yield self._rows(name, self.slots.of_cut(ranks, layout), self._by_rank)
 
-    def _fixed_layers(self) -> Iterator[Mistake]:
-        spec, layout, places = self._sides.spec, self.slots.ticket.layout, self._own_L[:-1]
-        stages = [
-            [spec.moe_index(layer) for layer in layout.stage_layers(spec, pp=pp) if layer < spec.num_layers]
-            for pp in range(layout.pp)
-        ]
-        for reversed_stages in (stages, *([stage] for stage in stages)):
-            source = places.copy()
-            for stage in reversed_stages:
-                source[stage] = stage[::-1]
-            yield self._layers("stage_reversed", source)
-        layers = np.asarray(spec.moe_layers)
-        back = np.where(np.isin(places, layers), np.searchsorted(layers, places), -1)
-        for source in (np.minimum(layers, places[-1]), layers, back):
-            yield self._layers("dense_layer_counted", source)
-        extra = self._sides.extra_RLK.shape[1]
-        for by in (1, -1, 2, -2):
-            for source in (np.roll(places, -by), places + by):
-                yield self._layers("mtp_shift" if extra == abs(by) else "shifted_layer", source)
+def _moved(slots: Slots, votes: Votes, sign: int) -> Maps:
+    """By more than one row, forwards or backwards."""
+    a, b = votes.slot_N, votes.from_slot_N
+    moved = (slots.position_S[b] - slots.position_S[a])[slots.sample_S[a] == slots.sample_S[b]]
+    return [(slots.shifted(by), slots.by_sample) for by in _most(moved[moved * sign > 1])]
 
-    # -- those whose parameters cells vote for ----------------------------------------------------------------------
 
-    def _turns(self, votes: Votes) -> Ints:
-        """By how many rows each cell is rotated, the shorter way round; 0 where it is of another call."""
+def _turns(slots: Slots, votes: Votes) -> Ints:
+    """By how many rows each cell is rotated, the shorter way round; 0 where it is of another call."""
+    a, b = votes.slot_N, votes.from_slot_N
+    size, same = slots.size_C[slots.call_S[a]], slots.call_S[a] == slots.call_S[b]
+    return np.where(same, (b - a + size // 2) % size - size // 2, 0)
+
+
+def _rotated(slots: Slots, votes: Votes | None = None) -> Maps:
+    ways = _most(_turns(slots, votes)) if votes else (1, -1)
+    return [(slots.of_calls(slots.call_S, by), slots.by_batch) for by in ways]
+
+
+def _other_microbatch(slots: Slots, votes: Votes | None = None) -> Maps:
+    further = np.asarray((1, -1))
+    if votes:
         a, b = votes.slot_N, votes.from_slot_N
-        size, same = self.slots.size_C[self.slots.call_S[a]], self.slots.call_S[a] == self.slots.call_S[b]
-        return np.where(same, (b - a + size // 2) % size - size // 2, 0)
+        further = ((slots.round_S[b] - slots.round_S[a]) % slots.rounds)[slots.by_rank[a] == slots.by_rank[b]]
+    return [(slots.of_batches(by), slots.by_batch) for by in _most(further)]
 
-    def _rows_voted(self, votes: Votes) -> Iterator[Mistake]:
-        slots, a, b = self.slots, votes.slot_N, votes.from_slot_N
-        moved = slots.position_S[b] - slots.position_S[a]
-        for by in _most(moved[(slots.sample_S[a] == slots.sample_S[b]) & (np.abs(moved) > 1)]):
-            name = "missing_prefix" if by > 0 else "shifted_padding"
-            yield self._rows(name, slots.shifted(by), self._by_sample)
-        yield from map(self._rotated, _most(self._turns(votes)))
-        further = (slots.round_S[b] - slots.round_S[a]) % slots.rounds
-        yield from map(self._other_microbatch, _most(further[self._by_rank[a] == self._by_rank[b]]))
 
-    def _layers_voted(self, votes: Votes) -> Iterator[Mistake]:
-        """Layers that have each other's ids, cycle by cycle."""
-        places = self._own_L[:-1]
-        for cycle in _cycles(Counter(zip(votes.layer_N.tolist(), votes.from_layer_N.tolist(), strict=True))):
-            yield self._layers("swapped_layers", [cycle.get(place, place) for place in places])
+def _parts(slots: Slots) -> Ints:
+    """[CP rank, TP part]: the number of each part of a micro-batch."""
+    return np.arange(slots.parts).reshape(slots.ticket.layout.cp, -1)
 
-    def _samples_voted(self, votes: Votes) -> Iterator[Mistake]:
-        """Samples that have others' rows: exchanged at the same positions, or stale in one direction."""
-        slots, a, b = self.slots, votes.slot_N, votes.from_slot_N
-        moves = np.stack([slots.sample_S[a], slots.sample_S[b], slots.position_S[b] - slots.position_S[a]])
-        apart = (moves[0] != moves[1]) & (moves[:2] >= 0).all(0)
-        pairs = Counter(dict(Counter(map(tuple, moves[:, apart].T.tolist())).most_common(_PAIRS)))
-        exchanged = Counter({(one, other): count for (one, other, by), count in pairs.items() if by == 0})
-        cycles = list(_cycles(exchanged))
-        together = dict(chain.from_iterable(cycle.items() for cycle in cycles))  # an order that was changed
-        yield self._rows("swapped_samples", slots.of_samples(together), self._by_sample)
-        for cycle in cycles if slots.ticket.layout.cp > 1 else ():
-            place_S = np.where(np.isin(slots.sample_S, [*cycle]), slots.chunk_S + 1, 0)
-            yield self._rows("cp_chunks_swapped", slots.of_samples(cycle), place_S)
-        for sample, source, by in pairs:
-            place_S = np.where(slots.sample_S == sample, self._own_S + 1, 0)
-            yield self._rows("stale_row", slots.of_samples({sample: source}, by), place_S)
+
+def _sp_halves_swapped(slots: Slots) -> Maps:
+    parts = _parts(slots)
+    return [
+        (slots.of_parts(source), slots.by_batch) for source in (np.roll(parts, -1, axis=1), parts[:, ::-1])
+    ]
+
+
+def _tp_cp_exchanged(slots: Slots) -> Maps:
+    turned, layout = _parts(slots).T, slots.ticket.layout
+    yield from (
+        (slots.of_parts(source), slots.by_batch) for source in (turned, np.argsort(turned, axis=None))
+    )
+    exchanged = replace(layout, tp=layout.cp, cp=layout.tp, sp=None)
+    if exchanged.tp_slots * exchanged.cp == slots.parts:
+        yield from _cut(slots, slots.ticket.assignment.ranks, exchanged)
+
+
+def _zigzag_order(slots: Slots) -> Maps:
+    first = np.arange(cp := slots.ticket.layout.cp)
+    zigzag = np.stack([first, 2 * cp - 1 - first], axis=1).ravel()
+    return [(slots.of_chunks(takes), slots.by_batch) for takes in (np.argsort(zigzag), zigzag)]
+
+
+def _other_microbatch_size(slots: Slots) -> Maps:
+    ranks = [[name for batch in rank for name in batch] for rank in slots.ticket.assignment.ranks]
+    for size in sorted({min(size, len(ranks[0])) for size in _SIZES}):
+        cut = [[names[at : at + size] for at in range(0, len(names), size)] for names in ranks]
+        yield from _cut(slots, cut, slots.ticket.layout)
+
+
+def _cut(slots: Slots, ranks: Any, layout: TrainerLayout) -> Maps:
+    """What was laid out for another trainer; nothing where that one could not run it."""
+    with suppress(ConfigError):
+        yield slots.of_cut(ranks, layout), slots.by_rank
+
+
+def _exchanges(slots: Slots, votes: Votes) -> tuple[list[dict[int, int]], Counter[tuple[int, int, int]]]:
+    """Samples with each other's rows at the same positions, in cycles; and how many cells have another sample's, so many on."""
+    a, b = votes.slot_N, votes.from_slot_N
+    moves = np.stack([slots.sample_S[a], slots.sample_S[b], slots.position_S[b] - slots.position_S[a]])
+    apart = (moves[0] != moves[1]) & (moves[:2] >= 0).all(0)
+    pairs = Counter(dict(Counter(map(tuple, moves[:, apart].T.tolist())).most_common(_PAIRS)))
+    return list(
+        _cycles(Counter({(one, other): count for (one, other, by), count in pairs.items() if by == 0}))
+    ), pairs
+
+
+def _swapped_samples(slots: Slots, votes: Votes) -> Maps:
+    """All together: an order that was changed."""
+    together = chain.from_iterable(cycle.items() for cycle in _exchanges(slots, votes)[0])
+    return [(slots.of_samples(dict(together)), slots.by_sample)]
+
+
+def _cp_chunks_swapped(slots: Slots, votes: Votes) -> Maps:
+    for cycle in _exchanges(slots, votes)[0] if slots.ticket.layout.cp > 1 else ():
+        yield slots.of_samples(cycle), np.where(np.isin(slots.sample_S, [*cycle]), slots.chunk_S + 1, 0)
+
+
+def _stale_row(slots: Slots, votes: Votes) -> Maps:
+    for sample, source, by in _exchanges(slots, votes)[1]:
+        yield slots.of_samples({sample: source}, by), np.where(slots.sample_S == sample, slots.own_S + 1, 0)
 
 
 def _most(values: Ints) -> list[int]:
@@ -324,3 +199,126 @@ def _cycles(pairs: Counter[tuple[int, int]]) -> Iterator[dict[int, int]]:
         members = list(way)
         if at in way and at != members[-1]:
             yield {member: way[member] for member in members[members.index(at) :]}
+
+
+MISTAKES = {
+    "stage_reversed": Mistake("the layers of a pipeline stage are bound from the last to the first", _stage_reversed),
+    "dense_layer_counted": Mistake(
+        "decoder layers and MoE layers were counted alike: dense layers have no routing", _dense_layer_counted),
+    "mtp_shift": Mistake(
+        "an MTP layer took a decoder layer's ids, or pushed all others on: layer numbers collide", partial(_shifted, mtp=True)),
+    "shifted_layer": Mistake(
+        "each layer has its neighbour's ids: layers are bound by the order of construction", partial(_shifted, mtp=False)),
+    "sp_halves_swapped": Mistake("sequence-parallel parts are exchanged between TP ranks", _sp_halves_swapped),
+    "tp_cp_exchanged": Mistake("TP and CP are exchanged: ranks are counted in the other order", _tp_cp_exchanged),
+    "zigzag_order": Mistake("context-parallel chunks are in the other order, zigzag against contiguous", _zigzag_order),
+    "off_by_one_row": Mistake(
+        "each row has its neighbour's ids: a last token without a row, padding or shifted labels", _off_by_one_row),
+    "shifted_padding": Mistake(
+        "rows stand before or behind their places, as far as padding goes: it is on the other side",
+        _shifted_padding, partial(_moved, sign=-1)),
+    "other_microbatch": Mistake("a micro-batch's routers have another one's rows", _other_microbatch, _other_microbatch),
+    "recompute_other_microbatch": Mistake(
+        "the recompute took another micro-batch's ids than its forward pass: one queue for all"),
+    "rotated_rows": Mistake("the rows of a micro-batch are rotated: a start offset within the pack", _rotated, _rotated),
+    "other_microbatch_size": Mistake("rows were laid out for micro-batches of another size", _other_microbatch_size),
+    "missing_prefix": Mistake(
+        "the leading rows are not there: a start offset, or a cached prompt that was not returned",
+        voted=partial(_moved, sign=1)),
+    "swapped_layers": Mistake("layers have each other's ids: an order or a table of layers is wrong", voted=_swapped_layers),
+    "swapped_samples": Mistake(
+        "two samples have each other's rows: an order was changed on one side only", voted=_swapped_samples),
+    "cp_chunks_swapped": Mistake(
+        "context-parallel chunks of two sequences are exchanged: a pack's offsets", voted=_cp_chunks_swapped),
+    "stale_row": Mistake("rows are those of another request: a cached slot was not written again", voted=_stale_row),
+    "zero_rows": Mistake("rows of zeros: memory that nobody wrote, or a path that never captures"),
+    "duplicated_ids": Mistake("an expert stands twice in a row: zero-filled, stale or overlapping memory"),
+    "padding_rows": Mistake("rows hold padding's made-up ids: the end of the padding was taken for rows"),
+    "out_of_range": Mistake("ids that the model does not have"),
+    "row_order": Mistake("the same experts in another order: nothing is lost unless weights travel in that order"),
+    "int16_as_uint8": Mistake("ids above 8 bits were read as single bytes: another id type than the sender's"),
+    "fused_shared_expert": Mistake("the shared expert's column is among the routed ones: cut it off"),
+    "physical_ids": Mistake("ids are mapped one to one: physical experts (after load balancing), not logical ones"),
+    "retraction_overwrite": Mistake(
+        "rows that were decoded came back prefilled: a retracted request was computed again over its own"),
+    "mixed_versions": Mistake("one range of rows is said to be of one weight version, and is of several"),
+    "version_off_by_one": Mistake("weight versions are one off: stamped before instead of after the update"),
+    "replay_hurts": Mistake("log-probs are further from the engine's with replay than without: rows of other tokens or layers"),
+    "tensor_row": Mistake(
+        "rows of a tensor beside the ids do not have the token that they sampled: rows of another position or sample"),
+    "unexplained": Mistake("rows differ, and no known mistake explains them"),
+}  # fmt: skip
+"""By name. Where two move the same, the first is named."""
+NOTES = frozenset({"row_order"})
+"""Names that are reported and are no fault."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A fault, named as in `MISTAKES`, with the first cell that shows it as an example of `cells`."""
+
+    name: str
+    verdict: bool
+    """True: the bytes say so. False: a suspicion, from statistics."""
+    what: str
+    """The fault in a sentence, and what usually makes it."""
+    step: int
+    sample: str
+    position: int = -1
+    layer: int = -1
+    expected: tuple[int, ...] = ()
+    seen: tuple[int, ...] = ()
+    cells: int = 0
+    """(row, layer) pairs that it explains."""
+    of_pass: str = "forward"
+
+    def __str__(self) -> str:
+        kind = "" if self.verdict else "suspicion: "
+        place = f"step {self.step}, sample {self.sample}"
+        if self.position >= 0:
+            place += f", position {self.position}"
+        if self.layer >= 0:
+            place += f", layer {self.layer}"
+        ids = f": expected {list(self.expected)}, seen {list(self.seen)}" if self.seen else ""
+        count = f" ({self.cells:,} rows of layers)" if self.cells else ""
+        passed = f" in the {self.of_pass} pass" if self.of_pass != "forward" else ""
+        return f"{kind}{self.name}{count}{passed}: {place}{ids}. {self.what}"
+
+
+class Catalogue:
+    """All moves that mistakes can make of the rows and layers of a step."""
+
+    def __init__(self, sides: AlignedPair) -> None:
+        self.slots = slots = Slots(sides)
+        moves = [self._move(name, *of) for name, mistake in MISTAKES.items() for of in mistake.maps(slots)]
+        self._fixed = [
+            one for one in moves if (one.slots_S != slots.own_S).any() or (one.layers_L != slots.own_L).any()
+        ]
+        """Those without parameters, that move something."""
+
+    def candidates(self, votes: Votes) -> list[Move]:
+        """Return all, with those whose parameters cells tell."""
+        slots = self.slots
+        real_N = (votes.slot_N < slots.none) & (votes.from_slot_N < slots.none)
+        real_N &= np.maximum(votes.layer_N, votes.from_layer_N) < slots.own_L[-1]
+        real = Votes(*(column[real_N] for column in votes))
+        voted = [
+            self._move(name, *of) for name, mistake in MISTAKES.items() for of in mistake.voted(slots, real)
+        ]
+        return [*self._fixed, *voted]
+
+    def agreed(self, votes: Votes) -> int:
+        """Return how many cells vote for one mistake: one without parameters, or one rotation."""
+        by = _turns(self.slots, votes)[votes.layer_N == votes.from_layer_N]
+        turns = np.unique(by[by != 0], return_counts=True)[1]
+        return max(int(turns.max(initial=0)), *(move.votes(votes) for move in self._fixed))
+
+    def _move(self, name: str, source: Any, place_S: Ints | None) -> Move:
+        slots, none = self.slots, self.slots.own_L[-1]
+        if name == "other_microbatch" and slots.sides.of_pass == "recompute":
+            name = "recompute_other_microbatch"
+        if place_S is not None:
+            return Move(name, source, slots.own_L, place_S)
+        source_L = np.append(source, -1)
+        source_L[(source_L < 0) | (source_L > none)] = none
+        return Move(name, slots.own_S, source_L, slots.by_sample)

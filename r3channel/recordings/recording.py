@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from r3channel.errors import FrameError, RecordingInvalid, RoutingMissing, SpecMismatch
+from r3channel.errors import R3Error, RecordingInvalid
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.logprobs import read_logprobs
 from r3channel.recordings.manifest import Manifest
 from r3channel.recordings.segment import Kind, Record, read
 from r3channel.recordings.step import PASSES, Bytes, RecordedStep, SampleKey
-from r3channel.wire.frame import parse_frame
 from r3channel.wire.routing import Ids
 
 _SEGMENT = re.compile(r"step-(\d+)\.r3s")
@@ -149,14 +148,14 @@ class Recording:
         """Whether each turn has its frames. Tokens come before; they are not known of samples from before the recording began."""
         sample = step.ticket.sample(name)
         there_T = np.zeros(sample.tokens - 1, bool)
-        for data in step.frames[name]:
-            try:
-                frame = parse_frame(data, spec=step.spec, sample_id=name, engine="recording")
-                turns = [len(step.tensor_rows(tensor, name)) for tensor in step.ticket.tensors]
-            except (FrameError, SpecMismatch, RoutingMissing):
-                return False
-            if turns and turns[0] < len(step.frames[name]):
-                return False
+        try:
+            frames = step.parsed(name)
+            turns = [len(step.tensor_rows(tensor, name)) for tensor in step.ticket.tensors]
+        except R3Error:
+            return False
+        if turns and turns[0] < len(frames):
+            return False
+        for frame in frames:
             there_T[frame.first_row : frame.first_row + frame.rows] = True
         for start, end in sample.invalid:
             there_T[start:end] = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.plan.token_tensors import brought, cut_tensor
 from r3channel.wire.digest import fold
 from r3channel.wire.frame import Frame, parse_frame
-from r3channel.wire.routing import Ids, hash_tokens
+from r3channel.wire.routing import Ids, ProvenanceSpan, hash_tokens
 from r3channel.wire.tensor_frame import TensorRows, entries_of, parse_tensors, row_lengths
 from r3channel.wire.token_tensors import TokenTensor
 
@@ -72,8 +71,12 @@ class RecordedStep:
         frames = self.passes.get((of_pass, sample_id), self.frames.get(sample_id))
         if frames is None:
             raise SampleUnknown(f"sample {sample_id} is not in the recording of step {self.number}")
-        options: dict[str, Any] = {"spec": self.spec, "engine": "recording", "max_rows": sample.tokens}
-        return [parse_frame(data, sample_id=sample_id, **options) for data in frames]
+        parsed = [
+            parse_frame(data, sample_id=sample_id, spec=self.spec, engine="recording") for data in frames
+        ]
+        for frame in parsed:
+            _check_inside(sample, frame.first_row, frame.rows)
+        return parsed
 
     def rows(self, sample_id: str) -> Ids:
         """[tokens - 1, L, K] of a sample, every id checked and, on the engines' side, held against the ticket; rows without
@@ -106,10 +109,15 @@ class RecordedStep:
         return ids_TLK, there_T
 
     def tensor_rows(self, tensor: TokenTensor, sample_id: str) -> list[TensorRows]:
-        """What each turn of a sample brings of a tensor. Raises FrameError, and RoutingMissing where a turn has none."""
-        tensors, where = self.ticket.tensors, f"recording, sample {sample_id}"
+        """What each turn of a sample brings of a tensor. Raises FrameError, RecordingInvalid, and RoutingMissing where a turn has
+        none."""
+        tensors, where, begin = self.ticket.tensors, f"recording, sample {sample_id}", 0
         turns = [parse_tensors(data, tensors, where=where) for data in self.tensors.get(sample_id, ())]
-        return [rows for turn in turns for rows in turn if rows.tensor.name == tensor.name]
+        found = [rows for turn in turns for rows in turn if rows.tensor.name == tensor.name]
+        for rows in found:
+            _check_inside(self.ticket.sample(sample_id), rows.first_row, len(rows.lengths_T), begin=begin)
+            begin = rows.end_row
+        return found
 
     def tensor_whole(self, tensor: TokenTensor, sample_id: str) -> TensorRows:
         """The same, as if the sample had one turn from its first token on; a row that no turn brought is empty."""
@@ -146,3 +154,20 @@ class RecordedStep:
     def shards(self, *, dp: int) -> dict[ShardKey, Ids]:
         """The uint8 shards of all pipeline stages and CP ranks of one DP rank, by (dp, pp, cp): what receivers end with."""
         return place_samples(self.ticket.plan, dp=dp, ids_of=self.rows)
+
+
+def _check_inside(sample: TicketSample, first_row: int, rows: int, *, begin: int = 0) -> None:
+    """Raise RecordingInvalid for rows that the sample has not, or that a turn before had: a record of another sample."""
+    if not begin <= first_row <= first_row + rows <= sample.tokens - 1:
+        raise RecordingInvalid(
+            f"sample {sample.sample_id}: rows {first_row}..{first_row + rows}, expected {begin}..{sample.tokens - 1} at most: is "
+            "the record another sample's?", samples=[sample.sample_id],
+        )  # fmt: skip
+
+
+def spread(spans: Sequence[ProvenanceSpan], rows: int) -> tuple[Ids, Ids]:
+    """(version, kind) of each row; -1 where no span says."""
+    version, kind = np.full(rows, -1, np.int64), np.full(rows, -1, np.int64)
+    for span in spans:
+        version[span.start : span.end], kind[span.start : span.end] = span.weight_version, int(span.kind)
+    return version, kind

@@ -21,14 +21,13 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings import difference, importers, summary
 from r3channel.recordings.aligned_pair import AlignedPair
 from r3channel.recordings.consumed import ConsumedRows
-from r3channel.recordings.diagnose import judge
-from r3channel.recordings.findings import NOTES, Finding
+from r3channel.recordings.diagnose import CANNOT, judge, judge_alone, judge_beside
 from r3channel.recordings.importers import DUMPS, import_dumps
+from r3channel.recordings.mistakes import NOTES, Finding
 from r3channel.recordings.recorder import add_limits, values_of
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.replay import consumed, described, fitted
 from r3channel.recordings.run_ranks import Rank, run_ranks
-from r3channel.recordings.single_side import CANNOT, judge_alone, judge_beside
 from r3channel.recordings.step import RecordedStep
 from r3channel.tools import commands
 

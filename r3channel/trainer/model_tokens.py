@@ -26,7 +26,7 @@ from r3channel.wire.routing import Ids, as_tokens, hash_tokens
 log = logging.getLogger(__name__)
 Batches = Sequence[Sequence[Sequence[int]]]
 """Token ids of each sample of each micro-batch."""
-# In parentheses the names of recordings.findings.
+# In parentheses the names of recordings.mistakes.
 _LEFT = "it is padded on the left (shifted_padding)"
 _UNKNOWN = "no layout that is known explains them; are they of another batch?"
 

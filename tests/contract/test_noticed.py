@@ -14,7 +14,7 @@ from r3channel.config import ChannelConfig
 from r3channel.errors import DigestMismatch, R3Error, RowsStale
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.placement import place_samples
-from r3channel.recordings.findings import FAULTS
+from r3channel.recordings.mistakes import MISTAKES
 from r3channel.recordings.step import RecordedStep
 from r3channel.relay.relay import Relay
 from r3channel.trainer.rank_shard import RankShard
@@ -111,4 +111,4 @@ def test_what_an_engine_itself_says_wrongly_is_refused_where_its_bytes_show_it(n
 
 
 def test_every_name_is_of_the_catalogue() -> None:
-    assert {*NOT_HANDED, *AT_THE_DOOR} <= set(FAULTS)
+    assert {*NOT_HANDED, *AT_THE_DOOR} <= {*MISTAKES}

@@ -195,14 +195,62 @@ MISTAKES: tuple[Callable[[State], str], ...] = (
 )  # fmt: skip
 
 
-def combination(step: RecordedStep, seed: int) -> tuple[set[str], RecordedStep]:
-    """One to three different mistakes, one after another: (names of those that change ids, the routers' side)."""
+def _stretch(state: State) -> Ids:
+    """The slots of some rows of a sample."""
+    own = state.slots(state.rng.choice(state.names))[:-1]
+    begin = int(state.rng.integers(len(own) // 2))
+    return own[begin : begin + int(state.rng.integers(2, max(3, len(own) // 2)))]
+
+
+def zero(state: State) -> str:
+    state.ids_SLK[_stretch(state)] = 0
+    return "zero_rows"
+
+
+def duplicate(state: State) -> str:
+    rows, layers = _stretch(state), state.step.spec.num_moe_layers
+    own = slice(None) if state.rng.random() < 0.5 else int(state.rng.integers(layers))
+    state.ids_SLK[rows, own, 1] = state.ids_SLK[rows, own, 0]
+    return "duplicated_ids"
+
+
+def relabel(state: State) -> str:
+    """One map of all ids, or one for each layer."""
+    spec = state.step.spec
+    table = np.tile(state.rng.permutation(spec.num_experts), (spec.num_moe_layers, 1))
+    table = state.rng.permuted(table, axis=1) if state.rng.random() < 0.5 else table
+    state.ids_SLK = table[np.arange(len(table))[:, None], state.ids_SLK].astype(spec.id_dtype)
+    return "physical_ids"
+
+
+def reorder(state: State) -> str:
+    """The ids of all rows: turned round, sorted, in one other order, or in one of its own for each."""
+    ids, count = state.ids_SLK, state.step.spec.top_k
+    orders = (
+        ids[..., ::-1],
+        np.sort(ids, -1),
+        ids[..., np.roll(np.arange(count), 1)],
+        state.rng.permuted(ids, axis=-1),
+    )
+    state.ids_SLK = orders[state.rng.integers(4)].copy()
+    return "row_order"
+
+
+CHANGES = {"zero": zero, "duplicate": duplicate, "relabel": relabel, "reorder": reorder}
+"""Mistakes that change ids, not rows."""
+
+
+def combination(step: RecordedStep, seed: int, kind: str = "") -> tuple[set[str], RecordedStep]:
+    """One to three different mistakes, one after another, or two moves, or a move and a change of `kind`, in either order: (names
+    of those that change ids, the routers' side)."""
     state, names = State(step, seed), set[str]()
     parts = state.layout.tp_slots * state.layout.cp
     ways = [way for way in MISTAKES if way is not tp_cp_exchanged or parts > 1]
-    seen = state.used()
-    for index in state.rng.permutation(len(ways))[: 1 + seed % 3]:
-        name, before, seen = ways[index](state), seen, state.used()
+    count = {"": 1 + seed % 3, "two moves": 2}.get(kind, 1)
+    made, seen = [ways[index] for index in state.rng.permutation(len(ways))[:count]], state.used()
+    made[seed % 2 : seed % 2] = [CHANGES[kind]] if kind in CHANGES else []
+    for way in made:
+        name, before, seen = way(state), seen, state.used()
         if any((before.ids(own)[0] != seen.ids(own)[0]).any() for own in state.names):
             names.add(name)
     return names, seen

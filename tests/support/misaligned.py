@@ -58,13 +58,13 @@ def engine_step(
     return step_of(spec, cut, parts)
 
 
-def combined(seed: int) -> tuple[set[str], RecordedStep, RecordedStep]:
-    """One to three mistakes under one of the layouts: (their names, engines' side, routers' side)."""
+def combined(seed: int, kind: str = "") -> tuple[set[str], RecordedStep, RecordedStep]:
+    """Mistakes under one of the layouts, as `combined.combination`: (their names, engines' side, routers' side)."""
     rng, layout = np.random.default_rng(seed + 1_000_000), LAYOUTS[seed % len(LAYOUTS)]
     spec = PLAIN if "pp=2" in layout else (PLAIN, DENSE, WIDE)[rng.integers(3)]
     lengths = tuple(rng.integers(20, 60, int(rng.integers(2, 5)) * 2).tolist())
     step = engine_step(spec, layout, seed=seed, lengths=lengths)
-    names, seen = mistakes.combination(step, seed)
+    names, seen = mistakes.combination(step, seed, kind)
     return names, step, seen
 
 

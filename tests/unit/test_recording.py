@@ -102,6 +102,35 @@ def test_a_frame_of_another_model_in_a_torn_step_costs_its_sample_alone(tmp_path
     assert Recording.open(tmp_path / "mixed").step(0).cut == ("a",)
 
 
+@pytest.mark.parametrize(("first_row", "rows"), [(0, 5), (3, 2)])
+def test_rows_beyond_a_samples_tokens_cost_it_alone(
+    tmp_path: Path, capsys: Any, first_row: int, rows: int
+) -> None:
+    """A record under another sample's number: on the engines' side that sample is not whole, on the routers' it is an error."""
+    record(Recorder(tmp_path / "good"), 0)
+    step = Recording.open(tmp_path / "good").step(0)
+    frame = encode_frame(SPEC, expert_ids_TLK=random_ids(rows), first_row=first_row)
+    frames = {**step.frames, "c": (memoryview(frame),)}
+    write_step(tmp_path / "forged", replace(step, frames=frames))
+    passes = {("forward", name): turns for name, turns in frames.items()}
+    write_step(tmp_path / "router", replace(step, side="router", passes=passes))
+    good, forged, router = (str(tmp_path / name) for name in ("good", "forged", "router"))
+    assert Recording.open(forged).step(0).cut == ("c",)
+    for command, *rest in (["inspect", forged], ["check", forged], ["check", forged, good]):
+        assert main([command, *rest]) == 1, command
+    assert (
+        main(["diff", forged, good]) == 0 == main(["replay", forged])
+        and "1 samples are not whole: c" in capsys.readouterr().out
+    )
+    for command, *rest in (
+        ["inspect", router],
+        ["check", router],
+        ["check", good, router],
+        ["diff", good, router],
+    ):
+        assert main([command, *rest]) == 2 and "sample c: rows" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("cut", range(40))
 def test_a_torn_end_is_cut_at_the_last_whole_record_and_said(tmp_path: Path, cut: int) -> None:
     record(Recorder(tmp_path), 0)

@@ -1,0 +1,159 @@
+"""The slots of a step, and maps of them: from where each row of each router has its ids.
+
+A slot is one row of one router, padding included. In slots a wrong order is a permutation, so two mistakes at once are one map
+after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
+from r3channel.recordings.aligned_pair import AlignedPair, Ints
+
+
+class Votes(NamedTuple):
+    """Cells (slots and layers), and the cells whose ids they have, where that is known."""
+
+    slot_N: Ints
+    layer_N: Ints
+    from_slot_N: Ints
+    from_layer_N: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """Which slot's and which layer's ids each slot and layer has. The last index of each map is no slot, and no layer."""
+
+    name: str
+    slots_S: Ints
+    layers_L: Ints
+    place_S: Ints
+    """Number of the place of each slot where the mistake can be made by itself; 0: it was not made there."""
+
+    def sources(self, slot_N: Ints, layer_N: Ints) -> tuple[Ints, Ints]:
+        """Where cells have their ids from."""
+        made = self.place_S[slot_N] > 0
+        return np.where(made, self.slots_S[slot_N], slot_N), np.where(made, self.layers_L[layer_N], layer_N)
+
+    def votes(self, votes: Votes) -> int:
+        """How many cells have their ids from where it says."""
+        same = self.slots_S[votes.slot_N] == votes.from_slot_N
+        return int(np.count_nonzero(same & (self.layers_L[votes.layer_N] == votes.from_layer_N)))
+
+
+class Slots:
+    """The slots of both sides of a step, router call by router call, and one more at the end that is none. Calls are in the order
+    (DP rank, micro-batch, part), a part is CP rank x TP parts + TP part."""
+
+    def __init__(self, sides: AlignedPair) -> None:
+        self.sides, self.ticket, self.names = sides, sides.ticket, sides.names
+        self.parts = self.ticket.layout.cp * self.ticket.layout.tp_slots
+        self.rounds = len(self.ticket.assignment.ranks[0])
+        """Micro-batches of each DP rank."""
+        sizes, samples, positions = zip(*self._calls(), strict=True)
+        self.size_C, self.none = np.asarray(sizes), sum(sizes)
+        """Rows of each call, and of all: the slot that is none."""
+        self.sample_S, self.position_S = (
+            np.append(np.concatenate(parts), -1) for parts in (samples, positions)
+        )
+        """-1 behind a pack, and for samples that are not compared."""
+        self.call_S = np.append(np.repeat(np.arange(len(sizes)), sizes), -1)
+        self.batch_S = self.call_S // self.parts
+        """Micro-batches, counted over all DP ranks."""
+        self.round_S = self.batch_S % self.rounds
+        """The micro-batch's number on its DP rank."""
+        self.by_sample, self.by_batch, self.by_rank = (
+            self.sample_S + 1,
+            self.batch_S + 1,
+            self.batch_S // self.rounds + 1,
+        )
+        """Places where a mistake is made by itself."""
+        self.own_S, self.own_L = np.arange(self.none + 1), np.arange(sides.spec.num_moe_layers + 1)
+        self._begin_C = np.cumsum(self.size_C) - self.size_C
+        self.padded_S = np.bincount(self.sample_S + 1, minlength=len(self.names) + 1)[1:]
+        """Positions of each sample, padding included."""
+        order = np.lexsort((self.position_S, self.sample_S))
+        self._ordered = order[np.count_nonzero(self.sample_S < 0) :]
+        """The slots of all samples' positions, sample by sample."""
+        self.chunk_size = np.maximum(1, -(-self.padded_S // (2 * self.ticket.layout.cp)))
+        """Positions in a context-parallel chunk of each sample."""
+        self.chunk_S = self.position_S // self.chunk_size[self.sample_S]
+        self.slot_R, rows = self.at(sides.sample_R, sides.position_R), len(sides.sample_R)
+        self.row_S = np.full(self.none + 1, rows)
+        """The engines' row of each slot; behind the last where they have none."""
+        self.row_S[self.slot_R] = np.where(sides.valid_R, np.arange(rows), rows)
+
+    def _calls(self) -> Iterator[tuple[int, Ints, Ints]]:
+        """(rows, their samples, their positions) of each router call."""
+        number, layout = {name: index for index, name in enumerate(self.names)}, self.ticket.layout
+        for dp in range(layout.dp):
+            for index, batch in enumerate(self.ticket.plan.microbatches[dp]):
+                numbers = np.asarray([*(number.get(name, -1) for name in batch.sample_ids), -1])
+                for cp in range(layout.cp):
+                    parts = self.ticket.plan.table(dp).row_map(cp=cp, microbatch=index)
+                    for sample, position in zip(*parts, strict=True):
+                        yield len(sample), numbers[sample], position
+
+    def at(self, sample_N: Ints, position_N: Ints) -> Ints:
+        """The slot of a sample's position; none outside of it."""
+        size_N = self.padded_S[sample_N]
+        inside = (sample_N >= 0) & (position_N >= 0) & (position_N < size_N)
+        begin_N = np.cumsum(self.padded_S)[sample_N] - size_N
+        return np.where(inside, self._ordered[np.where(inside, begin_N + position_N, 0)], self.none)
+
+    # -- maps of all slots -------------------------------------------------------------------------------------------------
+
+    def shifted(self, by: Any) -> Ints:
+        """Each row has the ids that stand `by` rows on in its sample; a number, or one for each slot."""
+        return self.at(self.sample_S, self.position_S + by)
+
+    def of_calls(self, call_S: Any, by: int = 0) -> Ints:
+        """Each call has the rows of another one; `by`: rotated by so many."""
+        index_S = np.arange(self.none + 1) - self._begin_C[self.call_S]
+        index_S = (index_S + by) % self.size_C[self.call_S] if by else index_S
+        source_S = np.where(index_S < self.size_C[call_S], self._begin_C[call_S] + index_S, self.none)
+        return np.append(source_S[:-1], self.none)
+
+    def of_parts(self, source: Ints) -> Ints:
+        """The routers of each micro-batch have each other's rows: part p those of part `source[p]`."""
+        return self.of_calls(self.batch_S * self.parts + source.ravel()[self.call_S % self.parts])
+
+    def of_batches(self, by: int) -> Ints:
+        """The routers of each micro-batch have the rows of another one of their DP rank, `by` further on, round about."""
+        batch_S = self.batch_S - self.round_S + (self.round_S + by) % self.rounds
+        return self.of_calls(batch_S * self.parts + self.call_S % self.parts)
+
+    def of_chunks(self, takes: Ints) -> Ints:
+        """Each context-parallel chunk of a sample is chunk `takes[chunk]`."""
+        chunk = np.minimum(self.chunk_S, len(takes) - 1)
+        return self.shifted((takes[chunk] - chunk) * self.chunk_size[self.sample_S])
+
+    def of_samples(self, source: Mapping[int, int], by: int = 0) -> Ints:
+        """Samples have others' rows, `by` positions further on."""
+        table = np.arange(len(self.padded_S) + 1)
+        table[[*source, -1]] = [*source.values(), -1]
+        other_S = table[self.sample_S]
+        moved = self.at(other_S, self.position_S + by)
+        return np.where(other_S != self.sample_S, moved, self.own_S)
+
+    def of_cut(self, ranks: Sequence[Sequence[Sequence[str]]], layout: TrainerLayout) -> Ints:
+        """Each rank's calls read, one after another, what was laid out for other micro-batches or another layout. Raises
+        ConfigError."""
+        ticket = replace(self.ticket, assignment=Assignment.given(ranks), layout=layout)
+        other, source = Slots(replace(self.sides, ticket=ticket)), np.full(self.none + 1, self.none)
+        for mine, theirs in zip(self._streams(), other._streams(), strict=True):
+            count = min(len(mine), len(theirs))
+            source[mine[:count]] = self.at(other.sample_S[theirs[:count]], other.position_S[theirs[:count]])
+        return source
+
+    def _streams(self) -> list[Ints]:
+        """The slots of each rank's calls in their order."""
+        rank_S = (self.batch_S // self.rounds * self.parts + self.call_S % self.parts)[:-1]
+        order = np.argsort(rank_S, kind="stable")
+        return np.split(order, np.flatnonzero(np.diff(rank_S[order])) + 1)
