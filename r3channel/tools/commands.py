@@ -24,6 +24,7 @@ COMMANDS = {
         (
             "doctor --role relay",
             "doctor --engine http://10.0.0.5:30000",
+            'doctor --engine-arguments "--tp-size 2 --enable-dp-attention"',
             "doctor --slime ~/slime -- $ARGUMENTS",
         ),
     ),
