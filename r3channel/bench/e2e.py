@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from r3channel.bench import router_stack
 from r3channel.bench.harness import Effort, Parts, interleaved, ratio, timed
 from r3channel.bench.relay import MANAGER_NODE, RANK_NODE, call, receive, start_actor, two_nodes
 from r3channel.config import ChannelConfig
@@ -193,7 +194,11 @@ def _forward(model: TrainerModel, index: int) -> torch.Tensor:
 
 
 def replay(effort: Effort) -> dict[str, Any]:
-    """Overheads in percent of the step without replay: median of the pairs, with a 95 % interval of that median."""
+    """Overheads in percent of the step without replay: median of the pairs, with a 95 % interval of that median.
+
+    `operations`: what replay gives a GPU for each router and each micro-batch, counted. `router_call_cpu_us`: of the same way on
+    this CPU, beside routers that choose; `router_calls_percent`: what all replayed calls take, of the step without replay.
+    """
     with closing(StepTrainer()) as trainer:
         shard = _placed(trainer)
         with closing(trainer.driver()) as driver:
@@ -205,9 +210,14 @@ def replay(effort: Effort) -> dict[str, Any]:
     def percent(name: str) -> dict[str, float]:
         return {what: 100 * (value - 1) for what, value in ratio(seen[name], seen["plain"]).items()}
 
+    step_ms = {name: median(seconds) * 1e3 for name, seconds in seen.items()}
+    call_us = router_stack.call_cpu_us(effort.rounds_of(9, 3))
+    calls = 2 * MICROBATCHES * len(shard.shard.layers)  # forward and recompute
     return {
-        "rounds": len(seen["plain"]), "step_cpu_ms": {name: median(seconds) * 1e3 for name, seconds in seen.items()},
+        "rounds": len(seen["plain"]), "step_cpu_ms": step_ms,
         "replay_percent": percent("replay"), "noise_percent": percent("plain_again"),
+        "operations": router_stack.operations(), "router_call_cpu_us": call_us,
+        "router_calls_percent": calls * call_us["replayed"] / step_ms["plain"] / 10,
     }  # fmt: skip
 
 
