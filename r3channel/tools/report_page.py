@@ -32,10 +32,11 @@ _DOTS = 2000
 """Spans of a lane that lie closer than this part of the run are drawn as one."""
 _INK, _FAINT = "#123456", "#654321"
 """Placeholders that become the page's own colours."""
-_PICTURES: dict[str, Any] = {
-    "svg.fonttype": "none", "font.family": "sans-serif", "figure.facecolor": "none", "axes.facecolor": "none",
-    "savefig.facecolor": "none", "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": _FAINT,
-    "axes.labelcolor": _FAINT, "xtick.color": _INK, "ytick.color": _INK, "xtick.labelsize": 10, "ytick.labelsize": 10,
+_PICTURES: Any = {
+    "svg.fonttype": "none", "svg.hashsalt": "r3channel", "font.family": "sans-serif", "savefig.facecolor": "none",
+    "figure.facecolor": "none", "axes.facecolor": "none", "axes.spines.top": False, "axes.spines.right": False,
+    "axes.edgecolor": _FAINT, "axes.labelcolor": _FAINT, "xtick.color": _INK, "ytick.color": _INK, "xtick.labelsize": 10,
+    "ytick.labelsize": 10,
 }  # fmt: skip
 """How pictures look, as matplotlib's settings."""
 _BLUE, _ORANGE, _GREEN, _RED = "#4c8dd6", "#e08a1e", "#3fa66b", "#d2504b"
@@ -89,9 +90,10 @@ def page(result: Mapping[str, Any], spans: Mapping[str, Sequence[Span]]) -> str:
     title = f"r3channel: {result['steps']} steps"
     parts = (("SGLang", "sglang_version"), ("Megatron-core", "megatron_version"))
     versions = [f"{name} {result[key]}" for name, key in parts if key in result]
+    well = "" if good is None else "good" if good else "bad"
     texts = {
         "title": title, "heading": f"{title}, {result['layout']}" if "layout" in result else title, "verdict": verdict,
-        "versions": ", ".join([*versions, f"{result['wall_s']:.0f} s"]), "good": {True: "good", False: "bad"}.get(good, ""),
+        "versions": ", ".join([*versions, f"{result['wall_s']:.0f} s"]), "good": well,
     }  # fmt: skip
     template = Template(Path(__file__).with_suffix(".html").read_text())
     return template.substitute({key: html.escape(text) for key, text in texts.items()}, cards="".join(cards))
@@ -163,7 +165,7 @@ def _mismatch(result: Mapping[str, Any], _: Any) -> Figure:
     steps, layers = sorted({step for step, _ in rows}), sorted({layer for _, layer in rows})
     share = {at: different[at] / max(rows[at], 1) for at in rows}
     grid = [[share.get((step, layer), float("nan")) for step in steps] for layer in layers]
-    return _grid(grid, {"step": steps}, layers, width=5.4, unit="share of rows", vmax=1)
+    return _grid(grid, {"step": steps}, layers, width=5.4, unit="share of rows", most=1)
 
 
 def _load(result: Mapping[str, Any], _: Any) -> Figure:
@@ -252,12 +254,12 @@ def _legend(axes: Axes, *entries: Any, **options: Any) -> None:
 
 def _grid(
     values: Sequence[Sequence[float]], columns: Mapping[str, Sequence[Any]], rows: Sequence[Any], *, width: float, unit: str,
-    **scale: float,
+    most: float | None = None,
 ) -> Figure:  # fmt: skip
     """Return a coloured field for each value, a line for each layer."""
     ((label, names),) = columns.items()
     figure, axes = _axes(width, min(1.6 + 0.3 * len(rows), 8), xlabel=label, ylabel="layer")
-    image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0, **scale)
+    image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0, vmax=most)
     axes.set_yticks(range(len(rows)), [str(row) for row in rows])
     if names:
         axes.set_xticks(range(len(names)), [str(name) for name in names])
@@ -270,7 +272,7 @@ def _card(
 ) -> str:
     from matplotlib import rc_context
 
-    with rc_context(_PICTURES | {"svg.hashsalt": title}):
+    with rc_context(_PICTURES):
         picture = _svg(draw(result, spans), title)
     wide, title = "wide" * (draw in (_timeline, _load)), html.escape(title)
     return (
