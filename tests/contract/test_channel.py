@@ -27,7 +27,7 @@ from r3channel.wire.frame import encode_frame
 from tests.support.children import ROOT
 from tests.support.delivery import receivers_of, relays
 from tests.support.samples import SPEC, reply_for
-from tests.unit.test_replay_step import Router
+from tests.unit.test_replay_step import Router, handle
 
 TOKENS = 9
 ROW_BYTES = len(SPEC.moe_layers) * SPEC.top_k
@@ -37,7 +37,7 @@ ROW_BYTES = len(SPEC.moe_layers) * SPEC.top_k
 def attached(**options: object) -> Iterator[tuple[Relay, TrainerChannel, list[Router]]]:
     routers = [Router(SPEC.num_experts, SPEC.top_k) for _ in SPEC.moe_layers]
     chunk = torch.nn.ModuleList(routers)
-    handles = {layer: router.handle(layer) for layer, router in zip(SPEC.moe_layers, routers, strict=True)}
+    handles = {layer: handle(router, layer) for layer, router in zip(SPEC.moe_layers, routers, strict=True)}
     with relays() as make:
         relay = make(**options)
         (receiver,) = receivers_of(relay)

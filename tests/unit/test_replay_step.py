@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from r3channel.bench import router_stack
 from r3channel.config import ChannelConfig
 from r3channel.errors import DigestMismatch, TransportError, UsageError
 from r3channel.model.spec import RoutingSpec
@@ -20,26 +19,50 @@ from r3channel.trainer.adapters import megatron
 from r3channel.trainer.adapters.megatron_schedule import replayed
 from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.replay import ReplayDriver
+from r3channel.trainer.router import RouterHandle
 
 ROWS, EXPERTS, TOP_K = 4, 8, 2
 SPEC = RoutingSpec(num_layers=1, moe_layers=(0,), num_experts=EXPERTS, top_k=TOP_K)
 
 
-class Router(router_stack.Router):
+class Replay:
+    """The part of Megatron-core's RouterReplay that is used."""
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any, compute: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return compute(scores, topk, num_groups, group_topk)
+
+
+def live_topk(scores: torch.Tensor, topk: int, *_groups: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    values, ids = scores.topk(topk, dim=1)
+    return values, ids
+
+
+class Router(torch.nn.Module):
     """Keeps the ids that it used."""
 
     def __init__(self, experts: int = EXPERTS, top_k: int = TOP_K) -> None:
-        super().__init__(experts, top_k)
+        super().__init__()
+        self.weight, self.top_k = torch.nn.Parameter(torch.eye(experts)), top_k
+        self.replay = Replay()
         self._used: list[torch.Tensor] = []
 
     @property
     def used(self) -> list[list[list[int]]]:
         return [ids.tolist() for ids in self._used]
 
-    def choose(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        values, ids = super().choose(scores)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        values, ids = self.replay.get_replay_topk(input @ self.weight, self.top_k, None, None, live_topk)
         self._used.append(ids)
-        return values, ids
+        return values
+
+
+def handle(module: Router, layer: int = 0) -> RouterHandle:
+    top_k, experts = module.top_k, len(module.weight)
+    return RouterHandle(
+        layer=layer, module=module, replay=module.replay, top_k=top_k, num_experts=experts, recomputed=True
+    )
 
 
 class Model(torch.nn.Module):
@@ -90,7 +113,7 @@ def rows(seed: int) -> torch.Tensor:
 
 
 def driver_on(model: Model) -> ReplayDriver:
-    return ReplayDriver({0: model.router.handle()}, [model], spec=SPEC)
+    return ReplayDriver({0: handle(model.router)}, [model], spec=SPEC)
 
 
 @contextmanager
