@@ -24,6 +24,22 @@ ENV_PREFIX = "R3CHANNEL_"
 _MIB = 1 << 20
 _LAST_PORT = 65535
 _LEAVE_LIVE = ("on_missing", "on_lost", "on_changed")
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "invalid_rows": ("error", "live", "mask"), **dict.fromkeys(_LEAVE_LIVE, ("error", "live")),
+    "on_stale": ("accept", "mask", "reject"),
+}  # fmt: skip
+_BOUNDS = {
+    "max_live": (0, 1, "a share of rows, 0 to 1"), "max_staleness": (-1, math.inf, "-1 (no bound) or more"),
+    "audit_microbatches": (0, math.inf, "0 or more"), "expected_shard_bytes": (0, math.inf, "0 (not known) or more"),
+    "bucket_bytes": (1024, math.inf, "at least 1024"), "store_bytes": (64 * _MIB, math.inf, f"at least {64 * _MIB} bytes"),
+    "device": (0, math.inf, "0 or more"), "metrics_port": (-1, _LAST_PORT, f"-1..{_LAST_PORT}"),
+    "ingest_port": (0, _LAST_PORT, f"0..{_LAST_PORT}"),
+}  # fmt: skip
+"""Least and most of a value, and how an error says them. `_POSITIVE`: what is to be positive and finite."""
+_POSITIVE = (
+    "join_timeout_s", "send_timeout_s", "step_timeout_s", "expiry_s", "backpressure_timeout_s", "frame_timeout_s",
+    "max_group_failures", "queue_bytes", "deliver_timeout_s",
+)  # fmt: skip
 
 REFUSALS = {
     "speculative": "accepted tokens of a tree of drafts are moved without their ids, and not every algorithm hands on the ids of "
@@ -129,50 +145,16 @@ class ChannelConfig:
     engine whose connection has ended."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("transport", tuple(TRANSPORTS)),
-            ("fallback", ("", *(name for name, kind in TRANSPORTS.items() if kind.join is None))),
-            ("invalid_rows", ("error", "live", "mask")),
-            *((name, ("error", "live")) for name in _LEAVE_LIVE),
-            ("on_stale", ("accept", "mask", "reject")),
-        ):
+        direct = ("", *(name for name, kind in TRANSPORTS.items() if kind.join is None))
+        choices = {"transport": tuple(TRANSPORTS), "fallback": direct, **_CHOICES}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} {getattr(self, name)!r}, expected one of {allowed}")
         if self.token_tensors and self.journal:
             raise ConfigError(
                 "token_tensors with journal: they do not survive a relay that is killed; drop one of the two"
             )
-        if not 0 <= self.max_live <= 1:
-            raise ConfigError(f"max_live {self.max_live}, expected a share of rows, 0 to 1")
-        if self.max_staleness < -1:
-            raise ConfigError(f"max_staleness {self.max_staleness}, expected -1 (no bound) or more")
-        if self.audit_microbatches < 0:
-            raise ConfigError(f"audit_microbatches {self.audit_microbatches}, expected 0 or more")
-        if self.expected_shard_bytes < 0:
-            raise ConfigError(
-                f"expected_shard_bytes {self.expected_shard_bytes}, expected 0 (not known) or more"
-            )
-        if self.bucket_bytes < 1024:
-            raise ConfigError(f"bucket_bytes {self.bucket_bytes}, expected at least 1024")
-        for name in (
-            "join_timeout_s",
-            "send_timeout_s",
-            "step_timeout_s",
-            "expiry_s",
-            "backpressure_timeout_s",
-            "frame_timeout_s",
-            "max_group_failures",
-        ):
-            # A deadline of nan or inf never ends.
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive, finite number")
-        if self.device < 0:
-            raise ConfigError(f"device {self.device}, expected 0 or more")
-        for name, least in (("metrics_port", -1), ("ingest_port", 0)):
-            if not least <= getattr(self, name) <= _LAST_PORT:
-                raise ConfigError(f"{name} {getattr(self, name)}, expected {least}..{_LAST_PORT}")
-        if self.store_bytes < 64 * _MIB:
-            raise ConfigError(f"store_bytes {self.store_bytes}, expected at least {64 * _MIB} bytes")
+        _check_bounds(self)
 
     @property
     def grouped(self) -> bool:
@@ -253,11 +235,7 @@ class EngineConfig:
             raise ConfigError(
                 "R3CHANNEL_DELIVERY=direct needs R3CHANNEL_RELAY_URL (what Relay.serve returned) and R3CHANNEL_TOKEN_FILE"
             )
-        for name in ("queue_bytes", "deliver_timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive, finite number")
-        if not -1 <= self.metrics_port <= _LAST_PORT:
-            raise ConfigError(f"metrics_port {self.metrics_port}, expected -1..{_LAST_PORT}")
+        _check_bounds(self)
         unknown = self.allowed - set(REFUSALS)
         if unknown:
             raise ConfigError(f"R3CHANNEL_ALLOW names {sorted(unknown)}, expected some of {sorted(REFUSALS)}")
@@ -271,6 +249,18 @@ class EngineConfig:
         values = os.environ if environment is None else environment
         merged = load_values(cls, flags=None, file=None, environment=values)
         return cls(**{name: value for name, (value, _) in merged.items()})
+
+
+def _check_bounds(config: ChannelConfig | EngineConfig) -> None:
+    """Raise ConfigError for a value outside of `_BOUNDS`, or a deadline of nan or inf, which never ends."""
+    for name, (least, most, expected) in _BOUNDS.items():
+        value = getattr(config, name, least)
+        if not least <= value <= most:
+            raise ConfigError(f"{name} {value}, expected {expected}")
+    for name in _POSITIVE:
+        value = getattr(config, name, 1)
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{name} is {value}, expected a positive, finite number")
 
 
 def load_values(

@@ -15,7 +15,7 @@ from examples.async_grpo.stages import stage_table
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.stage_clock import Span
 from r3channel.plan.layout import TrainerLayout
-from r3channel.tools.report_page import facts_of
+from r3channel.tools.run_model import facts_of
 
 _POINTS = 400
 """Tokens whose log-probs are drawn."""

@@ -33,7 +33,7 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.observe.trace import read, spans_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.tools.report_page import write_page
-from r3channel.tools.top import Between, Look, faults_of, urls_of
+from r3channel.tools.run_model import Between, Look, faults_of, urls_of
 from r3channel.transport.auth import obtain_token
 
 GENERATE_TIMEOUT_S = 300.0

@@ -3,10 +3,12 @@
 # Not run by us: no such machines were at hand. What was run, on CPUs, is tests/upstream/slime_cpu/run.sh.
 #
 # Start Ray first, as slime's own scripts do:   ray start --head ...   and on the other node   ray start --address ...
-# r3channel must be installed in the image of every node (engines load it as a plug-in):   pip install "r3channel[direct]"
+# r3channel must be installed in the image of every node, because engines load it as a plug-in. In a clone of it:
+#   pip wheel --no-deps -w dist . && pip install "$(echo dist/r3channel-*.whl)[direct,fast]"
 set -euo pipefail
 : "${SLIME:?the checkout of slime}" "${MEGATRON:?that of its Megatron}" "${MODEL:?the Hugging Face folder}"
 : "${LOAD:?the same as Megatron checkpoint}" "${PROMPTS:?prompts in JSON lines}"
+: "${TOKEN_FILE:?a path that every node can read; the file is made if it is missing}"
 source "$SLIME/scripts/models/qwen3-30B-A3B.sh" # MODEL_ARGS
 
 PARALLEL=(
@@ -28,20 +30,22 @@ ROLLOUT=(
 )
 CHANNEL=(
   --use-r3-channel
-  # Engines send rows straight to the relay; the reply holds a receipt of 64 bytes. `inband` needs no open port.
-  --r3-delivery direct
-  # What the relay holds: rows of the step that is delivered and of the one that is generated. 384 bytes a token here:
-  # 2 steps x 256 samples x 9,000 tokens x 384 B = 1.8 GB; `r3channel plan` says it for your shape.
-  --r3-store-bytes 4294967296
-  # What one trainer rank receives per step at most: its host memory is made when it joins. `r3channel plan` says it.
+  # Engines send rows straight to the relay, and the reply names them in 40 bytes. On several nodes every process reads the run's
+  # token out of this file. `inband`, the default, needs neither it nor an open port.
+  --r3-delivery direct --r3-token-file "$TOKEN_FILE"
+  # What the relay may hold is worked out from the arguments above where --r3-store-bytes is not given: 3.6 GB here, at 384 bytes
+  # a token, for the step that is delivered and the one that is generated.
+  #
+  # What one trainer rank receives per step at most (`r3channel plan` says 221 MB for 256 samples of 9,000 tokens). Memory for
+  # two such shards is made where its routers are when it joins; a larger step makes more.
   --r3-expected-shard-bytes 268435456
   # One step off: refuse a step whose rows are more than two weight updates old.
   --r3-max-staleness 2 --r3-on-stale reject
-  # Per-stage timers of relay and trainers for Prometheus, at a free port each (the log names it).
+  # A page for Prometheus of the relay, each trainer and each engine, at a free port each: the relay's /targets lists them.
   --r3-metrics-port 0
 )
-# Look first, when it is slow: r3channel_stage_seconds{stage="recv"} of the trainers (the wait), then {stage="wait_relay"}
-# (the relay is not ready: generation ended late), then {stage="wait_wire"} (the network). dashboards/ has the panels.
+# Look first, when it is slow: r3channel_stage_seconds of the trainers, {stage="wait_relay"} (the relay is not ready: generation
+# ended late), then {stage="wait_wire"} (the network); `recv` is ahead of a step, and nobody waits. dashboards/ has the panels.
 # Look first, when it is refused: the last line of the driver's log. `r3channel doctor --slime "$SLIME" -- ARGUMENTS` beforehand.
 
 cd "$SLIME"

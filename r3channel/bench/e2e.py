@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from r3channel.bench.harness import Effort, Parts, interleaved, ratio, timed
+from r3channel.bench.harness import Effort, Parts, interleaved, medians_s, ratio, timed
+from r3channel.bench.operations import Operations
 from r3channel.bench.relay import MANAGER_NODE, RANK_NODE, call, receive, start_actor, two_nodes
 from r3channel.config import ChannelConfig
 from r3channel.model.spec import RoutingSpec
@@ -36,13 +37,14 @@ from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.model_tokens import ModelTokens
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.replay import ReplayDriver, ReplayStep
-from r3channel.wire.frame import encode_frame
+from r3channel.wire.frame import encode_frame, parse_frame
 
 if TYPE_CHECKING:
     from examples.embedded.megatron import TrainerModel
 
 MICROBATCHES, SAMPLES, LENGTH = 4, 4, 64
 _STORE_BYTES = 128 << 20
+_MIN_S = 0.02
 
 
 class StepRelay(RelayHost):
@@ -67,7 +69,7 @@ class StepTrainer:
     """A trainer, in a process of its own for the pairs: the same Megatron step without routing, through the real channel, and
     replaying rows at hand. BUILT -> attach -> step* -> close."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, layers: int = 4) -> None:
         from examples.embedded import megatron as embedded
         from examples.embedded.model import write_model
 
@@ -77,21 +79,21 @@ class StepTrainer:
         meet = f"file://{folder}/rendezvous"
         embedded.init_distributed(rank=0, world_size=1, init_method=meet, layout=self._layout, timeout_s=60)
         self._stack.callback(embedded.close_distributed)
-        model = write_model(folder / "model", layers=4, experts=16, top_k=4, hidden=64)
+        model = write_model(folder / "model", layers=layers, experts=16, top_k=4, hidden=64)
         build = partial(embedded.build, model, self._layout, dtype="float32", lr=0.0)
         # Equal weights that never learn, so both keep choosing alike.
-        self._plain, self._model = build(config_changes={"moe_enable_routing_replay": False}), build()
-        self._spec = megatron.spec_from_config(self._model.chunks)
+        self._plain, self.model = build(config_changes={"moe_enable_routing_replay": False}), build()
+        self._spec = megatron.spec_from_config(self.model.chunks)
 
     def driver(self) -> ReplayDriver:
         """Bound to the model that replays; to be closed."""
-        return ReplayDriver.attach(self._model.chunks, spec=self._spec, layout=self._layout)
+        return ReplayDriver.attach(self.model.chunks, spec=self._spec, layout=self._layout)
 
     def routing(self) -> tuple[dict[str, Any], dict[str, bytes], list[list[str]]]:
         """(Spec, a frame by sample, samples by micro-batch). The ids are those that the model chooses by itself, so that the
         experts' work is equal."""
         with closing(self.driver()) as driver:
-            ids = _natural_ids(self._model, driver)
+            ids = _natural_ids(self.model, driver)
         frames, names = {}, []
         for number in range(MICROBATCHES):
             names.append([f"{number}-{sample}" for sample in range(SAMPLES)])
@@ -101,7 +103,7 @@ class StepTrainer:
     def attach(self, relay: Any) -> None:
         config = ChannelConfig(step_timeout_s=60, join_timeout_s=60)
         channel = TrainerChannel.attach(
-            self._model.chunks, RayRelay(relay), layout=self._layout, config=config
+            self.model.chunks, RayRelay(relay), layout=self._layout, config=config
         )
         self._channel = self._stack.enter_context(closing(channel))
 
@@ -110,12 +112,12 @@ class StepTrainer:
 
     def through_channel(self, ticket: bytes) -> None:
         with self._channel.step(ticket) as step:
-            _train_step(self._model, step)
+            _train_step(self.model, step)
 
     def replayed(self, driver: ReplayDriver, shard: RankShard) -> None:
         with driver.step(shard, step=0) as step:
             step.tokens = ModelTokens(shard)
-            _train_step(self._model, step)
+            _train_step(self.model, step)
 
     def cpu_s(self, ticket: bytes | None = None) -> float:
         """CPU seconds of this process for one step: through the channel if there is a ticket."""
@@ -193,9 +195,17 @@ def _forward(model: TrainerModel, index: int) -> torch.Tensor:
 
 
 def replay(effort: Effort) -> dict[str, Any]:
-    """Overheads in percent of the step without replay: median of the pairs, with a 95 % interval of that median."""
+    """Overheads in percent of the step without replay: median of the pairs, with a 95 % interval of that median.
+
+    `operations`: what replay gives a GPU for each router and each micro-batch beside the model's own, counted.
+    `router_call_cpu_us`: of the same way on this CPU; `router_calls_percent`: what all such calls take, of a step without replay.
+    """
+    with closing(StepTrainer(layers=2)) as small:
+        few, few_added = _added_operations(small)
     with closing(StepTrainer()) as trainer:
-        shard = _placed(trainer)
+        shard, (routers, added) = _placed(trainer), _added_operations(trainer)
+        per_router = (added - few_added) / (routers - few)
+        call_us = _call_cpu_us(trainer, _placed(trainer, noted=True), effort.rounds_of(9, 3))
         with closing(trainer.driver()) as driver:
             replayed = partial(trainer.replayed, driver, shard)
             steps = {"plain": trainer.plain, "plain_again": trainer.plain, "replay": replayed}
@@ -205,18 +215,70 @@ def replay(effort: Effort) -> dict[str, Any]:
     def percent(name: str) -> dict[str, float]:
         return {what: 100 * (value - 1) for what, value in ratio(seen[name], seen["plain"]).items()}
 
+    step_ms = {name: median(seconds) * 1e3 for name, seconds in seen.items()}
+    calls = 2 * MICROBATCHES * routers  # forward and recompute
     return {
-        "rounds": len(seen["plain"]), "step_cpu_ms": {name: median(seconds) * 1e3 for name, seconds in seen.items()},
+        "rounds": len(seen["plain"]), "step_cpu_ms": step_ms,
         "replay_percent": percent("replay"), "noise_percent": percent("plain_again"),
+        "operations": {"per_router": per_router, "per_microbatch": added - routers * per_router},
+        "router_call_cpu_us": call_us, "router_calls_percent": calls * call_us["replayed"] / step_ms["plain"] / 10,
     }  # fmt: skip
 
 
-def _placed(trainer: StepTrainer) -> RankShard:
-    """A step's rows, placed without a connection; without digests there is nothing to hold them against."""
-    with closing(StepRelay(*trainer.routing())) as relay:
+def _placed(trainer: StepTrainer, *, noted: bool = False) -> RankShard:
+    """A step's rows, placed without a connection, and not checked; or `noted`, as on a GPU, where all layers of a micro-batch are
+    widened at once and what differs from the engines' digests is read at the end."""
+    spec, frames, names = trainer.routing()
+    with closing(StepRelay(spec, frames, names)) as relay:
         ticket = Ticket.from_bytes(relay.seal(0))
         rows_N = torch.from_numpy(receive(relay.relay, ticket))
-    return RankShard.from_whole(ticket, ticket.plan.shard(dp=0, pp=0), rows_N, tp=0)
+    digests = [parse_frame(frames[n], spec=ticket.spec).digests_L for batch in names for n in batch]
+    digests_SL = torch.from_numpy(np.stack(digests).view(np.int64)) if noted else None
+    shard = ticket.plan.shard(dp=0, pp=0)
+    rank = RankShard.from_whole(ticket, shard, rows_N, tp=0, digests_SL=digests_SL)
+    rank.digests._host_SL = None  # a CPU's way is to check each router's rows by themselves
+    return rank
+
+
+def _added_operations(trainer: StepTrainer) -> tuple[int, float]:
+    """The routers, and what replay adds to a micro-batch's forward pass, recompute and backward."""
+    ranks, added = [_placed(trainer, noted=True) for _ in range(2)], 0
+    with closing(trainer.driver()) as driver:
+        for rank in ranks:  # a model's first step makes what it keeps
+            with Operations() as plain:
+                trainer.plain()
+            with driver.step(rank, step=0) as step, Operations() as replayed:
+                _train_step(trainer.model, step)
+            added = len(replayed.names) - len(plain.names)
+    return len(ranks[0].shard.layers), added / MICROBATCHES
+
+
+def _call_cpu_us(trainer: StepTrainer, rank: RankShard, rounds: int) -> dict[str, float]:
+    """CPU of a router's call that replays, with its share of pass and step, and of one that chooses."""
+    with torch.no_grad(), closing(trainer.driver()) as driver:
+        handles = driver.handles.values()
+        scores_RE = torch.rand(SAMPLES * LENGTH, rank.shard.spec.num_experts)
+
+        def call_all() -> None:
+            for handle in handles:
+                handle.replay.get_replay_topk(scores_RE, handle.top_k, None, None, _chosen)
+
+        def replayed() -> None:
+            with driver.step(rank, step=0) as step:
+                for index in range(MICROBATCHES):
+                    with step.microbatch(index, mode="logprob"):
+                        call_all()
+
+        def chosen() -> None:
+            for _ in range(MICROBATCHES):
+                call_all()
+
+        seconds = medians_s({"replayed": replayed, "chosen": chosen}, rounds=rounds, min_s=_MIN_S)
+    return {name: 1e6 * passes_s / MICROBATCHES / len(handles) for name, passes_s in seconds.items()}
+
+
+def _chosen(scores_RE: torch.Tensor, top_k: int, *_groups: Any) -> Any:
+    return scores_RE.topk(top_k, dim=1)
 
 
 PARTS: Parts = {"pairs": pairs}

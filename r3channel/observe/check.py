@@ -51,6 +51,8 @@ class CheckContext:
     """Machines of the run."""
     engines: Sequence[str] = ()
     """URLs of running engines."""
+    engine_arguments: Sequence[str] = ()
+    """SGLang's settings, as they are typed."""
     slime: str | None = None
     """A checkout of slime."""
     arguments: Sequence[str] = ()

@@ -15,96 +15,56 @@ class Command(NamedTuple):
     examples: tuple[str, ...]
 
 
-_TOOLS = "r3channel.tools."
-_RECORDINGS = _TOOLS + "recordings"
+def _row(module: str, what: str, *examples: str) -> Command:
+    return Command(f"r3channel.{module}", what, examples)
+
+
 COMMANDS = {
-    "doctor": Command(
-        _TOOLS + "doctor",
-        "what is installed, and whether everything would work together",
-        (
-            "doctor --role relay",
-            "doctor --engine http://10.0.0.5:30000",
-            "doctor --slime ~/slime -- $ARGUMENTS",
-        ),
-    ),
-    "plan": Command(
-        _TOOLS + "plan",
-        "bytes, memory and times of a step before it is run",
-        (
-            "plan --model qwen3-30b-a3b --layout dp=4,tp=4,cp=2,pp=4 --tokens 16000000",
-            "plan --model ~/checkpoint --layout dp=2,tp=2 --lengths lengths.json --json",
-        ),
-    ),
-    "errors": Command(
-        _TOOLS + "errors", "what an error means, and what to do", ("errors StoreFull", "errors frame_missing")
-    ),
-    "bench": Command(
-        "r3channel.bench",
-        "measurements beside their peers",
-        ("bench wire --quick", "bench relay --quick --json"),
-    ),
-    "report": Command(
-        _TOOLS + "report_page",
-        "a run as one HTML page and as a trace for Perfetto, from the folder of its --r3-trace",
-        ("report trace", "report trace other-run"),
-    ),
-    "top": Command(
-        _TOOLS + "top",
-        "a running channel on one screen, from its metrics pages",
-        ("top report", "top http://10.0.0.5:9100/metrics http://10.0.0.5:9101/metrics", "top targets --once"),
-    ),
-    "slime": Command(
-        _TOOLS + "slime",
-        "slime's own script with the channel in it",
-        ("slime train_async.py $ARGUMENTS --use-r3-channel --r3-delivery direct",),
-    ),
-    "miles": Command(
-        "r3channel.integrations.miles.launch",
-        "miles' own script: rows from its rollout manager to its trainers",
-        ("miles train_async.py $ARGUMENTS --use-rollout-routing-replay --use-r3-channel",),
-    ),
-    "record": Command(
-        _RECORDINGS,
-        "record steps of a running channel",
-        ("record /data/rec --record-steps 3", "record --stop"),
-    ),
-    "inspect": Command(_RECORDINGS, "a recording (--record): steps, rows, versions, load", ("inspect rec",)),
-    "check": Command(
-        _RECORDINGS,
-        "silent misalignments, by name, in one recording or between two sides",
-        ("check rec", "check rec router-rec --strict"),
-    ),
-    "replay": Command(
-        _RECORDINGS,
-        "the trainer's side of a recording under any layout",
-        ("replay rec", "replay rec --layout dp=1,tp=2 --gloo"),
-    ),
-    "diff": Command(
-        _RECORDINGS, "two recordings: the first difference, and how much of each layer", ("diff rec other",)
-    ),
-    "import": Command(
-        _RECORDINGS,
-        "a recording out of .npz files, or of slime's or miles's debug dumps",
-        (
-            "import engine.npz --format npz --out rec",
-            "import 3.pt --format slime-debug --model ~/checkpoint --out rec",
-        ),
-    ),
-    "export": Command(_RECORDINGS, "a recording as .npz files", ("export rec --format npz --out folder",)),
-    "weights": Command(
-        _TOOLS + "weights",
-        "what engines hold, tensor by tensor",
-        (
-            "weights verify --engine http://10.0.0.5:30000 --manifest committed.json",
-            "weights verify --engine http://10.0.0.5:30000 --engine http://10.0.0.6:30000",
-        ),
-    ),
-    "patch": Command(
-        _TOOLS + "patch",
-        "hooks for an upstream that has none: check, apply, reverse",
-        ("patch check --target site-packages", "patch apply --target site-packages"),
-    ),
-}
+    "doctor": _row(
+        "tools.doctor", "what is installed, and whether everything would work together",
+        "doctor --role relay", "doctor --engine http://10.0.0.5:30000", "doctor --slime ~/slime -- $ARGUMENTS",
+        'doctor --engine-arguments "--tp-size 2 --enable-dp-attention"'),
+    "plan": _row(
+        "tools.plan", "bytes, memory and times of a step before it is run",
+        "plan --model qwen3-30b-a3b --layout dp=4,tp=4,cp=2,pp=4 --tokens 16000000",
+        "plan --model ~/checkpoint --layout dp=2,tp=2 --lengths lengths.json --json"),
+    "errors": _row("tools.errors", "what an error means, and what to do", "errors StoreFull", "errors frame_missing"),
+    "bench": _row("bench", "measurements beside their peers", "bench wire --quick", "bench relay --quick --json"),
+    "report": _row(
+        "tools.report_page", "a run as one HTML page and as a trace for Perfetto, from the folder of its --r3-trace",
+        "report trace", "report trace other-run"),
+    "top": _row(
+        "tools.top", "a running channel on one screen, from its metrics pages",
+        "top report", "top http://10.0.0.5:9100/metrics http://10.0.0.5:9101/metrics", "top targets --once"),
+    "slime": _row(
+        "tools.slime", "slime's own script with the channel in it",
+        "slime train_async.py $ARGUMENTS --use-r3-channel --r3-delivery direct"),
+    "miles": _row(
+        "integrations.miles.launch", "miles' own script: rows from its rollout manager to its trainers",
+        "miles train_async.py $ARGUMENTS --use-rollout-routing-replay --use-r3-channel"),
+    "record": _row(
+        "tools.recordings", "record steps of a running channel", "record /data/rec --record-steps 3", "record --stop"),
+    "inspect": _row("tools.recordings", "a recording (--record): steps, rows, versions, load", "inspect rec"),
+    "check": _row(
+        "tools.recordings", "silent misalignments, by name, in one recording or between two sides",
+        "check rec", "check rec router-rec --strict"),
+    "replay": _row(
+        "tools.recordings", "the trainer's side of a recording under any layout",
+        "replay rec", "replay rec --layout dp=1,tp=2 --gloo"),
+    "diff": _row(
+        "tools.recordings", "two recordings: the first difference, and how much of each layer", "diff rec other"),
+    "import": _row(
+        "tools.recordings", "a recording out of .npz files, or of slime's or miles's debug dumps",
+        "import engine.npz --format npz --out rec", "import 3.pt --format slime-debug --model ~/checkpoint --out rec"),
+    "export": _row("tools.recordings", "a recording as .npz files", "export rec --format npz --out folder"),
+    "weights": _row(
+        "tools.weights", "what engines hold, tensor by tensor",
+        "weights verify --engine http://10.0.0.5:30000 --manifest committed.json",
+        "weights verify --engine http://10.0.0.5:30000 --engine http://10.0.0.6:30000"),
+    "patch": _row(
+        "tools.patch", "hooks for an upstream that has none: check, apply, reverse",
+        "patch check --target site-packages", "patch apply --target site-packages"),
+}  # fmt: skip
 _FIRST = ("doctor", "plan", "slime", "check")
 """Commands whose first example the overview shows."""
 

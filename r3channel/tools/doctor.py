@@ -7,6 +7,7 @@ come from the installed metadata, and what only an upstream can answer is asked 
 from __future__ import annotations
 
 import importlib
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -26,7 +27,8 @@ class Listed(NamedTuple):
 
 
 _EVERY = tuple(extras.ROLES)
-_ENGINES, _SLIME = "running engines", "a checkout of slime"
+_ENGINES, _SETTINGS, _SLIME = "running engines", "an engine's settings", "a checkout of slime"
+_TYPED = "--engine-arguments"
 CHECKS = (
     Listed(_EVERY, "r3channel.tools.extras", "check_packages"),
     Listed(("engine", "all"), "r3channel.engine.probe", "check_plugin"),
@@ -37,6 +39,7 @@ CHECKS = (
     Listed(("engine", "all"), "r3channel.engine.probe", "check_hooks"),
     Listed(("trainer", "all"), "r3channel.trainer.adapters", "check_adapters"),
     Listed((_ENGINES,), "r3channel.engine.probe", "check_engines"),
+    Listed((_SETTINGS,), "r3channel.tools.engine_arguments", "check_engine_arguments"),
     Listed((_SLIME,), "r3channel.integrations.slime.api_check", "check_checkout"),
     Listed((_SLIME,), "r3channel.tools.slime", "check_arguments"),
 )
@@ -44,7 +47,11 @@ CHECKS = (
 
 
 def run(argv: Sequence[str]) -> int:
-    options = vars(_parser().parse_args(list(argv)))
+    words = list(argv)
+    if _TYPED in words[:-1]:  # argparse takes one word that begins with a dash for an option
+        at = words.index(_TYPED)
+        words[at : at + 2] = ["=".join(words[at : at + 2])]
+    options = vars(_parser().parse_args(words))
     ports, engines = options.pop("port"), options.pop("engine")
     config = ChannelConfig.load(file=options.pop("config"))
     return examine(CheckContext(config=config, ports=ports, engines=engines, **options))
@@ -62,6 +69,8 @@ def _parser() -> commands.Parser:
     parser.add_argument(
         "--engine", metavar="URL", action="append", default=[], help="a running engine to ask; repeatable"
     )
+    help_text = "SGLang's settings, as one word: is each tested, read or refused, and why"
+    parser.add_argument(_TYPED, metavar="WORDS", type=shlex.split, default=[], help=help_text)
     parser.add_argument(
         "--nodes", type=int, default=1, help="machines of the run: with several, loopback is a fault"
     )
@@ -88,8 +97,9 @@ def examine(context: CheckContext) -> int:
 
 
 def findings(context: CheckContext) -> Iterator[Check]:
-    """Findings about the place that this machine is to be, or about running engines or a checkout, which lie elsewhere."""
-    subject = _ENGINES if context.engines else context.role if context.slime is None else _SLIME
+    """Findings about the place that this machine is to be, or about engines, settings or a checkout, which lie elsewhere."""
+    asked = {_ENGINES: context.engines, _SETTINGS: context.engine_arguments, _SLIME: context.slime}
+    subject = next((subject for subject, given in asked.items() if given), context.role)
     for listed in CHECKS:
         if subject in listed.subjects:
             yield from getattr(importlib.import_module(listed.module), listed.name)(context)

@@ -1,37 +1,26 @@
 """`r3channel top`: a running channel on one screen: samples, processes, stages, faults.
 
-Three parts: a process's /metrics page read back, what grew between two looks at it, and the screen that is drawn of them. What is
-a fault says faults.toml. To draw needs rich (extra `metrics`), which is imported then.
+What the processes say is `run_model`'s; here it is drawn. To draw needs rich (extra `metrics`), which is imported then.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from r3channel.errors import ConfigError
 from r3channel.observe.metric_table import LABELS
-from r3channel.observe.stage_clock import STAGES
+from r3channel.observe.stage_clock import ROUTING_WAITS, STAGES
 from r3channel.tools import commands
-from r3channel.tools.faults import FAULTS, Series
-from r3channel.tools.report_page import ROUTING_WAITS
-from r3channel.transport.http import urlopen
+from r3channel.tools.run_model import TIMEOUT_S, Between, Look, faults_of, urls_of
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-_TIMEOUT_S = 5.0
 _AT_ONCE = 16
-_SERIES = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)$")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _SAMPLES, _BYTES, _STAGE = "r3channel_samples_total", "r3channel_bytes_total", "r3channel_stage_seconds"
 _ROLES = ("relay", "trainer", "engine")
 _MOST = 8
@@ -72,43 +61,6 @@ def _parser() -> commands.Parser:
     return parser
 
 
-def urls_of(target: str) -> list[str]:
-    """The pages that a target names now. Raises ConfigError where it names none that could ever be."""
-    if "://" in target:
-        return _listed(target) if target.endswith("/targets") else [target]
-    folder = Path(target, "targets") if Path(target, "targets").is_dir() else Path(target)
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{target}: neither a URL nor a folder. Processes that serve /metrics leave a file each in their --r3-metrics-dir"
-        )
-    return _pages(group for file in sorted(folder.glob("*.json")) for group in _groups(file))
-
-
-def _pages(groups: Iterable[dict[str, list[str]]]) -> list[str]:
-    return [f"http://{address}/metrics" for group in groups for address in group["targets"]]
-
-
-def _listed(url: str) -> list[str]:
-    """The pages that a relay lists; where nobody answers the list itself, which is then said to be down."""
-    try:
-        with urlopen(url, timeout_s=_TIMEOUT_S) as page:
-            return _pages(json.loads(page.read()))
-    except (OSError, ValueError):  # ValueError: what answers there is no relay
-        return [url]
-
-
-def _groups(file: Path) -> list[dict[str, list[str]]]:
-    try:
-        groups = json.loads(file.read_text())
-    except FileNotFoundError:  # its process ended between two looks
-        return []
-    except ValueError as error:
-        raise ConfigError(f"{file}: expected Prometheus's file_sd targets: {error}") from error
-    if not isinstance(groups, list) or not all("targets" in group for group in groups):
-        raise ConfigError(f"{file}: expected a list of file_sd groups. Is {file.parent} a folder of targets?")
-    return groups
-
-
 class _Watch:
     """Looks at pages that come and go, and remembers what each showed last."""
 
@@ -119,84 +71,10 @@ class _Watch:
 
     def look(self) -> list[Between]:
         urls = dict.fromkeys(url for target in self._targets for url in urls_of(target))
-        now = list(self._pool.map(lambda url: Look.at(url, timeout_s=_TIMEOUT_S), urls))
+        now = list(self._pool.map(lambda url: Look.at(url, timeout_s=TIMEOUT_S), urls))
         processes = [Between(self._last.get(look.url, look), look) for look in now]
         self._last |= {look.url: look for look in now if not look.fault}
         return processes
-
-
-# -- a page -------------------------------------------------------------------------------------------------------------
-
-
-def read_page(url: str, *, timeout_s: float) -> list[Series]:
-    """What the process at `url` says now. Raises OSError when nobody answers."""
-    with urlopen(url, timeout_s=timeout_s) as page:
-        return list(parse_page(page.read().decode()))
-
-
-def parse_page(text: str) -> Iterator[Series]:
-    """Series in their order; comments and what is no series are passed over."""
-    for line in text.splitlines():
-        match = None if line.startswith("#") else _SERIES.match(line)
-        if match:
-            yield Series(match[1], dict(_LABEL.findall(match[2] or "")), float(match[3]))
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """What one page said at one moment, or why it said nothing."""
-
-    url: str
-    at_s: float
-    page: list[Series]
-    fault: str = ""
-
-    @classmethod
-    def at(cls, url: str, *, timeout_s: float) -> Look:
-        """Look at a page now. Never raises: `top` shows a page that is down."""
-        try:
-            page, fault = read_page(url, timeout_s=timeout_s), ""
-        except (OSError, ValueError) as error:  # ValueError: what answers there is no page
-            page, fault = [], str(error) or type(error).__name__
-        return cls(url, time.monotonic(), page, fault)
-
-    @property
-    def place(self) -> str:
-        return self.url.removeprefix("http://").removesuffix("/metrics")
-
-    @property
-    def role(self) -> str:
-        """The process's role, which `r3channel_build_info` says."""
-        return self.labels_of("role")
-
-    def labels_of(self, label: str) -> str:
-        return next((line.labels[label] for line in self.page if label in line.labels), "")
-
-    def found(self, name: str, **labels: str) -> list[Series]:
-        return [line for line in self.page if line.name == name and labels.items() <= line.labels.items()]
-
-    def sum(self, name: str, **labels: str) -> float:
-        return sum(line.value for line in self.found(name, **labels))
-
-
-@dataclass(frozen=True, slots=True)
-class Between:
-    """One process between two looks at its page."""
-
-    before: Look
-    now: Look
-
-    def grew(self, name: str, **labels: str) -> float:
-        """How much a value grew; the whole value where the process began anew."""
-        now = self.now.sum(name, **labels)
-        before = self.before.sum(name, **labels)
-        return now - before if now >= before else now
-
-    def rate(self, name: str, **labels: str) -> float:
-        return self.grew(name, **labels) / max(self.now.at_s - self.before.at_s, 1e-9)
-
-
-# -- the screen ---------------------------------------------------------------------------------------------------------
 
 
 def screen(processes: Sequence[Between], *, height: int = 0) -> Group:
@@ -210,18 +88,6 @@ def screen(processes: Sequence[Between], *, height: int = 0) -> Group:
     faults = _faults(processes)
     used = len(head) + sum(table.row_count + 2 for table in shown) + len(faults) + 3
     return Group(*head, "", *_spaced([*shown, _stages(up, max(height - used, 3) if height else 0)]), *faults)
-
-
-def faults_of(processes: Iterable[Between]) -> Iterator[str]:
-    """The faults since each process began, and how much of each is new."""
-    for process in processes:
-        if process.now.fault:
-            yield f"{process.now.place} does not answer: {process.now.fault}"
-        for fault in FAULTS:
-            for series in fault.shown(process.now.page):
-                new = process.grew(fault.series, **series.labels)
-                text = f"{fault.says}. {fault.do}".format(value=series.value, new=new, **series.labels)
-                yield f"{process.now.role} {process.now.place}: {text}"
 
 
 def _title(processes: Sequence[Between]) -> Text:

@@ -26,7 +26,7 @@ from r3channel.observe.metrics import Metrics
 from r3channel.plan.assignment import Assignment
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.sealed_steps import Steps
-from r3channel.tools.top import Look, Series
+from r3channel.tools.run_model import Look, Series
 from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.mismatch import RoutingAudit, measure, publish
 from r3channel.trainer.replay import ReplayDriver

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from r3channel.plan.assignment import Assignment
-from r3channel.tools.top import Look, urls_of
+from r3channel.tools.run_model import Look, urls_of
 from tests.support.delivery import receivers_of, relays
 from tests.support.direct import Engine, hello_of
 from tests.support.waits import PROGRAM_S, SOON_S, until

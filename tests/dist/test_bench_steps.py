@@ -29,6 +29,8 @@ def test_replay_says_what_it_adds_to_a_step_beside_the_same_step_twice() -> None
     assert min(found["step_cpu_ms"].values()) > 0
     for name in ("replay_percent", "noise_percent"):
         assert holds(found[name]) and found[name]["low"] > -100
+    assert found["operations"] == {"per_router": 0, "per_microbatch": 10}, "beside Megatron's own top-k"
+    assert min(found["router_call_cpu_us"].values()) > 0 and 0 < found["router_calls_percent"] < 100
 
 
 def test_a_trainers_step_through_the_channel_is_paired_with_the_same_step_without() -> None:

@@ -151,7 +151,7 @@ def error_lines() -> list[str]:
 
 
 def setting_lines() -> list[str]:
-    """The table as Markdown, for the room's page."""
+    """What is refused and what is tested; what was judged by reading is the doctor's to say."""
     lines = [
         "| settings | values | | why; of what is refused also the word that overrides |",
         "|---|---|---|---|",
@@ -161,11 +161,18 @@ def setting_lines() -> list[str]:
         for pair in sglang_settings.TOGETHER
     ]
     for setting in sglang_settings.SETTINGS:
+        if setting.verdict is sglang_settings.Verdict.READ:
+            continue
         refusal = setting.verdict is sglang_settings.REFUSED
         why = f"{sglang_settings.REFUSALS[setting.why]} (`{setting.why}`)" if refusal else setting.why
         names = " ".join(f"`{name}`" for name in setting.names.split())
         lines.append(f"| {names} | {setting.values} | {setting.verdict} | {why} |")
-    return lines
+    asked = '`r3channel doctor --engine-arguments "--page-size 64"`'
+    return [
+        *lines,
+        "",
+        f"Many more were judged by reading: {asked} says of each setting what is known, and why.",
+    ]
 
 
 def refusal_lines() -> list[str]:

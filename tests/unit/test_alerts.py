@@ -14,7 +14,7 @@ import yaml
 
 from dashboards.dashboard import dashboard, text
 from r3channel.observe.metric_table import LABELS, METRICS
-from r3channel.tools.faults import FAULTS
+from r3channel.tools.run_model import FAULTS
 from tests.support.waits import PROGRAM_S
 
 FOLDER = Path(__file__).parents[2] / "dashboards"

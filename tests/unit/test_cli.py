@@ -188,7 +188,10 @@ def typed_commands() -> dict[str, set[str]]:
             name = " ".join(
                 words[: 1 + (words[0] == "bench" and words[-1] != words[0] and words[1] in BENCHES)]
             )
-            found.setdefault(name, set()).update(re.findall(r"--[a-z][\w-]*", text.split(" -- ")[0]))
+            own = re.sub(
+                '"[^"]*"', "", text.split(" -- ")[0]
+            )  # not the settings that the doctor is asked about
+            found.setdefault(name, set()).update(re.findall(r"--[a-z][\w-]*", own))
     return {name: found[name] for name in found if re.fullmatch(r"[a-z]+( [a-z0-9]+)?", name)}
 
 

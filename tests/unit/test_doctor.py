@@ -178,6 +178,31 @@ def test_an_engines_settings_are_judged_and_refused_ones_are_a_fault_unless_allo
     assert found["settings not read"] == "enable_hisparse"
 
 
+@pytest.mark.parametrize(
+    ("typed", "well", "said"),
+    [
+        ("--tp 2 --ep-size=2", True, "--tp-size 2 tested: in-band and direct|--ep-size 2 tested: with experts on both ranks"),
+        ("--page-size 64", True, "--page-size 64 by reading: rows are kept by KV slot"),
+        ("--pipeline-parallel-size 2", False, "--pp-size 2 refused: each stage holds .*; R3CHANNEL_ALLOW=pp overrides"),
+        ("--enable-pdmux", True, "--enable-pdmux refused: decode passes run"),
+        ("--enable-hisparse", False, "--enable-hisparse refused: these settings were neither tested nor read"),
+        ("--pp-sice 2", False, "--pp-sice 2 no setting of the SGLang that is installed here; did you mean --pp-size?"),
+        (
+            "--enable-dp-attention --speculative-algorithm EAGLE --moe-runner-backend flashinfer_cutlass", False,
+            "--enable-dp-attention tested|--speculative-algorithm EAGLE tested|--moe-runner-backend flashinfer_cutlass by read|"
+            "together refused: moe_runner.*=a2a overrides|together refused: --speculative-algorithm.*=speculative overrides",
+        ),
+    ],
+)  # fmt: skip
+def test_settings_that_are_typed_are_told_tested_read_or_refused_and_why(
+    typed: str, well: bool, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("R3CHANNEL_ALLOW", "pdmux")
+    assert cli.main(["doctor", "--engine-arguments", typed]) == (not well)
+    lines = [re.sub(r" +", " ", line[6:]) for line in capsys.readouterr().out.splitlines()]
+    assert all(re.match(want, line) for want, line in zip(said.split("|"), lines, strict=True)), lines
+
+
 ROLES = {
     "relay": ({"torch", "ray", "numba", "pybase64", "h11", "journal"}, {"sglang", "megatron-core", "SGLang hooks"}),
     "engine": ({"sglang", "SGLang plug-in", "SGLang hooks"}, {"ray", "megatron-core", "numba", "journal"}),

@@ -17,6 +17,7 @@ import pytest
 
 from r3channel.config import ChannelConfig, EngineConfig
 from r3channel.errors import RouterUnsupported
+from r3channel.tools.commands import COMMANDS
 from r3channel.tools.errors import every_error, happened
 from r3channel.trainer.adapters import megatron_refusals as refusals
 from tests.support.pages import TABLES, options, put_into
@@ -29,6 +30,8 @@ PAGES = {
     for top in (ROOT, PACKAGE, ROOT / "dashboards", ROOT / "examples", ROOT / "patches", ROOT / "tests")
     for path in (top.glob("*.md") if top == ROOT else top.rglob("*.md"))
 }
+SCRIPTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "examples").rglob("*.sh")}
+MAKEFILE = (ROOT / "Makefile").read_text()
 DESIGN = PAGES["r3channel/DESIGN.md"]
 ROOMS = DESIGN.split("## The rooms")[1].split("```")[1]
 SNIPPETS = [
@@ -80,6 +83,48 @@ def test_every_file_that_is_named_with_its_folder_is_there(page: str) -> None:
     places = (ROOT, PACKAGE, (ROOT / page).parent)
     found = {name for at in places for name in named for end in ("", ".py") if (at / f"{name}{end}").exists()}
     assert named - found == set()
+
+
+def code_of(text: str, *, shell: bool = False) -> str:
+    """Return what a page shows as code; of a shell script its lines, and what its comments show so."""
+    shown = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL))
+    return re.sub(r"(^|\s)#.*", "", shown + text * shell, flags=re.MULTILINE)
+
+
+def missing(code: str) -> set[str]:
+    """Return what the code names and is not there: modules, targets of make, commands, paths of tests, the channel's flags."""
+    modules = {name: name.replace(".", "/") for name in re.findall(r"python3? -m ([\w.]+)", code)}
+    ours = {name: at for name, at in modules.items() if (ROOT / at.partition("/")[0]).is_dir()}
+    files = {f"python -m {name}": (f"{at}.py", f"{at}/__main__.py") for name, at in ours.items()}
+    files |= {path: (path,) for path in re.findall(r"\btests/[\w./-]*\w", code)}
+    known = {
+        r"\bmake(?: -\w+)* ([a-z][\w-]*)": re.findall(r"^([a-z][\w-]*):", MAKEFILE, re.MULTILINE),
+        r"(?m)(?:^|[`;&|-]) *r3channel ([a-z]\w*)": COMMANDS,
+        r"(?<![\w-])(--r3-\w[\w-]*\w)": {"--r3-config", "--r3-recording"}
+        | {option.flag for option in options()},
+    }
+    named = {name for name, places in files.items() if not any((ROOT / place).exists() for place in places)}
+    return named.union(*(set(re.findall(pattern, code)) - set(there) for pattern, there in known.items()))
+
+
+@pytest.mark.parametrize("page", sorted(set(PAGES) | set(SCRIPTS)))
+def test_what_a_page_tells_its_reader_to_type_is_there(page: str) -> None:
+    assert missing(code_of(PAGES.get(page) or SCRIPTS[page], shell=page in SCRIPTS)) == set()
+
+
+def test_what_a_page_names_and_was_deleted_is_noticed() -> None:
+    there = "`python -m tests.support.pages`, `make -s demo`, `r3channel plan --r3-config`, `tests/golden`"
+    gone = (
+        "`python -m tests.upstream.gone`, `make gone`, `r3channel gone --r3-gone`, `tests/unit/test_gone.py`"
+    )
+    assert missing(code_of(there)) == set()
+    assert missing(code_of(gone)) == {
+        "python -m tests.upstream.gone",
+        "gone",
+        "--r3-gone",
+        "tests/unit/test_gone.py",
+    }
+    assert missing(code_of("# make gone of it\nmake gone\n", shell=True)) == {"gone"}
 
 
 def misnamed(rooms: str, modules: Iterable[str]) -> list[str]:

@@ -14,12 +14,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from r3channel.bench.operations import Operations
 from r3channel.errors import ReplayError
 from r3channel.trainer.mismatch import RoutingAudit
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.replay import ReplayDriver
 from tests.engine.host_copies import HostCopies
-from tests.unit.test_place import Operations
 from tests.unit.test_rank_shard import calls, two_samples
 from tests.unit.test_replay_step import Router, handle
 

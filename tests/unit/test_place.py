@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from r3channel.bench.operations import Operations
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.placement import Placement, place_samples, place_shard, spread_ids
@@ -162,19 +161,6 @@ def test_large_batches_of_rows_are_the_same_over_the_compiled_blocks_and_past_th
             with numba(False):
                 plain = filled(step, shard, bucket_rows=2048)
             assert all(np.array_equal(a, b) for found in compiled for a, b in zip(found, plain, strict=True))
-
-
-class Operations(TorchDispatchMode):
-    """The operations that are given to a device, views left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names = list[str]()
-
-    def __torch_dispatch__(self, call: Any, _types: Any, given: Any = (), named: Any = None) -> Any:
-        views = [one.alias_info is not None and not one.alias_info.is_write for one in call._schema.returns]
-        self.names += [call.name()] if not any(views) else []
-        return call(*given, **(named or {}))
 
 
 def test_a_bucket_costs_a_device_five_operations_and_the_places_of_many_nine() -> None:

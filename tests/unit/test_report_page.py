@@ -22,7 +22,8 @@ from r3channel.errors import ConfigError
 from r3channel.observe.stage_clock import Span, StageClock
 from r3channel.observe.trace import chrome_trace, read, spans_of
 from r3channel.observe.trace_file import TraceFile
-from r3channel.tools.report_page import facts_of, page, verdict_of
+from r3channel.tools.report_page import page, verdict_of
+from r3channel.tools.run_model import facts_of
 from tests.support.children import ROOT
 from tests.support.waits import PROGRAM_S, until
 

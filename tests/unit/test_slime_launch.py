@@ -6,11 +6,13 @@ import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib import metadata
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,8 @@ from r3channel.integrations import guard as bare
 from r3channel.integrations.slime import api_check, relay_gpu
 from r3channel.integrations.slime import arguments as slime_arguments
 from r3channel.integrations.slime import launch as slime_launch
+from r3channel.integrations.slime.engine_variables import engine_variables
+from r3channel.model.presets import model_named
 from r3channel.observe.check import CheckContext
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.capacity import beside_bytes, relay_gpu_bytes
@@ -30,6 +34,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.tools import slime as slime_command
 from r3channel.wire.frame import encode_frame
+from r3channel.wire.parcel import REFERENCE_BYTES
 from r3channel.wire.routing import RowKind
 from tests.support import slime_checkout
 from tests.support.children import run
@@ -180,6 +185,20 @@ def test_the_model_is_named_as_slime_takes_it_a_folder_or_a_hub_id(checkpoint: s
     child = run("-c", program, checkpoint, "our/model", "our/other", **hub)
     assert child.stdout.split() == [str(ROW_BYTES)] * 2
     assert "ConfigError: --hf-checkpoint our/other: no folder" in child.stderr
+
+
+def test_the_example_of_a_job_on_several_nodes_is_taken_and_its_comments_say_what_is_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slime_arguments, "spec_of", lambda _: model_named("qwen3-30b-a3b").spec)
+    text = (ROOT / "examples/slime/qwen3-30b-a3b.sh").read_text()
+    (given,) = re.findall(r"^CHANNEL=\((.*?)^\)", text, re.DOTALL | re.MULTILINE)
+    own = {"hf_checkpoint": "given", "rollout_max_response_len": 8192, **slime_checkout.MEGATRON}
+    args = slime_arguments.prepared(parsed(*shlex.split(given, comments=True), **own))
+    relay = SimpleNamespace(config=ChannelConfig(), serve=lambda token_file: "http://10.0.0.1:1")
+    assert engine_variables(relay, args, nodes=4)["R3CHANNEL_TOKEN_FILE"] == "$TOKEN_FILE"
+    assert f"the reply names them in {REFERENCE_BYTES} bytes" in text
+    assert f"{args.r3_channel['store_bytes'] / 1e9:.1f} GB here" in text
 
 
 def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:

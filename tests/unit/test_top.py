@@ -18,8 +18,8 @@ from r3channel.observe.metric_table import LABELS, METRICS
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import STAGES, StageClock
 from r3channel.tools import top
-from r3channel.tools.faults import FAULTS, Fault
-from r3channel.tools.top import Between, Look, faults_of, parse_page, screen, urls_of
+from r3channel.tools.run_model import FAULTS, Between, Fault, Look, faults_of, parse_page, urls_of
+from r3channel.tools.top import screen
 
 
 def look(metrics: Metrics, at_s: float) -> Look:

@@ -1,0 +1,121 @@
+"""An SGLang engine's settings as they are typed: which are tested, which were read, which are refused, and why.
+
+`r3channel doctor --engine-arguments` and `r3channel slime` ask here. SGLang wants a GPU to be imported: its sources are read.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from r3channel.config import REFUSALS, EngineConfig, load_values
+from r3channel.engine import sglang_settings
+from r3channel.engine.refusals import Refusal, refused_chains
+from r3channel.errors import nearest
+from r3channel.observe.check import Check, CheckContext
+
+
+def check_engine_arguments(context: CheckContext) -> Iterator[Check]:
+    """Say of each setting that was typed whether it is tested, read or refused; a fault is what R3CHANNEL_ALLOW does not have."""
+    fields, allow = sglang_fields("--"), allowed(context.environment)
+    names = {flag: name for flag, (name, _) in fields.items()}
+    for typed in (word.partition("=")[0] for word in context.engine_arguments if word not in fields):
+        begun = [name for flag, name in names.items() if flag.startswith(typed)]
+        names |= {typed: begun[0]} if len(begun) == 1 else {}  # as SGLang's parser completes it
+    values = parse(context.engine_arguments, names)
+    for name, value in values.items():
+        typed = sglang_settings.flag(name, value)
+        if fields and name not in dict(fields.values()):
+            found = f"no setting of the SGLang that is installed here{nearest(typed.split()[0], fields)}"
+            yield Check(name=typed, ok=False, found=found)
+        else:
+            word, found = _judged(name, value, dict(fields.values()).get(name))
+            yield _check(typed, word, found, allow)
+    for word, text in (*_together(values), *refused_chains({"speculative_algorithm": None} | values)):
+        yield _check("together", word, f"refused: {text}", allow)
+
+
+def _judged(name: str, value: Any, default: Any) -> Refusal:
+    """The word of a refusal, empty where there is none, and what is known of the value."""
+    setting = sglang_settings.judged(name, value)
+    if setting is None and str(value) == str(default):
+        return "", "SGLang's default"
+    if setting is not None and setting.verdict is not sglang_settings.REFUSED:
+        return "", f"{setting.verdict}: {setting.why}"
+    word = "unread" if setting is None else setting.why
+    return word, f"refused: {REFUSALS[word]}"
+
+
+def _together(values: Mapping[str, Any]) -> Iterator[Refusal]:
+    return ((p.word, f"{p.names}: {p.why}") for p in sglang_settings.TOGETHER if p.covers(values))
+
+
+def _check(name: str, word: str, found: str, allow: frozenset[str]) -> Check:
+    ok = not word or word in allow
+    return Check(name=name, ok=ok, found=found, remedy=f"R3CHANNEL_ALLOW={word} overrides")
+
+
+def refused(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Yield (word, reason) of what an engine would not start with; `defaults`: of each setting that this SGLang has."""
+    yield from sglang_settings.refused(values)
+    for name, default in defaults.items():
+        word, _ = _judged(name, value := values.get(name, default), default)
+        if word == "unread":
+            yield word, f"{sglang_settings.flag(name, value)}: {REFUSALS[word]}"
+
+
+def allowed(environment: Mapping[str, str]) -> frozenset[str]:
+    """The words of R3CHANNEL_ALLOW in an environment."""
+    given = load_values(EngineConfig, flags=None, file=None, environment=environment)
+    return EngineConfig(allow=given.get("allow", ("", ""))[0]).allowed
+
+
+def parse(words: Sequence[str], flags: Mapping[str, str]) -> dict[str, Any]:
+    """Return name -> value of a command line: True for a switch, a list where several follow.
+
+    Args:
+        words: what was typed; those before the first flag are passed over, and of a name that comes twice the last one counts.
+        flags: names that a flag does not say itself.
+
+    >>> parse(["train.py", "--moe-router-fusion", "--tp=2", "--lr", "1e-6", "--names", "a", "b"], {"--tp": "tp_size"})
+    {'moe_router_fusion': True, 'tp_size': 2, 'lr': '1e-6', 'names': ['a', 'b']}
+    """
+    by_name, behind = dict[str, list[Any]](), list[Any]()
+    for word in words:
+        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "=", word)
+        if flag:
+            behind = by_name[flags.get(flag, flag[2:].replace("-", "_"))] = []
+        if equals:
+            behind.append(int(value) if value.isdecimal() else value)
+    return {name: values[0] if len(values) == 1 else values or True for name, values in by_name.items()}
+
+
+def sglang_fields(prefix: str) -> dict[str, tuple[str, Any]]:
+    """Return flag -> name and plain default of each setting of the installed SGLang; empty without SGLang.
+
+    slime types them behind the `prefix` --sglang-, and has arguments of its own with the same one; they are not among these.
+    """
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        return {}
+    root = Path(spec.submodule_search_locations[0], "srt")
+    files = (*root.glob("server_args.py"), *root.glob("arg_groups/fields/*.py"))  # 0.5.23 has them in both
+    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
+    return {
+        prefix + flag.removeprefix("--").replace("_", "-"): (
+            node.target.id,
+            getattr(node.value, "value", None),
+        )
+        for node in nodes
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        for flag in (node.target.id, *_aliases(node.annotation))
+    }
+
+
+def _aliases(annotation: ast.expr) -> list[str]:
+    """The flags that SGLang's annotation of a setting names beside that of its own name."""
+    texts = [node.value for node in ast.walk(annotation) if isinstance(node, ast.Constant)]
+    return [text for text in texts if isinstance(text, str) and text.startswith("--") and " " not in text]

@@ -1,0 +1,252 @@
+"""A run as `r3channel top` and its report read it: which processes there are, where their time goes, and what is a fault.
+
+While it runs, its metrics pages say so, and what grew between two looks at one; afterwards the spans that its processes left.
+Draws nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import tomllib
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from r3channel.errors import ConfigError
+from r3channel.observe.stage_clock import ROUTING_WAITS, Span, merge_intervals
+from r3channel.transport.http import urlopen
+
+TIMEOUT_S = 5.0
+WORK = ("place", "send")
+"""Stages of the relay's work for a step after it was sealed."""
+_SERIES = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)$")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+# -- what is a fault ---------------------------------------------------------------------------------------------------------
+
+
+class Series(NamedTuple):
+    """One line of a metrics page."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class Fault(NamedTuple):
+    """One row; faults.toml says what each column is."""
+
+    series: str
+    says: str = ""
+    do: str = ""
+    alert: str = ""
+    labels: Mapping[str, str] = {}
+    of: str = ""
+    least: float = 0
+    most: float = 0
+
+    def shown(self, page: Sequence[Series]) -> Iterator[Series]:
+        """The series of a page that show this fault, each with the value that is judged."""
+        whole = next((series.value for series in page if series.name == self.of and series.value), 1.0)
+        for series in page if self.says else ():
+            asked = series.name == self.series and self.labels.items() <= series.labels.items()
+            if asked and not self.least <= series.value / whole <= self.most:
+                yield series._replace(value=series.value / whole)
+
+
+FAULTS = tuple(
+    Fault(**row) for row in tomllib.loads(Path(__file__).with_name("faults.toml").read_text())["fault"]
+)
+
+
+# -- metrics pages, while it runs --------------------------------------------------------------------------------------------
+
+
+def urls_of(target: str) -> list[str]:
+    """The pages that a target names now. Raises ConfigError where it names none that could ever be."""
+    if "://" in target:
+        return _listed(target) if target.endswith("/targets") else [target]
+    folder = Path(target, "targets") if Path(target, "targets").is_dir() else Path(target)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{target}: neither a URL nor a folder. Processes that serve /metrics leave a file each in their --r3-metrics-dir"
+        )
+    return _pages(group for file in sorted(folder.glob("*.json")) for group in _groups(file))
+
+
+def _pages(groups: Iterable[dict[str, list[str]]]) -> list[str]:
+    return [f"http://{address}/metrics" for group in groups for address in group["targets"]]
+
+
+def _listed(url: str) -> list[str]:
+    """The pages that a relay lists; where nobody answers the list itself, which is then said to be down."""
+    try:
+        with urlopen(url, timeout_s=TIMEOUT_S) as page:
+            return _pages(json.loads(page.read()))
+    except (OSError, ValueError):  # ValueError: what answers there is no relay
+        return [url]
+
+
+def _groups(file: Path) -> list[dict[str, list[str]]]:
+    try:
+        groups = json.loads(file.read_text())
+    except FileNotFoundError:  # its process ended between two looks
+        return []
+    except ValueError as error:
+        raise ConfigError(f"{file}: expected Prometheus's file_sd targets: {error}") from error
+    if not isinstance(groups, list) or not all("targets" in group for group in groups):
+        raise ConfigError(f"{file}: expected a list of file_sd groups. Is {file.parent} a folder of targets?")
+    return groups
+
+
+def parse_page(text: str) -> Iterator[Series]:
+    """Series in their order; comments and what is no series are passed over."""
+    for line in text.splitlines():
+        match = None if line.startswith("#") else _SERIES.match(line)
+        if match:
+            yield Series(match[1], dict(_LABEL.findall(match[2] or "")), float(match[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one page said at one moment, or why it said nothing."""
+
+    url: str
+    at_s: float
+    page: list[Series]
+    fault: str = ""
+
+    @classmethod
+    def at(cls, url: str, *, timeout_s: float) -> Look:
+        """Look at a page now. Never raises: `top` shows a page that is down."""
+        try:
+            with urlopen(url, timeout_s=timeout_s) as answer:
+                page, fault = list(parse_page(answer.read().decode())), ""
+        except (OSError, ValueError) as error:  # ValueError: what answers there is no page
+            page, fault = [], str(error) or type(error).__name__
+        return cls(url, time.monotonic(), page, fault)
+
+    @property
+    def place(self) -> str:
+        return self.url.removeprefix("http://").removesuffix("/metrics")
+
+    @property
+    def role(self) -> str:
+        """The process's role, which `r3channel_build_info` says."""
+        return self.labels_of("role")
+
+    def labels_of(self, label: str) -> str:
+        return next((line.labels[label] for line in self.page if label in line.labels), "")
+
+    def found(self, name: str, **labels: str) -> list[Series]:
+        return [line for line in self.page if line.name == name and labels.items() <= line.labels.items()]
+
+    def sum(self, name: str, **labels: str) -> float:
+        return sum(line.value for line in self.found(name, **labels))
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """One process between two looks at its page."""
+
+    before: Look
+    now: Look
+
+    def grew(self, name: str, **labels: str) -> float:
+        """How much a value grew; the whole value where the process began anew."""
+        now = self.now.sum(name, **labels)
+        before = self.before.sum(name, **labels)
+        return now - before if now >= before else now
+
+    def rate(self, name: str, **labels: str) -> float:
+        return self.grew(name, **labels) / max(self.now.at_s - self.before.at_s, 1e-9)
+
+
+def faults_of(processes: Iterable[Between]) -> Iterator[str]:
+    """The faults since each process began, and how much of each is new."""
+    for process in processes:
+        if process.now.fault:
+            yield f"{process.now.place} does not answer: {process.now.fault}"
+        for fault in FAULTS:
+            for series in fault.shown(process.now.page):
+                new = process.grew(fault.series, **series.labels)
+                text = f"{fault.says}. {fault.do}".format(value=series.value, new=new, **series.labels)
+                yield f"{process.now.role} {process.now.place}: {text}"
+
+
+# -- spans, afterwards -------------------------------------------------------------------------------------------------------
+
+
+def facts_of(spans: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
+    """What a page needs of any run, by the names of the demo's report.json."""
+    trainers = [lane for name, lane in spans.items() if name.startswith("trainer")]
+    each = [waits_of(trainer) for trainer in trainers]
+    waits = {step: max(waited.get(step, 0.0) for waited in each) for step in sorted(set[int]().union(*each))}
+    begin_s, end_s = ends_of(spans)
+    wall_s = end_s - begin_s
+    return {
+        "steps": len(waits),
+        "wall_s": wall_s,
+        "stages_by_process_s": {
+            name: sums((span.stage, span.seconds) for span in lane) for name, lane in spans.items()
+        },
+        "hidden_fraction": hidden_share(spans.get("relay", ()), chain(*trainers)),
+        "wait_s_by_step": waits,
+        "wait_fraction": sum(waits.values()) / wall_s if wall_s else 0.0,
+    }
+
+
+def hidden_share(relay: Iterable[Span], trainers: Iterable[Span]) -> float:
+    """The share of the relay's work for its steps that no trainer waited for; 0.0 without work: nothing was shown to be hidden.
+
+    Work is what the relay does between `seal` and the last acknowledgement (`WORK`). To wait is to wait for routing
+    (`ROUTING_WAITS`): a trainer that waits for the next rollout waits for no relay.
+    """
+    waits = merge_intervals((span.start_s, span.end_s) for span in trainers if span.stage in ROUTING_WAITS)
+    starts, ends = [start for start, _ in waits], [end for _, end in waits]
+    total_s = exposed_s = 0.0
+    for work in (span for span in relay if span.stage in WORK):
+        total_s += work.seconds
+        exposed_s += sum(
+            max(0.0, min(work.end_s, end) - max(work.start_s, start))
+            for start, end in waits[bisect_left(ends, work.start_s) : bisect_left(starts, work.end_s)]
+        )
+    return 1.0 - exposed_s / total_s if total_s > 0 else 0.0
+
+
+def waits_of(spans: Iterable[Span]) -> dict[int, float]:
+    """Step -> seconds that one trainer stood still for its routing."""
+    mine = (span for span in spans if span.stage in ROUTING_WAITS and span.step is not None)
+    return sums((span.step, span.seconds) for span in mine)
+
+
+def sums(pairs: Iterable[tuple[Any, float]]) -> dict[Any, float]:
+    """The values of each key added up, in the order in which keys came."""
+    sums: dict[Any, float] = {}
+    for key, value in pairs:
+        sums[key] = sums.get(key, 0.0) + value
+    return sums
+
+
+def ends_of(spans: Mapping[str, Sequence[Span]]) -> tuple[float, float]:
+    """When the trainers' first span began and their last one ended; anybody's without trainers, zeros without spans."""
+    trainers = [lane for name, lane in spans.items() if name.startswith("trainer")]
+    ends = [(span.start_s, span.end_s) for span in chain(*(trainers or spans.values()))] or [(0.0, 0.0)]
+    return min(ends)[0], max(end for _, end in ends)
+
+
+def longest(result: Mapping[str, Any], stages: Sequence[str]) -> tuple[tuple[str, str], float]:
+    """(process, stage) and seconds of the longest of these at any process. A relay's `http` is the engines' time to answer."""
+    durations = {
+        (process, stage): seconds
+        for process, stage_seconds in result["stages_by_process_s"].items()
+        for stage, seconds in stage_seconds.items()
+        if stage in stages and (process, stage) != ("relay", "http")
+    }
+    return max(durations.items(), key=lambda item: item[1], default=(("any process", "none"), 0.0))
