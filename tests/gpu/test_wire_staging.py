@@ -106,7 +106,7 @@ def test_rows_arrive_through_two_buckets_for_a_router_on_the_device(group: OneDe
     shard = receiver.receive(sealed(relay))
     relay.join_previous(timeout_s=LIMIT_S)
     row_bytes = SPEC.num_moe_layers * SPEC.top_k
-    assert relay._delivery.peak_staging_bytes == 2 * (BUCKET_BYTES // row_bytes) * row_bytes
+    assert relay.row_server.peak_staging_bytes == 2 * (BUCKET_BYTES // row_bytes) * row_bytes
     assert check_rows(shard) > 0
     layer = shard.shard.layers[-1]
     changed_RK = shard.layer_ids(0, layer).clone()
