@@ -248,6 +248,10 @@ class Intake:
 
     def _take(self, of: Arrival, brought: Brought) -> VerifiedRows | None:
         tokens_T, source = as_tokens(brought.tokens), brought.source or InHand(b"")
+        if len(tokens_T) < 2:
+            raise errors.RowCountMismatch(
+                f"sample {of.sample_id} from engine {of.engine}: {len(tokens_T)} tokens, which have no row; expected two or more"
+            )
         live, nbytes = brought.source is None, source.left
         reply = Reply(
             of.sample_id, of.engine, brought.key, len(tokens_T), *hashes_of(tokens_T), live=live, cut=of.cut

@@ -169,6 +169,29 @@ def test_an_unusable_stream_is_refused_by_name(relay: Relay, body: bytes, error:
         relay.add_body("s", body, lambda reply: reply["output_ids"], engine="e")
 
 
+WAYS: dict[str, Any] = {
+    "add": lambda relay, tokens: relay.add("s", reply_for("r0", 1), tokens),
+    "add_body": lambda relay, tokens: relay.add_body("s", json.dumps(reply_for("r0", 1)).encode(), tokens),
+    "add_frame": lambda relay, tokens: relay.add_frame("s", frame_of(1), tokens),
+    "add_live": lambda relay, tokens: relay.add_live("s", tokens),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("tokens", [[], [5]])
+def test_a_sample_without_a_row_is_refused_by_name_and_costs_no_step(
+    relay: Relay, way: str, tokens: list[int]
+) -> None:
+    relay.add("other", GOOD, range(LENGTH))
+    with pytest.raises(
+        errors.RowCountMismatch, match=r"sample s from .* which have no row; expected two"
+    ) as told:
+        WAYS[way](relay, tokens)
+    assert told.value.samples == ("s",) and relay.status()["pending"] == ["other"]
+    relay.seal(0, Assignment.given([[["other"]]]))
+    assert relay.abandon(0) == 1
+
+
 def test_characters_that_json_escapes_are_what_json_says(relay: Relay) -> None:
     body = json.dumps(reply_for("r0", LENGTH, seed=3)).encode()
     assert b"/" in body
