@@ -24,6 +24,7 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import PLAN_VERSION, Plan, check_plan
+from r3channel.wire.header import MAX_ROWS
 from r3channel.wire.routing import ProvenanceSpan, RowKind
 from r3channel.wire.token_tensors import TokenTensor, tensors_of
 
@@ -53,7 +54,6 @@ _COUNTS = {"spans": "span_count", "invalid": "invalid_count", "chars": "name_cha
 _NO_TICKET = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, R3Error)
 """What reading JSON of another shape raises: `Infinity` as a count and deep nesting among it."""
 
-_MOST_TOKENS = (1 << 24) + 1
 _MOST_LAYERS = 4096
 _MOST_RANKS = 4096
 """CP times TP ranks of one stage."""
@@ -179,7 +179,7 @@ class Samples(Sequence[TicketSample]):
     def check(self) -> None:
         """ValueError of the first rule that does not hold; all samples at once. Names are the assignment's matter."""
         columns, rows = self.columns, self.tokens.astype(np.int64) - 1
-        _hold(len(rows) > 0 and rows.min() >= 1 and rows.max() < _MOST_TOKENS, "tokens of a sample")
+        _hold(len(rows) > 0 and rows.min() >= 1 and rows.max() <= MAX_ROWS, "tokens of a sample")
         _hold(columns["kind"].max(initial=0) <= max(RowKind), "the kind of a provenance span")
         for ranges in ("span", "invalid"):
             self._check_ranges(f"{ranges}_count", rows, *columns[ranges].T.astype(np.int64))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from r3channel.errors import PluginNotApplied
 from r3channel.model.spec import RoutingSpec
+from r3channel.relay.sample_table import Turn
 from r3channel.wire.hello import Hello
 
 _MOST_KNOWN = 4096
@@ -27,6 +28,8 @@ class EngineRegistry:
     spec: RoutingSpec
     pages: dict[str, str] = field(default_factory=dict)
     """Process of an engine -> host:port of its /metrics, also where its hello was refused; one started anew replaces it."""
+    hears: Callable[[int], bool] = lambda _boot_id: True
+    """Whether an engine's process lives, as far as is known: its frames may still come."""
     _deadlines_s: dict[str, float] = field(default_factory=dict)
     _greeted: dict[str, Hello | None] = field(default_factory=dict)
     _refused: dict[str, str] = field(default_factory=dict)
@@ -114,6 +117,18 @@ class EngineRegistry:
                 if hello is not None:
                     known[name] = f"SGLang {hello.sglang}, r3channel {hello.r3channel}, {hello.delivery}"
             return known | {name: f"refused: {why}" for name, why in self._refused.items()}
+
+    def late(self, turn: Turn) -> str:
+        """A frame that has not come, and what is known about its engine."""
+        boot_id, serial = turn.name or (0, 0)
+        engine = turn.engine if turn.engine != "?" else self.name_of(boot_id)
+        where = f"engine {engine}, frame {serial}, rows {turn.first_row}..{turn.end_row}"
+        if not self.hears(boot_id):
+            return f"{where}: the engine died, or was started anew, before its frame came"
+        if self.knows(boot_id):
+            return f"{where}: not delivered; is it alive? Its log says why it gave up"
+        refused = self.reports().get(self.name_of(boot_id), "it never said hello to this relay")
+        return f"{where}: {refused}; are R3CHANNEL_RELAY_URL and R3CHANNEL_TOKEN_FILE this relay's?"
 
     def _reason(self, hello: Hello) -> str:
         if hello.spec_digest == self.spec.digest:

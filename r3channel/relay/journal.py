@@ -143,6 +143,7 @@ class SavedTurn:
     path: Path = field(compare=False)
     head: bytes
     """The frame's header: its hashes stand for the whole frame where two are compared."""
+    tokens: int
     tokens_hash: int
     prefix_hash: int
     key: int | None
@@ -193,11 +194,11 @@ def _read_frame(path: Path, remains: Remains) -> None:
     with open(path, "rb") as file:
         head = file.read(HEADER_BYTES)
         try:
-            end = read_header(memoryview(head), nbytes=path.stat().st_size, where=path.name, more=True).nbytes
+            header = read_header(memoryview(head), nbytes=path.stat().st_size, where=path.name, more=True)
         except errors.FrameError as error:
             remains.damaged.append(f"{path.name}: {error}")
             return
-        file.seek(end)
+        file.seek(header.nbytes)
         note = file.read()
     if not note:
         remains.unclaimed += 1
@@ -212,7 +213,8 @@ def _read_frame(path: Path, remains: Remains) -> None:
         if {type(values[number]) for number in _NUMBERS} != {int}:
             raise TypeError(f"{_NUMBERS} are no integers")
         turns = remains.samples.setdefault(str(values.pop("sample_id")), [])
-        turns.append(SavedTurn(path=path, head=head, **values))
+        tokens = header.first_row + header.rows + 1
+        turns.append(SavedTurn(path=path, head=head, tokens=tokens, **values))
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         remains.damaged.append(f"{path.name}: its note is none: {error!r:.200}")
 

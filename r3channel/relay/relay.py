@@ -7,19 +7,18 @@
     relay.join_previous(timeout_s=...)             # the next rollout, before it seals again
 
 One process runs it beside (or as part of) the rollout manager; receivers learn by `hello` where they connect. It keeps a step's
-rows until every receiver has acknowledged them. This file joins the parts; README.md beside it has the locks, DESIGN.md the way
-of a request.
+rows until every receiver has acknowledged them. `Relay` has the public calls, and owns what they are made of: `Intake` (bytes ->
+table), `Samples` (the table), `Steps` (table -> tickets, acknowledgements), `RowServer` (tickets -> receivers). README.md beside
+it has the locks, DESIGN.md the way of a request.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,20 +29,18 @@ from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.shards import ShardKey, check_cut
+from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
-from r3channel.relay.intake import NAMED, Intake, tensors_held
+from r3channel.relay.intake import Arrival, Brought, Intake, Tokens
 from r3channel.relay.journal import Recovery, take_over
-from r3channel.relay.reply import frame_bytes_of
 from r3channel.relay.row_server import RowServer
-from r3channel.relay.sample_table import Reply, Sample
-from r3channel.relay.sealed_steps import Steps, ticket_samples
+from r3channel.relay.samples import NAMED, Samples
+from r3channel.relay.sealed_steps import Steps
+from r3channel.relay.verify import VerifiedRows
 from r3channel.transport.auth import obtain_token
 from r3channel.transport.network import local_address
 from r3channel.typed import typed
-from r3channel.wire.header import FRAME_MAGIC
-from r3channel.wire.hello import Hello
 from r3channel.wire.source import InHand
 from r3channel.wire.validate import warm
 
@@ -56,7 +53,7 @@ _MOST_BODY_BYTES = 1 << 30
 """Bytes of one parcel at most; engines close theirs at 8 MiB and one frame."""
 
 
-class Relay(Intake):
+class Relay:
     """OPEN -> CLOSED. Public methods are thread safe; an error of a background thread is raised by the next call."""
 
     def __init__(
@@ -67,22 +64,23 @@ class Relay(Intake):
         config = replace(config, interface=local_address(config.interface, others=False))
         # In no thread: a fork would inherit numba's lock, and a process that ends while LLVM works is aborted.
         warm(errors.expected(spec, RoutingSpec))
-        self.layout = errors.expected(layout, TrainerLayout)
+        self.spec, self.layout, self.config = spec, errors.expected(layout, TrainerLayout), config
         if recorder is not None:
             recorder.open(spec, layout)
-        clock = clock or StageClock("relay")
-        clock.keep(config.trace, "relay")
-        metrics = metrics or Metrics.of("relay", config, clock=clock)
-        self.run, self._warned = uuid.uuid4().hex[:12], False
+        self.clock = clock or StageClock("relay")
+        self.clock.keep(config.trace, "relay")
+        self.metrics = metrics or Metrics.of("relay", config, clock=self.clock)
+        self.run = uuid.uuid4().hex[:12]
         self._door: IngestServer | None = None
+        watched = {"clock": self.clock, "metrics": self.metrics}
         with ExitStack() as undo:  # a constructor that fails leaves no folder, port or thread behind
-            undo.callback(metrics.close)
-            super().__init__(spec, config, clock=clock, metrics=metrics, recorder=recorder)
-            undo.callback(self._close_storage)
-            self.steps = Steps(self, run=self.run, idle=partial(self._store.trim, idle_s=60.0))
+            undo.callback(self.metrics.close)
+            self.samples = Samples(spec, config, recorder=recorder, **watched)
+            undo.callback(self.samples.close)
+            self.intake = Intake(self.samples)
+            self.steps = Steps(self.samples, layout, run=self.run)
             undo.callback(self.steps.close)
-            watched = {"clock": self.clock, "metrics": self.metrics}
-            self._delivery = RowServer(layout, config, run=self.run, steps=self.steps, **watched)
+            self.row_server = RowServer(layout, config, run=self.run, steps=self.steps, **watched)
             undo.pop_all()
         self._watch()
 
@@ -104,10 +102,10 @@ class Relay(Intake):
             )
         relay = cls(spec, layout, config, **options)
         try:
-            own = relay._journal
+            own = relay.samples.journal
             assert own is not None
             found, relay.steps.acked_before = take_over(
-                Path(config.journal), but=own.folder, keep=relay.restore, keep_step=own.sealed_before
+                Path(config.journal), but=own.folder, keep=relay.intake.restore, keep_step=own.sealed_before
             )
             return relay, found
         except BaseException:
@@ -122,7 +120,7 @@ class Relay(Intake):
         The token's file (`config.token_file` by default) is created, mode 0600, when it does not exist; engines read the
         same one. Binds `config.interface` only.
         """
-        self._check_open()
+        self.samples.check_open()
         if self._door is not None:
             raise errors.UsageError(f"the ingest is open already, at {self._door.url}")
         path = Path(token_file or self.config.token_file or "")
@@ -131,15 +129,15 @@ class Relay(Intake):
         from r3channel.relay.ingest_server import IngestServer  # needs the extra `direct`
 
         self._door = IngestServer(
-            self, token=obtain_token(path), host=self.config.interface, port=self.config.ingest_port,
+            self.intake, token=obtain_token(path), host=self.config.interface, port=self.config.ingest_port,
             max_body_bytes=min(self.config.store_bytes, _MOST_BODY_BYTES),
         )  # fmt: skip
-        self._hears = self._door.hears
+        self.samples.engines.hears = self._door.hears
         return self._door.url
 
     def expect_engines(self, engines: Iterable[str], *, timeout_s: float) -> None:
         """Replies of these engines are refused (`PluginNotApplied`) unless each has said hello within `timeout_s` from now."""
-        self.engines.expect(engines, timeout_s=timeout_s)
+        self.samples.engines.expect(engines, timeout_s=timeout_s)
 
     def check_engine(self, reply: Mapping[str, Any], *, engine: str, tokens: int) -> None:
         """Judge an engine by the reply to a tiny request before the first rollout, best to `wire.hello.probe_body()`.
@@ -147,27 +145,121 @@ class Relay(Intake):
         SGLang only logs a plug-in that fails; without this check the data would be found missing at the first step. Raises
         PluginNotApplied, also for a hello that is refused.
         """
-        try:
-            hello, data = Hello.split(frame_bytes_of(reply, sample_id="probe", engine=engine))
-            if hello is not None:
-                self.engines.greet(hello, engine=engine)
-            if data[:3] != FRAME_MAGIC[:3]:
-                raise errors.PluginNotApplied(
-                    f"engine {engine} answers with {len(data)} bytes of stock routing, expected a frame. Is r3channel "
-                    "installed in the engine's environment, and was R3CHANNEL_ENGINE=1 set when it started? The engine's "
-                    "log names a hook that failed"
-                )
-            where = f"sample probe from engine {engine}"
-            rows = self.verifier.keep(InHand(data), where=where, max_rows=tokens)
-            self.free([rows])
-            if rows.end_row != tokens - 1:
-                raise errors.RoutingError(
-                    f"{where}: {rows.end_row} rows for {tokens} tokens, expected {tokens - 1}"
-                )
-        except errors.RoutingError as error:
-            raise errors.PluginNotApplied(f"engine {engine} does not send usable frames: {error}") from error
-        if hello is None:
-            self.engines.vouch(engine)
+        self.intake.probe(reply, engine=engine, tokens=tokens)
+
+    # -- replies ---------------------------------------------------------------------------------------------------
+
+    @typed
+    def add(
+        self, sample_id: str, reply: Mapping[str, Any] | list[Any], tokens: Tokens, *, engine: str = "?",
+        append: bool = False, cut: bool = False,
+    ) -> VerifiedRows | None:  # fmt: skip
+        """Verify and keep the routing of one sample.
+
+        `reply` is the engine's decoded JSON, of any route; `tokens` the whole sequence (prompt and response). Raises a typed
+        `RoutingError` naming sample and engine and keeps nothing; the caller decides what happens to a bad sample.
+        None when the reply holds a frame reference: the frame comes directly, and `seal` waits for it and names it if it is lost.
+        None, too, for a reply without routing where `on_missing` is `live`.
+
+        `append`: a later turn (or the rest of an interrupted request) of a sample that is here, made with
+        `routed_experts_start_len = rows_held`. `tokens` is the whole sequence again; gaps, overlaps and changed tokens
+        are refused, and the rows that are held stay.
+
+        `cut`: `tokens` may end before what was generated, as where a limit or a stop string was applied afterwards. The rows are
+        verified whole, and those of the tokens that are left are kept. Not with direct delivery or token tensors.
+        """
+
+        of = Arrival(sample_id, engine, append, cut)
+        return self.intake.take(of, lambda: self.intake.of_reply(of, reply, tokens))
+
+    @typed
+    def add_body(
+        self, sample_id: str, body: bytes, tokens: Tokens | Callable[[Any], Tokens], *, engine: str = "?",
+        append: bool = False, cut: bool = False,
+    ) -> Any:  # fmt: skip
+        """As `add`, for the reply's body as it came; returns the parsed reply, its routing field emptied.
+
+        The frame is decoded where it lies in the body, without the interpreter's lock, and only the rest is parsed: an eighth of
+        the CPU of `json.loads` and `add`. `tokens` may be a function of the parsed reply: of an event stream the last event with
+        a frame. Raises also `RoutingMissing` for a body that is no JSON object, and `UsageError` for one of several samples.
+        It may wait for room: in a coroutine, on a thread.
+
+            body, tokens = await response.read(), lambda reply: prompt + reply["output_ids"]
+            reply = await asyncio.to_thread(relay.add_body, name, body, tokens, engine=url)
+        """
+
+        return self.intake.take_body(Arrival(sample_id, engine, append, cut), body, tokens)
+
+    @typed
+    def add_bodies(
+        self, sample_ids: Sequence[str], body: bytes, tokens: Callable[[str, Any], Tokens], *, engine: str = "?",
+        append: bool = False, cut: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Take in the body of a request with several prompts, or with n above 1: one sample for each reply, in their order.
+
+        The bytes are gone through once. A sample that is refused costs no other one.
+
+            names, prompts = ["a0", "a1"], {"a0": first, "a1": second}
+            taken = relay.add_bodies(names, body, lambda name, reply: prompts[name] + reply["output_ids"], engine=url)
+
+        Args:
+            sample_ids: Their names.
+            body: As it came: a JSON list of replies, or an OpenAI reply with a choice for each.
+            tokens: Gives a sample's whole sequence by its name and its parsed reply.
+            engine: Who answered.
+            append: As of `add`, for each.
+            cut: As of `add`.
+
+        Returns:
+            By name the parsed reply, its routing field emptied, or the error (an `R3Error`) that it was refused with.
+
+        Raises:
+            RoutingMissing: The body is no JSON.
+            UsageError: It has more or fewer replies than there are names.
+        """
+
+        arrivals = [Arrival(name, engine, append, cut) for name in sample_ids]
+        return self.intake.take_bodies(arrivals, body, tokens, engine=engine)
+
+    @typed
+    def add_frame(
+        self, sample_id: str, data: bytes, tokens: Tokens, *, engine: str = "?", append: bool = False
+    ) -> VerifiedRows | None:
+        """As `add`, for a frame that is already in hand (a recording, another transport, `pd_merge.merged_frame`)."""
+
+        return self.intake.take(
+            Arrival(sample_id, engine, append), lambda: Brought(InHand(data), None, tokens)
+        )
+
+    @typed
+    def add_live(self, sample_id: str, tokens: Tokens, *, append: bool = False) -> None:
+        """Leave a sample's rows to the live router, whatever `on_missing` says; with `append` those of its further tokens."""
+
+        self.intake.take(Arrival(sample_id, append=append), lambda: Brought(None, None, tokens))
+
+    @typed
+    def rows_held(self, sample_id: str, tokens: Tokens | None = None) -> int:
+        """Rows of a sample that are here or on their way: `routed_experts_start_len` of its next turn.
+
+        `tokens`, which that turn begins with: 0 where a turn of them could not add to these rows, or better brings all: they are
+        of other tokens, in a step, refused, or partly the live router's.
+        """
+
+        return self.samples.rows_held(sample_id, tokens)
+
+    @typed
+    def asks(self, sample_id: str) -> dict[str, Any]:
+        """Fields of a sample's next request: SGLang is to return routing, of a later turn only the rows that are not here."""
+
+        held = self.rows_held(sample_id)
+        return {"return_routed_experts": True} | ({"routed_experts_start_len": held} if held else {})
+
+    @typed
+    def discard(self, sample_ids: Iterable[str]) -> int:
+        """Drop samples that no assignment will name (filtered, over-sampled, aborted, evaluation); unknown ids and samples of a
+        sealed step are ignored."""
+
+        return self.samples.drop(sample_ids, outcome="discarded")
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -180,66 +272,12 @@ class Relay(Intake):
         that was abandoned may be sealed again), `ConfigError` for an assignment that the layout cannot cut. The error carries
         all the samples that it is about; then nothing is taken.
         """
-        return self._seal(step, assignment)
+        return self.steps.seal(step, assignment)
 
     def resume(self, found: Recovery) -> None:
         """Seal the steps of a recovery by the very tickets that their receivers have: who waits for rows connects again and gets
         them. Raises as `seal`. Rows that are not those of a ticket are refused as any: before they are sent, and by receivers."""
-        for step, ticket in found.steps.items():
-            with self._changed:
-                # the live router's: they had no frame
-                for name in self.entries.unknown(ticket.assignment.sample_ids):
-                    whole = ticket.sample(name)
-                    live = Reply(name, "recovered", None, whole.tokens, whole.tokens_hash, 0, live=True)
-                    self.entries.reply(live, None, append=False, now_s=time.monotonic())
-            self._seal(step, ticket.assignment, before=ticket)
-
-    def _seal(self, step: int, assignment: Assignment, before: Ticket | None = None) -> Ticket:
-        """`before`: the ticket of the relay that sealed it first."""
-        self._check_open()
-        # before anything waits or is taken
-        check_cut(errors.expected(assignment, Assignment), self.spec, self.layout)
-        names, entries = assignment.sample_ids, self.entries
-        with self.steps.sealing(step) as seal:
-            self.await_frames(names, step=step, timeout_s=self.config.frame_timeout_s)
-            with self.clock.span("plan", step=step), ExitStack() as undo:
-                with self._changed:
-                    self._check_open()
-                    samples = entries.take(names, step=step)
-                    undo.callback(entries.give_back, samples)
-                ticket = before or Ticket(
-                    self.run, step, self.spec, self.layout, assignment, ticket_samples(names, samples),
-                    self.config.bucket_bytes, token_tensors=tuple(tensor.option for tensor in self._tensors), seal=seal,
-                )  # fmt: skip
-                ticket.check()
-                self._check_live(step, samples)
-                tensors = {sample.name: tensors_held(sample) for sample in samples} if self._tensors else {}
-                self.steps.add(ticket, [sample.held for sample in samples], tensors)
-                undo.pop_all()
-        self.metrics.inc("r3channel_steps_total")
-        self.metrics.set("r3channel_step", step)
-        self._warn_of_ceiling(int(ticket.sample_columns.tokens.sum()) * self.spec.bytes_per_token)
-        return ticket
-
-    def _check_live(self, step: int, samples: Sequence[Sample]) -> None:
-        """Raises StepError where more than `max_live` of a step's rows are left to the live router; says which are."""
-        live = {each.name: each.live_rows for each in samples if not each.packed and each.live_rows}
-        left, rows = sum(live.values()), sum(sample.tokens - 1 for sample in samples)
-        text = f"step {step}: {left} of {rows} rows are left to the live router, of samples {[*live]}"
-        if left > (share := self.config.max_live) * rows:
-            text += f"; max_live allows a share of {share:g}. The log says why"
-            raise errors.StepError(text, samples=live, step=step)
-        if live:
-            log.warning("r3channel: %s", text)
-
-    def _warn_of_ceiling(self, nbytes: int) -> None:
-        """Once: one step off, the rows of two steps are here at a time."""
-        if 2 * nbytes > self.config.store_bytes and not self._warned:
-            self._warned = True
-            log.warning(
-                "r3channel: a step has %d bytes of rows and store_bytes is %d: while one step is delivered there is no room for "
-                "the next, and replies will wait. Raise store_bytes to twice a step", nbytes, self.config.store_bytes,
-            )  # fmt: skip
+        self.steps.resume(found)
 
     @typed
     def abandon(self, step: int) -> int:
@@ -254,15 +292,15 @@ class Relay(Intake):
 
         Raises RecordingInvalid where another recording lies in the folder, ConfigError where nothing can be written.
         """
-        self._check_open()
+        self.samples.check_open()
         if recorder is not None:
             recorder.open(self.spec, self.layout)
-        self.recorder = recorder
+        self.samples.recorder = recorder
 
     def undelivered(self, *, wait_s: float) -> dict[int, tuple[ShardKey, ...]]:
         """Step -> receivers that have not acknowledged it, after `wait_s`; early, and empty, when all have."""
         steps = self.steps.undelivered(wait_s=wait_s)
-        self._check_open()
+        self.samples.check_open()
         return steps
 
     def join_previous(self, *, timeout_s: float | None = None) -> None:
@@ -282,8 +320,8 @@ class Relay(Intake):
 
     def hello(self, *, dp: int, pp: int, cp: int = 0) -> dict[str, Any]:
         """Where a receiver connects, {host, port, token, run}."""
-        self._check_open()
-        return self._delivery.hello((dp, pp, cp))
+        self.samples.check_open()
+        return self.row_server.hello((dp, pp, cp))
 
     def list_page(self, process: str, target: str) -> None:
         """List a process's /metrics, host:port, at the /targets of this relay's page; an empty one takes it off."""
@@ -291,10 +329,11 @@ class Relay(Intake):
 
     def status(self) -> dict[str, Any]:
         """Where every sample of every step is."""
-        with self._changed:
-            found = {"run": self.run, **self.samples_status(), "steps": self.steps.status()}
-        found |= {"engines": self.engines.reports(), "receivers": self._delivery.status()}
-        return found | {"store": {"frames": len(self._store), "bytes": self._store.live_bytes}}
+        samples = self.samples
+        with samples.changed:
+            found = {"run": self.run, **samples.status(), "steps": self.steps.status()}
+        found |= {"engines": samples.engines.reports(), "receivers": self.row_server.status()}
+        return found | {"store": {"frames": len(samples.store), "bytes": samples.store.live_bytes}}
 
     def __enter__(self) -> Relay:
         return self
@@ -305,18 +344,19 @@ class Relay(Intake):
     def close(self, *, timeout_s: float = 10.0) -> None:
         """Stop the background and delete the store. Raises `StepError` naming undelivered steps and their samples; idempotent.
         Samples that no step took are named in the log."""
-        with self._changed:
-            if self._closed:
+        samples = self.samples
+        with samples.changed:
+            if samples.closed:
                 return
-            self._closed = True
-            waiting = [sample.name for sample in self.entries.samples.values() if sample.step is None]
+            samples.closed = True
+            waiting = [sample.name for sample in samples.table.samples.values() if sample.step is None]
         undelivered, unsent = self.steps.close()
         if self._door is not None:
             self._door.close(timeout_s=timeout_s)
-        alive = self._delivery.close(timeout_s=timeout_s)
+        alive = self.row_server.close(timeout_s=timeout_s)
         self.steps.thread.join(timeout_s)
         alive += [self.steps.thread.name] if self.steps.thread.is_alive() else []
-        self._close_storage()
+        samples.close()
         self.metrics.close()
         if waiting:
             log.warning("r3channel: %d samples that no step took: %s", len(waiting), waiting[:NAMED])
@@ -328,32 +368,27 @@ class Relay(Intake):
                 ranks=[key for keys in undelivered.values() for key in keys],
             )
 
-    def _check_open(self) -> None:
-        super()._check_open()
-        if (error := self.steps.error) is not None:
-            raise errors.BackgroundFailed(f"a background thread of the relay died: {error!r}") from error
-
     def _watch(self) -> None:
-        watch, registry = self.metrics.watch, self.engines
+        watch, samples, steps, rows = self.metrics.watch, self.samples, self.steps, self.row_server
         self.metrics.measure("r3channel_steps_total")
         self.metrics.set("r3channel_store_limit_bytes", self.config.store_bytes)
-        watch("r3channel_samples_in_flight", lambda: len(self.entries.samples))
-        watch("r3channel_frames_unclaimed", lambda: self.entries.unclaimed)
-        watch("r3channel_expiry_in_seconds", self.expiry_in_s)
-        watch("r3channel_steps_in_flight", lambda: len(self.steps.undelivered(wait_s=0)))
-        watch("r3channel_staging_peak_bytes", lambda: self._delivery.peak_staging_bytes)
-        watch("r3channel_engines_silent", lambda: registry.counts()[1])
-        watch("r3channel_engines_greeted", lambda: registry.counts()[0])
-        watch("r3channel_frames_in_store", lambda: len(self._store))
-        watch("r3channel_store_bytes", lambda: self._store.live_bytes)
-        watch("r3channel_oldest_in_flight_seconds", self.steps.oldest_s)
-        watch("r3channel_background_thread_alive", lambda: float(self.steps.error is None))
+        watch("r3channel_samples_in_flight", lambda: len(samples.table.samples))
+        watch("r3channel_frames_unclaimed", lambda: samples.table.unclaimed)
+        watch("r3channel_expiry_in_seconds", samples.expiry_in_s)
+        watch("r3channel_steps_in_flight", lambda: len(steps.undelivered(wait_s=0)))
+        watch("r3channel_staging_peak_bytes", lambda: rows.peak_staging_bytes)
+        watch("r3channel_engines_silent", lambda: samples.engines.counts()[1])
+        watch("r3channel_engines_greeted", lambda: samples.engines.counts()[0])
+        watch("r3channel_frames_in_store", lambda: len(samples.store))
+        watch("r3channel_store_bytes", lambda: samples.store.live_bytes)
+        watch("r3channel_oldest_in_flight_seconds", steps.oldest_s)
+        watch("r3channel_background_thread_alive", lambda: float(samples.broken is None))
         watch("r3channel_recording_lost_steps", self._lost_steps)
-        watch("r3channel_connection", lambda: self._delivery.connection)
+        watch("r3channel_connection", lambda: rows.connection)
 
     def _lost_steps(self) -> float:
         """LookupError where nothing is recorded: then the gauge is absent."""
-        if (recorder := self.recorder) is None:
+        if (recorder := self.samples.recorder) is None:
             raise LookupError("nothing is recorded")
         return recorder.lost
 

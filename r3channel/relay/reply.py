@@ -112,9 +112,8 @@ def last_event(body: bytes, *, sample_id: str, engine: str) -> bytes:
 def split_reply(body: bytes) -> tuple[Any, memoryview | None]:
     """(what `json.loads(body)` gives, with the routing field emptied; the characters that it held).
 
-    Where the field's place is not certain the whole body is parsed, and the characters are None. They are as the body has them:
-    where they turn out to be no base64, `parsed` of the body says what JSON makes of them. Raises ValueError as `json.loads`
-    does, also for a body that is nested too deeply for it.
+    Where the field's place is not certain the whole body is parsed, and the characters are None. Raises ValueError as
+    `json.loads` does, also for a body that is nested too deeply for it.
 
     >>> reply, text = split_reply(b'{"meta_info": {"id": "a", "routed_experts": "AQI="}}')
     >>> reply, bytes(text)
@@ -152,15 +151,14 @@ def _split(
     body: bytes, most: int, samples_of: Callable[[Any], list[Any]]
 ) -> list[tuple[Any, memoryview | None]]:
     texts, parts, at = dict[str, memoryview](), list[bytes](), 0
-    while len(texts) < most and (begin := _value_at(body, at)):
-        if (end := _end_of_text(body, begin)) < 0:
-            break
-        # Nobody else can have written a mark: the field that holds it is the one that was cut out.
-        mark = secrets.token_hex(16)
-        texts[mark] = memoryview(body)[begin:end]
-        parts += [body[at:begin], mark.encode()]
-        at = end
     with suppress(ValueError):
+        while len(texts) < most and (begin := _value_at(body, at)):
+            text, end = _text_at(body, begin)
+            # Nobody else can have written a mark: the field that holds it is the one that was cut out.
+            mark = secrets.token_hex(16)
+            texts[mark] = text
+            parts += [body[at:begin], mark.encode()]
+            at = end
         split = list[tuple[Any, memoryview | None]]()
         for reply in samples_of(parsed(b"".join([*parts, body[at:]]))):
             holder = _holder_of(reply)
@@ -198,14 +196,18 @@ def _several(what: str, sample_id: str, engine: str) -> UsageError:
     )
 
 
-def _end_of_text(body: bytes, begin: int) -> int:
-    """Where the quote behind the field's text is. A frame says itself where it ends, which saves a look at every byte."""
+def _text_at(body: bytes, begin: int) -> tuple[memoryview, int]:
+    """(the field's characters, where the quote behind them is). A frame says itself where it ends, which saves a look at every
+    byte. Raises ValueError where no text ends."""
     with suppress(ValueError):
         size = announced_bytes(decode_base64(memoryview(body)[begin : begin + _HEAD_CHARACTERS]))
         end = begin + -(-size // 3) * 4
         if size and body[end : end + 1] == b'"':
-            return end
-    return body.find(b'"', begin)
+            return memoryview(body)[begin:end], end
+    end = body.index(b'"', begin)
+    if body.find(b"\\", begin, end) < 0:
+        return memoryview(body)[begin:end], end
+    return memoryview(parsed(body[begin - 1 : end + 1]).encode()), end  # characters that JSON escapes
 
 
 def routing_text(reply: Any, *, sample_id: str, engine: str) -> str:
@@ -271,6 +273,18 @@ def key_of(reply: Any) -> int | None:
     if request_id is None and isinstance(reply, Mapping) and "choices" in reply:
         request_id = reply.get("id")
     return sample_key(request_id) if isinstance(request_id, str) else None
+
+
+def read_body(read: Callable[[bytes], Any], body: bytes, *, sample_id: str, engine: str) -> Any:
+    """What `read` makes of a body. Raises RoutingMissing for its ValueError."""
+    try:
+        return read(body)
+    except ValueError as error:
+        raise RoutingMissing(
+            f"sample {sample_id} from engine {engine}: {len(body)} bytes beginning with {body[:40]!r} are no JSON, "
+            f"expected a reply: {error}",
+            samples=[sample_id],
+        ) from error
 
 
 def parsed(body: bytes) -> Any:

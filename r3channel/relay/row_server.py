@@ -3,8 +3,9 @@
     connected (-> GROUP: both join one) -> READY (-> WAIT: not prepared yet) -> rows and digests -> DONE -> READY ...
                                 \\-> the receiver is gone, or silent beyond a deadline: its connection ends, nobody else notices
 
-Rows stay in the store until every receiver has acknowledged, so a receiver that comes back gets the same bytes again.
-What is said is `wire.row_protocol`; knows no sample's turns and no engine.
+`RowServer` calls `Steps`, for a receiver's rows and with its acknowledgement, and nothing else of the relay. Rows stay in the
+store until every receiver has acknowledged, so a receiver that comes back gets the same bytes again. What is said is
+`wire.row_protocol`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ is copied before it is sent. Knows no connection.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -16,14 +16,17 @@ from r3channel.plan.row_order import Ints
 from r3channel.plan.shards import Shard, ShardKey
 from r3channel.plan.stream import Sent, Stream, overlaps, step_streams
 from r3channel.plan.ticket import Ticket
-from r3channel.plan.token_tensors import brought
+from r3channel.plan.token_tensors import brought, cut_tensor
 from r3channel.relay.send_buffers import Bytes
-from r3channel.relay.token_tensors import HeldOfSample, cut_held
-from r3channel.relay.verify import VerifiedRows
+from r3channel.relay.verify import HeldTensors, VerifiedRows
 from r3channel.wire.digest import range_digests
 from r3channel.wire.routing import Ids
+from r3channel.wire.tensor_frame import TensorRows
+from r3channel.wire.token_tensors import TokenTensor
 
 Turns = Sequence[VerifiedRows]
+HeldOfSample = Mapping[str, Sequence[HeldTensors]]
+"""Sample -> its turns' tensors."""
 _JOINED_BYTES = 256 << 10
 """Turns that are digested in one call: joined they fit a second-level cache; larger ones are not copied."""
 
@@ -133,8 +136,14 @@ class StepRows:
         return found
 
     def _cut_tensors(self, shard: Shard) -> list[bytes]:
-        ticket = self._ticket
-        return [cut_held(shard, tensor, self._tensors, step=ticket.step) for tensor in brought(ticket, shard)]
+        names = [name for batch in shard.microbatches for name in batch.sample_ids]
+        return [
+            cut_tensor(shard, tensor, self._whole(tensor, names)) for tensor in brought(self._ticket, shard)
+        ]
+
+    def _whole(self, tensor: TokenTensor, names: Sequence[str]) -> dict[str, list[TensorRows]]:
+        step, held = self._ticket.step, self._tensors
+        return {name: [turn.whole(tensor, name, step=step) for turn in held.get(name, ())] for name in names}
 
     def verify(self, dp: int) -> list[Ids]:
         """For each CP rank, whatever its stage, [sample, MoE layer]: the digests of its rows as they lie here. Raises

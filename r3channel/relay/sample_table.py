@@ -15,12 +15,11 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Protocol
 
 from r3channel import errors
 from r3channel.errors import R3Error
 from r3channel.plan.ticket import PackedSample, TicketSample, pack_sample
-from r3channel.relay.token_tensors import HeldTensors
+from r3channel.relay.verify import HeldTensors, VerifiedRows
 from r3channel.wire.parcel import FrameName, FrameReference
 
 EXPECTED, HELD, FAILED = "EXPECTED", "HELD", "FAILED"
@@ -28,17 +27,6 @@ _REMEMBERED = 1 << 16
 """Names of frames that are used up, so that one that is sent again is known."""
 _MOST_FAILED = 1 << 12
 """Frames that cannot be used and wait for their replies: 1 to 5 kB each, which no store counts."""
-
-
-class Rows(Protocol):
-    """Verified rows of one frame."""
-
-    @property
-    def first_row(self) -> int: ...
-    @property
-    def end_row(self) -> int: ...
-    @property
-    def sample_key(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -52,7 +40,7 @@ class Turn:
     """The request's key, which its frame carries too; None where the reply names none."""
     name: FrameName | None = None
     """The name of the frame that is to come directly; None where the reply held it."""
-    rows: Rows | None = None
+    rows: VerifiedRows | None = None
     error: R3Error | None = None
     tensors: HeldTensors | None = None
     live: bool = False
@@ -77,7 +65,7 @@ class Sample:
     turns: list[Turn] = field(default_factory=list)
     step: int | None = None
     """The step that has taken it."""
-    held: tuple[Any, ...] = ()
+    held: tuple[VerifiedRows, ...] = ()
     """The rows of its turns that are here, in their order; another turn makes another tuple."""
     packed: PackedSample | None = None
     """What a ticket says of it, where it has one turn, whose rows are here: made now and not while a step is sealed."""
@@ -92,10 +80,15 @@ class Sample:
         return sum(turn.end_row - turn.first_row for turn in self.turns if turn.live and not turn.rows)
 
     @property
+    def tensors(self) -> list[HeldTensors]:
+        """What its turns brought beside their rows, turn by turn."""
+        return [turn.tensors for turn in self.turns if turn.tensors is not None]
+
+    @property
     def awaited(self) -> list[Turn]:
         return [turn for turn in self.turns if turn.state == EXPECTED]
 
-    def hold(self, turn: Turn, rows: Any) -> None:
+    def hold(self, turn: Turn, rows: VerifiedRows | None) -> None:
         """These are a turn's rows."""
         turn.rows = rows
         self.held, self.packed = tuple([one.rows for one in self.turns if one.rows]), None
@@ -114,12 +107,17 @@ class Reply:
     tokens: int
     tokens_hash: int
     prefix_hash: int
+    held_rows: int = 0
+    """Rows that were here before another turn came."""
     held_hash: int | None = None
-    """The hash of as many first tokens as rows are held; None where it is not another turn."""
+    """The hash of as many first tokens; None where it is not another turn."""
+    rows: VerifiedRows | None = None
     reference: FrameReference | None = None
     tensors: HeldTensors | None = None
     live: bool = False
     """It came without routing, and is left to the live router."""
+    cut: bool = False
+    """Its tokens may end before what was generated."""
 
     @property
     def where(self) -> str:
@@ -128,7 +126,7 @@ class Reply:
 
 @dataclass(slots=True)
 class _Unclaimed:
-    what: Rows | R3Error
+    what: VerifiedRows | R3Error
     since_s: float
 
 
@@ -153,13 +151,13 @@ class SampleTable:
         sample = self.samples.get(name)
         return sample.turns[-1].end_row if sample and sample.turns else 0
 
-    def reply(self, reply: Reply, rows: Rows | None, *, append: bool, now_s: float) -> Turn:
+    def reply(self, reply: Reply, *, append: bool, now_s: float) -> Turn:
         """Take a reply with its rows, with a frame reference whose frame is here or will come, or with neither.
 
         Raises SampleTwice, SampleUnknown, TurnMismatch, RowCountMismatch, FrameCorrupt or FrameReferenceInvalid;
         then nothing has changed, and the rows are still the caller's.
         """
-        sample = self._check_name(reply, append=append)
+        sample, rows = self._check_name(reply, append=append), reply.rows
         first_row = self.rows_announced(reply.sample_id)
         turn = Turn(
             first_row, reply.tokens - 1, reply.engine, reply.key, tensors=reply.tensors, live=reply.live
@@ -201,7 +199,7 @@ class SampleTable:
             )
         return sample
 
-    def _claimed(self, reply: Reply, reference: FrameReference) -> tuple[FrameName, Rows | None]:
+    def _claimed(self, reply: Reply, reference: FrameReference) -> tuple[FrameName, VerifiedRows | None]:
         """The frame's name, and its rows where they are here. Raises what is wrong with a frame that is here."""
         if reply.key is not None and reference.sample_key != reply.key:
             raise errors.FrameReferenceInvalid(
@@ -241,7 +239,7 @@ class SampleTable:
         """Who waits for a frame."""
         return self._awaited.get(name)
 
-    def frame(self, name: FrameName, what: Rows | R3Error, *, now_s: float) -> bool:
+    def frame(self, name: FrameName, what: VerifiedRows | R3Error, *, now_s: float) -> bool:
         """A frame came: its rows, or why it cannot be used. False: nobody wants it (any more), free it."""
         if not self.wants(name):
             return False
@@ -270,7 +268,7 @@ class SampleTable:
             if kept is not None and isinstance(kept.what, R3Error):
                 del self._unclaimed[oldest]
 
-    def refuse(self, reference: FrameReference) -> Rows | R3Error | None:
+    def refuse(self, reference: FrameReference) -> VerifiedRows | R3Error | None:
         """Its reply is refused: nobody will want the frame, whether it is here (then free it) or is still to come."""
         name = reference.name
         if name in self._awaited or name in self._used:  # another reply's: this one was a repetition
@@ -362,7 +360,7 @@ class SampleTable:
 
     def expired(
         self, *, before_s: float, unclaimed_s: float
-    ) -> tuple[list[Sample], dict[FrameName, Rows | R3Error]]:
+    ) -> tuple[list[Sample], dict[FrameName, VerifiedRows | R3Error]]:
         """Forget samples that are older and in no step, and frames that are older than theirs and that no reply claimed."""
         # Both lie in the order in which they came: this is asked for at every frame, and looks at the old ones only.
         aged = takewhile(lambda sample: sample.since_s < before_s, self.samples.values())
@@ -376,17 +374,13 @@ class SampleTable:
         return len(self._unclaimed)
 
 
-def _misfit(name: str, turn: Turn, what: Rows | R3Error) -> R3Error | None:
+def _misfit(name: str, turn: Turn, what: VerifiedRows | R3Error) -> R3Error | None:
     """Why a frame that came for a turn of this sample cannot be its rows."""
     if isinstance(what, R3Error):
         return _of_sample(what, name)
     where = f"sample {name} from engine {turn.engine}"
     if turn.key is not None and what.sample_key != turn.key:
-        return errors.FrameCorrupt(
-            f"{where}: the frame belongs to request key {what.sample_key:#x}, expected the reply's {turn.key:#x}; were replies "
-            "swapped?",
-            samples=[name],
-        )
+        return _swapped(name, where, what.sample_key, turn.key)
     if (what.first_row, what.end_row) != (turn.first_row, turn.end_row):
         return errors.RowCountMismatch(
             f"{where}: the frame has rows {what.first_row}..{what.end_row}, its frame reference said "
@@ -396,20 +390,21 @@ def _misfit(name: str, turn: Turn, what: Rows | R3Error) -> R3Error | None:
     return None
 
 
+def _swapped(name: str, where: str, key: int, wanted: int) -> errors.FrameCorrupt:
+    text = f"{where}: the frame belongs to request key {key:#x}, expected the reply's {wanted:#x}; were replies swapped?"
+    return errors.FrameCorrupt(text, samples=[name])
+
+
 def _of_sample(error: R3Error, name: str) -> R3Error:
     return type(error)(f"sample {name}: {error}", samples=[name], engines=error.engines)
 
 
-def _check_fit(reply: Reply, source: Rows | FrameReference, *, held_rows: int) -> None:
+def _check_fit(reply: Reply, source: VerifiedRows | FrameReference, *, held_rows: int) -> None:
     """Do these rows complete a sample of so many tokens, of which the first rows are held?"""
     key, first = source.sample_key, source.first_row
     end = first + source.rows if isinstance(source, FrameReference) else source.end_row
     if reply.key is not None and key != reply.key:
-        raise errors.FrameCorrupt(
-            f"{reply.where}: the frame belongs to request key {key:#x}, expected the reply's {reply.key:#x}; "
-            "were replies swapped?",
-            samples=[reply.sample_id],
-        )
+        raise _swapped(reply.sample_id, reply.where, key, reply.key)
     if held_rows and first != held_rows:
         what = "rows between are nowhere" if first > held_rows else "sent again"
         raise errors.TurnMismatch(

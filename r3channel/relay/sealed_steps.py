@@ -1,4 +1,7 @@
-"""Steps that are sealed and not delivered: what each receiver gets of them, and who has acknowledged. Knows no connection.
+"""From the table of samples to sealed steps: tickets, what each receiver gets of them, and who has acknowledged.
+
+`Steps` calls `Samples` alone, and is called by the relay's public methods and by `RowServer`. It knows no bytes of a frame and no
+connection.
 
     sealed -> prepared (in the background: where each receiver's rows lie) -> acknowledged by every receiver -> gone, rows freed
                                        \\-> abandoned: its samples wait for a step again
@@ -11,8 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -21,12 +24,15 @@ from typing import Any
 
 import numpy as np
 
-from r3channel.errors import R3Error, StepError, TicketMismatch
-from r3channel.plan.shards import ShardKey
+from r3channel.errors import R3Error, StepError, TicketMismatch, expected
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.shards import ShardKey, check_cut
 from r3channel.plan.ticket import PackedSample, Samples, Ticket, TicketSample, pack_sample
-from r3channel.relay.intake import Intake
+from r3channel.relay.journal import Recovery
 from r3channel.relay.row_stream import HeldOfSample, RowStream, StepRows, Turns
-from r3channel.relay.sample_table import Sample
+from r3channel.relay.sample_table import Reply, Sample
+from r3channel.relay.samples import Samples as HeldSamples
 from r3channel.wire.digest import fold
 from r3channel.wire.row_protocol import Seal
 
@@ -96,10 +102,9 @@ class SealedStep:
 class Steps:
     """OPEN -> CLOSED. Any thread; its own prepares."""
 
-    def __init__(self, intake: Intake, *, run: str, idle: Callable[[], None]) -> None:
-        """`idle` is called once in a while when nothing is to be done."""
-        self._intake, self._run, self._idle = intake, run, idle
-        self._journal, self._changed, self._clock = intake._journal, intake._changed, intake.clock
+    def __init__(self, held: HeldSamples, layout: TrainerLayout, *, run: str) -> None:
+        self._held, self._layout, self._run = held, layout, run
+        self._journal, self._changed, self._clock = held.journal, held.changed, held.clock
         self._steps: dict[int, SealedStep] = {}
         self._seals: dict[int, int] = {}
         """Steps that are being sealed or were abandoned -> the number of their next seal."""
@@ -107,15 +112,73 @@ class Steps:
         self.newest = -1
         self.acked_before: dict[int, set[ShardKey]] = {}
         """Who has already acknowledged each step that a relay before this one sealed and that is to be sealed again."""
-        self.error: BaseException | None = None
-        """What ended the thread; the next public call of the relay raises it."""
-        self._closed = False
+        self._closed = self._warned = False
         self._queue: SimpleQueue[int | None] = SimpleQueue()
         self.thread = threading.Thread(target=self._prepare_all, name="r3channel-prepare", daemon=True)
         self.thread.start()
 
+    def seal(self, step: int, assignment: Assignment, *, before: Ticket | None = None) -> Ticket:
+        """See `Relay.seal`. `before`: the ticket of the relay that sealed it first."""
+        held, config, spec = self._held, self._held.config, self._held.spec
+        held.check_open()
+        # before anything waits or is taken
+        check_cut(expected(assignment, Assignment), spec, self._layout)
+        names, table = assignment.sample_ids, held.table
+        with self._reserved(step) as seal:
+            held.await_frames(names, step=step, timeout_s=config.frame_timeout_s)
+            with self._clock.span("plan", step=step), ExitStack() as undo:
+                with self._changed:
+                    held.check_open()
+                    samples = table.take(names, step=step)
+                    undo.callback(table.give_back, samples)
+                ticket = before or Ticket(
+                    self._run, step, spec, self._layout, assignment, ticket_samples(names, samples), config.bucket_bytes,
+                    token_tensors=tuple(tensor.option for tensor in held.tensors), seal=seal,
+                )  # fmt: skip
+                ticket.check()
+                self._check_live(step, samples)
+                tensors = {sample.name: sample.tensors for sample in samples} if held.tensors else {}
+                self.add(ticket, [sample.held for sample in samples], tensors)
+                undo.pop_all()
+        held.metrics.inc("r3channel_steps_total")
+        held.metrics.set("r3channel_step", step)
+        self._warn_of_ceiling(int(ticket.sample_columns.tokens.sum()) * spec.bytes_per_token)
+        return ticket
+
+    def resume(self, found: Recovery) -> None:
+        """See `Relay.resume`."""
+        for step, ticket in found.steps.items():
+            with self._changed:
+                # the live router's: they had no frame
+                for name in self._held.table.unknown(ticket.assignment.sample_ids):
+                    whole = ticket.sample(name)
+                    live = Reply(name, "recovered", None, whole.tokens, whole.tokens_hash, 0, live=True)
+                    self._held.table.reply(live, append=False, now_s=time.monotonic())
+            self.seal(step, ticket.assignment, before=ticket)
+
+    def _check_live(self, step: int, samples: Sequence[Sample]) -> None:
+        """Raises StepError where more than `max_live` of a step's rows are left to the live router; says which are."""
+        live = {each.name: each.live_rows for each in samples if not each.packed and each.live_rows}
+        left, rows = sum(live.values()), sum(sample.tokens - 1 for sample in samples)
+        text = f"step {step}: {left} of {rows} rows are left to the live router, of samples {[*live]}"
+        if left > (share := self._held.config.max_live) * rows:
+            text += f"; max_live allows a share of {share:g}. The log says why"
+            raise StepError(text, samples=live, step=step)
+        if live:
+            log.warning("r3channel: %s", text)
+
+    def _warn_of_ceiling(self, nbytes: int) -> None:
+        """Once: one step off, the rows of two steps are here at a time."""
+        ceiling = self._held.config.store_bytes
+        if 2 * nbytes > ceiling and not self._warned:
+            self._warned = True
+            log.warning(
+                "r3channel: a step has %d bytes of rows and store_bytes is %d: while one step is delivered there is no room for "
+                "the next, and replies will wait. Raise store_bytes to twice a step", nbytes, ceiling,
+            )  # fmt: skip
+
     @contextmanager
-    def sealing(self, step: int) -> Iterator[int]:
+    def _reserved(self, step: int) -> Iterator[int]:
         """Reserve a step while it is sealed -> its seal's number. Raises StepError for one that is not newer than those before,
         unless it was abandoned, and for one that another thread is sealing."""
         with self._changed:
@@ -158,9 +221,9 @@ class Steps:
             if sealed is None:
                 return 0
             self._seals[step] = sealed.ticket.seal + 1
-            samples = self._intake.entries.samples
+            samples = self._held.table.samples
             names = [name for name in sealed.ticket.assignment.sample_ids if name in samples]
-            self._intake.entries.give_back(samples[name] for name in names)
+            self._held.table.give_back(samples[name] for name in names)
             sealed.wake()
             self._changed.notify_all()
         if self._journal is not None:
@@ -171,7 +234,7 @@ class Steps:
         """Step -> receivers that have not acknowledged it, after `wait_s`; early, and empty, when all have."""
         with self._changed:
             steps = self._steps.values()  # looked at at every event: not at all receivers
-            ended = lambda: self._closed or self.error or not any(sealed.missing for sealed in steps)  # noqa: E731
+            ended = lambda: self._closed or self._held.broken or not any(sealed.missing for sealed in steps)  # noqa: E731
             self._changed.wait_for(ended, timeout=wait_s)
             return self._missing()
 
@@ -203,9 +266,9 @@ class Steps:
             raise sealed.error
         if key in sealed.outgoing:
             return sealed.outgoing[key]
-        if self.error is not None:
-            text = f"step {step}: the rows of {whose} are not prepared; the thread that prepares them ended: "
-            raise StepError(f"{text}{self.error!r}", step=step, ranks=[key])
+        if (error := self._held.broken) is not None:
+            text = f"step {step}: the rows of {whose} are not prepared; the thread that prepares them ended: {error!r}"
+            raise StepError(text, step=step, ranks=[key])
         return sealed.event(key[0])
 
     def _named(self, seal: Seal) -> SealedStep | None:
@@ -232,14 +295,14 @@ class Steps:
 
     def _take_out(self, step: int) -> list[Sample]:
         """Removes the step's samples from the table. The caller holds the condition."""
-        return self._intake.entries.remove(self._steps.pop(step).ticket.assignment.sample_ids)
+        return self._held.table.remove(self._steps.pop(step).ticket.assignment.sample_ids)
 
     def _let_go(self, step: int, gone: list[Sample]) -> None:
         """What a delivered step held."""
         if gone:
             if self._journal is not None:
                 self._journal.done(step)
-            self._intake.let_go(gone, outcome="delivered")
+            self._held.let_go(gone, outcome="delivered")
 
     def verify_again(self, seal: Seal, key: ShardKey) -> None:
         """A receiver finds rows damaged: are they whole here? Raises FrameCorrupt with all of its samples that are not."""
@@ -259,7 +322,7 @@ class Steps:
                     self._prepare(sealed)
         except BaseException as error:
             with self._changed:
-                self.error = error
+                self._held.broken = error
                 self._wake_all()
 
     def _next_step(self) -> int | None:
@@ -267,7 +330,7 @@ class Steps:
             try:
                 return self._queue.get(timeout=_IDLE_S)
             except Empty:
-                self._idle()
+                self._held.store.trim(idle_s=_IDLE_S)
 
     def _prepare(self, sealed: SealedStep) -> None:
         """Whatever goes wrong is this step's error, which its receivers are told."""
@@ -281,7 +344,7 @@ class Steps:
                     sealed.wake(dp)
                     if self._steps.get(step) is not sealed:  # abandoned, or the relay is closed
                         return
-            if (recorder := self._intake.recorder) is not None:
+            if (recorder := self._held.recorder) is not None:
                 # behind the last publication: no receiver waits for a disk
                 tensors = {name: [one.block.view for one in own] for name, own in sealed.tensors.items()}
                 recorder.write(sealed.ticket, sealed.turns, tensors)
@@ -289,7 +352,7 @@ class Steps:
             log.exception("r3channel: step %d", step)
             text = f"step {step}: cannot be sent or recorded: {error!r}"
             told = error if isinstance(error, R3Error) else StepError(text, step=step)
-            self._intake.reject(told)
+            self._held.reject(told)
             with self._changed:
                 sealed.error = told
                 sealed.wake()
@@ -307,6 +370,18 @@ class Steps:
         self._changed.notify_all()
 
     # -- the rest --------------------------------------------------------------------------------------------------
+
+    def close(self) -> tuple[dict[int, tuple[ShardKey, ...]], list[str]]:
+        """End every wait and the thread; returns what was not delivered, and the samples in it."""
+        with self._changed:
+            self._closed = True
+            undelivered = self._missing()
+            parts = [(self._steps[step].ticket.assignment.ranks, keys) for step, keys in undelivered.items()]
+            self._wake_all()
+            self._steps.clear()
+        self._queue.put(None)
+        ranks = [ranks[dp] for ranks, keys in parts for dp in sorted({key[0] for key in keys})]
+        return undelivered, [name for rank in ranks for batch in rank for name in batch]
 
     def status(self) -> dict[int, Any]:
         """With the condition held."""
@@ -326,18 +401,6 @@ class Steps:
             times_s = [sealed.sealed_s for sealed in self._steps.values() if sealed.missing]
         return time.monotonic() - min(times_s) if times_s else 0.0
 
-    def close(self) -> tuple[dict[int, tuple[ShardKey, ...]], list[str]]:
-        """End every wait and the thread; returns what was not delivered, and the samples in it."""
-        with self._changed:
-            self._closed = True
-            undelivered = self._missing()
-            parts = [(self._steps[step].ticket.assignment.ranks, keys) for step, keys in undelivered.items()]
-            self._wake_all()
-            self._steps.clear()
-        self._queue.put(None)
-        ranks = [ranks[dp] for ranks, keys in parts for dp in sorted({key[0] for key in keys})]
-        return undelivered, [name for rank in ranks for batch in rank for name in batch]
-
 
 # -- what the ticket says of samples -----------------------------------------------------------------------------------
 
@@ -351,7 +414,7 @@ def _packed(sample: Sample) -> PackedSample:
     """All its turns as one. What nobody has is invalid."""
     held, invalid = sample.held, list[tuple[int, int]]()
     for turn in sample.turns:
-        rows: Any = turn.rows
+        rows = turn.rows
         # the last token has no row
         missing = [(turn.first_row, turn.end_row)] if turn.first_row < turn.end_row else []
         for start, end in missing if rows is None else rows.invalid:

@@ -1,4 +1,4 @@
-"""From a frame's bytes to verified rows at rest, in one pass. Knows frames and the store; no sample and no step.
+"""From a frame's bytes to verified rows at rest, in one pass, and to the tensors beside them. Knows no sample and no step.
 
 Wherever the bytes come from (a reply's base64, a socket, a file), the few in front of the rows are judged first. Then the rows
 are written to where they stay, once, and every id is checked while it is in a cache.
@@ -7,12 +7,13 @@ are written to where they stay, once, and every id is checked while it is in a c
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
-from r3channel.errors import ExpertIdInvalid, FrameCorrupt, FrameMagicMismatch, RowsInvalid
+from r3channel.errors import ExpertIdInvalid, FrameCorrupt, FrameMagicMismatch, RowCountMismatch, RowsInvalid
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.capacity import beside_bytes
@@ -23,6 +24,8 @@ from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import Frame, read_frame
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
 from r3channel.wire.source import Source
+from r3channel.wire.tensor_frame import TensorRows, parse_tensors
+from r3channel.wire.token_tensors import TokenTensor
 
 DAMAGED = (FrameCorrupt, FrameMagicMismatch)
 """What becomes of a frame on its way; anything else is its engine's own fault, and sending it again mends nothing."""
@@ -67,6 +70,28 @@ class VerifiedRows:
         return replace(self, ids_TLK=ids_TLK, **told)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldTensors:
+    """The tensors of one turn, valid until their `block` is freed."""
+
+    rows: Mapping[str, TensorRows]
+    """By the tensor's name."""
+    block: Block
+    _hash: int
+    """xxh3_64 of the block when it came."""
+
+    def whole(self, tensor: TokenTensor, sample_id: str, *, step: int) -> TensorRows:
+        """Raises FrameCorrupt where memory or disk was damaged meanwhile."""
+        if xxh3_64_intdigest(self.block.view) != self._hash:
+            raise FrameCorrupt(
+                f"step {step}: the {tensor.name} of sample {sample_id} at rest are not those that came; was memory or disk "
+                "damaged? Abandon the step, discard the sample and generate it again",
+                samples=[sample_id],
+                step=step,
+            )
+        return self.rows[tensor.name]
+
+
 @dataclass(eq=False, kw_only=True)
 class FrameVerifier:
     """Any thread."""
@@ -80,15 +105,9 @@ class FrameVerifier:
     _refs: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def keep(
-        self,
-        source: Source,
-        *,
-        where: str,
-        max_rows: int,
-        room_s: float = 0.0,
-        begun: memoryview | bytes = b"",
+        self, source: Source, *, where: str, max_rows: int, room_s: float = 0.0, begun: memoryview | bytes = b"",
         more: bool = False,
-    ) -> VerifiedRows:
+    ) -> VerifiedRows:  # fmt: skip
         """Read a frame, verify it and keep its rows; see `wire.frame.read_frame`. A frame of more than `max_rows` is not decoded.
 
         Raises a typed `RoutingError`, `StoreFull` after `room_s`, and what the source raises; then nothing is kept.
@@ -146,3 +165,27 @@ class FrameVerifier:
 def _invalid(frame: Frame) -> Ranges:
     edges = frame.invalid_edges
     return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def keep_tensors(
+    source: Source, store: Store, tensors: Sequence[TokenTensor], *, where: str, key: int | None, tokens: int,
+    held_rows: int, room_s: float,
+) -> HeldTensors:  # fmt: skip
+    """The tensors that are left of a reply's bytes; they fit a reply of so many tokens, of which `held_rows` rows came before.
+
+    Raises RowCountMismatch, StoreFull and what `parse_tensors` does; then nothing is kept."""
+    block = store.allocate(source.left, timeout_s=room_s, what=where)
+    try:
+        source.fill(block.view)
+        found = parse_tensors(block.view, tensors, where=where)
+        for rows in found:
+            if rows.end_row != tokens - 1 or rows.first_row < held_rows or key not in (None, rows.sample_key):
+                raise RowCountMismatch(
+                    f"{where}: {rows.tensor.name} of rows {rows.first_row}..{rows.end_row}, request key {rows.sample_key:#x}; "
+                    f"expected rows that begin at {held_rows} or later and end at {tokens - 1}, key {key}. Was the text cut "
+                    "after generation, or were replies swapped?"
+                )
+    except BaseException:
+        block.free()
+        raise
+    return HeldTensors({rows.tensor.name: rows for rows in found}, block, xxh3_64_intdigest(block.view))

@@ -35,11 +35,11 @@ def _blocks(rows: int) -> Iterator[tuple[int, int]]:
         yield row, min(CHUNK_ROWS, rows - row)
 
 
-def encode_chunks(ids_TLK: Ids, *, codec: Codec) -> tuple[list[Entry], list[Wire]]:
+def encode_chunks(ids_TLK: Ids, *, codecs: Sequence[Codec]) -> tuple[list[Entry], list[Wire]]:
     """The table and the bytes of all chunks, which may be views of `ids_TLK` where it is contiguous."""
     entries, wires = [], []
     for row, rows in _blocks(len(ids_TLK)):
-        codec_id, wire = encode_chunk(np.ascontiguousarray(ids_TLK[row : row + rows]), codec=codec)
+        codec_id, wire = encode_chunk(np.ascontiguousarray(ids_TLK[row : row + rows]), codecs=codecs)
         entries.append(Entry(row, rows, codec_id, len(wire)))
         wires.append(wire)
     return entries, wires

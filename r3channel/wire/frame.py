@@ -27,7 +27,7 @@ import xxhash
 from r3channel import errors
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.chunks import CHUNK_ROWS, Entry, encode_chunks, read_table, table_of
-from r3channel.wire.codec import CODECS, Wire, codec_for
+from r3channel.wire.codec import CODECS, Wire, codecs_for
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame_view import Frame
 from r3channel.wire.header import (
@@ -82,10 +82,10 @@ def encode_frame(
         raise errors.RoutingError(
             f"{len(provenance)} provenance spans for {rows} rows; expected at most {MAX_SPANS} spans"
         )
-    chosen = codec_for(expert_ids_TLK[:CHUNK_ROWS], codec=codec)
-    if not chosen.keeps_order:
+    codecs = codecs_for(expert_ids_TLK[:CHUNK_ROWS], codec=codec)
+    if not all(chosen.keeps_order for chosen in codecs):
         expert_ids_TLK = _with_sets_in_invalid_rows(expert_ids_TLK, valid_T)
-    entries, wires = encode_chunks(expert_ids_TLK, codec=chosen)
+    entries, wires = encode_chunks(expert_ids_TLK, codecs=codecs)
     if any(not CODECS[entry.codec].keeps_order for entry in entries):
         expert_ids_TLK = _as_decoded(expert_ids_TLK, entries, wires)
     digests_L = layer_digests(expert_ids_TLK, first_row=first_row, valid_T=valid_T)

@@ -29,7 +29,7 @@ ALIGNMENT = 16
 """The first chunk begins at a multiple of this. Stored ids are then checked and placed where they lie, in 8-byte words:
 unaligned words cost three times as much, and a copy into fresh memory six times (measured)."""
 MAX_ROWS = 1 << 24
-"""Bound on rows of one sample, far above any context length today (16.7 M tokens)."""
+"""Rows of one sample at most, in all its turns: 16.7 M, far above any context length today."""
 MAX_SPANS = 1 << 14
 """Bound on provenance spans: a sample that crosses this many weight updates and cache hits does not exist, and a span
 costs six times more memory when read than on the wire."""
@@ -154,7 +154,7 @@ def check_fields(header: Header, *, spec: RoutingSpec, max_rows: int, where: str
             f"{where}: {header.rows} rows, expected at most {max_rows}. Is the prompt in `tokens`, before the response?"
         )
     bounds = (
-        header.first_row <= MAX_ROWS, header.raw_bytes == header.rows * spec.bytes_per_token,
+        header.first_row + header.rows <= MAX_ROWS, header.raw_bytes == header.rows * spec.bytes_per_token,
         header.wire_bytes <= header.raw_bytes, header.layers_per_chunk == spec.num_moe_layers, header.reserved0 == 0,
         header.kept_rows <= header.rows, header.codec in CODECS, header.flags & ~(FLAG_VALIDITY | FLAG_UNORDERED) == 0,
         header.spans <= min(header.rows, MAX_SPANS),

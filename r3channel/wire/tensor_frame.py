@@ -117,7 +117,7 @@ def _parse(data: memoryview, tensor: TokenTensor, *, where: str) -> TensorRows:
     if (
         (header.sections_bytes, header.wire_bytes) != sizes
         or odd
-        or max(header.first_row, header.rows) > MAX_ROWS
+        or header.first_row + header.rows > MAX_ROWS
     ):
         raise errors.FrameCorrupt(f"{where}: impossible numbers in the header: {header._asdict()}")
     sections = source.take(header.sections_bytes)

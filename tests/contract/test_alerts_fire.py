@@ -72,7 +72,11 @@ class Place:
         self.receiver.receive(self.relay.seal(self.number, Assignment.given([[[name]]])))
         self.relay.join_previous(timeout_s=UPDATE_S)
         audited(self, shift=0)
-        until(lambda: not (self.relay.metrics.value("r3channel_samples_in_flight") or len(self.relay._store)))
+        until(
+            lambda: (
+                not (self.relay.metrics.value("r3channel_samples_in_flight") or len(self.relay.samples.store))
+            )
+        )
 
     def look(self) -> None:
         """At every page that there was, as Prometheus does."""
@@ -98,8 +102,8 @@ def left_to_the_live_router(place: Place) -> None:
 
 def never_asked_for(place: Place) -> None:
     place.relay.add("x", reply_for("x", 9), range(9))
-    place.relay.config = replace(place.relay.config, expiry_s=1e-9)
-    place.relay.expire()
+    place.relay.samples.config = replace(place.relay.config, expiry_s=1e-9)
+    place.relay.samples.expire()
 
 
 def no_trainer_comes(place: Place) -> None:
@@ -113,13 +117,13 @@ def thread_ends(place: Place) -> None:
     place.patch.setattr(Steps, "_prepare", lambda *_: 1 // 0)
     place.relay.add("x", reply_for("x", 9), range(9))
     place.relay.seal(99, Assignment.given([[["x"]]]))
-    until(lambda: place.relay.steps.error is not None)
+    until(lambda: place.relay.samples.broken is not None)
 
 
 def store_fills(place: Place) -> None:
     limit = place.relay.config.store_bytes
     for number in range(99):
-        if place.relay._store.live_bytes > 0.92 * limit:
+        if place.relay.samples.store.live_bytes > 0.92 * limit:
             return
         place.relay.add(f"x{number}", reply_for(f"x{number}", 20), range(20))
 
@@ -142,7 +146,7 @@ def engine_cannot_greet(place: Place) -> None:
 
 def sample_is_nowhere(place: Place) -> None:
     place.relay.add("x", reply_for("x", 9), range(9))
-    place.relay.entries.samples.pop("x")
+    place.relay.samples.table.samples.pop("x")
 
 
 def process_is_killed(place: Place) -> None:

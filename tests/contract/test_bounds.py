@@ -23,7 +23,7 @@ def relay() -> Iterator[Relay]:
     """Room for 4 samples."""
     with relays(backpressure_timeout_s=0.1) as make:
         relay = make("dp=2")
-        relay._store.ceiling_bytes = 4 * frame_bytes() + 1000
+        relay.samples.store.ceiling_bytes = 4 * frame_bytes() + 1000
         yield relay
 
 
@@ -66,12 +66,12 @@ def test_at_the_ceiling_add_says_so_by_name_and_keeps_what_it_holds(relay: Relay
 
 
 def test_add_goes_on_when_a_step_is_delivered(relay: Relay) -> None:
-    relay.config = relay.config.__class__(backpressure_timeout_s=SOON_S)
+    relay.samples.config = relay.config.__class__(backpressure_timeout_s=SOON_S)
     add(relay, "a", "b", "c", "d")
     ticket = seal(relay, 0, "a", "b")
     waiting = threading.Thread(target=add, args=(relay, "e"))
     waiting.start()
-    until(lambda: relay._store._waiting)
+    until(lambda: relay.samples.store._waiting)
     assert relay.status()["pending"] == ["c", "d"]
     deliver(relay, ticket, 0, 1)
     waiting.join(SOON_S)
@@ -88,11 +88,11 @@ def test_staged_bytes_are_a_bucket_or_two_whatever_the_tokens(transport: str, bu
             ticket = relay.seal(0, Assignment.given([[["a"]]]))
             for receiver in receivers_of(relay):
                 receiver.receive(ticket)
-            peaks.append(relay._delivery.peak_staging_bytes)
+            peaks.append(relay.row_server.peak_staging_bytes)
             sizes.append(min(shard.nbytes for shard in ticket.plan.shards))
     assert sizes[1] > sizes[0] > buckets * 1024 >= peaks[0] == peaks[1] > (buckets - 1) * 1024
     with relays() as make:
         relay = make("dp=2")
         add(relay, "a", "b")
         deliver(relay, seal(relay, 0, "a", "b"), 0, 1)
-        assert relay._delivery.peak_staging_bytes == 0, "with one stage rows go from where they lie"
+        assert relay.row_server.peak_staging_bytes == 0, "with one stage rows go from where they lie"

@@ -125,7 +125,7 @@ def on_gpu(shard: RankShard) -> None:
 
 
 def held(relay: Relay, name: str) -> Ids:
-    (rows,) = relay.entries.samples[name].held
+    (rows,) = relay.samples.table.samples[name].held
     ids_TLK: Ids = rows.ids_TLK  # type: ignore[attr-defined]
     assert ids_TLK.flags.c_contiguous
     return ids_TLK
@@ -210,7 +210,7 @@ def test_a_byte_at_rest_in_a_later_turn_beside_rows_without_routing_counts(
     relay.join_previous()
     add_turns(relay)
     relay.seal(1, Assignment.given([[["s"]]]))
-    step, turns = relay.steps._steps[1], relay.entries.samples["s"].held
+    step, turns = relay.steps._steps[1], relay.samples.table.samples["s"].held
     step.rows.verify(0)
     rows_TLK: Ids = turns[2].ids_TLK  # type: ignore[attr-defined]
     for row, counts in ((3, False), (4, True), (27, True)):  # 15, 16 and 39 of the sample

@@ -209,7 +209,7 @@ def test_a_response_that_was_cut_is_refused_by_name_where_its_rows_come_directly
 
 def test_a_seal_does_not_wait_for_a_sample_that_is_discarded_meanwhile(place: Place) -> None:
     place.add("s1", reference_reply("r1", 9, serial=1), 9)
-    wait = place.relay._changed.wait
+    wait = place.relay.samples.changed.wait
     waits: list[float | None] = []
 
     def discard_then_wait(timeout: float | None = None) -> bool:
@@ -218,7 +218,7 @@ def test_a_seal_does_not_wait_for_a_sample_that_is_discarded_meanwhile(place: Pl
             threading.Thread(target=place.relay.discard, args=(["s1"],)).start()
         return wait(timeout)
 
-    place.relay._changed.wait = discard_then_wait  # type: ignore[method-assign]
+    place.relay.samples.changed.wait = discard_then_wait  # type: ignore[method-assign]
     with pytest.raises(errors.SampleUnknown):
         place.seal("s1")
     assert len(waits) == 1  # woken by the discard, not by its deadline
@@ -305,7 +305,7 @@ def test_a_frame_of_an_engine_that_lives_is_waited_for_and_of_one_that_died_no_l
     monkeypatch.setattr(intake, "_GONE_S", 0.1)
     place = open_place(frame_timeout_s=SOON_S)
     with place.engine() as engine, ThreadPoolExecutor(1) as pool:
-        until(lambda: place.relay.engines.knows(engine.hello.boot_id))
+        until(lambda: place.relay.samples.engines.knows(engine.hello.boot_id))
         place.add("s1", reference_reply("s1", 9, serial=99), 9)
         sealed = pool.submit(place.seal, "s1")
         with pytest.raises(TimeoutError):
@@ -361,7 +361,7 @@ def test_swapped_references_are_refused(place: Place) -> None:
 @pytest.mark.parametrize("frame_first", [True, False])
 def test_a_reference_of_a_reply_without_a_name_takes_no_others_frame(place: Place, frame_first: bool) -> None:
     """The key of request a with the serial of b's frame; both have 8 rows."""
-    place.relay.engines.greet(hello_of())
+    place.relay.samples.engines.greet(hello_of())
     reply = reference_reply("a", 9, serial=2)
     del reply["meta_info"]["id"]
     if not frame_first:
@@ -377,7 +377,7 @@ def test_a_reference_of_a_reply_without_a_name_takes_no_others_frame(place: Plac
 
 def test_frames_that_no_reply_claims_fill_no_more_than_the_store(place: Place) -> None:
     size = 40 * SPEC.bytes_per_token + beside_bytes(SPEC, spans=1)
-    place.relay._store.ceiling_bytes = 3 * size
+    place.relay.samples.store.ceiling_bytes = 3 * size
     with place.engine() as engine:
         statuses = answers(engine)
         replies = []
@@ -399,22 +399,22 @@ def test_frames_that_no_reply_claims_fill_no_more_than_the_store(place: Place) -
 
 def test_frames_for_which_there_is_no_room_come_again_and_those_before_are_kept_once(place: Place) -> None:
     frames = [(n, frame(f"r{n}", 18, seed=n)) for n in range(1, 101)]
-    place.relay._store.ceiling_bytes = 90 * (17 * SPEC.bytes_per_token + beside_bytes(SPEC, spans=1))
+    place.relay.samples.store.ceiling_bytes = 90 * (17 * SPEC.bytes_per_token + beside_bytes(SPEC, spans=1))
     assert place.post(parcel_of(*frames)) == 503
     kept = unclaimed(place)
     assert 80 < kept < 100 and place.relay.status()["store"]["frames"] == kept
-    place.relay._store.ceiling_bytes *= 2
+    place.relay.samples.store.ceiling_bytes *= 2
     assert place.post(parcel_of(*frames)) == 200
     assert unclaimed(place) == place.relay.status()["store"]["frames"] == 100
 
 
 def test_a_body_that_is_cut_leaves_nothing_of_itself(place: Place) -> None:
-    place.relay.engines.greet(hello_of())
+    place.relay.samples.engines.greet(hello_of())
     body = parcel_of((1, frame("r1", 400)))
     with place.begin(len(body)) as peer:
         peer.sendall(body[:-100])
-        until(lambda: len(place.relay._store) == 1, "its place is taken")
-    until(lambda: len(place.relay._store) == 0, "its place is given back")
+        until(lambda: len(place.relay.samples.store) == 1, "its place is taken")
+    until(lambda: len(place.relay.samples.store) == 0, "its place is given back")
     assert place.post(body) == 200 and unclaimed(place) == 1
 
 

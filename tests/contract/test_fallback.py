@@ -159,7 +159,7 @@ def test_a_receiver_that_hangs_in_its_turn_holds_up_the_others_for_a_moment(
     before its turn would occupy a trainer's GPU."""
     monkeypatch.setattr("r3channel.relay.row_server._TAKEN_S", 1.0)
     relay, go_on, told, inner = make_relay("dp=2"), threading.Event(), list[int](), getattr(*hangs)
-    relay._delivery.staging = HostPool(1)
+    relay.row_server.staging = HostPool(1)
     for name in "ab":
         relay.add(name, reply_for(name, 300), range(300))  # seven buckets
     ticket = relay.seal(0, Assignment.given([[["a"]], [["b"]]]))
@@ -185,9 +185,9 @@ def test_a_receiver_that_hangs_in_its_turn_holds_up_the_others_for_a_moment(
 
 def test_rows_over_tcp_wait_for_no_groups_turn(make_relay: MakeRelay) -> None:
     relay = make_relay("pp=2")
-    relay._delivery.staging = HostPool(1)  # a GPU's
+    relay.row_server.staging = HostPool(1)  # a GPU's
     receivers = receivers_of(relay, replace(relay.config, transport="tcp"))
-    with relay._delivery.staging.turn(lambda: None, every_s=1.0):
+    with relay.row_server.staging.turn(lambda: None, every_s=1.0):
         for shard in receive(receivers, sealed(relay)):
             check_rows(shard)
 

@@ -66,7 +66,7 @@ def fill_journal() -> None:
             assert len(list(Path(staged_copy.SHM).glob("journal/*/*.frame"))) == 1, (
                 "nothing half written is left"
             )
-            relay.config = replace(relay.config, backpressure_timeout_s=SOON_S)
+            relay.samples.config = replace(relay.config, backpressure_timeout_s=SOON_S)
             (waiting := threading.Thread(target=relay.add, args=calls[1])).start()
             until(lambda: relay.status()["store"]["frames"] == 2)
         waiting.join(SOON_S)

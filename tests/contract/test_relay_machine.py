@@ -346,9 +346,9 @@ class RelayMachine(RuleBasedStateMachine):
     def an_hour_passes(self, samples: bool) -> None:
         """For samples, or for frames without a reply."""
         samples_s, frames_s = (1e-9, 3600.0) if samples else (3600.0, 1e-9)
-        self.relay.config = replace(self.config, expiry_s=samples_s, unclaimed_timeout_s=frames_s)
-        self.relay.expire()
-        self.relay.config = self.config
+        self.relay.samples.config = replace(self.config, expiry_s=samples_s, unclaimed_timeout_s=frames_s)
+        self.relay.samples.expire()
+        self.relay.samples.config = self.config
         if samples:
             self.model.expired += self.model.free()
             self.model.drop(NAMES, "expired")
@@ -372,7 +372,7 @@ class RelayMachine(RuleBasedStateMachine):
         late = [turn for turn in model.awaited().values() if turn.name in names and turn.state == WAITING]
         come = bool(frames_come) and not model.used & {turn.serial for turn in late}
         coming = [turn for turn in late if come and model.frame(turn.serial, whole=True)]
-        self.relay.config = replace(self.config, frame_timeout_s=SOON_S if come else 0.002)
+        self.relay.samples.config = replace(self.config, frame_timeout_s=SOON_S if come else 0.002)
         sent = self.pool.submit(deliver, self.relay, *((turn.serial, self.frame(turn)) for turn in coming))
         with refused(*model.seal(step, assignment.sample_ids)):
             ticket = Ticket.from_bytes(self.relay.seal(step, assignment).to_bytes())
@@ -382,7 +382,7 @@ class RelayMachine(RuleBasedStateMachine):
             rows = {name: np.concatenate([turn.ids_TLK for turn in model.samples[name]]) for name in names}
             self.sealed.append((ticket, rows))
         sent.result(SOON_S)
-        self.relay.config = self.config
+        self.relay.samples.config = self.config
 
     @rule(names=st.permutations(NAMES), dp=st.integers(1, 2))
     def seals_what_it_must_not(self, names: list[str], dp: int) -> None:

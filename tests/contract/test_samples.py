@@ -75,12 +75,12 @@ def test_samples_that_expire_are_counted_said_once_with_their_names_and_shown(
     make_relay: MakeRelay, caplog: pytest.LogCaptureFixture
 ) -> None:
     relay = make_relay(expiry_s=1e-6, unclaimed_timeout_s=1e-6)
-    relay.engines.greet(hello_of())
+    relay.samples.engines.greet(hello_of())
     with caplog.at_level(logging.WARNING):
         relay.add("old", reply_for("old", 9), range(9))
         deliver(relay, (1, frame_of(9)))  # of a reply that never comes
-        relay.expire()
-        relay.expire()
+        relay.samples.expire()
+        relay.samples.expire()
     said = [record.getMessage() for record in caplog.records]
     assert ["'old'" in one for one in said] == [True, False] and "1 frames without a reply" in said[1]
 
@@ -91,10 +91,10 @@ def test_a_late_turn_keeps_its_sample_young(make_relay: MakeRelay) -> None:
         relay.add(name, reply_for(name, 9), range(9))
     turn = draft_of("more", 4, first_row=8).encode().tobytes()
     relay.add_frame("a", turn, range(13), append=True)
-    young_s = relay.entries.samples["a"].since_s
-    samples, _ = relay.entries.expired(before_s=young_s, unclaimed_s=0.0)
+    young_s = relay.samples.table.samples["a"].since_s
+    samples, _ = relay.samples.table.expired(before_s=young_s, unclaimed_s=0.0)
     assert [sample.name for sample in samples] == ["b"]
-    relay.let_go(samples, outcome="expired")
+    relay.samples.let_go(samples, outcome="expired")
 
 
 # -- left to the live router ---------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_a_frame_that_comes_once_its_rows_were_left_to_the_live_router_is_freed_
     make_relay: MakeRelay,
 ) -> None:
     relay = make_relay(on_lost="live", max_live=1.0, frame_timeout_s=0.05)
-    relay.engines.greet(hello_of())
+    relay.samples.engines.greet(hello_of())
     relay.add("late", reference_reply("r", 9, serial=1), range(9))
     ticket = relay.seal(0, one_batch("late"))
     deliver(relay, (1, draft_of("r", 8).encode().tobytes()))

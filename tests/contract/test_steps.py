@@ -15,8 +15,8 @@ from r3channel import errors
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
-from r3channel.relay.intake import Intake
 from r3channel.relay.relay import Relay
+from r3channel.relay.samples import Samples
 from r3channel.relay.sealed_steps import SealedStep
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.transport.process_group import RendezvousStore
@@ -53,8 +53,8 @@ def check_untouched(relay: Relay, *names: str) -> None:
     status = relay.status()
     assert status["pending"] == sorted(names) and status["steps"] == {}
     assert status["store"]["frames"] == len(names)
-    assert relay._journal is not None
-    kept = sorted(path.suffix for path in relay._journal.folder.iterdir() if path.suffix)
+    assert relay.samples.journal is not None
+    kept = sorted(path.suffix for path in relay.samples.journal.folder.iterdir() if path.suffix)
     assert kept == [".frame"] * len(names)
 
 
@@ -97,16 +97,16 @@ def test_a_sample_that_grew_while_it_was_sealed_is_refused_by_name(
     """Another turn, whose frame is to come directly, is announced between the wait for frames and the taking."""
     relay = make_relay()
     add(relay, "a", "b")
-    wait = Intake.await_frames
+    wait = Samples.await_frames
     key = sample_key("r1")
     late = FrameReference(sample_key=key, boot_id=1, serial=1, first_row=TOKENS - 1, rows=10).to_bytes()
 
-    def grows(intake: Intake, *arguments: Any, **options: Any) -> None:
-        wait(intake, *arguments, **options)
+    def grows(samples: Samples, *arguments: Any, **options: Any) -> None:
+        wait(samples, *arguments, **options)
         relay.add("a", reply_of(late, request_id="r1"), range(TOKENS + 10), append=True)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Intake, "await_frames", grows)
+        patched.setattr(Samples, "await_frames", grows)
         with pytest.raises(errors.StepError, match="frames are to come") as told:
             relay.seal(0, each("a", "b"))
     assert told.value.samples == ("a",)
@@ -117,8 +117,8 @@ def test_a_sample_that_grew_while_it_was_sealed_is_refused_by_name(
     frame = encode_frame(
         SPEC, expert_ids_TLK=rows, provenance=[span], first_row=TOKENS - 1, sample_key=key, codec="stored"
     )
-    held = relay.verifier.keep(InHand(frame), where="a", max_rows=TOKENS)
-    relay.arrive((1, 1), held)
+    held = relay.intake.verifier.keep(InHand(frame), where="a", max_rows=TOKENS)
+    relay.intake.arrive((1, 1), held)
     ticket = relay.seal(0, each("a", "b"))
     assert ticket.sample("a").tokens == TOKENS + 10
 
@@ -203,7 +203,7 @@ def test_of_two_seals_at_once_one_wins(make_relay: MakeRelay, monkeypatch: pytes
         first.set()
         assert go_on.wait(SOON_S)
 
-    monkeypatch.setattr(relay, "await_frames", slow)
+    monkeypatch.setattr(relay.samples, "await_frames", slow)
     with ThreadPoolExecutor(1) as pool:
         winner = pool.submit(relay.seal, 5, each("a"))
         assert first.wait(SOON_S)
@@ -245,7 +245,7 @@ def waiting(relay: Relay, count: int) -> None:
     """Until so many wait: receivers that asked for rows, and callers."""
 
     def conditions() -> Iterator[Any]:
-        yield relay._changed
+        yield relay.samples.changed
         steps: Any = relay.steps._steps.values()
         yield from (event._cond for step in steps for event in step._waiting.values())
 
@@ -306,8 +306,8 @@ def test_closing_ends_waits_and_frees_memory(make_relay: MakeRelay, monkeypatch:
         slowly.go_on.set()
         with pytest.raises(errors.StepError, match=r"\{0: \[\(0, 0, 0\), \(1, 0, 0\)\]\}.*running: \[\]"):
             closing.result(SOON_S)
-    assert relay._store.held_bytes == relay._store.live_bytes
-    assert relay._journal is not None and not relay._journal.folder.exists()
+    assert relay.samples.store.held_bytes == relay.samples.store.live_bytes
+    assert relay.samples.journal is not None and not relay.samples.journal.folder.exists()
     with pytest.raises(errors.UsageError, match="closed"):
         relay.undelivered(wait_s=10 * SOON_S)
 
@@ -324,7 +324,7 @@ def test_closing_ends_a_group_whose_receiver_asked_for_it_and_never_joined(
     member._say(wire.GROUP, gpu="")
     assert member._link is not None
     assert member._link.recv_record(timeout_s=SOON_S)[0] == wire.GROUP, "and nobody comes"
-    (served,) = relay._delivery._serving.values()
+    (served,) = relay.row_server._serving.values()
     until(lambda: served._store is not None)
     store: Any = served._store
     assert isinstance(store, RendezvousStore)

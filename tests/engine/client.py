@@ -121,7 +121,7 @@ def delivered(relay: Relay, replies: Sequence[Reply], *, engine: str) -> dict[st
     samples = {f"s{number}": reply.tokens for number, reply in enumerate(replies)}
     for name, reply in zip(samples, replies, strict=True):
         relay.add(name, reply.as_json, reply.tokens, engine=engine)
-    relay.await_frames(list(samples), timeout_s=ENGINE_S, step=0)
+    relay.samples.await_frames(list(samples), timeout_s=ENGINE_S, step=0)
     return samples
 
 

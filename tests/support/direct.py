@@ -14,7 +14,6 @@ from r3channel.config import EngineConfig
 from r3channel.engine.capture import UnfinishedFrame
 from r3channel.engine.frame_sender import Outlet, Sender
 from r3channel.model.spec import RoutingSpec
-from r3channel.relay.intake import rows_of
 from r3channel.relay.relay import Relay
 from r3channel.relay.verify import VerifiedRows
 from r3channel.transport.auth import read_token
@@ -71,7 +70,7 @@ def deliver(relay: Relay, *frames: tuple[int, bytes], boot_id: int = 11) -> None
     """As the door does with a parcel of (serial, frame) that came whole."""
     source = InHand(parcel_of(*frames, boot_id=boot_id))
     boot_id, count = open_parcel(source)
-    relay.deliver(boot_id, count, source)
+    relay.intake.deliver(boot_id, count, source)
 
 
 def headers_of(token_file: Path, session: str = "") -> dict[str, str]:
@@ -98,8 +97,8 @@ def post(url: str, token_file: Path, parcel: bytes) -> int:
 
 def turns_here(relay: Relay, name: str) -> list[VerifiedRows]:
     """What lies in a relay of a sample, turn by turn."""
-    sample = relay.entries.samples.get(name)
-    return rows_of(sample) if sample else []
+    sample = relay.samples.table.samples.get(name)
+    return list(sample.held) if sample else []
 
 
 def rows_here(relay: Relay, name: str) -> Ids:

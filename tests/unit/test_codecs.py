@@ -20,7 +20,7 @@ from r3channel.engine.frame_sender import is_costly
 from r3channel.model.presets import model_named
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.chunks import CHUNK_ROWS
-from r3channel.wire.codec import CODECS, LZ4, PACKED9, SET, STORED, Codec, bytes_of, codec_for
+from r3channel.wire.codec import CODECS, LZ4, PACKED9, SET, STORED, Codec, bytes_of, codecs_for
 from r3channel.wire.frame import HEADER_BYTES, encode_frame, parse_frame
 from r3channel.wire.routing import Ids
 from tests.chaos.mutations import rehash
@@ -73,6 +73,32 @@ def test_auto_packs_ids_of_257_to_512_experts_and_stores_those_that_do_not_fit_n
     assert np.array_equal(frame.ids(), ids) and frame.entries[0].codec == STORED.codec_id
 
 
+@cache
+def repeating(experts: int, fresh: float, layers: int) -> Ids:
+    """Tokens of a small vocabulary, each with its own experts; a share of all rows chooses by itself."""
+    rng, rows = np.random.default_rng(7), CHUNK_ROWS + 1500 if layers < 8 else 1500
+    lines = rng.integers(0, experts, (60, layers, 8), np.int16)
+    ids, own = lines[np.minimum(rng.zipf(1.3, rows), 60) - 1], rng.random((rows, layers)) < fresh
+    ids[own] = rng.integers(0, experts, (int(own.sum()), 8), np.int16)
+    return ids
+
+
+@pytest.mark.parametrize("layers", [2, 24])
+@pytest.mark.parametrize("fresh", [0.0, 0.2, 0.35, 0.45, 0.6, 1.0])
+@pytest.mark.parametrize("experts", [384, 900])
+def test_auto_is_never_much_above_the_shorter_of_lz4_and_packed9(
+    experts: int, fresh: float, layers: int
+) -> None:
+    spec = RoutingSpec(num_layers=layers, moe_layers=tuple(range(layers)), num_experts=experts, top_k=8)
+    ids = repeating(experts, fresh, layers)
+    size = {
+        codec: len(encode_frame(spec, expert_ids_TLK=ids, codec=codec))
+        for codec in ("auto", "lz4", "packed9")
+    }
+    assert size["auto"] <= 1.03 * min(size["lz4"], size["packed9"]), size
+    assert np.array_equal(parse_frame(encode_frame(spec, expert_ids_TLK=ids), spec=spec).ids(), ids)
+
+
 def test_a_row_that_is_no_set_keeps_its_chunk_in_order() -> None:
     ids = np.tile(random_ids(512), (20, 1, 1))[: CHUNK_ROWS + 100]
     ids[5, 1, 3] = ids[5, 1, 2]
@@ -121,7 +147,7 @@ def test_an_own_codec_needs_its_class_and_its_line_in_the_registry(monkeypatch: 
 
 def test_an_unknown_codec_is_refused_by_name() -> None:
     with pytest.raises(errors.ConfigError, match="'zip', expected one of"):
-        codec_for(random_ids(1), codec="zip")
+        codecs_for(random_ids(1), codec="zip")
 
 
 # -- hostile bytes -----------------------------------------------------------------------------------------------------

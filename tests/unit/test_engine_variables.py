@@ -49,7 +49,7 @@ def test_an_engine_delivers_by_what_it_is_told(relay: Relay, tmp_path: Path, giv
     texts = repr(args), str(vars(args)), json.dumps(vars(args)), pickle.dumps(args, protocol=0).decode()
     assert not [text for text in texts if token in text]
     with Engine(args.r3_engine["R3CHANNEL_RELAY_URL"], Path(args.r3_engine["R3CHANNEL_TOKEN_FILE"])):
-        until(lambda: relay.engines.counts()[0], "the engine said hello")
+        until(lambda: relay.samples.engines.counts()[0], "the engine said hello")
 
 
 def test_in_band_nothing_is_opened(relay: Relay) -> None:

@@ -89,7 +89,7 @@ class Passes:
 
     def __init__(self, rows: SampleRows, *, direct: bool = False) -> None:
         self.rows, self.direct, self.made, self.nbytes = rows, direct, 0, 0
-        rows.relay.engines.greet(hello_of())
+        rows.relay.samples.engines.greet(hello_of())
 
     def speak(self, sample: Sample, new: int, *, reason: str = "stop", **payload: object) -> int:
         """A turn, as slime's generate function makes it; the first row that the engine was asked for."""
@@ -227,7 +227,7 @@ def test_replies_that_were_aborted_or_whose_samples_are_filtered_fail_nothing(ro
 
 def bad_samples(rows: SampleRows) -> list[Sample]:
     """Whole; other rows than tokens; no rows; a tool spoke last; cut; its frame is lost; a token is another; the last one is."""
-    rows.relay.engines.greet(hello_of())
+    rows.relay.samples.engines.greet(hello_of())
     samples = [Sample(index, list(range(9))) for index in range(8)]
     lost = reference_reply("5", 9, serial=1)["meta_info"]
     replies = [
@@ -288,7 +288,7 @@ def test_a_step_with_more_rows_left_than_allowed_is_refused_by_sample(rows: Samp
 @pytest.mark.parametrize("rows", [LIVE, LIVE | {"on_missing": "error"}], indirect=True)
 def test_a_direct_frame_that_cannot_be_used_is_refused_rows(rows: SampleRows) -> None:
     samples = [Sample(index, list(range(9))) for index in range(2)]
-    rows.relay.engines.greet(hello_of())
+    rows.relay.samples.engines.greet(hello_of())
     for serial, sample in enumerate(samples):
         rows.take(sample, reference_reply(str(serial), 9, serial=serial)["meta_info"])
     frames = [draft_of("0", 8).encode().tobytes(), draft_of("1", 5).encode().tobytes()]
@@ -306,7 +306,7 @@ def test_a_full_store_makes_requests_wait_and_not_the_thread_that_takes(rows: Sa
     kept = Sample(0, list(range(9)))
     rows.take(kept, meta("kept", 9))
     assert waiting(rows) == {"0.0"}
-    room = rows.relay._store.allocate((64 << 20) - 4096)
+    room = rows.relay.samples.store.allocate((64 << 20) - 4096)
     samples = [Sample(index, list(range(2001))) for index in range(1, 41)]
     for place in range(40):
         rows.take(samples[place], meta(str(place), 2001))  # waits for no room, as the next line finds
@@ -328,12 +328,19 @@ def test_a_full_store_makes_requests_wait_and_not_the_thread_that_takes(rows: Sa
 def test_what_is_gone_makes_room_before_frames_are_waited_for(
     rows: SampleRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone, late, held, wait = Sample(0, list(range(9))), Sample(1, list(range(9))), [], rows.relay.await_frames
+    gone, late, held, wait = (
+        Sample(0, list(range(9))),
+        Sample(1, list(range(9))),
+        [],
+        rows.relay.samples.await_frames,
+    )
     rows.take(gone, meta("gone", 9))
     rows.take(late, reference_reply("late", 9, serial=1)["meta_info"])
     rows._keeper.submit(int).result(SOON_S)
     monkeypatch.setattr(
-        rows.relay, "await_frames", lambda *a, **o: (held.append(rows.relay.rows_held("0.0")), wait(*a, **o))
+        rows.relay.samples,
+        "await_frames",
+        lambda *a, **o: (held.append(rows.relay.rows_held("0.0")), wait(*a, **o)),
     )
     del gone
     with pytest.raises(FrameMissing):
@@ -353,7 +360,7 @@ def test_the_assignment_is_the_callers_own(rows: SampleRows) -> None:
     samples = [Sample(index, list(range(5 + index))) for index in range(4)]
     for sample in samples:
         rows.take(sample, meta(str(sample.index), len(sample.tokens), seed=sample.index))
-    rows.relay.layout = TrainerLayout(dp=2)
+    rows.relay.steps._layout = TrainerLayout(dp=2)
     ticket = rows.seal(0, samples, [[[2], [0]], [[3], [1]]], steps=[1, 1])
     assert ticket.assignment.ranks == ((("2.2",), ("0.0",)), (("3.3",), ("1.1",)))
     assert ticket.assignment.steps == (1, 1)

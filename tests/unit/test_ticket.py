@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -14,15 +15,17 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3channel.errors import ConfigError, SampleUnknown, TicketMismatch
+from r3channel.errors import ConfigError, FrameCorrupt, SampleUnknown, TicketMismatch
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan import ticket as ticket_module
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.wire.frame import encode_frame, parse_frame
+from r3channel.wire.header import MAX_ROWS
 from r3channel.wire.routing import RowKind
 from tests.support.memory import growth_of
-from tests.support.samples import SPEC, span
+from tests.support.samples import SPEC, random_ids, span
 
 HEAD = ticket_module._HEAD
 
@@ -194,6 +197,17 @@ def test_what_receivers_would_refuse_is_not_sealed(change: dict[str, Any], words
     ticket = make_ticket(WHOLE._replace(**whole), TURNS, NOWHERE, **{} if whole else change)
     with pytest.raises(ConfigError, match=words):
         ticket.to_bytes()
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_frames_and_tickets_have_one_limit_for_the_rows_of_a_sample(beyond: int) -> None:
+    last = MAX_ROWS - 1 + beyond
+    frame = encode_frame(SPEC, expert_ids_TLK=random_ids(1), first_row=last)
+    ticket = make_ticket(TicketSample("a", last + 2, 0, 1, (), ((0, last + 1),)))
+    with pytest.raises(FrameCorrupt, match="impossible numbers") if beyond else nullcontext():
+        parse_frame(frame, spec=SPEC)
+    with pytest.raises(ConfigError, match="tokens of a sample") if beyond else nullcontext():
+        assert Ticket.from_bytes(ticket.to_bytes()) == ticket
 
 
 @st.composite

@@ -27,7 +27,6 @@ from r3channel.plan.capacity import Machines, add_up, plan_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.recorder import Recorder
 from r3channel.recordings.recording import Recording
-from r3channel.relay.intake import tensors_held
 from r3channel.relay.relay import Relay
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.relay_connection import RelayConnection
@@ -162,8 +161,8 @@ def test_masks_follow_a_reference_too(make_relay: MakeRelay) -> None:
     rows = random_rows(5, seed=0)
     data = REFERENCE.to_bytes() + masks_of(rows, first_row=3, request="s")
     relay.add("s", reply_of(data, request_id="s"), range(9))
-    held = relay.verifier.keep(InHand(FRAME), where="s", max_rows=9)
-    relay.arrive(REFERENCE.name, held)
+    held = relay.intake.verifier.keep(InHand(FRAME), where="s", max_rows=9)
+    relay.intake.arrive(REFERENCE.name, held)
     found = masks_at_tokens(shard_of(relay))
     assert [found["s", at] for at in range(3, 8)] == rows
 
@@ -247,7 +246,7 @@ MADE_UP = TokenTensor("made_up", 77, np.dtype([("number", "<u2"), ("share", "<f2
 
 def flip(relay: Relay) -> None:
     """A bit of every tensor at rest; a second time it is whole again."""
-    for held in chain.from_iterable(map(tensors_held, relay.entries.samples.values())):
+    for held in chain.from_iterable(sample.tensors for sample in relay.samples.table.samples.values()):
         np.frombuffer(held.block.view, np.uint8)[-1] ^= 1
 
 

@@ -45,7 +45,7 @@ def relay() -> Iterator[Relay]:
 
 def opened(*, context: int = 0, **options: Any) -> Relay:
     relay = Relay(SPEC, TrainerLayout(), ChannelConfig(**options))
-    relay.engines.greet(hello_of(context=context))
+    relay.samples.engines.greet(hello_of(context=context))
     return relay
 
 
@@ -56,7 +56,7 @@ def claim(relay: Relay, name: str, tokens: int, *, serial: int) -> None:
 
 
 def arrived(relay: Relay) -> VerifiedRows:
-    (rows,) = relay.entries.expired(before_s=0.0, unclaimed_s=math.inf)[1].values()
+    (rows,) = relay.samples.table.expired(before_s=0.0, unclaimed_s=math.inf)[1].values()
     assert isinstance(rows, VerifiedRows)
     return rows
 
@@ -111,7 +111,7 @@ def test_frames_that_are_refused_leave_no_memory_taken(relay: Relay) -> None:
     twice[3, 1, 2] = twice[3, 1, 0]
     deliver(relay, (2, encode_frame(SPEC, expert_ids_TLK=twice)))  # told to its reply
     for serial in (1, 2):
-        kept = relay.entries._unclaimed[11, serial].what
+        kept = relay.samples.table._unclaimed[11, serial].what
         assert isinstance(kept, errors.R3Error)
         assert kept.__traceback__ is kept.__cause__ is kept.__context__ is None  # they would hold its memory
     assert relay.status()["store"] == {"frames": 0, "bytes": 0}
@@ -163,7 +163,7 @@ def delivering_many_rows(codec: int, reference_first: bool) -> Iterator[None]:
     assert relay.status()["store"] == {"frames": 0, "bytes": 0}
     with pytest.raises(errors.RowCountMismatch, match=r"1048576 rows, .* at most 409[56]\. Is the prompt"):
         if reference_first:
-            relay.entries.take(["s"], step=0)
+            relay.samples.table.take(["s"], step=0)
         else:
             claim(relay, "s", 4096, serial=1)
     relay.close()
@@ -198,7 +198,7 @@ def filling_the_store() -> Iterator[None]:
     relay, data = opened(), bomb(MOST_ROWS, codec=SET)
     warm(relay)
     coefficients(0, MOST_ROWS)  # 8 MiB, once in a process
-    relay._store.ceiling_bytes = 30 * MIB
+    relay.samples.store.ceiling_bytes = 30 * MIB
     yield
     own = own_copy(data)
     for serial in (1, 2, 3):
@@ -212,7 +212,7 @@ def test_frames_of_an_engine_without_a_context_fit_the_store_or_are_not_taken(re
     data = bomb(MOST_ROWS, codec=SET)
     # One at a time, and what is said of its rows.
     assert growth_of(filling_the_store).peak < DECODED_BYTES + len(data) + 4 * MIB
-    relay._store.ceiling_bytes = 10 * MIB
+    relay.samples.store.ceiling_bytes = 10 * MIB
     with pytest.raises(errors.StoreFull):
         deliver(relay, (9, data))
     assert relay.status()["store"] == {"frames": 0, "bytes": 0}
@@ -246,7 +246,7 @@ def adding_replies(kind: str, replies: int) -> Iterator[None]:
         relay.add_body(str(number), own_copy(text), tokens)
         if not number:
             relay.discard(["0"])
-            relay._store.trim(idle_s=0)
+            relay.samples.store.trim(idle_s=0)
             yield
     assert relay.status()["store"]["bytes"] == replies * COUNTED[kind]
     yield
@@ -264,7 +264,7 @@ def flooding(good: bool) -> Iterator[None]:
     """Frames of one row each, as fast as they come, that no reply claims."""
     relay, frame = opened(), frame_of(2, expert_ids_TLK=random_ids(1) * good)  # or experts 0
     warm(relay)
-    relay._store.ceiling_bytes = 10 * MIB
+    relay.samples.store.ceiling_bytes = 10 * MIB
     yield
     with pytest.raises(errors.StoreFull) if good else nullcontext():
         for serial in range(10_000):

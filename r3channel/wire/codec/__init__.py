@@ -7,11 +7,13 @@
 | 2  | packed9 | kept  | 257 to 512 experts: 9 bits per id instead of 16                         |
 | 3  | set     | lost  | opt-in: two thirds of the bytes, 1/30 of the speed; extra `dense`       |
 
-`auto` is packed9 for 257 to 512 experts, else stored, or lz4 where two samples of a frame's first chunk say that it pays. A
-chunk that the chosen codec cannot hold, or that it does not make smaller, is stored.
+`auto` is packed9 for 257 to 512 experts, else stored; or lz4 where two samples of a frame's first chunk say that it pays. A chunk
+that no chosen codec can hold or makes smaller is stored.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,10 +25,21 @@ from r3channel.wire.codec.packed9 import Packed9
 from r3channel.wire.codec.stored import Stored
 from r3channel.wire.routing import Ids
 
-__all__ = ["CODECS", "Codec", "Wire", "bytes_of", "codec_for", "codec_named", "encode_chunk", "written_as_is"]
+__all__ = [
+    "CODECS",
+    "Codec",
+    "Wire",
+    "bytes_of",
+    "codec_named",
+    "codecs_for",
+    "encode_chunk",
+    "written_as_is",
+]
 
-_PROBE_BYTES = 32 << 10
+_PROBE_IDS = 32 << 10
 """Twice: 0.02 ms where nothing repeats, 0.2 ms where much does. Half as much misses repeats 100 tokens apart in 48 layers."""
+_DOUBTFUL = 0.65
+"""lz4 may come below packed9's 9/16 of a chunk of which it leaves less than this in the probe, which sees fewer repeats."""
 
 STORED, LZ4, PACKED9, SET = Stored(), Lz4(), Packed9(), ExpertSet()
 CODECS: dict[int, Codec] = {codec.codec_id: codec for codec in (STORED, LZ4, PACKED9, SET)}
@@ -55,34 +68,36 @@ def written_as_is(name: str, *, num_experts: int) -> bool:
     return num_experts <= 256 if codec is None else codec.as_is
 
 
-def codec_for(ids_TLK: Ids, *, codec: str) -> Codec:
-    """What a frame is coded with, by the ids of its first chunk.
+def codecs_for(ids_TLK: Ids, *, codec: str) -> tuple[Codec, ...]:
+    """The codecs that a frame's chunks are tried with, by the ids of its first chunk; the shortest is kept.
 
-    >>> codec_for(np.zeros((9000, 3, 8), np.uint8), codec="auto").name
-    'lz4'
+    >>> [codec.name for codec in codecs_for(np.zeros((9000, 3, 8), np.uint8), codec="auto")]
+    ['lz4']
     """
     named = codec_named(codec)
     if named is not None:
-        return named
-    if ids_TLK.dtype == np.int16:
-        return PACKED9
-    return LZ4 if _may_shrink(ids_TLK) else STORED
+        return (named,)
+    share = _lz4_share(ids_TLK)
+    if ids_TLK.dtype != np.int16 or not PACKED9.holds(ids_TLK):
+        return (LZ4,) if share < LZ4.worth_it else (STORED,)
+    return (PACKED9, LZ4) if share < _DOUBTFUL else (PACKED9,)
 
 
-def encode_chunk(ids_TLK: Ids, *, codec: Codec) -> tuple[int, Wire]:
+def encode_chunk(ids_TLK: Ids, *, codecs: Sequence[Codec]) -> tuple[int, Wire]:
     """(codec id, bytes) of a C-contiguous chunk. Falls back to `stored`; the bytes may be a view of the chunk."""
-    if not codec.as_is and len(ids_TLK):
-        wire = codec.encode(ids_TLK)
-        if wire is not None and len(wire) < codec.worth_it * ids_TLK.nbytes:
-            return codec.codec_id, wire
-    return STORED.codec_id, STORED.encode(ids_TLK)
+    best: tuple[int, Wire] | None = None
+    for codec in codecs if len(ids_TLK) else ():
+        wire = None if codec.as_is else codec.encode(ids_TLK)
+        worth = wire is not None and len(wire) < codec.worth_it * ids_TLK.nbytes
+        if wire is not None and worth and (best is None or len(wire) < len(best[1])):
+            best = codec.codec_id, wire
+    return best or (STORED.codec_id, STORED.encode(ids_TLK))
 
 
-def _may_shrink(ids_TLK: Ids) -> bool:
-    """Whether lz4 gains on some of the first rows and some from the middle on."""
-    rows = _PROBE_BYTES // max(1, ids_TLK[:1].nbytes) + 1
+def _lz4_share(ids_TLK: Ids) -> float:
+    """What lz4 leaves of some of the first rows and some from the middle on; 0 where there are few."""
+    rows = _PROBE_IDS // max(1, ids_TLK[:1].size) + 1
     if len(ids_TLK) <= 2 * rows:
-        return True
+        return 0.0
     parts = [np.ascontiguousarray(ids_TLK[at : at + rows]) for at in (0, len(ids_TLK) // 2)]
-    packed = sum(len(LZ4.encode(part)) for part in parts)
-    return packed < LZ4.worth_it * sum(part.nbytes for part in parts)
+    return sum(len(LZ4.encode(part)) for part in parts) / sum(part.nbytes for part in parts)

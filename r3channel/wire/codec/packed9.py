@@ -31,10 +31,14 @@ class Packed9(Codec):
     codec_id = 2
     name = "packed9"
 
+    def holds(self, ids_TLK: Ids) -> bool:
+        """Return whether all ids are of nine bits: no -1 of a row that the engine does not have, no other model's."""
+        return ids_TLK.dtype == np.int16 and (not ids_TLK.size or int(ids_TLK.view(np.uint16).max()) < 512)
+
     def encode(self, ids_TLK: Ids) -> memoryview | None:
+        if not self.holds(ids_TLK):
+            return None
         ids_N = ids_TLK.reshape(-1)
-        if ids_N.dtype != np.int16 or (ids_N.size and int(ids_N.view(np.uint16).max()) >= 512):
-            return None  # -1 of a row that the engine does not have, or another model's ids
         out_B = np.empty(_wire_bytes(ids_N.size), np.uint8)
         low_N, bits_B = out_B[: ids_N.size], out_B[ids_N.size :]
         for at in range(0, ids_N.size, _BLOCK_IDS):

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from r3channel.errors import StepError, StoreFull
-from r3channel.relay.relay import Relay
+from r3channel.relay.intake import Intake
 from tests.upstream.slime_cpu import witness
 from tests.upstream.slime_cpu.functions import drops
 
@@ -32,7 +32,7 @@ def tiny_store(module: Any) -> None:
 
 def watch_frames(module: Any) -> None:
     """r3channel.relay.ingest_server, and what is behind it."""
-    begin, deliver, victims = module.IngestServer.__init__, Relay.deliver, dict[str, int]()
+    begin, deliver, victims = module.IngestServer.__init__, Intake.deliver, dict[str, int]()
     given = (fault.split("=") for fault in os.environ["SLIME_CPU_FAULTS"].split(","))
     due = {float(rollout): name for name, rollout in given}
 
@@ -41,7 +41,7 @@ def watch_frames(module: Any) -> None:
             self, *args, **options | {"max_body_bytes": 1 << 30}
         )  # a parcel may be larger than a tiny store
 
-    def faulty(self: Relay, boot_id: int, count: int, body: Any) -> None:
+    def faulty(self: Intake, boot_id: int, count: int, body: Any) -> None:
         rollout, url = witness.TOLD.get("rollout", -1), self.engines.name_of(boot_id)
         fault = due.get(rollout)
         if fault == "stop" and due.pop(rollout, None):
@@ -58,7 +58,7 @@ def watch_frames(module: Any) -> None:
             witness.TOLD["refused"] = witness.TOLD.get("refused", 0) + 1
             raise
 
-    module.IngestServer.__init__, Relay.deliver = begin_wide, faulty
+    module.IngestServer.__init__, Intake.deliver = begin_wide, faulty
 
 
 def _kill(family: list[psutil.Process]) -> None:
@@ -76,10 +76,10 @@ def _stop(family: list[psutil.Process]) -> None:
         process.send_signal(signal.SIGCONT)
 
 
-def _owed(relay: Relay, boot_id: int) -> int:
+def _owed(intake: Intake, boot_id: int) -> int:
     """Frames of last turns that replies have promised, of samples that no filter drops."""
-    with relay._changed:
-        awaited = [(name[0], *late) for name, late in relay.entries._awaited.items()]
+    with intake._changed:
+        awaited = [(name[0], *late) for name, late in intake._table._awaited.items()]
     mine = [(sample.name, turn.end_row) for boot, sample, turn in awaited if boot == boot_id]
     return sum(rows >= _LAST_TURN and not drops(int(name.partition(".")[0])) for name, rows in mine)
 

@@ -1,0 +1,205 @@
+"""The samples that a relay holds: their table behind its one lock, the memory of their rows, and what becomes of them.
+
+`Intake` puts rows in, `Steps` takes them out; neither calls the other. `Samples` calls the table, the store, the journal, the
+registry of engines and the recorder.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from r3channel import errors
+from r3channel.config import ChannelConfig
+from r3channel.model.spec import RoutingSpec
+from r3channel.observe.metrics import Metrics
+from r3channel.observe.stage_clock import StageClock
+from r3channel.recordings.recorder import Recorder
+from r3channel.relay.engines import EngineRegistry
+from r3channel.relay.journal import Journal
+from r3channel.relay.memory import Store
+from r3channel.relay.sample_table import Sample, SampleTable, Turn
+from r3channel.relay.verify import VerifiedRows
+from r3channel.wire.routing import Ids, as_tokens, hash_tokens
+from r3channel.wire.token_tensors import tensors_of
+
+log = logging.getLogger(__name__)
+
+_GONE_S, _LOOK_S = 3.0, 0.2
+"""An engine whose connection has ended comes again within two seconds, if it lives; how often that is looked at."""
+NAMED = 1000
+"""Expired samples that `status` still names; samples of one message."""
+
+
+Tokens = Sequence[int] | Ids
+
+
+class Samples:
+    """OPEN -> CLOSED. Any thread."""
+
+    def __init__(
+        self, spec: RoutingSpec, config: ChannelConfig, *, clock: StageClock, metrics: Metrics,
+        recorder: Recorder | None,
+    ) -> None:  # fmt: skip
+        self.spec, self.config, self.clock, self.metrics = spec, config, clock, metrics
+        self.closed = False
+        self.broken: BaseException | None = None
+        """What ended a background thread of the relay; the next public call raises it."""
+        self.changed = threading.Condition()
+        """Guards the table and the steps, and is notified of every event."""
+        self.table, self.engines = SampleTable(), EngineRegistry(spec, pages=metrics.others)
+        self.store = Store(config.store_bytes)
+        self.journal = Journal(config.journal) if config.journal else None
+        self.tensors = tensors_of(config.token_tensors, spec)
+        """What tokens bring beside expert ids."""
+        self.recorder = recorder
+        """May be given, exchanged and taken while the relay runs."""
+        metrics.measure("r3channel_samples_total")
+        self._expired: list[str] = []
+
+    def check_open(self) -> None:
+        """Raises UsageError once the relay is closed, BackgroundFailed where a thread of it has died."""
+        if self.closed:
+            raise errors.UsageError("this relay is closed")
+        if (error := self.broken) is not None:
+            raise errors.BackgroundFailed(f"a background thread of the relay died: {error!r}") from error
+
+    def close(self) -> None:
+        """Delete what survives a kill, and end every wait for memory. Idempotent."""
+        if self.journal is not None:
+            self.journal.close()
+        self.store.close()
+
+    def rows_held(self, sample_id: str, tokens: Tokens | None = None) -> int:
+        """See `Relay.rows_held`."""
+        with self.changed:
+            held, sample = self.table.rows_announced(sample_id), self.table.samples.get(sample_id)
+            if tokens is None or sample is None:
+                return held
+            wanted, unsound = sample.prefix_hash, sample.step is not None or sample.error or sample.live_rows
+        same = held <= len(tokens) and hash_tokens(as_tokens(tokens[:held])) == wanted
+        return held if same and not unsound else 0
+
+    # -- waiting ---------------------------------------------------------------------------------------------------
+
+    def await_frames(self, names: Sequence[str], *, step: int, timeout_s: float) -> None:
+        """Until no frame of these samples is outstanding. Raises FrameMissing, or leaves them to the live router and says so.
+
+        An engine that has gone is waited for `_GONE_S`, within which one that lives would have come again.
+        """
+        self.expire()
+        with self.clock.span("wait_generation", step=step), self.changed:
+            late = self.table.outstanding(names)
+            heard_s = dict.fromkeys(map(_boot_id, late), begun_s := time.monotonic())
+            while late and (now_s := time.monotonic()) < begun_s + timeout_s:
+                heard_s |= {boot_id: now_s for boot_id in heard_s if self.engines.hears(boot_id)}
+                # an event looks at the last one alone, not at thousands
+                if not self.table.still(*late[-1]) or now_s >= heard_s[_boot_id(late[-1])] + _GONE_S:
+                    late.pop()
+                else:
+                    self.changed.wait(min(begun_s + timeout_s - now_s, _LOOK_S))
+            late = self.table.outstanding(names)
+            if self.config.on_lost == "live":
+                self.table.leave_live(late)
+        if late:
+            missing = self._missing(late, step=step, waited_s=min(timeout_s, time.monotonic() - begun_s))
+            if self.config.on_lost != "live":
+                raise missing
+            self.reject(missing)
+            log.warning("r3channel: left to the live router: %s", missing)
+
+    def _missing(
+        self, late: Sequence[tuple[Sample, Turn]], *, step: int, waited_s: float
+    ) -> errors.FrameMissing:
+        told = [f"sample {sample.name} from {self.engines.late(turn)}" for sample, turn in late[:5]]
+        text = "; ".join(told) + (f"; and {len(late) - 5} more" if len(late) > 5 else "")
+        text += f". The store holds {self.store.live_bytes} of {self.store.ceiling_bytes} bytes"
+        return errors.FrameMissing(
+            f"step {step}: waited {waited_s:.1f} s for {len(late)} frames whose frame references came: {text}",
+            samples=dict.fromkeys(sample.name for sample, _ in late),
+            engines=dict.fromkeys(turn.engine for _, turn in late),
+            step=step,
+        )
+
+    # -- away ------------------------------------------------------------------------------------------------------
+
+    def drop(self, sample_ids: Iterable[str], *, outcome: str) -> int:
+        """Forget samples of no step -> how many; others are ignored."""
+        with self.changed:
+            free = [name for name in sample_ids if not self.table.unknown([name])]
+            gone = self.table.remove(free)
+            self.changed.notify_all()
+        self.let_go(gone, outcome=outcome)
+        return len(gone)
+
+    def let_go(self, samples: Sequence[Sample], *, outcome: str) -> None:
+        """Free what samples held that are not in the table any more."""
+        self.free(*(rows for sample in samples for rows in sample.held))
+        for sample in samples:
+            for held in sample.tensors:
+                held.block.free()
+            if (recorder := self.recorder) is not None:
+                recorder.forget(sample.name)
+            fate = "live" if sample.live_rows and outcome == "delivered" else outcome
+            self.count("rejected" if sample.error else fate)
+
+    def free(self, *what: VerifiedRows | errors.R3Error | None) -> None:
+        """Give rows' memory back. What survives goes first: nothing may be found after a kill whose memory was given away."""
+        rows = [one for one in what if isinstance(one, VerifiedRows)]
+        if self.journal is not None:
+            self.journal.gone([one.ref for one in rows])
+        for one in rows:
+            one.block.free()
+
+    def expire(self) -> None:
+        """Drop samples that no assignment named `expiry_s` after they came, and frames that no reply claimed within
+        `unclaimed_timeout_s`; said once."""
+        now_s, config = time.monotonic(), self.config
+        with self.changed:
+            samples, unclaimed = self.table.expired(
+                before_s=now_s - config.expiry_s, unclaimed_s=now_s - config.unclaimed_timeout_s
+            )
+            names = [sample.name for sample in samples]
+            self._expired = (self._expired + names)[-NAMED:]
+        if samples or unclaimed:
+            self.let_go(samples, outcome="expired")
+            self.free(*unclaimed.values())
+            frames = [f"{self.engines.name_of(boot_id)}: {serial}" for boot_id, serial in unclaimed]
+            log.warning(
+                "r3channel: dropped: %d samples that no step took within %.0f s: %s; %d frames without a reply for %.0f s: %s",
+                len(names), config.expiry_s, names, len(frames), config.unclaimed_timeout_s, frames[:NAMED],
+            )  # fmt: skip
+
+    def reject(self, error: errors.R3Error) -> None:
+        """A reply, a frame or a step was refused."""
+        self.metrics.inc("r3channel_rejected_total", reason=error.reason)
+
+    def count(self, outcome: str, samples: int = 1) -> None:
+        self.metrics.inc("r3channel_samples_total", samples, outcome=outcome)
+
+    def expiry_in_s(self) -> float:
+        """Seconds until the oldest sample that no step has taken is dropped. LookupError where there is none."""
+        with self.changed:
+            waiting = (s.since_s for s in self.table.samples.values() if s.step is None)
+            oldest_s = next(waiting, None)
+        if oldest_s is None:
+            raise LookupError("no sample waits for a step")
+        return oldest_s + self.config.expiry_s - time.monotonic()
+
+    def status(self) -> dict[str, Any]:
+        """Where the samples are that no step has taken. With the condition held."""
+        samples = [sample for sample in self.table.samples.values() if sample.step is None]
+        return {
+            "pending": sorted(sample.name for sample in samples if not sample.awaited and not sample.error),
+            "waiting": sorted(sample.name for sample in samples if sample.awaited and not sample.error),
+            "failed": {sample.name: str(sample.error) for sample in samples if sample.error},
+            "expired": list(self._expired),
+            "unclaimed": {"frames": self.table.unclaimed},
+        }
+
+
+def _boot_id(late: tuple[Sample, Turn]) -> int:
+    return late[1].name[0] if late[1].name else 0
