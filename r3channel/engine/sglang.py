@@ -249,10 +249,12 @@ class FrameCapturer(RoutedExpertsCapturer):
         if self.outlet is None or not len(slots_T):  # SGLang never comes to the result of an idle batch
             return None
         local_TAK = self._get_local_slice(forward_batch, can_run_graph, cuda_graph_batch)
+        if len(local_TAK) != len(slots_T):
+            local_TAK = local_TAK[: len(slots_T)]
         # The version is the current one: the pass was just launched with it.
         staged = self.passes.stage(
             slots_T,
-            local_TAK[: len(slots_T)],
+            local_TAK,
             weight_version=self._current_version(),
             kind=_kind_of(forward_batch),
             restored=getattr(forward_batch, "r3channel_restored", ()),

@@ -26,6 +26,7 @@ from r3channel.wire.header import (
     check_kind,
     check_sections,
     read_header,
+    sealed_header,
 )
 from r3channel.wire.source import InHand
 from r3channel.wire.token_tensors import LENGTH_BYTES, MOST_ENTRIES, TokenTensor
@@ -81,11 +82,29 @@ def encode_tensor(rows: TensorRows) -> bytes:
         )
     values_N = np.ascontiguousarray(rows.entries_N, rows.tensor.entry)
     sections = b"".join([values_N.data, np.ascontiguousarray(lengths_T, "<u2").data])
-    header = Header(
-        kind=rows.tensor.kind, spec_digest=rows.tensor.digest, rows=len(lengths_T), first_row=rows.first_row,
-        sections_bytes=len(sections), raw_bytes=values_N.nbytes, sample_key=rows.sample_key,
-    )  # fmt: skip
-    return assemble(header[:-2], sections)
+    return assemble(
+        _fields(rows.tensor, rows.first_row, len(lengths_T), values_N.nbytes, rows.sample_key), sections
+    )
+
+
+def encode_in_place(
+    tensor: TokenTensor, memory_N: Numbers, *, rows: int, first_row: int, sample_key: int
+) -> None:
+    """Write header and lengths around the values of a frame, one entry for each row, which lie in its memory."""
+    lengths = len(memory_N) - rows * LENGTH_BYTES
+    memory_N[lengths:].view("<u2")[:] = 1
+    fields = _fields(tensor, first_row, rows, lengths - HEADER_BYTES, sample_key)
+    data = memory_N.data
+    data[:HEADER_BYTES] = sealed_header(fields, data[HEADER_BYTES:])
+
+
+def _fields(
+    tensor: TokenTensor, first_row: int, rows: int, raw_bytes: int, sample_key: int
+) -> tuple[Any, ...]:
+    return Header(
+        kind=tensor.kind, spec_digest=tensor.digest, rows=rows, first_row=first_row,
+        sections_bytes=raw_bytes + rows * LENGTH_BYTES, raw_bytes=raw_bytes, sample_key=sample_key,
+    )[:-2]  # fmt: skip
 
 
 def parse_tensors(data: Any, tensors: Sequence[TokenTensor], *, where: str) -> tuple[TensorRows, ...]:
