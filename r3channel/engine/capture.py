@@ -14,10 +14,10 @@ import torch
 
 from r3channel.errors import ConfigError, RoutingError
 from r3channel.model.spec import RoutingSpec
-from r3channel.wire.chunks import CHUNK_ROWS, chunk_count, stored_entries
+from r3channel.wire.chunks import CHUNK_ROWS, chunk_count
 from r3channel.wire.codec import written_as_is
 from r3channel.wire.digest import item_bytes_of, layer_digests
-from r3channel.wire.frame import encode_frame, frame_head, header_fields
+from r3channel.wire.frame import encode_frame, header_fields
 from r3channel.wire.header import HEADER_BYTES, MAX_SPANS, SPAN, SPAN_BYTES, sealed_header, sections_size
 from r3channel.wire.mixing import coefficients, multipliers
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, Run, columns_of, spans_of
@@ -258,10 +258,8 @@ class SlotRows:
         stamps_T = self._stamps_S.take(slots_T)
         # Whole rows: of a part of each `take` would copy those of all slots first.
         rows_TN = self._ids_SN.take(slots_T, axis=0)
-        made.bytes_TN[:], made.weights_TN[:] = (
-            rows_TN[:, : self.spec.bytes_per_token],
-            rows_TN[:, self._weights_at :],
-        )
+        made.bytes_TN[:] = rows_TN[:, : self.spec.bytes_per_token]
+        made.weights_TN[:] = rows_TN[:, self._weights_at :]
         made.runs = spans_of(*self._makers_M2[stamps_T].T, first_row=first_row)
         return made
 
@@ -318,7 +316,7 @@ class UnfinishedFrame:
         """How many of the rows a retraction did not lose."""
         # Ids are gathered to where they stay; how long the head before them gets, only the gather finds out. Behind them weights,
         # with room for the header of their own frame and its row lengths.
-        self._spans, self._runs = spans, ()
+        self._runs: Sequence[Run] = ()
         self._payload = _head_bytes(spec.num_moe_layers, chunk_count(rows), spans)
         self._ids_end = self._payload + rows * spec.bytes_per_token
         self._weight_bytes, behind = weight_bytes, HEADER_BYTES + rows * (weight_bytes + LENGTH_BYTES)
@@ -356,10 +354,8 @@ class UnfinishedFrame:
     @property
     def weights_TN(self) -> Ids:
         """[T, bytes of a row's weights]"""
-        begin = self._ids_end + HEADER_BYTES
-        return self._buffer_N[begin : begin + self.rows * self._weight_bytes].reshape(
-            self.rows, self._weight_bytes
-        )
+        rows, size = self.rows, self._weight_bytes
+        return self.weights_frame_N[HEADER_BYTES : HEADER_BYTES + rows * size].reshape(rows, size)
 
     @property
     def ids_TLK(self) -> Ids:
@@ -382,14 +378,13 @@ class UnfinishedFrame:
         return self._payload - _head_bytes(self.spec.num_moe_layers, chunk_count(self.rows), spans)
 
     def encode(self, *, codec: str = "auto") -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The frame's bytes. In place where every row is known and the codec stores them as they are.
+        """The frame's bytes. In place where a gather found every row, and the codec stores them as they are.
 
         Rows that no pass has written become invalid rows of kind MISSING; whether ids can come from a router, the relay looks.
         Raises RoutingError for rows of an unreadable weight version.
         """
-        sections, oldest = self.sections, self.sections.oldest if self.sections else None
-        if oldest is None:
-            oldest = min([run[2] for run in self._runs], default=0)
+        sections = self.sections
+        oldest = sections.oldest if sections else min([run[2] for run in self._runs], default=0)
         if oldest == UNREADABLE_VERSION:
             raise RoutingError(
                 "rows were made while the engine's weight version was not a number; count versions up from '0'"
@@ -399,13 +394,11 @@ class UnfinishedFrame:
         if as_is and sections and sections.spans <= MAX_SPANS:
             return self._finish(sections)
         runs = self.runs
-        if as_is and len(runs) <= min(self._spans, MAX_SPANS):
-            return self._encode_in_place()
         data = encode_frame(
             self.spec, expert_ids_TLK=self.ids_TLK, first_row=self.first_row, sample_key=self.sample_key,
             valid_T=columns_of(runs)[1] != _MISSING if missing else None,
             provenance=[ProvenanceSpan(*run[:3], RowKind(run[3])) for run in runs],
-            kept_rows=self.kept_rows, codec=codec,
+            kept_rows=self.kept_rows, codec="stored" if as_is else codec,
         )  # fmt: skip
         return np.frombuffer(bytearray(data), np.uint8)  # torch wants it writable
 
@@ -425,13 +418,3 @@ class UnfinishedFrame:
         data = frame_N.data
         data[begin:at] = sealed_header(fields, data[at : self._payload])
         return frame_N[begin : self._ids_end]
-
-    def _encode_in_place(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        digests_L = layer_digests(self.ids_TLK, first_row=self.first_row)
-        head = frame_head(
-            self.spec, stored_entries(self.rows, row_bytes=self.spec.bytes_per_token), first_row=self.first_row,
-            valid_T=None, provenance=self.runs, digests_L=digests_L, sample_key=self.sample_key, kept_rows=self.kept_rows,
-        )  # fmt: skip
-        begin = self._payload - len(head)
-        self._buffer_N.data[begin : self._payload] = head
-        return self._buffer_N[begin : self._ids_end]

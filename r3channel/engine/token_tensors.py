@@ -117,9 +117,9 @@ class KeptWeights:
         whole = self.unfinished
         if whole.sections is None or whole.sections.oldest < 0:
             return None
-        told = {"first_row": self.first_row, "sample_key": whole.sample_key}
-        encode_in_place(tensor, whole.weights_frame_N, rows=whole.rows, **told)
-        return whole.weights_frame_N
+        memory_N, ones_T = whole.weights_frame_N, np.ones(whole.rows, np.uint16)
+        encode_in_place(tensor, memory_N, ones_T, first_row=self.first_row, sample_key=whole.sample_key)
+        return memory_N
 
 
 def pack_topk(logprobs_BV: torch.Tensor, tensor: TokenTensor) -> torch.Tensor:
