@@ -6,6 +6,7 @@ Shape letters: T rows, L MoE layers, A all decoder layers (dense ones included),
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +14,14 @@ import torch
 
 from r3channel.errors import ConfigError, RoutingError
 from r3channel.model.spec import RoutingSpec
-from r3channel.wire.chunks import stored_entries
+from r3channel.wire.chunks import CHUNK_ROWS, chunk_count
 from r3channel.wire.codec import written_as_is
 from r3channel.wire.digest import item_bytes_of, layer_digests
-from r3channel.wire.frame import encode_frame, frame_head
-from r3channel.wire.header import HEADER_BYTES, sections_size
+from r3channel.wire.frame import encode_frame, header_fields
+from r3channel.wire.header import HEADER_BYTES, MAX_SPANS, SPAN, SPAN_BYTES, sealed_header, sections_size
 from r3channel.wire.mixing import coefficients, multipliers
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, Run, columns_of, spans_of
+from r3channel.wire.token_tensors import LENGTH_BYTES
 from r3channel.wire.validate import kernels
 
 NO_VERSION = -1
@@ -81,17 +83,25 @@ class LayerSelection:
         self._layers: Any = slice(first, last + 1)
         if last + 1 - first != spec.num_moe_layers:
             self._layers = torch.tensor(spec.moe_layers, device=device)
+        self._takes_all = spec.num_moe_layers == spec.num_layers
 
-    def fill(self, rows_TN: torch.Tensor, captured_TAK: torch.Tensor) -> None:
-        """Rows of bytes, with weights where they have room for them: then `captured_TAK` are pairs (`pair`)."""
+    def targets(self, rows_RN: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return where rows of bytes have their ids and, where they have room for them, the bits of their weights."""
         spec, shape = self._spec, (self._spec.num_moe_layers, self._spec.top_k)
-        ids_TLK = rows_TN[:, : spec.bytes_per_token].view(torch_id_dtype(spec)).unflatten(1, shape)
-        if rows_TN.shape[1] == spec.bytes_per_token:
+        ids_RLK = rows_RN[:, : spec.bytes_per_token].view(torch_id_dtype(spec)).unflatten(1, shape)
+        if rows_RN.shape[1] == spec.bytes_per_token:
+            return (ids_RLK,)
+        return ids_RLK, rows_RN[:, weights_offset(spec) :].view(torch.int16).unflatten(1, shape)
+
+    def fill(self, targets: Sequence[torch.Tensor], captured_TAK: torch.Tensor) -> None:
+        """Write rows of `targets`; where these have weights, `captured_TAK` are pairs (`pair`)."""
+        ids_TLK, *weights = targets
+        if not weights:
             return self.narrow(captured_TAK, out=ids_TLK)
         halves_TAH = captured_TAK.view(torch.int16)
-        self.narrow(halves_TAH[..., ::2], out=ids_TLK)
-        bits_TLK = rows_TN[:, weights_offset(spec) :].view(torch.int16).unflatten(1, shape)
-        bits_TLK.copy_(halves_TAH[:, self._layers, 1::2])
+        # To narrow a pair leaves its lower bits, four times faster on a CPU than to copy every other half.
+        self.narrow(halves_TAH[..., ::2] if self._full_byte else captured_TAK, out=ids_TLK)
+        weights[0].copy_(halves_TAH[:, self._layers, 1::2])
         return None
 
     def narrow(self, expert_ids_TAK: torch.Tensor, *, out: torch.Tensor) -> None:
@@ -100,7 +110,7 @@ class LayerSelection:
         -1 becomes 255 in uint8, which no relay takes for an expert; where 255 is one, all ids of its layer become 255, which none
         takes for a choice.
         """
-        ids_TLK = expert_ids_TAK[:, self._layers]
+        ids_TLK = expert_ids_TAK if self._takes_all else expert_ids_TAK[:, self._layers]
         if self._full_byte:
             ids_TLK = ids_TLK.masked_fill((ids_TLK >> 8).any(-1, keepdim=True), -1)
         out.copy_(ids_TLK)
@@ -115,7 +125,7 @@ MISSING_MAKER: Maker = (NO_VERSION, _MISSING)
 MAX_MAKERS = 1 << 15
 """Stamps are int16."""
 _SPANS_IN_PLACE = 128
-"""Provenance spans that have room before the ids, 3 kB; the frame of a request with more is copied."""
+"""Provenance spans that have room before the ids, 3 kB; a request with more is gathered again."""
 _LINE_BYTES = 64
 
 
@@ -164,9 +174,16 @@ class SlotRows:
         # All that is compiled is compiled now, and not while a request waits.
         layer_digests(np.zeros((1, spec.num_moe_layers, spec.top_k), spec.id_dtype), first_row=0)
         compiled = kernels()
-        self._gather = compiled and compiled.gather_rows(item, row_bytes=spec.bytes_per_token)
+        self._weight_bytes = row_bytes - self._weights_at
+        self._gather = compiled and compiled.gather_frame(
+            item, row_bytes=spec.bytes_per_token, weights_at=self._weights_at, weight_bytes=self._weight_bytes
+        )
         self._scatter = compiled and compiled.scatter_rows(row_bytes)
-        self._makers: list[Maker] = [MISSING_MAKER]
+        # What each gather writes beside its rows, made once.
+        self._words_W = np.empty(spec.num_moe_layers * (1 + len(self._factors_I)), np.uint64)
+        self._facts_3 = np.empty(3, np.int64)
+        self._makers_M2 = np.empty((MAX_MAKERS, 2), np.int64)
+        self._makers_M2[0] = MISSING_MAKER
         self._stamp_of: dict[Maker, int] = {MISSING_MAKER: 0}
 
     @property
@@ -174,7 +191,7 @@ class SlotRows:
         return self._ids_SN.nbytes + self._stamps_S.nbytes
 
     def write(self, slots_T: Ids, expert_ids_TLK: Ids, *, weight_version: int, kind: RowKind) -> None:
-        """Rows of one forward pass, ids in the id dtype or whole rows as bytes; int64 slots. Both are contiguous."""
+        """Rows of one forward pass, ids in the id dtype or whole rows as bytes, each contiguous; int64 slots."""
         ids_TN = expert_ids_TLK.view(np.uint8).reshape(len(slots_T), self.row_bytes)
         self._put(slots_T, ids_TN, (weight_version, int(kind)))
 
@@ -206,13 +223,7 @@ class SlotRows:
 
         `hashed`: with their digests, where that is compiled: for a frame that this thread encodes.
         """
-        made = UnfinishedFrame(self.spec, rows=len(slots_T), first_row=first_row, sample_key=sample_key)
-        made.runs = [
-            (first_row + start, first_row + end, *self._makers[stamp])
-            for start, end, stamp in self._gathered(slots_T, made, hashed=hashed)
-        ]
-        if self._weights_at < self.row_bytes:
-            made.weights_TN = self._ids_SN[slots_T, self._weights_at :]
+        made = self._gathered(slots_T, first_row, sample_key, hashed=hashed, spans=_SPANS_IN_PLACE)
         if kept:
             end, (versions_T, kinds_T) = first_row + made.rows, columns_of(made.runs)
             known = [run for each in kept if (part := each.of(first_row, end)) for run in part.known()]
@@ -222,70 +233,129 @@ class SlotRows:
                 made.bytes_TN[rows] = ids_TN[:, : self.spec.bytes_per_token]
                 made.weights_TN[rows] = ids_TN[:, self._weights_at :]
                 made.kept_rows += len(ids_TN)
-            made.runs, made.digests_L = spans_of(versions_T, kinds_T, first_row=first_row), None
+            made.runs = spans_of(versions_T, kinds_T, first_row=first_row)
         return made
 
     def _gathered(
-        self, slots_T: Ids, made: UnfinishedFrame, *, hashed: bool
-    ) -> Iterator[tuple[int, int, int]]:
-        """Copy the rows of these slots to where they stay; (first row, end, stamp) of each run of stamps."""
+        self, slots_T: Ids, first_row: int, sample_key: int, *, hashed: bool, spans: int
+    ) -> UnfinishedFrame:
+        """Copy the rows of these slots to where they stay, behind room for so many spans."""
+        rows = len(slots_T)
+        made = UnfinishedFrame(
+            self.spec, rows=rows, first_row=first_row, sample_key=sample_key, spans=spans, weight_bytes=self._weight_bytes
+        )  # fmt: skip
         if self._gather:
-            layers, runs_T2 = self.spec.num_moe_layers, np.empty((made.rows, 2), np.int32)
-            words_W = np.empty(layers * (1 + len(self._factors_I)), np.uint64)
-            count = self._gather(
-                self._ids_SN, self._stamps_S, slots_T.astype(np.int32, copy=False),
-                coefficients(made.first_row, made.rows * hashed), self._factors_I, made.bytes_TN, words_W, runs_T2,
+            self._gather(
+                self._ids_SN, self._stamps_S, self._makers_M2, slots_T.astype(np.int32, copy=False),
+                coefficients(first_row, rows * hashed), self._factors_I, made.head_H, first_row, CHUNK_ROWS, made.rows_N,
+                self._words_W, self._facts_3,
             )  # fmt: skip
-            starts, stamps = runs_T2[:count].T.tolist()
-            made.digests_L = words_W[:layers] if hashed else None
-        else:
-            stamps_T = self._stamps_S.take(slots_T)
-            # Whole rows: of a part of each `take` would copy those of all slots first.
-            made.bytes_TN[:] = self._ids_SN.take(slots_T, axis=0)[:, : self.spec.bytes_per_token]
-            starts = np.flatnonzero(np.diff(stamps_T, prepend=-1)).tolist()
-            stamps = stamps_T[starts].tolist()
-        return zip(starts, [*starts[1:], made.rows], stamps, strict=False)
+            found, newest, oldest = self._facts_3.tolist()
+            if found > spans:
+                return self._gathered(slots_T, first_row, sample_key, hashed=hashed, spans=found)
+            made.sections = Sections(found, newest, oldest, hashed)
+            return made
+        stamps_T = self._stamps_S.take(slots_T)
+        # Whole rows: of a part of each `take` would copy those of all slots first.
+        rows_TN = self._ids_SN.take(slots_T, axis=0)
+        made.bytes_TN[:] = rows_TN[:, : self.spec.bytes_per_token]
+        made.weights_TN[:] = rows_TN[:, self._weights_at :]
+        made.runs = spans_of(*self._makers_M2[stamps_T].T, first_row=first_row)
+        return made
 
     def _stamp(self, maker: Maker) -> int:
         stamp = self._stamp_of.get(maker)
         if stamp is None:
-            if len(self._makers) == MAX_MAKERS:
+            if len(self._stamp_of) == MAX_MAKERS:
                 self._forget_unused()
-            stamp = self._stamp_of[maker] = len(self._makers)
-            self._makers.append(maker)
+            stamp = self._stamp_of[maker] = len(self._stamp_of)
+            self._makers_M2[stamp] = maker
         return stamp
 
     def _forget_unused(self) -> None:
         """After 16 thousand weight versions: keep the makers of slots."""
         used, stamps_S = np.unique(self._stamps_S, return_inverse=True)
-        kept = [self._makers[stamp] for stamp in used.tolist()]
-        shift = int(kept[:1] != [MISSING_MAKER])
-        self._makers = [MISSING_MAKER] * shift + kept
-        self._stamp_of = {maker: stamp for stamp, maker in enumerate(self._makers)}
+        shift = int(used[0] != 0)  # MISSING stays, and stays first
+        self._makers_M2[shift : shift + len(used)] = self._makers_M2[used]
+        self._makers_M2[0] = MISSING_MAKER
+        makers = self._makers_M2[: shift + len(used)].tolist()
+        self._stamp_of = {(version, kind): stamp for stamp, (version, kind) in enumerate(makers)}
         self._stamps_S = (stamps_S + shift).astype(np.int16)
 
 
 # -- one request ---------------------------------------------------------------------------------------------------------
 
 
+class Sections(NamedTuple):
+    """What lies before a frame's ids already: its spans, the table of its chunks, and where `hashed` its digests."""
+
+    spans: int
+    newest: int
+    oldest: int
+    """Weight versions."""
+    hashed: bool
+
+
+@lru_cache(maxsize=256)
+def _head_bytes(layers: int, chunks: int, spans: int) -> int:
+    return HEADER_BYTES + sections_size(chunks * CHUNK_ROWS, spans=spans, layers=layers)
+
+
 class UnfinishedFrame:
     """A finished request's rows between the gather and the frame. `encode` may run on another thread than the gather."""
 
-    def __init__(self, spec: RoutingSpec, *, rows: int, first_row: int, sample_key: int) -> None:
+    def __init__(
+        self, spec: RoutingSpec, *, rows: int, first_row: int, sample_key: int, spans: int = _SPANS_IN_PLACE,
+        weight_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        """`weight_bytes`: of a row's weights. `spans`: those that have room before the ids."""
         self.spec, self.rows, self.first_row, self.sample_key = spec, rows, first_row, sample_key
-        self.runs: Sequence[Run] = ()
-        """They tile [first_row, first_row + rows); whoever made this sets them before `encode`."""
+        self.sections: Sections | None = None
+        """None where only `runs` are known."""
         self.kept_rows = 0
         """How many of the rows a retraction did not lose."""
-        self.digests_L: Ids | None = None
-        """Those of `ids_TLK`, where they are known."""
-        self.weights_TN: Ids = np.empty((rows, 0), np.uint8)
-        """[T, bytes of a row's weights], none where slots have none."""
-        # Ids are gathered to where they stay; how long the head before them gets, only the gather finds out.
-        payload = HEADER_BYTES + sections_size(rows, spans=_SPANS_IN_PLACE, layers=spec.num_moe_layers)
-        self._buffer_N = np.empty(payload + rows * spec.bytes_per_token, np.uint8)
-        self.bytes_TN: Ids = self._buffer_N[payload:].reshape(rows, spec.bytes_per_token)
+        # Ids are gathered to where they stay; how long the head before them gets, only the gather finds out. Behind them weights,
+        # with room for the header of their own frame and its row lengths.
+        self._runs: Sequence[Run] = ()
+        self._payload = _head_bytes(spec.num_moe_layers, chunk_count(rows), spans)
+        self._ids_end = self._payload + rows * spec.bytes_per_token
+        self._weight_bytes, behind = weight_bytes, HEADER_BYTES + rows * (weight_bytes + LENGTH_BYTES)
+        self._buffer_N = np.empty(self._ids_end + behind * (weight_bytes > 0), np.uint8)
+
+    @property
+    def runs(self) -> Sequence[Run]:
+        """They tile [first_row, first_row + rows)."""
+        if self.sections is None:
+            return self._runs
+        at = self._begin(self.sections.spans) + HEADER_BYTES
+        return [*SPAN.iter_unpack(self._buffer_N.data[at : at + self.sections.spans * SPAN_BYTES])]
+
+    @runs.setter
+    def runs(self, runs: Sequence[Run]) -> None:
+        """Whoever fills in the rows says so before `encode`, where the gather does not."""
+        self.sections, self._runs = None, runs
+
+    @property
+    def head_H(self) -> Ids:
+        """The room before the ids, in 8-byte words."""
+        return self._buffer_N[: self._payload].view(np.uint64)
+
+    @property
+    def rows_N(self) -> Ids:
+        """The ids, and to its end the weights."""
+        weights = self.rows * self._weight_bytes
+        return self._buffer_N[self._payload : self._ids_end + (weights and weights + HEADER_BYTES)]
+
+    @property
+    def bytes_TN(self) -> Ids:
         """The rows' ids; whoever made this fills them in before `encode`."""
+        return self._buffer_N[self._payload : self._ids_end].reshape(self.rows, self.spec.bytes_per_token)
+
+    @property
+    def weights_TN(self) -> Ids:
+        """[T, bytes of a row's weights]"""
+        rows, size = self.rows, self._weight_bytes
+        return self.weights_frame_N[HEADER_BYTES : HEADER_BYTES + rows * size].reshape(rows, size)
 
     @property
     def ids_TLK(self) -> Ids:
@@ -295,40 +365,56 @@ class UnfinishedFrame:
         )
 
     @property
+    def weights_frame_N(self) -> Ids:
+        """The memory of the weights' own frame, right behind the ids."""
+        return self._buffer_N[self._ids_end :]
+
+    @property
     def nbytes(self) -> int:
         return len(self._buffer_N)
 
+    def _begin(self, spans: int) -> int:
+        """Where the frame begins in its memory."""
+        return self._payload - _head_bytes(self.spec.num_moe_layers, chunk_count(self.rows), spans)
+
     def encode(self, *, codec: str = "auto") -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The frame's bytes. In place where every row is known and the codec stores them as they are.
+        """The frame's bytes. In place where a gather found every row, and the codec stores them as they are.
 
         Rows that no pass has written become invalid rows of kind MISSING; whether ids can come from a router, the relay looks.
         Raises RoutingError for rows of an unreadable weight version.
         """
-        if UNREADABLE_VERSION in [run[2] for run in self.runs]:
+        sections = self.sections
+        oldest = sections.oldest if sections else min([run[2] for run in self._runs], default=0)
+        if oldest == UNREADABLE_VERSION:
             raise RoutingError(
                 "rows were made while the engine's weight version was not a number; count versions up from '0'"
             )
-        missing = _MISSING in [run[3] for run in self.runs]
-        as_is = written_as_is(codec, num_experts=self.spec.num_experts)
-        if as_is and not missing and len(self.runs) <= _SPANS_IN_PLACE:
-            return self._encode_in_place()
+        missing = oldest == NO_VERSION
+        as_is = not missing and written_as_is(codec, num_experts=self.spec.num_experts)
+        if as_is and sections and sections.spans <= MAX_SPANS:
+            return self._finish(sections)
+        runs = self.runs
         data = encode_frame(
             self.spec, expert_ids_TLK=self.ids_TLK, first_row=self.first_row, sample_key=self.sample_key,
-            valid_T=columns_of(self.runs)[1] != _MISSING if missing else None,
-            provenance=[ProvenanceSpan(*run[:3], RowKind(run[3])) for run in self.runs],
-            kept_rows=self.kept_rows, codec=codec,
+            valid_T=columns_of(runs)[1] != _MISSING if missing else None,
+            provenance=[ProvenanceSpan(*run[:3], RowKind(run[3])) for run in runs],
+            kept_rows=self.kept_rows, codec="stored" if as_is else codec,
         )  # fmt: skip
         return np.frombuffer(bytearray(data), np.uint8)  # torch wants it writable
 
-    def _encode_in_place(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        digests_L = self.digests_L
-        if digests_L is None:
+    def _finish(self, sections: Sections) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Write what the gather left out: the header, and digests where it made none."""
+        spec, begin, frame_N = self.spec, self._begin(sections.spans), self._buffer_N
+        at = begin + HEADER_BYTES
+        if not sections.hashed:
+            digests = at + sections.spans * SPAN_BYTES
             digests_L = layer_digests(self.ids_TLK, first_row=self.first_row)
-        head = frame_head(
-            self.spec, stored_entries(self.rows, row_bytes=self.spec.bytes_per_token), first_row=self.first_row,
-            valid_T=None, provenance=self.runs, digests_L=digests_L, sample_key=self.sample_key, kept_rows=self.kept_rows,
+            frame_N[digests : digests + digests_L.nbytes] = digests_L.view(np.uint8)
+        fields = header_fields(
+            spec, rows=self.rows, first_row=self.first_row, chunks=chunk_count(self.rows), spans=sections.spans,
+            sections_bytes=self._payload - at, wire_bytes=self._ids_end - self._payload, newest=sections.newest,
+            sample_key=self.sample_key, kept_rows=self.kept_rows,
         )  # fmt: skip
-        payload = len(self._buffer_N) - self.bytes_TN.nbytes
-        begin = payload - len(head)
-        self._buffer_N.data[begin:payload] = head
-        return self._buffer_N[begin:]
+        data = frame_N.data
+        data[begin:at] = sealed_header(fields, data[at : self._payload])
+        return frame_N[begin : self._ids_end]

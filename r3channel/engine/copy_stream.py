@@ -25,7 +25,6 @@ from r3channel.engine.capture import KeptRows, LayerSelection, SlotRows
 from r3channel.errors import DeadlineExceeded
 from r3channel.wire.routing import Ids, RowKind
 
-_ALIGNMENT = 64
 _LEAST_RING_BYTES = 32 << 20
 _SLOT_BYTES = 8
 WAIT_S = 30.0
@@ -52,6 +51,9 @@ class _Done:
         return True
 
 
+_DONE = _Done()
+
+
 class HostStream:
     """A CPU's: everything is done at once."""
 
@@ -59,7 +61,7 @@ class HostStream:
         call()
 
     def record(self) -> Event:
-        return _Done()
+        return _DONE
 
     def wait(self, event: Event) -> None:
         pass
@@ -121,28 +123,26 @@ class CudaStreams(Streams):
 
 
 class Ring:
-    """Segments of one fixed block, on the device and in pinned memory. They are given back in the order they were taken."""
+    """Rows of one fixed block, on the device and in pinned memory. They are given back in the order they were taken."""
 
-    def __init__(self, nbytes: int, *, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self.host_N = torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
-        self.device_N = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._taken = deque[tuple[int, int]]()
+    def __init__(self, rows: int, row_bytes: int, *, device: torch.device) -> None:
+        self.host_RN = torch.empty((rows, row_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.device_RN = torch.empty((rows, row_bytes), dtype=torch.uint8, device=device)
+        self._taken = deque[slice]()
 
-    def take(self, nbytes: int) -> slice | None:
-        """A segment of both blocks; None while too much is taken."""
-        nbytes += -nbytes % _ALIGNMENT
-        start, most = 0, len(self.host_N)
+    def take(self, rows: int) -> slice | None:
+        """So many rows of both blocks; None while too much is taken."""
+        start, most = 0, len(self.host_RN)
         if self._taken:
-            first, start = self._taken[0][0], self._taken[-1][1]
+            first, start = self._taken[0].start, self._taken[-1].stop
             if start <= first:
                 most = first
-            elif most - start < nbytes:
+            elif most - start < rows:
                 start, most = 0, first
-        if most - start < nbytes:
+        if most - start < rows:
             return None
-        self._taken.append((start, start + nbytes))
-        return slice(start, start + nbytes)
+        self._taken.append(taken := slice(start, start + rows))
+        return taken
 
     def give_back(self) -> None:
         """The oldest segment."""
@@ -198,10 +198,14 @@ class PassCopies:
         self._rows, self._selection = rows, selection
         self._timed, self._counted = timed, counted
         self._streams = streams or (CudaStreams(device) if device.type == "cuda" else Streams())
-        self._row_bytes = rows.row_bytes + _SLOT_BYTES
-        largest = most_rows * self._row_bytes + _ALIGNMENT
-        self._ring = Ring(max(ring_bytes or _LEAST_RING_BYTES, 2 * largest), device=device)
-        self._host_N = self._ring.host_N.numpy()
+        # A row, and its slot behind it as a word: one copy brings both, and what a pass needs is cut from views made once.
+        words = -(-rows.row_bytes // _SLOT_BYTES) + 1
+        most = max((ring_bytes or _LEAST_RING_BYTES) // (words * _SLOT_BYTES), 2 * most_rows)
+        self._ring = ring = Ring(most, words * _SLOT_BYTES, device=device)
+        self._targets = selection.targets(ring.device_RN[:, : rows.row_bytes])
+        self._device_slots_R = ring.device_RN.view(torch.int64)[:, -1]
+        host_RN = ring.host_RN.numpy()
+        self._rows_RN, self._slots_R = host_RN[:, : rows.row_bytes], host_RN.view(np.int64)[:, -1]
         self._passes = deque[Pass]()
         self._serial = self._come_to = 0
         self._read = torch.empty(0, dtype=torch.int32)
@@ -211,23 +215,23 @@ class PassCopies:
         restored: Sequence[Restored] = (),
     ) -> Pass:  # fmt: skip
         """Take the rows of the pass that was just launched. Waits only while the ring is full."""
-        count = len(slots_T)
-        while (segment := self._ring.take(count * self._row_bytes)) is None:
+        while (segment := self._ring.take(len(slots_T))) is None:
             self._wait_for(self._passes[0], until="room")
             self._write_oldest()
-        device_N, host_N = self._ring.device_N[segment], self._ring.host_N[segment]
-        device_slots_T, device_rows_TN = self._views(device_N, count, torch.int64)
         forward, copies = self._streams.forward(), self._streams.copies
 
         def narrow() -> None:
-            device_slots_T.copy_(slots_T)
-            self._selection.fill(device_rows_TN, expert_ids_TAK)
+            self._device_slots_R[segment].copy_(slots_T)
+            self._selection.fill([target_R[segment] for target_R in self._targets], expert_ids_TAK)
+
+        def copy() -> None:
+            self._ring.host_RN[segment].copy_(self._ring.device_RN[segment], non_blocking=True)
 
         forward.run(narrow)
         copies.wait(forward.record())
-        copies.run(lambda: host_N.copy_(device_N, non_blocking=True))
+        copies.run(copy)
         self._serial += 1
-        landed = self._views(self._host_N[segment], count, np.int64)
+        landed = self._slots_R[segment], self._rows_RN[segment]
         made = Pass(self, self._serial, *landed, copies.record(), weight_version, kind, restored)
         self._passes.append(made)
         return made
@@ -255,12 +259,6 @@ class PassCopies:
         self._streams.reads.run(lambda: read_N.copy_(table[row, :count], non_blocking=True))
         _wait(self._streams.reads.record(), what="slot numbers")
         return read_N.numpy()
-
-    def _views(self, segment_N: Any, count: int, slot: Any) -> tuple[Any, Any]:
-        """Slots and rows in a segment, a tensor or an array, whose views cost a fifth; `slot`: their dtype there."""
-        middle = count * _SLOT_BYTES
-        rows_N = segment_N[middle : count * self._row_bytes]
-        return segment_N[:middle].view(slot), rows_N.reshape(count, self._rows.row_bytes)
 
     def _wait_for(self, made: Pass, *, until: str) -> None:
         if not made.copied.query():

@@ -25,27 +25,11 @@ from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer, get_
 
 import r3channel
 from r3channel.config import EngineConfig
+from r3channel.engine import capture, refusals, sglang_tensors
 from r3channel.engine import sglang_hooks as hooks
-from r3channel.engine import sglang_tensors
-from r3channel.engine.capture import (
-    UNREADABLE_VERSION,
-    LayerSelection,
-    SlotRows,
-    UnfinishedFrame,
-    pair,
-    parse_weight_version,
-)
+from r3channel.engine.capture import LayerSelection, SlotRows, UnfinishedFrame, parse_weight_version
 from r3channel.engine.copy_stream import PassCopies, Restored
 from r3channel.engine.frame_sender import Outlet, is_costly, report
-from r3channel.engine.refusals import (
-    KERNEL_ROUTING,
-    Router,
-    refusals,
-    refuse,
-    refused_chains,
-    refused_unread,
-    unread,
-)
 from r3channel.engine.retraction import Kept, KeptStore
 from r3channel.engine.sglang_hooks import check_hooks, hooked, installed_version, matching_table
 from r3channel.engine.token_tensors import KeptWeights
@@ -200,21 +184,16 @@ class FrameCapturer(RoutedExpertsCapturer):
         outlet.metrics.watch("r3channel_weight_version", lambda: parse_weight_version(weight_version()))
         self.rows = SlotRows(self.spec, slots=num_tokens, weights=self.weighs)
         log.info("r3channel: %.2f GB of host memory for %d rows", self.rows.nbytes / 1e9, num_tokens)
+        count = outlet.metrics.inc
         self.kept = KeptStore(
-            self.rows,
-            limit_bytes=_config.kept_bytes,
-            counted=lambda fate, rows: outlet.metrics.inc(
-                "r3channel_engine_kept_rows_total", rows, fate=fate
-            ),
-        )
+            self.rows, limit_bytes=_config.kept_bytes,
+            counted=lambda fate, rows: count("r3channel_engine_kept_rows_total", rows, fate=fate),
+        )  # fmt: skip
         self.passes = PassCopies(
-            self.rows,
-            LayerSelection(self.spec, device=device),
-            most_rows=len(self.device_cache.buffer),
-            device=device,
+            self.rows, LayerSelection(self.spec, device=device), most_rows=len(self.device_cache.buffer), device=device,
             timed=lambda: outlet.stage("capture"),
-            counted=lambda until: outlet.metrics.inc("r3channel_engine_capture_waits_total", until=until),
-        )
+            counted=lambda until: count("r3channel_engine_capture_waits_total", until=until),
+        )  # fmt: skip
 
     def destroy(self) -> None:
         if self.outlet is not None:
@@ -231,16 +210,12 @@ class FrameCapturer(RoutedExpertsCapturer):
         in_place = topk_indices.shape == pairs_TK.shape and not hasattr(self, "gather_buffer")
         if not in_place:  # ranks gather them first, or columns are added
             pairs_TK = torch.empty_like(topk_indices, dtype=torch.int32)
-        pair(topk_indices, weights, out_TK=pairs_TK)
+        capture.pair(topk_indices, weights, out_TK=pairs_TK)
         return None if in_place else super().capture(layer_id, pairs_TK)
 
     def on_forward_end(
-        self,
-        forward_batch: Any,
-        can_run_graph: bool,
-        cuda_graph_batch: int | None,
-        no_copy_to_cpu: bool = False,
-    ) -> Any:
+        self, forward_batch: Any, can_run_graph: bool, cuda_graph_batch: int | None, no_copy_to_cpu: bool = False
+    ) -> Any:  # fmt: skip
         """In place of SGLang's, which returns a `TopkCaptureOutput` under overlap scheduling, and else copies and waits."""
         # Ids that attention works with may be other ones than those of req_to_token (0.5.23); a padded batch is longer.
         slots_T = getattr(forward_batch, "out_cache_loc_virtual", None)
@@ -249,14 +224,13 @@ class FrameCapturer(RoutedExpertsCapturer):
         if self.outlet is None or not len(slots_T):  # SGLang never comes to the result of an idle batch
             return None
         local_TAK = self._get_local_slice(forward_batch, can_run_graph, cuda_graph_batch)
+        if len(local_TAK) != len(slots_T):
+            local_TAK = local_TAK[: len(slots_T)]
         # The version is the current one: the pass was just launched with it.
         staged = self.passes.stage(
-            slots_T,
-            local_TAK[: len(slots_T)],
-            weight_version=self._current_version(),
-            kind=_kind_of(forward_batch),
+            slots_T, local_TAK, weight_version=self._current_version(), kind=_kind_of(forward_batch),
             restored=getattr(forward_batch, "r3channel_restored", ()),
-        )
+        )  # fmt: skip
         if not no_copy_to_cpu:
             staged.finalize()  # without overlap no later pass is launched before this one's result is handled
         return staged
@@ -278,12 +252,10 @@ class FrameCapturer(RoutedExpertsCapturer):
         slots_T = self._slots_of(self.request, req_to_token_pool, req_pool_idx, seqlen - 1)
         kept = getattr(self.request, "r3channel_kept", None)
         self._unfinished = self.rows.unfinished(
-            slots_T[first_row:],
-            first_row=first_row,
-            sample_key=sample_key(str(self.request.rid)),
+            slots_T[first_row:], first_row=first_row, sample_key=sample_key(str(self.request.rid)),
             kept=tuple(kept.within(first_row, seqlen - 1)) if kept else (),
             hashed=self.outlet is not None and self.outlet.encodes_here,
-        )
+        )  # fmt: skip
         return self._unfinished.bytes_TN
 
     def take_unfinished(self) -> UnfinishedFrame:
@@ -407,7 +379,7 @@ def _version_or_mark(text: str) -> int:
         return parse_weight_version(text)
     except ConfigError as error:
         log.error("r3channel: %s", error)
-        return UNREADABLE_VERSION
+        return capture.UNREADABLE_VERSION
 
 
 def collect_frame(original: Callable[..., None], processor: Any, req: Any) -> None:
@@ -449,26 +421,14 @@ def engine_spec(model_config: Any) -> RoutingSpec:
 
 def engine_hello(spec: RoutingSpec, *, context: int) -> Hello:
     args: Any = runtime_context.get_server_args()
+    weighs = "combine_weights" in _config.token_tensors
     return Hello(
-        engine=_config.name or args.url(),
-        boot_id=secrets.randbits(63),
-        spec_digest=spec.digest,
-        spec=spec.to_dict(),
-        sglang=installed_version(),
-        r3channel=r3channel.__version__,
-        hooks=hooked(_table),
-        delivery=_config.delivery,
-        codec=_config.codec,
-        allowed=tuple(sorted(_config.allowed)),
-        unread=tuple(unread(asked_for())),
-        weighing=sglang_tensors.weighing(_runner.model, _scales)
-        if "combine_weights" in _config.token_tensors
-        else (),
-        torch=torch_version(),
-        nccl=nccl_version(),
-        context=context,
-        kept_bytes=_config.kept_bytes,
-    )
+        engine=_config.name or args.url(), boot_id=secrets.randbits(63), spec_digest=spec.digest, spec=spec.to_dict(),
+        sglang=installed_version(), r3channel=r3channel.__version__, hooks=hooked(_table), delivery=_config.delivery,
+        codec=_config.codec, allowed=tuple(sorted(_config.allowed)), unread=tuple(refusals.unread(asked_for())),
+        weighing=sglang_tensors.weighing(_runner.model, _scales) if weighs else (),
+        torch=torch_version(), nccl=nccl_version(), context=context, kept_bytes=_config.kept_bytes,
+    )  # fmt: skip
 
 
 def refuse_engine(runner: Any) -> None:
@@ -483,15 +443,17 @@ def refuse_engine(runner: Any) -> None:
         )
         return
     values = settings()
-    found = [*refusals(values, spec=engine_spec(runner.model_config), routers=_routers(runner.model))]
-    found += () if _tells_graphs_in_tokens(runner) else refused_chains(values)
+    found = [
+        *refusals.refusals(values, spec=engine_spec(runner.model_config), routers=_routers(runner.model))
+    ]
+    found += () if _tells_graphs_in_tokens(runner) else refusals.refused_chains(values)
     if tensors := tensors_of(_config.token_tensors):
         vocabulary, past = (
             runner.model_config.vocab_size,
             sglang_tensors.past_weights(runner.model, routing.__name__),
         )
         found += sglang_tensors.refused_tensors(values, tensors, vocabulary=vocabulary, past=past)
-    refuse([*found, *refused_unread(unread(asked_for()))], allowed=_config.allowed)
+    refusals.refuse([*found, *refusals.refused_unread(refusals.unread(asked_for()))], allowed=_config.allowed)
 
 
 def _tells_graphs_in_tokens(runner: Any) -> bool:
@@ -499,13 +461,13 @@ def _tells_graphs_in_tokens(runner: Any) -> bool:
     return "num_tokens_per_bs" in inspect.unwrap(type(runner).forward).__code__.co_consts
 
 
-def _routers(model: Any) -> Iterator[Router]:
+def _routers(model: Any) -> Iterator[refusals.Router]:
     for module in model.modules():
         if isinstance(module, HashTopK):
             layer = -1 if module.layer_id is None else module.layer_id
-            yield Router(layer, "HashTopK, a table by token")
+            yield refusals.Router(layer, "HashTopK, a table by token")
         elif isinstance(module, TopK):
-            yield Router(module.layer_id, _unseen(module))
+            yield refusals.Router(module.layer_id, _unseen(module))
 
 
 def _unseen(router: Any) -> str:
@@ -517,4 +479,4 @@ def _unseen(router: Any) -> str:
         return "" if config.output_format is TopKOutputFormat.STANDARD else config.output_format.name
     backend = "" if _has_bags() else settings()["moe_runner_backend"]
     standard = backend == "flashinfer_mxfp4" and router.is_fp4_experts
-    return backend if backend in KERNEL_ROUTING and not standard else ""
+    return backend if backend in refusals.KERNEL_ROUTING and not standard else ""

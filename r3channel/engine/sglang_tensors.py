@@ -109,12 +109,23 @@ def _append(req: Any) -> None:
     }
     if all(own is None for own in kept.values()):
         return  # it asked for none
-    frames = [_frame(tensor, kept[tensor.made_by], req) for tensor in _declared]
-    reply = bytearray().join([req.routed_experts.numpy(), *frames])  # torch wants memory that may be written
-    req.routed_experts = torch.frombuffer(reply, dtype=torch.uint8)
+    reply_N, frames = (
+        req.routed_experts.numpy(),
+        [_frame(tensor, kept[tensor.made_by], req) for tensor in _declared],
+    )
+    first, nbytes = frames[0], sum(map(len, frames))
+    if (
+        len(frames) == 1
+        and not isinstance(first, bytes)
+        and first.ctypes.data == reply_N.ctypes.data + len(reply_N)
+    ):
+        whole = first.base[-len(reply_N) - nbytes :]  # weights lie behind their ids
+    else:
+        whole = bytearray().join([reply_N, *frames])  # torch wants memory that may be written
+    req.routed_experts = torch.frombuffer(whole, dtype=torch.uint8)
 
 
-def _frame(tensor: TokenTensor, kept: Any, req: Any) -> bytes:
+def _frame(tensor: TokenTensor, kept: Any, req: Any) -> Any:
     request_id = str(req.rid)
     try:
         if tensor.made_by == "top_logprobs" and (why := "; ".join(_filters(req))):

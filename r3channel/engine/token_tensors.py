@@ -12,7 +12,7 @@ from r3channel.engine.capture import UnfinishedFrame
 from r3channel.errors import RoutingError
 from r3channel.wire.frame import sample_key
 from r3channel.wire.routing import RowKind, columns_of
-from r3channel.wire.tensor_frame import TensorRows, encode_tensor
+from r3channel.wire.tensor_frame import TensorRows, encode_in_place, encode_tensor
 from r3channel.wire.token_tensors import TokenTensor, Values
 
 
@@ -104,15 +104,22 @@ class KeptWeights:
     """The weights of a request's rows, gathered with its ids; a row that no pass has made has none."""
 
     def __init__(self, unfinished: UnfinishedFrame) -> None:
-        self.first_row = unfinished.first_row
-        self._there_T = columns_of(unfinished.runs)[1] != int(RowKind.MISSING)
-        self._weights_TN = unfinished.weights_TN
+        self.unfinished, self.first_row = unfinished, unfinished.first_row
 
     def entries(self, tensor: TokenTensor, new_tokens: int) -> tuple[Values, Values]:
         """As those of masks, for prompts too."""
         del new_tokens
-        there_T, weights_T = self._there_T, self._weights_TN.view(tensor.entry)[:, 0]
-        return there_T.astype(np.uint16), weights_T if there_T.all() else weights_T[there_T]
+        there_T = columns_of(self.unfinished.runs)[1] != int(RowKind.MISSING)
+        return there_T.astype(np.uint16), self.unfinished.weights_TN.view(tensor.entry)[there_T, 0]
+
+    def frame(self, tensor: TokenTensor) -> Values | None:
+        """Return the frame's bytes, made where the weights lie; None where a row has none."""
+        whole = self.unfinished
+        if whole.sections is None or whole.sections.oldest < 0:
+            return None
+        memory_N, ones_T = whole.weights_frame_N, np.ones(whole.rows, np.uint16)
+        encode_in_place(tensor, memory_N, ones_T, first_row=self.first_row, sample_key=whole.sample_key)
+        return memory_N
 
 
 def pack_topk(logprobs_BV: torch.Tensor, tensor: TokenTensor) -> torch.Tensor:
@@ -133,11 +140,15 @@ def tensor_frame(
     prompt_tokens: int,
     new_tokens: int,
     request_id: str,
-) -> bytes:
+) -> bytes | Values:
     """The frame of a finished request; its first row belongs to the logits at the prompt's last token, that of weights to its
     ids'. RoutingError where the request did not ask for the tensor."""
     if kept is None:
         raise RoutingError(f"the request has no {tensor.name}: it set no {tensor.asked_by}")
+    first_row = prompt_tokens - 1
+    if isinstance(kept, KeptWeights):
+        if (frame := kept.frame(tensor)) is not None:
+            return frame
+        first_row = kept.first_row
     lengths_T, entries_N = kept.entries(tensor, new_tokens)
-    first_row = kept.first_row if isinstance(kept, KeptWeights) else prompt_tokens - 1
     return encode_tensor(TensorRows(tensor, first_row, lengths_T, entries_N, sample_key(request_id)))

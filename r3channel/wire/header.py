@@ -79,10 +79,15 @@ class Header(NamedTuple):
         return HEADER_BYTES + self.sections_bytes + self.wire_bytes
 
 
-def assemble(header: tuple[Any, ...], sections: bytes | bytearray) -> bytes:
-    """The header, both hashes in place, and the sections. `header`: the fields of `Header` but for its hashes."""
-    fields = _HEADER.pack(*header, xxhash.xxh3_64_intdigest(sections), 0)[:-8]
-    return b"".join((fields, xxhash.xxh3_64_intdigest(fields).to_bytes(8, "little"), sections))
+def sealed_header(fields: tuple[Any, ...], sections: bytes | bytearray | memoryview) -> bytes:
+    """Return the header, both hashes in place. `fields`: those of `Header` but for its hashes."""
+    packed = _HEADER.pack(*fields, xxhash.xxh3_64_intdigest(sections), 0)[:-8]
+    return packed + xxhash.xxh3_64_intdigest(packed).to_bytes(8, "little")
+
+
+def assemble(fields: tuple[Any, ...], sections: bytes | bytearray) -> bytes:
+    """The header and the sections."""
+    return b"".join((sealed_header(fields, sections), sections))
 
 
 def announced_bytes(head: memoryview | bytes) -> int:

@@ -34,6 +34,8 @@ _VECTOR_BYTES = 64
 """Lines that are checked at once: one register with AVX-512, two with AVX2; 32 and 128 are slower with both."""
 _GATHERED_ROWS = 32
 """Rows that are gathered, and then summed while they are in the level-1 cache."""
+_HEADER_WORDS = 13
+"""8-byte words of a frame's header."""
 _NINE_BITS_AT_ONCE = 32
 """Ids whose ninth bits are one word."""
 _BLOCK_ROWS = 128
@@ -302,61 +304,116 @@ def _differences(builder: Any, ids: Any, slots: int) -> Iterator[Any]:
 # -- rows of all layers, by slot --------------------------------------------------------------------------------------------
 
 
+@_inlined
+def _write_sections(
+    words_H: Any, spans: int, digests_L: Any, rows: int, row_bytes: int, chunk_rows: int
+) -> None:
+    """Write what ends a frame's head, as `wire.frame` lays it out: spans, digests, table of stored chunks, zeros.
+
+    Spans lie behind the header's room; they are moved to where they stay.
+    """
+    layers, chunks = digests_L.shape[0], -(-rows // chunk_rows)
+    begin = words_H.shape[0] - (3 * spans + layers + (5 * chunks + 1) // 2)
+    begin -= (begin + 1) % 2  # the header has 13 words, and chunks begin at a multiple of 16 bytes
+    at = begin + 3 * spans
+    for word in range(3 * spans - 1, -1, -1):
+        words_H[begin + word] = words_H[_HEADER_WORDS + word]
+    words_H[at : at + layers] = digests_L
+    words_H[at + layers :] = np.uint64(0)
+    table_C = words_H[at + layers :].view(np.uint32)
+    for chunk in range(chunks):
+        first = chunk * chunk_rows
+        height = min(chunk_rows, rows - first)
+        table_C[5 * chunk], table_C[5 * chunk + 1] = first, height
+        table_C[5 * chunk + 2], table_C[5 * chunk + 3] = layers << 16, height * row_bytes
+
+
 @lru_cache(maxsize=4)
-def gather_rows(item_bytes: int, *, row_bytes: int) -> Any:
-    """f(bytes_SN, stamps_S, slots_T, coefficients_T, multipliers_I, bytes_TN, words_W, runs_T2): copy the rows of slots.
+def gather_frame(item_bytes: int, *, row_bytes: int, weights_at: int, weight_bytes: int) -> Any:
+    """f(bytes_SN, stamps_S, makers_M2, slots_T, coefficients_T, multipliers_I, head_H, first_row, chunk_rows, bytes_N, words_W,
+    facts_3): copy the rows of slots into a frame that stores them, and write its sections before them.
 
-    Returns how many runs of equal stamps the rows have. IndexError for a slot that there is not.
+    IndexError for a slot that there is not.
 
-    bytes_SN        rows of slots; what lies in them behind the first `row_bytes` stays
+    bytes_SN        rows of slots: ids, and from `weights_at` on their weights
+    makers_M2       of each stamp: weight version, kind
     coefficients_T  those of `wire.digest`; of no rows where no digest is asked for
+    head_H          the room for the frame's head in words, right before its ids
+    bytes_N         the ids of all rows, and at the end the weights of all rows
     words_W         as in `row_sums`
-    runs_T2         of each run: its first row, its stamp
+    facts_3         spans, newest weight version, oldest one; sections are written if there is room for so many spans
     """
     items, block_rows = row_bytes // item_bytes, _GATHERED_ROWS
     item_of: Any = getattr(np, f"uint{8 * item_bytes}")
 
     def run(
-        bytes_SN: Any, stamps_S: Any, slots_T: Any, coefficients_T: Any, multipliers_I: Any, bytes_TN: Any, words_W: Any,
-        runs_T2: Any,
-    ) -> int:  # fmt: skip
-        rows, runs, layers = slots_T.shape[0], 0, items // multipliers_I.shape[0]
-        source, target = bytes_SN.ctypes.data, bytes_TN.ctypes.data
-        items_N, sums_C = bytes_TN.reshape(-1).view(item_of), words_W[layers:]
+        bytes_SN: Any, stamps_S: Any, makers_M2: Any, slots_T: Any, coefficients_T: Any, multipliers_I: Any, head_H: Any,
+        first_row: int, chunk_rows: int, bytes_N: Any, words_W: Any, facts_3: Any,
+    ) -> None:  # fmt: skip
+        rows, spans, stamp, layers = slots_T.shape[0], 0, -1, items // multipliers_I.shape[0]
+        source, target, step = bytes_SN.ctypes.data, bytes_N.ctypes.data, bytes_SN.shape[1]
+        room, behind = (
+            (head_H.shape[0] - _HEADER_WORDS - layers) // 3,
+            target + bytes_N.shape[0] - rows * weight_bytes,
+        )
+        items_N, sums_C = bytes_N[: rows * row_bytes].view(item_of), words_W[layers:]
         sums_C[:] = np.uint64(0)
+        facts_3[1], facts_3[2] = -1, 1 << 62
         for first in range(0, rows, block_rows):
             end = min(first + block_rows, rows)
             for row in range(first, end):
                 slot = np.int64(slots_T[row])
                 if not 0 <= slot < stamps_S.shape[0]:
                     raise IndexError("a slot that there is not")
-                if runs == 0 or runs_T2[runs - 1, 1] != stamps_S[slot]:
-                    runs_T2[runs, 0], runs_T2[runs, 1] = row, stamps_S[slot]
-                    runs += 1
-                _copy(target + row * row_bytes, source + slot * bytes_SN.shape[1], row_bytes, False)
+                if stamps_S[slot] != stamp:
+                    stamp = stamps_S[slot]
+                    at = _HEADER_WORDS + 3 * spans
+                    if spans < room:
+                        if spans > 0:
+                            head_H[at - 3] |= np.uint64(first_row + row) << np.uint64(32)
+                        head_H[at] = np.uint64(first_row + row)
+                        head_H[at + 1], head_H[at + 2] = makers_M2[stamp, 0], makers_M2[stamp, 1]
+                    facts_3[1], facts_3[2] = (
+                        max(facts_3[1], makers_M2[stamp, 0]),
+                        min(facts_3[2], makers_M2[stamp, 0]),
+                    )
+                    spans += 1
+                _copy(target + row * row_bytes, source + slot * step, row_bytes, False)
+                _copy(behind + row * weight_bytes, source + slot * step + weights_at, weight_bytes, False)
             _add_rows(items_N[first * items : end * items], coefficients_T[first:end], sums_C)
         _add_up(sums_C, coefficients_T, multipliers_I, words_W[:layers])
-        return runs
+        facts_3[0] = spans
+        if 0 < spans <= room:
+            head_H[_HEADER_WORDS + 3 * spans - 3] |= np.uint64(first_row + rows) << np.uint64(32)
+        if spans <= room:
+            _write_sections(head_H, spans, words_W[:layers], rows, row_bytes, chunk_rows)
 
-    words, number, byte = _read_only(types.uint64), types.int32, types.uint8
-    stamps, slots, copied = _read_only(types.int16), _read_only(number), types.Array(byte, 2, "C")
-    own = types.uint64[::1], types.Array(number, 2, "C")
-    return _jit(types.int64(_read_only(byte, 2), stamps, slots, words, words, copied, *own))(run)
+    words, number, byte, own = _read_only(types.uint64), types.int64, types.uint8, types.uint64[::1]
+    held = (
+        _read_only(byte, 2),
+        _read_only(types.int16),
+        _read_only(number, 2),
+        _read_only(types.int32),
+        words,
+        words,
+    )
+    return _jit(types.void(*held, own, number, number, byte[::1], own, number[::1]))(run)
 
 
 @lru_cache(maxsize=4)
 def scatter_rows(row_bytes: int) -> Any:
-    """f(bytes_TN, slots_T, bytes_SN, stamps_S, stamp): copy rows to their slots and stamp them. IndexError for a slot that there
-    is not; those before it have been written."""
+    """f(bytes_TN, slots_T, bytes_SN, stamps_S, stamp): copy rows, each contiguous, to their slots; stamp these. IndexError for a
+    slot that there is not; those before it have been written."""
 
     def run(bytes_TN: Any, slots_T: Any, bytes_SN: Any, stamps_S: Any, stamp: int) -> None:
         rows, source, target = slots_T.shape[0], bytes_TN.ctypes.data, bytes_SN.ctypes.data
-        streamed = (target | row_bytes) % _LINE_BYTES == 0
+        streamed, step = (target | row_bytes) % _LINE_BYTES == 0, bytes_TN.strides[0]
         for row in range(rows):
-            if not 0 <= slots_T[row] < stamps_S.shape[0]:
+            slot = slots_T[row]
+            if not 0 <= slot < stamps_S.shape[0]:
                 raise IndexError("a slot that there is not")
-            stamps_S[slots_T[row]] = stamp
-            own, to = source + row * row_bytes, target + slots_T[row] * row_bytes
+            stamps_S[slot] = stamp
+            own, to = source + row * step, target + slot * row_bytes
             if streamed:
                 for at in range(0, row_bytes, _LINE_BYTES):
                     _copy(to + at, own + at, _LINE_BYTES, True)
@@ -364,8 +421,8 @@ def scatter_rows(row_bytes: int) -> Any:
                 _copy(to, own, row_bytes, False)
         _fence()
 
-    byte, slots = types.uint8, _read_only(types.int64)
-    rows, all_rows = _read_only(byte, 2), types.Array(byte, 2, "C")
+    byte, slots = types.uint8, types.Array(types.int64, 1, "A", readonly=True)
+    rows, all_rows = types.Array(byte, 2, "A", readonly=True), types.Array(byte, 2, "C")
     return _jit(types.void(rows, slots, all_rows, types.int16[::1], types.int64))(run)
 
 

@@ -22,10 +22,10 @@ from r3channel.wire.header import (
     MAX_ROWS,
     Header,
     announced_bytes,
-    assemble,
     check_kind,
     check_sections,
     read_header,
+    sealed_header,
 )
 from r3channel.wire.source import InHand
 from r3channel.wire.token_tensors import LENGTH_BYTES, MOST_ENTRIES, TokenTensor
@@ -80,12 +80,24 @@ def encode_tensor(rows: TensorRows) -> bytes:
             f"less: {rows.tensor.asked_by}"
         )
     values_N = np.ascontiguousarray(rows.entries_N, rows.tensor.entry)
-    sections = b"".join([values_N.data, np.ascontiguousarray(lengths_T, "<u2").data])
-    header = Header(
-        kind=rows.tensor.kind, spec_digest=rows.tensor.digest, rows=len(lengths_T), first_row=rows.first_row,
-        sections_bytes=len(sections), raw_bytes=values_N.nbytes, sample_key=rows.sample_key,
+    lengths_T = np.ascontiguousarray(lengths_T, "<u2")
+    memory_N = np.empty(HEADER_BYTES + values_N.nbytes + lengths_T.nbytes, np.uint8)
+    memory_N[HEADER_BYTES : HEADER_BYTES + values_N.nbytes] = values_N.view(np.uint8)
+    encode_in_place(rows.tensor, memory_N, lengths_T, first_row=rows.first_row, sample_key=rows.sample_key)
+    return memory_N.tobytes()
+
+
+def encode_in_place(
+    tensor: TokenTensor, memory_N: Numbers, lengths_T: Numbers, *, first_row: int, sample_key: int
+) -> None:
+    """Write header and lengths around the values of a frame, which lie in its memory."""
+    data, behind = memory_N.data, len(memory_N) - lengths_T.nbytes
+    memory_N[behind:] = lengths_T.view(np.uint8)
+    fields = Header(
+        kind=tensor.kind, spec_digest=tensor.digest, rows=len(lengths_T), first_row=first_row, sample_key=sample_key,
+        sections_bytes=len(memory_N) - HEADER_BYTES, raw_bytes=behind - HEADER_BYTES,
     )  # fmt: skip
-    return assemble(header[:-2], sections)
+    data[:HEADER_BYTES] = sealed_header(fields[:-2], data[HEADER_BYTES:])
 
 
 def parse_tensors(data: Any, tensors: Sequence[TokenTensor], *, where: str) -> tuple[TensorRows, ...]:

@@ -162,7 +162,7 @@ def test_a_frame_built_in_place_is_encode_frames_own(spec: RoutingSpec, compiled
             spec, expert_ids_TLK=ids[:rows], first_row=5, sample_key=8, codec="stored",
             provenance=spans_of(versions_T, np.zeros(rows, np.uint8), first_row=5),
         )  # fmt: skip
-        assert (made.digests_L is not None) == (compiled and hashed)
+        assert bool(made.sections and made.sections.hashed) == (compiled and hashed)
         assert made.encode(codec="stored").tobytes() == expected and np.array_equal(made.ids_TLK, ids[:rows])
 
 
@@ -229,7 +229,8 @@ def test_weights_lie_with_their_ids_and_are_kept_with_them(spec: RoutingSpec, co
     with numba(compiled):
         held = SlotRows(spec, slots=8, weights=True)
     rows_TN = torch.empty(6, held.row_bytes, dtype=torch.uint8)
-    LayerSelection(spec, device="cpu").fill(rows_TN, pairs)
+    selection = LayerSelection(spec, device="cpu")
+    selection.fill(selection.targets(rows_TN), pairs)
     held.write(np.arange(6), rows_TN.numpy(), weight_version=3, kind=RowKind.DECODED)
     kept, at = held.keep(np.array([1, 2]), first_row=1), np.array([7, 1, 2, 5])  # nothing was written to 7
     held.write(np.array([1, 2]), rows_TN[:2].numpy(), weight_version=4, kind=RowKind.PREFILLED)

@@ -199,7 +199,7 @@ def test_a_device_that_hangs_ends_the_wait_by_name(monkeypatch: pytest.MonkeyPat
 
 
 def test_segments_of_the_ring_never_overlap_while_they_are_taken() -> None:
-    ring, taken, drawn = Ring(4096, device=torch.device("cpu")), list[slice](), random.Random(0)
+    ring, taken, drawn = Ring(4096, 8, device=torch.device("cpu")), list[slice](), random.Random(0)
     refused = 0
     for _ in range(5000):
         segment = ring.take(drawn.randrange(1, 1500)) if drawn.random() < 0.6 else None
