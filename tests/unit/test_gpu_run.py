@@ -16,7 +16,7 @@ import pytest
 
 from tests.gpu import run as command
 from tests.gpu.facts import ANSWER, Facts
-from tests.support.waits import PROGRAM_S, busy, until
+from tests.support.waits import PROGRAM_S, SOON_S, until
 
 DEVICE = next(check for check in command.CHECKS if check.name == "device")
 MACHINE: dict[str, Any] = {"missing": [], "GPUs": 1}
@@ -109,7 +109,7 @@ def test_a_check_that_raises_leaves_its_figures_and_its_traceback_in_its_row(wri
 
 def test_a_check_that_hangs_ends_at_its_limit_with_all_that_it_started(written: Any) -> None:
     hangs = "p = subprocess.Popen(['sleep', '600']); facts.note('pid', p.pid); p.wait()"
-    outcome = written(hangs, limit_s=10 * busy())
+    outcome = written(hangs, limit_s=SOON_S)
     assert outcome.status == "failed" and "still running after " in outcome.line()
     assert "in check" in outcome.traceback, "where it hung"
     with suppress(psutil.NoSuchProcess):  # killed by then; a busy machine takes a moment to end it
