@@ -115,7 +115,7 @@ def r3_step(
 ) -> StepUnderTest:
     """A step of the recording, cut for the layout of the matrix in micro-batches of the recorded size."""
     from r3channel.plan.layout import TrainerLayout
-    from r3channel.recordings.replay import fitted
+    from r3channel.recordings.consumed import fitted
 
     step = fitted(
         r3_recording.step(r3_number), TrainerLayout.parse(r3_layout) if r3_layout is not None else None

@@ -109,9 +109,8 @@ def _check_pair(want: RecordedStep, seen: RecordedStep) -> None:
     if other := sorted({name for name, *_ in sides[0] ^ sides[1]}):
         raise RecordingInvalid(
             f"step {want.number}: {len(other)} samples are not the same on both sides, the first is {other[0]}; expected two "
-            "sides of one run's step",
-            step=want.number,
-        )
+            "sides of one run's step", step=want.number,
+        )  # fmt: skip
     engine, router = want.spec, seen.spec
     if not set(engine.moe_layers) <= set(router.moe_layers):
         raise RecordingInvalid(

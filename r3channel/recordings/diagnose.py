@@ -11,7 +11,8 @@ makes worse are suspicions. Whether rows belong to their token, layer or rank, o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import perm
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import numpy as np
 
 from r3channel.errors import R3Error
 from r3channel.model.spec import RoutingSpec
+from r3channel.plan.placement import spread_ids
 from r3channel.plan.ticket import TicketSample
 from r3channel.recordings.aligned_pair import AlignedPair, Bools, Ints
 from r3channel.recordings.logprobs import SIDES
@@ -76,14 +78,15 @@ _LOOKS: dict[str, Callable[[RoutingSpec, Ids], Bools]] = {
 """The plainest first: a cell shows one of them."""
 
 
-def _shown(spec: RoutingSpec, ids_RLK: Ids, among_RL: Bools) -> Iterator[tuple[str, Bools]]:
-    """Each name, and the cells that show it."""
+def _shown(spec: RoutingSpec, ids_RLK: Ids, among_RL: Bools) -> dict[str, Bools]:
+    """By name the cells that show it; those that show nothing are "unexplained"."""
+    shown = dict[str, Bools]()
     for name, look in _LOOKS.items():
+        shown[name] = hit_RL = np.zeros_like(among_RL)
         if among_RL.any():
-            hit_RL = np.zeros_like(among_RL)
             hit_RL[among_RL] = look(spec, ids_RLK[among_RL])
             among_RL = among_RL & ~hit_RL
-            yield name, hit_RL
+    return shown | {"unexplained": among_RL}
 
 
 # -- two sides ------------------------------------------------------------------------------------------------------------------
@@ -91,79 +94,52 @@ def _shown(spec: RoutingSpec, ids_RLK: Ids, among_RL: Bools) -> Iterator[tuple[s
 
 def judge(sides: AlignedPair) -> list[Finding]:
     """Every fault of one pass of one step; empty where the sides agree."""
-    return [*_Case(sides).findings(), *_versions(sides)]
+    tests = [_missing, _extra_layers, _columns if sides.seen_RLK.shape[2] != sides.spec.top_k else _explained]
+    hits = [(name, hit_RL) for test in tests for name, hit_RL in test(sides) if hit_RL.any()]
+    found = [_finding(name, sides, cells=int(hit.sum()), **sides.example(hit)) for name, hit in hits]
+    return [*found, *_versions(sides)]
 
 
-@dataclass(eq=False)
-class _Case:
-    sides: AlignedPair
+def _explained(sides: AlignedPair) -> Iterator[tuple[str, Bools]]:
+    """What differs: rows that were decoded again, moves of rows, changes of ids, and what cells show by themselves."""
+    again_RL = sides.differs_RL & _decoded_again(sides)[:, None]
+    shown = partial(_shown, sides.spec, sides.seen_RLK)
+    hits, left_RL = search(sides, sides.differs_RL & ~again_RL, lambda left_RL: shown(left_RL)["unexplained"])
+    return iter([("retraction_overwrite", again_RL), *hits.items(), *shown(left_RL).items()])
 
-    def findings(self) -> Iterator[Finding]:
-        yield from self._missing()
-        yield from self._extra_layers()
-        if self.sides.seen_RLK.shape[2] != self.sides.spec.top_k:
-            yield from self._columns()
-        elif self.sides.differs_RL.any():
-            for name, hit_RL in self._explained(self.sides.differs_RL):
-                if hit_RL.any():
-                    yield self._found(name, hit_RL)
 
-    def _explained(self, left_RL: Bools) -> Iterator[tuple[str, Bools]]:
-        again_RL = left_RL & _decoded_again(self.sides)[:, None]
-        yield "retraction_overwrite", again_RL
-        hits, left_RL = search(self.sides, left_RL & ~again_RL, self._unshown)
-        yield from hits.items()
-        yield from _shown(self.sides.spec, self.sides.seen_RLK, left_RL)
-        yield "unexplained", self._unshown(left_RL)
+def _missing(sides: AlignedPair) -> Iterator[tuple[str, Bools]]:
+    gone_R = sides.valid_R & ~sides.there_R
+    for sample in np.unique(sides.sample_R[gone_R]):
+        hit_R = gone_R & (sides.sample_R == sample)
+        first = sides.position_R[hit_R][0] == 0
+        yield "missing_prefix" if first else "zero_rows", _all_layers(sides.spec, hit_R)
 
-    def _unshown(self, left_RL: Bools) -> Bools:
-        """Cells that show nothing by themselves."""
-        for _, hit_RL in _shown(self.sides.spec, self.sides.seen_RLK, left_RL):
-            left_RL = left_RL & ~hit_RL
-        return left_RL
 
-    # -- rows that are not there, layers and columns that are too many -------------------------------------------------------
+def _extra_layers(sides: AlignedPair) -> Iterator[tuple[str, Bools]]:
+    """MTP layers that hold a decoder layer's ids, though the layout maps none to it."""
+    mapped = sides.ticket.layout.mtp
+    for index, move in product(range(sides.extra_RLK.shape[1]), (0, 1)):
+        rows = len(sides.want_RLK) - move
+        same_RL = np.all(sides.want_RLK[:rows] == sides.extra_RLK[move:, index, None], axis=-1)
+        for place in np.flatnonzero(same_RL.sum(0) > max(1, _MOST * rows)):
+            if mapped[index : index + 1] != (sides.spec.moe_layers[place],):
+                yield "mtp_shift", same_RL & (np.arange(same_RL.shape[1]) == place)
 
-    def _missing(self) -> Iterator[Finding]:
-        gone_R = self.sides.valid_R & ~self.sides.there_R
-        for sample in np.unique(self.sides.sample_R[gone_R]):
-            hit_R = gone_R & (self.sides.sample_R == sample)
-            first = self.sides.position_R[hit_R][0] == 0
-            yield self._found("missing_prefix" if first else "zero_rows", self._all_layers(hit_R))
 
-    def _extra_layers(self) -> Iterator[Finding]:
-        """MTP layers that hold a decoder layer's ids, though the layout maps none to it."""
-        sides, mapped = self.sides, self.sides.ticket.layout.mtp
-        for index, move in product(range(sides.extra_RLK.shape[1]), (0, 1)):
-            rows = len(sides.want_RLK) - move
-            same_RL = np.all(sides.want_RLK[:rows] == sides.extra_RLK[move:, index, None], axis=-1)
-            for place in np.flatnonzero(same_RL.sum(0) > max(1, _MOST * rows)):
-                if mapped[index : index + 1] != (sides.spec.moe_layers[place],):
-                    hit_RL = same_RL & (np.arange(same_RL.shape[1]) == place)
-                    yield self._found("mtp_shift", hit_RL)
+def _columns(sides: AlignedPair) -> Iterator[tuple[str, Bools]]:
+    more = sides.seen_RLK[..., sides.spec.top_k :]
+    constant = more.size and (more == more[:1, :1]).all()
+    yield "fused_shared_expert" if constant else "unexplained", _all_layers(sides.spec, sides.both_R)
 
-    def _columns(self) -> Iterator[Finding]:
-        sides, top_k = self.sides, self.sides.spec.top_k
-        more = sides.seen_RLK[..., top_k:]
-        constant = more.size and (more == more[:1, :1]).all()
-        name = "fused_shared_expert" if constant else "unexplained"
-        yield self._found(name, self._all_layers(sides.both_R))
 
-    def _all_layers(self, hit_R: Bools) -> Bools:
-        return np.repeat(hit_R[:, None], self.sides.spec.num_moe_layers, axis=1)
-
-    def _found(self, name: str, hit_RL: Bools) -> Finding:
-        return _finding(name, self.sides, cells=int(hit_RL.sum()), **self.sides.example(hit_RL))
+def _all_layers(spec: RoutingSpec, hit_R: Bools) -> Bools:
+    return np.repeat(hit_R[:, None], spec.num_moe_layers, axis=1)
 
 
 def _finding(name: str, sides: AlignedPair, **values: Any) -> Finding:
-    fields = {
-        "verdict": True,
-        "what": MISTAKES[name].what,
-        "step": sides.ticket.step,
-        "of_pass": sides.of_pass,
-    }
-    return Finding(name=name, **fields, **values)
+    what, step = MISTAKES[name].what, sides.ticket.step
+    return Finding(name=name, verdict=True, what=what, step=step, of_pass=sides.of_pass, **values)
 
 
 # -- versions -----------------------------------------------------------------------------------------------------------------
@@ -171,9 +147,10 @@ def _finding(name: str, sides: AlignedPair, **values: Any) -> Finding:
 
 def _versions(sides: AlignedPair) -> Iterator[Finding]:
     """Differences between what the two sides say about who made a row."""
-    for name, _, (want_T, want_kind_T), (seen_T, seen_kind_T) in _said(sides):
-        again_T = (want_kind_T == RowKind.DECODED) & (seen_kind_T == RowKind.PREFILLED)
-        off = np.flatnonzero((want_T != seen_T) & ~again_T)
+    said_4R, again_R = _said(sides), _decoded_again(sides)
+    for name, begin, end in zip(sides.names, sides.begin_S, sides.begin_S[1:], strict=False):
+        want_T, _, seen_T, _ = said_4R[:, begin:end]
+        off = np.flatnonzero((want_T != seen_T) & ~again_R[begin:end])
         if len(off):
             fewer = len(np.unique(want_T)) > len(np.unique(seen_T))
             by_one = np.unique(np.abs(seen_T[off] - want_T[off])).tolist() == [1]
@@ -183,19 +160,18 @@ def _versions(sides: AlignedPair) -> Iterator[Finding]:
 
 def _decoded_again(sides: AlignedPair) -> Bools:
     """Rows that were decoded by the engines' side and prefilled by the routers'."""
-    again_R = np.zeros(len(sides.sample_R), bool)
-    for _, begin, (_, want_T), (_, seen_T) in _said(sides):
-        again_R[begin : begin + len(want_T)] = (want_T == RowKind.DECODED) & (seen_T == RowKind.PREFILLED)
-    return again_R
+    _, want_R, _, seen_R = _said(sides)
+    return (want_R == RowKind.DECODED) & (seen_R == RowKind.PREFILLED)
 
 
-def _said(sides: AlignedPair) -> Iterator[tuple[str, int, tuple[Ints, Ints], tuple[Ints, Ints]]]:
-    """(sample, its first row, what the engines' side says of its rows, what the routers') where they do not say the same."""
-    samples = zip(sides.names, sides.begin_S[:-1], sides.want_spans, sides.seen_spans, strict=True)
-    for name, begin, want, seen in samples:
+def _said(sides: AlignedPair) -> Ints:
+    """[4, R]: version and kind of each row as the engines' side says, and as the routers' does; -1 where not both say."""
+    said_4R = np.full((4, len(sides.sample_R)), -1)
+    for begin, want, seen in zip(sides.begin_S, sides.want_spans, sides.seen_spans, strict=False):
         if want and seen and want != seen:
             rows = min(want[-1].end, seen[-1].end)
-            yield name, int(begin), spread(want, rows), spread(seen, rows)
+            said_4R[:, begin : begin + rows] = *spread(want, rows), *spread(seen, rows)
+    return said_4R
 
 
 # -- one side -------------------------------------------------------------------------------------------------------------------
@@ -225,24 +201,28 @@ def _unsampled(step: RecordedStep, name: str) -> Iterator[Finding]:
         has_N = entries_N[tensor.chosen] == step.tokens[name][row_N + 1]
         at = np.flatnonzero((length_T > 0) & (np.bincount(row_N, has_N, len(length_T)) == 0))
         if len(at):
-            fields = {"cells": len(at), "what": f"{tensor.name}: {MISTAKES['tensor_row']}"}
-            yield _finding_of(step, "tensor_row", name, position=int(at[0]), **fields)
+            place = {"position": int(at[0]), "cells": len(at)}
+            yield _finding_of(step, "tensor_row", name, because=f"{tensor.name}: ", **place)
 
 
 def _plain(step: RecordedStep, sample: TicketSample) -> Iterator[Finding]:
     spec, (ids_TLK, there_T) = step.spec, step.ids(sample.sample_id)
     gone_T = ~there_T & (step.side == "engine")
+    pads_TK = spread_ids(spec, positions_T=np.arange(len(ids_TLK)))
     for start, end in sample.invalid:
         gone_T[start:end] = False  # the engine said so itself
-    there_TL, gone_TL = (
-        np.repeat(rows_T[:, None], spec.num_moe_layers, axis=1) for rows_T in (there_T, gone_T)
-    )
-    shown = _shown(spec, ids_TLK, there_TL)
-    for fault, hit_TL in [*shown, ("missing_prefix" if gone_TL[0].any() else "zero_rows", gone_TL)]:
-        if hit_TL.any() and (spec.top_k > 1 or fault != "zero_rows" or hit_TL is gone_TL):
+    padded_T = there_T & (ids_TLK == pads_TK[:, None]).all((1, 2)) & (len(ids_TLK) * _chance(spec) < _RARE)
+    rows = (gone_T, padded_T, there_T & ~padded_T)
+    gone_TL, padded_TL, other_TL = (_all_layers(spec, one_T) for one_T in rows)
+    shown = _shown(spec, ids_TLK, other_TL) | {"padding_rows": padded_TL}
+    untold = {"unexplained", *(["zero_rows"] if spec.top_k == 1 else [])}
+    told = [one for one in shown.items() if one[0] not in untold]
+    for fault, hit_TL in [*told, ("missing_prefix" if gone_T[0] else "zero_rows", gone_TL)]:
+        if hit_TL.any():
             row, place = (int(index[0]) for index in np.nonzero(hit_TL))
-            at = {"position": row, "layer": spec.moe_layers[place], "cells": int(hit_TL.sum())}
-            yield _finding_of(step, fault, sample.sample_id, seen=tuple(ids_TLK[row, place].tolist()), **at)
+            layer, seen = spec.moe_layers[place], tuple(ids_TLK[row, place].tolist())
+            at: dict[str, Any] = {"position": row, "layer": layer, "cells": int(hit_TL.sum()), "seen": seen}
+            yield _finding_of(step, fault, sample.sample_id, **at)
 
 
 def _held(step: RecordedStep, name: str) -> Iterator[Finding]:
@@ -302,11 +282,10 @@ def log_probs_suspect(step: RecordedStep) -> Iterator[Finding]:
     worse = np.abs(on - engine) - np.abs(off - engine)
     if worse.mean() > _SURE * worse.std() / len(worse) ** 0.5:
         sample = int(np.bincount(step.logprobs["sample"], worse).argmax())
-        what = f"mean |trainer - engine| {np.abs(on - engine).mean():.3g}, {np.abs(off - engine).mean():.3g} with replay off: "
+        near, far = np.abs(on - engine).mean(), np.abs(off - engine).mean()
+        because = f"mean |trainer - engine| {near:.3g}, {far:.3g} with replay off: "
         name = step.ticket.samples[sample].sample_id
-        yield _finding_of(
-            step, "replay_hurts", name, verdict=False, what=what + MISTAKES["replay_hurts"].what
-        )
+        yield _finding_of(step, "replay_hurts", name, verdict=False, because=because)
 
 
 def _twice(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
@@ -321,9 +300,9 @@ def _twice(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
     at = np.flatnonzero(np.convolve(other, np.ones(_STRETCH), "valid") == _STRETCH)
     if len(at):
         twin, sample = (rows.names[int(rows.sample_R[row])] for row in (first[at[0]], at[0]))
-        what = f"{_STRETCH} rows and more have the experts of rows of sample {twin}, of other tokens: {MISTAKES['stale_row']}"
+        because = f"{_STRETCH} rows and more have the experts of rows of sample {twin}, of other tokens: "
         place: dict[str, Any] = {"position": int(rows.position_R[at[0]]), "cells": int(other.sum())}
-        yield _finding_of(step, "stale_row", sample, verdict=False, what=what, **place)
+        yield _finding_of(step, "stale_row", sample, verdict=False, because=because, **place)
 
 
 def _neighbours(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
@@ -331,11 +310,11 @@ def _neighbours(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
     agreement = {by: _agreement(rows, by) for by in (-1, 0, 1)}
     best = max(agreement, key=lambda by: agreement[by])
     if best and agreement[best] > agreement[0] + _CLEARER:
-        what = (
+        because = (
             f"the first MoE layer agrees with the token {best:+d} positions on in {agreement[best]:.0%} of its experts, with its "
-            f"own in {agreement[0]:.0%}: {MISTAKES['off_by_one_row']}"
+            f"own in {agreement[0]:.0%}: "
         )
-        fields: dict[str, Any] = {"verdict": False, "what": what, "layer": step.spec.moe_layers[0]}
+        fields: dict[str, Any] = {"verdict": False, "because": because, "layer": step.spec.moe_layers[0]}
         yield _finding_of(step, "off_by_one_row", rows.names[0], **fields)
 
 
@@ -355,6 +334,6 @@ def _chance(spec: RoutingSpec) -> float:
     return float(perm(spec.num_experts, min(spec.top_k, spec.num_experts))) ** -spec.num_moe_layers
 
 
-def _finding_of(step: RecordedStep, name: str, sample: str, **values: Any) -> Finding:
-    options = {"verdict": True, "what": MISTAKES[name].what} | values
+def _finding_of(step: RecordedStep, name: str, sample: str, *, because: str = "", **values: Any) -> Finding:
+    options = {"verdict": True, "what": because + MISTAKES[name].what} | values
     return Finding(name=name, step=step.number, sample=sample, **options)

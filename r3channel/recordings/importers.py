@@ -16,14 +16,13 @@ What is no number, text, list, dict or array becomes `Foreign`, with its name.
 
 from __future__ import annotations
 
+import io
 import json
 import pickletools
-import re
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial, partialmethod
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -38,18 +37,15 @@ from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.recordings.recorder import segment_name, write_step
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.step import RecordedStep, spread
-from r3channel.wire.digest import fold, layer_digests
-from r3channel.wire.frame import encode_frame
-from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, check_shape, hash_tokens
+from r3channel.wire.digest import fold
+from r3channel.wire.frame import encode_frame, parse_frame
+from r3channel.wire.routing import Ids, RowKind, check_shape, hash_tokens, spans_of
 from r3channel.wire.tensor_frame import TensorRows, encode_tensor
 from r3channel.wire.token_tensors import TokenTensor, tensors_of
 
 _MOST_UNPACKED = 100
 _DAMAGE = Exception
 """What a damaged or hostile archive raises in zipfile, zlib, numpy and pickletools is not listed anywhere: all of it."""
-_FIELD = r"\('(\w+)', '([|<][biuf]\d+)'(?:, \((\d+),\))?\)"
-_DTYPE = rf"'[|<][biufU]\d+'|\[(?:{_FIELD}(?:, )?)+\]"
-_HEAD = rf"\x93NUMPY\x01\x00..\{{'descr': ({_DTYPE}), 'fortran_order': (False|True), 'shape': \(([\d, ]*)\), \}} *\n"
 _NEEDED = ("sample", "tokens", "ids", "spec", "step")
 
 
@@ -67,10 +63,9 @@ def export_npz(recording: Recording, folder: Path) -> list[Path]:
         names = [sample.sample_id for sample in step.samples]
         ids, there = zip(*(step.ids(name) for name in names), strict=True)
         version, kind = zip(*(spread(s.provenance, s.tokens - 1) for s in step.samples), strict=True)
-        unknown = {sample.sample_id: np.full(sample.tokens, -1) for sample in step.samples}
         arrays: dict[str, Any] = {
             "sample": names, "tokens": [sample.tokens for sample in step.samples],
-            "token_ids": np.concatenate([step.tokens.get(name, unknown[name]) for name in names]),
+            "token_ids": np.concatenate([step.tokens.get(s.sample_id, np.full(s.tokens, -1)) for s in step.samples]),
             "ids": np.concatenate(ids), "valid": np.concatenate(there), "version": np.concatenate(version),
             "kind": np.concatenate(kind), "spec": json.dumps(spec.to_dict()), "step": number,
             "layout": json.dumps(recording.manifest.layout.to_dict()), "token_tensors": step.ticket.token_tensors,
@@ -116,16 +111,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _array(data: bytes) -> Any:
-    """An array as numpy writes it. numpy's own reader compiles the header, and takes memory for any shape that it names."""
-    begin = 10 + int.from_bytes(data[8:10], "little")
-    head = re.fullmatch(_HEAD.encode(), data[:begin], re.DOTALL)
-    if head is None:
-        raise ValueError(f"a member begins with {data[:100]!r}, expected an array of numbers or text")
-    described, *_, fortran, shape = ((text or b"").decode() for text in head.groups())
-    fields = [(name, kind, (int(n),) if n else ()) for name, kind, n in re.findall(_FIELD, described)]
-    sizes = [int(size) for size in shape.split(",") if size.strip()]
-    flat = np.frombuffer(data, fields or described.strip("'"), offset=begin)
-    return flat.reshape(sizes, order="F" if fortran == "True" else "C")
+    """An array as numpy writes it. `np.load` would take memory for any shape that the header names."""
+    file = io.BytesIO(data)
+    if (version := np.lib.format.read_magic(file)) != (1, 0):
+        raise ValueError(f"an array of format {version}, expected (1, 0)")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
 
 
 def _most_bytes(path: Path) -> int:
@@ -187,21 +178,11 @@ def _sample(
     valid_T = arrays["valid"][own_rows].astype(bool) if "valid" in arrays else np.ones(rows, bool)
     version_T = arrays["version"][own_rows] if "version" in arrays else np.zeros(rows, np.int64)
     kind_T = arrays["kind"][own_rows] if "kind" in arrays else np.full(rows, RowKind.UNKNOWN)
-    spans = _runs(version_T, kind_T.clip(0))
-    digests_L = layer_digests(ids_TLK, first_row=0, valid_T=None if valid_T.all() else valid_T)
-    edges = np.flatnonzero(np.diff(valid_T, prepend=True, append=True)).tolist()
-    invalid = tuple(zip(edges[::2], edges[1::2], strict=True))
-    tokens_hash = 0 if tokens is None else hash_tokens(tokens)
-    sample = TicketSample(name, rows + 1, tokens_hash, fold(digests_L), spans, invalid)
-    frame = encode_frame(spec, expert_ids_TLK=ids_TLK, valid_T=valid_T, provenance=spans, codec="stored")
-    return sample, frame
-
-
-def _runs(version_T: Ids, kind_T: Ids) -> tuple[ProvenanceSpan, ...]:
-    changes = np.flatnonzero((np.diff(version_T) != 0) | (np.diff(kind_T) != 0)) + 1
-    edges = [0, *changes.tolist(), len(version_T)]
-    spans = ((a, b, int(version_T[a]), RowKind(int(kind_T[a]))) for a, b in pairwise(edges))
-    return tuple(ProvenanceSpan(*span) for span in spans)
+    spans, tokens_hash = spans_of(version_T, kind_T.clip(0)), 0 if tokens is None else hash_tokens(tokens)
+    data = encode_frame(spec, expert_ids_TLK=ids_TLK, valid_T=valid_T, provenance=spans, codec="stored")
+    frame = parse_frame(data, spec=spec, sample_id=name)
+    invalid = tuple(zip(*[iter(frame.invalid_edges.tolist())] * 2, strict=True))
+    return TicketSample(name, rows + 1, tokens_hash, fold(frame.digests_L), spans, invalid), data
 
 
 _STORAGES = {

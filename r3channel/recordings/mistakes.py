@@ -26,8 +26,8 @@ _VOTED, _PAIRS = 4, 16
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
 """Micro-batch sizes that are tried."""
 
-Maps = Iterable[tuple[Any, Any]]
-"""(where each slot has its ids from, the places of slots), or of each layer (from which one, None): -1 for none."""
+Maps = Iterable[Any]
+"""Where each slot, or each layer (-1: none), has its ids from; for some with the places of slots beside it."""
 
 
 class Mistake(NamedTuple):
@@ -35,6 +35,8 @@ class Mistake(NamedTuple):
 
     what: str
     """What it is, and what usually makes it."""
+    places: str = "by_batch"
+    """Where in the slots it is made by itself: an attribute of `Slots`, or "layers" for a map of layers, or "own"."""
     maps: Callable[[Slots], Maps] = lambda _: ()
     """Those without parameters."""
     voted: Callable[[Slots, Votes], Maps] = lambda *_: ()
@@ -53,13 +55,13 @@ def _stage_reversed(slots: Slots) -> Maps:
         source = slots.own_L[:-1].copy()
         for stage in reversed_stages:
             source[stage] = stage[::-1]
-        yield source, None
+        yield source
 
 
 def _dense_layer_counted(slots: Slots) -> Maps:
     layers, places = np.asarray(slots.sides.spec.moe_layers), slots.own_L[:-1]
     back = np.where(np.isin(places, layers), np.searchsorted(layers, places), -1)
-    return [(source, None) for source in (np.minimum(layers, places[-1]), layers, back)]
+    return np.minimum(layers, places[-1]), layers, back
 
 
 def _shifted(slots: Slots, *, mtp: bool) -> Maps:
@@ -67,33 +69,29 @@ def _shifted(slots: Slots, *, mtp: bool) -> Maps:
     places, extra = slots.own_L[:-1], slots.sides.extra_RLK.shape[1]
     for by in (1, -1, 2, -2):
         if mtp == (abs(by) == extra):
-            yield from ((source, None) for source in (np.roll(places, -by), places + by))
+            yield from (np.roll(places, -by), places + by)
 
 
 def _swapped_layers(slots: Slots, votes: Votes) -> Maps:
     """Layers that have each other's ids, cycle by cycle."""
     for cycle in _cycles(Counter(zip(votes.layer_N.tolist(), votes.from_layer_N.tolist(), strict=True))):
-        yield [cycle.get(place, place) for place in slots.own_L[:-1].tolist()], None
+        yield [cycle.get(place, place) for place in slots.own_L[:-1].tolist()]
 
 
 # -- maps of rows --------------------------------------------------------------------------------------------------------------
 
 
-def _off_by_one_row(slots: Slots) -> Maps:
-    return [(slots.shifted(by), slots.by_sample) for by in (1, -1)]
-
-
 def _shifted_padding(slots: Slots) -> Maps:
     tokens = np.asarray([slots.ticket.sample(name).tokens for name in slots.names])
     padding_S = (slots.padded_S - tokens)[slots.sample_S]
-    return [(slots.shifted(by * padding_S), slots.by_batch) for by in (-1, 1)]
+    return slots.shifted(-padding_S), slots.shifted(padding_S)
 
 
 def _moved(slots: Slots, votes: Votes, sign: int) -> Maps:
     """By more than one row, forwards or backwards."""
     a, b = votes.slot_N, votes.from_slot_N
     moved = (slots.position_S[b] - slots.position_S[a])[slots.sample_S[a] == slots.sample_S[b]]
-    return [(slots.shifted(by), slots.by_sample) for by in _most(moved[moved * sign > 1])]
+    return map(slots.shifted, _most(moved[moved * sign > 1]))
 
 
 def _turns(slots: Slots, votes: Votes) -> Ints:
@@ -105,7 +103,7 @@ def _turns(slots: Slots, votes: Votes) -> Ints:
 
 def _rotated(slots: Slots, votes: Votes | None = None) -> Maps:
     ways = _most(_turns(slots, votes)) if votes else (1, -1)
-    return [(slots.of_calls(slots.call_S, by), slots.by_batch) for by in ways]
+    return [slots.of_calls(slots.call_S, by) for by in ways]
 
 
 def _other_microbatch(slots: Slots, votes: Votes | None = None) -> Maps:
@@ -113,26 +111,16 @@ def _other_microbatch(slots: Slots, votes: Votes | None = None) -> Maps:
     if votes:
         a, b = votes.slot_N, votes.from_slot_N
         further = ((slots.round_S[b] - slots.round_S[a]) % slots.rounds)[slots.by_rank[a] == slots.by_rank[b]]
-    return [(slots.of_batches(by), slots.by_batch) for by in _most(further)]
-
-
-def _parts(slots: Slots) -> Ints:
-    """[CP rank, TP part]: the number of each part of a micro-batch."""
-    return np.arange(slots.parts).reshape(slots.ticket.layout.cp, -1)
+    return map(slots.of_batches, _most(further))
 
 
 def _sp_halves_swapped(slots: Slots) -> Maps:
-    parts = _parts(slots)
-    return [
-        (slots.of_parts(source), slots.by_batch) for source in (np.roll(parts, -1, axis=1), parts[:, ::-1])
-    ]
+    return map(slots.of_parts, (np.roll(slots.part_CT, -1, axis=1), slots.part_CT[:, ::-1]))
 
 
 def _tp_cp_exchanged(slots: Slots) -> Maps:
-    turned, layout = _parts(slots).T, slots.ticket.layout
-    yield from (
-        (slots.of_parts(source), slots.by_batch) for source in (turned, np.argsort(turned, axis=None))
-    )
+    turned, layout = slots.part_CT.T, slots.ticket.layout
+    yield from map(slots.of_parts, (turned, np.argsort(turned, axis=None)))
     exchanged = replace(layout, tp=layout.cp, cp=layout.tp, sp=None)
     if exchanged.tp_slots * exchanged.cp == slots.parts:
         yield from _cut(slots, slots.ticket.assignment.ranks, exchanged)
@@ -141,7 +129,7 @@ def _tp_cp_exchanged(slots: Slots) -> Maps:
 def _zigzag_order(slots: Slots) -> Maps:
     first = np.arange(cp := slots.ticket.layout.cp)
     zigzag = np.stack([first, 2 * cp - 1 - first], axis=1).ravel()
-    return [(slots.of_chunks(takes), slots.by_batch) for takes in (np.argsort(zigzag), zigzag)]
+    return map(slots.of_chunks, (np.argsort(zigzag), zigzag))
 
 
 def _other_microbatch_size(slots: Slots) -> Maps:
@@ -154,7 +142,7 @@ def _other_microbatch_size(slots: Slots) -> Maps:
 def _cut(slots: Slots, ranks: Any, layout: TrainerLayout) -> Maps:
     """What was laid out for another trainer; nothing where that one could not run it."""
     with suppress(ConfigError):
-        yield slots.of_cut(ranks, layout), slots.by_rank
+        yield slots.of_cut(ranks, layout)
 
 
 def _exchanges(slots: Slots, votes: Votes) -> tuple[list[dict[int, int]], Counter[tuple[int, int, int]]]:
@@ -163,15 +151,14 @@ def _exchanges(slots: Slots, votes: Votes) -> tuple[list[dict[int, int]], Counte
     moves = np.stack([slots.sample_S[a], slots.sample_S[b], slots.position_S[b] - slots.position_S[a]])
     apart = (moves[0] != moves[1]) & (moves[:2] >= 0).all(0)
     pairs = Counter(dict(Counter(map(tuple, moves[:, apart].T.tolist())).most_common(_PAIRS)))
-    return list(
-        _cycles(Counter({(one, other): count for (one, other, by), count in pairs.items() if by == 0}))
-    ), pairs
+    exchanged = Counter({(one, other): count for (one, other, by), count in pairs.items() if by == 0})
+    return list(_cycles(exchanged)), pairs
 
 
 def _swapped_samples(slots: Slots, votes: Votes) -> Maps:
     """All together: an order that was changed."""
     together = chain.from_iterable(cycle.items() for cycle in _exchanges(slots, votes)[0])
-    return [(slots.of_samples(dict(together)), slots.by_sample)]
+    return [slots.of_samples(dict(together))]
 
 
 def _cp_chunks_swapped(slots: Slots, votes: Votes) -> Maps:
@@ -202,35 +189,42 @@ def _cycles(pairs: Counter[tuple[int, int]]) -> Iterator[dict[int, int]]:
 
 
 MISTAKES = {
-    "stage_reversed": Mistake("the layers of a pipeline stage are bound from the last to the first", _stage_reversed),
+    "stage_reversed": Mistake("the layers of a pipeline stage are bound from the last to the first", "layers", _stage_reversed),
     "dense_layer_counted": Mistake(
-        "decoder layers and MoE layers were counted alike: dense layers have no routing", _dense_layer_counted),
+        "decoder layers and MoE layers were counted alike: dense layers have no routing", "layers", _dense_layer_counted),
     "mtp_shift": Mistake(
-        "an MTP layer took a decoder layer's ids, or pushed all others on: layer numbers collide", partial(_shifted, mtp=True)),
+        "an MTP layer took a decoder layer's ids, or pushed all others on: layer numbers collide", "layers",
+        partial(_shifted, mtp=True)),
     "shifted_layer": Mistake(
-        "each layer has its neighbour's ids: layers are bound by the order of construction", partial(_shifted, mtp=False)),
-    "sp_halves_swapped": Mistake("sequence-parallel parts are exchanged between TP ranks", _sp_halves_swapped),
-    "tp_cp_exchanged": Mistake("TP and CP are exchanged: ranks are counted in the other order", _tp_cp_exchanged),
-    "zigzag_order": Mistake("context-parallel chunks are in the other order, zigzag against contiguous", _zigzag_order),
+        "each layer has its neighbour's ids: layers are bound by the order of construction", "layers",
+        partial(_shifted, mtp=False)),
+    "sp_halves_swapped": Mistake("sequence-parallel parts are exchanged between TP ranks", maps=_sp_halves_swapped),
+    "tp_cp_exchanged": Mistake("TP and CP are exchanged: ranks are counted in the other order", maps=_tp_cp_exchanged),
+    "zigzag_order": Mistake("context-parallel chunks are in the other order, zigzag against contiguous", maps=_zigzag_order),
     "off_by_one_row": Mistake(
-        "each row has its neighbour's ids: a last token without a row, padding or shifted labels", _off_by_one_row),
+        "each row has its neighbour's ids: a last token without a row, padding or shifted labels", "by_sample",
+        lambda slots: map(slots.shifted, (1, -1))),
     "shifted_padding": Mistake(
         "rows stand before or behind their places, as far as padding goes: it is on the other side",
-        _shifted_padding, partial(_moved, sign=-1)),
-    "other_microbatch": Mistake("a micro-batch's routers have another one's rows", _other_microbatch, _other_microbatch),
+        maps=_shifted_padding, voted=partial(_moved, sign=-1)),
+    "other_microbatch": Mistake(
+        "a micro-batch's routers have another one's rows", maps=_other_microbatch, voted=_other_microbatch),
     "recompute_other_microbatch": Mistake(
         "the recompute took another micro-batch's ids than its forward pass: one queue for all"),
-    "rotated_rows": Mistake("the rows of a micro-batch are rotated: a start offset within the pack", _rotated, _rotated),
-    "other_microbatch_size": Mistake("rows were laid out for micro-batches of another size", _other_microbatch_size),
+    "rotated_rows": Mistake(
+        "the rows of a micro-batch are rotated: a start offset within the pack", maps=_rotated, voted=_rotated),
+    "other_microbatch_size": Mistake("rows were laid out for micro-batches of another size", "by_rank", _other_microbatch_size),
     "missing_prefix": Mistake(
-        "the leading rows are not there: a start offset, or a cached prompt that was not returned",
+        "the leading rows are not there: a start offset, or a cached prompt that was not returned", "by_sample",
         voted=partial(_moved, sign=1)),
-    "swapped_layers": Mistake("layers have each other's ids: an order or a table of layers is wrong", voted=_swapped_layers),
+    "swapped_layers": Mistake(
+        "layers have each other's ids: an order or a table of layers is wrong", "layers", voted=_swapped_layers),
     "swapped_samples": Mistake(
-        "two samples have each other's rows: an order was changed on one side only", voted=_swapped_samples),
+        "two samples have each other's rows: an order was changed on one side only", "by_sample",
+        voted=_swapped_samples),
     "cp_chunks_swapped": Mistake(
-        "context-parallel chunks of two sequences are exchanged: a pack's offsets", voted=_cp_chunks_swapped),
-    "stale_row": Mistake("rows are those of another request: a cached slot was not written again", voted=_stale_row),
+        "context-parallel chunks of two sequences are exchanged: a pack's offsets", "own", voted=_cp_chunks_swapped),
+    "stale_row": Mistake("rows are those of another request: a cached slot was not written again", "own", voted=_stale_row),
     "zero_rows": Mistake("rows of zeros: memory that nobody wrote, or a path that never captures"),
     "duplicated_ids": Mistake("an expert stands twice in a row: zero-filled, stale or overlapping memory"),
     "padding_rows": Mistake("rows hold padding's made-up ids: the end of the padding was taken for rows"),
@@ -274,11 +268,8 @@ class Finding:
 
     def __str__(self) -> str:
         kind = "" if self.verdict else "suspicion: "
-        place = f"step {self.step}, sample {self.sample}"
-        if self.position >= 0:
-            place += f", position {self.position}"
-        if self.layer >= 0:
-            place += f", layer {self.layer}"
+        where = {"step": self.step, "sample": self.sample, "position": self.position, "layer": self.layer}
+        place = ", ".join(f"{name} {value}" for name, value in where.items() if value != -1)
         ids = f": expected {list(self.expected)}, seen {list(self.seen)}" if self.seen else ""
         count = f" ({self.cells:,} rows of layers)" if self.cells else ""
         passed = f" in the {self.of_pass} pass" if self.of_pass != "forward" else ""
@@ -290,35 +281,31 @@ class Catalogue:
 
     def __init__(self, sides: AlignedPair) -> None:
         self.slots = slots = Slots(sides)
-        moves = [self._move(name, *of) for name, mistake in MISTAKES.items() for of in mistake.maps(slots)]
-        self._fixed = [
-            one for one in moves if (one.slots_S != slots.own_S).any() or (one.layers_L != slots.own_L).any()
-        ]
+        moves = [self._move(name, of) for name, mistake in MISTAKES.items() for of in mistake.maps(slots)]
+        self._fixed = [move for move in moves if move.moves(slots.own_S, slots.own_L)]
         """Those without parameters, that move something."""
 
-    def candidates(self, votes: Votes) -> list[Move]:
-        """Return all, with those whose parameters cells tell."""
-        slots = self.slots
-        real_N = (votes.slot_N < slots.none) & (votes.from_slot_N < slots.none)
-        real_N &= np.maximum(votes.layer_N, votes.from_layer_N) < slots.own_L[-1]
-        real = Votes(*(column[real_N] for column in votes))
-        voted = [
-            self._move(name, *of) for name, mistake in MISTAKES.items() for of in mistake.voted(slots, real)
-        ]
-        return [*self._fixed, *voted]
+    def candidates(self, cell_N: Ints, from_N: Ints) -> list[Move]:
+        """Return all, with those whose parameters are told by cells and those whose ids they have."""
+        votes = self.slots.votes(cell_N, from_N)
+        told = ((name, of) for name, mistake in MISTAKES.items() for of in mistake.voted(self.slots, votes))
+        return [*self._fixed, *(self._move(*one) for one in told)]
 
-    def agreed(self, votes: Votes) -> int:
+    def agreed(self, cell_N: Ints, from_N: Ints) -> int:
         """Return how many cells vote for one mistake: one without parameters, or one rotation."""
+        votes = self.slots.votes(cell_N, from_N)
         by = _turns(self.slots, votes)[votes.layer_N == votes.from_layer_N]
         turns = np.unique(by[by != 0], return_counts=True)[1]
-        return max(int(turns.max(initial=0)), *(move.votes(votes) for move in self._fixed))
+        same = (int(np.count_nonzero(move.sources(cell_N) == from_N)) for move in self._fixed)
+        return max(int(turns.max(initial=0)), *same)
 
-    def _move(self, name: str, source: Any, place_S: Ints | None) -> Move:
-        slots, none = self.slots, self.slots.own_L[-1]
+    def _move(self, name: str, source: Any) -> Move:
+        slots, places, none = self.slots, MISTAKES[name].places, self.slots.own_L[-1]
         if name == "other_microbatch" and slots.sides.of_pass == "recompute":
             name = "recompute_other_microbatch"
-        if place_S is not None:
-            return Move(name, source, slots.own_L, place_S)
-        source_L = np.append(source, -1)
-        source_L[(source_L < 0) | (source_L > none)] = none
-        return Move(name, slots.own_S, source_L, slots.by_sample)
+        if places == "layers":
+            source_L = np.append(source, -1)
+            source_L[(source_L < 0) | (source_L > none)] = none
+            return Move(name, slots.own_S, source_L, slots.by_sample)
+        source_S, place_S = source if places == "own" else (source, getattr(slots, places))
+        return Move(name, source_S, slots.own_L, place_S)

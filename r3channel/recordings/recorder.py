@@ -23,7 +23,7 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.logprobs import logprobs_glob
-from r3channel.recordings.manifest import Manifest
+from r3channel.recordings.recording import Manifest
 from r3channel.recordings.segment import Kind, Pieces, check_room, nbytes_of, pack
 from r3channel.recordings.step import PASSES, Bytes, RecordedStep
 from r3channel.wire.chunks import stored_entries

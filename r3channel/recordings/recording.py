@@ -1,30 +1,123 @@
-"""A recording on disk, step by step: the manifest, and a segment for each step. Reads; writes nothing.
+"""A recording on disk, step by step: the manifest, and a segment for each step. Reads; writes no step.
 
-REC/manifest.json
+REC/manifest.json                         spec and layout of all steps: written once, by the first writer
     step-000003.r3s                       the step as it was sealed (`segment`)
     step-000003.logprobs-5.safetensors    of each trainer rank that computed them (`logprobs`)
+
+The manifest: {"format": "r3channel-recording", "version": 1, "side": "engine" | "router", "spec": {...}, "layout": {...},
+ "tokens": true, "versions": {"r3channel": "0.1.0", "numpy": ..., "torch": ..., "sglang": ...}}
 """
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 import re
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from r3channel.errors import R3Error, RecordingInvalid
+from r3channel.model.spec import RoutingSpec
+from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.logprobs import read_logprobs
-from r3channel.recordings.manifest import Manifest
 from r3channel.recordings.segment import Kind, Record, read
 from r3channel.recordings.step import PASSES, Bytes, RecordedStep, SampleKey
 from r3channel.wire.routing import Ids
 
+NAME = "manifest.json"
+SIDES = ("engine", "router")
+_FORMAT, _VERSION = "r3channel-recording", 1
+_NAMED = ("r3channel", "numpy", "torch", "sglang", "megatron-core", "ray", "transformers")
 _SEGMENT = re.compile(r"step-(\d+)\.r3s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Spec and layout that every step of the recording shares."""
+
+    spec: RoutingSpec
+    layout: TrainerLayout
+    side: str = "engine"
+    """Who chose or used the ids: the engines, or the trainers' routers."""
+    tokens: bool = True
+    """Whether token ids were written."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of the packages installed where it was written."""
+
+    def write(self, folder: Path) -> None:
+        """Raises RecordingInvalid where another recording lies in the folder, OSError where nothing can be written."""
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = folder / f".{NAME}-{os.getpid()}-{id(self)}"
+        values = {
+            "format": _FORMAT, "version": _VERSION, "side": self.side, "spec": self.spec.to_dict(),
+            "layout": self.layout.to_dict(), "tokens": self.tokens, "versions": dict(self.versions or installed()),
+        }  # fmt: skip
+        try:
+            scratch.write_text(json.dumps(values, indent=1) + "\n")
+            with suppress(FileExistsError):
+                os.link(scratch, folder / NAME)  # whole, and never over another relay's
+        finally:
+            scratch.unlink(missing_ok=True)
+        there = Manifest.read(folder)
+        for name in ("spec", "layout", "side", "tokens"):
+            if getattr(there, name) != getattr(self, name):
+                raise RecordingInvalid(
+                    f"{folder} holds a recording of {name} {getattr(there, name)}, this one has {getattr(self, name)}; give "
+                    "another folder"
+                )
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Raises RecordingInvalid."""
+        path = folder / NAME
+        try:
+            values = json.loads(path.read_text())
+            header = values["format"], values["version"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise RecordingInvalid(
+                f"{folder}: expected a recording's folder, with its {NAME}: {error!r}. Is it the folder that --record was given?"
+            ) from error
+        if header != (_FORMAT, _VERSION):
+            raise RecordingInvalid(
+                f"{path}: format {header[0]!r}, version {header[1]!r}; expected {_FORMAT!r}, {_VERSION}: read it with the "
+                "r3channel that wrote it"
+            )
+        try:
+            return cls._of(values)
+        except (R3Error, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise RecordingInvalid(f"{path} is damaged: {error!r}") from error
+
+    @classmethod
+    def _of(cls, values: Mapping[str, Any]) -> Manifest:
+        if values["side"] not in SIDES:
+            raise ValueError(f"side {values['side']!r}, expected one of {SIDES}")
+        versions = {str(name): str(version) for name, version in values["versions"].items()}
+        spec, layout = RoutingSpec.from_dict(values["spec"]), TrainerLayout.from_dict(values["layout"])
+        fields = {"side": values["side"], "tokens": bool(values["tokens"]), "versions": versions}
+        return cls(spec=spec, layout=layout, **fields)
+
+
+def installed() -> dict[str, str]:
+    """Name -> version of what is installed here; nothing is imported."""
+    versions = {"python": platform.python_version()}
+    for name in _NAMED:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+_Gathered = tuple[dict[SampleKey, list[Bytes]], dict[str, Ids], dict[str, list[Bytes]]]
+"""Frames, tokens, and what they bring beside expert ids."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +173,19 @@ class Recording:
         if not segment.records:
             raise RecordingInvalid(f"{segment.path} ends before its ticket does; nothing of it can be read")
         ticket = Ticket.from_bytes(bytes(segment.records[0].payload))
-        self._check(segment, ticket, step)
+        if ticket.step != step:
+            raise RecordingInvalid(f"{segment.path}: it holds step {ticket.step}; was the file renamed?")
+        if self.manifest.side == "engine" and ticket.spec != self.manifest.spec:
+            what = f"its ticket is of spec {ticket.spec}, the manifest of {self.manifest.spec}"
+            raise RecordingInvalid(f"{segment.path}: {what}")
         frames, tokens, tensors = self._gathered(segment, ticket)
         plain = {name: turns for (part, name), turns in frames.items() if part in PASSES[:2]}
         named = {sample.sample_id: plain.get(sample.sample_id, []) for sample in ticket.samples}
-        router, spec = self.manifest.side == "router", self.manifest.spec
-        options: dict[str, Any] = {"side": self.manifest.side, "tensors": tensors}
-        options["logprobs"] = self._logprobs(ticket)
-        recorded = RecordedStep(ticket, named, tokens, spec, passes=frames if router else {}, **options)
+        side, router = self.manifest.side, self.manifest.side == "router"
+        options: dict[str, Any] = {"side": side, "tensors": tensors, "logprobs": self._logprobs(ticket)}
+        recorded = RecordedStep(
+            ticket, named, tokens, self.manifest.spec, passes=frames if router else {}, **options
+        )
         if segment.ended and router:
             return recorded  # rows that no router used are for `check` to tell
         cut = tuple(s.sample_id for s in ticket.samples if not self._is_whole(recorded, s.sample_id))
@@ -105,43 +203,19 @@ class Recording:
                 )
         return columns
 
-    def _check(self, segment: Segment, ticket: Ticket, step: int) -> None:
-        if ticket.step != step:
-            raise RecordingInvalid(f"{segment.path}: it holds step {ticket.step}; was the file renamed?")
-        if self.manifest.side == "engine" and ticket.spec != self.manifest.spec:
-            raise RecordingInvalid(
-                f"{segment.path}: its ticket is of spec {ticket.spec}, the manifest of {self.manifest.spec}"
-            )
-
-    def _gathered(
-        self, segment: Segment, ticket: Ticket
-    ) -> tuple[dict[SampleKey, list[Bytes]], dict[str, Ids], dict[str, list[Bytes]]]:
-        names = [sample.sample_id for sample in ticket.samples]
+    def _gathered(self, segment: Segment, ticket: Ticket) -> _Gathered:
         frames, tokens = defaultdict[SampleKey, list[Bytes]](list), dict[str, Ids]()
         tensors = defaultdict[str, list[Bytes]](list)
         for index, record in enumerate(segment.records[1:], 2):
-            if record.sample >= len(names) or record.part >= len(PASSES):
-                raise RecordingInvalid(
-                    f"{segment.path}: a record of sample {record.sample}, pass {record.part}; expected fewer than "
-                    f"{len(names)} and {len(PASSES)}"
-                )
-            if record.kind is Kind.TICKET or (record.kind is Kind.END and index < len(segment.records)):
-                raise RecordingInvalid(
-                    f"{segment.path}: record {index} is a {record.kind.name}; expected one ticket at the start and one end: are "
-                    "two segments in one file?"
-                )
+            if problem := _problem(record, ticket, index, last=index == len(segment.records)):
+                raise RecordingInvalid(f"{segment.path}: {problem}")
+            name = ticket.samples[record.sample].sample_id
             if record.kind is Kind.TOKENS:
-                name = names[record.sample]
-                if record.payload.nbytes != 4 * ticket.sample(name).tokens:
-                    raise RecordingInvalid(
-                        f"{segment.path}: {record.payload.nbytes} bytes of token ids of sample {name}, expected 4 for each of "
-                        f"its {ticket.sample(name).tokens} tokens"
-                    )
                 tokens[name] = np.frombuffer(record.payload, "<i4")
             elif record.kind is Kind.FRAME:
-                frames[PASSES[record.part], names[record.sample]].append(record.payload)
+                frames[PASSES[record.part], name].append(record.payload)
             elif record.kind is Kind.TENSORS:
-                tensors[names[record.sample]].append(record.payload)
+                tensors[name].append(record.payload)
         return dict(frames), tokens, dict(tensors)
 
     def _is_whole(self, step: RecordedStep, name: str) -> bool:
@@ -160,3 +234,18 @@ class Recording:
         for start, end in sample.invalid:
             there_T[start:end] = True
         return bool(there_T.all())
+
+
+def _problem(record: Record, ticket: Ticket, index: int, *, last: bool) -> str:
+    """What is wrong with a record behind the ticket; empty where nothing is."""
+    most = len(ticket.samples), len(PASSES)
+    if record.sample >= most[0] or record.part >= most[1]:
+        return f"a record of sample {record.sample}, pass {record.part}; expected fewer than {most[0]} and {most[1]}"
+    if record.kind is Kind.TICKET or (record.kind is Kind.END and not last):
+        what = f"record {index} is a {record.kind.name}; expected one ticket at the start and one end"
+        return f"{what}: are two segments in one file?"
+    sample, nbytes = ticket.samples[record.sample], record.payload.nbytes
+    if record.kind is Kind.TOKENS and nbytes != 4 * sample.tokens:
+        what = f"{nbytes} bytes of token ids of sample {sample.sample_id}"
+        return f"{what}, expected 4 for each of its {sample.tokens} tokens"
+    return ""

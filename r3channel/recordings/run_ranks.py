@@ -31,9 +31,8 @@ from r3channel.errors import PeerFailed, UsageError
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.placement import place_shard
 from r3channel.plan.stream import Stream
-from r3channel.recordings.consumed import ConsumedRows
+from r3channel.recordings.consumed import ConsumedRows, fitted
 from r3channel.recordings.recording import Recording
-from r3channel.recordings.replay import fitted
 from r3channel.recordings.step import RecordedStep
 from r3channel.wire.routing import Ids
 
@@ -138,21 +137,18 @@ def _run(work: Path, world_size: int, timeout_s: float) -> None:
 
 
 def _save(path: Path, rows: ConsumedRows, seconds: float) -> None:
-    keys = [json.dumps(key) for key in rows.ids]
-    arrays: dict[str, Any] = {"keys": np.asarray(keys or [""]), "seconds": np.asarray(seconds)}
-    for index, key in enumerate(rows.ids):
-        arrays |= {f"ids{index}": rows.ids[key], f"there{index}": rows.there[key]}
-    np.savez(path, **arrays)
+    arrays = {json.dumps([0, *key]): ids_TLK for key, ids_TLK in rows.ids.items()}
+    arrays |= {json.dumps([1, *key]): there_TL for key, there_TL in rows.there.items()}
+    np.savez(path, **arrays, seconds=np.asarray(seconds))
 
 
 def _merge(path: Path, total: ConsumedRows) -> float:
     """Add what one rank used to the total; the seconds that it took."""
     rows = ConsumedRows(total.ticket, total.spec)
     with np.load(path, allow_pickle=False) as arrays:
-        for index, text in enumerate(filter(None, arrays["keys"].tolist())):
-            of_pass, sample = json.loads(text)
-            rows.ids[of_pass, sample] = arrays[f"ids{index}"]
-            rows.there[of_pass, sample] = arrays[f"there{index}"]
+        for name in arrays.files[:-1]:
+            which, of_pass, sample = json.loads(name)
+            (rows.ids, rows.there)[which][of_pass, sample] = arrays[name]
         total.merge(rows)
         return float(arrays["seconds"])
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from operator import itemgetter
 
 import numpy as np
 
 from r3channel.recordings.aligned_pair import AlignedPair, Bools, Ints
 from r3channel.recordings.mistakes import Catalogue
-from r3channel.recordings.slots import Move, Slots, Votes
+from r3channel.recordings.slots import Move, Slots
 from r3channel.wire.routing import Ids
 from r3channel.wire.validate import items_of, row_words
 
@@ -29,154 +29,118 @@ _TWICE, _TRIED = 1.5, 5
 """So many times as much as one must two explain; first ones of two, of which the second is searched for."""
 _REPEATED = 8
 """Cells with the same ids, of which the first is taken for the origin."""
+_AT_ONCE = 1 << 18
+"""Cells that are looked at in one go: 2 MB a column."""
 _AGAIN = 16
 """Ids that must be seen again and mean the same again, and cells that must be explained, not to be chance."""
-_LAYERS, _CELLS, _ROUNDS = 8, 4096, 3
-"""Layers and cells of which a mapping of ids is guessed; how often it is told from what was found with the last."""
+_CELLS = 16384
+"""Cells of which a mapping of ids is guessed."""
 _WORD = 0xFFFF
 
 
-class Cells(NamedTuple):
-    """Columns. `matched`: the chain so far explains the ids, or they do not differ."""
-
-    slots: Ints
-    layers: Ints
-    seen: Ids
-    matched: Bools
-
-
-class Found(NamedTuple):
-    """A longer chain, its last mistake in all of its places. The best explains the most cells, then moves the fewest."""
-
-    gained: int
-    unmoved: int
-    """Less than 0."""
-    chain: Chain
-
-
 class Search:
-    """The chain of moves that explains most. `left_RL`: what it does not; at its edges a move may say nothing of a cell."""
+    """The chain of moves that explains most. `left_RL`: what it does not; at its edges a move may say nothing of a cell.
+
+    Indices are of the routers' cells, row by row.
+    """
 
     def __init__(self, catalogue: Catalogue, left_RL: Bools, want_RLK: Ids, seen_RLK: Ids) -> None:
         """Search for what explains the cells that are left; what else differs is not looked at. Both sides' ids as they are to be
         compared."""
         self._catalogue, self._slots, sides = catalogue, catalogue.slots, catalogue.slots.sides
-        self._want_RL, self._seen_RL = words_of(want_RLK, seen_RLK)
-        self._rows, self._layers = self._want_RL.shape
-        self._want_RL = np.pad(self._want_RL, ((0, 1), (0, 1)))
-        self._asked_RL = left_RL | (sides.both_R[:, None] & ~sides.differs_RL)
-        self._differed_RL = self.left_RL = left_RL
-        self.matched_RL = np.zeros_like(left_RL)
+        self._want_N, self._seen_N = (words_RL.ravel() for words_RL in words_of(want_RLK, seen_RLK))
+        self._cell_N = self._slots.cell_RL.ravel()
+        self._want_C = np.zeros(len(self._slots.known_C), np.uint64)
+        self._want_C[self._cell_N] = self._want_N
+        self._differed_N = self._left_N = left_RL.ravel()
+        self._asked_N = self._left_N | (sides.both_R[:, None] & ~sides.differs_RL).ravel()
+        self._matched_N = np.zeros_like(self._left_N)
         self._accept(())
         while len(self.chain) < _CLAIMS and (longer := self._longer()) and self._accept(longer):
             pass
+        self.left_RL = self._left_N.reshape(left_RL.shape)
 
-    def hits(self) -> dict[str, Bools]:
-        """Return the cells that each mistake takes part in, by its name; the largest first."""
-        hits = dict[str, Bools]()
-        for layer, cells in enumerate(self._all()):
-            slots, layers = cells[:2]
+    def hits(self, reading: str) -> dict[str, Bools]:
+        """Return the cells that each mistake takes part in, by its name; `reading`: those whose ids were changed."""
+        hits = {name: np.zeros_like(self._left_N) for name in (*(move.name for move in self.chain), reading)}
+        for index in _parts(np.flatnonzero(self._differed_N & self._matched_N)):
+            cells = self._cell_N[index]
             for move in self.chain:
-                source = move.sources(slots, layers)
-                hit_R = self._differed_RL[:, layer] & cells.matched & _moved(source, slots, layers)
-                if hit_R.any():
-                    hits.setdefault(move.name, np.zeros_like(self.left_RL))[:, layer] |= hit_R
-                slots, layers = source
-        return dict(sorted(hits.items(), key=lambda item: -int(item[1].sum())))
+                source = move.sources(cells)
+                hits[move.name][index] |= source != cells
+                cells = source
+            known, want_NK = self._slots.ids_at(cells)
+            rows, layers = np.divmod(index[known], self.left_RL.shape[1])
+            hits[reading][index[known]] = (want_NK != self._slots.sides.seen_RLK[rows, layers]).any(-1)
+        return {name: hit_N.reshape(self.left_RL.shape) for name, hit_N in hits.items() if name}
 
-    def changed_RL(self) -> Bools:
-        """Return the cells that are explained, and have not the very ids of where they come from."""
-        changed_RL, sides = self._differed_RL & self.matched_RL, self._slots.sides
-        for layer, cells in enumerate(self._all()):
-            slots, layers = _sources_of(self.chain, *cells[:2])
-            known = np.flatnonzero(changed_RL[:, layer] & self._known(slots, layers))
-            want_NK = sides.want_RLK[self._slots.row_S[slots[known]], layers[known]]
-            changed_RL[known, layer] = (want_NK != sides.seen_RLK[known, layer]).any(-1)
-        return changed_RL
-
-    # -- what a chain predicts ---------------------------------------------------------------------------------------------
-
-    def _matched(self, cells: Cells, slots: Ints, layers: Ints) -> Bools:
-        """Whether cells have the ids of these slots and layers; where those are none, as before."""
-        same = self._want_RL[self._slots.row_S[slots], layers] == cells.seen
-        return np.where(self._known(slots, layers), same, cells.matched)
-
-    def _known(self, slots: Ints, layers: Ints) -> Bools:
-        return (self._slots.row_S[slots] < self._rows) & (layers < self._layers)
-
-    def _all(self) -> Iterator[Cells]:
-        """All cells, layer by layer."""
-        for layer in range(self._layers):
-            yield self._cells(np.arange(self._rows), np.full(self._rows, layer))
-
-    def _cells(self, rows: Ints, layers: Ints) -> Cells:
-        return Cells(
-            self._slots.slot_R[rows], layers, self._seen_RL[rows, layers], self.matched_RL[rows, layers]
-        )
+    def _matched(self, index: Ints, source_N: Ints) -> Bools:
+        """Whether cells have the ids of these; where those are none, as before."""
+        same = self._want_C[source_N] == self._seen_N[index]
+        return np.where(self._slots.known_C[source_N], same, self._matched_N[index])
 
     # -- one step of the search -------------------------------------------------------------------------------------------------
 
     def _longer(self) -> Chain | None:
         """The chain with the mistake, or the two, that explain most of what is left; None where none explains enough."""
-        left = _spread(np.flatnonzero(self.left_RL), _SAMPLED)
-        right = _spread(np.flatnonzero(self._asked_RL & self.matched_RL), _SAMPLED // 2)
+        left = _spread(np.flatnonzero(self._left_N), _SAMPLED)
+        right = _spread(np.flatnonzero(self._asked_N & self._matched_N), _SAMPLED // 2)
         if not len(left):
             return None
-        cells = self._cells(*np.divmod(np.concatenate([left, right]), self._layers))
-        votes = self._votes(cells, len(left))
-        best = self._best(self.chain, cells, votes)
-        if best.gained < _MOST * len(left):
-            tried = [self._best(base, cells, votes) for base in self._firsts(votes)]
-            two = max(tried, key=_score, default=best)
-            best = two if two.gained > _TWICE * best.gained else best
-        return best.chain if best.gained >= max(1, _LEAST * len(left)) else None
+        index = np.concatenate([left, right])
+        votes = _votes(self._cell_N[left], self._seen_N[left], self._cell_N, self._want_N)
+        best = self._best(self.chain, index, votes)
+        if best[0] < _MOST * len(left):
+            tried = [self._best(base, index, votes) for base in self._firsts(*votes)]
+            two = max(tried, key=itemgetter(0, 1), default=best)
+            best = two if two[0] > _TWICE * best[0] else best
+        return best[2] if best[0] >= max(1, _LEAST * len(left)) else None
 
-    def _firsts(self, votes: Votes) -> list[Chain]:
+    def _firsts(self, cell_N: Ints, from_N: Ints) -> list[Chain]:
         """The chains with one more mistake beyond which cells vote most alike for a second."""
-        chains = [(*self.chain, first) for first in self._catalogue.candidates(_beyond(self.chain, votes))]
-        return sorted(chains, key=lambda chain: -self._catalogue.agreed(_beyond(chain, votes)))[:_TRIED]
+        agreed = self._catalogue.agreed
+        moves = self._catalogue.candidates(_sources(self.chain, cell_N), from_N)
+        chains = [(*self.chain, move) for move in moves]
+        return sorted(chains, key=lambda chain: -agreed(_sources(chain, cell_N), from_N))[:_TRIED]
 
-    def _best(self, base: Chain, cells: Cells, votes: Votes) -> Found:
-        """A chain with the mistake that adds most."""
-        before = int(self._matched(cells, *_sources_of(base, *cells[:2])).sum() - cells.matched.sum())
-        tried = [Found(0, 0, base)]
-        for mistake in self._catalogue.candidates(_beyond(base, votes)):
-            gained, moved, _ = self._placed(base, mistake, [cells])
-            tried.append(Found(before + gained, -moved, (*base, mistake)))
-        return max(tried, key=_score)
+    def _best(self, base: Chain, index: Ints, votes: tuple[Ints, Ints]) -> tuple[int, int, Chain]:
+        """(cells gained, less than 0: cells moved, the chain with the mistake that adds most and of those moves fewest)."""
+        cell_N, from_N = votes
+        matched = self._matched(index, _sources(base, self._cell_N[index]))
+        before = int(matched.sum() - self._matched_N[index].sum())
+        best = 0, 0, base
+        for move in self._catalogue.candidates(_sources(base, cell_N), from_N):
+            gained, moved, _ = self._placed(base, move, [index])
+            best = max(best, (before + gained, -moved, (*base, move)), key=itemgetter(0, 1))
+        return best
 
-    def _placed(self, base: Chain, mistake: Move, parts: Iterable[Cells]) -> tuple[int, int, Move]:
+    def _placed(self, base: Chain, move: Move, parts: Iterable[Ints]) -> tuple[int, int, Move]:
         """(cells gained, cells moved, the mistake in the places where it explains much of what is left)."""
-        places, moved = int(mistake.place_S.max()) + 1, 0
+        places, moved = int(move.place_S.max()) + 1, 0
         gain_P, left_P = np.zeros((2, places))
-        for cells in parts:
-            slots, layers = _sources_of(base, *cells[:2])
-            source, place = mistake.sources(slots, layers), mistake.place_S[slots]
-            without = self._matched(cells, slots, layers)
-            gain_P += np.bincount(place, self._matched(cells, *source) * 1.0 - without, places)
+        for index in parts:
+            cells = _sources(base, self._cell_N[index])
+            source, place = move.sources(cells), move.place_S[cells // self._slots.width]
+            without = self._matched(index, cells)
+            gain_P += np.bincount(place, self._matched(index, source) * 1.0 - without, places)
             left_P += np.bincount(place, ~without, places)
-            moved += int(np.count_nonzero(_moved(source, slots, layers)))
+            moved += int(np.count_nonzero(source != cells))
         made_P = gain_P > _SOME * left_P
-        place_S = np.where(made_P[mistake.place_S], mistake.place_S, 0)
-        return int(gain_P[made_P].sum()), moved, replace(mistake, place_S=place_S)
+        place_S = np.where(made_P[move.place_S], move.place_S, 0)
+        return int(gain_P[made_P].sum()), moved, replace(move, place_S=place_S)
 
     def _accept(self, longer: Chain) -> bool:
         """Hold a longer chain against all cells; False where it explains nothing more."""
-        chain = tuple(self._placed(longer[:-1], last, self._all())[2] for last in longer[-1:])
-        chain, matched_RL, known_RL = (*longer[:-1], *chain), *np.zeros((2, *self.left_RL.shape), bool)
-        for layer, cells in enumerate(self._all()):
-            source = _sources_of(chain, *cells[:2])
-            known_RL[:, layer], matched_RL[:, layer] = self._known(*source), self._matched(cells, *source)
-        if chain and matched_RL.sum() <= self.matched_RL.sum():
+        everything, matched_N, known_N = np.arange(len(self._cell_N)), *np.zeros((2, len(self._cell_N)), bool)
+        last = tuple(self._placed(longer[:-1], move, _parts(everything))[2] for move in longer[-1:])
+        for index in _parts(everything):
+            source = _sources((*longer[:-1], *last), self._cell_N[index])
+            known_N[index], matched_N[index] = self._slots.known_C[source], self._matched(index, source)
+        if last and matched_N.sum() <= self._matched_N.sum():
             return False
-        self.chain, self.matched_RL = chain, matched_RL
-        self.left_RL = self._asked_RL & known_RL & ~matched_RL
+        self.chain, self._matched_N = (*longer[:-1], *last), matched_N
+        self._left_N = self._asked_N & known_N & ~matched_N
         return True
-
-    def _votes(self, cells: Cells, left: int) -> Votes:
-        """The first `left` cells, and where their ids are found on the engines' side."""
-        first = Cells(cells.slots[:left], cells.layers[:left], cells.seen[:left], cells.matched[:left])
-        return _votes_of(self._slots, first, self._want_RL[:-1, :-1], np.arange(self._layers))
 
 
 def words_of(*sides: Ids) -> list[Ids]:
@@ -185,37 +149,26 @@ def words_of(*sides: Ids) -> list[Ids]:
     return [row_words(items_of(ids.astype(kind, copy=False))) for ids in sides]
 
 
-def _votes_of(slots: Slots, cells: Cells, want_RP: Ids, layers_P: Ints) -> Votes:
-    """Return cells, and where what they have is found among the engines' side's words of some layers."""
-    words, inverse = np.unique(cells.seen, return_inverse=True)
-    want_N = want_RP.ravel()
-    number_N = np.minimum(np.searchsorted(words, want_N), len(words) - 1)
-    matches = np.flatnonzero(words[number_N] == want_N)[::-1]
+def _votes(cell_N: Ints, seen_N: Ids, cell_M: Ints, want_M: Ids) -> tuple[Ints, Ints]:
+    """(cells whose words are among the others', where each of them is found first)."""
+    words, inverse = np.unique(seen_N, return_inverse=True)
+    number_M = np.minimum(np.searchsorted(words, want_M), len(words) - 1)
+    matches = np.flatnonzero(words[number_M] == want_M)[::-1]
     first = np.full(len(words), -1)
-    first[number_N[matches]] = matches
-    times = np.bincount(number_N[matches], minlength=len(words))
+    first[number_M[matches]] = matches
+    times = np.bincount(number_M[matches], minlength=len(words))
     known = ((times > 0) & (times <= _REPEATED))[inverse]
-    rows, places = np.divmod(first[inverse][known], len(layers_P))
-    return Votes(cells.slots[known], cells.layers[known], slots.slot_R[rows], layers_P[places])
+    return cell_N[known], cell_M[first[inverse][known]]
 
 
-def _score(candidate: Found) -> tuple[int, int]:
-    return candidate[:2]
+def _sources(chain: Chain, cell_N: Ints) -> Ints:
+    for move in chain:
+        cell_N = move.sources(cell_N)
+    return cell_N
 
 
-def _sources_of(chain: Chain, slots: Ints, layers: Ints) -> tuple[Ints, Ints]:
-    for mistake in chain:
-        slots, layers = mistake.sources(slots, layers)
-    return slots, layers
-
-
-def _beyond(chain: Chain, votes: Votes) -> Votes:
-    """What a mistake before those of the chain would have to move, and from where."""
-    return Votes(*_sources_of(chain, *votes[:2]), *votes[2:])
-
-
-def _moved(source: tuple[Ints, Ints], slots: Ints, layers: Ints) -> Bools:
-    return (source[0] != slots) | (source[1] != layers)
+def _parts(index: Ints) -> Iterator[Ints]:
+    return (index[at : at + _AT_ONCE] for at in range(0, len(index), _AT_ONCE))
 
 
 def _spread(values: Ints, most: int) -> Ints:
@@ -228,7 +181,7 @@ def _spread(values: Ints, most: int) -> Ints:
 def search(
     sides: AlignedPair, left_RL: Bools, unshown: Callable[[Bools], Bools]
 ) -> tuple[dict[str, Bools], Bools]:
-    """Return the cells that each mistake takes part in, by its name, and those that none explains.
+    """Return the cells that each mistake takes part in, by its name, the most first; and those that none explains.
 
     That reading of the ids counts that leaves the fewest cells, of those that `unshown` leaves: what shows nothing by itself.
     """
@@ -237,17 +190,15 @@ def search(
         tried = Search(catalogue, left_RL, *both)
         count = int(unshown(tried.left_RL).sum())
         if best is None or least - count > min(_AGAIN, _MOST * least):
-            best, least = tried, count
-            hits = ({name: tried.changed_RL()} if name else {}) | tried.hits()
+            best, least, hits = tried, count, tried.hits(name)
         if not least:
-            return hits, tried.left_RL
+            break
     assert best is not None
-    tried = _relabelled(catalogue, best.left_RL)
-    if tried is None or unshown(tried.left_RL).sum() > _MOST * least:
-        return hits, best.left_RL
-    for name, hit_RL in tried.hits().items():
-        hits[name] = hit_RL | hits.get(name, hit_RL)
-    return {"physical_ids": tried.changed_RL(), **hits}, tried.left_RL
+    tried = _relabelled(catalogue, best.left_RL) if least else None
+    if tried is not None and unshown(tried.left_RL).sum() <= _MOST * least:
+        best, more = tried, tried.hits("physical_ids")
+        hits |= {name: hit_RL | hits.get(name, hit_RL) for name, hit_RL in more.items()}
+    return dict(sorted(hits.items(), key=lambda item: -int(item[1].sum()))), best.left_RL
 
 
 def _readings(sides: AlignedPair) -> Iterator[tuple[str, Ids, Ids]]:
@@ -271,9 +222,7 @@ def _relabelled(catalogue: Catalogue, left_RL: Bools) -> Search | None:
     finds then tells the mapping better.
     """
     best, chain = None, _first_chain(catalogue, left_RL)
-    for _ in range(_ROUNDS):
-        if chain is None:
-            break
+    while chain is not None:
         seen_RLK = _put_back(catalogue.slots, chain, left_RL)
         tried = Search(catalogue, left_RL, catalogue.slots.sides.want_RLK, seen_RLK)
         if best is not None and tried.left_RL.sum() >= best.left_RL.sum():
@@ -285,14 +234,11 @@ def _relabelled(catalogue: Catalogue, left_RL: Bools) -> Search | None:
 def _first_chain(catalogue: Catalogue, left_RL: Bools) -> Chain | None:
     """None where no mapping is likelier than chance."""
     slots, sides = catalogue.slots, catalogue.slots.sides
-    layers_P = _spread(np.flatnonzero(left_RL.any(0)), _LAYERS)
-    rows, places = np.divmod(_spread(np.flatnonzero(left_RL[:, layers_P]), _CELLS), len(layers_P))
-    layers = layers_P[places]
-    want_RP, seen_RP = (_echoes(slots, ids[:, layers_P]) for ids in (sides.want_RLK, sides.seen_RLK))
-    cells = Cells(slots.slot_R[rows], layers, seen_RP[rows, places], np.zeros(len(rows), bool))
-    moves = catalogue.candidates(_votes_of(slots, cells, want_RP, layers_P))
-    chains = [Chain(), *((move,) for move in moves)]
-    agrees = [_again(_pairs(slots, chain, rows, layers)) for chain in chains]
+    at, cell_N = _spread(np.flatnonzero(left_RL), _CELLS), slots.cell_RL.ravel()
+    want_N, seen_N = (_echoes(slots, ids_RLK).ravel() for ids_RLK in (sides.want_RLK, sides.seen_RLK))
+    votes = _votes(cell_N[at], seen_N[at], cell_N, want_N)
+    chains = [Chain(), *((move,) for move in catalogue.candidates(*votes))]
+    agrees = [_again(_pairs(slots, chain, at)) for chain in chains]
     most, share = max(agrees)
     return chains[agrees.index((most, share))] if most >= _AGAIN and share >= _SOME else None
 
@@ -310,15 +256,13 @@ def _echoes(slots: Slots, ids_RLK: Ids) -> Ids:
     return words_of(behind_RLK)[0]
 
 
-def _pairs(slots: Slots, chain: Chain, rows: Ints, layers: Ints) -> Ints:
+def _pairs(slots: Slots, chain: Chain, index: Ints) -> Ints:
     """[N]: layer, routers' id and engines' id of each id of cells, as the chain moved them, in one number of three words."""
-    sides = slots.sides
-    from_slots, from_layers = _sources_of(chain, slots.slot_R[rows], layers)
-    from_rows = slots.row_S[from_slots]
-    known = (from_rows < len(sides.want_RLK)) & (from_layers < slots.own_L[-1])
-    want_NK = sides.want_RLK[from_rows[known], from_layers[known]].astype(np.int64)
-    seen_NK = sides.seen_RLK[rows[known], layers[known]].astype(np.int64)
-    return ((layers[known][:, None] << 32) + ((seen_NK & _WORD) << 16) + (want_NK & _WORD)).ravel()
+    known, want_NK = slots.ids_at(_sources(chain, slots.cell_RL.ravel()[index]))
+    rows, layers = np.divmod(index[known], slots.width - 1)
+    words = layers[:, None], slots.sides.seen_RLK[rows, layers], want_NK
+    layer, seen, want = (ids.astype(np.int64) & _WORD for ids in words)
+    return (layer << 32 | seen << 16 | want).ravel()
 
 
 def _again(pairs_N: Ints) -> tuple[int, float]:
@@ -333,13 +277,13 @@ def _again(pairs_N: Ints) -> tuple[int, float]:
 
 def _put_back(slots: Slots, chain: Chain, left_RL: Bools) -> Ids:
     """The routers' ids, those of cells that are left as the engines call them; -1 where nothing tells."""
-    rows, layers = np.nonzero(left_RL)
-    distinct, times = np.unique(_pairs(slots, chain, rows, layers), return_counts=True)
+    distinct, times = np.unique(_pairs(slots, chain, np.flatnonzero(left_RL)), return_counts=True)
     distinct = distinct[np.argsort(-times, kind="stable")]
     for bits in (~_WORD, ~(_WORD << 16)):  # for each id what it stands for most often, and no two for one
         distinct = distinct[np.sort(np.unique(distinct & bits, return_index=True)[1])]
     table = np.full((slots.own_L[-1], _WORD + 1), -1, np.int32)
     table[distinct >> 32, distinct >> 16 & _WORD] = distinct & _WORD
     seen_RLK = slots.sides.seen_RLK.astype(np.int32)
+    rows, layers = np.nonzero(left_RL)
     seen_RLK[rows, layers] = table[layers[:, None], seen_RLK[rows, layers] & _WORD]
     return seen_RLK

@@ -14,7 +14,8 @@ import numpy as np
 
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.recordings.aligned_pair import AlignedPair, Ints
+from r3channel.recordings.aligned_pair import AlignedPair, Bools, Ints
+from r3channel.wire.routing import Ids
 
 
 class Votes(NamedTuple):
@@ -36,15 +37,14 @@ class Move:
     place_S: Ints
     """Number of the place of each slot where the mistake can be made by itself; 0: it was not made there."""
 
-    def sources(self, slot_N: Ints, layer_N: Ints) -> tuple[Ints, Ints]:
-        """Where cells have their ids from."""
-        made = self.place_S[slot_N] > 0
-        return np.where(made, self.slots_S[slot_N], slot_N), np.where(made, self.layers_L[layer_N], layer_N)
+    def moves(self, own_S: Ints, own_L: Ints) -> bool:
+        return not (np.array_equal(self.slots_S, own_S) and np.array_equal(self.layers_L, own_L))
 
-    def votes(self, votes: Votes) -> int:
-        """How many cells have their ids from where it says."""
-        same = self.slots_S[votes.slot_N] == votes.from_slot_N
-        return int(np.count_nonzero(same & (self.layers_L[votes.layer_N] == votes.from_layer_N)))
+    def sources(self, cell_N: Ints) -> Ints:
+        """Where cells have their ids from."""
+        slot_N, layer_N = np.divmod(cell_N, len(self.layers_L))
+        moved_N = self.slots_S[slot_N] * len(self.layers_L) + self.layers_L[layer_N]
+        return np.where(self.place_S[slot_N] > 0, moved_N, cell_N)
 
 
 class Slots:
@@ -54,25 +54,22 @@ class Slots:
     def __init__(self, sides: AlignedPair) -> None:
         self.sides, self.ticket, self.names = sides, sides.ticket, sides.names
         self.parts = self.ticket.layout.cp * self.ticket.layout.tp_slots
+        self.part_CT = np.arange(self.parts).reshape(self.ticket.layout.cp, -1)
+        """[CP rank, TP part]: the number of each part of a micro-batch."""
         self.rounds = len(self.ticket.assignment.ranks[0])
         """Micro-batches of each DP rank."""
-        sizes, samples, positions = zip(*self._calls(), strict=True)
+        sizes, *columns = zip(*self._calls(), strict=True)
         self.size_C, self.none = np.asarray(sizes), sum(sizes)
         """Rows of each call, and of all: the slot that is none."""
-        self.sample_S, self.position_S = (
-            np.append(np.concatenate(parts), -1) for parts in (samples, positions)
-        )
+        self.sample_S, self.position_S = (np.append(np.concatenate(parts), -1) for parts in columns)
         """-1 behind a pack, and for samples that are not compared."""
         self.call_S = np.append(np.repeat(np.arange(len(sizes)), sizes), -1)
         self.batch_S = self.call_S // self.parts
         """Micro-batches, counted over all DP ranks."""
         self.round_S = self.batch_S % self.rounds
         """The micro-batch's number on its DP rank."""
-        self.by_sample, self.by_batch, self.by_rank = (
-            self.sample_S + 1,
-            self.batch_S + 1,
-            self.batch_S // self.rounds + 1,
-        )
+        self.by_sample, self.by_batch = self.sample_S + 1, self.batch_S + 1
+        self.by_rank = self.batch_S // self.rounds + 1
         """Places where a mistake is made by itself."""
         self.own_S, self.own_L = np.arange(self.none + 1), np.arange(sides.spec.num_moe_layers + 1)
         self._begin_C = np.cumsum(self.size_C) - self.size_C
@@ -84,10 +81,14 @@ class Slots:
         self.chunk_size = np.maximum(1, -(-self.padded_S // (2 * self.ticket.layout.cp)))
         """Positions in a context-parallel chunk of each sample."""
         self.chunk_S = self.position_S // self.chunk_size[self.sample_S]
-        self.slot_R, rows = self.at(sides.sample_R, sides.position_R), len(sides.sample_R)
-        self.row_S = np.full(self.none + 1, rows)
-        """The engines' row of each slot; behind the last where they have none."""
-        self.row_S[self.slot_R] = np.where(sides.valid_R, np.arange(rows), rows)
+        self.slot_R, self.width = self.at(sides.sample_R, sides.position_R), len(self.own_L)
+        """The slot of each row; layers, with the one that is none: cell = slot * width + layer."""
+        self.cell_RL = self.slot_R[:, None] * self.width + self.own_L[:-1]
+        self.row_S = np.zeros(self.none + 1, np.int64)
+        self.row_S[self.slot_R] = np.arange(len(self.slot_R))
+        self.known_C = np.zeros((self.none + 1) * self.width, bool)
+        """Cells that have ids on the engines' side."""
+        self.known_C[self.cell_RL[sides.valid_R]] = True
 
     def _calls(self) -> Iterator[tuple[int, Ints, Ints]]:
         """(rows, their samples, their positions) of each router call."""
@@ -106,6 +107,18 @@ class Slots:
         inside = (sample_N >= 0) & (position_N >= 0) & (position_N < size_N)
         begin_N = np.cumsum(self.padded_S)[sample_N] - size_N
         return np.where(inside, self._ordered[np.where(inside, begin_N + position_N, 0)], self.none)
+
+    def votes(self, cell_N: Ints, from_N: Ints) -> Votes:
+        """Cells that are none have none."""
+        columns = *np.divmod(cell_N, self.width), *np.divmod(from_N, self.width)
+        real_N = (columns[0] < self.none) & (columns[1] < self.width - 1)
+        return Votes(*(column[real_N] for column in columns))
+
+    def ids_at(self, cell_N: Ints) -> tuple[Bools, Ids]:
+        """(of which cells the engines' ids are known, theirs)."""
+        known = self.known_C[cell_N]
+        slot_N, layer_N = np.divmod(cell_N[known], self.width)
+        return known, self.sides.want_RLK[self.row_S[slot_N], layer_N]
 
     # -- maps of all slots -------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -71,9 +72,8 @@ class RecordedStep:
         frames = self.passes.get((of_pass, sample_id), self.frames.get(sample_id))
         if frames is None:
             raise SampleUnknown(f"sample {sample_id} is not in the recording of step {self.number}")
-        parsed = [
-            parse_frame(data, sample_id=sample_id, spec=self.spec, engine="recording") for data in frames
-        ]
+        options: dict[str, Any] = {"spec": self.spec, "sample_id": sample_id, "engine": "recording"}
+        parsed = [parse_frame(data, **options) for data in frames]
         for frame in parsed:
             _check_inside(sample, frame.first_row, frame.rows)
         return parsed

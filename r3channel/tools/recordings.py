@@ -18,15 +18,14 @@ from typing import Any
 from r3channel.errors import ConfigError, UsageError
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
-from r3channel.recordings import difference, importers, summary
+from r3channel.recordings import importers, summary
 from r3channel.recordings.aligned_pair import AlignedPair
-from r3channel.recordings.consumed import ConsumedRows
+from r3channel.recordings.consumed import ConsumedRows, consumed, described, fitted
 from r3channel.recordings.diagnose import CANNOT, judge, judge_alone, judge_beside
 from r3channel.recordings.importers import DUMPS, import_dumps
 from r3channel.recordings.mistakes import NOTES, Finding
 from r3channel.recordings.recorder import add_limits, values_of
 from r3channel.recordings.recording import Recording
-from r3channel.recordings.replay import consumed, described, fitted
 from r3channel.recordings.run_ranks import Rank, run_ranks
 from r3channel.recordings.step import RecordedStep
 from r3channel.tools import commands
@@ -110,13 +109,13 @@ def _record(options: argparse.Namespace) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     contents = summary.summarize(Recording.open(options.recording))
-    _print(options, contents, summary.table)
+    _print(options, contents, summary.table_of)
     return int(not contents["steps"] or any(step["cut"] for step in contents["steps"]))
 
 
 def _diff(options: argparse.Namespace) -> int:
-    comparison = difference.compare(Recording.open(options.recording), Recording.open(options.other))
-    _print(options, comparison, difference.text)
+    comparison = summary.compare(Recording.open(options.recording), Recording.open(options.other))
+    _print(options, comparison, summary.text_of)
     return int(not comparison["equal"])
 
 

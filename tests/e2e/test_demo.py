@@ -56,7 +56,7 @@ def test_the_demo_reports_no_difference_and_every_promised_number(demo: Run) -> 
     assert len(result["bytes_per_token"]["landed_per_rank"]) == 4
     # 1 where trainers came to each step after its rows, as on a busy machine
     assert 0 < result["hidden_fraction"] <= 1 and not result["samples_lost"]
-    assert set(result["wait_s_by_step"]) == {"0", "1", "2"} and 0 < result["wait_fraction"] < 1
+    assert set(result["wait_s_by_step"]) == {"0", "1", "2"} and 0 < result["wait_fraction"] < 0.5
     assert set(result["coverage_by_process"]) == {"relay", "trainer0", "trainer1", "trainer2", "trainer3"}
     assert min(result["coverage_by_process"].values()) >= 0.95, result["coverage_by_process"]
     (engine,) = (

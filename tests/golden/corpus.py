@@ -22,9 +22,9 @@ from examples.embedded.sglang import EngineOptions, EngineServer
 from r3channel.config import ChannelConfig
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
+from r3channel.recordings.consumed import consumed
 from r3channel.recordings.recorder import Recorder, write_step
 from r3channel.recordings.recording import Recording
-from r3channel.recordings.replay import consumed
 from r3channel.relay.relay import Relay
 from tests.engine.client import generate, set_weight_version
 from tests.engine.families import ON_CPU, write_families

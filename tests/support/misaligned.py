@@ -259,12 +259,6 @@ def cp_chunks_swapped(state: State) -> None:
     state.swap(one, other)
 
 
-def physical_ids(step: RecordedStep) -> RecordedStep:
-    plain = np.tile(np.arange(step.spec.num_experts), (step.spec.num_moe_layers, 1))
-    table = np.random.default_rng(5).permuted(plain, axis=1)
-    return changed(step, lambda _, ids: table[np.arange(step.spec.num_moe_layers)[None, :, None], ids])
-
-
 def fused_shared_expert(step: RecordedStep) -> RecordedStep:
     more = replace(step.spec, top_k=step.spec.top_k + 1, num_experts=step.spec.num_experts + 1)
     width = ((0, 0), (0, 0), (0, 1))
@@ -304,7 +298,7 @@ CASES: dict[str, list[tuple[RoutingSpec, str, Callable[[RecordedStep], RecordedS
     "sp_halves_swapped": [(PLAIN, "tp=2", made(lambda state: state.take_parts([1, 0])))],
     "stage_reversed": [(PLAIN, "pp=2", made(mistakes.layers_reversed)), (PLAIN, "", made(mistakes.layers_reversed))],
     "rotated_rows": [(PLAIN, "packing=thd", made(mistakes.roll)), (PLAIN, "", made(mistakes.roll))],
-    "physical_ids": [(PLAIN, "", physical_ids), (WIDE, "", physical_ids)],
+    "physical_ids": [(PLAIN, "", made(mistakes.relabel)), (WIDE, "", made(mistakes.relabel))],
     "fused_shared_expert": [(PLAIN, "", fused_shared_expert)],
     "recompute_other_microbatch": [(PLAIN, "", recompute_other_microbatch)],
     "int16_as_uint8": [(WIDE, "", int16_as_uint8)],

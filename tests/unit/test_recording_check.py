@@ -18,14 +18,14 @@ from r3channel.errors import RecordingInvalid
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.aligned_pair import AlignedPair
-from r3channel.recordings.consumed import ConsumedRows
+from r3channel.recordings.consumed import ConsumedRows, consumed, fitted
 from r3channel.recordings.diagnose import judge, judge_alone
-from r3channel.recordings.importers import export_npz, import_npz, read_saved
+from r3channel.recordings.importers import import_npz, read_saved
 from r3channel.recordings.mistakes import MISTAKES, NOTES, Finding
 from r3channel.recordings.recorder import write_step
 from r3channel.recordings.recording import Recording
-from r3channel.recordings.replay import consumed, fitted
 from r3channel.recordings.step import RecordedStep
+from r3channel.wire.routing import columns_of
 from tests.golden import corpus
 from tests.support import misaligned
 from tests.support.combined import CHANGES
@@ -95,20 +95,17 @@ def test_what_no_mistake_explains_is_said_with_its_place() -> None:
     assert [only.expected, only.seen] == [tuple(own["s1"][3, 2].tolist()) for own in (rows_of(want), rows)]
 
 
-KINDS = ("two moves", *CHANGES)
-FEW, MANY = (
-    [(kind, range(20 if kind else 40)) for kind in ("", *KINDS)],
-    [("", range(40, 500)), *((kind, range(20, 250)) for kind in KINDS)],
-)
+SEEDS = {"": (40, 500), **dict.fromkeys(("two moves", *CHANGES), (20, 250))}
+"""Kind of mistakes -> how many of them each time, and in all."""
 
 
 @pytest.mark.timeout(900)  # 78 s on a quiet machine
-@pytest.mark.parametrize(
-    ("kind", "seeds"), [*FEW, *(pytest.param(*one, marks=pytest.mark.full) for one in MANY)], ids=str
-)
-def test_of_several_mistakes_the_first_name_is_right(kind: str, seeds: range) -> None:
+@pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", SEEDS)
+def test_of_several_mistakes_the_first_name_is_right(kind: str, rest: bool) -> None:
     """In 95 % of one to three moves, in 90 % of two mistakes of each kind. Names are of mistakes that changed ids; where all
     together changed none there is nothing to name."""
+    seeds = range(*SEEDS[kind]) if rest else range(SEEDS[kind][0])
     wrong, made = dict[int, tuple[set[str], list[str]]](), 0
     for seed in seeds:
         names, want, seen = misaligned.combined(seed, kind)
@@ -117,7 +114,7 @@ def test_of_several_mistakes_the_first_name_is_right(kind: str, seeds: range) ->
         if names - NOTES and not (told and told[0] in names):
             wrong[seed] = names, told
     print(f"{kind}: {made} combinations, {len(wrong)} with a wrong first name: {wrong}")
-    assert made > 0.9 * len(seeds) and len(wrong) <= (0.1 if kind else 0.05) * made, wrong
+    assert made >= 0.9 * len(seeds) and len(wrong) <= (0.1 if kind else 0.05) * made, wrong
 
 
 # -- one side ----------------------------------------------------------------------------------------------------------------
@@ -153,15 +150,15 @@ def test_one_side_raises_a_suspicion_and_no_verdict_where_only_statistics_speak(
     assert (stale.name, stale.verdict, stale.sample, stale.position) == ("stale_row", False, "s1", 40)
 
 
-@pytest.mark.parametrize(("lengths", "live"), [((60, 50, 60, 50), ("s1",)), ((2, 2), ("s0", "s1"))])
-def test_rows_left_to_the_live_router_are_not_judged(
-    tmp_path: Path, capsys: Any, lengths: Any, live: Any
-) -> None:
-    """Of one sample, or of all of a step."""
-    step, gone = engine_step(lengths=lengths), {"provenance": (), "digest": 0}
-    lives = {s: s._replace(invalid=((0, s.tokens - 1),), **gone) for s in step.samples if s.sample_id in live}
-    ticket = replace(step.ticket, samples=[lives.get(sample, sample) for sample in step.samples])
-    step = replace(step, ticket=ticket, frames={**step.frames, **{name: [] for name in live}})
+@pytest.mark.parametrize("lengths", [(60, 50, 60, 50), (2, 2)], ids=["a sample", "all"])
+def test_rows_left_to_the_live_router_are_not_judged(tmp_path: Path, capsys: Any, lengths: Any) -> None:
+    step, samples = engine_step(lengths=lengths), list[Any]()
+    live = ["s1"] if len(lengths) > 2 else ["s0", "s1"]
+    for one in step.samples:
+        gone = one._replace(invalid=((0, one.tokens - 1),), provenance=(), digest=0)
+        samples.append(gone if one.sample_id in live else one)
+    frames = {**step.frames, **{name: [] for name in live}}
+    step = replace(step, ticket=replace(step.ticket, samples=samples), frames=frames)
     write_step(tmp_path, step)
     consumed(step).write(tmp_path / "router")
     assert main(["check", str(tmp_path), "--strict"]) == 0 and "one side alone" in capsys.readouterr().out
@@ -213,6 +210,7 @@ def test_inspect_counts_what_is_there(capsys: pytest.CaptureFixture[str]) -> Non
     step = Recording.open(GOLDEN).step(2)
     rows = sum(sample.tokens - 1 for sample in step.samples)
     assert (told["samples"], told["rows"], told["steps"][0]["weight_versions"]) == (16, rows, [1])
+    assert step.ticket.layout.tp == 2
     assert sum(told["steps"][0]["kinds"].values()) == rows and len(told["load"]) == 3
     ids_TLK = np.concatenate([step.rows(sample.sample_id) for sample in step.samples])
     for place, found in enumerate(told["load"]):
@@ -258,29 +256,25 @@ def test_another_layout_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_recording_goes_out_as_arrays_and_comes_back_the_same(tmp_path: Path) -> None:
-    assert main(["export", str(GOLDEN), "--format", "npz", "--out", str(tmp_path / "npz")]) == 0
-    exported, rec = str(tmp_path / "npz" / "step-000002.npz"), str(tmp_path / "r")
-    assert main(["import", exported, "--format", "npz", "--out", rec]) == 0
-    first, second = Recording.open(GOLDEN).step(2), Recording.open(tmp_path / "r").step(2)
-    for sample in first.samples:
-        assert np.array_equal(first.rows(sample.sample_id), second.rows(sample.sample_id))
-        assert second.ticket.sample(sample.sample_id).provenance == sample.provenance
-    arrays = dict(np.load(tmp_path / "npz" / "step-000002.npz"))
+    """One of the demo, and one in which rows have no routing."""
+    golden = Recording.open(GOLDEN).step(2)
+    for first in (misaligned.variation(golden, seed=4), golden):
+        rec, npz, again = (tmp_path / f"{name}{first.number}" for name in ("rec", "npz", "again"))
+        write_step(rec, first)
+        assert main(["export", str(rec), "--format", "npz", "--out", str(npz)]) == 0
+        (exported,) = npz.iterdir()
+        assert main(["import", str(exported), "--format", "npz", "--out", str(again)]) == 0
+        second = Recording.open(again).step(first.number)
+        for one in first.samples:
+            other = second.ticket.sample(one.sample_id)
+            assert other.invalid == one.invalid and other.digest == one.digest
+            assert np.array_equal(columns_of(other.provenance), columns_of(one.provenance))
+            assert np.array_equal(first.rows(one.sample_id), second.rows(one.sample_id))
+    arrays = dict(np.load(exported))
     del arrays["tokens"]
     np.savez(tmp_path / "less.npz", **arrays)
     with pytest.raises(RecordingInvalid, match=r"needed are \['tokens'\] too"):
         import_npz([tmp_path / "less.npz"], tmp_path / "s")
-
-
-def test_rows_without_routing_go_out_as_arrays_and_come_back_without(tmp_path: Path) -> None:
-    first = misaligned.variation(Recording.open(GOLDEN).step(2), seed=4)
-    write_step(tmp_path / "a", first)
-    import_npz(export_npz(Recording.open(tmp_path / "a"), tmp_path / "npz"), tmp_path / "b")
-    second, invalid = Recording.open(tmp_path / "b").step(7), [one.invalid for one in first.samples]
-    assert invalid == [second.ticket.sample(one.sample_id).invalid for one in first.samples] and any(invalid)
-    for one in first.samples:
-        (ids, there), (again, there_again) = first.ids(one.sample_id), second.ids(one.sample_id)
-        assert np.array_equal(there, there_again) and np.array_equal(ids[there], again[there])
 
 
 TWO = {

@@ -98,14 +98,11 @@ def test_what_the_upstream_saves_is_imported_row_by_row(form: str, theirs: bool,
     ("change", "said"),
     [
         (lambda one: one.update(rollout_routed_experts=None), "sample 1 has no rollout_routed_experts"),
-        (
-            lambda one: one.update(rollout_routed_experts=torch.zeros(13, 3, 8)),
-            "(13, 3, 8), expected (13, 4, 8)",
-        ),
+        (lambda one: one.update(rollout_routed_experts=torch.zeros(13, 3, 8)), "(13, 3, 8), expected (13, 4, 8)"),
         (lambda one: one["rollout_routed_experts"].fill_(128), "ids 128..128, expected 0..127"),
         (lambda one: one["tokens"].append(4), "expected (14, 4, 8)"),
     ],
-)
+)  # fmt: skip
 def test_a_dump_that_lacks_something_is_refused(tmp_path: Path, capsys: Any, change: Any, said: str) -> None:
     own = samples(arrays=False)
     change(own[1])
