@@ -23,7 +23,8 @@ import torch
 
 from r3channel.bench.harness import Effort, Parts, interleaved, medians_s, ratio, timed
 from r3channel.bench.operations import Operations
-from r3channel.bench.relay import MANAGER_NODE, RANK_NODE, call, receive, start_actor, two_nodes
+from r3channel.bench.relay import MANAGER_NODE, RANK_NODE, call, start_actor, two_nodes
+from r3channel.bench.relay_paths import receive
 from r3channel.config import ChannelConfig
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
@@ -259,25 +260,21 @@ def _call_cpu_us(trainer: StepTrainer, rank: RankShard, rounds: int) -> dict[str
         handles = driver.handles.values()
         scores_RE = torch.rand(SAMPLES * LENGTH, rank.shard.spec.num_experts)
 
-        def call_all() -> None:
-            for handle in handles:
-                handle.replay.get_replay_topk(scores_RE, handle.top_k, None, None, _chosen)
+        def passes(step: ReplayStep | None = None) -> None:
+            for index in range(MICROBATCHES):
+                with nullcontext() if step is None else step.microbatch(index, mode="logprob"):
+                    for handle in handles:
+                        handle.replay.get_replay_topk(scores_RE, handle.top_k, None, None, _live_topk)
 
         def replayed() -> None:
             with driver.step(rank, step=0) as step:
-                for index in range(MICROBATCHES):
-                    with step.microbatch(index, mode="logprob"):
-                        call_all()
+                passes(step)
 
-        def chosen() -> None:
-            for _ in range(MICROBATCHES):
-                call_all()
-
-        seconds = medians_s({"replayed": replayed, "chosen": chosen}, rounds=rounds, min_s=_MIN_S)
+        seconds = medians_s({"replayed": replayed, "chosen": passes}, rounds=rounds, min_s=_MIN_S)
     return {name: 1e6 * passes_s / MICROBATCHES / len(handles) for name, passes_s in seconds.items()}
 
 
-def _chosen(scores_RE: torch.Tensor, top_k: int, *_groups: Any) -> Any:
+def _live_topk(scores_RE: torch.Tensor, top_k: int, *_groups: Any) -> Any:
     return scores_RE.topk(top_k, dim=1)
 
 

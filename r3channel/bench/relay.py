@@ -11,34 +11,25 @@ are larger than a cache:
                ids, the frame's checks, ids checked and digested, seal, ticket there and back, each row written where its router
                will look, digests compared. Not the sending: rows are placed from where the relay keeps them
     seal       of the calling thread: `seal`, the ticket's bytes, and a receiver's own plan out of them; nobody receives
-    socket     from the socket to a placed shard: frames in the reply's JSON or past it, and SGLang's int32 read with numpy. The
-               engine's end is another process (this file run as a program): canned replies, and the real sender
+    socket     from the socket to a placed shard (`relay_socket`)
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import gc
 import itertools
-import json
 import logging
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
-from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
 import ray
 import torch
 
@@ -46,8 +37,8 @@ import r3channel
 from r3channel.bench import relay_paths as paths
 from r3channel.bench.harness import Effort, Parts, cpu_seconds_of, family_of, interleaved, medians_s, timed
 from r3channel.bench.relay_paths import ALL, DIRECT, LIMIT, NUMPY, OWN, PEERS, Case, Seconds, spent
+from r3channel.bench.relay_socket import socket
 from r3channel.bench.wire import generate
-from r3channel.config import EngineConfig
 from r3channel.errors import R3Error
 from r3channel.model.presets import model_named
 from r3channel.plan.assignment import Assignment
@@ -55,10 +46,8 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.ray_host import RayRelay, RelayHost
 from r3channel.relay.relay import Relay
-from r3channel.trainer.shard_buffer import ShardBuffer
 from r3channel.transport.base import Rendezvous
-from r3channel.wire.frame import encode_frame, sample_key
-from r3channel.wire.hello import Hello
+from r3channel.wire.frame import encode_frame
 
 CASE = Case("qwen3-30b-a3b", tokens=262_144, dp=4)
 MANAGER_NODE, RANK_NODE = "bench_manager", "bench_rank"
@@ -69,8 +58,6 @@ MODELS = ("qwen3-30b-a3b", "qwen3-next", "kimi-k2", "gpt-oss-120b")
 """The first is the one of what is measured for one model."""
 SEALS = {64: "dp=4,packing=thd", 8192: "dp=64,pp=4,tp=4,packing=thd"}
 """Samples of a step -> its layout."""
-_ROWS = 4096
-"""Rows of a reply that is read from the socket."""
 _SHORT = 8
 """Tokens of a sample where only the number of samples matters."""
 _AT_0 = "RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_worker_niceness"
@@ -314,21 +301,6 @@ def _work(model: str, effort: Effort) -> paths.Workload:
     return paths.Workload(Case(model, tokens))
 
 
-def receive(relay: Relay, ticket: Ticket, rows_N: Any = None) -> Any:
-    """What the only receiver of a step does, without a connection; returns the memory of its rows, to be used again."""
-    shard = ticket.plan.shard(dp=0, pp=0)
-    rows_N = np.zeros(shard.nbytes, np.uint8) if rows_N is None else rows_N
-    outgoing: Any = relay.steps.outgoing(ticket.identity, shard.key, timeout_s=60.0)
-    landed, begin = ShardBuffer(ticket, shard, rows_N), 0
-    landed.begin()
-    for ids_TLK in outgoing.pieces():
-        landed.rows(ids_TLK, begin=begin)
-        begin += len(ids_TLK)
-    assert not landed.verify(outgoing.digests), "rows were damaged"
-    relay.steps.acknowledge(ticket.identity, shard.key)
-    return rows_N
-
-
 def _whole_way(relay: Relay, work: paths.Workload) -> Callable[[], None]:
     """A call that takes the next step's bodies and receives it."""
     step, rows_N, bodies = itertools.count(), None, work.bodies
@@ -336,7 +308,9 @@ def _whole_way(relay: Relay, work: paths.Workload) -> Callable[[], None]:
     def once() -> None:
         nonlocal rows_N
         paths.add_bodies(relay, bodies)
-        rows_N = receive(relay, Ticket.from_bytes(relay.seal(next(step), work.assignment).to_bytes()), rows_N)
+        rows_N = paths.receive(
+            relay, Ticket.from_bytes(relay.seal(next(step), work.assignment).to_bytes()), rows_N
+        )
 
     return once
 
@@ -377,98 +351,4 @@ def _seal_ms(samples: int, layout: str, rounds: int) -> float:
     return median(seen[2:]) * 1e3
 
 
-# -- from the socket -------------------------------------------------------------------------------------------------------
-
-
-def socket(effort: Effort) -> dict[str, Any]:
-    samples, tokens, spec = effort.of(16, 4), list(range(_ROWS + 1)), model_named(MODELS[0]).spec
-    with tempfile.TemporaryDirectory() as folder, closing(Relay(spec, TrainerLayout())) as relay:
-        steps, rows_N, token_file = itertools.count(), None, Path(folder) / "token"
-
-        def take(way: str) -> None:
-            """A step's replies; for our ways it is sealed, and its shard is placed as a receiver does."""
-            nonlocal rows_N
-            step = next(steps)
-            names = [f"{way}-{step}-{number}" for number in range(samples)]
-            for name in names:
-                connection.request("GET", f"/{way}/{name}")
-                body = connection.getresponse().read()
-                if way == "stock":
-                    np.frombuffer(base64.b64decode(json.loads(body)["meta_info"]["routed_experts"]), np.int32)
-                else:
-                    relay.add_body(name, body, tokens)
-            if way != "stock":
-                rows_N = receive(relay, relay.seal(step, Assignment.given([[[n] for n in names]])), rows_N)
-
-        with _engine(relay.serve(token_file=token_file), token_file) as port:
-            connection = HTTPConnection("127.0.0.1", port)
-            calls = {way: lambda way=way: take(way) for way in ("in_band", "direct", "stock")}
-            seconds = medians_s(calls, rounds=effort.rounds_of(12, 2))
-            connection.close()
-    return {"socket_cpu_us_per_token": {way: s / (samples * _ROWS) * 1e6 for way, s in seconds.items()}}
-
-
-@contextlib.contextmanager
-def _engine(relay_url: str, token_file: Path) -> Iterator[int]:
-    """A child process that answers; its port."""
-    command = [sys.executable, "-m", "r3channel.bench.relay", relay_url, str(token_file)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout is not None
-        yield int(child.stdout.readline())
-    finally:
-        child.kill()
-        child.wait()
-
-
-class _Replies:
-    """Canned replies, for any request id."""
-
-    def __init__(self, relay_url: str, token_file: str) -> None:
-        from r3channel.engine.frame_sender import Outlet
-
-        model = model_named(MODELS[0])
-        self.ids_TLK, self._spec = generate(model, regime="Zmid", rows=_ROWS), model.spec
-        hello = Hello(
-            engine="bench", boot_id=1, spec_digest=self._spec.digest, spec=self._spec.to_dict(), sglang="", r3channel="",
-            hooks=(), delivery="direct", codec="auto",
-        )  # fmt: skip
-        direct = EngineConfig(delivery="direct", relay_url=relay_url, token_file=token_file)
-        self._outlets = {"in_band": Outlet(EngineConfig(), hello), "direct": Outlet(direct, hello)}
-
-    def answer(self, way: str, request_id: str) -> bytes:
-        routing = self.ids_TLK.astype(np.int32) if way == "stock" else self._frame(way, request_id)
-        return paths.reply(request_id, routing, tokens=len(self.ids_TLK))
-
-    def _frame(self, way: str, request_id: str) -> Any:
-        from r3channel.engine.capture import UnfinishedFrame
-
-        rows, key = len(self.ids_TLK), sample_key(request_id)
-        unfinished = UnfinishedFrame(self._spec, rows=rows, first_row=0, sample_key=key)
-        unfinished.runs = [(0, rows, 3, 0)]
-        unfinished.ids_TLK[:] = self.ids_TLK
-        return self._outlets[way].reply(unfinished, request_id=request_id)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # one connection for all requests
-    replies: _Replies
-
-    def do_GET(self) -> None:
-        body = self.replies.answer(*self.path[1:].split("/"))
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
-
-
 PARTS: Parts = {part.__name__: part for part in (steps, socket, bodies, seal)}
-
-if __name__ == "__main__":
-    _Handler.replies = _Replies(*sys.argv[1:])
-    server = HTTPServer(("127.0.0.1", 0), _Handler)
-    print(server.server_port, flush=True)
-    server.handle_request()  # ends with its connection, whichever way the relay's process ends

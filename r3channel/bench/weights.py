@@ -93,8 +93,7 @@ def engine(effort: Effort) -> dict[str, Any]:
 
 def pauses(effort: Effort) -> dict[str, Any]:
     with _engine(hidden=160) as (url, named):
-        found = _updates(url, named, effort.rounds_of(12, 3))
-    return {"pauses": found}
+        return {"pauses": _updates(url, named, effort.rounds_of(12, 3))}
 
 
 def large(effort: Effort) -> dict[str, Any]:

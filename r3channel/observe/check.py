@@ -65,16 +65,10 @@ class CheckContext:
     def ask(self, name: str, imports: str) -> Check:
         """Run `check() -> list of problems`, as the statement `imports` names it, in a child process."""
         program = f"import json; {imports}; print({_ANSWER!r} + json.dumps(check()))"
+        options = {"stdin": subprocess.DEVNULL, "errors": "replace", "timeout": self.timeout_s}
+        command = [sys.executable, "-c", program]
         try:
-            child = subprocess.run(
-                [sys.executable, "-c", program],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=self.timeout_s,
-                check=False,
-            )
+            child = subprocess.run(command, capture_output=True, text=True, check=False, **options)
         except subprocess.TimeoutExpired:
             found, remedy = f"no answer within {self.timeout_s:g} s", "raise --timeout-s"
         else:

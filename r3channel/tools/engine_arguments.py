@@ -14,6 +14,7 @@ from typing import Any
 from r3channel.config import REFUSALS, EngineConfig, load_values
 from r3channel.engine import sglang_settings
 from r3channel.engine.refusals import Refusal, refused_chains
+from r3channel.engine.sglang_settings import REFUSED, TOGETHER, flag, judged
 from r3channel.errors import nearest
 from r3channel.observe.check import Check, CheckContext
 
@@ -21,36 +22,33 @@ from r3channel.observe.check import Check, CheckContext
 def check_engine_arguments(context: CheckContext) -> Iterator[Check]:
     """Say of each setting that was typed whether it is tested, read or refused; a fault is what R3CHANNEL_ALLOW does not have."""
     fields, allow = sglang_fields("--"), allowed(context.environment)
-    names = {flag: name for flag, (name, _) in fields.items()}
+    names, defaults = {option: name for option, (name, _) in fields.items()}, dict(fields.values())
     for typed in (word.partition("=")[0] for word in context.engine_arguments if word not in fields):
-        begun = [name for flag, name in names.items() if flag.startswith(typed)]
+        begun = [name for option, name in names.items() if option.startswith(typed)]
         names |= {typed: begun[0]} if len(begun) == 1 else {}  # as SGLang's parser completes it
     values = parse(context.engine_arguments, names)
     for name, value in values.items():
-        typed = sglang_settings.flag(name, value)
-        if fields and name not in dict(fields.values()):
+        typed = flag(name, value)
+        if fields and name not in defaults:
             found = f"no setting of the SGLang that is installed here{nearest(typed.split()[0], fields)}"
             yield Check(name=typed, ok=False, found=found)
         else:
-            word, found = _judged(name, value, dict(fields.values()).get(name))
+            word, found = _judged(name, value, defaults.get(name))
             yield _check(typed, word, found, allow)
-    for word, text in (*_together(values), *refused_chains({"speculative_algorithm": None} | values)):
+    pairs = [(pair.word, f"{pair.names}: {pair.why}") for pair in TOGETHER if pair.covers(values)]
+    for word, text in (*pairs, *refused_chains({"speculative_algorithm": None} | values)):
         yield _check("together", word, f"refused: {text}", allow)
 
 
 def _judged(name: str, value: Any, default: Any) -> Refusal:
     """The word of a refusal, empty where there is none, and what is known of the value."""
-    setting = sglang_settings.judged(name, value)
+    setting = judged(name, value)
     if setting is None and str(value) == str(default):
         return "", "SGLang's default"
-    if setting is not None and setting.verdict is not sglang_settings.REFUSED:
+    if setting is not None and setting.verdict is not REFUSED:
         return "", f"{setting.verdict}: {setting.why}"
     word = "unread" if setting is None else setting.why
     return word, f"refused: {REFUSALS[word]}"
-
-
-def _together(values: Mapping[str, Any]) -> Iterator[Refusal]:
-    return ((p.word, f"{p.names}: {p.why}") for p in sglang_settings.TOGETHER if p.covers(values))
 
 
 def _check(name: str, word: str, found: str, allow: frozenset[str]) -> Check:
@@ -64,7 +62,7 @@ def refused(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[
     for name, default in defaults.items():
         word, _ = _judged(name, value := values.get(name, default), default)
         if word == "unread":
-            yield word, f"{sglang_settings.flag(name, value)}: {REFUSALS[word]}"
+            yield word, f"{flag(name, value)}: {REFUSALS[word]}"
 
 
 def allowed(environment: Mapping[str, str]) -> frozenset[str]:
@@ -85,9 +83,9 @@ def parse(words: Sequence[str], flags: Mapping[str, str]) -> dict[str, Any]:
     """
     by_name, behind = dict[str, list[Any]](), list[Any]()
     for word in words:
-        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "=", word)
-        if flag:
-            behind = by_name[flags.get(flag, flag[2:].replace("-", "_"))] = []
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "=", word)
+        if option:
+            behind = by_name[flags.get(option, option[2:].replace("-", "_"))] = []
         if equals:
             behind.append(int(value) if value.isdecimal() else value)
     return {name: values[0] if len(values) == 1 else values or True for name, values in by_name.items()}
@@ -103,16 +101,13 @@ def sglang_fields(prefix: str) -> dict[str, tuple[str, Any]]:
         return {}
     root = Path(spec.submodule_search_locations[0], "srt")
     files = (*root.glob("server_args.py"), *root.glob("arg_groups/fields/*.py"))  # 0.5.23 has them in both
-    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
-    return {
-        prefix + flag.removeprefix("--").replace("_", "-"): (
-            node.target.id,
-            getattr(node.value, "value", None),
-        )
-        for node in nodes
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        for flag in (node.target.id, *_aliases(node.annotation))
-    }
+    found = dict[str, tuple[str, Any]]()
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            flags = (node.target.id, *_aliases(node.annotation))
+            names = [prefix + flag.removeprefix("--").replace("_", "-") for flag in flags]
+            found |= dict.fromkeys(names, (node.target.id, getattr(node.value, "value", None)))
+    return found
 
 
 def _aliases(annotation: ast.expr) -> list[str]:

@@ -77,13 +77,11 @@ ROLES = {
 def packages(names: Iterable[str], versions: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     """A fault for each distribution that is not installed, or not in a version of `versions`; a fault is a line of text."""
     for name in names:
-        try:
-            installed, expected = importlib.metadata.version(name), versions.get(name, ())
-        except importlib.metadata.PackageNotFoundError:
-            yield f"{name} is not installed; {remedy(name)}"
-            continue
-        if expected and installed not in expected:
-            yield f"{name} {installed} was not read, only {' and '.join(expected)}; pip install {name}=={expected[-1]}"
+        check, expected = check_distribution(name), versions.get(name, ())
+        if not check.ok:
+            yield f"{name} is {check.found}; {check.remedy}"
+        elif expected and check.found not in expected:
+            yield f"{name} {check.found} was not read, only {' and '.join(expected)}; pip install {name}=={expected[-1]}"
 
 
 def check_packages(context: CheckContext) -> Iterator[Check]:

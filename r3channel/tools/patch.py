@@ -164,21 +164,13 @@ def _git_apply(patch: Patch, folder: Path, *, reverse: bool) -> None:
     git = shutil.which("git")
     if git is None:
         raise UsageError("git, which applies the diff, is not installed; no file was changed")
-    backwards = ["--reverse"] if reverse else []
-    command = [git, "apply", "--whitespace=nowarn", *backwards, str(patch.path.resolve())]
+    command = [git, "apply", "--whitespace=nowarn", *["--reverse"] * reverse, str(patch.path.resolve())]
     # Neither a checkout around the folder nor the user's settings have a say.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    environment |= {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
     environment |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-    child = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=_APPLY_TIMEOUT_S,
-        check=False,
-    )
+    environment |= {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
+    where = {"cwd": folder, "env": environment, "timeout": _APPLY_TIMEOUT_S}
+    child = subprocess.run(command, capture_output=True, text=True, check=False, **where)
     if child.returncode:
         raise UsageError(
             f"git could not apply {patch.name}: {' '.join(child.stderr.split())}; no file was changed"

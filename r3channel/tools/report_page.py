@@ -36,7 +36,7 @@ _PICTURES: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "r3channel", "font.family": "sans-serif", "savefig.facecolor": "none",
     "figure.facecolor": "none", "axes.facecolor": "none", "axes.spines.top": False, "axes.spines.right": False,
     "axes.edgecolor": _FAINT, "axes.labelcolor": _FAINT, "xtick.color": _INK, "ytick.color": _INK, "xtick.labelsize": 10,
-    "ytick.labelsize": 10,
+    "ytick.labelsize": 10, "text.color": _INK,
 }  # fmt: skip
 """How pictures look, as matplotlib's settings."""
 _BLUE, _ORANGE, _GREEN, _RED = "#4c8dd6", "#e08a1e", "#3fa66b", "#d2504b"
@@ -152,8 +152,8 @@ def _bytes(result: Mapping[str, Any], _: Any) -> Figure:
 
 def _waits(result: Mapping[str, Any], _: Any) -> Figure:
     figure, axes = _axes(5.4, 3.0, xlabel="step", ylabel="milliseconds")
-    waits = {int(step): 1000 * seconds for step, seconds in result["wait_s_by_step"].items()}
-    axes.bar([str(step) for step in waits], list(waits.values()), color=_RED, width=0.6)
+    waits_ms = [1000 * seconds for seconds in result["wait_s_by_step"].values()]
+    axes.bar([*map(str, result["wait_s_by_step"])], waits_ms, color=_RED, width=0.6)
     return figure
 
 
@@ -195,8 +195,7 @@ def _versions(result: Mapping[str, Any], _: Any) -> Figure:
 def _logprobs(result: Mapping[str, Any], _: Any) -> Figure:
     """The difference in log-probs: a point for each token; at 0 both sides agree."""
     differences, tokens = result["logprob_abs_diff"], result["logprobs"]
-    labels = {"xlabel": "engine's log-prob, nats", "ylabel": "trainer's less engine's"}
-    figure, axes = _axes(5.4, 3.2, **labels)
+    figure, axes = _axes(5.4, 3.2, xlabel="engine's log-prob, nats", ylabel="trainer's less engine's")
     engine = [token[0] for token in tokens]
     for name, column, colour in (("replay_off", 2, _ORANGE), ("replay_on", 1, _BLUE)):
         label = f"{name.replace('_', ' ')}: {differences[name]:.4f} nats apart"
@@ -231,9 +230,7 @@ def _bars(values: Mapping[str, float], unit: str, *, first: str = _BLUE) -> Figu
     names = list(values)[::-1]
     bars = axes.barh(names, [values[name] for name in names], color=_BLUE, height=0.62)
     bars[-1].set_color(first)
-    axes.bar_label(
-        bars, fmt=lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}", padding=3, color=_INK
-    )
+    axes.bar_label(bars, fmt=lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}", padding=3)
     axes.set_xlim(0, 1.18 * max(1e-9, *values.values()))
     return figure
 

@@ -6,8 +6,9 @@ What the processes say is `run_model`'s; here it is drawn. To draw needs rich (e
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from r3channel.observe.metric_table import LABELS
@@ -82,12 +83,14 @@ def screen(processes: Sequence[Between], *, height: int = 0) -> Group:
     from rich.console import Group
 
     up = [process for process in processes if not process.now.fault]
-    head = [_title(processes), *_down(processes), *_samples(up)]
+    down = faults_of(process for process in processes if process.now.fault)
+    head = [_title(processes), *(_text(fault, "bold red") for fault in down), *_samples(up)]
     tables = [_processes(role, [process for process in up if process.now.role == role]) for role in _ROLES]
     shown = [table for table in tables if table.row_count]
     faults = _faults(processes)
     used = len(head) + sum(table.row_count + 2 for table in shown) + len(faults) + 3
-    return Group(*head, "", *_spaced([*shown, _stages(up, max(height - used, 3) if height else 0)]), *faults)
+    shown.append(_stages(up, max(height - used, 3) if height else 0))
+    return Group(*head, "", *chain.from_iterable((table, "") for table in shown), *faults)
 
 
 def _title(processes: Sequence[Between]) -> Text:
@@ -95,10 +98,6 @@ def _title(processes: Sequence[Between]) -> Text:
     down = sum(bool(process.now.fault) for process in processes)
     pages = f"{len(processes)} page(s), {down} down" if down else f"{len(processes)} page(s)"
     return _text(" ".join(["r3channel", *runs, "-", pages]), "bold")
-
-
-def _down(processes: Iterable[Between]) -> list[Text]:
-    return [_text(fault, "bold red") for fault in faults_of(down for down in processes if down.now.fault)]
 
 
 def _samples(up: Sequence[Between]) -> list[Text]:
@@ -128,11 +127,11 @@ def _rate(name: str, unit: float = 1, **labels: str) -> _Cell:
 
 
 def _of(part: str, whole: str) -> _Cell:
-    return lambda process: (
-        f"{process.now.sum(part) / 2**20:,.1f} of {process.now.sum(whole) / 2**20:,.0f}"
-        if process.now.found(whole)
-        else "-"
-    )
+    def cell(process: Between) -> str:
+        mib = [process.now.sum(name) / 2**20 for name in (part, whole)]
+        return "{:,.1f} of {:,.0f}".format(*mib) if process.now.found(whole) else "-"
+
+    return cell
 
 
 def _waits(*stages: str) -> _Cell:
@@ -218,12 +217,6 @@ def _table(first: str, *titles: str) -> Table:
     for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     return table
-
-
-def _spaced(tables: Iterable[Table]) -> Iterator[Table | str]:
-    for table in tables:
-        yield table
-        yield ""
 
 
 def _text(text: str, style: str = "") -> Text:

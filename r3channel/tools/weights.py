@@ -11,6 +11,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 
 from r3channel.errors import ConfigError
 from r3channel.tools import commands
@@ -28,11 +29,10 @@ class Difference:
     found: str | None
 
     def __str__(self) -> str:
-        if self.found is None:
-            return f"{self.name}: expected {self.expected}, the engine has no such parameter"
+        held = "the engine has no such parameter" if self.found is None else f"the engine holds {self.found}"
         if self.expected is None:
-            return f"{self.name}: the engine holds {self.found}, the manifest does not name it"
-        return f"{self.name}: expected {self.expected}, the engine holds {self.found}"
+            return f"{self.name}: {held}, the manifest does not name it"
+        return f"{self.name}: expected {self.expected}, {held}"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -51,11 +51,9 @@ def run(argv: Sequence[str]) -> int:
         )
     wanted = [engines[0][1] if held is None else held.of_ranks(len(sums)) for _, sums in engines]
     version = engines[0][0] if held is None else str(held.version)
-    differences = [
-        d
-        for client, (_, sums), expected in zip(clients, engines, wanted, strict=True)
-        for d in compare_ranks(expected, sums, engine=client.url)
-    ]
+    sides = zip(clients, engines, wanted, strict=True)
+    compared = (compare_ranks(expected, sums, engine=client.url) for client, (_, sums), expected in sides)
+    differences = [*chain.from_iterable(compared)]
     versions = {client.url: answer[0] for client, answer in zip(clients, engines, strict=True)}
     stale = [url for url, other in versions.items() if other != version]
     if options.json:

@@ -54,7 +54,7 @@ def test_a_body_goes_the_whole_way_without_a_connection() -> None:
     with closing(Relay(work.spec, work.case.trainer)) as held:
         paths.add_bodies(held, work.bodies)
         ticket = held.seal(0, work.assignment)
-        rows_N = relay.receive(held, ticket)
+        rows_N = paths.receive(held, ticket)
         held.join_previous(timeout_s=5)
     views = ticket.plan.shard(dp=0, pp=0).views(rows_N)
     assert digest([torch.from_numpy(layer) for view in views for layer in view[0]]) == _placed(work, 0)

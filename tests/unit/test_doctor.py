@@ -83,16 +83,6 @@ def test_a_child_is_well_or_its_problem_is_in_the_line(imports: str, said: str, 
     assert check.ok == (not said) and said in check.line()
 
 
-def test_the_exit_status_is_1_when_something_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    well = Check(name="ray", ok=True, found="2.60.0")
-    bad = Check(name="torch", ok=False, found="not installed", remedy="install it")
-    for found, status in (([well, bad], 1), ([well], 0)):
-        monkeypatch.setattr(doctor, "findings", lambda _, found=found: iter(found))
-        assert cli.main(["doctor"]) == status and len(capsys.readouterr().out.splitlines()) == len(found)
-
-
 @pytest.mark.long
 @pytest.mark.engine
 def test_the_embedding_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

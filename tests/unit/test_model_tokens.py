@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.embedded.model import VOCAB_SIZE
+from r3channel.bench.operations import Operations
 from r3channel.errors import TicketMismatch
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.row_order import RowTable
@@ -101,25 +101,13 @@ def test_without_tokens_a_part_of_a_sample_cannot_be_told(caplog: pytest.LogCapt
     assert len(caplog.records) == 1 and "sees parts of samples" in caplog.text
 
 
-class Counted(TorchDispatchMode):
-    """The operations of a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = list[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_gpus_ids_are_noted_in_one_operation_and_read_when_the_step_is_verified() -> None:
     check = ModelTokens(rank_of(PADDED), [TOKENS])
     check._at_once = False  # as on a GPU
     ids = planned(PADDED)
-    with HostCopies() as copies, Counted() as counted:
+    with HostCopies() as copies, Operations() as operations:
         check.check(0, ids)
-    assert counted.seen == ["aten.clone.default"] and copies.blocking == []
+    assert operations.names == ["aten::clone"] and copies.blocking == []
     check.check(0, wrong := ids.flip(0))
     wrong.zero_()  # the loop may use its memory again
     with pytest.raises(TicketMismatch, match=r"in the order \[2, 1, 0\]"):

@@ -51,9 +51,7 @@ def test_the_demo_says_all_that_is_wrong_at_once_and_starts_nothing(tmp_path: Pa
 
 
 def test_every_process_that_serves_a_page_needs_its_port(taken: int) -> None:
-    config = ChannelConfig(
-        metrics_port=taken - 4
-    )  # its neighbours may be held by others: only ours is asked for
+    config = ChannelConfig(metrics_port=taken - 4)  # its neighbours may be held by others
     named = f"of trainer rank 3: port {taken} cannot be bound"
     assert faults_of(config).count(named) == 1 == faults_of(config).count(f"port {taken} ")
     assert f"port {taken} " not in faults_of(config, ranks=3)
@@ -65,17 +63,13 @@ def test_a_folder_is_written_in_earnest_and_nothing_stays(tmp_path: Path) -> Non
     new = tmp_path / "new" / "deeper"
     assert preflight.folder("--report", new) == "" == preflight.folder("--report", "")
     assert "cannot be written" in preflight.folder("--report", file / "below")
-    assert "cannot be written" in preflight.folder(
-        "--report", "/proc/1/x"
-    )  # though a superuser may be told that it can
+    # though a superuser may be told that it can
+    assert "cannot be written" in preflight.folder("--report", "/proc/1/x")
     assert "needed; give a folder with more room" in preflight.folder("--report", new, room_bytes=1 << 60)
     assert list(tmp_path.iterdir()) == [file]
     config = ChannelConfig(journal=str(file), metrics_dir=f"{file}/a", token_file=f"{file}/b/token")
-    assert [line.split()[0] for line in faults_of(config).splitlines()] == [
-        "--r3-journal",
-        "--r3-metrics-dir",
-        "--r3-token-file",
-    ]
+    named = [line.split()[0] for line in faults_of(config).splitlines()]
+    assert named == ["--r3-journal", "--r3-metrics-dir", "--r3-token-file"]
 
 
 def test_a_package_in_a_version_that_was_not_read_is_named() -> None:

@@ -340,18 +340,15 @@ def test_without_the_flag_nothing_of_ours_is_imported(tmp_path: Path) -> None:
     assert (child.returncode, child.stdout) == (0, "False trained\n"), child.stderr
 
 
-def test_miles_with_the_flag_ends_with_2_and_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        bare.refusal.find_spec("miles.utils.arguments")
-    assert ended.value.code == 2 and "r3channel miles train_async.py" in capsys.readouterr().err
-
-
-def test_the_launcher_lifts_the_refusal() -> None:
+def test_miles_with_the_flag_ends_with_2_and_its_own_command_unless_the_launcher_lifts_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     refusal = type(bare.refusal)()
-    with pytest.raises(SystemExit):
-        refusal.find_spec("slime.utils.arguments")
+    with pytest.raises(SystemExit) as ended:
+        refusal.find_spec("miles.utils.arguments")
+    assert ended.value.code == 2 and "r3channel miles train_async.py" in capsys.readouterr().err
     refusal.hooked = True
-    assert refusal.find_spec("slime.utils.arguments") is None
+    assert refusal.find_spec("miles.utils.arguments") is None
 
 
 def test_the_line_is_installed_beside_the_package() -> None:
