@@ -116,6 +116,14 @@ class RowTable:
     def _key(self, cp: Any, microbatch: Any, sample: Any) -> Any:
         return (cp * len(self._batches) + microbatch) * self._most + sample + 1
 
+    def of_sample(self, *, cp: int, microbatch: int, sample: int) -> list[tuple[int, ...]]:
+        """(position, slot, local, length, real) of each run of one sample (-1: the tail) on one CP rank, ascending."""
+        key = self._key(cp, microbatch, sample)
+        first, last = np.searchsorted(self._keys, (key, key + 1))
+        found = self.runs.take(slice(first, last))
+        columns = (found.position, found.slot, found.local, found.length, found.real)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
     def of_rank(self, cp: int) -> Runs:
         """All runs of one CP rank, tails included, in order."""
         begin, end = np.searchsorted(self.runs.cp, (cp, cp + 1))
@@ -128,12 +136,11 @@ class RowTable:
         per_slot = batch.seq_len // self._layout.cp // slots
         sample = np.full((slots, per_slot, batch.width), -1, dtype=np.int64)
         position = np.zeros_like(sample)
-        edges = self._key(cp, microbatch, -1), self._key(cp, microbatch + 1, -1)
-        runs = self.runs.take(slice(*np.searchsorted(self._keys, edges)))
-        for _, _, index, start, slot, local, length, _ in np.stack(runs, axis=1).tolist():
-            column = 0 if batch.packed else index
-            sample[slot, local : local + length, column] = index
-            position[slot, local : local + length, column] = np.arange(start, start + length)
+        for index in range(-1, len(batch.sample_ids)):
+            column = index if not batch.packed else 0
+            for start, slot, local, length, _ in self.of_sample(cp=cp, microbatch=microbatch, sample=index):
+                sample[slot, local : local + length, column] = index
+                position[slot, local : local + length, column] = np.arange(start, start + length)
         return sample.reshape(slots, -1), position.reshape(slots, -1)
 
 
