@@ -15,19 +15,8 @@ from typing import Any, NamedTuple
 
 from r3channel import errors
 from r3channel.recordings.recorder import head_of
+from r3channel.relay import reply as replies
 from r3channel.relay.journal import SavedTurn
-from r3channel.relay.reply import (
-    Base64Text,
-    NotBase64,
-    frame_bytes_of,
-    key_of,
-    last_event,
-    no_base64,
-    read_body,
-    routing_text,
-    split_replies,
-    split_reply,
-)
 from r3channel.relay.sample_table import Reply, Sample, Turn
 from r3channel.relay.samples import Samples, Tokens
 from r3channel.relay.verify import DAMAGED, MOST_ROWS, FrameVerifier, VerifiedRows, keep_tensors
@@ -72,8 +61,7 @@ class Intake:
             spec=samples.spec, store=samples.store, journal=samples.journal, clock=samples.clock,
             invalid_rows=samples.config.invalid_rows,
         )  # fmt: skip
-        for name in ("r3channel_rejected_total", "r3channel_rows_total"):
-            self._metrics.measure(name)
+        self._metrics.measure("r3channel_rows_total")
         for leg in ("engine_frame", "engine_direct"):
             self._metrics.measure("r3channel_bytes_total", leg=leg)
         for tensor in self._tensors:
@@ -149,7 +137,11 @@ class Intake:
                 self.engines.check(of.engine)
                 return self._take(of, bring())
         except BaseException as error:  # also where the caller's `tokens` failed, or memory is not to be had
-            told = no_base64(error, of.sample_id, of.engine) if isinstance(error, NotBase64) else error
+            told = (
+                replies.no_base64(error, of.sample_id, of.engine)
+                if isinstance(error, replies.NotBase64)
+                else error
+            )
             if isinstance(told, errors.R3Error):  # a frame's own errors know their names as text only
                 told.samples, told.engines = told.samples or (of.sample_id,), told.engines or (of.engine,)
                 self._samples.reject(told)
@@ -164,12 +156,14 @@ class Intake:
     ) -> Brought:  # fmt: skip
         """Find a parsed reply's frame: in `text`, which was cut out of it, or where SGLang puts it."""
         try:
-            source = Base64Text(text or routing_text(reply, sample_id=of.sample_id, engine=of.engine))
+            source = replies.Base64Text(
+                text or replies.routing_text(reply, sample_id=of.sample_id, engine=of.engine)
+            )
         except errors.RoutingMissing:
             if self._samples.config.on_missing != "live":
                 raise
             source = None
-        return Brought(source, key_of(reply), tokens(reply) if callable(tokens) else tokens)
+        return Brought(source, replies.key_of(reply), tokens(reply) if callable(tokens) else tokens)
 
     def take_body(self, of: Arrival, body: bytes, tokens: Tokens | Callable[[Any], Tokens]) -> Any:
         """See `Relay.add_body`."""
@@ -177,8 +171,8 @@ class Intake:
 
         def bring() -> Brought:
             nonlocal reply
-            one = read_body(partial(last_event, **whose), body, **whose)
-            reply, text = read_body(split_reply, one, **whose)
+            one = replies.read_body(partial(replies.last_event, **whose), body, **whose)
+            reply, text = replies.read_body(replies.split_reply, one, **whose)
             return self.of_reply(of, reply, tokens, text)
 
         self.take(of, bring)
@@ -190,7 +184,7 @@ class Intake:
         """See `Relay.add_bodies`."""
         self.engines.check(engine)
         names = [of.sample_id for of in arrivals]
-        split = read_body(split_replies, body, sample_id=str(names), engine=engine)
+        split = replies.read_body(replies.split_replies, body, sample_id=str(names), engine=engine)
         if len(split) != len(set(names)):
             raise errors.UsageError(
                 f"engine {engine}: {len(split)} replies for the samples {names!r}; expected one name for each"
@@ -223,7 +217,7 @@ class Intake:
     def probe(self, reply: Mapping[str, Any], *, engine: str, tokens: int) -> None:
         """See `Relay.check_engine`."""
         try:
-            hello, data = Hello.split(frame_bytes_of(reply, sample_id="probe", engine=engine))
+            hello, data = Hello.split(replies.frame_bytes_of(reply, sample_id="probe", engine=engine))
             if hello is not None:
                 self.engines.greet(hello, engine=engine)
             if data[:3] != FRAME_MAGIC[:3]:

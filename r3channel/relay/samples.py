@@ -57,7 +57,8 @@ class Samples:
         """What tokens bring beside expert ids."""
         self.recorder = recorder
         """May be given, exchanged and taken while the relay runs."""
-        metrics.measure("r3channel_samples_total")
+        for name in ("r3channel_samples_total", "r3channel_rejected_total"):
+            metrics.measure(name)
         self._expired: list[str] = []
 
     def check_open(self) -> None:

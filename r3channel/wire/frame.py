@@ -26,31 +26,12 @@ import xxhash
 
 from r3channel import errors
 from r3channel.model.spec import RoutingSpec
+from r3channel.wire import header as head
 from r3channel.wire.chunks import CHUNK_ROWS, Entry, encode_chunks, read_table, table_of
 from r3channel.wire.codec import CODECS, Wire, codecs_for
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame_view import Frame
-from r3channel.wire.header import (
-    FLAG_UNORDERED,
-    FLAG_VALIDITY,
-    FRAME_MAGIC,
-    HEADER_BYTES,
-    KIND_ERROR,
-    KIND_EXPERT_IDS,
-    MAX_ERROR_BYTES,
-    MAX_ROWS,
-    MAX_SPANS,
-    SPAN,
-    SPAN_BYTES,
-    WIRE_VERSION,
-    Header,
-    assemble,
-    check_fields,
-    check_kind,
-    check_sections,
-    padding,
-    read_header,
-)
+from r3channel.wire.header import FRAME_MAGIC, HEADER_BYTES, MAX_ROWS, Header
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, Run, check_shape, check_spans, spans_of
 from r3channel.wire.source import InHand, Source
 
@@ -78,9 +59,9 @@ def encode_frame(
     if provenance is None:
         provenance = spans_of(np.zeros(rows, np.int64), np.zeros(rows, np.uint8), first_row=first_row)
     check_spans(provenance, first_row=first_row, rows=rows, where="encode_frame")
-    if len(provenance) > MAX_SPANS:
+    if len(provenance) > head.MAX_SPANS:
         raise errors.RoutingError(
-            f"{len(provenance)} provenance spans for {rows} rows; expected at most {MAX_SPANS} spans"
+            f"{len(provenance)} provenance spans for {rows} rows; expected at most {head.MAX_SPANS} spans"
         )
     codecs = codecs_for(expert_ids_TLK[:CHUNK_ROWS], codec=codec)
     if not all(chosen.keeps_order for chosen in codecs):
@@ -89,11 +70,11 @@ def encode_frame(
     if any(not CODECS[entry.codec].keeps_order for entry in entries):
         expert_ids_TLK = _as_decoded(expert_ids_TLK, entries, wires)
     digests_L = layer_digests(expert_ids_TLK, first_row=first_row, valid_T=valid_T)
-    head = frame_head(
+    begin = frame_head(
         spec, entries, first_row=first_row, valid_T=valid_T, provenance=provenance, digests_L=digests_L, sample_key=sample_key,
         kept_rows=kept_rows,
     )  # fmt: skip
-    return b"".join((head, *wires))
+    return b"".join((begin, *wires))
 
 
 def frame_head(
@@ -102,20 +83,20 @@ def frame_head(
 ) -> bytes:  # fmt: skip
     """A frame up to its chunks, which follow; of rows whose digests are known, so none is read."""
     codecs, rows = [chunk.codec for chunk in chunks], sum([chunk.rows for chunk in chunks])
-    flags = 0 if all(CODECS[codec].keeps_order for codec in codecs) else FLAG_UNORDERED
-    parts = [SPAN.pack(*span) for span in provenance]
+    flags = 0 if all(CODECS[codec].keeps_order for codec in codecs) else head.FLAG_UNORDERED
+    parts = [head.SPAN.pack(*span) for span in provenance]
     if valid_T is not None and not valid_T.all():
-        flags |= FLAG_VALIDITY
+        flags |= head.FLAG_VALIDITY
         parts.insert(0, np.packbits(valid_T, bitorder="little").tobytes())
     parts += digests_L.astype("<u8", copy=False).tobytes(), table_of(chunks, layers=spec.num_moe_layers)
     sections = b"".join(parts)
-    sections += bytes(padding(len(sections)))
+    sections += bytes(head.padding(len(sections)))
     fields = header_fields(
         spec, rows=rows, first_row=first_row, chunks=len(chunks), spans=len(provenance), sections_bytes=len(sections),
         wire_bytes=sum([chunk.nbytes for chunk in chunks]), newest=max([span[2] for span in provenance], default=-1),
         sample_key=sample_key, kept_rows=kept_rows, codec=max(codecs, default=0), flags=flags,
     )  # fmt: skip
-    return assemble(fields, sections)
+    return head.assemble(fields, sections)
 
 
 def header_fields(
@@ -124,7 +105,7 @@ def header_fields(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the fields of `Header` as they are: an engine's scheduler pays this for each request. `newest`: weight version."""
     return (
-        FRAME_MAGIC, WIRE_VERSION, KIND_EXPERT_IDS, codec, flags,
+        FRAME_MAGIC, head.WIRE_VERSION, head.KIND_EXPERT_IDS, codec, flags,
         spec.digest, spec.num_experts, spec.top_k, spec.num_moe_layers, spec.id_dtype.itemsize, 0,
         spec.num_moe_layers, rows, first_row, chunks, spans, sections_bytes,
         rows * spec.bytes_per_token, wire_bytes, sample_key, newest, kept_rows,
@@ -133,8 +114,10 @@ def header_fields(
 
 def encode_error(message: str, *, sample_key: int = 0) -> bytes:
     """A frame that says why the engine has no rows; `parse_frame` raises it as `EngineReported`."""
-    text = message.encode("utf-8", "replace")[:MAX_ERROR_BYTES]
-    return assemble(Header(kind=KIND_ERROR, sections_bytes=len(text), sample_key=sample_key)[:-2], text)
+    text = message.encode("utf-8", "replace")[: head.MAX_ERROR_BYTES]
+    return head.assemble(
+        Header(kind=head.KIND_ERROR, sections_bytes=len(text), sample_key=sample_key)[:-2], text
+    )
 
 
 def _with_sets_in_invalid_rows(ids_TLK: Ids, valid_T: np.ndarray[Any, np.dtype[np.bool_]] | None) -> Ids:
@@ -157,13 +140,9 @@ def _as_decoded(ids_TLK: Ids, entries: Sequence[Entry], wires: Sequence[Wire]) -
 
 
 def parse_frame(
-    data: bytes | bytearray | memoryview,
-    *,
-    spec: RoutingSpec,
-    sample_id: str = "?",
-    engine: str = "?",
+    data: bytes | bytearray | memoryview, *, spec: RoutingSpec, sample_id: str = "?", engine: str = "?",
     max_rows: int = MAX_ROWS,
-) -> Frame:
+) -> Frame:  # fmt: skip
     """As `read_frame`, for a frame that is in hand: its ids can be asked for. `data` must not change while the frame is used."""
     source = InHand(data)
     frame = read_frame(source, spec=spec, where=f"sample {sample_id} from engine {engine}", max_rows=max_rows)
@@ -172,14 +151,9 @@ def parse_frame(
 
 
 def read_frame(
-    source: Source,
-    *,
-    spec: RoutingSpec,
-    where: str,
-    max_rows: int = MAX_ROWS,
-    begun: memoryview | bytes = b"",
+    source: Source, *, spec: RoutingSpec, where: str, max_rows: int = MAX_ROWS, begun: memoryview | bytes = b"",
     more: bool = False,
-) -> Frame:
+) -> Frame:  # fmt: skip
     """Read one frame up to its ids, which `Frame.fill` reads next, and verify it against the local `spec`.
 
     Raises the typed error of the first check that fails, and names `where`. Memory that is taken here and later is bounded by
@@ -188,25 +162,25 @@ def read_frame(
     """
     nbytes = len(begun) + source.left
     rest = source.take(min(HEADER_BYTES - len(begun), source.left))
-    head = memoryview(bytes(begun) + bytes(rest)) if begun else rest
-    header = read_header(head, nbytes=nbytes, where=where, more=more)
-    check_kind(header, source, kind=KIND_EXPERT_IDS, where=where)
-    check_fields(header, spec=spec, max_rows=max_rows, where=where)
+    begin = memoryview(bytes(begun) + bytes(rest)) if begun else rest
+    header = head.read_header(begin, nbytes=nbytes, where=where, more=more)
+    head.check_kind(header, source, kind=head.KIND_EXPERT_IDS, where=where)
+    head.check_fields(header, spec=spec, max_rows=max_rows, where=where)
     sections = source.take(header.sections_bytes)
-    check_sections(header, sections, where=where)
+    head.check_sections(header, sections, where=where)
     return _read_sections(header, sections, spec=spec, where=where)
 
 
 def _read_sections(header: Header, sections: memoryview, *, spec: RoutingSpec, where: str) -> Frame:
     """The frame behind a header whose numbers, and sections whose hash, were checked."""
     at, rows, valid_T = 0, header.rows, None
-    if header.flags & FLAG_VALIDITY:
+    if header.flags & head.FLAG_VALIDITY:
         at = -(-rows // 8)
         bits = np.frombuffer(sections[:at], np.uint8)
         valid_T = np.unpackbits(bits, count=rows, bitorder="little").view(bool)
         valid_T = None if valid_T.all() else valid_T
     spans = _read_spans(header, sections[at:], where=where)
-    at += header.spans * SPAN_BYTES
+    at += header.spans * head.SPAN_BYTES
     digests_L = np.frombuffer(sections[at : at + 8 * spec.num_moe_layers], "<u8").copy()
     table = sections[at + digests_L.nbytes :]
     entries = read_table(table, wire_bytes=header.wire_bytes, rows=rows, spec=spec, where=where)
@@ -222,7 +196,7 @@ def _ordered(header: Header, chunks: Sequence[Entry], *, where: str) -> bool:
     """True where no chunk has lost the order within its rows; the header must say the same, and the highest codec."""
     ordered = all(CODECS[chunk.codec].keeps_order for chunk in chunks)
     highest = max((chunk.codec for chunk in chunks), default=0)
-    if ordered == bool(header.flags & FLAG_UNORDERED) or header.codec != highest:
+    if ordered == bool(header.flags & head.FLAG_UNORDERED) or header.codec != highest:
         raise errors.FrameCorrupt(
             f"{where}: flags {header.flags} and codec {header.codec} do not describe chunks of codecs up to {highest}"
         )
@@ -231,7 +205,7 @@ def _ordered(header: Header, chunks: Sequence[Entry], *, where: str) -> bool:
 
 def _read_spans(header: Header, body: memoryview, *, where: str) -> tuple[ProvenanceSpan, ...]:
     spans = []
-    for start, end, version, kind in SPAN.iter_unpack(body[: header.spans * SPAN_BYTES]):
+    for start, end, version, kind in head.SPAN.iter_unpack(body[: header.spans * head.SPAN_BYTES]):
         if kind not in RowKind._value2member_map_:
             raise errors.FrameCorrupt(f"{where}: provenance kind {kind} is unknown")
         spans.append(ProvenanceSpan(start, end, version, RowKind(kind)))

@@ -126,11 +126,8 @@ def _parse(data: memoryview, tensor: TokenTensor, *, where: str) -> TensorRows:
         )
     entries, odd = divmod(header.raw_bytes, tensor.entry.itemsize)
     sizes = header.raw_bytes + header.rows * LENGTH_BYTES, 0
-    if (
-        (header.sections_bytes, header.wire_bytes) != sizes
-        or odd
-        or header.first_row + header.rows > MAX_ROWS
-    ):
+    bounded = header.first_row + header.rows <= MAX_ROWS
+    if (header.sections_bytes, header.wire_bytes) != sizes or odd or not bounded:
         raise errors.FrameCorrupt(f"{where}: impossible numbers in the header: {header._asdict()}")
     sections = source.take(header.sections_bytes)
     check_sections(header, sections, where=where)

@@ -25,7 +25,7 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.capacity import beside_bytes
 from r3channel.plan.layout import TrainerLayout
-from r3channel.relay import intake
+from r3channel.relay import samples
 from r3channel.relay.relay import Relay
 from r3channel.transport.auth import obtain_token, read_token
 from r3channel.wire.frame import FRAME_MAGIC
@@ -302,7 +302,7 @@ def test_a_frame_of_an_engine_that_never_said_hello_is_named_with_the_reason(ope
 def test_a_frame_of_an_engine_that_lives_is_waited_for_and_of_one_that_died_no_longer(
     open_place: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake, "_GONE_S", 0.1)
+    monkeypatch.setattr(samples, "_GONE_S", 0.1)
     place = open_place(frame_timeout_s=SOON_S)
     with place.engine() as engine, ThreadPoolExecutor(1) as pool:
         until(lambda: place.relay.samples.engines.knows(engine.hello.boot_id))

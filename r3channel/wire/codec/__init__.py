@@ -85,13 +85,10 @@ def codecs_for(ids_TLK: Ids, *, codec: str) -> tuple[Codec, ...]:
 
 def encode_chunk(ids_TLK: Ids, *, codecs: Sequence[Codec]) -> tuple[int, Wire]:
     """(codec id, bytes) of a C-contiguous chunk. Falls back to `stored`; the bytes may be a view of the chunk."""
-    best: tuple[int, Wire] | None = None
-    for codec in codecs if len(ids_TLK) else ():
-        wire = None if codec.as_is else codec.encode(ids_TLK)
-        worth = wire is not None and len(wire) < codec.worth_it * ids_TLK.nbytes
-        if wire is not None and worth and (best is None or len(wire) < len(best[1])):
-            best = codec.codec_id, wire
-    return best or (STORED.codec_id, STORED.encode(ids_TLK))
+    wires = [(codec, codec.encode(ids_TLK)) for codec in codecs if len(ids_TLK) and not codec.as_is]
+    worth = [(c.codec_id, w) for c, w in wires if w is not None and len(w) < c.worth_it * ids_TLK.nbytes]
+    stored: tuple[int, Wire] = STORED.codec_id, STORED.encode(ids_TLK)
+    return min(worth, key=lambda each: len(each[1]), default=stored)
 
 
 def _lz4_share(ids_TLK: Ids) -> float:
