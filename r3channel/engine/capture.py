@@ -247,8 +247,8 @@ class SlotRows:
         if self._gather:
             self._gather(
                 self._ids_SN, self._stamps_S, self._makers_M2, slots_T.astype(np.int32, copy=False),
-                coefficients(first_row, rows * hashed), self._factors_I, made.head_H, first_row, CHUNK_ROWS, made.rows_N,
-                self._words_W, self._facts_3,
+                coefficients(first_row, rows * hashed), self._factors_I, made.head_H, made.rows_N, self._words_W, self._facts_3,
+                first_row, spans, CHUNK_ROWS,
             )  # fmt: skip
             found, newest, oldest = self._facts_3.tolist()
             if found > spans:

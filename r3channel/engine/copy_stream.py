@@ -269,9 +269,8 @@ class PassCopies:
         made = self._passes.popleft()
         try:
             with self._timed():
-                self._rows.write(
-                    made.slots_T, made.rows_TN, weight_version=made.weight_version, kind=made.kind
-                )
+                maker = {"weight_version": made.weight_version, "kind": made.kind}
+                self._rows.write(made.slots_T, made.rows_TN, **maker)
                 for at, kept in made.restored:
                     self._rows.put_back(made.slots_T[at : at + len(kept.ids_TN)], kept)
         finally:

@@ -18,8 +18,9 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -31,20 +32,11 @@ from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.transport.auth import read_token
 from r3channel.transport.network import local_address
+from r3channel.wire import parcel
 from r3channel.wire.codec import AUTO, codec_named
 from r3channel.wire.frame import encode_error, sample_key
 from r3channel.wire.hello import PROBE_PREFIX, Hello
-from r3channel.wire.parcel import (
-    ADDRESS_HEADER,
-    FRAMES_PATH,
-    HELLO_PATH,
-    PARCEL_BYTES,
-    PARCEL_FRAMES,
-    SESSION_HEADER,
-    FrameReference,
-    Status,
-    pack_parcel,
-)
+from r3channel.wire.parcel import FrameReference, Status
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +64,8 @@ class Outlet:
         self.metrics.measure("r3channel_engine_frames_total", way="inband")
         self.metrics.measure("r3channel_engine_kept_rows_total")
         self.metrics.measure("r3channel_engine_capture_waits_total")
-        self._sender = (
-            Sender.start(config, hello, metrics=self.metrics) if config.delivery == "direct" else None
-        )
+        direct = config.delivery == "direct"
+        self._sender = Sender.start(config, hello, metrics=self.metrics) if direct else None
 
     def reply(self, unfinished: UnfinishedFrame, *, request_id: str) -> np.ndarray | bytes:
         """A frame, a frame reference, or (for a probe) a hello with its frame. What cannot be framed says so itself."""
@@ -122,8 +113,7 @@ def encode_or_report(unfinished: UnfinishedFrame, *, codec: str) -> bytes:
         return encode_error(f"{type(error).__name__}: {error}", sample_key=unfinished.sample_key)
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
+class _Waiting(NamedTuple):
     serial: int
     unfinished: UnfinishedFrame
     since_s: float
@@ -172,12 +162,9 @@ class Sender:
             self._waiting.append(_Waiting(self._serial, unfinished, time.monotonic()))
             self._changed.notify()
             return FrameReference(
-                sample_key=unfinished.sample_key,
-                boot_id=self._hello.boot_id,
-                serial=self._serial,
-                first_row=unfinished.first_row,
-                rows=unfinished.rows,
-            )
+                sample_key=unfinished.sample_key, boot_id=self._hello.boot_id, serial=self._serial,
+                first_row=unfinished.first_row, rows=unfinished.rows,
+            )  # fmt: skip
 
     def close(self) -> None:
         """Send what waits, for a moment, and stop; idempotent."""
@@ -207,13 +194,13 @@ class Sender:
         """The parcel of these frames."""
         codec = self._config.codec
         frames = [(item.serial, encode_or_report(item.unfinished, codec=codec)) for item in batch]
-        return pack_parcel(self._hello.boot_id, frames)
+        return parcel.pack_parcel(self._hello.boot_id, frames)
 
     def _take(self) -> list[_Waiting] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed.is_set())
             batch, size = [], 0
-            while self._waiting and size < PARCEL_BYTES and len(batch) < PARCEL_FRAMES:
+            while self._waiting and size < parcel.PARCEL_BYTES and len(batch) < parcel.PARCEL_FRAMES:
                 batch.append(self._waiting.popleft())
                 size += batch[-1].unfinished.nbytes
             return batch or None
@@ -248,12 +235,12 @@ class Sender:
         """(HTTP status, reason); status 0 when nobody answered, or our hello was not taken."""
         if not self._session and not self._say_hello():
             return 0, self._refusal
-        status, reason = self._post(FRAMES_PATH, parts)
+        status, reason = self._post(parcel.FRAMES_PATH, parts)
         self._session = "" if status == Status.HELLO_FIRST else self._session
         return status, reason
 
     def _say_hello(self) -> bool:
-        status, reason = self._post(HELLO_PATH, [self._hello.to_bytes()])
+        status, reason = self._post(parcel.HELLO_PATH, [self._hello.to_bytes()])
         greeted = status == Status.TAKEN
         if not greeted and reason != self._refusal:  # said once, not at every try
             log.warning("r3channel: the relay at %s took no hello: %s", self._config.relay_url, reason)
@@ -268,9 +255,9 @@ class Sender:
                 connection.connect()
             assert connection.sock is not None
             size = sum(map(len, parts))
-            headers = {"Authorization": f"Bearer {self._token}", SESSION_HEADER: self._session}
+            headers = {"Authorization": f"Bearer {self._token}", parcel.SESSION_HEADER: self._session}
             headers |= {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
-            headers[ADDRESS_HEADER] = str(connection.sock.getsockname()[:2])
+            headers[parcel.ADDRESS_HEADER] = str(connection.sock.getsockname()[:2])
             body = b"".join(parts) if size < _ONE_SEND_BYTES else parts
             connection.request("POST", self._target.path.rstrip("/") + path, body=body, headers=headers)
             reply = connection.getresponse()

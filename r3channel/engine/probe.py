@@ -46,9 +46,8 @@ def check_hooks(context: CheckContext) -> Iterator[Check]:
     if context.gpu or context.environment.get("SGLANG_USE_CPU_ENGINE") == "1":
         yield context.ask("SGLang hooks", _HOOKS)
     else:
-        yield Check(
-            name="SGLang hooks", ok=True, found="not looked for: SGLang is not imported without a GPU"
-        )
+        found = "not looked for: SGLang is not imported without a GPU"
+        yield Check(name="SGLang hooks", ok=True, found=found)
 
 
 def check_engines(context: CheckContext) -> Iterator[Check]:
@@ -63,9 +62,8 @@ def ask_engine(url: str, *, timeout_s: float) -> Iterator[Check]:
         reply = probe(url.rstrip("/"), timeout_s=timeout_s)
         data = base64.b64decode(reply["meta_info"]["routed_experts"], validate=True)
     except (OSError, ValueError, urllib.error.URLError) as error:
-        yield _failed(
-            url, f"does not answer a request of two tokens: {error}", "is it up, and is this its address?"
-        )
+        seen = f"does not answer a request of two tokens: {error}"
+        yield _failed(url, seen, "is it up, and is this its address?")
         return
     except (KeyError, TypeError, binascii.Error):
         yield _failed(url, "answers without routing", _NOT_ON)
@@ -73,12 +71,8 @@ def ask_engine(url: str, *, timeout_s: float) -> Iterator[Check]:
     try:
         hello, frame = Hello.split(data)
         if hello is None:
-            seen = (
-                "frames, but no hello: an older r3channel"
-                if frame[:4] == FRAME_MAGIC
-                else "stock int32 routing"
-            )
-            yield _failed(url, f"answers with {seen}", _NOT_ON)
+            ours, older = frame[:4] == FRAME_MAGIC, "frames, but no hello: an older r3channel"
+            yield _failed(url, f"answers with {older if ours else 'stock int32 routing'}", _NOT_ON)
             return
         yield from _told(url, hello)
         yield _frame(hello, frame)
@@ -103,9 +97,8 @@ def _settings(url: str, hello: Hello, *, timeout_s: float) -> Iterator[Check]:
     try:
         values = _fetched(urllib.request.Request(url.rstrip("/") + "/server_info"), timeout_s=timeout_s)
     except (OSError, ValueError, urllib.error.URLError) as error:
-        yield Check(
-            name="settings", ok=False, found=f"/server_info cannot be read: {error}", remedy="ask again"
-        )
+        found = f"/server_info cannot be read: {error}"
+        yield Check(name="settings", ok=False, found=found, remedy="ask again")
         return
     for verdict in (Verdict.TESTED, Verdict.READ):
         shown = [flag(name, value) for name, value, _ in judgements(values, verdict) if value not in _UNSET]
@@ -126,9 +119,8 @@ def _frame(hello: Hello, data: bytes) -> Check:
     frame.routing(sample_id="probe")
     shape = f"{spec.num_moe_layers} MoE layers of {spec.num_layers}, top-{spec.top_k} of {spec.num_experts}"
     found = f"{shape}; a frame of {frame.rows} rows, weight version {frame.weight_version}, every id checked"
-    return Check(
-        name="routing", ok=frame.rows == 2, found=found, remedy="two rows were expected for three tokens"
-    )
+    remedy = "two rows were expected for three tokens"
+    return Check(name="routing", ok=frame.rows == 2, found=found, remedy=remedy)
 
 
 def _failed(url: str, found: str, remedy: str) -> Check:

@@ -53,11 +53,8 @@ def _refused_routers(routers: list[Router], *, spec: RoutingSpec) -> Iterator[Re
         yield "kernel_routing", f"{REFUSALS['kernel_routing']} ({', '.join(unseen)})"
     built = sorted({router.layer for router in routers})
     if tuple(built) != spec.moe_layers:
-        yield (
-            "routers",
-            f"the engine built routers in layers {built}, the checkpoint's configuration says {list(spec.moe_layers)}: "
-            + REFUSALS["routers"],
-        )
+        told = f"the checkpoint's configuration says {list(spec.moe_layers)}: {REFUSALS['routers']}"
+        yield "routers", f"the engine built routers in layers {built}, {told}"
 
 
 def refused_chains(values: Mapping[str, Any]) -> Iterator[Refusal]:

@@ -21,14 +21,9 @@ READ_AGAINST = ("0.5.15.post1", "0.5.23")
 _SRT = "sglang.srt"
 
 CAPTURER = f"{_SRT}.state_capturer.routed_experts.RoutedExpertsCapturer"
-COLLECT = (
-    f"{_SRT}.managers.scheduler_components.batch_result_processor"
-    ".SchedulerBatchResultProcessor._maybe_collect_routed_experts"
-)
-MASKS = (
-    f"{_SRT}.managers.scheduler_components.batch_result_processor"
-    ".SchedulerBatchResultProcessor.add_sampling_mask_return_values"
-)
+_PROCESSOR = f"{_SRT}.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+COLLECT = f"{_PROCESSOR}._maybe_collect_routed_experts"
+MASKS = f"{_PROCESSOR}.add_sampling_mask_return_values"
 WEIGHTS = f"{_SRT}.layers.moe.topk._post_process_topk_ids"
 STREAM = f"{_SRT}.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"
 TOP_LOGPROBS = (
@@ -44,9 +39,7 @@ TRANSFERRED = (
 )
 INIT_CAPTURER = f"{_SRT}.model_executor.model_runner.ModelRunner.init_routed_experts_capturer"
 UPDATER = f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-UPDATES = tuple(
-    f"{UPDATER}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")
-)
+UPDATES = tuple(f"{UPDATER}.update_weights_from_{way}" for way in ("disk", "distributed", "tensor", "ipc"))
 
 
 class Name(NamedTuple):
@@ -80,15 +73,8 @@ def installed_version() -> str:
 
 def hooked(table: str) -> tuple[str, ...]:
     """What is replaced or wrapped under a table of `TABLES`."""
-    return (
-        CAPTURER,
-        COLLECT,
-        INIT_BATCH,
-        RELEASE,
-        TRANSFERRED,
-        INIT_CAPTURER,
-        *(UPDATES if table == "0.5.15.post1" else ()),
-    )
+    updates = UPDATES if table == "0.5.15.post1" else ()
+    return CAPTURER, COLLECT, INIT_BATCH, RELEASE, TRANSFERRED, INIT_CAPTURER, *updates
 
 
 def is_patched() -> bool:

@@ -49,11 +49,9 @@ class Setting(NamedTuple):
         if self.on is not None:
             return bool(value) is self.on
         # TOML has no None: "None" stands for it.
-        return (
-            (value in self.among or str(value) in self.among)
-            if self.among
-            else str(value) not in self.not_among
-        )
+        if self.among:
+            return value in self.among or str(value) in self.among
+        return str(value) not in self.not_among
 
 
 class Together(NamedTuple):
@@ -119,6 +117,3 @@ def flag(name: str, value: Any) -> str:
     """
     option = "--" + name.replace("_", "-")
     return option if value is True else f"{option} {value}"
-
-
-# -- for the reader ------------------------------------------------------------------------------------------------------

@@ -49,19 +49,14 @@ def keep_masks(
 ) -> None:
     """AROUND `add_sampling_mask_return_values`: masks stay until the request is finished, instead of going into JSON."""
     if _declared and req.return_routed_experts and not isinstance(req.sampling_mask_rows, KeptMasks):
-        req.sampling_mask_rows = KeptMasks(
-            req.sampling_mask_rows, support=req.sampling_logprobs_mode == "support"
-        )
+        support = req.sampling_logprobs_mode == "support"
+        req.sampling_mask_rows = KeptMasks(req.sampling_mask_rows, support=support)
     original(processor, i, req, *rest, **more)
 
 
 def take_topk(
-    original: Callable[..., Any],
-    logprobs: torch.Tensor,
-    top_logprobs_nums: Sequence[int],
-    *rest: Any,
-    **more: Any,
-) -> Any:
+    original: Callable[..., Any], logprobs: torch.Tensor, top_logprobs_nums: Sequence[int], *rest: Any, **more: Any
+) -> Any:  # fmt: skip
     """AROUND `get_top_logprobs` of a pass that samples: requests for as many as the tensor has get them as one packed tensor."""
     tensor = _topk()
     wanted = tensor.entry["low"].shape[0] if tensor else 0

@@ -134,13 +134,9 @@ def pack_topk(logprobs_BV: torch.Tensor, tensor: TokenTensor) -> torch.Tensor:
 
 
 def tensor_frame(
-    tensor: TokenTensor,
-    kept: KeptMasks | KeptTopk | KeptWeights | None,
-    *,
-    prompt_tokens: int,
-    new_tokens: int,
-    request_id: str,
-) -> bytes | Values:
+    tensor: TokenTensor, kept: KeptMasks | KeptTopk | KeptWeights | None, *,
+    prompt_tokens: int, new_tokens: int, request_id: str,
+) -> bytes | Values:  # fmt: skip
     """The frame of a finished request; its first row belongs to the logits at the prompt's last token, that of weights to its
     ids'. RoutingError where the request did not ask for the tensor."""
     if kept is None:

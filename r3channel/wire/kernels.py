@@ -305,33 +305,33 @@ def _differences(builder: Any, ids: Any, slots: int) -> Iterator[Any]:
 
 
 @_inlined
-def _write_sections(
-    words_H: Any, spans: int, digests_L: Any, rows: int, row_bytes: int, chunk_rows: int
-) -> None:
+def _write_sections(words_H: Any, spans: int, end: Any, digests_L: Any, sizes: tuple[int, int, int]) -> None:
     """Write what ends a frame's head, as `wire.frame` lays it out: spans, digests, table of stored chunks, zeros.
 
-    Spans lie behind the header's room; they are moved to where they stay.
+    Spans lie behind the header's room, each with its first row, and are moved to where they stay; the last one ends at `end`.
     """
+    rows, row_bytes, chunk_rows = sizes
     layers, chunks = digests_L.shape[0], -(-rows // chunk_rows)
     begin = words_H.shape[0] - (3 * spans + layers + (5 * chunks + 1) // 2)
     begin -= (begin + 1) % 2  # the header has 13 words, and chunks begin at a multiple of 16 bytes
-    at = begin + 3 * spans
-    for word in range(3 * spans - 1, -1, -1):
-        words_H[begin + word] = words_H[_HEADER_WORDS + word]
-    words_H[at : at + layers] = digests_L
-    words_H[at + layers :] = np.uint64(0)
-    table_C = words_H[at + layers :].view(np.uint32)
+    for span in range(spans - 1, -1, -1):
+        own, to = _HEADER_WORDS + 3 * span, begin + 3 * span
+        start = words_H[own]
+        words_H[to + 2], words_H[to + 1] = words_H[own + 2], words_H[own + 1]
+        words_H[to], end = start | np.uint64(end) << np.uint64(32), np.int64(start)
+    rest_H = words_H[begin + 3 * spans :]
+    rest_H[:layers], rest_H[layers:] = digests_L, np.uint64(0)
+    table_C = rest_H[layers:].view(np.uint32)
     for chunk in range(chunks):
-        first = chunk * chunk_rows
-        height = min(chunk_rows, rows - first)
-        table_C[5 * chunk], table_C[5 * chunk + 1] = first, height
-        table_C[5 * chunk + 2], table_C[5 * chunk + 3] = layers << 16, height * row_bytes
+        at, height = 5 * chunk, min(chunk_rows, rows - chunk * chunk_rows)
+        table_C[at], table_C[at + 1] = chunk * chunk_rows, height
+        table_C[at + 2], table_C[at + 3] = layers << 16, height * row_bytes
 
 
 @lru_cache(maxsize=4)
 def gather_frame(item_bytes: int, *, row_bytes: int, weights_at: int, weight_bytes: int) -> Any:
-    """f(bytes_SN, stamps_S, makers_M2, slots_T, coefficients_T, multipliers_I, head_H, first_row, chunk_rows, bytes_N, words_W,
-    facts_3): copy the rows of slots into a frame that stores them, and write its sections before them.
+    """f(bytes_SN, stamps_S, makers_M2, slots_T, coefficients_T, multipliers_I, head_H, bytes_N, words_W, facts_3, first_row,
+    room, chunk_rows): copy the rows of slots into a frame that stores them, and write its sections before them.
 
     IndexError for a slot that there is not.
 
@@ -341,24 +341,20 @@ def gather_frame(item_bytes: int, *, row_bytes: int, weights_at: int, weight_byt
     head_H          the room for the frame's head in words, right before its ids
     bytes_N         the ids of all rows, and at the end the weights of all rows
     words_W         as in `row_sums`
-    facts_3         spans, newest weight version, oldest one; sections are written if there is room for so many spans
+    facts_3         spans, newest weight version, oldest one; no sections are written where `room` is for fewer spans
     """
     items, block_rows = row_bytes // item_bytes, _GATHERED_ROWS
     item_of: Any = getattr(np, f"uint{8 * item_bytes}")
 
     def run(
         bytes_SN: Any, stamps_S: Any, makers_M2: Any, slots_T: Any, coefficients_T: Any, multipliers_I: Any, head_H: Any,
-        first_row: int, chunk_rows: int, bytes_N: Any, words_W: Any, facts_3: Any,
+        bytes_N: Any, words_W: Any, facts_3: Any, first_row: int, room: int, chunk_rows: int,
     ) -> None:  # fmt: skip
         rows, spans, stamp, layers = slots_T.shape[0], 0, -1, items // multipliers_I.shape[0]
         source, target, step = bytes_SN.ctypes.data, bytes_N.ctypes.data, bytes_SN.shape[1]
-        room, behind = (
-            (head_H.shape[0] - _HEADER_WORDS - layers) // 3,
-            target + bytes_N.shape[0] - rows * weight_bytes,
-        )
+        behind, newest, oldest = target + bytes_N.shape[0] - rows * weight_bytes, -1, 1 << 62
         items_N, sums_C = bytes_N[: rows * row_bytes].view(item_of), words_W[layers:]
         sums_C[:] = np.uint64(0)
-        facts_3[1], facts_3[2] = -1, 1 << 62
         for first in range(0, rows, block_rows):
             end = min(first + block_rows, rows)
             for row in range(first, end):
@@ -366,38 +362,27 @@ def gather_frame(item_bytes: int, *, row_bytes: int, weights_at: int, weight_byt
                 if not 0 <= slot < stamps_S.shape[0]:
                     raise IndexError("a slot that there is not")
                 if stamps_S[slot] != stamp:
-                    stamp = stamps_S[slot]
-                    at = _HEADER_WORDS + 3 * spans
-                    if spans < room:
-                        if spans > 0:
-                            head_H[at - 3] |= np.uint64(first_row + row) << np.uint64(32)
-                        head_H[at] = np.uint64(first_row + row)
-                        head_H[at + 1], head_H[at + 2] = makers_M2[stamp, 0], makers_M2[stamp, 1]
-                    facts_3[1], facts_3[2] = (
-                        max(facts_3[1], makers_M2[stamp, 0]),
-                        min(facts_3[2], makers_M2[stamp, 0]),
-                    )
-                    spans += 1
+                    stamp, at = np.int64(stamps_S[slot]), _HEADER_WORDS + 3 * spans
+                    version, spans = makers_M2[stamp, 0], spans + 1
+                    newest, oldest = max(newest, version), min(oldest, version)
+                    if spans <= room:
+                        head_H[at], head_H[at + 1], head_H[at + 2] = (
+                            first_row + row,
+                            version,
+                            makers_M2[stamp, 1],
+                        )
                 _copy(target + row * row_bytes, source + slot * step, row_bytes, False)
                 _copy(behind + row * weight_bytes, source + slot * step + weights_at, weight_bytes, False)
             _add_rows(items_N[first * items : end * items], coefficients_T[first:end], sums_C)
         _add_up(sums_C, coefficients_T, multipliers_I, words_W[:layers])
-        facts_3[0] = spans
-        if 0 < spans <= room:
-            head_H[_HEADER_WORDS + 3 * spans - 3] |= np.uint64(first_row + rows) << np.uint64(32)
+        facts_3[0], facts_3[1], facts_3[2] = spans, newest, oldest
         if spans <= room:
-            _write_sections(head_H, spans, words_W[:layers], rows, row_bytes, chunk_rows)
+            _write_sections(head_H, spans, first_row + rows, words_W[:layers], (rows, row_bytes, chunk_rows))
 
     words, number, byte, own = _read_only(types.uint64), types.int64, types.uint8, types.uint64[::1]
-    held = (
-        _read_only(byte, 2),
-        _read_only(types.int16),
-        _read_only(number, 2),
-        _read_only(types.int32),
-        words,
-        words,
-    )
-    return _jit(types.void(*held, own, number, number, byte[::1], own, number[::1]))(run)
+    held = _read_only(byte, 2), _read_only(types.int16), _read_only(number, 2), _read_only(types.int32)
+    filled = own, byte[::1], own, number[::1]
+    return _jit(types.void(*held, words, words, *filled, number, number, number))(run)
 
 
 @lru_cache(maxsize=4)
