@@ -84,6 +84,8 @@ class Intake:
         self._expired: list[str] = []
         self._hears: Callable[[int], bool] = lambda _boot_id: True
         """Whether an engine's process lives, as far as is known: its frames may still come."""
+        self._unreached: Callable[[int], str] = lambda _boot_id: ""
+        """The door's address, where an engine's process has never come to it."""
 
     # -- engines' frames, from the door's threads ------------------------------------------------------------------
 
@@ -468,6 +470,8 @@ class Intake:
         where = f"sample {sample.name} from engine {engine}, frame {serial}, rows {turn.first_row}..{turn.end_row}"
         if not self._hears(boot_id):
             return f"{where}: the engine died, or was started anew, before its frame came"
+        if engines.knows(boot_id) and (url := self._unreached(boot_id)):
+            return f"{where}: the engine has not reached {url}; does a firewall drop what it sends? Its log says what it got"
         if engines.knows(boot_id):
             return f"{where}: not delivered; is it alive? Its log says why it gave up"
         refused = engines.reports().get(engines.name_of(boot_id), "it never said hello to this relay")
