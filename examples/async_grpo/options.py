@@ -11,6 +11,7 @@ from pathlib import Path
 
 from examples.async_grpo.grpo import GROUP
 from examples.embedded.model import ModelShape, config_of
+from examples.embedded.nodes import NETWORK, become_nodes
 from r3channel.config import ChannelConfig, add_arguments
 from r3channel.errors import R3Error
 from r3channel.integrations import preflight
@@ -49,13 +50,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="keys dp, tp, pp, cp, vpp, ep, packing (padded or thd), pad_policy (spread or live), ...",
     )
     parser.add_argument("--engines", type=int, default=1, help="SGLang servers")
+    parser.add_argument(
+        "--nodes", type=int, choices=(1, 3), default=1, help="3: engines, manager and trainers on nodes of their own; direct"
+    )  # fmt: skip
     parser.add_argument("--engine-tp", type=int, default=1, help="ranks of each server that share a request")
     parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="cuda: trainer rank r on GPU r, engines on the last GPU",
-    )
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: trainer rank r on GPU r, engines on the last GPU"
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples", type=int, default=16, help="per step, in groups of 4")
     parser.add_argument("--micro-batch-size", type=int, default=4)
@@ -63,11 +64,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trainer-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--weight-bucket-bytes", type=int, default=8 << 20)
     parser.add_argument(
-        "--weights",
-        choices=WEIGHTS,
-        default="exact",
+        "--weights", choices=WEIGHTS, default="exact",
         help="how they reach the engines: SGLang loads a broadcast; each trainer sends its own part; through shared memory",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--weights-wire", choices=("tcp", "gloo", "nccl"), default="tcp",
         help="what carries --weights exact: links while engines serve, or one group of all ranks while they are paused",
@@ -77,10 +76,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     parser.add_argument(
-        "--report",
-        metavar="DIR",
-        help="write report.html and .json, trace.json (for Perfetto), table.txt, endpoints.json",
-    )
+        "--report", metavar="DIR", help="write report.html and .json, trace.json (for Perfetto), table.txt, endpoints.json"
+    )  # fmt: skip
     parser.add_argument("--dump", metavar="DIR", help="write engine.npz, router.npz and bytes.json")
     add_options(parser)
     parser.add_argument(
@@ -90,15 +87,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--export", metavar="DIR", help="at the end write the trainer's weights, and the engines' answers"
     )
     parser.add_argument(
-        "--no-replay",
-        action="store_true",
-        help="carry routing but let the routers choose; differences follow",
-    )
+        "--no-replay", action="store_true", help="carry routing but let the routers choose; differences follow"
+    )  # fmt: skip
     parser.add_argument(
-        "--fault",
-        choices=("corrupt-id",),
+        "--fault", choices=("corrupt-id",),
         help="damage one id in a trainer's memory; its router refuses it, and the run ends with an error",
-    )
+    )  # fmt: skip
     args = add_arguments(parser).parse_args(argv)
     args.r3_trace = args.report or args.r3_trace
     for name in (*_FILES, *_FOLDERS, "r3_trace"):  # a trainer in another folder writes some of them
@@ -107,6 +101,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if not args.use_r3_channel:
         args.weights = "broadcast"  # engines run without our half
     try:
+        if args.nodes > 1:
+            become_nodes()
+            args.delivery, args.r3_interface = "direct", args.r3_interface or NETWORK
         preflight.refuse(_faults(args))
     except R3Error as error:
         parser.error(str(error))
@@ -141,7 +138,7 @@ def _faults(args: argparse.Namespace) -> Iterator[str]:
         recorder_of(args)  # raises for limits that do not go together
         yield from preflight.of_channel(config, ranks=layout.world_size)
     elif args.dump or args.record or args.no_replay or args.fault or args.delivery == "direct":
-        yield "--dump, --record, --no-replay, --fault and --delivery direct need --use-r3-channel"
+        yield "--dump, --record, --no-replay, --fault, --delivery direct and --nodes need --use-r3-channel"
     if args.weights_wire != "tcp" and args.weights != "exact":
         yield f"--weights-wire {args.weights_wire} carries --weights exact, not {args.weights}"
     if args.weights_wire == "nccl" and args.device != "cuda":

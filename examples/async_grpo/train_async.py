@@ -29,6 +29,8 @@ from examples.async_grpo.compare import Comparison, compare_step, dump, engine_r
 from examples.async_grpo.options import model_layers, parse
 from examples.async_grpo.progress import await_parts, say
 from examples.async_grpo.rays import actor_class, fetch, is_done, start, the_dead
+from examples.embedded.nodes import TOKEN, address, enter, start_raylet
+from r3channel.config import ChannelConfig
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.trace import read, spans_of
 from r3channel.plan.layout import TrainerLayout
@@ -127,7 +129,7 @@ def _train(args: argparse.Namespace, cluster: Cluster, begin: float) -> tuple[di
     result = summary.summarise(
         args=args, spec=cluster.spec, manager=manager, trainers=trainers, steps=steps, total=total, reports=reports,
         wall_s=time.monotonic() - begin, spans=spans_of(read(Path(args.r3_trace))[0]), begin_s=begin_s,
-        faults=_page_faults(args),
+        faults=_page_faults(manager["metrics_url"]),
     )  # fmt: skip
     if args.dump:
         dump(Path(args.dump), total)
@@ -237,7 +239,7 @@ def start_cluster(args: argparse.Namespace, folder: Path) -> Iterator[Cluster]:
         from examples.embedded.sglang import free_port
 
         args.r3_ingest_port = args.r3_ingest_port or free_port()
-        args.r3_token_file = args.r3_token_file or str(folder / "token")
+        args.r3_token_file = args.r3_token_file or (TOKEN if args.nodes > 1 else str(folder / "token"))
         obtain_token(Path(args.r3_token_file))
     with _engines(args, model) as engines, _ray():
         say(f"Ray is up; engines and trainers start: {args.engines} and {layout.world_size}")
@@ -278,16 +280,18 @@ def _engine_options(args: argparse.Namespace, model: Path) -> Any:
 
     env = {}
     if args.use_r3_channel:  # each engine takes a free port: those of one machine share an environment
-        own = {"run_name": args.r3_run_name, "trace": args.r3_trace or "", "metrics_dir": args.r3_metrics_dir}
+        config = ChannelConfig.from_args(args)
+        own = {name: getattr(config, name) for name in ("interface", "run_name", "trace", "metrics_dir")}
         if args.delivery == "direct":  # engines start before there is a relay
-            url, token_file = f"http://127.0.0.1:{args.r3_ingest_port}", args.r3_token_file
+            url, token_file = f"http://{address('manager')}:{args.r3_ingest_port}", args.r3_token_file
             own |= {"delivery": "direct", "relay_url": url, "token_file": token_file}
         env = {f"R3CHANNEL_{name.upper()}": value for name, value in own.items()} | {
             "R3CHANNEL_METRICS_PORT": "0"
         }
     return EngineOptions(
         model=model, r3channel=args.use_r3_channel, random_seed=args.seed, tp=args.engine_tp, env=env,
-        device=args.device, dtype={"cpu": "float32", "cuda": "bfloat16"}[args.device],
+        device=args.device, dtype={"cpu": "float32", "cuda": "bfloat16"}[args.device], host=address("engine"),
+        before=enter("engine"),
     )  # fmt: skip
 
 
@@ -312,11 +316,12 @@ def _ray() -> Iterator[None]:
         num_cpus=16,  # processes here share the cores; Ray only counts them
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
-        _node_ip_address="127.0.0.1",
+        _node_ip_address=address("manager"),
         logging_level=logging.ERROR,
         log_to_driver=True,
     )
     try:
+        start_raylet(ray.get_runtime_context().gcs_address, OBJECT_STORE_BYTES)
         yield
     finally:
         ray.shutdown()
@@ -328,8 +333,9 @@ def _actors(
     """Trainers build their model while the engines start; the manager asks running engines."""
     size = TrainerLayout.parse(args.layout).world_size
     manager_class, trainer_class = _sides(args)
-    manager_class = actor_class(manager_class, num_cpus=1, max_concurrency=64, name="r3channel-relay")
-    trainer_class = actor_class(trainer_class, num_cpus=1)
+    on, other = ({f"node:{address(name)}": 0.001} for name in ("manager", "trainer"))
+    manager_class = actor_class(manager_class, max_concurrency=64, name="r3channel-relay", resources=on)
+    trainer_class = actor_class(trainer_class, num_cpus=1, resources=other)
     trainers = [trainer_class.remote(args, rank) for rank in range(size)]
     manager = manager_class.remote(args, spec.to_dict())
     building = [trainer.init.remote(f"file://{folder}/rendezvous", manager) for trainer in trainers]
@@ -368,9 +374,9 @@ def _engine_pages(args: argparse.Namespace) -> dict[str, str]:
     return {f"engine{number}": f"http://{target}/metrics" for number, target in enumerate(found)}
 
 
-def _page_faults(args: argparse.Namespace) -> list[str]:
-    """What the pages of all processes show at the run's end, in the words of `r3channel top`."""
-    urls = urls_of(args.r3_metrics_dir) if args.use_r3_channel else []
+def _page_faults(page: str) -> list[str]:
+    """What the pages that the relay lists show at the run's end, in the words of `r3channel top`."""
+    urls = urls_of(page.replace("/metrics", "/targets")) if page else []
     return [*faults_of(Between(Look(url, 0.0, []), Look.at(url, timeout_s=10.0)) for url in urls)]
 
 

@@ -17,6 +17,7 @@ from examples.async_grpo.modules import channel_modules
 from examples.async_grpo.rays import fetch
 from examples.async_grpo.weights_side import Publisher, Pushed, export
 from examples.embedded import megatron
+from examples.embedded.nodes import address
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.layout import RankCoords, TrainerLayout
@@ -108,8 +109,8 @@ class Trainer:
             args = self.args
             self.publisher = Publisher(
                 urls, model=args.model, bucket_bytes=args.weight_bucket_bytes, manifest=args.weights_manifest,
-                weights=args.weights, wire=args.weights_wire, token_file=args.r3_token_file, device=args.device,
-                metrics=self.routing.metrics,
+                weights=args.weights, wire=args.weights_wire, host=address("trainer"), token_file=args.r3_token_file,
+                device=args.device, metrics=self.routing.metrics,
             )  # fmt: skip
 
     def begin(self) -> None:

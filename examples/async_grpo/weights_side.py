@@ -41,9 +41,10 @@ class Publisher:
 
     def __init__(
         self, urls: list[str], *, model: str, bucket_bytes: int, manifest: str | None, weights: str, wire: Any,
-        token_file: str | None, metrics: Metrics | None, device: str,
+        host: str, token_file: str | None, metrics: Metrics | None, device: str,
     ) -> None:  # fmt: skip
-        """`model`: the checkpoint that the engines were started from. `manifest`: file that tells what was committed.
+        """`model`: the checkpoint that the engines were started from. `manifest`: file that tells what was committed. `host`: our
+        address, which engines reach.
 
         `weights`: `broadcast` (which tells no manifest), `exact` (over `wire`) or `colocated`. From a GPU a broadcast is NCCL's.
         """
@@ -55,7 +56,7 @@ class Publisher:
         make = exact if weights == "exact" else WeightSync.whole
         self._sync = make(
             engines, staged=weights != "broadcast", wire="shared_memory" if weights == "colocated" else wire,
-            bucket_bytes=bucket_bytes, verify=weights != "broadcast" or manifest is not None,
+            bucket_bytes=bucket_bytes, host=host, verify=weights != "broadcast" or manifest is not None,
             token_file=token_file or "", metrics=metrics,
             backend="nccl" if device == "cuda" and weights == "broadcast" else "gloo",
         )  # fmt: skip

@@ -109,13 +109,17 @@ class EngineOptions:
     """The overlap scheduler; with it the ids leave the forward pass asynchronously."""
     device: str = "cpu"
     """`cuda`: on the last GPUs, by kernels that need no flashinfer, with graphs of decode passes alone."""
+    host: str = "127.0.0.1"
+    """The address that it binds."""
+    before: Sequence[str] = ()
+    """What its command line begins with."""
     extra_args: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the child's environment last."""
 
     def arguments(self, *, port: int) -> list[str]:
         """SGLang's command line."""
-        arguments = ["--model-path", os.fspath(self.model), "--host", "127.0.0.1", "--port", str(port)]
+        arguments = ["--model-path", os.fspath(self.model), "--host", self.host, "--port", str(port)]
         arguments += ["--device", self.device, "--grammar-backend", "none", *_BACKENDS[self.device]]
         arguments += ["--skip-server-warmup", "--log-level", "warning"]
         arguments += ["--sleep-on-idle"]  # an idle scheduler would keep one core busy
@@ -205,7 +209,7 @@ class EngineServer:
     @property
     def url(self) -> str:
         """Base address. Final once `wait_ready` has returned: a port that was taken meanwhile is replaced."""
-        return f"http://127.0.0.1:{self._port}"
+        return f"http://{self.options.host}:{self._port}"
 
     @property
     def pid(self) -> int:
@@ -240,7 +244,7 @@ class EngineServer:
     def _spawn(self) -> None:
         self._starts += 1
         self._port = free_port()
-        command = [sys.executable, "-m", "examples.embedded.sglang_main"]
+        command = [*self.options.before, sys.executable, "-m", "examples.embedded.sglang_main"]
         command += self.options.arguments(port=self._port)
         with self.log_path.open("ab") as log:
             self._child = _popen(command, env=self.options.environment(), log=log)
@@ -248,9 +252,9 @@ class EngineServer:
     def _answers(self) -> bool:
         if self._running().poll() is not None:
             return False
-        if self.options.device == "cpu" and not listens(
-            self.pid, self._port
-        ):  # containers with GPUs may not tell
+        # containers with GPUs may not tell, nor is what listens on another node told here
+        told = self.options.device == "cpu" and not self.options.before
+        if told and not listens(self.pid, self._port):
             return False
         try:
             with urlopen(self.url + "/health", timeout_s=2) as reply:

@@ -49,6 +49,8 @@ class CheckContext:
     ports: Sequence[int] = ()
     nodes: int = 1
     """Machines of the run."""
+    peers: Sequence[str] = ()
+    """host:port of other machines that this one must reach."""
     engines: Sequence[str] = ()
     """URLs of running engines."""
     engine_arguments: Sequence[str] = ()

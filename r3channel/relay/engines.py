@@ -30,6 +30,8 @@ class EngineRegistry:
     """Process of an engine -> host:port of its /metrics, also where its hello was refused; one started anew replaces it."""
     hears: Callable[[int], bool] = lambda _boot_id: True
     """Whether an engine's process lives, as far as is known: its frames may still come."""
+    unreached: Callable[[int], str] = lambda _boot_id: ""
+    """The door's address, where an engine's process has never come to it."""
     _deadlines_s: dict[str, float] = field(default_factory=dict)
     _greeted: dict[str, Hello | None] = field(default_factory=dict)
     _refused: dict[str, str] = field(default_factory=dict)
@@ -125,6 +127,8 @@ class EngineRegistry:
         where = f"engine {engine}, frame {serial}, rows {turn.first_row}..{turn.end_row}"
         if not self.hears(boot_id):
             return f"{where}: the engine died, or was started anew, before its frame came"
+        if self.knows(boot_id) and (url := self.unreached(boot_id)):
+            return f"{where}: the engine has not reached {url}; does a firewall drop what it sends? Its log says what it got"
         if self.knows(boot_id):
             return f"{where}: not delivered; is it alive? Its log says why it gave up"
         refused = self.reports().get(self.name_of(boot_id), "it never said hello to this relay")

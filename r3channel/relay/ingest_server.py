@@ -227,6 +227,10 @@ class IngestServer:
         _, connection = self._sessions.get(boot_id, ("", None))
         return connection is None or connection in self._open
 
+    def unreached(self, boot_id: int) -> str:
+        """Return our address where this engine's process has never said hello at it; its replies may have brought one."""
+        return "" if boot_id in self._sessions else self.url
+
     # -- connections -----------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:

@@ -132,7 +132,7 @@ class Relay:
             self.intake, token=obtain_token(path), host=self.config.interface, port=self.config.ingest_port,
             max_body_bytes=min(self.config.store_bytes, _MOST_BODY_BYTES),
         )  # fmt: skip
-        self.samples.engines.hears = self._door.hears
+        self.samples.engines.hears, self.samples.engines.unreached = self._door.hears, self._door.unreached
         return self._door.url
 
     def expect_engines(self, engines: Iterable[str], *, timeout_s: float) -> None:

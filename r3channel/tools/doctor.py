@@ -36,6 +36,8 @@ CHECKS = (
     Listed(("relay", "all"), "r3channel.integrations.preflight", "check_memory"),
     Listed(("relay", "all"), "r3channel.integrations.preflight", "check_store"),
     Listed(_EVERY, "r3channel.transport.network", "check_network"),
+    Listed(_EVERY, "r3channel.transport.network", "check_peers"),
+    Listed(_EVERY, "r3channel.transport.auth", "check_token"),
     Listed(("engine", "all"), "r3channel.engine.probe", "check_hooks"),
     Listed(("trainer", "all"), "r3channel.trainer.adapters", "check_adapters"),
     Listed((_ENGINES,), "r3channel.engine.probe", "check_engines"),
@@ -52,9 +54,9 @@ def run(argv: Sequence[str]) -> int:
         at = words.index(_TYPED)
         words[at : at + 2] = ["=".join(words[at : at + 2])]
     options = vars(_parser().parse_args(words))
-    ports, engines = options.pop("port"), options.pop("engine")
+    ports, engines, peers = (options.pop(name) for name in ("port", "engine", "peer"))
     config = ChannelConfig.load(file=options.pop("config"))
-    return examine(CheckContext(config=config, ports=ports, engines=engines, **options))
+    return examine(CheckContext(config=config, ports=ports, engines=engines, peers=peers, **options))
 
 
 def _parser() -> commands.Parser:
@@ -74,6 +76,10 @@ def _parser() -> commands.Parser:
     parser.add_argument(
         "--nodes", type=int, default=1, help="machines of the run: with several, loopback is a fault"
     )
+    parser.add_argument(
+        "--peer", metavar="HOST:PORT", action="append", default=[],
+        help="of another node, to be reached from here; repeatable. R3CHANNEL_RELAY_URL is one",
+    )  # fmt: skip
     parser.add_argument(
         "--slime", metavar="DIR", help="a checkout of slime: is it one that is known, what would be hooked"
     )

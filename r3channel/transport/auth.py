@@ -8,9 +8,11 @@ import re
 import secrets
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from r3channel.errors import ConfigError
+from r3channel.observe.check import Check, CheckContext
 
 _WELL_FORMED = re.compile(r"[A-Za-z0-9_.~-]{32,512}")
 """32 characters: 128 bits in hex."""
@@ -70,6 +72,21 @@ def read_token(path: str | Path) -> str:
         what = f"{len(text)} characters; expected 32 to 512 letters and digits (128 bits or more)"
         raise ConfigError(f"token file {path} holds {what}")
     return text
+
+
+def check_token(context: CheckContext) -> Iterator[Check]:
+    """Whether the token file can be read here, where one is named. Only a relay makes one that is missing."""
+    if path := context.config.token_file:
+        made = context.role in ("relay", "all") and not os.path.exists(path)
+        found, fault = f"the relay makes {path} when it starts" if made else f"{path} holds a token", ""
+        try:
+            if not made:
+                read_token(path)
+        except ConfigError as error:
+            fault = str(error)
+        yield Check(
+            name="token", ok=not fault, found=fault or found, remedy="copy the relay's file to this node"
+        )
 
 
 def is_authorized(header: str | None, token: str) -> bool:

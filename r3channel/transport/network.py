@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from r3channel.errors import ConfigError
 from r3channel.observe.check import Check, CheckContext
@@ -21,6 +22,8 @@ _OUTSIDE = "192.0.2.1"
 _NCCL = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_CONF_FILE")
 """The variables by which NCCL is told what to use, or where that is written."""
 
+_PEER_S = 5.0
+"""Two lost packets in a row are sent again by then."""
 _REMEDY = "set R3CHANNEL_INTERFACE to this machine's address on the network of the trainers, its network device, or auto"
 
 
@@ -126,6 +129,24 @@ def check_network(context: CheckContext) -> Iterator[Check]:
     relay = context.role in ("relay", "all")
     yield check_interface(context.config.interface, found, nodes=context.nodes, relay=relay)
     yield check_nccl(context.environment)
+
+
+def check_peers(context: CheckContext) -> Iterator[Check]:
+    """Whether each port of another node is reached from here; one at which nobody listens yet is."""
+    relay = urlsplit(context.environment.get("R3CHANNEL_RELAY_URL", "")).netloc
+    for peer in dict.fromkeys(filter(None, (*context.peers, relay))):
+        host, _, port = peer.rpartition(":")
+        found, fault = "it is reached and answers", ""
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _PEER_S).close()
+        except ConnectionRefusedError:
+            found = "it is reached, and nobody listens there yet"
+        except TimeoutError:
+            fault = f"nothing came back within {_PEER_S:g} s: a firewall drops it, or its node is down"
+        except (OSError, OverflowError, ValueError) as error:
+            fault = f"it is not reached: {error}"
+        remedy = "open it between the nodes: `r3channel/relay/README.md`, Over several nodes"
+        yield Check(name=f"peer {peer}", ok=not fault, found=fault or found, remedy=remedy)
 
 
 def check_interface(address: str, found: Sequence[Interface], *, nodes: int, relay: bool = False) -> Check:

@@ -1,14 +1,14 @@
-"""Pages over two nodes: a relay's, and one with a trainer and engines, which are network namespaces of two threads. Each process
-binds its own node's address, and the relay's page lists all of them as Prometheus wants it."""
+"""Over several nodes, without engines of SGLang: each process binds its own node's address, the relay's page lists all of them as
+Prometheus wants it, and the doctor names what would keep nodes apart."""
 
 from __future__ import annotations
 
 import ctypes
 import json
+import os
 import shutil
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,50 +16,63 @@ from typing import Any
 
 import pytest
 
+from examples.embedded.nodes import MAKE, NETWORK, NODES, TOKEN, enter
 from r3channel.plan.assignment import Assignment
-from r3channel.tools.run_model import Look, urls_of
+from r3channel.tools.run_model import urls_of
 from tests.support.delivery import receivers_of, relays
 from tests.support.direct import Engine, hello_of
-from tests.support.waits import PROGRAM_S, SOON_S, until
+from tests.support.nodes import DROP, NODES_NEEDED, pages_at
+from tests.support.waits import PROGRAM_S, until
 
-_NEWNET = 0x40000000
-"""CLONE_NEWNET of sched.h."""
-UNSHARE = ["unshare", "--map-root-user", "--net"]
-TOOLS = all(map(shutil.which, ("unshare", "ip", "promtool")))
-MAY = TOOLS and subprocess.run([*UNSHARE, "true"], capture_output=True).returncode == 0
+pytestmark = NODES_NEEDED
 
 
-@pytest.mark.skipif(not MAY, reason="needs iproute2, Debian's prometheus, and user namespaces")
+@pytest.mark.skipif(not shutil.which("promtool"), reason="needs Debian's prometheus")
 def test_each_process_binds_its_own_nodes_address_and_the_relay_lists_them_all(tmp_path: Path) -> None:
-    command = [*UNSHARE, sys.executable, "-m", __spec__.name, str(tmp_path)]
+    command = [*MAKE, sys.executable, "-m", __spec__.name, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S)
     assert done.returncode == 0, done.stderr[-3000:]
+    others = [["10.71.0.3", role, ""] for role in ("engine", "engine", "trainer")]
     assert json.loads(done.stdout) == {
-        "pages": [["10.7.0.1", "relay", ""], *[["10.7.0.2", role, ""] for role in ("engine", "engine", "trainer")]],
-        "discovered": 4, "anew": 4, "ended": 3,
+        "pages": [["10.71.0.1", "relay", ""], *others], "discovered": 4, "anew": 4, "ended": 3,
     }, "an engine that starts anew takes its old page's place, and a trainer that ends takes its page away"  # fmt: skip
 
 
-def ip(arguments: str) -> None:
-    subprocess.run(["ip", *arguments.split()], check=True)
+@pytest.mark.long
+def test_the_doctor_names_a_wrong_interface_a_firewalled_port_and_a_missing_token_file() -> None:
+    program = [*MAKE, sys.executable, "-m", __spec__.name]
+    asked = subprocess.run(program, stdout=subprocess.PIPE, text=True, timeout=2 * PROGRAM_S).stdout
+    said = [(line[:4].strip(), line[6:28].strip(), line[29:]) for line in asked.splitlines()]
+    wrong = {name: text for how, name, text in said if how == "FAIL"}
+    assert "no route to interface 10.72.0.0/24" in wrong.pop("interface")
+    assert "nothing came back within 5 s" in wrong.pop("peer 10.71.0.1:7000")
+    assert "/dev/shm/none cannot be read" in wrong.pop("token") and not wrong, "or in the second answer"
+    assert {("ok", "interface"), ("ok", "peer 10.71.0.1:7001"), ("ok", "token")} <= {one[:2] for one in said}
 
 
-def enter_a_node() -> int:
-    """Gives the calling thread, and no other, a node of its own."""
-    assert ctypes.CDLL(None).unshare(_NEWNET) == 0  # os.unshare comes with Python 3.12
-    return threading.get_native_id()
+def ask_the_doctor() -> None:
+    """On the trainers' node, with three faults and with none."""
+    subprocess.run(["sh", "-ec", DROP.format(port=7000)], check=True)
+    for port, interface, token in ((7000, "10.72.0.0/24", "/dev/shm/none"), (7001, NETWORK, TOKEN)):
+        doctor = f"-m r3channel.cli doctor --role trainer --nodes 3 --peer 10.71.0.1:{port}"
+        os.environ |= {"R3CHANNEL_INTERFACE": interface, "R3CHANNEL_TOKEN_FILE": token}
+        subprocess.run([*enter("trainer"), sys.executable, *doctor.split()])
+
+
+def go_to(name: str) -> None:
+    """Put the calling thread, and no other, on a node."""
+    with open(f"/proc/{NODES[name][0]}/ns/net") as node:
+        # CLONE_NEWNET of sched.h; os.setns comes with Python 3.12
+        assert ctypes.CDLL(None).setns(node.fileno(), 0x40000000) == 0
 
 
 def main(folder: Path) -> dict[str, Any]:
-    """The relay's node is the other thread's: psutil lists the devices of the main thread's."""
+    """The relay's node is the other thread's: psutil lists the devices of the main thread's, the trainers' node."""
     token, options = folder / "token", dict[str, Any](metrics_port=0, run_name="r")
-    ip("link add here type veth peer name there")
     with ThreadPoolExecutor(1) as other, relays() as make_relay:
-        ip(f"link set there netns {other.submit(enter_a_node).result()}")
-        for node, device, address in ((map, "here", "10.7.0.2"), (other.map, "there", "10.7.0.1")):
-            up = (f"link set {name} up" for name in (device, "lo"))
-            list(node(ip, (f"address add {address}/24 dev {device}", *up)))
-        relay = other.submit(make_relay, interface="10.7.0.1", **options).result()
+        other.submit(go_to, "manager").result()
+        go_to("trainer")
+        relay = other.submit(make_relay, interface="10.71.0.1", **options).result()
         url = other.submit(relay.serve, token_file=token).result()
 
         def engine(number: int, boot_id: int, interface: str) -> Engine:
@@ -69,14 +82,15 @@ def main(folder: Path) -> dict[str, Any]:
             return engine
 
         (receiver,) = receivers_of(relay, replace(relay.config, interface="auto"))
-        engines = [engine(1, 11, "10.7.0.0/24"), engine(2, 12, relay.config.interface)]
+        engines = [engine(1, 11, NETWORK), engine(2, 12, relay.config.interface)]
         relay.add("a", engines[0].finish("a", 9), range(9))
         receiver.receive(relay.seal(0, Assignment.given([[["a"]]])))
         listed = relay.metrics.url.replace("/metrics", "/targets")
-        looks = other.map(lambda page: Look.at(page, timeout_s=SOON_S), urls_of(listed))
-        seen: dict[str, Any] = {"discovered": len(discovered(folder, listed))}
-        seen["pages"] = sorted([look.place.partition(":")[0], look.role, look.fault] for look in looks)
-        engines.append(engine(2, 13, "here"))
+        seen = {
+            "discovered": len(discovered(folder, listed)),
+            "pages": other.submit(pages_at, listed).result(),
+        }
+        engines.append(engine(2, 13, "eth0"))
         seen["anew"] = len(urls_of(listed))
         receiver.close()
         seen["ended"] = len(urls_of(listed))
@@ -94,4 +108,4 @@ def discovered(folder: Path, url: str) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]))))
+    ask_the_doctor() if not sys.argv[1:] else print(json.dumps(main(Path(sys.argv[1]))))

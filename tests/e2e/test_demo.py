@@ -59,9 +59,7 @@ def test_the_demo_reports_no_difference_and_every_promised_number(demo: Run) -> 
     assert set(result["wait_s_by_step"]) == {"0", "1", "2"} and 0 < result["wait_fraction"] < 0.5
     assert set(result["coverage_by_process"]) == {"relay", "trainer0", "trainer1", "trainer2", "trainer3"}
     assert min(result["coverage_by_process"].values()) >= 0.95, result["coverage_by_process"]
-    (engine,) = (
-        stages for name, stages in result["stages_by_process_s"].items() if name.startswith("engine ")
-    )
+    (engine,) = (stages for name, stages in result["stages_by_process_s"].items() if name.startswith("engine "))  # fmt: skip
     assert set(engine) == {"capture", "frame", "generation"}
     assert result["logprob_abs_diff"]["replay_on"] < result["logprob_abs_diff"]["replay_off"]
     assert (result["sglang_version"], result["megatron_version"]) == ("0.5.23", "0.16.1")
@@ -189,9 +187,7 @@ def test_the_run_is_a_page_and_a_trace_with_an_arrow_for_each_sample(demo: Run) 
             ways.setdefault(event["name"], []).append(names[event["pid"]])
     ends = Counter(map(tuple, ways.values()))
     assert ends.pop(("engine", "relay")) == 3 * 4, "evaluated samples go no further"
-    assert (
-        ends.keys() == {("engine", "relay", f"trainer{rank}") for rank in (0, 2)} and ends.total() == 3 * 16
-    )
+    assert ends.keys() == {("engine", "relay", f"trainer{rank}") for rank in (0, 2)} and ends.total() == 3 * 16  # fmt: skip
     versions = {step: set(rows) for step, rows in demo.result["rows_by_version"].items()}
     assert versions == {"0": {"0"}, "1": {"0"}, "2": {"1"}}
     assert sum(sum(rows.values()) for rows in demo.result["rows_by_version"].values()) == demo.result["rows"]
@@ -232,9 +228,7 @@ def test_metrics_were_served_while_it_ran(demo: Run) -> None:
         assert relay[f'r3channel_stage_seconds_count{{role="relay",stage="{stage}"}}'] > 0
     for stage in ("wait_wire", "forward", "backward", "optimizer", "rebroadcast"):
         assert trainer[f'r3channel_stage_seconds_sum{{role="trainer",stage="{stage}"}}'] > 0
-    assert (
-        trainer["r3channel_digests_checked_total"] > 0 and trainer["r3channel_digests_different_total"] == 0
-    )
+    assert trainer["r3channel_digests_checked_total"] > 0 and trainer["r3channel_digests_different_total"] == 0  # fmt: skip
 
 
 EMPTY = {"ALERTS", "r3channel_engine_queue_bytes"}
@@ -252,9 +246,7 @@ def test_every_panel_of_the_dashboard_shows_something_in_a_real_prometheus(demo:
 def test_one_id_that_was_changed_in_a_trainers_memory_is_refused_by_its_router(tmp_path: Path) -> None:
     done = ended(tmp_path, "--steps", "1", "--fault", "corrupt-id")
     assert done.returncode == 1 and not done.stdout.strip()
-    said = next(
-        line for line in done.stderr.splitlines() if line.startswith("r3channel.errors.DigestMismatch")
-    )
+    said = next(line for line in done.stderr.splitlines() if line.startswith("r3channel.errors.DigestMismatch"))  # fmt: skip
     assert f"layer {LAYERS[0]}" in said and "step0/sample/" in said and "(1 in all)" in said
 
 
