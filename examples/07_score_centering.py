@@ -32,7 +32,7 @@ frame = encode_frame(
     expert_ids_TLK=np.tile(np.array([0, 1], np.uint8), (PROMPT + NEW - 1, 2, 1)),
     sample_key=sample_key("a"),
 )
-frame += tensor_frame(tensor, kept, prompt_tokens=PROMPT, new_tokens=NEW, request_id="a")
+frame += bytes(tensor_frame(tensor, kept, prompt_tokens=PROMPT, new_tokens=NEW, request_id="a"))
 
 # through the channel
 relay = Relay(spec, layout, ChannelConfig(token_tensors=OPTION))

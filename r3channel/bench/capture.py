@@ -337,9 +337,8 @@ def topk_us(*, rounds: int) -> dict[str, Any]:
 
     def ours() -> Iterator[bytes]:
         for rows in kept(partial(take_topk, get_top_logprobs))[0]:
-            yield text(
-                tensor_frame(tensor, KeptTopk(rows), prompt_tokens=1, new_tokens=_PASSES, request_id="r")
-            )
+            frame = tensor_frame(tensor, KeptTopk(rows), prompt_tokens=1, new_tokens=_PASSES, request_id="r")
+            yield text(bytes(frame))
 
     def kept_at_rest(body: bytes) -> None:
         source = Base64Text(split_reply(body)[1] or "")

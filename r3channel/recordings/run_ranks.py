@@ -137,7 +137,7 @@ def _run(work: Path, world_size: int, timeout_s: float) -> None:
 
 
 def _save(path: Path, rows: ConsumedRows, seconds: float) -> None:
-    arrays = {json.dumps([0, *key]): ids_TLK for key, ids_TLK in rows.ids.items()}
+    arrays: dict[str, Any] = {json.dumps([0, *key]): ids_TLK for key, ids_TLK in rows.ids.items()}
     arrays |= {json.dumps([1, *key]): there_TL for key, there_TL in rows.there.items()}
     np.savez(path, **arrays, seconds=np.asarray(seconds))
 
