@@ -16,9 +16,9 @@ What is no number, text, list, dict or array becomes `Foreign`, with its name.
 
 from __future__ import annotations
 
-import io
 import json
 import pickletools
+import re
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,6 +46,9 @@ from r3channel.wire.token_tensors import TokenTensor, tensors_of
 _MOST_UNPACKED = 100
 _DAMAGE = Exception
 """What a damaged or hostile archive raises in zipfile, zlib, numpy and pickletools is not listed anywhere: all of it."""
+_FIELD = r"\('(\w+)', '([|<][biuf]\d+)'(?:, \((\d+),\))?\)"
+_DTYPE = rf"'[|<][biufU]\d+'|\[(?:{_FIELD}(?:, )?)+\]"
+_HEAD = rf"\x93NUMPY\x01\x00..\{{'descr': ({_DTYPE}), 'fortran_order': (False|True), 'shape': \(([\d, ]*)\), \}} *\n"
 _NEEDED = ("sample", "tokens", "ids", "spec", "step")
 
 
@@ -111,12 +114,16 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _array(data: bytes) -> Any:
-    """An array as numpy writes it. `np.load` would take memory for any shape that the header names."""
-    file = io.BytesIO(data)
-    if (version := np.lib.format.read_magic(file)) != (1, 0):
-        raise ValueError(f"an array of format {version}, expected (1, 0)")
-    shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
-    return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
+    """An array as numpy writes it. numpy's own reader compiles the header, and takes memory for any shape that it names."""
+    begin = 10 + int.from_bytes(data[8:10], "little")
+    head = re.fullmatch(_HEAD.encode(), data[:begin], re.DOTALL)
+    if head is None:
+        raise ValueError(f"a member begins with {data[:100]!r}, expected an array of numbers or text")
+    described, *_, fortran, shape = ((text or b"").decode() for text in head.groups())
+    fields = [(name, kind, (int(n),) if n else ()) for name, kind, n in re.findall(_FIELD, described)]
+    sizes = [int(size) for size in shape.split(",") if size.strip()]
+    flat = np.frombuffer(data, fields or described.strip("'"), offset=begin)
+    return flat.reshape(sizes, order="F" if fortran == "True" else "C")
 
 
 def _most_bytes(path: Path) -> int:

@@ -8,6 +8,7 @@ tests/unit/test_alerts.py draws the bounds with series of its own making; here n
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -275,7 +276,7 @@ def test_every_alert_has_a_real_fault() -> None:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setattr(config, "_MIB", SMALL_STORE // 64)  # of the least that a store may be
+    monkeypatch.setitem(config._BOUNDS, "store_bytes", (SMALL_STORE, math.inf, "as small as this"))
     with relays() as make_relay, ExitStack() as stack:
         yield Place(make_relay, tmp_path, monkeypatch, stack)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, current_thread, main_thread
+from threading import Event, current_thread, local, main_thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,6 +109,12 @@ SLOW = {
 """(role, stage) -> the call that is made slow."""
 
 
+class Calls(local):
+    """Slow calls of a thread so far."""
+
+    own = 0
+
+
 @pytest.mark.parametrize(("role", "stage"), SLOW)
 def test_a_stage_that_is_slow_is_found_in_its_own_time(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch, role: str, stage: str
@@ -116,14 +122,15 @@ def test_a_stage_that_is_slow_is_found_in_its_own_time(
     relay = make_relay()
     (receiver,) = receivers_of(relay)
     clocks = {"relay": relay.clock, "trainer": receiver.clock}
-    calls, begin_s = [0], time.monotonic()
-    stages = SimpleNamespace(monotonic=lambda: begin_s + SLOW_S * calls[0])
-    monkeypatch.setattr(stage_clock, "time", stages)
     waits = waiting(monkeypatch, clocks[role], stage) if stage in WAITS else None
-    make_slow(monkeypatch, calls, *SLOW[role, stage], waits=waits)
+    # who waits sees the other thread's call; else a call is slow for its own thread alone, whatever another has begun meanwhile
+    calls, begin_s = SimpleNamespace(own=0) if waits else Calls(), time.monotonic()
+    stages = SimpleNamespace(monotonic=lambda: begin_s + SLOW_S * calls.own)
+    monkeypatch.setattr(stage_clock, "time", stages)
+    made = make_slow(monkeypatch, calls, *SLOW[role, stage], waits=waits)
     one_step(relay, receiver)
     took_s = clocks[role].totals()
-    assert calls[0] and took_s[stage] == pytest.approx(SLOW_S * calls[0])
+    assert made and took_s[stage] == pytest.approx(SLOW_S * len(made))
     assert [name for name in took_s if name not in (stage, "recv", *WAITS)] == [], took_s
     assert diagnosis(stage, role) in verdict_of_run(relay, receiver)
     receiver.close()
@@ -162,14 +169,16 @@ def waiting(patch: pytest.MonkeyPatch, clock: StageClock, stage: str) -> Event:
 
 
 def make_slow(
-    patch: pytest.MonkeyPatch, calls: list[int], place: Any, name: str, *, waits: Event | None
-) -> None:
-    """Count before each call, from when somebody waits for it."""
-    inner = getattr(place, name)
+    patch: pytest.MonkeyPatch, calls: Any, place: Any, name: str, *, waits: Event | None
+) -> list[str]:
+    """Count before each call, from when somebody waits for it; return a list with an entry for each."""
+    made, inner = list[str](), getattr(place, name)
 
     def slow(*args: Any, **options: Any) -> Any:
         assert waits is None or waits.wait(SOON_S), "nobody waits"
-        calls[0] += 1
+        calls.own += 1
+        made.append(name)
         return inner(*args, **options)
 
     patch.setattr(place, name, slow)
+    return made

@@ -419,7 +419,9 @@ def test_a_relay_that_expects_another_k_says_so() -> None:
 # -- on the wire -------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=9), max_size=9), st.integers(0, 1 << 24))
+@given(
+    st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=9), max_size=9), st.integers(0, header.MAX_ROWS - 9)
+)
 def test_what_is_written_is_read(rows: Rows, first_row: int) -> None:
     data = masks_of(rows, first_row=first_row, request="s", ids=np.uint32)
     (found,) = parse_tensors(data, [MASKS], where="x")

@@ -6,6 +6,7 @@ fault waits for the moment that makes it one; `witness.TOLD` has the proof.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -27,7 +28,7 @@ _LAST_TURN, _OWED = 40, 2
 
 def tiny_store(module: Any) -> None:
     """r3channel.config: the rows of a step of this model are kilobytes, and so may its store be."""
-    module._MIB = 1
+    module._BOUNDS["store_bytes"] = (0, math.inf, "as small as a step")
 
 
 def watch_frames(module: Any) -> None:
