@@ -333,7 +333,10 @@ def _actors(
     """Trainers build their model while the engines start; the manager asks running engines."""
     size = TrainerLayout.parse(args.layout).world_size
     manager_class, trainer_class = _sides(args)
-    on, other = ({f"node:{address(name)}": 0.001} for name in ("manager", "trainer"))
+    # Ray names a lone node as it likes, whatever address it is given
+    on, other = (
+        {f"node:{address(name)}": 0.001} if args.nodes > 1 else {} for name in ("manager", "trainer")
+    )
     manager_class = actor_class(manager_class, max_concurrency=64, name="r3channel-relay", resources=on)
     trainer_class = actor_class(trainer_class, num_cpus=1, resources=other)
     trainers = [trainer_class.remote(args, rank) for rank in range(size)]
