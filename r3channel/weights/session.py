@@ -1,11 +1,11 @@
-"""Weight updates of a session's engines. What an update does when is in `transaction`; bytes and routes lie elsewhere.
+"""Weight updates of a session's engines. `transaction` has the order of the steps; bytes and routes are in other modules.
 
-With our half in the engine (`staged`) nothing touches a parameter before every rank of every engine holds verified bytes.
-Without it SGLang loads in place, and an engine that holds parts of an update stays paused until it has whole weights: those
-of the next update, or the committed ones again (`republish`).
+With our half in the engine (`staged`) no parameter is touched before every rank of every engine holds verified bytes.
+Without our half SGLang loads in place. An engine that holds parts of an update then stays paused until it has whole weights:
+those of the next update, or the committed ones again (`republish`).
 
-The update counts with the first engine that has changed over. Before, a failure aborts: the old version stays. After it, an
-engine that does not serve the version is fenced: it stays paused, and is named.
+An update counts once the first engine has changed over. A failure before that aborts the update: the old version stays.
+After that, an engine that does not serve the version is fenced: it stays paused, and the error names it.
 """
 
 from __future__ import annotations
@@ -48,19 +48,30 @@ _COUNTED = [f"r3channel_{name}_total" for name in _NAMES]
 class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
     """Publishes weights to engines. NEW -> READY (`connect`) -> CLOSED (`close`, any number of times).
 
-    An `update` that fails keeps the session READY: the next one joins what groups are missing and sends everything again.
+    After a failed `update` the session is still READY: the next update joins the missing groups and sends everything again.
 
         with WeightSync.whole([url], bucket_bytes=64 << 20) as sync:
             sync.connect(timeout_s=60)
             report = sync.update(hf_weights(bridge, chunks), version=7, timeout_s=300)
-            sync.republish(hf_weights(bridge, chunks), engines=[url], timeout_s=300)  # it restarted; the others notice nothing
+            sync.republish(hf_weights(bridge, chunks), engines=[url], timeout_s=300)  # this engine restarted; no other is called
 
-    If the tensors come from a collective iterator, ranks that have no session exhaust theirs at the same time. One thread at a
-    time calls.
+    If the tensors come from a collective iterator, ranks without a session exhaust their iterators at the same time. One thread
+    at a time may call.
     """
 
     def __init__(self, config: SyncConfig, *, group: Any = None, exact: bool = False) -> None:
-        """See `whole` and `sharded`, which make the configuration from options."""
+        """Build a session from a configuration; see `whole` and `sharded`.
+
+        `whole` and `sharded` make the configuration from options.
+
+        Args:
+            config: What holds for all updates of the session.
+            group: A torch process group of all trainer ranks; None for one trainer rank.
+            exact: Whether updates give shards and are staged (`sharded`).
+
+        Raises:
+            ConfigError: `exact` with `staged=False`, a wire for shards without `exact`, no engine, or an engine given twice.
+        """
         self._config, self._exact = config, exact
         if self._exact and config.staged is False:
             raise errors.ConfigError("shards are sent to staged engines only; staged=False stages none")
@@ -80,52 +91,82 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         self.metrics = config.metrics or Metrics("trainer")
         for name in _COUNTED:
             self.metrics.measure(name)
-        # Not by `self`, which the page would keep, and with it the group and gloo's threads, to the process's end.
+        # Without `self`: the metrics page would keep it, the group and gloo's threads until the process ends.
         engines = self._engines
         self.metrics.watch("r3channel_engines_routable", lambda: len(engines.routable(0)))
         self.version: int | None = None
         """The last version that was committed through this object."""
         self.held: HeldWeights | None = None
-        """What the engines hold since the last commit, to be written to a file and held against any engine (store.py)."""
+        """What the engines hold since the last commit: can be written to a file and compared with any engine (store.py)."""
         self._phase, self._busy = "new", threading.Lock()
 
     @classmethod
     def whole(cls, engines: Sequence[EngineHandle | str], *, group: Any = None, **options: Any) -> WeightSync:
-        """One trainer rank has whole tensors: each `update` is given (name, tensor). `options` are `SyncConfig`'s.
+        """Make a session whose trainer ranks give whole tensors.
 
-        With a torch process group all its ranks make the same session and calls, and each gives whole tensors of its own (those
-        of its pipeline stage: `hf_weights` with `source`), or none; the report counts a rank's own. Rank 0 knows engines."""
+        Each `update` is given (name, tensor). With a torch process group all its ranks make the same session and the same calls.
+        Each rank gives whole tensors of its own (those of its pipeline stage: `hf_weights` with `source`), or none.
+
+        Args:
+            engines: Addresses or handles. Rank 0 knows the engines.
+            group: A torch process group; None for one trainer rank.
+            **options: Fields of `SyncConfig`.
+
+        Returns:
+            The session. Its reports count a rank's own tensors.
+        """
         return cls(SyncConfig(engines=engines, **options), group=group)
 
     @classmethod
     def sharded(cls, engines: Sequence[EngineHandle | str], *, group: Any, **options: Any) -> WeightSync:
-        """All ranks of `group` (a torch process group, `torch.distributed.group.WORLD` for all) make the same session and calls;
-        each `update` is given `hf_shards`, and every rank sends its own part, staged. For the rest see `whole`."""
+        """Make a session whose trainer ranks each send their shards.
+
+        All ranks of `group` make the same session and the same calls. Each `update` is given `hf_shards`, and every rank sends
+        its own part, staged. For the rest see `whole`.
+
+        Args:
+            engines: Addresses or handles.
+            group: A torch process group; `torch.distributed.group.WORLD` for all ranks.
+            **options: Fields of `SyncConfig`.
+        """
         return cls(SyncConfig(engines=engines, **options), group=group, exact=True)
 
     @property
     def engine_states(self) -> dict[str, EngineState]:
-        """What each engine holds and does, as far as this object knows."""
+        """Return each engine's state by URL, as far as known here."""
         return {member.url: member.now.state for member in self._engines.all}
 
     @property
     def evicted(self) -> dict[str, str]:
-        """Engines that the last update went on without, and why."""
+        """Return the engines that the last update left out, and why."""
         return {engine.url: engine.now.why for engine in self._engines.all if not engine.now.member}
 
     def routable(self, *, timeout_s: float = 0.0) -> tuple[str, ...]:
-        """The gate: engines that may get requests, as they hold the newest committed version. Any thread.
+        """Return the engines that may get requests: the gate.
 
-        While a broadcast is under way its engines are not among them; engines that serve beside a staged copy are. With
-        `timeout_s` each is asked, and one that does not answer is not among them, nor is one that was restarted, until
-        `update_one` or the next `update`; without, no call is made.
+        These engines hold the newest committed version. Engines that take part in a broadcast under way are not among them;
+        engines that serve beside a staged copy are. Any thread may call.
+
+        Args:
+            timeout_s: Seconds that each engine has for an answer. 0 makes no call.
+
+        Returns:
+            URLs. With a timeout, an engine that does not answer is not among them. An engine that was restarted is not among
+                them either, until `update_one` or the next `update`.
         """
         return self._engines.routable(timeout_s)
 
     def connect(self, *, timeout_s: float) -> None:
-        """Let all engines join.
+        """Let all engines join the session.
 
-        Raises RegistryRefused with both versions, the engine's error, or DeadlineExceeded after `timeout_s`.
+        Args:
+            timeout_s: Seconds for the whole call.
+
+        Raises:
+            RegistryRefused: An engine runs another version of torch or NCCL; names both versions.
+            DeadlineExceeded: Not all engines have joined after `timeout_s`.
+            R3Error: The engine's own error.
+            UsageError: The session is not new.
         """
         if self._phase != "new":
             raise errors.UsageError(f"WeightSync.connect() on a session that is {self._phase}")
@@ -141,21 +182,29 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                 call.result()
 
     def update(self, named_tensors: Tensors, *, version: int, timeout_s: float) -> UpdateReport:
-        """Bring all engines to these weights under `version`, or raise with the old version still in place.
+        """Bring all engines to these weights, or keep the old version.
 
-        The tensors are read once, and sent while they come; none may change before this returns. After a failure, too, the
-        iterator is exhausted (unless it raises itself), because other ranks may be in step with it. The first update fixes the
-        manifest: later ones must give the same names, dtypes and shapes in the same order. It is packed whole before any
-        engine is asked.
+        The tensors are read once, and sent while they come. The first update fixes the manifest: later updates must give the
+        same names, dtypes and shapes in the same order. The manifest is packed whole before any engine is asked.
 
-        Engines that are lost on the way are left out and named in the report; each is tried again by the next update.
+        Engines that are lost on the way are left out and named in the report; the next update tries each of them again.
 
-        Waits while a step's routing is being received in this process, and keeps it waiting (`transport/collective_lock.py`).
+        The call waits while a step's routing is being received in this process, and keeps the next routing waiting
+        (`transport/collective_lock.py`).
 
-        Raises WeightUpdateFailed (naming bucket, tensor and engine, and the state of each engine), EngineLeftBehind
-        (committed, but not by the engines named), TrainerRankLost (`sharded`: says what engines hold),
-        DeadlineExceeded, UsageError (an older version, too).
-        Ends within `timeout_s`, after a failure within some 10 s more for cleaning up, and what the iterator itself takes.
+        Args:
+            named_tensors: (name, tensor) pairs, or shards. No tensor may change before the call returns. After a failure, too,
+                the iterator is exhausted (unless the iterator itself raises), because other ranks may be in step with it.
+            version: The version of these weights. Versions only grow.
+            timeout_s: Seconds for the call. After a failure cleaning up takes some 10 s more. What the iterator itself takes is
+                extra.
+
+        Raises:
+            WeightUpdateFailed: The old version is still in place. Names bucket, tensor and engine, and the state of each engine.
+            EngineLeftBehind: The update is committed, but not by the engines named.
+            TrainerRankLost: A trainer rank was lost (`sharded`); says what engines hold.
+            DeadlineExceeded: No result within `timeout_s`.
+            UsageError: A wrong call, or a version older than the last one.
         """
         run = Run(Deadline(timeout_s, f"update to version {version}"), version)
         with (
@@ -169,11 +218,19 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             return self._bring(self._engines.all, run, lambda: self._what(given, run))
 
     def republish(self, named_tensors: Tensors, *, engines: Sequence[str], timeout_s: float) -> UpdateReport:
-        """Give the committed version again, to these engines alone: restarted, evicted or quarantined ones, where no other holds
-        it for `update_one`. Every rank calls, as for `update`, with the weights that it gave then.
+        """Give the committed version again, to these engines alone.
 
-        No other engine gets a call or pauses. Staged bytes other than those of the commit are refused. Raises
-        WeightUpdateFailed with those engines in quarantine, or UsageError before the first committed update.
+        Use it for restarted, evicted or quarantined engines where no other engine holds the version for `update_one`. Every rank
+        calls, as for `update`. No other engine gets a call or pauses. Staged bytes other than those of the commit are refused.
+
+        Args:
+            named_tensors: The weights that this rank gave in the committed update.
+            engines: URLs of the engines.
+            timeout_s: Seconds for the call, as in `update`.
+
+        Raises:
+            WeightUpdateFailed: The update failed; those engines are in quarantine.
+            UsageError: No update was committed before, or `engines` is empty.
         """
         members = [self._engines.at(url) for url in engines]
         deadline = Deadline(timeout_s, f"republishing to {engines}")
@@ -184,18 +241,40 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             return self._bring(members, run, lambda: self._what(given, run))
 
     def update_one(self, engine: str, *, timeout_s: float) -> UpdateReport:
-        """Bring one engine, restarted, evicted or quarantined, to the committed version.
+        """Bring one engine to the committed version from another engine.
 
-        It comes from another engine's memory (`staged`), which is read while it serves. No other engine gets a call or pauses.
-        Raises WeightUpdateFailed with that engine in quarantine, or UsageError where no other engine holds the version.
+        The engine was restarted, evicted or quarantined. The weights come from another engine's memory (`staged`), which is read
+        while that engine serves. No other engine gets a call or pauses.
+
+        Args:
+            engine: The URL of the engine.
+            timeout_s: Seconds for the call.
+
+        Raises:
+            WeightUpdateFailed: The update failed; that engine is in quarantine.
+            UsageError: No other engine holds the version.
         """
         deadline = Deadline(timeout_s, f"update of {engine}")
         with self._alone("update_one", f"the weight update of {engine}", timeout_s):
             return self._from_peer(self._engines.at(engine), deadline)
 
     def add_engine(self, engine: EngineHandle | str, *, timeout_s: float) -> UpdateReport | None:
-        """Take one more engine in. It gets the committed version now, as by `update_one`, or the next one with the others: where
-        nothing holds that version for it, or it cannot stage (`staged="auto"`)."""
+        """Add one more engine to the session.
+
+        The engine gets the committed version now, as by `update_one`. If no other engine holds that version for it, or it cannot
+        stage (`staged="auto"`), it gets the next version together with the others.
+
+        Args:
+            engine: An address, or a handle.
+            timeout_s: Seconds for the call.
+
+        Returns:
+            The report of the engine's update; None if the engine waits for the next version.
+
+        Raises:
+            ConfigError: The engine is in the session already.
+            R3Error: The engine's own error; it is not added then.
+        """
         member = handle_of(engine)
         deadline = Deadline(timeout_s, f"joining of {member.url}")
         with self._alone("add_engine", f"the joining of {member.url}", timeout_s):
@@ -214,15 +293,24 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                 raise
 
     def remove_engine(self, engine: str) -> None:
-        """Leave this engine and forget it, dead or alive. It serves, or stays paused, as it was.
+        """Leave this engine and forget it, dead or alive.
 
-        ConfigError for the last one, and for one that is not there.
+        The engine goes on to serve, or stays paused, as it was.
+
+        Args:
+            engine: The URL of the engine.
+
+        Raises:
+            ConfigError: It is the last engine, or not one of the session.
         """
         with self._alone("remove_engine", f"the leaving of {engine}", REPAIR_S):
             self._engines.drop(self._engines.at(engine))
 
     def close(self) -> None:
-        """Leave all engines. Those that are not SERVING stay paused: they hold no weights worth serving."""
+        """Leave all engines.
+
+        Engines that are not SERVING stay paused: they hold no weights worth serving.
+        """
         if self._phase != "closed":
             self._phase = "closed"
             wait([background(member.leave) for member in self._engines.all], timeout=2 * REPAIR_S)
@@ -235,7 +323,10 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
 
     @contextlib.contextmanager
     def _exhausted(self, named_tensors: Iterable[Any]) -> Iterator[Iterator[Any]]:
-        """What the caller gives, read to its end also after a failure: other ranks may be in step with it."""
+        """Yield the caller's tensors; after a failure read the rest.
+
+        Other ranks may be in step with the iterator.
+        """
         checked = map(partial(_checked, self._exact), named_tensors)
         try:
             yield checked
@@ -246,8 +337,11 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
 
     @contextlib.contextmanager
     def _alone(self, method: str, what: str, timeout_s: float) -> Iterator[None]:
-        """Keep other threads out of this object, and this process from receiving a step's routing, inside the block. All trainer
-        ranks count it, and each says what it fails with."""
+        """Keep other threads, and a step's routing, out of the block.
+
+        No other thread may enter this object meanwhile, and this process receives no routing. All trainer ranks count the block
+        as an update, and each tells the others what it fails with.
+        """
         if not self._busy.acquire(blocking=False):
             raise errors.UsageError(f"WeightSync.{method}() while another thread is inside this WeightSync")
         self._ranks.begin()
@@ -258,7 +352,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                 yield
         except BaseException as error:
             self._ranks.fail(error)
-            self._source.leave()  # who waits in a group fails at once
+            self._source.leave()  # members that wait in a group fail at once
             self._planner.joint.leave()
             raise
         finally:
@@ -266,7 +360,10 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
 
     @contextlib.contextmanager
     def _counted(self, run: Run) -> Iterator[None]:
-        """Count one update of all engines in the metrics, and say which engines it lost."""
+        """Count one update of all engines in the metrics.
+
+        The log names the engines that the update lost.
+        """
         result, before, report = "failed", self.evicted, run.report
         try:
             with self.metrics.clock.span("weights"):
@@ -290,7 +387,10 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
     # -- what is given -------------------------------------------------------------------------------------------------
 
     def _what(self, what: Iterator[Any], run: Run) -> Given:
-        """What an update gives, and how its values come. Whole tensors are copied where their names are not known sooner."""
+        """Return what an update gives, and how its values come.
+
+        Whole tensors are copied if their names were not known before.
+        """
         if self._exact:
             shards = list[Shard](what)
             held = tuple((shard.meta, shard.box) for shard in shards)
@@ -310,9 +410,10 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
     def _bring(
         self, members: Sequence[EngineHandle], run: Run, source: Callable[[], Given | None]
     ) -> UpdateReport:
-        """Bring engines to the run's version; UsageError where the source does not hold it.
+        """Bring engines to the run's version.
 
-        Says of a failure what it means, and each engine's state."""
+        A failure is raised with what it means and with each engine's state. UsageError: the source does not hold the version.
+        """
         version, names = run.version, ", ".join(member.url for member in members)
         failed = f"weight version {version} was not committed, version {self.version} stays"
         try:
@@ -321,7 +422,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                 raise errors.UsageError(f"nothing holds version {self.version} for engine {names}: {why}")
             spec, feed = giving
             for member in members if run.alone else ():
-                member.boot_id = ""  # nothing that was known of it is
+                member.boot_id = ""  # what was known of it no longer counts
             work = self._deliver(members, run, spec, feed)
         except (errors.TrainerRankLost, errors.UsageError):  # after the commit; or before anything
             raise
@@ -341,13 +442,16 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         return run.ended(spec.manifest or Manifest.of([Bucket.of(self._planner.metas)]))
 
     def _from_peer(self, member: EngineHandle, deadline: Deadline) -> UpdateReport:
-        """Bring one engine to the committed version out of another one's memory; UsageError where none holds it."""
+        """Bring one engine to the committed version from another engine's memory.
+
+        UsageError: no other engine holds the version.
+        """
         run = Run(deadline, -1 if self.version is None else self.version, alone=True)
         others = [other for other in self._engines.all if other is not member]
         return self._bring([member], run, partial(from_peer, others, self._planner, run))
 
     def _deliver(self, members: Sequence[EngineHandle], run: Run, spec: UpdateSpec, feed: Feed) -> Update:
-        """Send staged if that is wanted and possible, else broadcast. Returns what was done."""
+        """Send staged if wanted and possible, else broadcast; return the update."""
         room: Any = {"engines": self._engines, "config": self._config, "planner": self._planner}
         run.report.way = self._way or "staged"
         if not self._way or spec.manifest is None:
@@ -368,7 +472,10 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
 
 
 def _checked(exact: bool, one: tuple[str, torch.Tensor] | Shard) -> tuple[str, torch.Tensor] | Shard:
-    """What an update gives, as a session takes it. A whole tensor is a shard, too."""
+    """Return one tensor or shard as the session takes it.
+
+    A whole tensor is a shard, too.
+    """
     if isinstance(one, Shard) and not exact:
         raise errors.UsageError("shards for a session of whole tensors; make it with WeightSync.sharded")
     if isinstance(one, Shard) or not exact:
