@@ -86,7 +86,10 @@ TOGETHER: tuple[Together, ...] = (
 
 
 def judged(name: str, value: Any) -> Setting | None:
-    """The first line of the table that is about this value; None: neither tested nor read.
+    """Return the first line of the table that matches this value.
+
+    Returns:
+        The line, or None if the value was neither tested nor read.
 
     >>> judged("pp_size", 2).verdict, judged("pp_size", 1).verdict, judged("enable_hisparse", True)
     (<Verdict.REFUSED: 'refused'>, <Verdict.READ: 'by reading'>, None)
@@ -95,7 +98,17 @@ def judged(name: str, value: Any) -> Setting | None:
 
 
 def judgements(values: Mapping[str, Any], verdict: Verdict) -> Iterator[tuple[str, Any, Setting]]:
-    """(name, value, line) of each value that has this verdict and that rows can depend on, by name."""
+    """Yield the values that have this verdict, sorted by name.
+
+    Values that no row depends on are left out.
+
+    Args:
+        values: settings by argument name.
+        verdict: the verdict to look for.
+
+    Returns:
+        An iterator of (name, value, line of the table).
+    """
     for name in sorted(values):
         setting = judged(name, values[name])
         if setting is not None and setting.verdict is verdict and not setting.why.startswith(_ASIDE):
@@ -103,14 +116,17 @@ def judgements(values: Mapping[str, Any], verdict: Verdict) -> Iterator[tuple[st
 
 
 def refused(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(word, reason) of each value that is refused, and of those that are refused together."""
+    """Yield (word, reason) of each refused value.
+
+    Values that are refused only together follow.
+    """
     for name, value, setting in judgements(values, Verdict.REFUSED):
         yield setting.why, f"{flag(name, value)}: {REFUSALS[setting.why]}"
     yield from ((pair.word, f"{pair.names}: {pair.why}") for pair in TOGETHER if pair.covers(values))
 
 
 def flag(name: str, value: Any) -> str:
-    """A setting as it is written on SGLang's command line.
+    """Return a setting as it is written on SGLang's command line.
 
     >>> flag("pp_size", 2), flag("enable_pdmux", True)
     ('--pp-size 2', '--enable-pdmux')
