@@ -8,8 +8,8 @@
 
 One process runs the relay beside (or as part of) the rollout manager. Receivers ask `hello` where they connect. The relay keeps
 a step's rows until every receiver has acknowledged them. `Relay` has the public calls and owns four parts: `Intake` (bytes ->
-table), `Samples` (the table), `Steps` (table -> tickets, acknowledgements), `RowServer` (tickets -> receivers). README.md beside
-this file describes the locks, DESIGN.md the way of a request.
+table), `Samples` (the table), `Steps` (table -> tickets, acknowledgements) and `RowServer` (tickets -> receivers). README.md
+beside this file describes the locks, DESIGN.md the way of a request.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _MOST_BODY_BYTES = 1 << 30
 class Relay:
     """The rollout manager's side of the channel: frames in, exact shards out.
 
-    States: OPEN -> CLOSED. Any thread may call the public methods. The next call raises the error of a background thread that died.
+    States: OPEN -> CLOSED. Any thread may call the public methods. An error of a background thread is raised by the next call.
     """
 
     def __init__(
