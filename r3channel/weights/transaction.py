@@ -6,7 +6,7 @@ I/O, threads or clock.
             a failure before the first engine is NEW -> ABORT
 
 `ORDER` is the order of all calls: a call is made once every answer to the call before is there. Every trainer rank has such a
-machine. Rank 0's machine also calls engines, and the others take over what rank 0 says of the engines. `update` carries out the
+machine. Rank 0's machine also speaks to engines, and the others take over what rank 0 says of them. `update` carries out the
 actions.
 
 The first engine that is NEW decides for all, and nothing later undoes that: an engine that does not follow is FENCED. An engine
@@ -52,7 +52,7 @@ class Call(NamedTuple):
     done: EngineState | None = None
     """The state of an engine that did it; None: the state stays."""
     failed: EngineState | None = None
-    """The state of an engine that refused or gave no answer; None: the state stays."""
+    """The state of an engine that refused or gave no answer; None: the state stays, or is OUT if the engine is left out."""
 
 
 CALLS = {
