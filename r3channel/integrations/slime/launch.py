@@ -31,16 +31,36 @@ from r3channel.integrations.slime.arguments import add_arguments, faults, prepar
 _Add = Callable[[Any], Any]
 _Call = Callable[..., Any]
 _RELAYS: list[tuple[Any, str]] = []
-"""The rollout manager's, and its run."""
+"""The rollout manager's relay, and its run."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run slime's script in this process. 2, with one line, for what is wrong before or while it runs; else its own status."""
+    """Run slime's script in this process.
+
+    Args:
+        argv: the script and its arguments.
+
+    Returns:
+        The exit status: 2, with one line, for what is wrong before or while the script runs; otherwise the script's own.
+    """
     return run_script(argv, hook, add_arguments, help=__doc__ or "")
 
 
 def run_script(argv: Sequence[str], hook: Callable[[], None], add: _Add, *, help: str) -> int:
-    """Run a framework's script, hooked where the flag is given. `add` gives a parser the channel's arguments."""
+    """Run a framework's script, with hooks if the flag is given.
+
+    Args:
+        argv: the script and its arguments.
+        hook: installs the hooks.
+        add: adds the channel's arguments to a parser.
+        help: text that is printed before the arguments.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        UsageError: if the script is not a file.
+    """
     if not argv or argv[0] in ("-h", "--help"):
         options = add(ArgumentParser(usage="", add_help=False)).format_help()
         print(help.lstrip("\n") + "\n" + options.removeprefix("usage: \n\n"))
@@ -59,7 +79,16 @@ def run_script(argv: Sequence[str], hook: Callable[[], None], add: _Add, *, help
 
 
 def with_channel(parse: _Call, add: _Add, prepare: _Call, *, detached: bool = False) -> _Call:
-    """A framework's `parse_args` with the channel's arguments among its own. What was parsed is checked and prepared."""
+    """Return a `parse_args` that takes the channel's arguments, too.
+
+    The parsed arguments are checked and prepared.
+
+    Args:
+        parse: the framework's `parse_args`.
+        add: adds the channel's arguments to a parser.
+        prepare: checks the parsed arguments and returns them.
+        detached: whether engines start before the manager and outlive it (slime 0.4.0).
+    """
 
     @wraps(parse)
     def parse_args(add_custom_arguments: _Add | None = None, **options: Any) -> Any:
@@ -92,7 +121,10 @@ def _run_hooked(script: Path) -> None:
 
 
 def _lost_manager() -> R3Error | None:
-    """What to say where the rollout manager was killed: slime's own error may come from any call. None where it was not."""
+    """Return the error to report if the rollout manager was killed.
+
+    slime's own error may then come from any call. Return None if the manager was not killed.
+    """
     text = "the rollout manager was killed, and with it went slime's engines, its router and its place in the data. What was "
     text += "sealed was trained, from --r3-journal. Start the job again from its last checkpoint"
     for relay, run in _RELAYS:
@@ -108,7 +140,12 @@ def _lost_manager() -> R3Error | None:
 
 
 def hook() -> None:
-    """Put the channel's classes where slime's script will look for its own. Refuses a slime whose seams have moved."""
+    """Put the channel's classes where slime's script looks for its own.
+
+    Raises:
+        UsageError: if slime is missing.
+        ConfigError: if names that we use have moved in slime.
+    """
     detached = api_check.check_importable() == api_check.NEWER
     guard.allow()
     import ray

@@ -29,11 +29,11 @@ def shared(nodes: Mapping[int, str], bundles: Sequence[int], gpus: Sequence[Any]
 
     Args:
         nodes: the node of each bundle of slime's placement group.
-        bundles: those of engines.
-        gpus: their GPUs, as slime numbers them.
+        bundles: the bundles of engines.
+        gpus: the GPUs of these bundles, as slime numbers them.
 
     Raises:
-        ConfigError: slime starts no engine that has one.
+        ConfigError: if slime starts no engine that has a GPU.
     """
     if not bundles:
         text = "--r3-relay-gpu shared: slime starts no engine whose GPU the relay could share (external ones, or none); "
@@ -42,14 +42,29 @@ def shared(nodes: Mapping[int, str], bundles: Sequence[int], gpus: Sequence[Any]
 
 
 def check_own(there: int, taken: int) -> None:
-    """Raise ConfigError where slime leaves the relay no GPU: Ray would wait for one without end."""
+    """Check that slime leaves the relay a GPU.
+
+    Args:
+        there: number of the cluster's GPUs.
+        taken: number of GPUs that slime takes.
+
+    Raises:
+        ConfigError: if no GPU is left. Ray would wait for one without end.
+    """
     if there <= taken:
         text = f"--r3-relay-gpu own: the rollout manager needs a GPU of its own, and slime takes {taken} of {there}; give "
         raise ConfigError(f"{text}the cluster one more, --r3-relay-gpu shared, {_TCP}")
 
 
 def device_of(gpu: str, visible: str | None) -> int:
-    """Return which of a process's devices a GPU is; `visible` is its CUDA_VISIBLE_DEVICES.
+    """Return the index of a GPU among a process's devices.
+
+    Args:
+        gpu: number of the GPU on its node.
+        visible: the process's CUDA_VISIBLE_DEVICES.
+
+    Raises:
+        ConfigError: if the process does not see the GPU.
 
     >>> device_of("5", None), device_of("5", "4,5")
     (5, 1)
@@ -64,7 +79,16 @@ def device_of(gpu: str, visible: str | None) -> int:
 
 
 def check_room(args: Namespace, total_bytes: int, *, receivers: int) -> None:
-    """Raise ConfigError where the engine's `--sglang-mem-fraction-static` leaves no room on a GPU of `total_bytes`."""
+    """Check that an engine leaves the relay room on a shared GPU.
+
+    Args:
+        args: prepared arguments.
+        total_bytes: memory of the GPU.
+        receivers: number of receivers that the relay sends to.
+
+    Raises:
+        ConfigError: if `--sglang-mem-fraction-static` leaves no room.
+    """
     fraction = getattr(args, "sglang_mem_fraction_static", None)
     needs = relay_gpu_bytes(args.r3_channel["bucket_bytes"], receivers=receivers)
     if fraction and (1 - fraction) * total_bytes < needs:
