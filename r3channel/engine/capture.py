@@ -134,7 +134,7 @@ class LayerSelection:
         if not weights:
             return self.narrow(captured_TAK, out=ids_TLK)
         halves_TAH = captured_TAK.view(torch.int16)
-        # To narrow a pair leaves its lower bits, four times faster on a CPU than to copy every other half.
+        # Narrowing a pair keeps its lower bits. On a CPU this is four times faster than copying every other half.
         self.narrow(halves_TAH[..., ::2] if self._full_byte else captured_TAK, out=ids_TLK)
         weights[0].copy_(halves_TAH[:, self._layers, 1::2])
         return None
@@ -163,7 +163,7 @@ Maker = tuple[int, int]
 """What made a row: (weight version, kind)."""
 MISSING_MAKER: Maker = (NO_VERSION, _MISSING)
 MAX_MAKERS = 1 << 15
-"""Stamps are int16."""
+"""Stamps are int16, so this many makers fit."""
 _SPANS_IN_PLACE = 128
 """Provenance spans that have room before the ids, 3 kB; a request with more is gathered again."""
 _LINE_BYTES = 64
@@ -218,14 +218,15 @@ class SlotRows:
         """
         self.spec, self._weights_at = spec, weights_offset(spec) if weights else spec.bytes_per_token
         self.row_bytes = row_bytes = self._weights_at + 2 * spec.num_moe_layers * spec.top_k * weights
-        # By rows of bytes that begin with a line of the cache: most models' have whole ones, which are written past it.
+        # Rows are bytes, and the first one begins at a cache line: most models' rows are whole lines, which are written past
+        # the cache.
         memory_N = np.zeros(slots * row_bytes + _LINE_BYTES, np.uint8)
         begin = -memory_N.ctypes.data % _LINE_BYTES
         self._ids_SN = memory_N[begin : begin + slots * row_bytes].reshape(slots, row_bytes)
         self._stamps_S = np.zeros(slots, np.int16)
         item = item_bytes_of(spec)
         self._factors_I = multipliers(spec.top_k * spec.id_dtype.itemsize // item)
-        # All that is compiled is compiled now, and not while a request waits.
+        # Compile everything now, and not while a request waits.
         layer_digests(np.zeros((1, spec.num_moe_layers, spec.top_k), spec.id_dtype), first_row=0)
         compiled = kernels()
         self._weight_bytes = row_bytes - self._weights_at
@@ -233,7 +234,7 @@ class SlotRows:
             item, row_bytes=spec.bytes_per_token, weights_at=self._weights_at, weight_bytes=self._weight_bytes
         )
         self._scatter = compiled and compiled.scatter_rows(row_bytes)
-        # What each gather writes beside its rows, made once.
+        # Arrays that each gather writes beside its rows; they are made once.
         self._words_W = np.empty(spec.num_moe_layers * (1 + len(self._factors_I)), np.uint64)
         self._facts_3 = np.empty(3, np.int64)
         self._makers_M2 = np.empty((MAX_MAKERS, 2), np.int64)
@@ -340,7 +341,7 @@ class SlotRows:
             made.sections = Sections(found, newest, oldest, hashed)
             return made
         stamps_T = self._stamps_S.take(slots_T)
-        # Whole rows: of a part of each `take` would copy those of all slots first.
+        # Whole rows are taken: with a slice of columns `take` would copy the rows of all slots first.
         rows_TN = self._ids_SN.take(slots_T, axis=0)
         made.bytes_TN[:] = rows_TN[:, : self.spec.bytes_per_token]
         made.weights_TN[:] = rows_TN[:, self._weights_at :]
@@ -409,11 +410,11 @@ class UnfinishedFrame:
         """
         self.spec, self.rows, self.first_row, self.sample_key = spec, rows, first_row, sample_key
         self.sections: Sections | None = None
-        """None where only `runs` are known."""
+        """None if only `runs` are known."""
         self.kept_rows = 0
-        """How many of the rows a retraction did not lose."""
-        # Ids are gathered to where they stay; how long the head before them gets, only the gather finds out. Behind them weights,
-        # with room for the header of their own frame and its row lengths.
+        """Number of rows that were kept over a retraction."""
+        # Ids are gathered to their final place. Only the gather finds out how long the head before them is. Weights follow the
+        # ids, with room for the header of their own frame and for its row lengths.
         self._runs: Sequence[Run] = ()
         self._payload = _head_bytes(spec.num_moe_layers, chunk_count(rows), spans)
         self._ids_end = self._payload + rows * spec.bytes_per_token

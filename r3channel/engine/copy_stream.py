@@ -28,7 +28,7 @@ from r3channel.wire.routing import Ids, RowKind
 _LEAST_RING_BYTES = 32 << 20
 _SLOT_BYTES = 8
 WAIT_S = 30.0
-"""How long rows of a pass that has ended may take to the host; a device that hangs is found by others first."""
+"""Seconds to wait for a finished pass's rows to reach the host; a device that hangs is found by others first."""
 _POLL_S = 2e-5
 
 
@@ -97,7 +97,7 @@ class Streams:
     def __init__(self) -> None:
         self.copies: Stream = HostStream()
         self.reads: Stream = self.copies
-        """For what must not queue behind the copy of a pass that still runs."""
+        """The stream of reads, which must not queue behind the copy of a pass that still runs."""
 
     def forward(self) -> Stream:
         """Return the stream that the pass was launched on."""
@@ -111,7 +111,7 @@ class CudaStreams(Streams):
 
     def forward(self) -> Stream:
         current: Any = torch.cuda.current_stream(self._device)
-        # torch gives out 32 streams in turn, so that ours may be the forward's: copies would then wait in its order.
+        # torch hands out 32 streams in turn, so ours may be the forward's stream: copies would then wait in its order.
         while current.cuda_stream == self.copies.stream.cuda_stream:  # type: ignore[attr-defined]
             self.copies = self._another()
         while current.cuda_stream == self.reads.stream.cuda_stream:  # type: ignore[attr-defined]
@@ -173,7 +173,7 @@ class Pass:
     serial: int
     slots_T: Ids
     rows_TN: Ids
-    """Both on the host, whole once `copied` has passed."""
+    """`slots_T` and `rows_TN` are on the host, and complete once `copied` has passed."""
     copied: Event
     weight_version: int
     kind: RowKind
@@ -221,7 +221,7 @@ class PassCopies:
         self._rows, self._selection = rows, selection
         self._timed, self._counted = timed, counted
         self._streams = streams or (CudaStreams(device) if device.type == "cuda" else Streams())
-        # A row, and its slot behind it as a word: one copy brings both, and what a pass needs is cut from views made once.
+        # Each row has its slot behind it, as a word, so one copy brings both. A pass's segment is cut from views made once.
         words = -(-rows.row_bytes // _SLOT_BYTES) + 1
         most = max((ring_bytes or _LEAST_RING_BYTES) // (words * _SLOT_BYTES), 2 * most_rows)
         self._ring = ring = Ring(most, words * _SLOT_BYTES, device=device)

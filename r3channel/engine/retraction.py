@@ -22,7 +22,7 @@ class Kept:
     def __init__(self) -> None:
         self._parts = list[KeptRows]()
         self.seen = 0
-        """Rows before this position were kept or given up; what their slots hold since then was computed again."""
+        """Rows before this position were kept or given up. Rows that their slots hold since then were computed again."""
 
     def add(self, rows: KeptRows) -> None:
         self._parts.append(rows)
@@ -45,7 +45,7 @@ class KeptStore:
         """
         self._rows, self._limit_bytes, self._counted = rows, limit_bytes, counted
         self.nbytes = 0
-        """Given back as requests end."""
+        """Bytes of all kept rows. They shrink as requests end."""
 
     def keep(self, kept: Kept, slots_T: Ids, *, first_row: int) -> None:
         """Copy these slots' rows, unless they exceed the ceiling.

@@ -46,13 +46,13 @@ __all__ = ["FrameCapturer", "apply", "check_hooks"]
 log = logging.getLogger(__name__)
 _config = EngineConfig()
 _table = ""
-"""Which table of `sglang_hooks.TABLES` this SGLang follows."""
+"""The table of `sglang_hooks.TABLES` that this SGLang follows."""
 _runner: Any = None
 """The model runner whose passes are captured."""
 _scales: Callable[[Any], object] = getattr(
     routing, "is_routed_scaling_factor_fused_in_topk", attrgetter("apply_routed_scaling_factor_on_output")
 )
-"""Whether a router's configuration has its factor in the weights. The attribute is not all of it: ROCm (0.5.23)."""
+"""Returns whether a router's scaling factor is in its weights. The attribute alone does not decide it: ROCm (0.5.23)."""
 _announced_version: str | None = None
 """The last version that a weight update named, where SGLang does not tell its scheduler of versions (0.5.15.post1)."""
 
@@ -187,18 +187,18 @@ class FrameCapturer(RoutedExpertsCapturer):
     weighs = False
     """Whether ids are captured in pairs with their weights."""
     weights: torch.Tensor | None = None
-    """Those of the ids that come next; a router that draft models have may leave some."""
+    """Weights of the ids that come next. A draft model's router may leave some."""
 
     @staticmethod
     def create(**kwargs: Any) -> RoutedExpertsCapturer | None:
-        # Not by name: REPLACE has bound SGLang's name to this class, here too. For the same reason SGLang's create builds this.
+        # SGLang's class is not named: REPLACE has bound its name to this class, here too. So SGLang's create builds this class.
         return super(FrameCapturer, FrameCapturer).create(**kwargs)
 
     def __init__(
         self, model_config: Any, *, num_tokens: int, max_running_requests: int, device: str, **kwargs: Any
     ) -> None:
-        # One slot: SGLang's int32 host cache for all layers is given back at once. Its device buffer is made for a chunk, and for
-        # one token of each request; more rows than the buffer's end the engine.
+        # One slot, because SGLang's int32 host cache for all layers is freed at once. SGLang's device buffer holds a chunk, or one
+        # token of each request. A pass with more rows than the buffer ends the engine.
         most = max(max_running_requests * _verified_tokens(), _unchunked_tokens(model_config))
         super().__init__(model_config, num_tokens=1, max_running_requests=most, device=device, **kwargs)
         if hasattr(self.host_cache, "destroy"):  # not in 0.5.15.post1
@@ -210,7 +210,7 @@ class FrameCapturer(RoutedExpertsCapturer):
         self._version = (weight_version(), parse_weight_version(weight_version()))
         self._unfinished: UnfinishedFrame | None = None
         self.request: Any = None
-        """Whose rows `get_topk` is asked for."""
+        """The request whose rows `get_topk` gathers."""
         self.outlet: Outlet | None = None
         """None on a rank that does not reply: it copies nothing."""
         if not _streams_replies():
@@ -270,7 +270,7 @@ class FrameCapturer(RoutedExpertsCapturer):
         Returns:
             The pass, in place of SGLang's `TopkCaptureOutput`; None for an idle batch and on a rank that does not reply.
         """
-        # Ids that attention works with may be other ones than those of req_to_token (0.5.23); a padded batch is longer.
+        # Attention may work with other slot ids than those of req_to_token (0.5.23). A padded batch is longer.
         slots_T = getattr(forward_batch, "out_cache_loc_virtual", None)
         if slots_T is None:
             slots_T = forward_batch.out_cache_loc
@@ -295,7 +295,7 @@ class FrameCapturer(RoutedExpertsCapturer):
 
         SGLang's method takes the decode graph's size for a prefill graph's. With DP attention a rank's rows begin at that size.
         """
-        # Only a pass that no decode graph ran is padded by its batch, which notes its size first.
+        # Only a pass that ran without a decode graph is padded by its batch, and the batch notes its own size first.
         if can_run_graph and forward_batch._original_batch_size is not None:
             cuda_graph_batch = _prefill_graph_size(max(forward_batch.global_num_tokens_cpu))
         return super()._get_local_slice(forward_batch, can_run_graph, cuda_graph_batch)
@@ -366,7 +366,7 @@ class FrameCapturer(RoutedExpertsCapturer):
         """Return the slots of rows [0, end), after writing those rows."""
         self.passes.flush()
         slots_T = self.passes.read(req_to_token_pool.req_to_token, req_pool_idx, end)
-        # Not when they were transferred: an older request's last pass may write its row only then.
+        # Not at the transfer: an older request's last pass may write its row only after that.
         transferred = getattr(req, "r3channel_transferred", slice(0))
         if transferred.stop:
             self.rows.forget(slots_T[transferred])

@@ -30,7 +30,7 @@ TOP_LOGPROBS = (
     f"{_SRT}.layers.utils.logprob.get_top_logprobs",
     f"{_SRT}.layers.logprob_processor.get_top_logprobs",
 )
-"""In 0.5.15.post1, and in 0.5.23."""
+"""The name in 0.5.15.post1, and the one in 0.5.23."""
 RELEASE = f"{_SRT}.managers.schedule_batch.release_req"
 INIT_BATCH = f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new"
 TRANSFERRED = (
@@ -60,7 +60,7 @@ TABLES: Mapping[str, tuple[Name, ...]] = {
     )
     for version in READ_AGAINST
 }
-"""Version -> every name that is relied on there."""
+"""Version -> every name that we rely on there."""
 
 
 def installed_version() -> str:

@@ -32,14 +32,14 @@ class Setting(NamedTuple):
     """SGLang's server arguments, shell patterns, separated by blanks."""
     verdict: Verdict
     values: str
-    """Which of its values this is about, for the reader."""
+    """The values that the line is about, for the reader."""
     why: str
-    """What was tested, or read; of a refusal the word that overrides it, whose reason `config.REFUSALS` has."""
+    """What was tested or read. For a refusal, the word that overrides it; the reason is in `config.REFUSALS`."""
     among: Sequence[Any] = ()
     not_among: Sequence[str] = ()
     above: int | None = None
     on: bool | None = None
-    """The values, by one of these four; all where none is given."""
+    """The values that match, given by one of these four fields; if none is given, all values match."""
 
     def matches(self, name: str, value: Any) -> bool:
         if not any(fnmatchcase(name, pattern) for pattern in self.names.split()):

@@ -26,12 +26,12 @@ _PLAIN = {
     "repetition_penalty": 1.0, "min_new_tokens": 0, "logit_bias": None, "json_schema": None, "regex": None, "ebnf": None,
     "structural_tag": None, "watermark": None,
 }  # fmt: skip
-"""Sampling parameters under which what samples is the softmax of the logits over the temperature."""
+"""Sampling parameters with which tokens are sampled from the softmax of the logits over the temperature."""
 _PAST_WEIGHTS = {"capture_routed_experts_if_allowed", "build_precomputed_topk_output", "get_global_experts_capturer"}  # fmt: skip
-"""What a model imports to tell of its ids by itself."""
+"""Names that a model imports if it tells the capturer of its ids by itself."""
 
 _declared: Sequence[TokenTensor] = ()
-"""None on a rank that does not reply."""
+"""The tensors of this process; empty on a rank that does not reply."""
 
 
 def declare(tensors: Sequence[TokenTensor]) -> None:
