@@ -85,7 +85,10 @@ def fold(digests_L: Words) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HostRuns:
-    """Whose rows a micro-batch's are; made once, used for each layer, which costs 2 us beside its rows instead of 10."""
+    """Which sample each row of a micro-batch belongs to.
+
+    It is built once and used for each layer. A layer then costs 2 us beside its rows instead of 10.
+    """
 
     runs_N5: Ids
     """int64 columns sample, position of the first row, its index in R, step between rows (1 for packs, b for [b, s]), rows."""
@@ -161,8 +164,10 @@ def _outside(runs_N5: Ids, *, rows: int, samples: int) -> UsageError:
 
 @dataclass(frozen=True, slots=True)
 class TorchRuns:
-    """Whose rows a micro-batch's are, as tensors on the device of its rows; made once, used for each pass. An item has 8 bytes,
-    or is an id where items are smaller."""
+    """Which sample each row of a micro-batch belongs to, as tensors on the device of the rows.
+
+    It is built once and used for each pass. An item has 8 bytes, or is an id where items are smaller.
+    """
 
     samples: int
     sample_N: Any

@@ -1,5 +1,6 @@
-"""The routing of one sample, as plain checked values, and token ids with their hash: two sequences with one hash are the same.
-Knows nothing about wires, ranks or engines.
+"""The routing of one sample as plain checked values, and token ids with their hash.
+
+Two sequences with one hash are the same. This module knows nothing about wires, ranks or engines.
 
 Shape legend, for the whole package: S samples, T rows, L MoE layers, K top-k, E experts, N bytes.
 A row is one token with routing; a sample of n tokens has n-1 rows, because the last sampled token never enters the model.
@@ -35,7 +36,7 @@ class RowKind(IntEnum):
 
 
 class ProvenanceSpan(NamedTuple):
-    """Rows [start, end) of a sample were made by this weight version, in this way. In the order of the section on the wire."""
+    """Rows [start, end) of a sample that one weight version made, in one way. The fields have the order of the wire."""
 
     start: int
     end: int
