@@ -82,7 +82,10 @@ _BY_ANY_NAME = MODELS | {alias: model for model in _TABLE for alias in model.ali
 
 
 def model_named(name: str) -> Model:
-    """By name or alias, any case; ConfigError lists what is known.
+    """Return the model of this name or alias, in any case.
+
+    Raises:
+        ConfigError: no model has this name; the text lists what is known.
 
     >>> model_named("DeepSeek-R1").spec.num_moe_layers
     58

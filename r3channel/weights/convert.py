@@ -202,10 +202,6 @@ def _converted(
 
 
 def _global_expert(bridge: Any, name: str, ep_rank: int) -> str:
-    """Return an expert's name with its number in the whole model.
-
-    `name` has its number on the EP rank.
-    """
     prefix, number = name.split(".weight")
     per_rank = bridge.config.num_moe_experts // bridge.mpu.ep_size
     return f"{prefix}.weight{ep_rank * per_rank + int(number)}"

@@ -364,7 +364,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an operator writes to."""
     for at, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
         if argument.alias_info and argument.alias_info.is_write:
             yield from _tensors([args[at] if at < len(args) else kwargs.get(argument.name, ())])
