@@ -236,7 +236,7 @@ def _plain(step: RecordedStep, sample: TicketSample) -> Iterator[Finding]:
     gone_T = ~there_T & (step.side == "engine")
     pads_TK = spread_ids(spec, positions_T=np.arange(len(ids_TLK)))
     for start, end in sample.invalid:
-        gone_T[start:end] = False  # the engine said so itself
+        gone_T[start:end] = False  # the engine reported these rows as invalid
     padded_T = there_T & (ids_TLK == pads_TK[:, None]).all((1, 2)) & (len(ids_TLK) * _chance(spec) < _RARE)
     rows = (gone_T, padded_T, there_T & ~padded_T)
     gone_TL, padded_TL, other_TL = (_all_layers(spec, one_T) for one_T in rows)
@@ -301,7 +301,7 @@ def _suspicions(step: RecordedStep) -> Iterator[Finding]:
 
 
 def log_probs_suspect(step: RecordedStep) -> Iterator[Finding]:
-    """Return a suspicion if replay moves log-probs away from the engine's.
+    """Yield a suspicion if replay moves log-probs away from the engine's.
 
     Replay should bring the trainer's log-probs nearer to the engine's. If they are further away, by more than chance, then the
     replayed ids are not the engine's.
@@ -358,7 +358,8 @@ def _neighbours(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
 def _agreement(rows: _Rows, by: int) -> float:
     """Return the mean share of experts that equal tokens have in common.
 
-    Each row of the first layer is compared with the row before it of the same token, `by` positions on.
+    Each row of the first layer is compared with the row before it whose token, `by` positions on, is the same. The share is 0 if
+    there are too few such rows.
     """
     ids_RK, token_R = rows.ids_RLK[rows.inner_R, 0], rows.token_3R[1 + by, rows.inner_R]
     order = np.argsort(token_R, kind="stable")

@@ -154,7 +154,7 @@ def _most_bytes(path: Path) -> int:
 
 
 def _check_sizes(path: Path, archive: zipfile.ZipFile) -> None:
-    """Refuse an archive that unpacks to far more than it has.
+    """Refuse an archive that unpacks to far more bytes than its file.
 
     Arrays of ids do not shrink that much.
     """

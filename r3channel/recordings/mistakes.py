@@ -47,6 +47,7 @@ class Mistake(NamedTuple):
 
 
 def _stage_reversed(slots: Slots) -> Maps:
+    """Yield reversals of all stages together, and of each alone."""
     spec, layout = slots.sides.spec, slots.ticket.layout
     layers = (layout.stage_layers(spec, pp=pp) for pp in range(layout.pp))
     stages = [[spec.moe_index(layer) for layer in own if layer < spec.num_layers] for own in layers]

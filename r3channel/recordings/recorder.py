@@ -125,7 +125,7 @@ class Recorder:
         try:
             if self._is_room(path, nbytes_of(records)):
                 self._written[path] = write_segment(path, records)
-        except OSError as error:  # of the new segment, or of an old one that cannot be removed
+        except OSError as error:  # from the new segment, or from an old one that cannot be removed
             path.unlink(missing_ok=True)
             self._stop(f"cannot write {path.name}: {error}")
         self.lost += bool(self.stopped) and not self.stopped.startswith("limit")

@@ -186,7 +186,7 @@ class RecordedStep:
         assignment = Assignment.balanced(lengths, dp=layout.dp, microbatch_size=microbatch_size)
         samples = tuple(by_id[name] for name in assignment.sample_ids)
         ticket = replace(self.ticket, layout=layout, assignment=assignment, samples=samples)
-        return replace(self, ticket=ticket, cut=(), logprobs={})  # those are of the places that samples had
+        return replace(self, ticket=ticket, cut=(), logprobs={})  # they are of the samples' old places
 
     def shards(self, *, dp: int) -> dict[ShardKey, Ids]:
         """Return one DP rank's uint8 shards, as its receivers end with them.
