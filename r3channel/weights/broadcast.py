@@ -320,8 +320,8 @@ class Broadcast(Update):
     def _together(self, call: Order, release: Order, what: str) -> bool:
         """Give all engines an order at once; return whether all did it.
 
-        False: some engines are lost, and others are left. If an engine refuses, its error is raised. `release` is called for
-        each engine that failed, and ends the others' wait for it in the group.
+        False: some engines are lost, and others are left to go on with. Otherwise an engine's error is raised. `release` is
+        called for each engine that failed, and ends the others' wait for it in the group.
         """
         calls = {background(partial(call, handle)): handle for handle in self._left}
         errors = dict[str, BaseException]()
