@@ -77,7 +77,7 @@ class AlignedPair:
 
     @cached_property
     def begin_S(self) -> Ints:
-        """Return the row of each sample's first token, then all rows' number."""
+        """Return the row of each sample's first token, then the row count."""
         rows = [self.ticket.sample(name).tokens - 1 for name in self.names]
         return np.concatenate(([0], np.cumsum(rows))).astype(np.int64)
 
@@ -107,7 +107,7 @@ class AlignedPair:
         return self.valid_R & self.there_R
 
     def example(self, hit_RL: Bools) -> dict[str, Any]:
-        """Return place and both sides' ids of the first cell."""
+        """Return the first cell's place, and both sides' ids there."""
         row, place = (int(index[0]) for index in np.nonzero(hit_RL))
         return {
             "sample": self.names[self.sample_R[row]], "position": int(self.position_R[row]),

@@ -281,7 +281,7 @@ class _Rows(NamedTuple):
     token_3R: Ids
     """The token before, the row's own, and the one after it."""
     inner_R: Ids
-    """Neither the first nor the last of its sample."""
+    """True for rows that are neither the first nor the last of their sample."""
 
 
 def _suspicions(step: RecordedStep) -> Iterator[Finding]:

@@ -87,7 +87,8 @@ def planned(options: argparse.Namespace) -> dict[str, Any]:
 def simulate(options: argparse.Namespace) -> dict[str, Any]:
     """Run the planner at full size.
 
-    The size is 128M tokens in 8,192 uneven samples, unless the options give others. `plan_s` is the planner's time in seconds.
+    The size is 128M tokens, unless the options give another number, in 8,192 uneven samples. `plan_s` is the planner's time in
+    seconds.
     """
     options.model = options.model or "deepseek-r1"
     options.max_tokens = options.max_tokens or 131072
