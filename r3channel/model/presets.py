@@ -26,7 +26,7 @@ class Model:
     first_dense: int = 0
     """Leading dense layers; all others have a router, unless `moe_every` or `moe_layers` says otherwise."""
     moe_every: int = 1
-    """Every so-manieth layer is MoE, the last one of each group."""
+    """Every n-th layer is MoE, the last one of each group of n."""
     moe_layers: int | None = None
     """Number of MoE layers where their places are not known: they are taken as the last ones."""
     groups: tuple[int, int] | None = None
@@ -76,7 +76,7 @@ _TABLE = (
 )  # fmt: skip
 
 MODELS: dict[str, Model] = {model.name: model for model in _TABLE}
-"""By their main name. Three layers of the DeepSeek-V4 models route by hash: SGLang captures no ids for them."""
+"""Models by their main name. Three layers of the DeepSeek-V4 models route by hash: SGLang captures no ids for them."""
 
 _BY_ANY_NAME = MODELS | {alias: model for model in _TABLE for alias in model.aliases}
 

@@ -1,6 +1,6 @@
-"""The counters of a process, and the page that serves them. Knows the table of names and no other part of the package.
+"""The counters of a process, and the page that serves them. They know the table of names and no other part of the package.
 
-A `StageClock` (clock.py) measures what each thread is doing; a `Metrics` counts, and can serve what Prometheus reads.
+A `StageClock` (stage_clock.py) measures what each thread is doing; a `Metrics` counts, and can serve what Prometheus reads.
 Counting is plain Python; prometheus_client is imported only to serve, and its absence costs nothing but the page.
 
     clock = StageClock("relay")

@@ -1,4 +1,4 @@
-"""Measures where the time of a process goes: named stages, per thread. Knows no stage's meaning.
+"""Measures where the time of a process goes: named stages, per thread. It knows no stage's meaning.
 
     clock = StageClock("relay")
     with clock.span("ingest", step=3):          # ingest pauses while verify runs

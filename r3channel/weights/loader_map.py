@@ -40,7 +40,7 @@ class Learned(NamedTuple):
 
     tensors: tuple[TensorMeta, ...] = ()
     memory: Any = ("", {})
-    """Where experts and parameters lay."""
+    """Where experts and parameters lay in the dry run."""
     placed: Callable[[], str] = str
     """Digests where experts lie now; empty where they always lie alike."""
     needs: Needs = Needs()
@@ -153,9 +153,9 @@ class _Recorder(TorchDispatchMode):
         self.refused = ""
         """The first thing that is more than a copy."""
         self.parts = defaultdict[int, list[Part]](list)
-        """By parameter, as the next two."""
+        """Plain copies, by parameter; the next two are by parameter, too."""
         self.made = defaultdict[int, list[tuple[Part, bool]]](list)
-        """Where, and whether something was put there: what is not a plain copy."""
+        """Writes that are no plain copies: where, and whether something was put there."""
         self.padding = defaultdict[int, list[tuple[Part, torch.Tensor, float]]](list)
         """(place, view of it, constant) that a loader fills itself."""
         self.derived: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []

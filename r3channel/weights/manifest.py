@@ -1,6 +1,6 @@
 """What travels: names, dtypes and shapes of tensors, their places in flat buckets.
 
-Built once. Both ends compute offsets from it by the same rule, so no offset ever travels: SGLang's flattened bucket
+A manifest is built once. Both ends compute offsets from it by the same rule, so no offset ever travels: SGLang's flattened bucket
 (0.5.23, `srt/weight_sync/tensor_bucket.py`) knows no gaps. Nothing here knows a tensor's values, a rank or an engine.
 """
 

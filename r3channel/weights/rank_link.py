@@ -55,9 +55,9 @@ UNTOUCHED = "nothing was touched: "
 FLUSH_REFUSED = "cache was not flushed"
 """SGLang's words when requests wait for their grammar; the weights are in nevertheless."""
 UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, OSError, zlib.error)
-"""What reading a peer's words raises where it meant others."""
+"""Errors that reading a peer's message raises where the peer meant something else."""
 _BLOB = struct.Struct("<QQ")
-"""What announces a blob, at a record's end: its bytes, and their xxh3."""
+"""The announcement of a blob, at a record's end: its number of bytes, and their xxh3."""
 _MOST_BYTES = 256 << 20
 """A blob's bytes at most: the needs of 100,000 tensors are 15 MB."""
 
@@ -98,7 +98,7 @@ class Run(NamedTuple):
     """Entries that lie side by side in a parameter."""
 
     entries: slice
-    """Which of those that were asked for."""
+    """Their indexes among the entries that were asked for."""
     view: torch.Tensor
     """In the staged copy: flat, or of one entry with gaps in it, of its shape."""
 

@@ -29,12 +29,13 @@ from r3channel.weights.staged_copy import shared_views
 
 _SHOWN = 3
 _RECORD_BYTES: dict[str, int] = {"gloo": 4 << 20, "cuda_ipc": 64 << 20, "nccl": 64 << 20}
-"""By wire, where it is not `rank_link.RECORD_BYTES`: a GPU is waited for at each record, and in a group a turn."""
+"""A record's bytes at most, by wire, where it is not `rank_link.RECORD_BYTES`: each record waits for a GPU, or in a group for a
+turn."""
 Held = tuple[tuple[tuple[TensorMeta, Box], ...], ...]
 Links = dict[str, list[RankLink]]
 """By engine, in the order of its ranks."""
 Sums = list[Digests]
-"""What an engine would hold, by rank."""
+"""Digests of what an engine would hold, by rank."""
 Push = Callable[[Sequence[torch.Tensor]], None]
 """Takes the next bucket's tensors, in order. They may be overwritten once the next call but one has returned."""
 Feed = Callable[[Push], object]
@@ -49,7 +50,7 @@ class UpdateSpec(NamedTuple):
     manifest: Manifest | None
     """The buckets of whole tensors; None where shards are sent."""
     metas: tuple[TensorMeta, ...] = ()
-    """What engines are told of; (): what all trainer ranks hold together."""
+    """The tensors that engines are told of; () stands for all that the trainer ranks hold together."""
     rounded: Mapping[str, str] = {}
     """Tensors that are held rounded, and may only go where they are rounded alike."""
 
@@ -74,11 +75,11 @@ class SendPlanner:
         self.trainers: list[tuple[str, int]] = []
         self._source = ShardMap(())
         self._held: tuple[str, Held] = "", ()
-        """What all trainers hold, as a digest, and this one."""
+        """A digest of what all trainers hold, and what this trainer holds."""
         self._shards: dict[str, list[tuple[int, int, TensorMeta, Box]]] = {}
         """By tensor, the boxes of it that are held, with their bucket and place there."""
         self.committed: dict[int, tuple[str, Sums]] = {}
-        """By an engine's number of ranks, what the committed version is there, and who says so."""
+        """By an engine's number of ranks: the committed version's name in errors, and its digests by rank."""
 
     # -- links ---------------------------------------------------------------------------------------------------------
 
