@@ -47,7 +47,12 @@ class RouterTap:
     """
 
     def __init__(self, driver: ReplayDriver, *, on_call: Callable[[Consumed], None] | None = None) -> None:
-        """`on_call` gets each record on the thread of the router, instead of `records`."""
+        """Take the driver whose routers are read.
+
+        Args:
+            driver: The attached driver.
+            on_call: Gets each record on the thread of the router, instead of `records`.
+        """
         self.records: list[Consumed] = []
         self._driver = driver
         self._on_call = on_call or self.records.append
@@ -106,7 +111,6 @@ class RouterTap:
 
 
 def _check_map(handle: RouterHandle, call: RouterCall, ids_RK: torch.Tensor, map_RE: torch.Tensor) -> None:
-    """Row by row the map must hold exactly the ids handed out."""
     if len(ids_RK) != len(map_RE):
         raise ReplayError(f"{name_of(handle)}, {call}: {len(ids_RK)} rows of ids, {len(map_RE)} in its map")
     wanted_RE = torch.zeros_like(map_RE, dtype=torch.bool).scatter(1, ids_RK, True)
