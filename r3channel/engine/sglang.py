@@ -197,8 +197,8 @@ class FrameCapturer(RoutedExpertsCapturer):
     def __init__(
         self, model_config: Any, *, num_tokens: int, max_running_requests: int, device: str, **kwargs: Any
     ) -> None:
-        # One slot, because SGLang's int32 host cache for all layers is freed at once. SGLang's device buffer holds a chunk, or one
-        # token of each request. A pass with more rows than the buffer ends the engine.
+        # One slot, because SGLang's int32 host cache for all layers is freed at once. SGLang's device buffer holds a chunk, or
+        # one token of each request. A pass with more rows than the buffer ends the engine.
         most = max(max_running_requests * _verified_tokens(), _unchunked_tokens(model_config))
         super().__init__(model_config, num_tokens=1, max_running_requests=most, device=device, **kwargs)
         if hasattr(self.host_cache, "destroy"):  # not in 0.5.15.post1

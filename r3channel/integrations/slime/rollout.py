@@ -148,7 +148,7 @@ _GENERATED: ContextVar[tuple[Any, bool]] = ContextVar("generated", default=(None
 
 
 class ChannelEngine(SGLangEngine):
-    """An engine whose server gets our variables through this actor's environment; slime hands its engines a fixed list of them."""
+    """An engine whose server gets our variables through this actor's environment; slime hands engines a fixed list of them."""
 
     def init(self, *args: Any, **options: Any) -> Any:
         os.environ.update(self.args.r3_engine)
