@@ -68,7 +68,7 @@ class Broadcast(Update):
     # -- before a byte -------------------------------------------------------------------------------------------------
 
     def _survey(self) -> None:
-        """Exchange what each rank gives, and start to serve this rank's buckets.
+        """Share what each rank gives, and start to serve buckets.
 
         ManifestMismatch: no engine would say that it has no place for a tensor.
         """
@@ -227,7 +227,7 @@ class Broadcast(Update):
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
     def _ask(self, action: Action) -> None:
-        """Start to give orders when the first engine is asked for the call.
+        """Start to give orders when the first engine is asked.
 
         The orders go to all engines.
         """
@@ -339,7 +339,7 @@ class Broadcast(Update):
         return not errors
 
     def _next(self, what: str) -> tuple[int, Any]:
-        """Return the next word of this kind, and the rank that said it."""
+        """Return the next word of this kind, and its rank."""
         words = self._words.setdefault(what, self._ranks.words(self.now.number, self._run.deadline))
         return next((rank, arguments) for rank, (kind, *arguments) in words if kind == what)
 

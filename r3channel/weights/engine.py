@@ -434,7 +434,7 @@ class EngineHandle:
         return reply
 
     def _call(self, route: str, body: Body | None = None, *, timeout_s: float) -> dict[str, Any]:
-        """Return the answer to a GET, or with a body to a POST."""
+        """Return the answer to a GET, or to a POST of `body`."""
         payload = None if body is None else json.dumps(body).encode()
         request, where = Request(self.url + route, payload, self._headers), f"engine {self.url} {route}"
         try:

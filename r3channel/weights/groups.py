@@ -259,7 +259,7 @@ class JointGroup:
 
 
 def _asked(link: RankLink) -> str:
-    """Return why an engine's rank has left the group, as it says itself."""
+    """Return why an engine's rank says it has left the group."""
     where, why = f"engine {link.engine} rank {link.rank}: ", "it has left"
     try:
         link.end(timeout_s=REPAIR_S)

@@ -205,7 +205,7 @@ class TrainerRanks:
             return [raw for _, raw in sorted(said)]
 
     def tell(self, update: int, word: Any, *, to: int) -> None:
-        """Send a word to rank 0, or as rank 0 to any rank.
+        """Send a word to rank 0, or from there to any.
 
         The other rank reads it with `words`. Any thread may call.
 
@@ -258,7 +258,7 @@ class TrainerRanks:
             self._outgoing[other].put((kind, head, raw))
 
     def _send(self, rank: int, link: Connection) -> None:
-        """Send what is queued for a rank, in a thread of its own.
+        """Send what is queued for a rank, in its own thread.
 
         A rank that hangs keeps no rank from telling the others.
         """
@@ -268,7 +268,7 @@ class TrainerRanks:
         link.close()
 
     def _receive(self, rank: int, link: Connection) -> None:
-        """Receive and note what a rank says, in a thread of its own.
+        """Receive what a rank says, in a thread of its own.
 
         At the hub it is passed on.
         """

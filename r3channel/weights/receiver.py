@@ -54,7 +54,7 @@ class Receiver:
         self.learned = Learned()
 
     def order(self, model: torch.nn.Module, order: Mapping[str, Any]) -> None:
-        """Carry out an order from a session, on all ranks.
+        """Handle an order from a session, on all ranks.
 
         Args:
             model: The engine's model.
@@ -258,7 +258,6 @@ def rebalance(original: Any, manager: Any) -> Iterator[None]:
 
 @cache
 def _own() -> Receiver:
-    """Return this rank's half, made at the first call."""
     from sglang.srt import runtime_context as runtime
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata as locations
 

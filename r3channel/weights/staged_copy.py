@@ -191,7 +191,7 @@ def mapped(handle: int, nbytes: int) -> torch.Tensor:
 
 
 def gpu_lacks(nbytes: int, device: torch.device, wire: Wire) -> str:
-    """Return why a copy cannot lie on this device; empty if it can.
+    """Return why the device takes no staged copy; empty if it does.
 
     Args:
         nbytes: Bytes of the copy.

@@ -91,7 +91,10 @@ class HeldWeights(NamedTuple):
         return self.engine[str(ranks)]
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Replace the file whole: a reader sees the old version or the new one."""
+        """Write the weights and replace the file whole.
+
+        A reader sees the old version or the new one.
+        """
         new = Path(f"{os.fspath(path)}.new")
         new.write_text(json.dumps({"r3channel_weights": _FORMAT, **self._asdict()}, indent=0) + "\n")
         new.replace(path)

@@ -83,7 +83,7 @@ class Update:
         return [self._handles[engine.url] for engine in self.now.engines if engine.member]
 
     def run(self, spec: UpdateSpec, feed: Feed) -> None:
-        """Bring the engines to the version.
+        """Run the update, which brings the engines to the version.
 
         It returns or raises once no call is under way and engines with whole weights serve. An interrupt ends the update as a
         failure does; after the commit the engines are resumed first.
@@ -159,7 +159,6 @@ class Update:
         self._calls[begun] = action, time.monotonic() + left_s + GRACE_S
 
     def _limit_s(self, action: Action) -> float:
-        """Return how many seconds an engine may take for a call."""
         most_s, left_s = self._config.engine_timeout_s, self._run.deadline.at_least(GRACE_S).left_s()
         # "resume": also where an engine that did not answer has used up the update's time
         limits_s = {"undo": REPAIR_S, "leave": 2 * REPAIR_S, "resume": most_s}
@@ -235,7 +234,7 @@ class Update:
             self._happen(Kind.VOTED, rank=rank, lost=tuple(lost.items()))
 
     def _tell(self) -> None:
-        """Share how the update ended with all ranks.
+        """Let all ranks know how the update ended.
 
         If rank 0 does not come to say it, the other ranks ask the engines and raise TrainerRankLost.
         """
@@ -250,7 +249,7 @@ class Update:
             ) from gone
 
     def _hear(self, word: dict[str, Any]) -> dict[str, Any]:
-        """Return what rank 0 says, and take over its view of the engines."""
+        """Return what rank 0 says, and take over its engine states."""
         known = [(e.url, e.state.name, e.why, e.holds, e.member) for e in self.now.engines]
         word = word | {"engines": known} if self._ranks.leads else {}
         word = self._ranks.exchange(word, self._run.deadline.at_least(GRACE_S * 10))[0]
@@ -282,7 +281,7 @@ class Staged(Update):
             self._unlinked = set(itertools.chain(*self._ranks.exchange(mine, self._run.deadline)))
 
     def _link(self, handle: EngineHandle, left_s: float) -> None:
-        """Have the engine connect unless every trainer has its links.
+        """Make the engine connect unless every trainer has its links.
 
         The engine's dry run may take all the time that is left.
         """
@@ -291,7 +290,7 @@ class Staged(Update):
             self._fresh[handle.url] = self._planner.attempts[handle.url], handle.size
 
     def _plan(self) -> None:
-        """Accept the links, and plan unless every rank has a plan for them.
+        """Set up the new links, and plan unless every rank has.
 
         ManifestMismatch: the update does not give some parameters.
         """
@@ -383,7 +382,7 @@ class Grouped(Staged):
     way = "grouped"
 
     def _group(self) -> None:
-        """Begin to join all trainer ranks and the engines left in one group."""
+        """Begin to join the group of all trainers and engines left."""
         self._hear({})
         self._links = [link for member in self.members for link in member.ranks]
         self._told = self._planner.joint.join(self._links, self._planner.trainers[0][0], self._run.deadline)
@@ -413,7 +412,7 @@ class Grouped(Staged):
 
 
 def _at_once(handle: EngineHandle, call: Callable[[RankLink], T]) -> list[T]:
-    """Make a call over all links to an engine, at the same time."""
+    """Make a call over all links to an engine at once."""
     calls = [background(partial(_letting_go, call, link)) for link in handle.ranks]
     return [call.result() for call in calls]
 
