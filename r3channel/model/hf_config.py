@@ -17,7 +17,7 @@ from typing import Any
 from r3channel.errors import ConfigError
 
 _NESTED = ("text_config", "thinker_config", "llm_config", "language_config")
-"""Where a multimodal configuration keeps that of its language model."""
+"""Keys under which a multimodal configuration keeps that of its language model."""
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers")  # LongCat, DBRX
 _EXPERTS = (
     "num_experts",
@@ -59,7 +59,7 @@ def _indices(value: str | Sequence[int], layers: int) -> list[bool]:
 
 
 _LISTED: dict[str, Listed] = {
-    "mlp_layer_types": _words,  # transformers' own word; wins over all others (ExaoneMoeConfig)
+    "mlp_layer_types": _words,  # transformers' own key; wins over all others (ExaoneMoeConfig)
     "layers_block_type": _words,  # NemotronHConfig: attention and MLP are layers of their own
     "hybrid_override_pattern": lambda value, _: [
         letter == "E" for letter in value
@@ -69,7 +69,7 @@ _LISTED: dict[str, Listed] = {
     "is_moe_layer": lambda value, _: [bool(item) for item in value],  # EXAONE-MoE's own config.json
     "moe_layer_freq": lambda value, _: [bool(item) for item in value],  # as a list: MiMo-V2, MiniMax-M3
 }
-"""Keys that say it layer by layer. The first that is given decides alone."""
+"""Keys that say layer by layer whether there is a router. The first that is given decides alone."""
 _BLOCKS = {"layers_block_type", "hybrid_override_pattern"}  # their length counts the layers (NemotronHConfig)
 
 

@@ -61,7 +61,7 @@ class CheckContext:
     slime: str | None = None
     """A checkout of slime."""
     arguments: Sequence[str] = ()
-    """Those of a slime job."""
+    """Arguments of a slime job."""
     timeout_s: float = 120.0
     """Deadline of each child process and of each engine's answer."""
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)

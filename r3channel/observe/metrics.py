@@ -30,7 +30,7 @@ from r3channel.observe.metric_table import LABELS, METRICS, Metric
 from r3channel.observe.stage_clock import StageClock
 
 STAGE_BUCKETS_S = (0.0005, 0.002, 0.005, 0.02, 0.05, 0.2, 0.5, 2.0, 5.0, 20.0, 60.0, 300.0, 1800.0)
-"""From a frame's hash (about 1 ms) to the longest generation that a trainer waits for."""
+"""Bucket limits in seconds, from a frame's hash (about 1 ms) to the longest generation that a trainer waits for."""
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class Metrics:
         """Add `value`, which is not negative, to a counter."""
         if value < 0:
             raise UsageError(f"{name}: a counter cannot fall; got {value}")
-        called = name, *labels.items()  # judged once: this is paid for every frame
+        called = name, *labels.items()  # a name and its labels are checked once: `inc` runs for every frame
         key = self._known.get(called)
         if key is None:
             key = self._known[called] = self._key(_metric(name, "counter"), labels)

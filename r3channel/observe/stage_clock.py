@@ -119,7 +119,7 @@ class StageClock:
     def __init__(self, role: str, *, max_spans: int = 100_000) -> None:
         self.role = role
         self._spans: deque[tuple[str, int | None, str, float, float]] = deque(maxlen=max_spans)
-        """Plain tuples, which the garbage collector leaves alone: it looked at a hundred thousand objects again and again."""
+        """Plain tuples, which the garbage collector leaves alone; it visited 100,000 `Span` objects again and again."""
         self._totals: defaultdict[str, float] = defaultdict(float)
         self._observers: list[Callable[[str, float], None]] = []
         self._marks: tuple[Callable[[str], object], Callable[[], object]] | None = None

@@ -50,7 +50,7 @@ class TraceFile:
         Times are this process's time.monotonic.
         """
         at, seconds = self._at(start_s), (end_s - start_s) * _US
-        # as text: json.dumps takes longer than all the rest, which is paid several times a sample
+        # written as text: json.dumps takes longer than all the rest, and this runs several times a sample
         self._append(
             f'{{"ph":"X","name":"{stage}","pid":{self._pid},"tid":{self._number(thread)},"ts":{at:.1f},"dur":{seconds:.1f},'
             f'"args":{{"step":{"null" if step is None else step}}}}}'

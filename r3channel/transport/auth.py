@@ -15,7 +15,7 @@ from r3channel.errors import ConfigError
 from r3channel.observe.check import Check, CheckContext
 
 _WELL_FORMED = re.compile(r"[A-Za-z0-9_.~-]{32,512}")
-"""32 characters: 128 bits in hex."""
+"""At least 32 characters, which are 128 bits in hex."""
 _WRITE_LIMIT_S = 2.0
 """Seconds between the creation of a token's file and its content, on a slow shared folder."""
 
@@ -67,7 +67,7 @@ def obtain_token(path: str | Path) -> str:
                 raise
     deadline_s = time.monotonic() + _WRITE_LIMIT_S
     while path.exists() and not path.stat().st_size and time.monotonic() < deadline_s:
-        time.sleep(0.01)  # who created it is about to write
+        time.sleep(0.01)  # the process that created it is about to write
     return read_token(path)
 
 
@@ -87,7 +87,7 @@ def read_token(path: str | Path) -> str:
         raise ConfigError(
             f"token file {path} has mode {stat.S_IMODE(status.st_mode):04o}, expected 0600: others could read it"
         )
-    if not _WELL_FORMED.fullmatch(text):  # too short, or it does not fit into a header
+    if not _WELL_FORMED.fullmatch(text):  # too short, or unfit for a header
         what = f"{len(text)} characters; expected 32 to 512 letters and digits (128 bits or more)"
         raise ConfigError(f"token file {path} holds {what}")
     return text

@@ -22,7 +22,7 @@ _HEAD = struct.Struct("<4sB3xII")
 """Magic, kind, bytes of the body, the low half of its hash."""
 _MAGIC = b"R3L\x01"
 _MOST_BUFFERS = 512
-"""Buffers of one system call; Linux takes 1,024."""
+"""Buffers of one system call at most; Linux takes 1,024."""
 _WAKE_BYTES = 256 << 10
 """A receiver of many bytes is not woken for less than this: a fifth of the wake-ups, measured on Linux 6.18."""
 _LEFT = "the peer has left"
@@ -64,7 +64,7 @@ class Connection:
         self._left = _poller(connected, select.POLLRDHUP)
         self._wake_bytes = 1
         self._lock = threading.Lock()
-        """Guards the three below."""
+        """Guards the three attributes below."""
         self._end = ""
         self._calls = 0
         self._closed = False

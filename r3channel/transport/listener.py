@@ -30,11 +30,11 @@ HELLO_BYTES = 256
 """The most that a connector can say of itself."""
 GREETING_S = 5.0
 MOST_STRANGERS = 512
-"""As many as the engine ranks of 64 engines, which all come to trainer 0 first, at one moment."""
+"""Links that may wait for their greeting: the ranks of 64 engines, which all come to trainer 0 first, at one moment."""
 _PREFACE = b"r3link\x00\x01"
 _NONCE_BYTES = _PROOF_BYTES = 32
 _CONNECTS, _LISTENS = b"connects", b"listens "
-"""Each side's proof differs, so that none can be sent back to who made it."""
+"""Each side's proof differs, so that a proof cannot be sent back to its maker."""
 _HELLO = struct.Struct(f"<H{HELLO_BYTES}s")
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Listener:
         except queue.Empty:
             raise DeadlineExceeded(f"nobody connected to {self._where} within {timeout_s:.1f} s") from None
         if link is None:
-            self._links.put(None)  # for whoever else waits
+            self._links.put(None)  # for another thread that waits
             raise TransportError(f"the listener at {self._where} is closed")
         return link
 

@@ -18,7 +18,7 @@ from r3channel.observe.check import Check, CheckContext
 AUTO = "auto"
 _ANY_PORT = 9
 _OUTSIDE = "192.0.2.1"
-"""An address for documents, which no machine has: the way to it is the default route."""
+"""An address reserved for documents, which no machine has: the route to it is the default route."""
 _NCCL = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_CONF_FILE")
 """Environment variables that tell NCCL what to use, or where that is written."""
 

@@ -37,15 +37,15 @@ in engines that are paused while a call is under way."""
 
 log = logging.getLogger(__name__)
 _OURS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else an error of ours ends the process
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else it sets a flag that all groups share: the default one's monitor waits and aborts
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # by default an error of our group ends the process
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # by default it sets a flag of all groups, and the default one's monitor waits and aborts
 }
 """Environment variables that an NCCL group reads once, when it is made."""
 _ENVIRONMENT = threading.Lock()
 UNLIMITED = timedelta(days=365)
 """The timeout of a group's own watchdog: every wait here has a deadline of its own, and calls `abort` at its end."""
 _PAIR_CTAS = 4
-"""The GPU's thread blocks for one pair's sends: rows need a small part of a link, and the model runs beside them."""
+"""The GPU's thread blocks for one pair's sends: rows need a small part of a link's speed, and the model runs beside them."""
 _CLOSE_S = 5.0
 _POLL_S = 0.0005
 """NCCL completion is polled: its `wait` only orders streams, so a deadline needs a host-side check."""
@@ -57,7 +57,7 @@ def in_background(call: Callable[[], T], *, name: str) -> Future[T]:
     A call that hangs keeps neither its caller nor the process's exit waiting. The thread uses the caller's current CUDA device.
     """
     future: Future[T] = Future()
-    # A thread begins on the first GPU, of whatever rank it is, and a first use would allocate there.
+    # A new thread starts on GPU 0 whatever the rank, and its first use of CUDA would allocate memory there.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     threading.Thread(target=_run, args=(future, call, device), name=f"r3channel-{name}", daemon=True).start()
@@ -177,7 +177,7 @@ class ProcessGroupTransport(Transport):
         gloo: Any = dist.ProcessGroupGloo  # the stubs lack its options
         options = gloo._Options()
         options._timeout = limit
-        # it listens on the route to the relay and nowhere else
+        # gloo listens on the route to the relay and nowhere else
         options._devices = [gloo.create_device(hostname=route_to(rendezvous.host) or rendezvous.host)]
         return gloo(store, self.rank, self.world_size, options)
 
@@ -239,7 +239,7 @@ class ProcessGroupTransport(Transport):
         return self._start(lambda group: group.broadcast([data_N], options), what)
 
     def _start(self, start: Callable[[Any], Any], what: str) -> _Operation:
-        group = self._group  # once: `abort` may come from another thread
+        group = self._group  # read once: `abort` may come from another thread
         if self._dead or group is None:
             raise TransportError(
                 f"{self._name}: the group was abandoned; cannot {what}. Join the next connection"
@@ -272,7 +272,7 @@ class ProcessGroupTransport(Transport):
             limits = f"within {timeout_s:.1f} s (waited {waited:.1f} s): {str(error).splitlines()[0]}"
             raise self._failed(kind, operation.what, limits) from error
         operation.work = None
-        with suppress(ValueError):  # an abort on another thread may have dropped it just now
+        with suppress(ValueError):  # `abort` on another thread may have dropped it just now
             self._started.remove(operation)
 
     def _failed(self, kind: type[TransportError], what: str, why: str) -> TransportError:
@@ -289,7 +289,7 @@ class ProcessGroupTransport(Transport):
             self._dead = True
             group = self._group
             if self._nccl and group is not None:
-                self._end(group.abort)  # it is given up all the same
+                self._end(group.abort)  # whether or not it ends in time, the group is given up
             del group  # an error's traceback would keep its sockets open
             self._drop()
 

@@ -119,7 +119,7 @@ def hf_weights(
         yielded = set[str]()
         mine = [shard for shard, _ in local]
         for stage, meta, dim in _all_stages(mine, group=mpu.pp_group, device=device) if everywhere else mine:
-            # Those of a stage come in the order in which it told of them.
+            # a stage's shards come in the order in which the stage listed them
             is_here = stage == mpu.pp_rank
             weight = local.pop(0)[1] if is_here else torch.empty(meta.shape, dtype=meta.dtype, device=device)
             if everywhere:
@@ -249,7 +249,7 @@ class Part(NamedTuple):
     partition_dim: int  # -1: replicated over TP
     rank: int
     size: int
-    """Its rank in the group whose ranks hold other parts of it, and their number."""
+    """Number of ranks in the group whose ranks hold other parts of the parameter. `rank` is this rank's number there."""
 
 
 def parts_of(
@@ -285,9 +285,9 @@ def merged_tp(name: str, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 Merge = Callable[[str, list[torch.Tensor], int], torch.Tensor]
-"""(name, the parts of all ranks, the dimension that is split) -> the whole parameter."""
+"""Takes a name, the parts of all ranks and the dimension that is split. Returns the whole parameter."""
 Convert = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
-"""(name, whole parameter) -> checkpoint tensors by name."""
+"""Takes a name and a whole parameter. Returns checkpoint tensors by name."""
 
 
 def hf_shards(
@@ -347,7 +347,7 @@ def shards_of(
             whole, shapes, places = known[kind]
             named = convert(part.name, whole)
             metas = [TensorMeta(name=name, dtype=sent, shape=tuple(made.shape)) for name, made in named]
-            if [meta.shape for meta in metas] != shapes:  # not of that kind after all
+            if [meta.shape for meta in metas] != shapes:  # this parameter is not of that kind after all
                 places = _places(part, merge, convert)[2]
             known[key] = [(metas[place.tensor], place) for place in places]
         shards += [Shard(meta, place.box, place.view(weight)) for meta, place in known[key]]
@@ -375,7 +375,7 @@ def _places(part: Part, merge: Merge, convert: Convert) -> tuple[torch.Tensor, l
 
 
 _MOVES = {"stack", "index", "index_select", "flip", "roll", "repeat", "copy_", "empty", "empty_like"}
-"""What moves or makes memory, beside views."""
+"""Operators that move or make memory, beside views."""
 
 
 class _Moving(TorchDispatchMode):
@@ -391,7 +391,7 @@ class _Moving(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # it would be imported for that, in 2 s
+        return False  # to skip it torch would import dynamo, which takes 2 s
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, returns = func.overloadpacket.__name__, func._schema.returns

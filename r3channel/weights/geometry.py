@@ -93,7 +93,7 @@ class Layout(NamedTuple):
     held: tuple[tuple[Box, tuple[int, ...]], ...]
     """Distinct boxes in ascending order, and the ranks that hold each."""
     digest: str
-    """Over shape, boxes and ranks."""
+    """A hash over shape, boxes and ranks."""
 
     @classmethod
     def of(cls, shape: Sequence[int], held: Iterable[tuple[int, Box]]) -> Layout:
@@ -119,7 +119,7 @@ class ShardMap:
         placed = list(tensors)
         self.metas = tuple(meta for meta, _ in placed)
         self.layouts = tuple(layout for _, layout in placed)
-        """By tensor."""
+        """The layouts, by tensor."""
         rows = [[*meta.row(), layout.digest] for meta, layout in placed]
         self.digest = xxhash.xxh3_128_hexdigest(json.dumps(rows, separators=(",", ":")).encode())
 
@@ -257,8 +257,8 @@ class Needs:
     missing: tuple[str, ...] = ()
     """Parameters that the tensors leave empty or fill in part."""
     padding: tuple[tuple[Part, float], ...] = ()
-    """What no tensor fills (`tensor` -1), and the loader's constant that is not there yet, as after `--load-format dummy`. The
-    rank fills it; no trainer is told."""
+    """Places that no tensor fills (`tensor` -1), with the loader's constant where it is not there yet, as after `--load-format
+    dummy`. The rank fills them; no trainer is told."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -379,7 +379,7 @@ def plan_reshard(source: ShardMap, target: ShardMap, *, rank: int, world_size: i
     Raises:
         ManifestMismatch: a tensor breaks these rules; the text names it.
     """
-    # It begins with the rules, so that processes with other rules do not agree.
+    # The hash begins with a version of the rules, so that processes with other rules do not agree.
     digest = xxhash.xxh3_128(f"r3channel reshard 1{source.digest} {target.digest} {world_size}".encode())
     loads_R, sends = np.zeros(world_size, dtype=np.int64), dict[int, list[tuple[int, Box]]]()
     for batch in batches(source, target):
@@ -442,7 +442,7 @@ def _items(meta: TensorMeta, src: Layout, dst: Layout) -> _Items:
     starts, stops, numel_SD = _common(src, dst)
     _, _, again_SS = _common(src, src)
     np.fill_diagonal(again_SS, 0)
-    for first, second in np.argwhere(again_SS)[:1].tolist():  # nobody could say whose value counts
+    for first, second in np.argwhere(again_SS)[:1].tolist():  # no rule says whose value counts
         who = f"tensor {meta}: rank {src.held[first][1][0]} and rank {src.held[second][1][0]}"
         raise ManifestMismatch(f"{who} hold different boxes that overlap; expected equal or disjoint")
     for (box, ranks), numel in zip(dst.held, numel_SD.sum(axis=0).tolist(), strict=True):

@@ -117,12 +117,12 @@ def dry_run(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> _Recorder:
     recorder = _Recorder(model, tensors)
     deriving = {path: module for path, module in model.named_modules() if hasattr(module, _POST_LOAD)}
     try:
-        for path, module in deriving.items():  # it would derive from weights that are old
+        for path, module in deriving.items():  # the method would derive tensors from old weights
             vars(module)[_POST_LOAD] = partial(recorder.derives, path)
         with torch.no_grad(), recorder:
             named = zip((meta.name for meta in tensors), recorder.given, strict=True)
             model.load_weights(named)  # pyright: ignore[reportCallIssue]
-    except KeyError as error:  # it looks names up, and would fail so at the commit
+    except KeyError as error:  # a loader that looks names up would fail so at the commit
         raise ManifestMismatch(f"load_weights has no place for {error}; is it misspelt?") from error
     except Exception as error:  # whatever a loader raises on a tensor without values
         raise NotReplayable(f"load_weights does more than copy: {type(error).__name__}: {error}") from error
@@ -186,7 +186,7 @@ class _Recorder(TorchDispatchMode):
         """
         missing, padding, alone = list[str](), list[tuple[Part, float]](), list[Part]()
         for index, (name, param) in enumerate(self.named):
-            # One at a time: a host may have no room for all.
+            # one parameter at a time: a host may have no room for all
             counts = torch.zeros(param.numel(), dtype=torch.uint8)
             for part in self.parts[index]:
                 part.view(counts).add_(1)
@@ -220,7 +220,8 @@ class _Recorder(TorchDispatchMode):
 
         It replaces that method during the dry run.
         """
-        if any(param.itemsize == 1 for _, param in self.named):  # these it may change too, with their scales
+        # the method may change quantised weights too, with their scales
+        if any(param.itemsize == 1 for _, param in self.named):
             self.refuse("load_weights derives other tensors from quantised ones")
         self.derived.append((path, args, kwargs))
 
@@ -242,7 +243,8 @@ class _Recorder(TorchDispatchMode):
             self.refuse(f"load_weights does more than copy: it looks at values of {names}")
             return args[0].dtype.is_floating_point * 0.0
         written = list(_written(func, args, kwargs))
-        if sum(self._keeps(func, value, sources) for value in written):  # of all
+        # `sum`, not `any`: `_keeps` must run for each
+        if sum(self._keeps(func, value, sources) for value in written):
             return written[0] if len(func._schema.returns) == 1 else None
         if not sources:
             return func(*args, **kwargs)
@@ -343,9 +345,9 @@ def _strided(tensor: int, meta: TensorMeta, src: torch.Tensor, place: Part) -> l
             if size % length:
                 raise NotReplayable(f"{meta.name} is read across its rows' ends")
             work += [(length, step, stride), (size // length, step * length, stride * length)]
-        elif axis is not None and sizes[axis] == 1:  # it walks the axis item by item
+        elif axis is not None and sizes[axis] == 1:  # the view walks the axis item by item
             sizes[axis], strides[axis] = size, stride
-        elif len(begins) * size > MOST_PIECES:  # it jumps, as of every second row of a large tensor
+        elif len(begins) * size > MOST_PIECES:  # the view jumps, as over every second row of a large tensor
             raise NotReplayable(f"{meta.name} is taken in too many pieces")
         else:
             begins = [(at + n * step, to + n * stride) for at, to in begins for n in range(size)]

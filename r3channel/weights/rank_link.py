@@ -75,13 +75,13 @@ class Piece(NamedTuple):
     part: int
     box: Box
     dtype: torch.dtype
-    """The rank's."""
+    """The dtype that the rank keeps."""
     meta: TensorMeta
     """The whole tensor's name and shape, and the dtype that is sent."""
     shard: int
     """Index among what this trainer has for the bucket."""
     cut: tuple[slice, ...]
-    """Where in the shard; () is all of it."""
+    """The piece's slices in the shard; () is all of it."""
 
     def of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the piece's values, cast to the dtype sent, then the rank's.
@@ -100,7 +100,7 @@ class Run(NamedTuple):
     entries: slice
     """Their indexes among the entries that were asked for."""
     view: torch.Tensor
-    """In the staged copy: flat, or of one entry with gaps in it, of its shape."""
+    """A view of the staged copy: flat, or, for one entry with gaps, of the entry's shape."""
 
 
 class Record(NamedTuple):
@@ -237,7 +237,7 @@ class RankLink:
     shared: list[torch.Tensor] = field(default_factory=list)
     """The rank's staged copy itself, by parameter, where both are on one machine: bytes are put there, none is sent."""
     record_bytes: int = RECORD_BYTES
-    """A record's bytes at most: more where a GPU is waited for at each, or a group's turns."""
+    """A record's bytes at most: more where each record waits for a GPU or for a turn in a group."""
     buckets: list[list[Record]] = field(default_factory=list)
     aimed: object = None
     """What the rank was told of: the trainers' boxes and buckets (`SendPlanner.aim`)."""

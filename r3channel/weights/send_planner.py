@@ -33,7 +33,7 @@ _RECORD_BYTES: dict[str, int] = {"gloo": 4 << 20, "cuda_ipc": 64 << 20, "nccl": 
 turn."""
 Held = tuple[tuple[tuple[TensorMeta, Box], ...], ...]
 Links = dict[str, list[RankLink]]
-"""By engine, in the order of its ranks."""
+"""By an engine's URL, the links to its ranks in their order."""
 Sums = list[Digests]
 """Digests of what an engine would hold, by rank."""
 Push = Callable[[Sequence[torch.Tensor]], None]
@@ -199,7 +199,7 @@ class SendPlanner:
         Raises:
             ManifestMismatch: two trainers planned differently; the text has both hashes.
         """
-        # asked of all: a trainer that failed alone, or came late, has told less than the others
+        # every trainer is asked: one that failed alone, or came late, has told ranks less than the others
         due = set[int]().union(*self.ranks.exchange(self.due(links), deadline))
         if not due:
             return
@@ -218,7 +218,8 @@ class SendPlanner:
 
     def _tell(self, links: Sequence[RankLink], plan: RankPlan, target: ShardMap, deadline: Deadline) -> None:
         index_of = {meta.name: index for index, meta in enumerate(self.metas)}
-        for needs, numbers in _alike(links).items():  # of ranks at the same place of several engines
+        # ranks at the same place of several engines share their needs
+        for needs, numbers in _alike(links).items():
             made: dict[tuple[tuple[int, Box], ...], tuple[list[list[Record]], bytes]] = {}
             for number in numbers:
                 link, sent = links[number], tuple(plan.sends.get(self.ranks.size + number, ()))
@@ -238,7 +239,8 @@ class SendPlanner:
         Each piece is cut from what this trainer holds, and comes with its bucket.
         """
         held = (shard for shard in self._shards[self.metas[tensor].name] if shard[3].holds(box))
-        bucket, shard, meta, whole = next(held)  # it is there: the plan was made of what all said they hold
+        # a holder exists: the plan was made of what all ranks reported
+        bucket, shard, meta, whole = next(held)
         for at in range(*np.searchsorted(needs.parts.tensor_P, (tensor, tensor + 1)).tolist()):
             part = needs.parts[at]
             if part.box.holds(box):

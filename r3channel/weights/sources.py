@@ -118,7 +118,7 @@ def from_peer(members: Sequence[EngineHandle], planner: SendPlanner, run: Run) -
     """
     if (peer := _chosen(members, planner, run)) is None:
         return None
-    # one parameter of one rank, by its number there, and the checkpoint's parts in it
+    # each: a rank, a parameter's number there, and the checkpoint's parts in the parameter
     reads, param_of = list[tuple[RankLink, int, list[Part]]](), attrgetter("param")
     for rank in peer.ranks[planner.ranks.rank :: planner.ranks.size]:
         parts = sorted((part for part in rank.needs.parts if part.box.numel), key=param_of)
