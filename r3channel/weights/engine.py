@@ -427,14 +427,12 @@ class EngineHandle:
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
     def _command(self, route: str, timeout_s: float, **body: Any) -> dict[str, Any]:
-        """Send a call and refuse an answer with `success: false`."""
         reply = self._call(route, body, timeout_s=timeout_s)
         if reply.get("success", True) is not True:
             raise self._refusal(route, f"answered {_shown(reply)}")
         return reply
 
     def _call(self, route: str, body: Body | None = None, *, timeout_s: float) -> dict[str, Any]:
-        """Return the answer to a GET, or to a POST of `body`."""
         payload = None if body is None else json.dumps(body).encode()
         request, where = Request(self.url + route, payload, self._headers), f"engine {self.url} {route}"
         try:
