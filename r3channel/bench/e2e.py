@@ -88,7 +88,7 @@ class StepTrainer:
         self._spec = megatron.spec_from_config(self.model.chunks)
 
     def driver(self) -> ReplayDriver:
-        """Return a replay driver of the model that replays; close it after use."""
+        """Return a driver of the model that replays; close it."""
         return ReplayDriver.attach(self.model.chunks, spec=self._spec, layout=self._layout)
 
     def routing(self) -> tuple[dict[str, Any], dict[str, bytes], list[list[str]]]:
@@ -287,7 +287,7 @@ def _added_operations(trainer: StepTrainer) -> tuple[int, float]:
 
 
 def _call_cpu_us(trainer: StepTrainer, rank: RankShard, rounds: int) -> dict[str, float]:
-    """Return CPU us of a router's call that replays, and of one that chooses.
+    """Return CPU us of a router's replaying and choosing call.
 
     The call that replays includes its share of the pass and of the step.
     """

@@ -158,7 +158,7 @@ def ratio(ours: Iterable[float], theirs: Iterable[float]) -> dict[str, float]:
 
 
 def family_of(pid: int) -> list[int]:
-    """Return the ids of a process and of all that it has started."""
+    """Return the ids of a process and of all its descendants."""
     import psutil
 
     return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
@@ -204,7 +204,8 @@ def stamp(load_before: float) -> dict[str, Any]:
 
 
 def described(machine: dict[str, Any]) -> str:
-    """
+    """Return a machine's stamp on one line.
+
     >>> described({"cpu": "Intel Xeon", "cores": 2, "load": [0.3, 2.0]}), described({"cpu": "AMD EPYC", "cores": 2, "load": []})
     ('2 x Intel Xeon, load 0.3 to 2.0', '2 x AMD EPYC, load unknown')
     """

@@ -136,7 +136,7 @@ class Manager(RelayHost):
         gc.freeze()  # modules and the step's data need no collecting
 
     def meet(self, ranks: list[Any]) -> int:
-        """Set the ranks that all paths deliver to, and return our process id."""
+        """Set the ranks of all paths, and return our process id."""
         self._ranks = ranks
         return os.getpid()
 
@@ -160,9 +160,9 @@ class Manager(RelayHost):
         return start_s, call(answers)
 
     def ready(self) -> tuple[float, float]:
-        """Run a round of ours in which trainers come once the step is prepared.
+        """Run a round of ours in which trainers come late.
 
-        That is how trainers come in a loop.
+        They come when the step was prepared, as they do in a loop.
 
         Returns:
             (CPU seconds of this process until the step is prepared, apart from sending; seconds from calling the ranks until they
@@ -337,7 +337,7 @@ def path_of(path: str, seen: Mapping[str, Sequence[Round]], *, bytes_sent: int) 
 
 
 def _work(model: str, effort: Effort) -> paths.Workload:
-    """Return a workload of as many tokens as have 100 MB of ids."""
+    """Return a workload with 100 MB of ids."""
     tokens = effort.of(100_000_000 // model_named(model).spec.bytes_per_token, 65_536)
     return paths.Workload(Case(model, tokens))
 

@@ -120,8 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Write no log lines."""
+    def log_message(self, format: str, *args: Any) -> None: ...
 
 
 if __name__ == "__main__":

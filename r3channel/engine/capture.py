@@ -89,7 +89,7 @@ def pair(ids_TK: torch.Tensor, weights_TK: torch.Tensor, *, out_TK: torch.Tensor
 
 
 def weights_offset(spec: RoutingSpec) -> int:
-    """Return the byte offset of the weights in a row that stores them.
+    """Return the byte offset of the weights in a row.
 
     The weights lie behind the ids; the offset is even.
     """
@@ -178,9 +178,10 @@ class KeptRows(NamedTuple):
     runs: Sequence[Run]
 
     def of(self, start: int, end: int) -> KeptRows | None:
-        """Return the rows among positions [start, end), or None if there are none.
+        """Return the rows among positions [start, end), a view.
 
-        The returned rows are a view.
+        Returns:
+            The rows, or None if there are none.
         """
         start, end = max(start, self.first_row), min(end, self.first_row + len(self.ids_TN))
         if start >= end:
@@ -461,13 +462,13 @@ class UnfinishedFrame:
 
     @property
     def weights_TN(self) -> Ids:
-        """Return the rows' weights as bytes, [T, bytes of a row's weights], a view."""
+        """Return the weights, [T, bytes of a row's weights], a view."""
         rows, size = self.rows, self._weight_bytes
         return self.weights_frame_N[HEADER_BYTES : HEADER_BYTES + rows * size].reshape(rows, size)
 
     @property
     def ids_TLK(self) -> Ids:
-        """Return the ids as [T, L, K] in the id dtype, a view."""
+        """Return the ids, [T, L, K] in the id dtype, a view."""
         return self.bytes_TN.view(self.spec.id_dtype).reshape(
             self.rows, self.spec.num_moe_layers, self.spec.top_k
         )

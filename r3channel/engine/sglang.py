@@ -343,7 +343,7 @@ class FrameCapturer(RoutedExpertsCapturer):
         return unfinished
 
     def keep(self, req: Any, req_to_token_pool: Any) -> None:
-        """Keep the rows of a request that is about to lose its slots.
+        """Keep the rows of a request before it loses its slots.
 
         Rows are kept up to the request's last answered token.
 

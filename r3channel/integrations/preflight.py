@@ -66,7 +66,8 @@ def of_channel(config: ChannelConfig, *, ranks: int) -> Iterator[str]:
 
 
 def _named(field: str) -> str:
-    """
+    """Return the option and the variable that set a field.
+
     >>> _named("journal")
     '--r3-journal (R3CHANNEL_JOURNAL)'
     """

@@ -35,7 +35,7 @@ class ChannelManager(RelayManager, rollout_manager.RolloutManager.__ray_metadata
         return self.sealed(split, self.converted(samples, data), self.rollout_id)
 
     def put_beside(self, box: dict[str, Any], ticket: Any) -> None:
-        """Put a step's ticket and the manager beside the data of a rank.
+        """Put a step's ticket and the manager beside a rank's data.
 
         miles' trainers do not know the manager. The two are a pair, because miles averages other entries that it does not know.
         """

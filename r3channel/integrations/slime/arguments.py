@@ -207,7 +207,7 @@ class StepSize(NamedTuple):
 
 
 def step_size(args: Namespace) -> StepSize | None:
-    """Return the sizes of a job's steps, or None if they are unknown.
+    """Return the sizes of a job's steps, or None.
 
     They are unknown if slime's arguments do not say how long a response may be, or if nothing is known of the model. One step is
     held until its trainers have it, and `train_async.py` generates the next one meanwhile. slime samples

@@ -74,7 +74,10 @@ class ChannelManager(RelayManager, slime.ray.rollout.RolloutManager.__ray_metada
         super().__init__(args, pg, **startup)  # pyright: ignore[reportCallIssue]
 
     def _device(self, args: Namespace) -> dict[str, int]:
-        """Return which GPU the relay uses, if Ray does not hide all others."""
+        """Return which GPU the relay uses.
+
+        It is empty if Ray hides all other GPUs or gives this actor none.
+        """
         gpu = getattr(args, "r3_gpu", None)
         counted = ray.get_gpu_ids() if ray_noset_visible_devices() else ()
         if gpu is None:

@@ -62,7 +62,10 @@ class ChannelActor(MegatronTrainRayActor):
             self._attach()
 
     def _attach(self) -> TrainerChannel:
-        """Attach at the start, or in the first step if the model sleeps until then."""
+        """Attach to the relay once, and return the channel.
+
+        That is at the start, or in the first step if the model sleeps until then.
+        """
         if self.channel is None:
             relay, layout = RayRelay(self.rollout_manager), layout_of(self.args)
             self.channel = TrainerChannel.attach(
@@ -115,7 +118,7 @@ class ChannelActor(MegatronTrainRayActor):
                 self.channel.metrics.inc("r3channel_weight_updates_total", result=result)
 
     def _compare(self, batch: dict[str, Any], ours: list[torch.Tensor]) -> None:
-        """Add log-probs of a micro-batch, beside the engines' own, to the audit.
+        """Add a micro-batch's log-probs and the engines' own to the audit.
 
         Only slime's loss has the log-probs of the training pass.
         """
@@ -126,9 +129,9 @@ class ChannelActor(MegatronTrainRayActor):
             audit.add_logprobs(torch.cat(ours), torch.cat(engine), torch.cat(masks))
 
     def fill_routing_replay(self, *_args: Any, **_options: Any) -> None:
-        """Ignore the call: slime would copy the ids into its own replay here.
+        """Ignore the call: the step has the ids.
 
-        The step has the ids.
+        slime would copy them into its own replay here.
         """
 
     def compute_log_prob(self, *given: Any, store_prefix: str = "", **options: Any) -> Any:
