@@ -170,7 +170,6 @@ class Update:
         return limits_s.get(action.call, left_s if action.call in _GROWING else min(left_s, most_s))
 
     def _carry_on(self) -> None:
-        """Run until no call is due or under way."""
         while self._calls or self._due:
             self._answers()
             for call in self._due[:1]:
