@@ -200,7 +200,6 @@ class Frame:
         return checked(ids_TLK, num_experts=self.spec.num_experts, first_row=first_row, valid_T=own_T)
 
     def _judge(self, ids_TLK: Ids, sound: bool, digests_L: Words) -> None:
-        """Raise what `verify` raises, by what was found of all ids."""
         if digests_L.tobytes() != self.digests_L.tobytes():
             differing = np.flatnonzero(digests_L != self.digests_L)
             layers = [self.spec.moe_layers[index] for index in differing[:_NAMED_LAYERS]]
