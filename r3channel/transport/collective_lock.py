@@ -32,7 +32,9 @@ class Slot:
 
     @contextmanager
     def use(self, kind: str, what: str, *, timeout_s: float) -> Iterator[None]:
-        """Hold the slot while no use of another kind is under way.
+        """Hold the slot for a use of one kind.
+
+        Inside the block no use of another kind is under way.
 
         Args:
             kind: uses of one kind may overlap.
