@@ -21,7 +21,8 @@ _PLAIN: dict[Any, tuple[type, ...]] = {
 def typed(call: F) -> F:
     """Make a call refuse arguments that are not what their annotations say.
 
-    Text, bytes and numbers are told apart, and a text from a sequence of texts; what else an annotation names is not looked at.
+    The check tells text, bytes and numbers apart, a text from a sequence of texts, and a mapping from other values. Nothing else
+    that an annotation names is looked at.
 
     >>> from collections.abc import Sequence
     >>> @typed

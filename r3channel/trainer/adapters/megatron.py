@@ -228,7 +228,7 @@ def input_ids(
 ) -> torch.Tensor | None:  # fmt: skip
     """Return the token ids of a call of GPTModel.
 
-    None where the call has embeddings, which GPTModel prefers.
+    The result is None where the call has embeddings, which GPTModel prefers.
     """
     return input_ids if decoder_input is None else None
 
@@ -266,7 +266,7 @@ def check_layout(layout: TrainerLayout, *, config: Any) -> None:
 def _check_stages(layout: TrainerLayout, config: Any) -> None:
     """Check every stage on every rank.
 
-    Else a rank whose own layers fit would wait for one that raised.
+    Otherwise a rank whose own layers fit would wait for one that raised.
     """
     planned = [size // layout.vpp for size in layout.stage_sizes(config.num_layers)]
     for stage, chunk in itertools.product(range(layout.pp), range(layout.vpp)):
