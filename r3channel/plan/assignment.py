@@ -398,7 +398,10 @@ def _exactly(
 
 
 def _even(tokens: Mapping[str, int], count: int) -> Microbatches:
-    """Return `count` bins of nearly equal sums, none empty."""
+    """Return `count` bins of nearly equal sums, none empty.
+
+    A bin has any number of samples.
+    """
     names = sorted(tokens, key=lambda name: (-tokens[name], name))
     bins = longest_first([tokens[name] for name in names], count, most=len(names))
     return tuple(tuple(map(names.__getitem__, part)) for part in bins)
@@ -419,7 +422,7 @@ def _tight(tokens: Mapping[str, int], max_tokens: int) -> Microbatches:
 
 
 def _split(bins: Microbatches, count: int) -> Microbatches:
-    """Split the bins with the most samples until there are `count`."""
+    """Split bins in half, most samples first, until there are `count`."""
     heap = [(-len(names), index, names) for index, names in enumerate(bins)]
     heapq.heapify(heap)
     while len(heap) < count:
