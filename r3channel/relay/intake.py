@@ -102,8 +102,9 @@ class Intake:
     def _most_rows(self, name: FrameName) -> int:
         """Return how many rows a frame may have.
 
-        The result is 0 if nobody wants the frame (any more). Else the number is that of the frame's reference, or the longest sequence of its engine: the size of memory never follows a
-        number that a peer sends with the frame. The caller holds the condition.
+        The result is 0 if nobody wants the frame (any more). Else the number is that of the frame's reference, or the longest
+        sequence of its engine: the size of memory never follows a number that a peer sends with the frame. The caller holds the
+        condition.
         """
         if not self._table.wants(name):
             return 0
