@@ -20,7 +20,7 @@ BENCHES = {
 }
 """Name -> what it measures, as its help says."""
 OF_CLONE = ("capture", "e2e", "weights", "replay")
-"""Those that start real engines or trainers without a GPU: examples/embedded does it, which no wheel has."""
+"""Benchmarks that start real engines or trainers without a GPU, with examples/embedded, which is in no wheel."""
 
 
 def parts_of(name: str) -> Mapping[str, Callable[..., dict[str, Any]]]:

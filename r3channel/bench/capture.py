@@ -52,16 +52,16 @@ WAYS = ("off", "stock", "r3channel", "direct", "off_again")
 MODEL = "qwen3-30b-a3b"
 SPEC = model_named(MODEL).spec
 ROWS, PASS_ROWS = (1000, 4000, 16000), (256, 8192)
-"""Those of a request that finishes, and of a forward pass: one that decodes, one that prefills a chunk."""
+"""Rows of a request that finishes, and rows of a forward pass: one that decodes, one that prefills a chunk."""
 BATCH = 32
 """Requests that decode together: a request's decoded rows lie this many slots apart."""
 Ways = Mapping[str, Callable[[Any], object]]
 _PASSES = 64
 _NAME = "r3channel.bench.capture"
 _TIMEOUT_S, _TRAIL_S = 600.0, 0.02
-"""The second is for what an engine does when it has replied."""
+"""The second is the time for work that an engine does after its reply."""
 _PROMPT_TOKENS, _NEW_TOKENS = 480, 4
-"""One request a round: how several meet in a batch would differ from round to round."""
+"""Tokens of a round's only request. Several requests would share batches differently from round to round."""
 
 
 # -- a real engine ---------------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def _options(folder: Path, relay_url: str) -> dict[str, Any]:
     (plugin / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nr3channel_bench = {_NAME}:register\n")
     env = {"R3CHANNEL_RELAY_URL": relay_url, "R3CHANNEL_TOKEN_FILE": str(folder / "token")}
     env |= {"R3CHANNEL_DELIVERY": "direct", "PYTHONPATH": f"{folder}:{environment()['PYTHONPATH']}"}
-    # A random model repeats itself: what lz4 gains there, real routing does not give.
+    # A random model repeats itself: lz4 gains there what it would not gain with real routing.
     options = {"env": env, "codec": "stored", "extra_args": ("--disable-radix-cache",)}
     return options | {"model": write_model(folder / "model", layers=SPEC.num_layers, dense_layers=())}
 
@@ -416,7 +416,7 @@ def _published() -> Any:
 
     from examples.embedded import sglang_host
 
-    sglang_host.register()  # plain memory for pinned
+    sglang_host.register()  # plain memory instead of pinned memory
     make: Any = server_args.ServerArgs  # its fields are made at run time
     asked = {"chunked_prefill_size": max(PASS_ROWS), "enable_return_routed_experts": True}
     ranks = runtime_context.SpawnRanks(world_rank=0)

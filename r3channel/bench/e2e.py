@@ -266,7 +266,7 @@ def _placed(trainer: StepTrainer, *, noted: bool = False) -> RankShard:
     digests_SL = torch.from_numpy(np.stack(digests).view(np.int64)) if noted else None
     shard = ticket.plan.shard(dp=0, pp=0)
     rank = RankShard.from_whole(ticket, shard, rows_N, tp=0, digests_SL=digests_SL)
-    rank.digests._host_SL = None  # a CPU's way is to check each router's rows by themselves
+    rank.digests._host_SL = None  # on a CPU each router's rows are checked by themselves
     return rank
 
 
@@ -277,7 +277,7 @@ def _added_operations(trainer: StepTrainer) -> tuple[int, float]:
     """
     ranks, added = [_placed(trainer, noted=True) for _ in range(2)], 0
     with closing(trainer.driver()) as driver:
-        for rank in ranks:  # a model's first step makes what it keeps
+        for rank in ranks:  # a model's first step allocates what it keeps
             with Operations() as plain:
                 trainer.plain()
             with driver.step(rank, step=0) as step, Operations() as replayed:

@@ -41,7 +41,7 @@ class Effort(NamedTuple):
 
 
 Parts = Mapping[str, Callable[[Effort], dict[str, Any]]]
-"""Name -> what measures this part. Each returns keys of the result; dictionaries of equal name are joined."""
+"""Name -> the call that measures this part. It returns keys of the result; dictionaries of equal name are merged."""
 
 
 def run(argv: Sequence[str], parts: Parts, *, about: str) -> int:

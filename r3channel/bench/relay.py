@@ -55,13 +55,13 @@ _CALL_S = 180.0
 """Deadline of one call; nothing here takes a tenth of it on a quiet machine."""
 _STORE_BYTES = 1 << 30
 MODELS = ("qwen3-30b-a3b", "qwen3-next", "kimi-k2", "gpt-oss-120b")
-"""The first is the one of what is measured for one model."""
+"""The first model is used where only one is measured."""
 SEALS = {64: "dp=4,packing=thd", 8192: "dp=64,pp=4,tp=4,packing=thd"}
 """Samples of a step -> its layout."""
 _SHORT = 8
 """Tokens of a sample where only the number of samples matters."""
 _AT_0 = "RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_worker_niceness"
-"""The last because peers are measured at their best: beside other work Ray's processes would be nice by 15."""
+"""The last one, because peers are measured at their best: otherwise Ray's processes would yield to others (nice 15)."""
 _RAY_ENV = dict.fromkeys(_AT_0, "0") | {"OMP_NUM_THREADS": "1"}
 
 
@@ -73,14 +73,14 @@ class Round(NamedTuple):
     """One path's round, in seconds."""
 
     wall: float
-    """Timed section: sealed (ours) or arrays in memory (peers) -> every rank's routers have taken their rows; raw gloo ends with
-    bytes held."""
+    """The timed section: from a sealed step (ours) or arrays in memory (peers) until every rank's routers have taken their rows;
+    raw gloo ends when the bytes are held."""
     cpu: float
-    """Every process of the tree, Ray's own included, in the timed section."""
+    """CPU of every process of the tree, Ray's own included, in the timed section."""
     manager_cpu: float
-    """The manager's process, in the timed section."""
+    """CPU of the manager's process, in the timed section."""
     before: Seconds
-    """The manager, from the bodies of replies up to the timed section; zeros where that was left out."""
+    """Seconds of the manager, from the bodies of replies up to the timed section; zeros if that was left out."""
 
 
 # -- processes -------------------------------------------------------------------------------------------------------------

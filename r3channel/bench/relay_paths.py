@@ -53,11 +53,11 @@ from r3channel.wire.routing import Ids
 OWN, LIMIT = "r3channel", "raw_gloo"
 SLIME, NUMPY, DIRECT = "slime_torch_int32", "ray_numpy_uint8", "ray_direct_gloo_uint8"
 PEERS = (SLIME, NUMPY, DIRECT)
-"""Through Ray's object store, from one raylet to another: as slime does it, and in the id dtype; and Ray Direct Transport."""
+"""Ray's object store, from one raylet to another, as slime uses it and in the id dtype; and Ray Direct Transport."""
 ALL = (OWN, *PEERS, LIMIT)
 
 _GENERATED_ROWS = 4096
-"""Rows that are drawn; a sample is a stretch of them that begins elsewhere, end to end as often as it takes."""
+"""Rows that are drawn. Each sample begins at another of these rows, and repeats them as often as it takes."""
 _SAMPLE_TOKENS, _PACK_TOKENS = 4096, 16384
 _DECODED_EACH = 4
 _WAIT_S = 60.0
@@ -66,7 +66,7 @@ _BLOCK_ROWS = 256
 """Rows that are transposed at once: the fastest of 16 to 1,024 rows at 48 x top-8 (CPU time, AMD EPYC)."""
 
 Seconds = tuple[float, float]
-"""Wall and CPU of this process."""
+"""Wall and CPU seconds of this process."""
 Start = Callable[[int, Any], None]
 """(rank, payload): lets a rank take its payload, without waiting for it."""
 
@@ -413,7 +413,7 @@ class ArraysTaking(HeldRows):
         super().__init__(plan, dp, np.int32 if path == SLIME else plan.shard(dp=dp, pp=0).spec.id_dtype)
         self._path, self._router = path, Router()
         views = map(torch.from_numpy, self.views if path == SLIME else [])
-        self._packs = [view.transpose(0, 1).contiguous() for view in views]  # pads are in them
+        self._packs = [view.transpose(0, 1).contiguous() for view in views]  # with the pads
 
     def take(self, payload: Any) -> float:
         return self.hold(payload if self._path == DIRECT else ray.get(payload[0], timeout=_WAIT_S))

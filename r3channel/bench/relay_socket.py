@@ -127,4 +127,4 @@ if __name__ == "__main__":
     _Handler.replies = _Replies(*sys.argv[1:])
     server = HTTPServer(("127.0.0.1", 0), _Handler)
     print(server.server_port, flush=True)
-    server.handle_request()  # ends with its connection, whichever way the relay's process ends
+    server.handle_request()  # ends with its connection, however the relay's process ends

@@ -66,7 +66,7 @@ class Outlet:
         address = partial(local_address, towards=urlsplit(config.relay_url).hostname or "")
         self.metrics = Metrics.of("engine", config, clock=clock, offset=replica, address=address)
         self.stage = clock.span if self.metrics.url or clock.trace else nullcontext
-        """Times what an engine does for us, by its stage; the scheduler's thread pays nothing where nobody reads it."""
+        """Times the stages of our work in an engine. Where nobody reads the times, the scheduler's thread pays nothing."""
         self._hello = hello = replace(hello, page=self.metrics.target, replica=replica)
         self.metrics.measure("r3channel_engine_frames_total", way="inband")
         self.metrics.measure("r3channel_engine_kept_rows_total")
@@ -115,7 +115,7 @@ def is_costly(config: EngineConfig) -> bool:
     Raises:
         ConfigError: if the codec is unknown or lacks its package, or if a costly codec is configured with in-band delivery.
     """
-    costly = getattr(codec_named(config.codec), "costly", False)  # AUTO is none, and takes cheap ones
+    costly = getattr(codec_named(config.codec), "costly", False)  # AUTO is no codec, and chooses cheap ones
     if costly and config.delivery == "inband":
         raise ConfigError(
             f"codec {config.codec!r} with in-band delivery would be paid by the scheduler's thread for every request; set "
@@ -161,7 +161,7 @@ class Sender:
         parts = urlsplit(config.relay_url)
         try:
             usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # of a port that is none
+        except ValueError:  # the port is not a number
             usable = False
         if not usable:
             raise ConfigError(f"R3CHANNEL_RELAY_URL is {config.relay_url!r}, expected http://host:port")
@@ -261,7 +261,7 @@ class Sender:
                 return
             if status == Status.TOO_LARGE or (status == Status.NO_PARCEL and made_anew):
                 break
-            if status == Status.COME_AGAIN:  # it lives and has no room: waiting is not losing
+            if status == Status.COME_AGAIN:  # the relay lives and has no room: waiting loses nothing
                 deadline_s = time.monotonic() + self._config.deliver_timeout_s
             if status in (Status.NO_PARCEL, Status.FRAME_DAMAGED):
                 parts, made_anew = self._encode(batch), True

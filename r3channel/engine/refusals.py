@@ -30,7 +30,7 @@ class Router(NamedTuple):
 
     layer: int
     unseen: str = ""
-    """Why its choices never reach the capturer; empty where they do."""
+    """Why the router's choices never reach the capturer; empty if they do."""
 
 
 def refusals(

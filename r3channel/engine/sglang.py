@@ -54,7 +54,7 @@ _scales: Callable[[Any], object] = getattr(
 )
 """Returns whether a router's scaling factor is in its weights. The attribute alone does not decide it: ROCm (0.5.23)."""
 _announced_version: str | None = None
-"""The last version that a weight update named, where SGLang does not tell its scheduler of versions (0.5.15.post1)."""
+"""The version of the last weight update, where SGLang does not tell its scheduler of versions (0.5.15.post1)."""
 
 
 def apply(config: EngineConfig) -> None:
@@ -104,7 +104,7 @@ def set_up(config: EngineConfig) -> None:
     masks = [tensor.name for tensor in tensors_of(config.token_tensors) if tensor.made_by == "mask_rows"]
     if masks and not _has_bags():
         raise ConfigError(f"R3CHANNEL_TOKEN_TENSORS: SGLang {installed_version()} returns no {masks}")
-    _config, _table = config, matching_table() or ""  # before a hook changes what is looked at
+    _config, _table = config, matching_table() or ""  # before a hook changes the names that are looked up
 
 
 # -- what the engine was started with --------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def asked_for() -> dict[str, Any]:
     args: Any = runtime_context.get_server_args()
     plain: Any = type(args)(model_path="none")  # for which 0.5.15.post1 resolves nothing
     names = args.__struct_fields__ if _has_bags() else vars(plain)
-    shown = [name for name in names if not name.startswith("_")]  # the others are notes of its parser
+    shown = [name for name in names if not name.startswith("_")]  # the others are internal to its parser
     values = settings()
     return {name: values[name] for name in shown if getattr(args, name) != getattr(plain, name)}
 
@@ -212,7 +212,7 @@ class FrameCapturer(RoutedExpertsCapturer):
         self.request: Any = None
         """The request whose rows `get_topk` gathers."""
         self.outlet: Outlet | None = None
-        """None on a rank that does not reply: it copies nothing."""
+        """None on a rank that does not reply; such a rank copies nothing."""
         if not _streams_replies():
             return
         hello = engine_hello(self.spec, context=getattr(model_config, "context_len", None) or 0)
@@ -274,7 +274,7 @@ class FrameCapturer(RoutedExpertsCapturer):
         slots_T = getattr(forward_batch, "out_cache_loc_virtual", None)
         if slots_T is None:
             slots_T = forward_batch.out_cache_loc
-        if self.outlet is None or not len(slots_T):  # SGLang never comes to the result of an idle batch
+        if self.outlet is None or not len(slots_T):  # SGLang never handles the result of an idle batch
             return None
         local_TAK = self._get_local_slice(forward_batch, can_run_graph, cuda_graph_batch)
         if len(local_TAK) != len(slots_T):
@@ -354,7 +354,7 @@ class FrameCapturer(RoutedExpertsCapturer):
         kept, kv = getattr(req, "r3channel_kept", None) or Kept(), getattr(req, "kv", req)
         answered = len(req.origin_input_ids) + len(req.output_ids) - 1
         # A request that embeds its input forgets its answer. One without a new token since its last prefill has no new rows, and
-        # those of a prefill may still be on their way.
+        # the rows of a prefill may still be on their way.
         if req.input_embeds is not None or not req.output_ids or answered <= kept.seen:
             return
         end = min(answered, kv.kv_committed_len)

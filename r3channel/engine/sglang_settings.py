@@ -58,7 +58,7 @@ class Together(NamedTuple):
     """Settings that are taken one by one and refused together."""
 
     names: str
-    """For the reader."""
+    """The settings, as text for the reader."""
     word: str
     why: str
     covers: Callable[[Mapping[str, Any]], bool]

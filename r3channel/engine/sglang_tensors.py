@@ -20,7 +20,7 @@ from r3channel.wire.token_tensors import MOST_ENTRIES, TOPK_VOCABULARY, TokenTen
 
 log = logging.getLogger(__name__)
 _WHOLE_VOCABULARY = 1 << 30
-"""SGLang's top_k of no filter."""
+"""SGLang's top_k without a filter."""
 _PLAIN = {
     "top_p": 1.0, "top_k": _WHOLE_VOCABULARY, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
     "repetition_penalty": 1.0, "min_new_tokens": 0, "logit_bias": None, "json_schema": None, "regex": None, "ebnf": None,
@@ -112,7 +112,7 @@ def _append(req: Any) -> None:
         "router_weights": getattr(req, "r3channel_weights", None),
     }
     if all(own is None for own in kept.values()):
-        return  # it asked for none
+        return  # the request asked for no tensor
     reply_N, frames = (
         req.routed_experts.numpy(),
         [_frame(tensor, kept[tensor.made_by], req) for tensor in _declared],

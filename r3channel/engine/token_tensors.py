@@ -112,7 +112,7 @@ class KeptTopk:
 
     def __init__(self, rows: Iterable[TopkRow] = ()) -> None:
         self._entries, self.swept = bytearray(), 0
-        """`swept`: tokens that were looked at."""
+        """`swept`: number of tokens that were looked at."""
         for row in rows:
             self.add(row)
 

@@ -26,7 +26,7 @@ from r3channel.transport.network import local_address
 log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 NEXT = "\n  "
-"""Stands between the faults of one error."""
+"""Separates the faults of one error."""
 _LAST_PORT = 65535
 MEMINFO = Path("/proc/meminfo")
 
@@ -83,7 +83,7 @@ def port(before: str, number: int, *, host: str) -> str:
         host: name or address to bind.
     """
     try:
-        if number > _LAST_PORT:  # the C library would count on from 0
+        if number > _LAST_PORT:  # the C library would wrap around to 0
             raise OverflowError(f"expected at most {_LAST_PORT}")
         family, *_, address = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0]
         socket.create_server(address, family=family).close()
@@ -106,7 +106,7 @@ def folder(option: str, path: str | os.PathLike[str], *, room_bytes: int = 0) ->
     at = Path(path).absolute()
     there = next(one for one in (at, *at.parents) if os.path.exists(one))
     try:
-        # Tried and not asked for: a superuser is told yes of any folder.
+        # A file is tried: a check of permissions says yes to a superuser for any folder.
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         return f"{option}: {there} cannot be written ({error.strerror}); give a folder that can"
@@ -207,7 +207,7 @@ def probe_all(urls: Sequence[str], *, timeout_s: float) -> dict[str, dict[str, A
     Raises:
         EngineUnavailable: for the engines that cannot be asked.
     """
-    from r3channel.engine.probe import probe  # a run without the flag enters no room of the channel
+    from r3channel.engine.probe import probe  # a run without the flag imports nothing else of the channel
 
     found, dead = dict[str, dict[str, Any]](), dict[str, str]()
     with ThreadPoolExecutor(len(urls) or 1) as pool:

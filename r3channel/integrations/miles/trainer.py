@@ -70,7 +70,7 @@ class ShardReplay:
         return batch
 
     def __call__(self, *, data_key: str, models: Any, rollout_data: dict[str, Any], **given: Any) -> None:
-        if data_key != "rollout_routed_experts":  # the choices of an indexer
+        if data_key != "rollout_routed_experts":  # the replay of an indexer's choices
             return self._fill(data_key=data_key, models=models, rollout_data=rollout_data, **given)
         manager, sealed = rollout_data.pop("r3_ticket", (None, None))
         if sealed is None:

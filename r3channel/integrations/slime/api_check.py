@@ -18,7 +18,7 @@ from r3channel.errors import ConfigError, UsageError
 from r3channel.observe.check import Check, CheckContext
 
 RUN, NEWER = "0.3.1", "0.4.0"
-"""The version that runs in the tests, and the one of which only files were read."""
+"""The version that the tests run, and the version of which only files were read."""
 _READ = "its files were read and the hooks ran against a stand-in of them; no job of it was run, nor its trainer side"
 
 
@@ -26,9 +26,9 @@ class Found(NamedTuple):
     """What a checkout was found to be."""
 
     version: str
-    """The known version that it differs least from."""
+    """The known version from which the checkout differs least."""
     moved: list[str]
-    """One line per name that it lacks or has with other parameters: what was found, what was expected."""
+    """One line for each name that is missing or has other parameters: what was found, what was expected."""
 
 
 def check_importable(package: str = "slime") -> str:

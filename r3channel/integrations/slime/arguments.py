@@ -151,7 +151,7 @@ def prepared(args: Namespace, *, detached: bool = False) -> Namespace:
     )  # fmt: skip
     preflight.refuse(str(text) for wrong, text in refusals if wrong)
     if updates:
-        args.update_weight_transport = "nccl"  # of slime's ways the one whose updater does it all
+        args.update_weight_transport = "nccl"  # the one of slime's ways whose updater does everything
     args.r3_channel = asdict(channel) | {"trace": channel.trace and str(Path(channel.trace).absolute())}
     args.use_rollout_routing_replay = args.moe_enable_routing_replay = True
     args.use_routing_replay = False
@@ -221,8 +221,8 @@ def step_size(args: Namespace) -> StepSize | None:
     sure, longest = (min(context, response + more) for more in (prompt or 0, prompt or response))
     live = args.over_sampling_batch_size or groups
     live += groups * (not args.colocate) + groups * (args.dynamic_sampling_filter_path is not None)
-    # Beside the rows of a sample that is continued once, by a turn or from the buffer: two frames, and of each a span of rows
-    # that were prefilled and one of rows that were decoded. More turns, and weights that change meanwhile, take more.
+    # A sample that is continued once, by a turn or from the buffer, has two frames beside its rows. Each frame has a span of
+    # prefilled rows and a span of decoded rows. More turns, and weights that change meanwhile, take more.
     row, beside = spec.bytes_per_token, 2 * beside_bytes(spec, spans=2)
     return StepSize(
         step=groups * each * (sure * row + beside),
@@ -256,7 +256,7 @@ def spec_of(args: Namespace) -> RoutingSpec:
     name = args.hf_checkpoint
     if Path(name).exists():
         return RoutingSpec.from_hf_config(name)
-    from huggingface_hub import hf_hub_download  # where slime is, transformers and it are
+    from huggingface_hub import hf_hub_download  # installed with transformers, which slime needs
 
     try:
         return RoutingSpec.from_hf_config(hf_hub_download(name, "config.json"))

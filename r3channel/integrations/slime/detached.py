@@ -108,7 +108,7 @@ def remote_manager(args: Namespace) -> Any:
         return f"http://{f'[{host}]' if ':' in host else host}:{args.r3_channel['ingest_port']}"
 
     if not ray.is_initialized():
-        ray.init()  # as slime's first call of Ray would
+        ray.init()  # as slime's first call of Ray would do
     remote: Any = ray.remote
     slime.ray.serving.ServingCluster = remote(DetachedServing)
     config = config_of(args, interface=local_address(interface_of(args)))

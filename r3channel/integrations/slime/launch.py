@@ -10,7 +10,7 @@ slime 0.3.1 is run on CPUs in the tests. Of slime 0.4.0 (train.py) only its file
 them. There --r3-delivery direct asks for --r3-ingest-port and --r3-token-file, and --r3-weights stays off.
 """
 
-# Nothing of slime is edited: its script imports three names late enough to be replaced.
+# No file of slime is edited: its script imports three names late enough that they can be replaced.
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def with_channel(parse: _Call, add: _Add, prepare: _Call, *, detached: bool = Fa
         args, *plan = given if isinstance(given, tuple) else (given,)
         args = prepare(args)
         preflight.refuse(faults(args, detached=detached))
-        if journal := args.r3_channel["journal"]:  # what another job left there is not this one's
+        if journal := args.r3_channel["journal"]:  # a folder for this job: others may have left files there
             args.r3_channel["journal"] = str(Path(journal, uuid.uuid4().hex[:12]))
         return (args, *plan) if plan else args
 
@@ -112,11 +112,11 @@ def _run_hooked(script: Path) -> None:
         runpy.run_path(str(script), run_name="__main__")
     except RayError as error:
         cause = error.cause if isinstance(error, RayTaskError) else error
-        # of a relay or a trainer: its own words, not Ray's
+        # an error of a relay or a trainer is reported in its own words, not in Ray's
         reason = cause if isinstance(cause, R3Error) else _lost_manager()
         if reason is None:
             raise
-        ray.shutdown()  # it goes on printing what workers said: the reason is to be the last line
+        ray.shutdown()  # Ray goes on printing workers' output, and the reason has to be the last line
         raise reason from error
 
 

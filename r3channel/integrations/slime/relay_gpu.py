@@ -14,7 +14,7 @@ from r3channel.plan.capacity import relay_gpu_bytes
 
 _TCP = "or --r3-transport tcp"
 SEES_ALL = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-"""Else Ray hides every GPU from an actor that asks for none."""
+"""Without this variable Ray hides every GPU from an actor that asks for none."""
 
 
 class SharedGpu(NamedTuple):

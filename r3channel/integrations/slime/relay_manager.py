@@ -26,7 +26,7 @@ class RelayManager(RelayHost):
     """
 
     args: Namespace
-    """The framework's."""
+    """The framework's arguments."""
     _samples: Sequence[Any] = ()
     _schedule: Any = None
 
@@ -84,7 +84,7 @@ class RelayManager(RelayHost):
         samples, self._samples = self._samples, ()
         if len(samples) != (made := len(data["tokens"])):
             raise ConfigError(f"{made} samples were made of {len(samples)}; expected one for each, in order")
-        self._schedule = None  # an old one would fit no longer
+        self._schedule = None  # a schedule of an earlier step would not fit
         boxes = split(data)
         partitions, microbatches, steps, _ = self._schedule
         if self.args.use_critic and step < self.args.num_critic_only_steps:

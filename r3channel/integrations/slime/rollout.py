@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 GROUPS = {"r3channel": 8}
 _PROBE_TOKENS = 3
 _PROBE_S = 120.0
-"""An engine's first request may compile."""
+"""Seconds to wait for a probe: an engine's first request may compile."""
 
 
 class ChannelManager(RelayManager, slime.ray.rollout.RolloutManager.__ray_metadata__.modified_class):
@@ -62,7 +62,7 @@ class ChannelManager(RelayManager, slime.ray.rollout.RolloutManager.__ray_metada
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self.relay, found = Relay.recover(spec_of(args), layout_of(args), config)
             self.relay.resume(found)
-            self.relay.discard(found.pending)  # those of no step, whose objects were the killed process's
+            self.relay.discard(found.pending)  # rows of no step: their samples were in the killed process
             log.error("r3channel: the rollout manager was killed; its journal has steps %s", [*found.steps])
             return
         self.start_relay(args, config, self.splits)
@@ -85,7 +85,7 @@ class ChannelManager(RelayManager, slime.ray.rollout.RolloutManager.__ray_metada
         import torch
 
         device = relay_gpu.device_of(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        if device < torch.cuda.device_count():  # else the relay says so
+        if device < torch.cuda.device_count():  # otherwise the relay raises
             total, layout = torch.cuda.get_device_properties(device).total_memory, layout_of(args)
             relay_gpu.check_room(args, total, receivers=layout.dp * layout.pp * layout.cp)
         return {"device": device}
@@ -136,7 +136,7 @@ class ChannelManager(RelayManager, slime.ray.rollout.RolloutManager.__ray_metada
         super().recover_updatable_engines()
         recovers = self.args.use_fault_tolerance or getattr(self, "serving", None)
         if recovers and not self.args.offload_rollout and self.rollout_id >= 0:
-            with suppress(EngineUnavailable):  # slime's own checks find it, and start it again
+            with suppress(EngineUnavailable):  # slime's own checks find such an engine, and start it again
                 self.r3channel_start()  # a restarted engine says hello, or is refused, before it is asked for samples
 
     def _convert_samples_to_train_data(self, samples: Sequence[Any]) -> Any:
@@ -147,7 +147,7 @@ class ChannelManager(RelayManager, slime.ray.rollout.RolloutManager.__ray_metada
 
 
 _GENERATED: ContextVar[tuple[Any, bool]] = ContextVar("generated", default=(None, True))
-"""The sample that slime generates in this task and in those that it starts, and whether it is trained on."""
+"""The sample that slime generates in this task and in the tasks that it starts, and whether it is trained on."""
 
 
 class ChannelEngine(SGLangEngine):

@@ -183,7 +183,7 @@ class SampleRows:
         assignment = Assignment.given(cut, steps=steps)
         try:
             return self.relay.seal(step, assignment)
-        except RoutingError as error:  # of frames that came directly and cannot be used
+        except RoutingError as error:  # frames that came directly cannot be used
             if isinstance(error, FrameMissing) or self.relay.config.on_missing != "live":
                 raise
             for place in (place for place, rows in named.items() if rows.name in error.samples):
@@ -297,21 +297,23 @@ class SampleRows:
         return rows
 
     def _keep(self, whose: Callable[[], Rows | None], add: partial[Any]) -> R3Error | None:
-        while (held := whose()) is not None:  # held meanwhile: it is discarded once it is here, not before
+        # `held` keeps the rows alive: they are discarded once they are here, and not before.
+        while (held := whose()) is not None:
             try:
                 add()
                 return None
             except (RoutingError, StepError) as error:
                 error.__cause__ = error.__context__ = None
-                told = error.with_traceback(None)  # it is kept; what was refused is not
+                # The error is kept; without its traceback the refused rows are not.
+                told = error.with_traceback(None)
             del held
             if not isinstance(told, StoreFull):
                 return told
             log.warning("r3channel: the store is full, and requests wait: %s", told)
         name, what, tokens = add.args
         text = what["meta_info"].get(_FIELD) or "" if isinstance(what, dict) else ""  # else a frame
-        with suppress(RoutingError, StepError):  # nobody holds it, so it needs no room
-            if 0 < len(text) <= _REFERENCE_CHARACTERS:  # its frame is to be refused
+        with suppress(RoutingError, StepError):  # nobody holds the sample, so its rows need no room
+            if 0 < len(text) <= _REFERENCE_CHARACTERS:  # a reference: its frame has to be refused
                 self.relay.add(name, what, tokens)
             else:
                 self.relay.add_live(name, tokens)

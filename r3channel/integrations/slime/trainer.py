@@ -50,7 +50,7 @@ class ChannelActor(MegatronTrainRayActor):
         slime_loss._maybe_capture_log_probs = lambda *given: (self._compare(*given), seen(*given))
         start = super().init(args, role, *rest, **options)
         if args.r3_weights != "off" and not args.debug_rollout_only:
-            # its names are not looked for in slime 0.4.0
+            # imported here: slime 0.4.0 need not have the names that it uses
             from r3channel.integrations.slime.weights import ChannelUpdater
 
             self.weight_updater = ChannelUpdater(self)

@@ -102,7 +102,7 @@ def shards(args: Namespace, model: Any, model_name: str) -> list[Shard]:
 
     Names and conversion are slime's.
     """
-    # slime keeps one tensor back until its pair comes
+    # otherwise slime keeps one tensor back until its pair comes
     paired = Namespace(**{**vars(args), "q_lora_rank": None})
     mpu = common.mpu
     dense = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
