@@ -41,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    except BrokenPipeError:  # `r3channel inspect rec | head`: nobody reads on
+    except BrokenPipeError:  # as with `r3channel inspect rec | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
-        return 141  # as a shell names SIGPIPE
+        return 141  # the status that a shell gives for SIGPIPE
     except KeyboardInterrupt:
         return 130
 

@@ -334,7 +334,7 @@ def _refuse_unknown(environment: Mapping[str, str]) -> None:
 
 
 def _read_toml(file: str | Path) -> dict[str, Any]:
-    import tomllib  # a tenth of this module's import, for a file that few give
+    import tomllib  # a tenth of this module's import time, and few users give a file
 
     try:
         return tomllib.loads(Path(file).read_text())

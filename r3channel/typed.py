@@ -43,7 +43,7 @@ def typed(call: F) -> F:
             hints.update(get_type_hints(call))
         try:
             given = signature.bind(*arguments, **named).arguments
-        except TypeError:  # Python says it better
+        except TypeError:  # the call itself raises Python's better message
             given = dict[str, Any]()
         for name, value in given.items():
             if not _fits(value, hints.get(name, Any)):
@@ -68,7 +68,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin in (containers.Sequence, containers.Iterable):
         if isinstance(value, (str, bytes, Number, NoneType)):
             return False
-        if origin is containers.Iterable:  # which may be read once
+        if origin is containers.Iterable:  # not looked into: it may be readable only once
             return True
         deeper = inner[0] is str or get_origin(inner[0]) is containers.Sequence
         plain = not isinstance(value, containers.Mapping)

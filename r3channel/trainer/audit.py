@@ -1,8 +1,8 @@
-"""Records what the routers really used: the ids that RouterReplay gave them, checked against the map that each returned.
+"""Records the ids that routers really used, and checks them against the map that each router returned.
 
 A `RouterTap` reads at the far end, after everything that this package does: the return value of `get_replay_topk` of
-each bound router's own RouterReplay, and the router module's output. Off until opened; nothing is wrapped while it is
-closed. It imports no Megatron and does not know what the ids should have been.
+each bound router's own RouterReplay, and the router module's output. A tap is off until opened; nothing is wrapped while the tap
+is closed. This module imports no Megatron and does not know what the ids should have been.
 """
 
 from __future__ import annotations

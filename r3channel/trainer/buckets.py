@@ -1,9 +1,9 @@
-"""Memory of the buckets in which rows arrive: a host's, or a GPU's, with what places rows from there.
+"""Memory of the buckets in which rows arrive, on a host or a GPU, and the code that places rows from there.
 
-Rows are placed where the routers are, whatever the transport. Over NCCL they arrive there; over TCP they come to a GPU by pinned
-memory, bucket by bucket. On a host `plan.placement` places them; `DevicePlacement` makes the same bytes and digests on a device,
-and the host waits for none of it. A digest is linear in the items of its rows (`wire.digest`): a bucket's items, each times the
-coefficient of its position, are added up by sample, and multiplied once a step.
+Rows are placed where the routers are, whatever the transport. Over NCCL rows arrive there. Over TCP rows come to a GPU through
+pinned memory, bucket by bucket. On a host `plan.placement` places rows. On a device `DevicePlacement` makes the same bytes and
+digests, and the host waits for none of that work. A digest is linear in the items of its rows (`wire.digest`): a bucket's items,
+each times the coefficient of its position, are added up by sample, and multiplied once a step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def buckets_for(device: torch.device) -> HostBuckets:
 
 
 class HostBuckets:
-    """One bucket, two over a process group. One thread at a time."""
+    """The buckets on a host: one, or two over a process group. One thread at a time."""
 
     held: tuple[torch.Tensor, ...] = ()
     """The buckets in which rows arrive, uint8."""
@@ -115,7 +115,7 @@ class DeviceBuckets(HostBuckets):
             try:
                 yield
             finally:
-                self._stream.synchronize()  # a receive that failed left copies behind, into memory that may be given up
+                self._stream.synchronize()  # copies of a failed receive may still write to memory that is freed
 
     def placement(self, stream: Stream, rows_N: torch.Tensor) -> Any:
         return DevicePlacement(stream, rows_N)
@@ -147,15 +147,15 @@ def _made(held: tuple[torch.Tensor, ...], count: int, nbytes: int, **where: Any)
 
 
 class _Rows(NamedTuple):
-    """Consecutive rows of a stream: an int64 value for each."""
+    """Consecutive rows of a stream: an int64 value for each row in each field."""
 
     line_T: torch.Tensor
-    """Where its first layer lies; a line is the ids of one layer."""
+    """Line of the row's first layer; a line is the ids of one layer."""
     layer_T: torch.Tensor
     """Lines from a layer to the next."""
     position_T: torch.Tensor
     sample_T: torch.Tensor
-    """To which sums it is added: (TP slot * samples of the DP rank + sample) * lanes + lane."""
+    """Index of the sums to which the row is added: (TP slot * samples of the DP rank + sample) * lanes + lane."""
 
 
 class DevicePlacement:

@@ -1,4 +1,4 @@
-"""What a training loop holds: attach once, enter the step with its ticket, enter each micro-batch.
+"""The trainer's channel: attach once, enter each step with its ticket, enter each micro-batch.
 
     channel = TrainerChannel.attach(model_chunks, control, layout=layout)
     with channel.step(ticket) as step:
@@ -6,7 +6,7 @@
             with step.microbatch(index):
                 output = model(...)
 
-A facade over `Receiver` and `ReplayDriver`; all calls on the trainer's main thread.
+`TrainerChannel` is a facade over `Receiver` and `ReplayDriver`. All calls are on the trainer's main thread.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class TrainerChannel:
         channel = cls(driver, receiver, config)
         try:
             receiver.join()
-            channel._spent()  # what came before the first step is none of its waits
+            channel._spent()  # so that time before the first step is not counted as its waits
         except BaseException:
             channel.close()
             raise
@@ -153,7 +153,7 @@ class TrainerChannel:
         try:
             with self.driver.step(shard, step=ticket.step, audit=audit) as step:
                 step.tokens = ModelTokens(shard, tokens)
-                if self.recording is not None and shard.tp == 0:  # the others of its TP group have the same
+                if self.recording is not None and shard.tp == 0:  # other TP ranks have the same log-probs
                     step.logprobs = KeptLogprobs(ticket, shard.shard)
                 yield step
             if shard.loss_mask_missed:
@@ -241,7 +241,7 @@ class TrainerChannel:
         }
         if shard.tp == 0:
             way_s = sum(spent.get(stage, 0.0) for stage in _WAY)
-            # over a process group nothing comes ahead
+            # over a process group no rows come ahead of their step
             figures["hidden_share"] = 0.0 if self.config.grouped else 1 - waited / max(way_s, waited, 1e-9)
             figures["wire_bytes"] = spent[_WIRE]
         if shard.staleness is not None and (lags := shard.staleness.counts(shard.sample_ids)):

@@ -1,4 +1,4 @@
-"""Log-probs of an open step on their way into a recording, in the layout of the model's output. Knows no Megatron."""
+"""Keeps log-probs of an open step for a recording, in the layout of the model's output. Knows no Megatron."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class KeptLogprobs:
     def _placed(self, microbatch: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Ids]:
         sample, position = self._shard.token_map(microbatch)
         batch = self._shard.microbatches[microbatch]
-        last = np.asarray([tokens - 1 for tokens in batch.tokens] + [0])  # the last token's output is of none
+        last = np.asarray([tokens - 1 for tokens in batch.tokens] + [0])  # the last output predicts no token
         chosen = (kept["mask"].cpu().numpy() > 0) & (position < last[sample])
         places = np.asarray([self._place[name] for name in batch.sample_ids])
         return {

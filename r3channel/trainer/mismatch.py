@@ -1,8 +1,8 @@
-"""The audit: what the live router would have chosen, beside what was replayed, on a sample of the micro-batches.
+"""The audit: compares replayed ids with the live router's choices, on a sample of the micro-batches.
 
-Routing that drifts with the weights differs in a few percent of (token, layer) pairs; routing that is shifted by one layer
-or one token differs in nearly all of them, with shapes that stay right. So the fraction is the alarm. Nothing here changes
-what the routers do. It imports no Megatron.
+Routing that drifts with the weights differs in a few percent of (token, layer) pairs. Routing that is shifted by one layer
+or one token differs in nearly all pairs, with shapes that stay right. So the share of differing pairs is the alarm. Nothing here
+changes what the routers do. This module imports no Megatron.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LogprobDifference:
 
 @dataclass(slots=True)
 class MismatchReport:
-    """One step of one rank. Only rows that an engine computed are counted; reports of ranks add up field by field."""
+    """The audit of one step on one rank. Only rows that an engine computed count. Reports of ranks add up field by field."""
 
     step: int
     microbatches: tuple[int, ...]
@@ -94,7 +94,7 @@ class MismatchReport:
 
 
 class RoutingAudit:
-    """Audits `count` micro-batches of a step, other ones in each step.
+    """The audit of `count` micro-batches of a step, other ones in each step.
 
     Each layer is audited in the first pass that reaches it. OPEN -> report(). Calls come on the routers' thread. Sums stay on the
     routers' device: only `report` waits for it, once.
@@ -181,7 +181,7 @@ class RoutingAudit:
     ) -> None:
         counted_R, self._top_k = self._counted_rows(microbatch), natural_RK.shape[1]
         shared_R = (natural_RK[:, :, None] == replayed_RK[:, None, :]).any(-1).sum(-1)
-        # Masked, not indexed: how many rows are counted is a number that only the device knows.
+        # Masked, not indexed: indexing would wait for the device, which alone knows how many rows are counted.
         differs_R, disjoint_R = (shared_R < self._top_k) & counted_R, (shared_R == 0) & counted_R
         sums = torch.stack([counted_R.sum(), differs_R.sum(), (shared_R * counted_R).sum(), disjoint_R.sum()])
         self._layers[layer] = self._layers.get(layer, 0) + sums

@@ -1,6 +1,6 @@
-"""Holds the trainer's batch, and then what its model is given, against the ticket. It knows no transport and no framework.
+"""Compares the trainer's batch, and then the model's input, with the ticket. Knows no transport and no framework.
 
-Rows are right only where the trainer's batch is laid out as planned: a left-padded batch, samples in another order, or another
+Rows are right only where the trainer's batch is laid out as planned. A left-padded batch, samples in another order, or another
 context-parallel cut have the planned shapes, and replay rows of other tokens.
 """
 
@@ -26,7 +26,7 @@ from r3channel.wire.routing import Ids, as_tokens, hash_tokens
 log = logging.getLogger(__name__)
 Batches = Sequence[Sequence[Sequence[int]]]
 """Token ids of each sample of each micro-batch."""
-# In parentheses the names of recordings.mistakes.
+# The names in parentheses are those of `recordings.mistakes`.
 _LEFT = "it is padded on the left (shifted_padding)"
 _UNKNOWN = "no layout that is known explains them; are they of another batch?"
 
@@ -185,7 +185,7 @@ class ModelTokens:
         given = [as_tokens(own) + 1 for own in self._tokens[microbatch]]  # 0: no token
         planned = shard.lay_out(microbatch, given)
         for by, side in ((1, "right"), (-1, "left")):
-            # neighbours in the sample, not where a cut or another sample begins
+            # only between neighbours of one sample: not where a cut or another sample begins
             inner = np.logical_and(
                 sample == np.roll(sample, by, 1), position == np.roll(position, by, 1) + by
             )

@@ -1,8 +1,8 @@
-"""Receives one rank's shard: ticket checked, rows received by a `RelayConnection`, parts handed on over the TP group.
+"""Receives one rank's shard: checks the ticket, receives rows by a `RelayConnection`, hands parts on over the TP group.
 
-Called on the trainer's main thread. TP0 talks to the relay; the other ranks of its TP group only take part in the hand-on. Over
-TCP rows come on a thread of their own, from `prefetch` on or from `receive` on. They are placed on the routers'
-device (`buckets`). Rows are acknowledged when they have the digests that their engines made.
+All calls are on the trainer's main thread. TP0 talks to the relay; the other ranks of its TP group only take part in the hand-on.
+Over TCP rows come on a thread of their own, which `prefetch` starts, or else `receive`. Rows are placed on the routers' device
+(`buckets`). Rows are acknowledged when they have the digests that their engines made.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Receiver:
                 self._begin(ticket, shard)
                 slot.enter_context(PROCESS_SLOT.use("routing", where, timeout_s=self._config.step_timeout_s))
                 landed = self._receive_whole(ticket, shard) if tp0 else None
-                part_N = self._part(shard, landed)  # memory that is not to be had is a failure too
+                part_N = self._part(shard, landed)  # lack of memory is a failure that all ranks learn
                 tables = self._tables(shard, landed)
                 digests_N = self._own(tables, 8 * _samples(shard) * len(shard.layers), cut=shard.tp_slots > 1)
                 beside = {
@@ -220,7 +220,7 @@ class Receiver:
     ) -> ShardBuffer:
         self.clock.ahead()
         if after is not None:
-            # It has the connection and the memory, until the relay refuses its ticket.
+            # The earlier receive uses connection and memory until the relay refuses its ticket.
             wait([after], 2 * self._config.step_timeout_s)
         try:
             return self._receive_now(ticket, shard, whole_N)
@@ -239,10 +239,11 @@ class Receiver:
                     said = f"the rows of step {ticket.step} did not come within {limit_s:.1f} s"
                     raise DeadlineExceeded(said, step=ticket.step)
             if landed.exception() is not None:
-                self._ahead = None  # else it goes on, or has what was acknowledged: it is asked for again
+                # A receive that goes on, or has acknowledged its rows, stays: the next call asks for it again.
+                self._ahead = None
             return landed.result()
         finally:
-            del landed  # it holds the error, whose traceback holds this frame
+            del landed  # the future holds the error, whose traceback holds this frame
 
     def _free(self, shard: Shard) -> torch.Tensor:
         """Return memory for a shard on the routers' device.
@@ -279,7 +280,7 @@ class Receiver:
                     step=ticket.step,
                 )
         run, last, seal = self._last
-        # Another run may begin anywhere: it was resumed.
+        # Another run may begin at any step: it may have been resumed.
         if ticket.run == run and (ticket.step, ticket.seal) <= (last, seal):
             raise TicketMismatch(
                 f"ticket of step {ticket.step} after step {last} was received; a stale ticket?",
@@ -297,7 +298,7 @@ class Receiver:
         failure = None
         try:
             yield
-        except Exception as error:  # whatever it is: the other ranks of the group must learn it
+        except Exception as error:  # of any kind: the other ranks of the group must learn it
             failure = error
         try:
             with self.clock.span("rebroadcast" if self._coords.tp == 0 else "wait_wire", step=step):
@@ -310,7 +311,7 @@ class Receiver:
         if landed is None:
             return None
         tables = landed.digests_CSL
-        if tables.is_cuda:  # made on another stream: it is not given up before this one has used it
+        if tables.is_cuda:  # made on another stream; kept until this stream has used it
             tables.record_stream(torch.cuda.current_stream())
         return list(tables.view(shard.tp_slots, -1).view(torch.uint8))
 

@@ -1,4 +1,4 @@
-"""One receiving process's connection to the relay: say ready, receive, verify, acknowledge; after a failure connect again.
+"""One receiver's connection to the relay: says ready, receives, verifies, acknowledges, and connects again after a failure.
 
 Knows when to give a connection up and try again, not where the rows go.
 """
@@ -142,7 +142,7 @@ class RelayConnection:
                 self._attempt(landed, group=group, deadline_s=deadline_s)
                 break
             except TransportError as error:
-                # a relay that is not there says nothing about groups
+                # without a connection the failure says nothing about process groups
                 failures += self._link is not None or isinstance(error, DeadlineExceeded)
                 damaged += not group and isinstance(error, BucketCorrupt)
                 fell = group and failures == limit
@@ -161,7 +161,7 @@ class RelayConnection:
             self._group.close()
             self._group = None
         self._leave()
-        with suppress(R3Error):  # the relay has ended before
+        with suppress(R3Error):  # the relay may have ended before
             self.list_page(ended=True)
 
     # -- one attempt -------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class RelayConnection:
             damaged = landed.verify(bytes(table))
         if damaged:
             self._say(wire.DAMAGED, **seal)
-            self._hear(wire.AGAIN, deadline_s)  # or the relay's own error: damaged there
+            self._hear(wire.AGAIN, deadline_s)  # raises the relay's own error if damaged there
             said = f"rows of {len(damaged)} samples came damaged from the relay: {damaged[:5]}"
             raise BucketCorrupt(said, samples=damaged)
 
@@ -276,7 +276,7 @@ class RelayConnection:
                 self._say(wire.DONE, **wire.seal_of(landed.ticket.identity))
                 self._hear(wire.THANKS, deadline_s)
                 return
-            except BackgroundFailed:  # a relay that is gone for good waits for nothing, and the rows are here
+            except BackgroundFailed:  # the rows are here, and a relay that has died needs no acknowledgement
                 return
             except TransportError as error:
                 self._pause(error, landed, pause_s, deadline_s=deadline_s)

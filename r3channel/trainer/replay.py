@@ -1,11 +1,11 @@
 """Replays a step's ids in Megatron's routers: one wrapper per router, keyed by the pass that runs.
 
-Works on `RouterHandle`s (made by an adapter), so it imports no Megatron. It uses `get_replay_topk` alone of a
-router's RouterReplay; its targets, actions and class-level registry are left alone, so other models in the process are not
-touched. It does not know where ids come from; what a pass may consume is the step's to say.
+This module works on `RouterHandle`s (made by an adapter), so it imports no Megatron. Of a router's RouterReplay it uses
+`get_replay_topk` alone. The targets, actions and class-level registry of RouterReplay are left alone, so other models in the
+process are not touched. The driver does not know where ids come from; the step decides what a pass may consume.
 
-Megatron's own replay keeps action and ids as state of each router and leaves the order of recomputes to the caller: there, right
-losses with wrong gradients (1F1B), rows without an expert, and entries that shift every later recompute are silent.
+Megatron's own replay keeps action and ids as state of each router and leaves the order of recomputes to the caller. There, three
+faults are silent: right losses with wrong gradients (1F1B), rows without an expert, and entries that shift every later recompute.
 
     IDLE -> step -> (microbatch -> backward)* -> verified -> IDLE
 """

@@ -1,4 +1,4 @@
-"""A decoder layer's router as replay sees it, and what a step must bring for it.
+"""A decoder layer's router as replay sees it, and what a step must provide for it.
 
 An adapter makes the handles: `r3channel.trainer.adapters.megatron`, or one of a loop's own. This file knows nothing of steps.
 """
@@ -142,7 +142,7 @@ class Adapter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RouterCall:
-    """Which pass a router is running, or ran last. -1: outside of any step or micro-batch."""
+    """The pass that a router is running, or ran last. -1: outside of any step or micro-batch."""
 
     step: int
     microbatch: int

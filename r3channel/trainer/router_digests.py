@@ -94,7 +94,7 @@ class RouterDigestCheck:
         if layer not in ahead:
             self._note(microbatch, 0, rows_LRK)
             ahead, wide_LRK = {*self._shard.layers}, rows_LRK.to(dtype)
-        # Of one micro-batch: a pass that leaves layers out (recompute of some) would keep the whole step widened.
+        # Kept for one micro-batch only: a pass that leaves layers out (recompute of some) would keep the whole step widened.
         self._ahead = {microbatch: (ahead - {layer}, wide_LRK)} if len(ahead) > 1 else {}
         return wide_LRK[index]
 

@@ -1,4 +1,4 @@
-"""A shard while it lands: rows are written to their places and compared with the engines' digests.
+"""A shard while it is received: rows are written to their places and compared with the engines' digests.
 
 Knows the plan and the digests; no connection and no router.
 """
@@ -92,9 +92,9 @@ class ShardBuffer:
         table_CSL = torch.as_tensor(self._placement.table(self._sums))
         announced_SL = uploaded(np.ascontiguousarray(part_SC[:, columns]).view(np.int64), table_CSL.device)
         differs_S = (table_CSL.sum(0) != announced_SL).any(-1)
-        # of a device one byte is read, more only where something is wrong
+        # one byte is read from a device, and more only where something is wrong
         wrong_S = differs_S.cpu().numpy() if bool(differs_S.any()) else np.zeros(len(part_SC), bool)
-        if self.shard.cp_size == 1:  # all rows of its layers are here: nobody's word for them is needed
+        if self.shard.cp_size == 1:  # all rows are here to compare with the engine's
             wrong_S |= (part_SC != engine_SL[:, list(stream.columns)]).any(axis=1)
         if not wrong_S.any():
             self._check_samples(engine_SL)

@@ -1,4 +1,4 @@
-"""How many committed weight updates lie between each row and the trainer that trains on it. Knows tickets, no ranks."""
+"""Counts the committed weight updates between each row and the trainer that trains on it. Knows tickets, no ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One open step: which pass each model chunk runs, which ids a router then gets, and who has consumed what.
+"""One open step: which pass each model chunk runs, which ids a router then gets, and which router consumed what.
 
-It counts each call, and says at the end which router, pass and micro-batch went wrong. It knows neither Megatron nor where ids
-come from; wrappers and hooks are the driver's.
+A step counts each call, and says at the end which router, pass and micro-batch went wrong. It knows neither Megatron nor where
+ids come from; wrappers and hooks are the driver's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def index_dtype(device: torch.device) -> torch.dtype:
 
 
 class ReplayStep:
-    """One open step: `router_ids` gives a router its ids; everything else decides which it may get. OPEN -> CLOSED."""
+    """One open step. OPEN -> CLOSED.
+
+    `router_ids` gives a router its ids; everything else decides which ids the router may get.
+    """
 
     def __init__(
         self, handles: Iterable[RouterHandle], chunks: Sequence[torch.nn.Module], routing: StepRouting, *,
@@ -280,7 +283,7 @@ class ReplayStep:
         )
         ids_RK = self._routing.layer_ids(call.microbatch, handle.layer) if kept is None else kept
         _check_rows(handle, call, ids_RK, tokens)
-        # Into memory of the pass's own, which autograd keeps.
+        # The widened ids are new memory of this pass, because autograd keeps them.
         wide_RK = self._routing.check_digest(
             call.microbatch, handle.layer, ids_RK, index_dtype(ids_RK.device)
         )

@@ -1,8 +1,9 @@
-"""The one place of the trainer room that touches Megatron: routers, parallel state, and the names we rely on.
+"""The only module of the trainer room that touches Megatron: routers, parallel state, and the names we rely on.
 
-Read against the releases in `READ_AGAINST` (`NAMES` lists what is used; `check_names()` says what has gone). It binds routers by
-`layer_number`, never by construction order or through the class-level registry of `RouterReplay`. Megatron is imported
-inside the functions, so that a missing name is reported and not an ImportError. Nothing here knows about steps or ids.
+The names in `NAMES` were read in the releases of `READ_AGAINST`; `check_names()` says which ones the installed release lacks.
+Routers are bound by `layer_number`, never by construction order or through the class-level registry of `RouterReplay`. Megatron
+is imported inside the functions, so that a missing name is reported and not an ImportError. Nothing here knows about steps or
+ids.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings of a Megatron config that routing replay cannot work with, as data, and the one check that walks them.
+"""Settings of a Megatron config that routing replay cannot work with, as data, and the one check that reads them.
 
 This module reads attributes and imports no Megatron.
 """

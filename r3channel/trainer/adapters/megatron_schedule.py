@@ -2,7 +2,7 @@
 
     forward_backward = replayed(get_forward_backward_func(), lambda: step)
 
-Knows Megatron's calling convention (keywords `forward_step_func`, `forward_only`), and imports nothing of it.
+This module knows Megatron's calling convention (keywords `forward_step_func`, `forward_only`) and imports no Megatron.
 """
 
 from __future__ import annotations
