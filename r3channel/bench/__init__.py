@@ -29,7 +29,7 @@ def parts_of(name: str) -> Mapping[str, Callable[..., dict[str, Any]]]:
     The benchmark's module is imported here; `replay` shares the module of `e2e`.
 
     Args:
-        name: a benchmark of `BENCHES`.
+        name: A benchmark of `BENCHES`.
     """
     module, table = ("e2e", "REPLAY") if name == "replay" else (name, "PARTS")
     return getattr(importlib.import_module(f"r3channel.bench.{module}"), table)
@@ -41,13 +41,13 @@ def run(argv: Sequence[str]) -> int:
     Without torch or Ray its help has everything but its parts.
 
     Args:
-        argv: the benchmark's name, then its options.
+        argv: The benchmark's name, then its options.
 
     Returns:
         The exit status.
 
     Raises:
-        ConfigError: for an unknown benchmark, or for one that needs a clone of the repository where there is none.
+        ConfigError: For an unknown benchmark, or for one that needs a clone of the repository where there is none.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print("  r3channel bench wire --quick\n\nusage: r3channel bench NAME [options]\n")

@@ -192,12 +192,12 @@ def child_said(
     All processes that it has started end with it.
 
     Args:
-        arguments: arguments of the Python interpreter.
-        timeout_s: seconds until the process has to end.
-        env: environment of the process, or None for this process's own.
+        arguments: Arguments of the Python interpreter.
+        timeout_s: Seconds until the process has to end.
+        env: Environment of the process, or None for this process's own.
 
     Raises:
-        EngineUnavailable: if the process does not end in time, or ends with a status other than 0.
+        EngineUnavailable: If the process does not end in time, or ends with a status other than 0.
     """
     from examples.embedded.sglang import kill_family
 
@@ -280,7 +280,7 @@ class SchedulerThread:
         A quarter of its rows were prefilled in one run of slots; the rest were decoded among `BATCH` requests.
 
         Args:
-            rows: number of its rows.
+            rows: Number of its rows.
         """
         prompt, start = rows // 4, int(self._rng.integers(self._slots))
         decoded = start + prompt + np.arange(rows + 1 - prompt) * BATCH
@@ -298,7 +298,7 @@ class SchedulerThread:
         Slots come in this order after many requests have come and gone.
 
         Args:
-            rows: number of its rows.
+            rows: Number of its rows.
         """
         return _batch(torch.from_numpy(self._rng.permutation(self._slots)[:rows]))
 

@@ -130,7 +130,7 @@ class StepTrainer:
         """Return this process's CPU seconds for one step.
 
         Args:
-            ticket: the ticket of a step through the channel, or None for a step without routing.
+            ticket: The ticket of a step through the channel, or None for a step without routing.
         """
         return timed(self.plain if ticket is None else partial(self.through_channel, ticket))()
 

@@ -48,9 +48,9 @@ def run(argv: Sequence[str], parts: Parts, *, about: str) -> int:
     """Measure and print; return exit status 0.
 
     Args:
-        argv: the benchmark's name, then its options.
-        parts: what the benchmark measures.
-        about: the description in its help.
+        argv: The benchmark's name, then its options.
+        parts: What the benchmark measures.
+        about: The description in its help.
     """
     parser = commands.parser("bench", prog=f"bench {argv[0]}", description=about)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
@@ -74,7 +74,7 @@ def at_least_one(text: str) -> int:
     Without a round there is nothing to take a median of.
 
     Raises:
-        argparse.ArgumentTypeError: for any other text.
+        argparse.ArgumentTypeError: For any other text.
     """
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}, expected a whole number of at least 1")
@@ -92,9 +92,9 @@ def interleaved(
     So all calls see the same machine. Each round begins with another call.
 
     Args:
-        calls: calls by name.
-        rounds: number of rounds whose results are kept.
-        warm_up: number of rounds before them, whose results are not kept.
+        calls: Calls by name.
+        rounds: Number of rounds whose results are kept.
+        warm_up: Number of rounds before them, whose results are not kept.
 
     Returns:
         What each call returned, by name.
@@ -115,9 +115,9 @@ def timed(
     """Return a call that returns its own seconds.
 
     Args:
-        call: what is timed.
-        clock: the clock in seconds. The default is this process's CPU time, which moves less than wall time on a shared machine.
-        min_s: a shorter call is repeated until it takes this many seconds, and the mean is returned.
+        call: What is timed.
+        clock: The clock in seconds. The default is this process's CPU time, which moves less than wall time on a shared machine.
+        min_s: A shorter call is repeated until it takes this many seconds, and the mean is returned.
     """
     repeats = 1
 
@@ -137,9 +137,9 @@ def medians_s(calls: Mapping[str, Callable[[], object]], *, rounds: int, **optio
     """Return each call's median seconds over interleaved rounds.
 
     Args:
-        calls: calls by name.
-        rounds: number of rounds.
-        options: options of `timed`.
+        calls: Calls by name.
+        rounds: Number of rounds.
+        options: Options of `timed`.
     """
     seen = interleaved({name: timed(call, **options) for name, call in calls.items()}, rounds=rounds)
     return {name: median(values) for name, values in seen.items()}
@@ -184,7 +184,7 @@ def stamp(load_before: float) -> dict[str, Any]:
     """Return a description of the machine as plain values.
 
     Args:
-        load_before: the system's load before the benchmark.
+        load_before: The system's load before the benchmark.
 
     Returns:
         Among others `load`, the system's load of one minute, before and after the benchmark; the second value counts the

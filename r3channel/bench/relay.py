@@ -95,7 +95,7 @@ def two_nodes(*, store_bytes: int) -> Iterator[None]:
     uint8).
 
     Args:
-        store_bytes: size of each object store, which is reserved and not touched.
+        store_bytes: Size of each object store, which is reserved and not touched.
     """
     from ray.cluster_utils import Cluster
 
@@ -257,7 +257,7 @@ class Tree:
         """Run a warm-up round of every path and compare their ends.
 
         Raises:
-            EndStatesDiffer: if not all paths end with the same ids.
+            EndStatesDiffer: If not all paths end with the same ids.
         """
         ends = {}
         for path in ALL:
@@ -318,9 +318,9 @@ def path_of(path: str, seen: Mapping[str, Sequence[Round]], *, bytes_sent: int) 
     the arrays that Ray's numpy path decodes.
 
     Args:
-        path: the path.
-        seen: all rounds, by path.
-        bytes_sent: bytes that the path sends per step.
+        path: The path.
+        seen: All rounds, by path.
+        bytes_sent: Bytes that the path sends per step.
     """
     wall_s, cpu_s, manager_s = (median(column) for column in list(zip(*seen[path], strict=True))[:3])
     before = [row.before for row in seen[NUMPY if path == DIRECT else path] if row.before[0]]

@@ -159,9 +159,9 @@ def reply(sample_id: str, raw: Any, *, tokens: int) -> bytes:
     Its token ids are those of the whole sequence, so no prompt is needed beside it.
 
     Args:
-        sample_id: the sample.
-        raw: what `routed_experts` holds in base64: bytes or a contiguous array.
-        tokens: number of token ids.
+        sample_id: The sample.
+        raw: What `routed_experts` holds in base64: bytes or a contiguous array.
+        tokens: Number of token ids.
     """
     meta = {"id": sample_id, "finish_reason": {"type": "stop"}}
     meta["routed_experts"] = pybase64.b64encode(raw).decode()
@@ -198,7 +198,7 @@ class HeldRows:
         """Write the samples of this DP rank.
 
         Args:
-            samples: the samples' ids in the plan's order, each uint8 [tokens - 1, all MoE layers, 8].
+            samples: The samples' ids in the plan's order, each uint8 [tokens - 1, all MoE layers, 8].
         """
         arrays = iter(samples)
         for number, batch in enumerate(self.shard.microbatches):
@@ -249,7 +249,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     The call refuses rows that a router could not use in place.
 
     Raises:
-        AssertionError: if rows are not contiguous.
+        AssertionError: If rows are not contiguous.
     """
     state = xxhash.xxh3_128()
     for ids_RK in tensors:
@@ -339,9 +339,9 @@ def receive(relay: Relay, ticket: Ticket, rows_N: Any = None) -> Any:
     """Receive a step as its only receiver, without a connection.
 
     Args:
-        relay: the relay that has sealed the step.
-        ticket: the step's ticket.
-        rows_N: memory for the rows, from an earlier call, or None.
+        relay: The relay that has sealed the step.
+        ticket: The step's ticket.
+        rows_N: Memory for the rows, from an earlier call, or None.
 
     Returns:
         The memory of the rows, to be used again.

@@ -120,10 +120,10 @@ def generate(model: Model, *, regime: str, rows: int, seed: int = 0) -> Ids:
     Equal arguments give equal ids.
 
     Args:
-        model: the model.
-        regime: a name of `REGIMES`.
-        rows: number of rows.
-        seed: seed of the random numbers.
+        model: The model.
+        regime: A name of `REGIMES`.
+        rows: Number of rows.
+        seed: Seed of the random numbers.
 
     Returns:
         [rows, L, K] in the model's id dtype.

@@ -37,10 +37,10 @@ def parse_weight_version(text: str) -> int:
     "default" means that the version was never set, and counts as 0.
 
     Args:
-        text: a decimal count of at most 18 digits, such as "0" or "7", or "default".
+        text: A decimal count of at most 18 digits, such as "0" or "7", or "default".
 
     Raises:
-        ConfigError: for any other text.
+        ConfigError: For any other text.
 
     >>> parse_weight_version("7"), parse_weight_version("default")
     (7, 0)
@@ -59,7 +59,7 @@ def check_representable(spec: RoutingSpec) -> None:
     """Refuse the shape in which a missing row could look real.
 
     Raises:
-        ConfigError: for 256 experts with top-1. After narrowing, a padding id (-1) would be the same byte as expert 255.
+        ConfigError: For 256 experts with top-1. After narrowing, a padding id (-1) would be the same byte as expert 255.
     """
     if spec.num_experts == 256 and spec.top_k == 1:
         raise ConfigError(
@@ -79,9 +79,9 @@ def pair(ids_TK: torch.Tensor, weights_TK: torch.Tensor, *, out_TK: torch.Tensor
     each layer of a pass pays for them.
 
     Args:
-        ids_TK: expert ids.
-        weights_TK: the weights of these ids. Columns beyond those of `ids_TK` are ignored.
-        out_TK: the int32 tensor that is written.
+        ids_TK: Expert ids.
+        weights_TK: The weights of these ids. Columns beyond those of `ids_TK` are ignored.
+        out_TK: The int32 tensor that is written.
     """
     halves_TK2 = out_TK.view(torch.int16).unflatten(-1, (-1, 2))
     halves_TK2[..., 0].copy_(ids_TK)
@@ -127,8 +127,8 @@ class LayerSelection:
         """Write a pass's rows into `targets`.
 
         Args:
-            targets: views of the same rows, as `targets` returns them.
-            captured_TAK: expert ids; pairs of ids and weights (`pair`) if `targets` has weights.
+            targets: Views of the same rows, as `targets` returns them.
+            captured_TAK: Expert ids; pairs of ids and weights (`pair`) if `targets` has weights.
         """
         ids_TLK, *weights = targets
         if not weights:
@@ -147,7 +147,7 @@ class LayerSelection:
         takes for a choice.
 
         Args:
-            expert_ids_TAK: ids of all decoder layers.
+            expert_ids_TAK: Ids of all decoder layers.
             out: [T, L, K] in the id dtype, on the same device.
         """
         ids_TLK = expert_ids_TAK if self._takes_all else expert_ids_TAK[:, self._layers]
@@ -213,9 +213,9 @@ class SlotRows:
         """Allocate the rows and compile everything that will be compiled.
 
         Args:
-            spec: the model's routing.
-            slots: number of KV slots.
-            weights: whether each row also stores the weight of each id, 16 bits each, behind all ids.
+            spec: The model's routing.
+            slots: Number of KV slots.
+            weights: Whether each row also stores the weight of each id, 16 bits each, behind all ids.
         """
         self.spec, self._weights_at = spec, weights_offset(spec) if weights else spec.bytes_per_token
         self.row_bytes = row_bytes = self._weights_at + 2 * spec.num_moe_layers * spec.top_k * weights
@@ -250,10 +250,10 @@ class SlotRows:
         """Write the rows of one forward pass into their slots.
 
         Args:
-            slots_T: int64 slots, contiguous.
-            expert_ids_TLK: ids in the id dtype, or whole rows as bytes; contiguous.
-            weight_version: the version that made the rows.
-            kind: the kind of all these rows.
+            slots_T: Slots, int64, contiguous.
+            expert_ids_TLK: Ids in the id dtype, or whole rows as bytes; contiguous.
+            weight_version: The version that made the rows.
+            kind: The kind of all these rows.
         """
         ids_TN = expert_ids_TLK.view(np.uint8).reshape(len(slots_T), self.row_bytes)
         self._put(slots_T, ids_TN, (weight_version, int(kind)))
@@ -264,8 +264,8 @@ class SlotRows:
         A slot keeps its own row where the kept row is MISSING.
 
         Args:
-            slots_T: the slots of the positions of `kept`.
-            kept: the rows to write.
+            slots_T: The slots of the positions of `kept`.
+            kept: The rows to write.
         """
         for at, maker, ids_TN in kept.known():
             self._put(slots_T[at.start - kept.first_row : at.stop - kept.first_row], ids_TN, maker)
@@ -288,8 +288,8 @@ class SlotRows:
         """Return a copy of a request's rows.
 
         Args:
-            slots_T: the slots of the rows.
-            first_row: position of the first row.
+            slots_T: The slots of the rows.
+            first_row: Position of the first row.
         """
         made = self.unfinished(slots_T, first_row=first_row, sample_key=0)
         return KeptRows(first_row, self._ids_SN[slots_T], made.runs)
@@ -300,11 +300,11 @@ class SlotRows:
         """Gather a request's rows once, into the memory that becomes its frame.
 
         Args:
-            slots_T: the slots of the rows.
-            first_row: position of the first row.
-            sample_key: the key of the request in its frame.
-            kept: rows that replace those of the slots at the same positions.
-            hashed: whether the rows' digests are computed too, if that is compiled. Set it for a frame that this thread encodes.
+            slots_T: The slots of the rows.
+            first_row: Position of the first row.
+            sample_key: The key of the request in its frame.
+            kept: Rows that replace those of the slots at the same positions.
+            hashed: Whether the rows' digests are computed too, if that is compiled. Set it for a frame that this thread encodes.
         """
         made = self._gathered(slots_T, first_row, sample_key, hashed=hashed, spans=_SPANS_IN_PLACE)
         if kept:
@@ -402,12 +402,12 @@ class UnfinishedFrame:
         """Allocate the memory of the frame.
 
         Args:
-            spec: the model's routing.
-            rows: number of rows.
-            first_row: position of the first row.
-            sample_key: the key of the request in its frame.
-            spans: number of provenance spans that have room before the ids.
-            weight_bytes: size of a row's weights in bytes; 0 without weights.
+            spec: The model's routing.
+            rows: Number of rows.
+            first_row: Position of the first row.
+            sample_key: The key of the request in its frame.
+            spans: Number of provenance spans that have room before the ids.
+            weight_bytes: Size of a row's weights in bytes; 0 without weights.
         """
         self.spec, self.rows, self.first_row, self.sample_key = spec, rows, first_row, sample_key
         self.sections: Sections | None = None
@@ -493,13 +493,13 @@ class UnfinishedFrame:
         written become invalid rows of kind MISSING. The relay, not this call, checks whether a router can have chosen the ids.
 
         Args:
-            codec: name of the codec, or "auto".
+            codec: Name of the codec, or "auto".
 
         Returns:
             Writable bytes, because torch wants writable memory. In place, a view of the memory that this object owns.
 
         Raises:
-            RoutingError: if a row has an unreadable weight version.
+            RoutingError: If a row has an unreadable weight version.
         """
         sections = self.sections
         oldest = sections.oldest if sections else min([run[2] for run in self._runs], default=0)

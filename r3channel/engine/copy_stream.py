@@ -136,7 +136,7 @@ class Ring:
         """Take the next rows of both blocks.
 
         Args:
-            rows: number of consecutive rows.
+            rows: Number of consecutive rows.
 
         Returns:
             The segment, or None while no such run of rows is free.
@@ -208,14 +208,14 @@ class PassCopies:
         """Allocate the ring and its views.
 
         Args:
-            rows: the slots that receive the rows.
-            selection: the MoE layers.
-            most_rows: most rows of one pass.
-            device: where ids are captured.
-            streams: streams for copies; by default those of `device`.
-            ring_bytes: size of the ring in bytes; 0 means 32 MiB. The ring always holds two passes of `most_rows`.
-            timed: returns a context manager that surrounds writes to slots.
-            counted: called with "room" or "rows" for each wait for free rows of the ring or for a pass's rows.
+            rows: The slots that receive the rows.
+            selection: The MoE layers.
+            most_rows: Most rows of one pass.
+            device: Where ids are captured.
+            streams: Streams for copies; by default those of `device`.
+            ring_bytes: Size of the ring in bytes; 0 means 32 MiB. It holds at least two passes of `most_rows`.
+            timed: Returns a context manager that surrounds writes to slots.
+            counted: Called with "room" or "rows" for each wait for free rows of the ring or for a pass's rows.
         """
         device = torch.device(device)
         self._rows, self._selection = rows, selection
@@ -243,13 +243,13 @@ class PassCopies:
 
         Args:
             slots_T: KV slots, on the device.
-            expert_ids_TAK: captured ids of all decoder layers, or pairs, on the device.
-            weight_version: the version that the pass ran with.
-            kind: the kind of its rows.
-            restored: rows of retracted requests that this pass prefills again.
+            expert_ids_TAK: Captured ids of all decoder layers, or pairs, on the device.
+            weight_version: The version that the pass ran with.
+            kind: The kind of its rows.
+            restored: Rows of retracted requests that this pass prefills again.
 
         Raises:
-            DeadlineExceeded: if the ring has no room within `WAIT_S` seconds.
+            DeadlineExceeded: If the ring has no room within `WAIT_S` seconds.
         """
         while (segment := self._ring.take(len(slots_T))) is None:
             self._wait_for(self._passes[0], until="room")
@@ -278,7 +278,7 @@ class PassCopies:
         The call writes the rows that have arrived and never waits.
 
         Args:
-            serial: number of the pass.
+            serial: Number of the pass.
         """
         self._come_to = max(self._come_to, serial)
         while self._passes and self._passes[0].copied.query():
@@ -290,7 +290,7 @@ class PassCopies:
         The pass that still runs is left alone.
 
         Raises:
-            DeadlineExceeded: if rows do not reach the host within `WAIT_S` seconds.
+            DeadlineExceeded: If rows do not reach the host within `WAIT_S` seconds.
         """
         while self._passes and self._passes[0].serial <= self._come_to:
             self._wait_for(self._passes[0], until="rows")
@@ -302,15 +302,15 @@ class PassCopies:
         The call waits for its own copy alone: the numbers were written before a pass that has ended.
 
         Args:
-            table: int32 table on the device.
-            row: index of the row.
-            count: how many numbers.
+            table: A table of int32 on the device.
+            row: Index of the row.
+            count: How many numbers.
 
         Returns:
             The numbers on the host, int32; valid until the next call.
 
         Raises:
-            DeadlineExceeded: if the numbers do not reach the host within `WAIT_S` seconds.
+            DeadlineExceeded: If the numbers do not reach the host within `WAIT_S` seconds.
         """
         if isinstance(self._streams.reads, HostStream):
             return table.numpy()[row, :count]

@@ -55,9 +55,9 @@ class Outlet:
         """Start the metrics and, for direct delivery, the sender.
 
         Args:
-            config: the engine's settings.
-            hello: what the engine says of itself.
-            replica: index of this process among the engine's processes that reply. Each has a metrics page of its own.
+            config: The engine's settings.
+            hello: What the engine says of itself.
+            replica: Index of this process among the engine's processes that reply. Each has a metrics page of its own.
         """
         # In-band the scheduler's thread pays, so a costly codec is for the sender only.
         self._inband_codec = AUTO if is_costly(config) else config.codec
@@ -78,7 +78,7 @@ class Outlet:
         """Return the bytes of a finished request's reply; never wait.
 
         Args:
-            unfinished: the request's rows.
+            unfinished: The request's rows.
             request_id: SGLang's id of the request.
 
         Returns:
@@ -86,7 +86,7 @@ class Outlet:
             frame.
 
         Raises:
-            RoutingError: in-band, if the rows cannot be encoded.
+            RoutingError: In-band, if the rows cannot be encoded.
         """
         if request_id.startswith(PROBE_PREFIX):
             return self._hello.to_bytes() + encode_or_report(unfinished, codec=self._inband_codec)
@@ -110,10 +110,10 @@ def is_costly(config: EngineConfig) -> bool:
     """Return whether only the sender's thread may use the codec.
 
     Args:
-        config: the engine's settings.
+        config: The engine's settings.
 
     Raises:
-        ConfigError: if the codec is unknown or lacks its package, or if a costly codec is configured with in-band delivery.
+        ConfigError: If the codec is unknown or lacks its package, or if a costly codec is configured with in-band delivery.
     """
     costly = getattr(codec_named(config.codec), "costly", False)  # AUTO is no codec, and chooses cheap ones
     if costly and config.delivery == "inband":
@@ -128,7 +128,7 @@ def report(error: Exception, *, request_id: str) -> bytes:
     """Return the frame that tells the relay why there are no rows.
 
     Args:
-        error: the reason.
+        error: The reason.
         request_id: SGLang's id of the request.
     """
     return encode_error(f"{type(error).__name__}: {error}", sample_key=sample_key(request_id))
@@ -138,8 +138,8 @@ def encode_or_report(unfinished: UnfinishedFrame, *, codec: str) -> bytes:
     """Return the frame's bytes, or an error frame if encoding fails.
 
     Args:
-        unfinished: the request's rows.
-        codec: name of the codec, or "auto".
+        unfinished: The request's rows.
+        codec: Name of the codec, or "auto".
     """
     try:
         return unfinished.encode(codec=codec).tobytes()

@@ -66,8 +66,8 @@ def ask_engine(url: str, *, timeout_s: float) -> Iterator[Check]:
     """Send a probe of two tokens to an engine.
 
     Args:
-        url: the engine's address.
-        timeout_s: seconds to wait for each answer.
+        url: The engine's address.
+        timeout_s: Seconds to wait for each answer.
 
     Returns:
         An iterator of checks: of the engine, its delivery, its hooks, its model's routing, its frame and its settings; a single
@@ -151,12 +151,12 @@ def probe(url: str, *, timeout_s: float) -> dict[str, Any]:
     The probe asks for the engine's hello and for the tokens' routing.
 
     Args:
-        url: the engine's address, without a slash at its end.
-        timeout_s: seconds to wait for the answer.
+        url: The engine's address, without a slash at its end.
+        timeout_s: Seconds to wait for the answer.
 
     Raises:
-        OSError: if the engine does not answer.
-        ValueError: if the answer is not JSON.
+        OSError: If the engine does not answer.
+        ValueError: If the answer is not JSON.
     """
     body = json.dumps(probe_body()).encode()
     request = urllib.request.Request(url + "/generate", body, {"Content-Type": "application/json"})

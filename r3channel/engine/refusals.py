@@ -39,9 +39,9 @@ def refusals(
     """Yield every reason not to trust an engine of these settings.
 
     Args:
-        values: settings by argument name.
-        spec: the model's routing.
-        routers: routers of the built model, or None if they are not known.
+        values: Settings by argument name.
+        spec: The model's routing.
+        routers: Routers of the built model, or None if they are not known.
     """
     yield from refused(values)
     for check, value in ((check_representable, spec), (parse_weight_version, values["weight_version"])):
@@ -92,11 +92,11 @@ def refuse(found: Iterable[Refusal], *, allowed: frozenset[str]) -> None:
     """Raise for every refusal that is not overridden.
 
     Args:
-        found: refusals.
-        allowed: words of R3CHANNEL_ALLOW. A refusal with one of these words is logged.
+        found: Refusals.
+        allowed: Words of R3CHANNEL_ALLOW. A refusal with one of these words is logged.
 
     Raises:
-        ConfigError: with every reason that is not overridden.
+        ConfigError: With every reason that is not overridden.
     """
     reasons = []
     for word, text in found:

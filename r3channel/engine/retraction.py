@@ -39,9 +39,9 @@ class KeptStore:
         """Start with nothing kept.
 
         Args:
-            rows: the slots that rows are copied from.
-            limit_bytes: ceiling of all kept rows, in bytes.
-            counted: called with "kept" and the number of rows, or with "given_up" and the number of rows that found no room.
+            rows: The slots that rows are copied from.
+            limit_bytes: Ceiling of all kept rows, in bytes.
+            counted: Called with "kept" and the number of rows, or with "given_up" and the number of rows that found no room.
         """
         self._rows, self._limit_bytes, self._counted = rows, limit_bytes, counted
         self.nbytes = 0
@@ -51,9 +51,9 @@ class KeptStore:
         """Copy these slots' rows, unless they exceed the ceiling.
 
         Args:
-            kept: the request's kept rows, to which these are added. Its memory counts until it is garbage-collected.
-            slots_T: the slots of the rows.
-            first_row: position of the first row.
+            kept: The request's kept rows, to which these are added. Its memory counts until it is garbage-collected.
+            slots_T: The slots of the rows.
+            first_row: Position of the first row.
         """
         nbytes = len(slots_T) * self._rows.row_bytes
         if self.nbytes + nbytes > self._limit_bytes:

@@ -63,10 +63,10 @@ def apply(config: EngineConfig) -> None:
     SGLang applies them right after its plug-ins have run. Call this once per process.
 
     Args:
-        config: the engine's settings.
+        config: The engine's settings.
 
     Raises:
-        ConfigError: if `set_up` refuses the settings.
+        ConfigError: If `set_up` refuses the settings.
     """
     set_up(config)
     HookRegistry.register(hooks.CAPTURER, FrameCapturer, HookType.REPLACE)
@@ -93,10 +93,10 @@ def set_up(config: EngineConfig) -> None:
     Call this once per process, before any hook is called.
 
     Args:
-        config: the engine's settings.
+        config: The engine's settings.
 
     Raises:
-        ConfigError: if the codec is unknown, lacks its package or is too costly for in-band delivery, or if this SGLang does not
+        ConfigError: If the codec is unknown, lacks its package or is too costly for in-band delivery, or if this SGLang does not
             return a requested token tensor.
     """
     global _config, _table
@@ -242,11 +242,11 @@ class FrameCapturer(RoutedExpertsCapturer):
         It replaces SGLang's method. A pair takes the place of an id in SGLang's buffer, and in the gather between ranks.
 
         Args:
-            layer_id: the decoder layer.
-            topk_indices: the ids that its router chose.
+            layer_id: The decoder layer.
+            topk_indices: The ids that its router chose.
 
         Raises:
-            R3Error: if weights are captured and the layer routes past the hook that sees them.
+            R3Error: If weights are captured and the layer routes past the hook that sees them.
         """
         if not self.weighs:
             return super().capture(layer_id, topk_indices)
@@ -306,16 +306,16 @@ class FrameCapturer(RoutedExpertsCapturer):
         The frame stays unfinished until `take_unfinished`.
 
         Args:
-            req_pool_idx: the request's row in SGLang's table of slots.
-            seqlen: number of the request's tokens.
+            req_pool_idx: The request's row in SGLang's table of slots.
+            seqlen: Number of the request's tokens.
             req_to_token_pool: SGLang's table of slots.
-            start_len: position of the first row.
+            start_len: Position of the first row.
 
         Returns:
             The ids as bytes; SGLang counts the rows.
 
         Raises:
-            ValueError: if `start_len` is negative.
+            ValueError: If `start_len` is negative.
         """
         if start_len < 0:
             raise ValueError(f"start_len is {start_len}, expected >= 0")
@@ -333,7 +333,7 @@ class FrameCapturer(RoutedExpertsCapturer):
         """Return the unfinished frame that `get_topk` has just gathered.
 
         Raises:
-            R3Error: if `get_topk` did not run, for example because another plug-in replaced it.
+            R3Error: If `get_topk` did not run, for example because another plug-in replaced it.
         """
         unfinished, self._unfinished = self._unfinished, None
         if unfinished is None:
@@ -348,7 +348,7 @@ class FrameCapturer(RoutedExpertsCapturer):
         Rows are kept up to the request's last answered token.
 
         Args:
-            req: the request, which SGLang retracts.
+            req: The request, which SGLang retracts.
             req_to_token_pool: SGLang's table of slots.
         """
         kept, kv = getattr(req, "r3channel_kept", None) or Kept(), getattr(req, "kv", req)
@@ -552,7 +552,7 @@ def refuse_engine(runner: Any) -> None:
     worker is ignored.
 
     Raises:
-        ConfigError: with every reason that R3CHANNEL_ALLOW does not override.
+        ConfigError: With every reason that R3CHANNEL_ALLOW does not override.
     """
     global _runner
     if runner.is_draft_worker:

@@ -81,7 +81,7 @@ def hooked(table: str) -> tuple[str, ...]:
     """Return the names that we replace or wrap.
 
     Args:
-        table: a table of `TABLES`.
+        table: A table of `TABLES`.
     """
     updates = UPDATES if table == "0.5.15.post1" else ()
     return CAPTURER, COLLECT, INIT_BATCH, RELEASE, TRANSFERRED, INIT_CAPTURER, *updates
@@ -93,7 +93,7 @@ def is_patched() -> bool:
     These hooks are on with R3CHANNEL_ENGINE=1. Call this before hooks are registered.
 
     Raises:
-        PluginNotApplied: if the sources have only some of the hooks.
+        PluginNotApplied: If the sources have only some of the hooks.
     """
     paths = [path for path in hooked(matching_table() or "") if path != CAPTURER]
     bare = [path for path in paths if not hasattr(pkgutil.resolve_name(path), "r3channel_hook")]

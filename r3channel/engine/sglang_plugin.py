@@ -23,7 +23,7 @@ def register() -> None:
     reason: an engine that starts is an engine that captures.
 
     Raises:
-        SystemExit: if the plug-in cannot be applied.
+        SystemExit: If the plug-in cannot be applied.
     """
     try:
         _apply()
@@ -47,7 +47,7 @@ def _engine() -> tuple[ModuleType, bool]:
     """Return the module of the hooks, and whether SGLang's sources call them.
 
     Raises:
-        PluginNotApplied: if some hooks could not be called.
+        PluginNotApplied: If some hooks could not be called.
     """
     from r3channel.engine.sglang_hooks import check_hooks, is_patched
     from r3channel.errors import PluginNotApplied
@@ -69,11 +69,11 @@ def hook(name: str) -> Callable[..., Any]:
     that is raised here for a setting, or for a name that is gone, ends the engine's start.
 
     Args:
-        name: name of a hook in `sglang` or `sglang_tensors`.
+        name: Name of a hook in `sglang` or `sglang_tensors`.
 
     Raises:
-        PluginNotApplied: if names that the hooks rely on are gone.
-        ConfigError: if the settings are refused.
+        PluginNotApplied: If names that the hooks rely on are gone.
+        ConfigError: If the settings are refused.
     """
     return _set_up_engine()[name]
 

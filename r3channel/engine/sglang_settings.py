@@ -103,8 +103,8 @@ def judgements(values: Mapping[str, Any], verdict: Verdict) -> Iterator[tuple[st
     Values that no row depends on are left out.
 
     Args:
-        values: settings by argument name.
-        verdict: the verdict to look for.
+        values: Settings by argument name.
+        verdict: The verdict to look for.
 
     Returns:
         An iterator of (name, value, line of the table).

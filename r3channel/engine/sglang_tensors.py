@@ -162,10 +162,10 @@ def refused_tensors(
     nothing overrides these refusals.
 
     Args:
-        values: settings by argument name.
-        tensors: the tensors that are asked for.
-        vocabulary: number of tokens in the vocabulary.
-        past: modules of the model that tell the capturer of ids past the hook that sees their weights.
+        values: Settings by argument name.
+        tensors: The tensors that are asked for.
+        vocabulary: Number of tokens in the vocabulary.
+        past: Modules of the model that tell the capturer of ids past the hook that sees their weights.
     """
     made = {tensor.made_by: tensor.name for tensor in tensors}
     topk, weights = made.get("top_logprobs"), made.get("router_weights")
@@ -190,8 +190,8 @@ def past_weights(model: Any, hooked: str) -> list[str]:
     Their ids pass by the module whose hook sees the weights.
 
     Args:
-        model: the built model.
-        hooked: name of the module that has the hook.
+        model: The built model.
+        hooked: Name of the module that has the hook.
 
     Returns:
         Names of modules, sorted.
@@ -204,8 +204,8 @@ def weighing(model: Any, scales: Callable[[Any], object]) -> tuple[str, ...]:
     """Return how the model's routers make the weights that they hand on.
 
     Args:
-        model: the built model.
-        scales: returns whether a router's configuration has its scaling factor in the weights.
+        model: The built model.
+        scales: Returns whether a router's configuration has its scaling factor in the weights.
 
     Returns:
         One text for each way, without duplicates, sorted.

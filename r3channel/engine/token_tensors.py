@@ -26,7 +26,7 @@ class KeptMasks:
 
         Args:
             rows: SGLang's `SamplingMaskRows`.
-            support: whether there is a log-prob for each id that could be chosen, and not for the chosen one alone.
+            support: Whether there is a log-prob for each id that could be chosen, and not for the chosen one alone.
         """
         self._rows, self._support, self._streamed = rows, support, 0
 
@@ -52,11 +52,11 @@ class KeptMasks:
         """Return (lengths, entries) of the tokens that are answered.
 
         Args:
-            tensor: the declared tensor.
-            new_tokens: number of answered tokens.
+            tensor: The declared tensor.
+            new_tokens: Number of answered tokens.
 
         Raises:
-            RoutingError: if the request asked for something else.
+            RoutingError: If the request asked for something else.
         """
         rows = self.view()
         values = {"token_id": rows.token_ids} | ({"logprob": rows.logprobs} if self._support else {})
@@ -80,8 +80,8 @@ class TopkBatch:
         The copy is issued in the order of the current stream.
 
         Args:
-            logprobs_BV: log-probs that are normalised over the whole vocabulary.
-            tensor: the declared tensor.
+            logprobs_BV: Log-probs that are normalised over the whole vocabulary.
+            tensor: The declared tensor.
         """
         packed_BN, on_gpu = pack_topk(logprobs_BV, tensor), logprobs_BV.is_cuda
         host_BN = torch.empty(packed_BN.shape, dtype=torch.uint8, pin_memory=on_gpu)
@@ -123,8 +123,8 @@ class KeptTopk:
         """Return (lengths, entries) of the tokens that are answered.
 
         Args:
-            tensor: the declared tensor.
-            new_tokens: number of answered tokens.
+            tensor: The declared tensor.
+            new_tokens: Number of answered tokens.
         """
         entries_N = np.frombuffer(self._entries, tensor.entry)[:new_tokens]
         return np.ones(len(entries_N), np.uint16), entries_N
@@ -163,8 +163,8 @@ def pack_topk(logprobs_BV: torch.Tensor, tensor: TokenTensor) -> torch.Tensor:
     """Pack the likeliest tokens of each request; nothing waits.
 
     Args:
-        logprobs_BV: log-probs that are normalised over the whole vocabulary.
-        tensor: the declared tensor, whose layout `tensor.entry` is written.
+        logprobs_BV: Log-probs that are normalised over the whole vocabulary.
+        tensor: The declared tensor, whose layout `tensor.entry` is written.
 
     Returns:
         [B, bytes of an entry] uint8 on the same device, likeliest token first.
@@ -187,14 +187,14 @@ def tensor_frame(
     The first row belongs to the logits at the prompt's last token; that of weights belongs to the first row of ids.
 
     Args:
-        tensor: the declared tensor.
-        kept: what the request kept of it, or None.
-        prompt_tokens: number of the prompt's tokens.
-        new_tokens: number of answered tokens.
+        tensor: The declared tensor.
+        kept: What the request kept of it, or None.
+        prompt_tokens: Number of the prompt's tokens.
+        new_tokens: Number of answered tokens.
         request_id: SGLang's id of the request.
 
     Raises:
-        RoutingError: if the request did not ask for the tensor.
+        RoutingError: If the request did not ask for the tensor.
     """
     if kept is None:
         raise RoutingError(f"the request has no {tensor.name}: it set no {tensor.asked_by}")

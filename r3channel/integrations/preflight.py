@@ -35,10 +35,10 @@ def refuse(faults: Iterable[str]) -> None:
     """Raise if there are faults.
 
     Args:
-        faults: texts of faults; empty texts are ignored.
+        faults: Texts of faults; empty texts are ignored.
 
     Raises:
-        ConfigError: with every fault, one a line.
+        ConfigError: With every fault, one a line.
     """
     found = [fault for fault in faults if fault]
     if found:
@@ -49,8 +49,8 @@ def of_channel(config: ChannelConfig, *, ranks: int) -> Iterator[str]:
     """Yield the faults of this machine for a relay and its trainers.
 
     Args:
-        config: the channel's settings.
-        ranks: number of trainer ranks whose metrics pages are served on this machine.
+        config: The channel's settings.
+        ranks: Number of trainer ranks whose metrics pages are served on this machine.
     """
     host = local_address(config.interface)
     pages = {"the relay": 0} | {f"trainer rank {rank}": 1 + rank for rank in range(ranks)}
@@ -78,9 +78,9 @@ def port(before: str, number: int, *, host: str) -> str:
     """Return a fault if the port cannot be bound now.
 
     Args:
-        before: text that the fault puts before the number, such as the option.
-        number: the port; 0 stands for any port.
-        host: name or address to bind.
+        before: Text that the fault puts before the number, such as the option.
+        number: The port; 0 stands for any port.
+        host: Name or address to bind.
     """
     try:
         if number > _LAST_PORT:  # the C library would wrap around to 0
@@ -97,9 +97,9 @@ def folder(option: str, path: str | os.PathLike[str], *, room_bytes: int = 0) ->
     """Return a fault if files cannot be made in a folder.
 
     Args:
-        option: the option that names the folder, for the fault.
-        path: the folder, which need not exist; empty if the option is not given, which is no fault.
-        room_bytes: free bytes that the folder needs; less is a fault.
+        option: The option that names the folder, for the fault.
+        path: The folder, which need not exist; empty if the option is not given, which is no fault.
+        room_bytes: Free bytes that the folder needs; less is a fault.
     """
     if not path:
         return ""
@@ -123,9 +123,9 @@ def memory(needed_bytes: int, *, remedy: str, meminfo: Path = MEMINFO) -> str:
     If the system does not tell how much is free, there is no fault.
 
     Args:
-        needed_bytes: bytes that are needed.
-        remedy: what to change, for the fault.
-        meminfo: the file to read.
+        needed_bytes: Bytes that are needed.
+        remedy: What to change, for the fault.
+        meminfo: The file to read.
     """
     lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
     found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
@@ -138,9 +138,9 @@ def layout(option: str, given: TrainerLayout, model: Mapping[str, Any]) -> str:
     """Return a fault if Megatron does not cut the model like this.
 
     Args:
-        option: the option that gives the layout, for the fault.
-        given: the layout.
-        model: a checkpoint's `config.json`.
+        option: The option that gives the layout, for the fault.
+        given: The layout.
+        model: A checkpoint's `config.json`.
     """
     heads, groups = model["num_attention_heads"], model["num_key_value_heads"]
     if heads % given.tp or (groups % given.tp and given.tp % groups):
@@ -198,14 +198,14 @@ def probe_all(urls: Sequence[str], *, timeout_s: float) -> dict[str, dict[str, A
     An engine that takes longer than `timeout_s` is busy: it is left out of the answers and named in the log.
 
     Args:
-        urls: addresses of engines.
-        timeout_s: seconds to wait for an answer.
+        urls: Addresses of engines.
+        timeout_s: Seconds to wait for an answer.
 
     Returns:
         The answer to `probe` by address.
 
     Raises:
-        EngineUnavailable: for the engines that cannot be asked.
+        EngineUnavailable: For the engines that cannot be asked.
     """
     from r3channel.engine.probe import probe  # a run without the flag imports nothing else of the channel
 

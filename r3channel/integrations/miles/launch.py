@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     """Run miles' script in this process.
 
     Args:
-        argv: the script and its arguments.
+        argv: The script and its arguments.
 
     Returns:
         The exit status, as `r3channel.integrations.slime.launch.run` returns it.
@@ -52,8 +52,8 @@ def hook() -> None:
     """Put the channel where miles' script looks for its own.
 
     Raises:
-        UsageError: if miles is missing.
-        ConfigError: if names that we use have moved in miles.
+        UsageError: If miles is missing.
+        ConfigError: If names that we use have moved in miles.
     """
     check_importable("miles")
     guard.allow()
@@ -77,7 +77,7 @@ def prepared(args: Namespace) -> Namespace:
         The same arguments.
 
     Raises:
-        ConfigError: with every argument to change.
+        ConfigError: With every argument to change.
     """
     channel = asdict(channel_of(args))
     given = vars(args) | {f"r3_{name}": value for name, value in channel.items()}

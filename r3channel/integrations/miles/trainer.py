@@ -58,7 +58,7 @@ class ShardReplay:
         """Call miles' `get_batch`, and check the token ids of its batch.
 
         Raises:
-            TicketMismatch: if rows of other tokens would be replayed. On a GPU it is raised when the next pass or step begins.
+            TicketMismatch: If rows of other tokens would be replayed. On a GPU it is raised when the next pass or step begins.
         """
         microbatch, batch = iterator.offset, get_batch(iterator, *given, **words)
         if self._tokens is not None:
@@ -99,7 +99,7 @@ class ShardReplay:
         Rows stay in host memory, where miles keeps them. A GPU sees them only if a TP group hands them on over NCCL.
 
         Raises:
-            ConfigError: if the model lies on its stages otherwise than the relay cuts it: miles registers replays by `config`.
+            ConfigError: If the model lies on its stages otherwise than the relay cuts it: miles registers replays by `config`.
         """
         layout = layout_of(self._args)
         megatron.check_layout(layout, config=config)

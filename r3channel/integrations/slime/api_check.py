@@ -35,8 +35,8 @@ def check_importable(package: str = "slime") -> str:
     """Return the version of slime or miles that can be imported.
 
     Raises:
-        UsageError: if the package is missing.
-        ConfigError: if names that we use have moved.
+        UsageError: If the package is missing.
+        ConfigError: If names that we use have moved.
     """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -75,7 +75,7 @@ def nearest(root: Path, package: str = "slime") -> Found:
     """Return the known version from which a checkout differs least.
 
     Args:
-        root: folder of the checkout.
+        root: Folder of the checkout.
         package: "slime" or "miles".
     """
     found = [Found(version, [*_moved(root, version, package)]) for version in _listed(package)]
@@ -104,7 +104,7 @@ def signatures(path: Path) -> dict[str, str]:
     """Return the parameters of each function of a file.
 
     Args:
-        path: a Python file.
+        path: A Python file.
 
     Returns:
         Parameters, `*args` and `**kwargs` included, by function or Class.method; classes have an empty text.
@@ -134,7 +134,7 @@ def files_of(version: str, package: str = "slime") -> Iterator[tuple[str, dict[s
     """Yield each file of a version with its names.
 
     Args:
-        version: a known version.
+        version: A known version.
         package: "slime" or "miles".
 
     Returns:

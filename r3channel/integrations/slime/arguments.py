@@ -76,8 +76,8 @@ def refusals_of(arguments: Sequence[str], *, detached: bool = False) -> list[str
     Of slime's own arguments only those that matter here are known.
 
     Args:
-        arguments: the command line of a job.
-        detached: as in `prepared`.
+        arguments: The command line of a job.
+        detached: As in `prepared`.
 
     Returns:
         Reasons; empty if the job would start.
@@ -108,13 +108,13 @@ def prepared(args: Namespace, *, detached: bool = False) -> Namespace:
 
     Args:
         args: slime's parsed arguments, which are changed.
-        detached: whether engines start before the manager and outlive it (slime 0.4.0).
+        detached: Whether engines start before the manager and outlive it (slime 0.4.0).
 
     Returns:
         The same arguments.
 
     Raises:
-        ConfigError: with every argument to change.
+        ConfigError: With every argument to change.
     """
     channel = channel_of(args)
     updates, exact = args.r3_weights != "off", args.r3_weights not in ("off", "broadcast")
@@ -164,7 +164,7 @@ def channel_of(args: Namespace) -> config.ChannelConfig:
     If no size of the store is given, the store is as large as the job needs.
 
     Raises:
-        ConfigError: if the given store cannot hold a step.
+        ConfigError: If the given store cannot hold a step.
     """
     size = step_size(args)
     defaults = {"run_name": time.strftime("%Y%m%d-%H%M%S")} | ({"store_bytes": size.store} if size else {})
@@ -182,11 +182,11 @@ def faults(args: Namespace, *, detached: bool = False) -> Iterator[str]:
     machine.
 
     Args:
-        args: arguments from `prepared`.
-        detached: whether the manager may have outlived its script. Such a manager holds its ports, and is used again.
+        args: Arguments from `prepared`.
+        detached: Whether the manager may have outlived its script. Such a manager holds its ports, and is used again.
 
     Raises:
-        ConfigError: if the ranks do not fill the layout.
+        ConfigError: If the ranks do not fill the layout.
     """
     layout, channel = layout_of(args), config.ChannelConfig(**args.r3_channel)
     channel = replace(channel, ingest_port=0, metrics_port=0) if detached else channel
@@ -251,7 +251,7 @@ def spec_of(args: Namespace) -> RoutingSpec:
     cache.
 
     Raises:
-        ConfigError: if it is neither.
+        ConfigError: If it is neither.
     """
     name = args.hf_checkpoint
     if Path(name).exists():

@@ -84,7 +84,7 @@ class SealingBuilder(slime.data.batch_builder.BatchBuilder):
         The rows went with the samples, when slime's manager or its trainers died. So all tokens are left to the live router.
 
         Raises:
-            StepError: if `--r3-on-missing` is not live.
+            StepError: If `--r3-on-missing` is not live.
         """
         if self._manager.relay.config.on_missing != "live":
             text = f"rollout {self.rollout_id} comes back from what slime converted, and its rows went with the process that "

@@ -21,12 +21,12 @@ def engine_variables(relay: Any, args: Namespace, *, nodes: int) -> dict[str, st
     `--r3-token-file` that file is in this process's memory, where no other machine can read it.
 
     Args:
-        relay: the relay that engines deliver to.
-        args: prepared arguments.
-        nodes: number of machines of the job.
+        relay: The relay that engines deliver to.
+        args: Prepared arguments.
+        nodes: Number of machines of the job.
 
     Raises:
-        ConfigError: for direct delivery on several machines without `--r3-token-file`.
+        ConfigError: For direct delivery on several machines without `--r3-token-file`.
     """
     channel, page, given = args.r3_channel, relay.config, args.r3_channel["interface"]
     found = {

@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
     """Run slime's script in this process.
 
     Args:
-        argv: the script and its arguments.
+        argv: The script and its arguments.
 
     Returns:
         The exit status: 2, with one line, for what is wrong before or while the script runs; otherwise the script's own.
@@ -50,16 +50,16 @@ def run_script(argv: Sequence[str], hook: Callable[[], None], add: _Add, *, help
     """Run a framework's script, with hooks if the flag is given.
 
     Args:
-        argv: the script and its arguments.
-        hook: installs the hooks.
-        add: adds the channel's arguments to a parser.
-        help: text that is printed before the arguments.
+        argv: The script and its arguments.
+        hook: Installs the hooks.
+        add: Adds the channel's arguments to a parser.
+        help: Text that is printed before the arguments.
 
     Returns:
         The exit status.
 
     Raises:
-        UsageError: if the script is not a file.
+        UsageError: If the script is not a file.
     """
     if not argv or argv[0] in ("-h", "--help"):
         options = add(ArgumentParser(usage="", add_help=False)).format_help()
@@ -84,10 +84,10 @@ def with_channel(parse: _Call, add: _Add, prepare: _Call, *, detached: bool = Fa
     The parsed arguments are checked and prepared.
 
     Args:
-        parse: the framework's `parse_args`.
-        add: adds the channel's arguments to a parser.
-        prepare: checks the parsed arguments and returns them.
-        detached: whether engines start before the manager and outlive it (slime 0.4.0).
+        parse: The framework's `parse_args`.
+        add: Adds the channel's arguments to a parser.
+        prepare: Checks the parsed arguments and returns them.
+        detached: Whether engines start before the manager and outlive it (slime 0.4.0).
     """
 
     @wraps(parse)
@@ -143,8 +143,8 @@ def hook() -> None:
     """Put the channel's classes where slime's script looks for its own.
 
     Raises:
-        UsageError: if slime is missing.
-        ConfigError: if names that we use have moved in slime.
+        UsageError: If slime is missing.
+        ConfigError: If names that we use have moved in slime.
     """
     detached = api_check.check_importable() == api_check.NEWER
     guard.allow()

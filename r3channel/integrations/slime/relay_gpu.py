@@ -28,12 +28,12 @@ def shared(nodes: Mapping[int, str], bundles: Sequence[int], gpus: Sequence[Any]
     """Return the first engine's GPU.
 
     Args:
-        nodes: the node of each bundle of slime's placement group.
-        bundles: the bundles of engines.
-        gpus: the GPUs of these bundles, as slime numbers them.
+        nodes: The node of each bundle of slime's placement group.
+        bundles: The bundles of engines.
+        gpus: The GPUs of these bundles, as slime numbers them.
 
     Raises:
-        ConfigError: if slime starts no engine that has a GPU.
+        ConfigError: If slime starts no engine that has a GPU.
     """
     if not bundles:
         text = "--r3-relay-gpu shared: slime starts no engine whose GPU the relay could share (external ones, or none); "
@@ -45,11 +45,11 @@ def check_own(there: int, taken: int) -> None:
     """Check that slime leaves the relay a GPU.
 
     Args:
-        there: number of the cluster's GPUs.
-        taken: number of GPUs that slime takes.
+        there: Number of the cluster's GPUs.
+        taken: Number of GPUs that slime takes.
 
     Raises:
-        ConfigError: if no GPU is left. Ray would wait for one without end.
+        ConfigError: If no GPU is left. Ray would wait for one without end.
     """
     if there <= taken:
         text = f"--r3-relay-gpu own: the rollout manager needs a GPU of its own, and slime takes {taken} of {there}; give "
@@ -60,11 +60,11 @@ def device_of(gpu: str, visible: str | None) -> int:
     """Return the index of a GPU among a process's devices.
 
     Args:
-        gpu: number of the GPU on its node.
-        visible: the process's CUDA_VISIBLE_DEVICES.
+        gpu: Number of the GPU on its node.
+        visible: The process's CUDA_VISIBLE_DEVICES.
 
     Raises:
-        ConfigError: if the process does not see the GPU.
+        ConfigError: If the process does not see the GPU.
 
     >>> device_of("5", None), device_of("5", "4,5")
     (5, 1)
@@ -82,12 +82,12 @@ def check_room(args: Namespace, total_bytes: int, *, receivers: int) -> None:
     """Check that an engine leaves the relay room on a shared GPU.
 
     Args:
-        args: prepared arguments.
-        total_bytes: memory of the GPU.
-        receivers: number of receivers that the relay sends to.
+        args: Prepared arguments.
+        total_bytes: Memory of the GPU.
+        receivers: Number of receivers that the relay sends to.
 
     Raises:
-        ConfigError: if `--sglang-mem-fraction-static` leaves no room.
+        ConfigError: If `--sglang-mem-fraction-static` leaves no room.
     """
     fraction = getattr(args, "sglang_mem_fraction_static", None)
     needs = relay_gpu_bytes(args.r3_channel["bucket_bytes"], receivers=receivers)

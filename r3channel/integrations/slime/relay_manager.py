@@ -37,9 +37,9 @@ class RelayManager(RelayHost):
         would fetch the whole batch.
 
         Args:
-            args: prepared arguments.
-            config: the channel's settings.
-            module: the module whose split calls `build_dp_schedule`.
+            args: Prepared arguments.
+            config: The channel's settings.
+            module: The module whose split calls `build_dp_schedule`.
         """
         self.relay = Relay(spec_of(args), layout_of(args), config, recorder=recorder_of(args, prefix="r3_"))
         self.rows = SampleRows(self.relay)
@@ -58,8 +58,8 @@ class RelayManager(RelayHost):
         The framework decoded that routing itself. The channel carries it, too.
 
         Args:
-            samples: the samples.
-            data: what the framework made of them, in order.
+            samples: The samples.
+            data: What the framework made of them, in order.
         """
         self._samples = list(samples)
         data.pop("rollout_routed_experts", None)
@@ -71,15 +71,15 @@ class RelayManager(RelayHost):
         No ticket is added while only a critic trains, which uses what its own router chooses.
 
         Args:
-            split: the framework's own split.
-            data: what the framework made of the samples.
-            step: number of the step.
+            split: The framework's own split.
+            data: What the framework made of the samples.
+            step: Number of the step.
 
         Returns:
             What `split` returns, for each rank.
 
         Raises:
-            ConfigError: if the data does not have one entry for each sample.
+            ConfigError: If the data does not have one entry for each sample.
         """
         samples, self._samples = self._samples, ()
         if len(samples) != (made := len(data["tokens"])):
@@ -109,8 +109,8 @@ def config_of(args: Namespace, **here: Any) -> ChannelConfig:
     """Return the channel's settings in this process.
 
     Args:
-        args: prepared arguments.
-        here: settings that are known only in this process.
+        args: Prepared arguments.
+        here: Settings that are known only in this process.
     """
     return ChannelConfig(**args.r3_channel | {"interface": interface_of(args)} | here)
 

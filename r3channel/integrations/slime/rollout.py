@@ -109,8 +109,8 @@ class ChannelManager(RelayManager, slime.ray.rollout.RolloutManager.__ray_metada
         that answers late is busy, and is asked again before the next update.
 
         Raises:
-            EngineUnavailable: if an engine or the router cannot be asked.
-            RoutingMissing: if the router does not pass the engines' routing on.
+            EngineUnavailable: If an engine or the router cannot be asked.
+            RoutingMissing: If the router does not pass the engines' routing on.
         """
         if self.args.debug_train_only or self.args.load_debug_rollout_data:
             return
@@ -164,11 +164,11 @@ def remote_manager(args: Namespace, pg: Any) -> Any:
     Over NCCL it has a GPU (`relay_gpu`), although slime asks for none.
 
     Args:
-        args: prepared arguments.
+        args: Prepared arguments.
         pg: slime's placement group, bundles and GPUs of the engines.
 
     Raises:
-        ConfigError: if there is no GPU for the relay.
+        ConfigError: If there is no GPU for the relay.
     """
     remote: Any = ray.remote
     kind = remote(concurrency_groups=GROUPS, max_restarts=int(bool(args.r3_channel["journal"])))(

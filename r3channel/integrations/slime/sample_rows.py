@@ -71,8 +71,8 @@ def names_at(ticket: Ticket, dp: int, batches: Sequence[Sequence[Any]]) -> list[
     Several samples may have one index, or None. So a name is the ticket's name at the same place, if that name has the index.
 
     Args:
-        ticket: the step's ticket.
-        dp: the DP rank.
+        ticket: The step's ticket.
+        dp: The DP rank.
         batches: slime's index of each sample, by micro-batch.
     """
     planned = itertools.chain.from_iterable(ticket.assignment.ranks[dp])
@@ -101,9 +101,9 @@ class SampleRows:
         rows of the reply before, because it holds the rows of all tokens; with `routed_experts_start_len` it adds to them.
 
         Args:
-            sample: the framework's sample. `sample.tokens` is the whole sequence, this reply's tokens included.
-            meta_info: the reply's `meta_info`.
-            trained: whether the sample is trained on. Rows of any other sample (an evaluation) are discarded at once, also rows
+            sample: The framework's sample. `sample.tokens` is the whole sequence, this reply's tokens included.
+            meta_info: The reply's `meta_info`.
+            trained: Whether the sample is trained on. Rows of any other sample (an evaluation) are discarded at once, also rows
                 that are still on their way here.
 
         Returns:
@@ -135,8 +135,8 @@ class SampleRows:
         its own is not changed. The call waits up to `step_timeout_s` until the sample's last reply is kept.
 
         Args:
-            sample: the framework's sample.
-            payload: a request for the sample's next tokens.
+            sample: The framework's sample.
+            payload: A request for the sample's next tokens.
 
         Returns:
             The payload to send, a new dictionary.
@@ -160,17 +160,17 @@ class SampleRows:
         The call waits up to `step_timeout_s` until the replies that were taken are kept.
 
         Args:
-            step: number of the step.
-            samples: the framework's samples.
+            step: Number of the step.
+            samples: The framework's samples.
             ranks: `ranks[dp][microbatch]` are places in `samples`.
-            steps: number of micro-batches of each optimizer step.
+            steps: Number of micro-batches of each optimizer step.
 
         Returns:
             The step's ticket.
 
         Raises:
-            StoreFull: with the samples for which there was no room.
-            R3Error: one error, of the first one's kind, for all samples that cannot be used and that no policy leaves to the live
+            StoreFull: With the samples for which there was no room.
+            R3Error: One error, of the first one's kind, for all samples that cannot be used and that no policy leaves to the live
                 router. `on_missing` is the policy for samples that came without rows or whose rows were refused, `on_changed` the
                 one for samples whose tokens are not those of their rows. Also what `Relay.seal` raises.
         """

@@ -30,10 +30,10 @@ class ChannelUpdater:
         """Take over from slime's updater.
 
         Args:
-            actor: a `ChannelActor` that has slime's updater.
+            actor: A `ChannelActor` that has slime's updater.
 
         Raises:
-            ConfigError: if parts of a quantised checkpoint would be moved.
+            ConfigError: If parts of a quantised checkpoint would be moved.
         """
         replaced, self._actor = actor.weight_updater, actor
         args, model, name = replaced.args, replaced.model, replaced.model_name
