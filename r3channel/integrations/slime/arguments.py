@@ -209,8 +209,8 @@ class StepSize(NamedTuple):
 def step_size(args: Namespace) -> StepSize | None:
     """Return the sizes of a job's steps, or None.
 
-    The sizes are unknown if slime's arguments do not say how long a response may be, or if nothing is known of the model. One step is
-    held until its trainers have it, and `train_async.py` generates the next one meanwhile. slime samples
+    The sizes are unknown if slime's arguments do not say how long a response may be, or if nothing is known of the model. One
+    step is held until its trainers have it, and `train_async.py` generates the next one meanwhile. slime samples
     `--over-sampling-batch-size` prompts at a time, and once more while a filter drops groups.
     """
     response, prompt = args.rollout_max_response_len, args.rollout_max_prompt_len
