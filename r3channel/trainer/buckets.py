@@ -140,7 +140,6 @@ def _rows_in(bucket_N: torch.Tensor, stream: Stream) -> torch.Tensor:
 
 
 def _made(held: tuple[torch.Tensor, ...], count: int, nbytes: int, **where: Any) -> tuple[torch.Tensor, ...]:
-    """Return buckets that are large enough: held or new ones."""
     if len(held) >= count and len(held[0]) >= nbytes:
         return held
     return tuple(torch.empty(nbytes, dtype=torch.uint8, **where) for _ in range(count))

@@ -82,7 +82,7 @@ class MismatchReport:
     def is_at(self, chance: float) -> bool:
         """Return whether replayed and live choices agree only by chance.
 
-        That is: they have as much in common as unrelated choices have.
+        They then have as much in common as unrelated choices have.
 
         Args:
             chance: The share of experts that unrelated choices have in common.

@@ -65,7 +65,7 @@ class RankShard:
     def from_whole(
         cls, ticket: Ticket, shard: Shard, data_N: torch.Tensor, *, tp: int, **options: Any
     ) -> RankShard:
-        """Make this rank's shard of the bytes of all TP slots.
+        """Make this rank's shard from the bytes of all TP slots.
 
         Such bytes are in a recording, or in a shard that was not scattered.
 
@@ -293,7 +293,7 @@ class RankShard:
     def _mask(self, kind: str, microbatch: int) -> Any:
         """Return a mask of the rows, computed once.
 
-        The mask is [rows] bool on the routers' device; for `live` None where no row is live.
+        The mask is [rows] bool on the routers' device. A `live` mask is None where no row is live.
         """
         if (kind, microbatch) not in self._masks:
             sample_R, position_R = self.shard.row_map(microbatch, tp=self.tp)

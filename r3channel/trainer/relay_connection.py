@@ -254,7 +254,7 @@ class RelayConnection:
     def _post(self, spans: list[tuple[int, int]], number: int, row_bytes: int) -> Pending | None:
         """Start to receive a bucket over a process group.
 
-        The receive starts before the bucket before is placed. There is none (None) after the last bucket.
+        The receive starts before the previous bucket is placed. The result is None after the last bucket.
         """
         if number >= len(spans):
             return None
@@ -335,7 +335,6 @@ class RelayConnection:
             self._group = None
 
     def _limit(self, deadline_s: float) -> float:
-        """Return the seconds that the next bytes may take."""
         return min(self._config.send_timeout_s, _left(deadline_s))
 
 
@@ -347,7 +346,7 @@ def _pauses() -> Iterator[float]:
 
 
 def _left(deadline_s: float) -> float:
-    """Return the seconds until then; raise `DeadlineExceeded` without any."""
+    """Return the seconds until the deadline; raise `DeadlineExceeded` if none."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
         raise DeadlineExceeded("its time is over: step_timeout_s, or join_timeout_s for a connection")
