@@ -274,7 +274,7 @@ class IngestServer:
             except OSError as error:
                 if not self._closed:
                     log.warning("r3channel: the ingest cannot accept a connection: %s", error)
-                    time.sleep(0.1)  # out of file descriptors: a moment later there may be one
+                    time.sleep(0.1)  # no file descriptor is free; there may be one a moment later
                 continue
             self._admit(connection)
 
@@ -286,8 +286,8 @@ class IngestServer:
                 connection.close()
                 return
             try:
-                thread.start()  # it waits for the lock before it forgets the connection
-            except RuntimeError as error:  # no thread is to be had: a moment later there may be one
+                thread.start()  # the thread takes the lock before it forgets the connection
+            except RuntimeError as error:  # no thread can be started; there may be one a moment later
                 log.warning("r3channel: the ingest turns a connection away: %s", error)
                 connection.close()
                 return
@@ -301,7 +301,7 @@ class IngestServer:
         try:
             with connection:
                 self._converse(connection)
-        except OSError:  # it went away, or was silent for too long; an engine comes again
+        except OSError:  # the peer went away, or was silent for too long; an engine connects again
             pass
         except Exception:
             log.exception("r3channel: a connection of the ingest failed")
@@ -357,7 +357,7 @@ class IngestServer:
         try:
             body = link.body(request.length or 0)
             status, text = self._judge(request, body)
-            body.skip()  # an engine in the middle of a body does not read an answer
+            body.skip()  # an engine that still sends its body does not read an answer
             return status, text, not request.keep_alive
         except BodyLost as error:
             return Status.TOO_SLOW, str(error), True
@@ -424,7 +424,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _until(deadline_s: float) -> float:
-    """Return the seconds that are left, or raise TimeoutError."""
+    """Return the seconds left for a socket, or raise TimeoutError."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError

@@ -75,7 +75,7 @@ class Intake:
     def deliver(self, boot_id: int, count: int, body: Source) -> None:
         """Take an opened parcel of `count` frames.
 
-        A repeated parcel does no harm. An error that the engine made is kept for the frame's reply, which is told. After the
+        A repeated parcel does no harm. An error that the engine made is kept, and the frame's reply is refused with it. After the
         errors below the frames before are kept.
 
         Args:
@@ -122,7 +122,7 @@ class Intake:
             what = self.verifier.keep(frame, where=where, max_rows=most_rows)
         except errors.RoutingError as error:
             error.__cause__ = error.__context__ = None
-            what = error.with_traceback(None)  # it is kept; what was refused is not
+            what = error.with_traceback(None)  # keep the error, not the memory that its traceback refers to
         self.arrive(name, what)
         return what if isinstance(what, DAMAGED) else None
 
@@ -142,9 +142,10 @@ class Intake:
     # -- replies ---------------------------------------------------------------------------------------------------
 
     def take(self, of: Arrival, bring: Callable[[], Brought]) -> VerifiedRows | None:
-        """Take in one reply, verified: every public way in uses this.
+        """Take in one reply, verified.
 
-        The reply counts as received at once, so that the outcomes add up whatever becomes of it.
+        All calls that add a reply use this. The reply counts as received at once, so that the outcomes add up whatever becomes
+        of it.
 
         Args:
             of: Whose reply it is, and how it is taken in.

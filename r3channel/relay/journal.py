@@ -90,7 +90,7 @@ class Journal:
             time.sleep(_LOOK_S)
 
     def note(self, ref: int, **values: Any) -> None:
-        """Append to a frame's file whose frame it is.
+        """Append a note to a frame's file that says whose it is.
 
         Raises:
             StoreFull: There is no room for the note.
@@ -378,7 +378,7 @@ def _joined(found: list[Remains], recovery: Recovery) -> Iterator[tuple[str, lis
         turns = samples.setdefault(name, {})
         if not turns:
             turns.update((turn.turn, turn) for turn in saved)
-        elif any(turns.get(turn.turn) != turn for turn in saved):  # equal ones: a recovery was killed
+        elif any(turns.get(turn.turn) != turn for turn in saved):  # equal turns: a recovery was killed
             recovery.damaged.append(f"sample {name} was left by two relays; the older is taken")
     for name, turns in samples.items():
         whole = [turns[number] for number in itertools.takewhile(turns.__contains__, itertools.count())]
@@ -398,7 +398,7 @@ def _sort_in(step: int, saved: SavedStep, here: dict[str, int], recovery: Recove
     except errors.TicketMismatch as error:
         recovery.damaged.append(f"step {step}: {error}")
         return
-    known = [s for s in ticket.samples if s.invalid != ((0, s.tokens - 1),)]  # the rest was the live router's
+    known = [s for s in ticket.samples if s.invalid != ((0, s.tokens - 1),)]  # others were the live router's
     if names := [sample.sample_id for sample in known if here.get(sample.sample_id) != sample.tokens]:
         recovery.damaged.append(f"step {step}: its samples {names[:5]} are lost, {len(names)} in all")
     else:

@@ -51,7 +51,7 @@ class _Waiter:
 class Store:
     """Blocks up to a ceiling of live bytes. States: OPEN -> CLOSED.
 
-    Any thread may call. The store's lock is a leaf: under it no other lock is taken or waited for.
+    Any thread may call. The store's lock is a leaf: under it nothing else is taken or waited for.
     """
 
     ceiling_bytes: int
@@ -141,7 +141,7 @@ class Store:
         if mine.granted:
             return
         self._waiting.remove(mine)
-        self._grant()  # whoever waited behind this one
+        self._grant()  # there may be room for whoever waited behind this one
         if self._closed:
             raise UsageError("the store is closed")
         raise StoreFull(
@@ -180,7 +180,7 @@ class Store:
             if len(memory) >= SMALL_BYTES and not self._closed:
                 self._idle.setdefault(len(memory), []).append((time.monotonic(), memory))
                 self._idle_bytes += len(memory)
-            self._give_back(block._counted)  # the lock may be taken twice
+            self._give_back(block._counted)  # takes the lock once more, which it allows
             self._make_way()
 
     def _used_before(self, size: int) -> _Memory | None:

@@ -94,7 +94,7 @@ class Relay:
     ) -> tuple[Relay, Recovery]:
         """Make a relay that takes over what killed relays left in `config.journal`.
 
-        Every row is verified as if it came from an engine. What was read is deleted from the journal.
+        Every row is verified as if it came from an engine. What was read is deleted.
 
         Seal the recovered steps again: one by one, by the same number and with the assignment that the recovery names, or all at
         once with `resume`, which uses their old tickets. Receivers that had acknowledged a step are not waited for again. A
@@ -410,7 +410,7 @@ class Relay:
             wait_s: Seconds to wait for acknowledgements. The call returns early, and empty, when all have come.
 
         Returns:
-            The receivers (dp, pp, cp) by step; no step without one.
+            Step -> its missing receivers (dp, pp, cp). Steps that all receivers have acknowledged are left out.
         """
         steps = self.steps.undelivered(wait_s=wait_s)
         self.samples.check_open()

@@ -113,7 +113,7 @@ def last_event(body: bytes, *, sample_id: str, engine: str) -> bytes:
     lines = [line for line in body.splitlines() if line.startswith(b"data:") and not line.endswith(b"[DONE]")]
     for reply in (parsed(line[5:]) for line in lines if b'"index"' in line):
         indices = [each.get("index") for each in (reply, *_choices_of(reply)) if isinstance(each, Mapping)]
-        if any(indices):  # a stream of an OpenAI route has one frame, of any choice
+        if any(indices):  # an OpenAI route's stream has one frame, which may be any choice's
             raise _several("events of several choices", sample_id, engine)
     # An event of usage may follow the frame's. An event whose field is no text goes before one without the field, so that the
     # error names the field.
@@ -154,10 +154,11 @@ def split_replies(body: bytes) -> list[tuple[Any, memoryview | None]]:
 
 
 def samples_of(replies: Any) -> list[Any]:
-    """Return a list's items, or an OpenAI reply for each choice.
+    """Return one reply for each sample of a parsed body.
 
-    Fields that a reply of several choices has once (`sglext`, `meta_info`) are left out: nothing says whose rows they hold
-    (`sglext` has the first choice's).
+    A list has one reply for each sample. An OpenAI reply becomes one reply for each of its choices. Fields that a reply of
+    several choices has once (`sglext`, `meta_info`) are left out: nothing says whose rows they hold (`sglext` has the first
+    choice's).
     """
     if isinstance(replies, list):
         return replies
@@ -232,7 +233,7 @@ def _text_at(body: bytes, begin: int) -> tuple[memoryview, int]:
     end = body.index(b'"', begin)
     if body.find(b"\\", begin, end) < 0:
         return memoryview(body)[begin:end], end
-    return memoryview(parsed(body[begin - 1 : end + 1]).encode()), end  # characters that JSON escapes
+    return memoryview(parsed(body[begin - 1 : end + 1]).encode()), end  # the text has escaped characters
 
 
 def routing_text(reply: Any, *, sample_id: str, engine: str) -> str:
@@ -337,7 +338,7 @@ def parsed(body: bytes) -> Any:
     if _fast_loads is not None and not _has_long_integer(body):
         try:
             return _fast_loads(body)
-        except ValueError:  # it refuses NaN and lone surrogates, which json takes
+        except ValueError:  # orjson refuses NaN and lone surrogates, which json takes
             pass
     try:
         return json.loads(body)

@@ -146,7 +146,7 @@ class RowServer:
         if before is not None:
             self._metrics.inc("r3channel_group_resets_total")
             before.abort()
-        served.run()  # the listener's thread is this connection's from here on
+        served.run()  # from here on the listener's thread serves this connection
 
     def _left(self, served: _Served) -> None:
         with self._lock:
@@ -285,7 +285,7 @@ class _Served:
         buffers = self._buffers(out, staging, BUCKETS_ALIVE)
         for slot, nbytes in out.fill(buffers):
             under_way.append(group.start_send(1, staging.staged(slot, nbytes)))
-            if len(under_way) == len(buffers):  # the next bucket is filled where the older one lies
+            if len(under_way) == len(buffers):  # the next bucket overwrites the oldest one
                 under_way.pop(0).wait(timeout_s=self._taken_s)
         for pending in under_way:
             pending.wait(timeout_s=self._taken_s)

@@ -6,7 +6,7 @@
 
 A sample is an ordered list of turns, one per reply; turns are never joined. A frame may come before its reply: the table keeps
 the frame by its name until a reply claims it. Events come in as calls, with the time where it matters; a call returns what must
-be freed. The caller holds one lock around each call. No call takes longer than its arguments.
+be freed. The caller holds one lock around each call. A call's time grows with its arguments, not with the table.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Sample:
     step: int | None = None
     """The step that has taken it."""
     held: tuple[VerifiedRows, ...] = ()
-    """The rows of its turns that are here, in their order; another turn makes another tuple."""
+    """The rows of its turns that are here, in the turns' order. The tuple never changes: another turn makes another tuple."""
     packed: PackedSample | None = None
     """The sample's entry in a ticket, where it has one turn, whose rows are here. It is made when the rows come, not while a
     step is sealed."""
@@ -176,7 +176,7 @@ class SampleTable:
         )
         if reply.reference is not None:
             turn.name, rows = self._claimed(reply, reply.reference)
-            turn.key = reply.reference.sample_key  # the same; a reply may not name its request
+            turn.key = reply.reference.sample_key  # equal to the reply's key, if the reply names its request
         source = rows or reply.reference
         if source is not None:
             _check_fit(reply, source, held_rows=first_row)
@@ -266,7 +266,7 @@ class SampleTable:
         if not self.wants(name):
             return False
         if name not in self._awaited:
-            self._unclaimed.pop(name, None)  # to the end: they lie in the order in which they came
+            self._unclaimed.pop(name, None)  # put it at the end: frames lie in the order in which they came
             self._unclaimed[name] = _Unclaimed(what, now_s)
             if isinstance(what, R3Error):
                 self._bound_failed(name)
@@ -300,7 +300,7 @@ class SampleTable:
             The frame's rows, which the caller frees, or its error; None where it is not here, or is another reply's.
         """
         name = reference.name
-        if name in self._awaited or name in self._used:  # another reply's: this one was a repetition
+        if name in self._awaited or name in self._used:  # another reply's frame: this one repeats it
             return None
         self._use(name)
         kept = self._unclaimed.pop(name, None)
@@ -413,7 +413,7 @@ class SampleTable:
             before_s: Samples of no step whose newest reply came before this time are removed.
             unclaimed_s: Frames that came before this time and that no reply claimed are removed.
         """
-        # Both lie in the order in which they came: this is asked for at every frame, and looks at the old ones only.
+        # Samples and frames lie in the order in which they came. This is called at every frame, and looks at the old ones only.
         aged = takewhile(lambda sample: sample.since_s < before_s, self.samples.values())
         names = [sample.name for sample in aged if sample.step is None]
         old = list(takewhile(lambda name: self._unclaimed[name].since_s < unclaimed_s, self._unclaimed))

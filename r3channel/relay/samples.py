@@ -59,7 +59,7 @@ class Samples:
         self.tensors = tensors_of(config.token_tensors, spec)
         """The declared tensors that a sample's tokens bring beside expert ids."""
         self.recorder = recorder
-        """May be given, exchanged and taken while the relay runs."""
+        """The recorder may be set, exchanged and removed while the relay runs."""
         for name in ("r3channel_samples_total", "r3channel_rejected_total"):
             metrics.measure(name)
         self._expired: list[str] = []
@@ -117,7 +117,7 @@ class Samples:
             heard_s = dict.fromkeys(map(_boot_id, late), begun_s := time.monotonic())
             while late and (now_s := time.monotonic()) < begun_s + timeout_s:
                 heard_s |= {boot_id: now_s for boot_id in heard_s if self.engines.hears(boot_id)}
-                # an event looks at the last one alone, not at thousands
+                # at each event look at the last frame alone, not at thousands
                 if not self.table.still(*late[-1]) or now_s >= heard_s[_boot_id(late[-1])] + _GONE_S:
                     late.pop()
                 else:

@@ -147,7 +147,7 @@ class Steps:
         """
         held, config, spec = self._held, self._held.config, self._held.spec
         held.check_open()
-        # before anything waits or is taken
+        # check before anything is waited for or taken
         check_cut(expected(assignment, Assignment), spec, self._layout)
         names, table = assignment.sample_ids, held.table
         with self._reserved(step) as seal:
@@ -175,7 +175,7 @@ class Steps:
         """Seal the steps of a recovery again, as `Relay.resume` does."""
         for step, ticket in found.steps.items():
             with self._changed:
-                # the live router's: they had no frame
+                # samples without a frame were left to the live router
                 for name in self._held.table.unknown(ticket.assignment.sample_ids):
                     whole = ticket.sample(name)
                     live = Reply(name, "recovered", None, whole.tokens, whole.tokens_hash, 0, live=True)
@@ -238,7 +238,7 @@ class Steps:
             self._journal.sealed(step, ticket.to_bytes())
         with self._changed:
             kept = [number for number, older in self._steps.items() if not (older.missing or older.in_use)]
-            # who might have come again has gone on
+            # these are kept only for a receiver that might connect again; now a newer step is sealed, so none will
             gone = {number: self._take_out(number) for number in kept}
             self._steps[step] = sealed
             self._seals.pop(step, None)
@@ -278,10 +278,10 @@ class Steps:
             wait_s: Seconds to wait for acknowledgements. The call returns early, and empty, when all have come.
 
         Returns:
-            The receivers (dp, pp, cp) by step; no step without one.
+            Step -> its missing receivers (dp, pp, cp). Steps that all receivers have acknowledged are left out.
         """
         with self._changed:
-            steps = self._steps.values()  # looked at at every event: not at all receivers
+            steps = self._steps.values()  # each event looks at the steps, not at all receivers
             ended = lambda: self._closed or self._held.broken or not any(sealed.missing for sealed in steps)  # noqa: E731
             self._changed.wait_for(ended, timeout=wait_s)
             return self._missing()
@@ -355,7 +355,7 @@ class Steps:
             sealed.acknowledged.add(key)
             sealed.missing.discard(key)
             gone = self._take_out(step) if sealed.done else []
-            if not sealed.missing:  # who joins the step waits for the last one alone
+            if not sealed.missing:  # whoever waits for the step waits for its last receiver alone
                 self._changed.notify_all()
         self._let_go(step, gone)
 
@@ -421,7 +421,7 @@ class Steps:
                     if self._steps.get(step) is not sealed:  # abandoned, or the relay is closed
                         return
             if (recorder := self._held.recorder) is not None:
-                # behind the last publication: no receiver waits for a disk
+                # record after the last rows are published, so that no receiver waits for a disk
                 tensors = {name: [one.block.view for one in own] for name, own in sealed.tensors.items()}
                 recorder.write(sealed.ticket, sealed.turns, tensors)
         except Exception as error:
