@@ -63,7 +63,7 @@ _STATUS_OF: dict[type, Status] = {
 
 
 class Intake(Protocol):
-    """What the ingest hands parcels and hellos to.
+    """The taker of an ingest's parcels and hellos.
 
     All calls come from the ingest's threads.
     """
@@ -139,7 +139,7 @@ class Request:
 
 
 class HttpConnection:
-    """One connection: `next_request` -> `body` -> `answer`, again and again."""
+    """An HTTP connection: `next_request` -> `body` -> `answer`, again and again."""
 
     def __init__(self, sock: socket.socket, clock: StageClock) -> None:
         self._sock, self._clock = sock, clock

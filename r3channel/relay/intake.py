@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Whose reply it is, and how it is taken in."""
+    """The sample and engine of a reply, and how it is taken in."""
 
     sample_id: str
     engine: str = "?"
@@ -42,13 +42,13 @@ class Arrival:
 
 
 class Brought(NamedTuple):
-    """What a reply brought.
+    """The contents of a reply.
 
     The ways in differ in how they make this, and in nothing else.
     """
 
     source: Source | None
-    """None where rows are left to the live router."""
+    """The reply's bytes; None where rows are left to the live router."""
     key: int | None
     tokens: Tokens
 

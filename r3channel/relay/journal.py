@@ -44,7 +44,7 @@ _FULL, _LOOK_S = (errno.ENOSPC, errno.EDQUOT), 0.2
 
 
 class Journal:
-    """One relay's folder. States: OPEN -> CLOSED.
+    """The folder of one relay. States: OPEN -> CLOSED.
 
     Any thread may call: each call touches files of its own, and there is no lock.
     """
@@ -203,7 +203,7 @@ class SavedStep:
 
 @dataclass(slots=True)
 class Remains:
-    """All that one relay left."""
+    """The contents of a folder that one relay left."""
 
     folder: Path
     samples: dict[str, list[SavedTurn]] = field(default_factory=dict)
@@ -316,7 +316,7 @@ def _lock(folder: Path) -> int | None:
 
 @dataclass
 class Recovery:
-    """What a new relay took over."""
+    """The samples and steps that a new relay took over."""
 
     pending: list[str] = field(default_factory=list)
     """Samples that wait for a step, those of `steps` included."""

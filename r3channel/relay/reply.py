@@ -54,7 +54,7 @@ def decode_base64(text: str | bytes | memoryview) -> bytes:
 
 
 class NotBase64(ValueError):
-    """What was read as base64 is not base64."""
+    """A text that was read as base64 is not base64."""
 
 
 class Base64Text(Source):

@@ -155,7 +155,7 @@ class RowServer:
 
 
 class _Served:
-    """One connection of one receiver, and the thread that serves it."""
+    """A connection of a receiver, and the thread that serves it."""
 
     def __init__(self, delivery: RowServer, key: ShardKey, link: Connection) -> None:
         self.key, self.life = key, 0
@@ -175,7 +175,6 @@ class _Served:
         self._leave_group()
 
     def run(self) -> None:
-        """Serve requests until the receiver leaves or fails."""
         try:
             while True:
                 self._answer(*self._link.recv_record(timeout_s=None))
@@ -279,7 +278,6 @@ class _Served:
         return staging.buffers(nbytes)[:count]
 
     def _send_over_group(self, out: RowStream, staging: HostStaging | None) -> None:
-        """Send the rows over the process group, with two buckets alive."""
         group, under_way = self._group, list[Pending]()
         assert group is not None and staging is not None
         buffers = self._buffers(out, staging, BUCKETS_ALIVE)

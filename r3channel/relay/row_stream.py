@@ -1,4 +1,4 @@
-"""Each receiver's rows of a sealed step, from where they lie in the store, and the digests that they must have.
+"""The rows of a sealed step for each receiver, from where they lie in the store, and the digests that they must have.
 
 Nothing is copied before it is sent. This module knows no connection.
 """
@@ -34,13 +34,13 @@ _JOINED_BYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class RowStream:
-    """One receiver's rows, and the digests that they must have, which follow."""
+    """The rows of one receiver, followed by the digests that they must have."""
 
     stream: Stream
     turns: Sequence[Ids]
     """The rows of each turn as they lie in the store, [rows, all MoE layers, K]."""
     places: tuple[Ints, Ints, Ints]
-    """What travels, in order: columns turn, first row in the turn, end. All stages of a CP rank share them."""
+    """Columns turn, first row in the turn, end: the rows that travel, in order. All stages of a CP rank share them."""
     digests: bytes
     bucket_bytes: int
     tensors: Callable[[], list[bytes]] = list
@@ -112,14 +112,14 @@ class RowStream:
 
 
 class StepRows:
-    """Where the rows of a sealed step lie, by receiver.
+    """The places of a sealed step's rows, by receiver.
 
     What many receivers share is worked out once, on whole arrays: a step of thousands of samples then holds the interpreter's
     lock for milliseconds.
     """
 
     def __init__(self, ticket: Ticket, turns: Sequence[Turns], tensors: HeldOfSample) -> None:
-        """Work out what all receivers of the step share.
+        """Compute what all receivers of the step share.
 
         Args:
             ticket: The step's ticket.
@@ -136,7 +136,7 @@ class StepRows:
         zeros_L = np.zeros(ticket.spec.num_moe_layers, np.uint64)
         sums_AL = np.cumsum(np.concatenate([zeros_L, *digests]).reshape(-1, len(zeros_L)), axis=0)
         self._engine_SL = sums_AL[self._turn_S[1:]] - sums_AL[self._turn_S[:-1]]
-        """What the engines hashed, [sample, MoE layer]: the sum of the digests of a sample's turns, modulo 2**64."""
+        """The engines' digests, [sample, MoE layer]: the sum of the digests of a sample's turns, modulo 2**64."""
         self._cuts = [self._cut(stream.sent) for stream in step_streams(ticket)]
 
     def _cut(self, sent: Sent) -> list[Ints]:

@@ -1,4 +1,4 @@
-"""One table of samples and their replies, from the reply to delivery. It has rules only: no I/O, no threads, no clock.
+"""The table of samples and their replies, from the reply to delivery. It has rules only: no I/O, no threads, no clock.
 
     reply    EXPECTED -> HELD -> TAKEN -> gone (delivered)
                  |         \\-> FAILED          a direct frame came and cannot be used; a good copy of it heals
@@ -24,14 +24,14 @@ from r3channel.wire.parcel import FrameName, FrameReference
 
 EXPECTED, HELD, FAILED = "EXPECTED", "HELD", "FAILED"
 _REMEMBERED = 1 << 16
-"""How many names of used frames are remembered, to know a frame that is sent again."""
+"""Most names of used frames that are remembered, to know a frame that is sent again."""
 _MOST_FAILED = 1 << 12
-"""How many frames are kept that cannot be used and wait for their replies. Each takes 1 to 5 kB, which no store counts."""
+"""Most frames that are kept though they cannot be used: they wait for their replies. Each takes 1 to 5 kB, which no store counts."""
 
 
 @dataclass(slots=True)
 class Turn:
-    """One reply of a sample: rows [first_row, end_row), expected or here."""
+    """A reply of a sample: rows [first_row, end_row), expected or here."""
 
     first_row: int
     end_row: int
@@ -53,7 +53,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Sample:
-    """What is known of one trained sequence."""
+    """A trained sequence, as far as it is known."""
 
     name: str
     tokens: int
@@ -100,7 +100,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Reply:
-    """What a reply says, with its tokens as two hashes."""
+    """The contents of a reply, with its tokens as two hashes."""
 
     sample_id: str
     engine: str
@@ -136,7 +136,7 @@ class SampleTable:
 
     def __init__(self) -> None:
         self.samples: dict[str, Sample] = {}
-        """In the order of their newest replies."""
+        """The samples in the order of their newest replies."""
         self._awaited: dict[FrameName, tuple[Sample, Turn]] = {}
         self._unclaimed: dict[FrameName, _Unclaimed] = {}
         self._failed: deque[FrameName] = deque()

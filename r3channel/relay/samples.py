@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _GONE_S, _LOOK_S = 3.0, 0.2
 """Seconds to wait for an engine whose connection has ended (a living one connects again within two), and between two looks."""
 NAMED = 1000
-"""How many expired samples `status` still names, and how many samples one message names."""
+"""Most expired samples that `status` still names, and most samples that one message names."""
 
 
 Tokens = Sequence[int] | Ids

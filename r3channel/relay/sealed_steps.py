@@ -51,7 +51,7 @@ class SealedStep:
 
     ticket: Ticket
     turns: Sequence[Turns]
-    """Each sample's turns with rows, ascending; samples as in the ticket."""
+    """The turns with rows of each sample, ascending; samples as in the ticket."""
     tensors: HeldOfSample
     had: set[ShardKey] = field(default_factory=set)
     """Receivers that acknowledged to the relay before this one. They are not waited for; one that never learned of its
@@ -62,14 +62,14 @@ class SealedStep:
     """True until the step is prepared and recorded: until then its rows are read, whoever has acknowledged."""
     outgoing: dict[ShardKey, RowStream] = field(default_factory=dict)
     error: R3Error | None = None
-    """Why the step cannot be delivered; receivers that ask are told."""
+    """The reason why the step cannot be delivered; receivers that ask are told."""
     _waiting: dict[int, threading.Event] = field(default_factory=dict)
     """DP rank -> the event that is set once its receivers can be answered. Only ranks with a waiting receiver have one."""
 
     def __post_init__(self) -> None:
         layout = self.ticket.layout
         self.keys = frozenset(product(range(layout.dp), range(layout.pp), range(layout.cp)))
-        """All receivers."""
+        """The keys of all receivers."""
         self.missing = set(self.keys - self.had)
         """Receivers that have not acknowledged and are waited for."""
 
@@ -117,7 +117,7 @@ class SealedStep:
 
 
 class Steps:
-    """All steps between their seal and the last acknowledgement.
+    """The steps between their seal and the last acknowledgement.
 
     States: OPEN -> CLOSED. Any thread may call. A thread of its own prepares the steps.
     """

@@ -181,7 +181,6 @@ class FrameVerifier:
         )  # fmt: skip
 
     def _check_policy(self, frame: Frame) -> None:
-        """Raise RowsInvalid for rows without routing, if the policy is `error`."""
         missing = [(span.start, span.end) for span in frame.provenance if span.kind is RowKind.MISSING]
         named = _invalid(frame) or missing
         if named and self.invalid_rows == "error":
