@@ -26,7 +26,7 @@ EXPECTED, HELD, FAILED = "EXPECTED", "HELD", "FAILED"
 _REMEMBERED = 1 << 16
 """Most names of used frames that are remembered, to know a frame that is sent again."""
 _MOST_FAILED = 1 << 12
-"""Most frames that are kept though they cannot be used: they wait for their replies. Each takes 1 to 5 kB, which no store counts."""
+"""Most unusable frames that are kept until their replies come. Each takes 1 to 5 kB, which no store counts."""
 
 
 @dataclass(slots=True)
