@@ -12,11 +12,18 @@ from r3channel.errors import R3Error, nearest
 from r3channel.tools import commands, extras
 
 _BY_NAME = "r3channel.tools.recordings"
-"""One module of several commands: it is told which."""
+"""This module holds several commands, so it is given the command's name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0 well, 1 the command found fault, 2 it could not run."""
+    """Run one command.
+
+    Args:
+        argv: The command's words; those of the command line without it.
+
+    Returns:
+        The exit status: 0 well, 1 the command found fault, 2 it could not run, 130 interrupted, 141 nobody reads its output.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         status = _dispatch(arguments)
@@ -34,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    except BrokenPipeError:  # `r3channel inspect rec | head`: nobody reads on
+    except BrokenPipeError:  # as with `r3channel inspect rec | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
-        return 141  # as a shell names SIGPIPE
+        return 141  # the status that a shell gives for SIGPIPE
     except KeyboardInterrupt:
         return 130
 

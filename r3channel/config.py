@@ -35,7 +35,7 @@ _BOUNDS = {
     "device": (0, math.inf, "0 or more"), "metrics_port": (-1, _LAST_PORT, f"-1..{_LAST_PORT}"),
     "ingest_port": (0, _LAST_PORT, f"0..{_LAST_PORT}"),
 }  # fmt: skip
-"""Least and most of a value, and how an error says them. `_POSITIVE`: what is to be positive and finite."""
+"""Least and most of a value, and the words for them in errors. `_POSITIVE` names values that must be positive and finite."""
 _POSITIVE = (
     "join_timeout_s", "send_timeout_s", "step_timeout_s", "expiry_s", "backpressure_timeout_s", "frame_timeout_s",
     "max_group_failures", "queue_bytes", "deliver_timeout_s",
@@ -158,12 +158,18 @@ class ChannelConfig:
 
     @property
     def grouped(self) -> bool:
-        """Do rows travel over a process group of the relay and each receiver?"""
+        """Return whether rows travel over process groups.
+
+        Each is a process group of the relay and one receiver.
+        """
         return TRANSPORTS[self.transport].join is not None
 
     @property
     def policy(self) -> str:
-        """What trainers do with rows without routing: as `invalid_rows` says, or live where `on_missing` or its like says so."""
+        """Return what trainers do with rows without routing.
+
+        The policy is that of `invalid_rows`, or `live` where `on_missing` or its like says so.
+        """
         left = "live" in (getattr(self, name) for name in _LEAVE_LIVE)
         return "live" if self.invalid_rows == "error" and left else self.invalid_rows
 
@@ -172,9 +178,16 @@ class ChannelConfig:
         cls, *, flags: Mapping[str, Any] | None = None, file: str | Path | None = None,
         environment: Mapping[str, str] | None = None, **otherwise: Any,
     ) -> ChannelConfig:  # fmt: skip
-        """Merge a TOML file, the environment and flags (None means unset). Unknown names in file or flags are refused.
+        """Merge a TOML file, the environment and flags; later ones win.
 
-        `otherwise`: values in the place of this class's defaults, for what none of the three says.
+        Args:
+            flags: Values by name; None means unset.
+            file: A TOML file.
+            environment: The variables; those of this process without it.
+            otherwise: Values in the place of this class's defaults, for what none of the three says.
+
+        Raises:
+            ConfigError: A name in the file, the flags or the `R3CHANNEL_*` variables is unknown, or a value cannot be used.
         """
         merged = load_values(
             cls, flags=flags, file=file, environment=os.environ if environment is None else environment
@@ -183,7 +196,10 @@ class ChannelConfig:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, **otherwise: Any) -> ChannelConfig:
-        """From a namespace that `add_arguments` filled."""
+        """Load a config from a namespace that `add_arguments` filled.
+
+        `otherwise` is as in `load`.
+        """
         flags = {f.name: getattr(args, f"r3_{f.name}", None) for f in fields(cls)}
         return cls.load(flags=flags, file=getattr(args, "r3_config", None), **otherwise)
 
@@ -252,7 +268,10 @@ class EngineConfig:
 
 
 def _check_bounds(config: ChannelConfig | EngineConfig) -> None:
-    """Raise ConfigError for a value outside of `_BOUNDS`, or a deadline of nan or inf, which never ends."""
+    """Raise ConfigError for a value outside of its bounds.
+
+    A deadline of nan or inf is refused, too: it never ends.
+    """
     for name, (least, most, expected) in _BOUNDS.items():
         value = getattr(config, name, least)
         if not least <= value <= most:
@@ -266,7 +285,22 @@ def _check_bounds(config: ChannelConfig | EngineConfig) -> None:
 def load_values(
     cls: type[Any], *, flags: Mapping[str, Any] | None, file: str | Path | None, environment: Mapping[str, str],
 ) -> dict[str, tuple[Any, str]]:  # fmt: skip
-    """name -> (value, origin) for every value that is set somewhere; later origins win. A variable of either class may be set."""
+    """Return every value that is set somewhere, with its origin.
+
+    Later origins win, in the order file, environment, flags. A variable of either class may be set.
+
+    Args:
+        cls: The class whose fields are the names.
+        flags: Values by name; None means unset.
+        file: A TOML file.
+        environment: The variables.
+
+    Returns:
+        name -> (value, origin).
+
+    Raises:
+        ConfigError: A name is unknown, the file cannot be read, or a value has another type.
+    """
     _refuse_unknown(environment)
     kinds = {f.name: type(f.default) for f in fields(cls)}
     merged: dict[str, tuple[Any, str]] = {}
@@ -288,7 +322,10 @@ def load_values(
 
 
 def _refuse_unknown(environment: Mapping[str, str]) -> None:
-    """A mistyped variable would otherwise leave a default in place, and nobody would know."""
+    """Raise ConfigError for a variable that r3channel does not have.
+
+    Otherwise a mistyped variable would leave a default in place, and nobody would know.
+    """
     known = {ENV_PREFIX + f.name.upper() for cls in (ChannelConfig, EngineConfig) for f in fields(cls)}
     names = {key for key in environment if key.startswith(ENV_PREFIX)}
     said = [f"{one} is no variable of r3channel{nearest(one, known, 0.85)}" for one in names - known]
@@ -297,7 +334,7 @@ def _refuse_unknown(environment: Mapping[str, str]) -> None:
 
 
 def _read_toml(file: str | Path) -> dict[str, Any]:
-    import tomllib  # a tenth of this module's import, for a file that few give
+    import tomllib  # a tenth of this module's import time, and few users give a file
 
     try:
         return tomllib.loads(Path(file).read_text())
@@ -329,7 +366,10 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--use-r3-channel` and the channel's options to a slime-style parser. Nothing is imported for it."""
+    """Add `--use-r3-channel` and the channel's options to a slime-style parser.
+
+    Nothing is imported for it.
+    """
     group = parser.add_argument_group("r3channel")
     group.add_argument("--use-r3-channel", action="store_true", help="carry rollout routing over r3channel")
     group.add_argument("--r3-config", metavar="FILE", help="TOML file with the options below")
@@ -343,7 +383,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 @functools.cache
 def field_texts(cls: type[Any]) -> dict[str, str]:
-    """Field -> the text under it in the source, so that `--help` and the code say the same. Empty where no source is kept."""
+    """Return the text under each field in the source.
+
+    `--help` and the code then say the same. The dict is empty where no source is kept.
+    """
     try:
         (body,) = ast.parse(inspect.getsource(cls)).body
     except OSError:

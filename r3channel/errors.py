@@ -37,7 +37,7 @@ class R3Error(Exception):
         self.samples, self.engines, self.ranks, self.step = tuple(samples), tuple(engines), tuple(ranks), step
 
     def within(self, where: str) -> Self:
-        """The same error, its message led by a place."""
+        """Return the same error, its message led by a place."""
         return type(self)(
             f"{where}: {self}", samples=self.samples, engines=self.engines, ranks=self.ranks, step=self.step
         )
@@ -417,8 +417,17 @@ class DigestMismatch(ReplayError):
 
 
 def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
-    """Close what a `with` block used. An error of the block goes its own way, and what closing finds is a note on it; a signal's
-    (SystemExit shows no note) is logged, too."""
+    """Close what a `with` block used, and keep the block's error.
+
+    What closing finds is a note on the block's error. With a signal's error (SystemExit shows no note) it is logged, too.
+
+    Args:
+        error: The error of the block, which goes its own way; None where there was none.
+        close: The call that closes.
+
+    Raises:
+        R3Error: What closing found, where the block had no error.
+    """
     try:
         close()
     except R3Error as found:
@@ -430,7 +439,15 @@ def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
 
 
 def expected(value: object, kind: type[_T]) -> _T:
-    """The value. Raises ConfigError where it is of another type: at the call, and not by what breaks later."""
+    """Return the value if it is of the expected type.
+
+    Args:
+        value: The value.
+        kind: The type.
+
+    Raises:
+        ConfigError: The value is of another type. The error comes at the call, and not from what breaks later.
+    """
     if not isinstance(value, kind):
         made = f". Make one of text with {kind.__name__}.parse(text)" if hasattr(kind, "parse") else ""
         raise ConfigError(f"{value!r} is a {type(value).__name__}, expected {kind.__name__}{made}")
@@ -438,8 +455,16 @@ def expected(value: object, kind: type[_T]) -> _T:
 
 
 def nearest(name: str, known: Iterable[str], least: float = 0.7) -> str:
-    """The words `; did you mean ...?` for a name that is mistyped; empty where none of the known is as
-    near as `least`, which is more where all names begin alike."""
+    """Return the words `; did you mean ...?` for a mistyped name.
+
+    Args:
+        name: The name.
+        known: The names that are known.
+        least: How near a known name must be, 0 to 1; more where all names begin alike.
+
+    Returns:
+        The words; empty where no known name is as near as `least`.
+    """
     from difflib import get_close_matches
 
     found = get_close_matches(name, list(known), n=1, cutoff=least)

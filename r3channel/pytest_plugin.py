@@ -57,7 +57,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _steps(metafunc: pytest.Metafunc) -> list[int]:
-    """All that are to be run; none where the fixtures will say why there is none, or the marker names one."""
+    """Return the steps that are to be run.
+
+    There are none where the fixtures will say why there is no step, or the marker names one.
+    """
     from r3channel.errors import RecordingInvalid
     from r3channel.recordings.recording import Recording
 
@@ -74,7 +77,7 @@ def _steps(metafunc: pytest.Metafunc) -> list[int]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What the recorded steps do not show in the layouts that tests asked for."""
+    """Print what the recorded steps do not show in the tested layouts."""
     reports = [one for kind in ("passed", "failed") for one in terminalreporter.stats.get(kind, ())]
     told = {what: None for one in reports for name, what in one.user_properties if name == _UNTESTED}
     for what in told:
@@ -83,13 +86,19 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture
 def r3_layout(request: pytest.FixtureRequest) -> str | None:
-    """The layout of this run of the test; None: the recorded one."""
+    """Return the layout of this run of the test.
+
+    None is the recorded layout.
+    """
     return getattr(request, "param", None)
 
 
 @pytest.fixture
 def r3_recording(request: pytest.FixtureRequest) -> Recording:
-    """The recording of the marker, or of --r3-recording; a test is skipped where neither is given."""
+    """Return the recording of the marker, or of --r3-recording.
+
+    A test is skipped where neither is given.
+    """
     from r3channel.recordings.recording import Recording
 
     marker = request.node.get_closest_marker("r3_recording")
@@ -103,7 +112,10 @@ def r3_recording(request: pytest.FixtureRequest) -> Recording:
 
 @pytest.fixture
 def r3_number(r3_recording: Recording, request: pytest.FixtureRequest) -> int:
-    """The step of this run of the test: each recorded one, unless the marker names one."""
+    """Return the step of this run of the test.
+
+    A test runs with each recorded step, unless the marker names one.
+    """
     marker = request.node.get_closest_marker("r3_recording")
     named = marker.kwargs.get("step") if marker is not None else None
     return int(getattr(request, "param", r3_recording.steps[-1] if named is None else named))
@@ -113,7 +125,10 @@ def r3_number(r3_recording: Recording, request: pytest.FixtureRequest) -> int:
 def r3_step(
     r3_recording: Recording, r3_layout: str | None, r3_number: int, request: pytest.FixtureRequest
 ) -> StepUnderTest:
-    """A step of the recording, cut for the layout of the matrix in micro-batches of the recorded size."""
+    """Return a step of the recording, cut for the matrix's layout.
+
+    Its micro-batches have the recorded size.
+    """
     from r3channel.plan.layout import TrainerLayout
     from r3channel.recordings.consumed import fitted
 
@@ -127,7 +142,10 @@ def r3_step(
 
 @pytest.fixture
 def r3_ranks(r3_recording: Recording, r3_step: StepUnderTest) -> Callable[..., None]:
-    """`r3_ranks(function)`: call it with a `recordings.run_ranks.Rank` in a real gloo process for each rank, then `check`."""
+    """Return a call that runs a function in each rank's process.
+
+    `r3_ranks(function)` calls `function` with a `recordings.run_ranks.Rank` in a real gloo process for each rank, then `check`.
+    """
     from r3channel.recordings.run_ranks import run_ranks
 
     def run(function: Callable[[Rank], object], *, timeout_s: float = 120.0) -> None:
@@ -145,14 +163,20 @@ class StepUnderTest:
     _ranks: list[Rank] = field(default_factory=list)
 
     def ranks(self) -> list[Rank]:
-        """Every rank of the layout, in this process."""
+        """Return every rank of the layout, in this process."""
         from r3channel.recordings.run_ranks import all_ranks
 
         self._ranks = self._ranks or all_ranks(self.recorded)
         return self._ranks
 
     def check(self, consumed: ConsumedRows | None = None) -> None:
-        """Fail with each mistake by name, unless every recorded row of every layer was used as the engine chose it."""
+        """Check that every recorded row was used as the engine chose.
+
+        The rows of every layer are checked. The test fails with each mistake by name.
+
+        Args:
+            consumed: The rows that were used; without it those that `ranks` used.
+        """
         __tracebackhide__ = True
         from r3channel.recordings.aligned_pair import AlignedPair
         from r3channel.recordings.diagnose import judge
@@ -178,7 +202,10 @@ class StepUnderTest:
 
 
 def _unused(step: RecordedStep, found: ConsumedRows) -> str:
-    """Which routers were never heard of, if some were not."""
+    """Return an error text naming layers whose rows no router used.
+
+    The text is empty where every layer's rows were used.
+    """
     layers = step.ticket.spec.moe_layers
     silent: dict[str, list[Any]] = {}
     for sample in step.samples:

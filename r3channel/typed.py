@@ -21,7 +21,8 @@ _PLAIN: dict[Any, tuple[type, ...]] = {
 def typed(call: F) -> F:
     """Make a call refuse arguments that are not what their annotations say.
 
-    Text, bytes and numbers are told apart, and a text from a sequence of texts; what else an annotation names is not looked at.
+    The check tells text, bytes and numbers apart, a text from a sequence of texts, and a mapping from other values. Nothing else
+    that an annotation names is looked at.
 
     >>> from collections.abc import Sequence
     >>> @typed
@@ -42,7 +43,7 @@ def typed(call: F) -> F:
             hints.update(get_type_hints(call))
         try:
             given = signature.bind(*arguments, **named).arguments
-        except TypeError:  # Python says it better
+        except TypeError:  # the call itself raises Python's better message
             given = dict[str, Any]()
         for name, value in given.items():
             if not _fits(value, hints.get(name, Any)):
@@ -67,7 +68,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin in (containers.Sequence, containers.Iterable):
         if isinstance(value, (str, bytes, Number, NoneType)):
             return False
-        if origin is containers.Iterable:  # which may be read once
+        if origin is containers.Iterable:  # not looked into: it may be readable only once
             return True
         deeper = inner[0] is str or get_origin(inner[0]) is containers.Sequence
         plain = not isinstance(value, containers.Mapping)

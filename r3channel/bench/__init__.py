@@ -1,4 +1,4 @@
-"""`r3channel bench NAME`: measurements that print their own peers. Knows names only; a benchmark is imported when it runs."""
+"""`r3channel bench NAME`: measurements that print their own peers. Knows only names; a benchmark is imported when it runs."""
 
 from __future__ import annotations
 
@@ -20,17 +20,35 @@ BENCHES = {
 }
 """Name -> what it measures, as its help says."""
 OF_CLONE = ("capture", "e2e", "weights", "replay")
-"""Those that start real engines or trainers without a GPU: examples/embedded does it, which no wheel has."""
+"""Benchmarks that start real engines or trainers without a GPU, with examples/embedded, which is in no wheel."""
 
 
 def parts_of(name: str) -> Mapping[str, Callable[..., dict[str, Any]]]:
-    """What a benchmark measures, by name of the part. The module is imported here; `replay` shares that of `e2e`."""
+    """Return what a benchmark measures, by name of the part.
+
+    The benchmark's module is imported here; `replay` shares the module of `e2e`.
+
+    Args:
+        name: A benchmark of `BENCHES`.
+    """
     module, table = ("e2e", "REPLAY") if name == "replay" else (name, "PARTS")
     return getattr(importlib.import_module(f"r3channel.bench.{module}"), table)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the benchmark named first, with the options behind it. Without torch its help has all but its parts."""
+    """Run the benchmark that is named first.
+
+    Without torch or Ray its help has everything but its parts.
+
+    Args:
+        argv: The benchmark's name, then its options.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: For an unknown benchmark, or for one that needs a clone of the repository where there is none.
+    """
     if not argv or argv[0] in ("-h", "--help"):
         print("  r3channel bench wire --quick\n\nusage: r3channel bench NAME [options]\n")
         print("\n".join(f"  {name:10s} {text}" for name, text in BENCHES.items()))

@@ -1,12 +1,12 @@
 """What routing costs an engine, in one run with what it is compared to.
 
 `off`: no capture; `stock`: SGLang's int32; `r3channel`: our frames in the reply; `direct`: our frames past the reply.
-`engine`: a real one on CPU with a small random model of 48 layers x top-8 of 128, so ratios of its CPU are an upper bound for
-large models. One process serves all ways: from request to request another capturer, or none, stands in SGLang's place, since two
-engines without capture differed by 2 to 5 %, steadily. CPU time is that of the server's whole process family; the client's
-is not in it. `off_again` is `off` once more: what the benchmark can resolve.
+`engine`: a real engine on CPU with a small random model of 48 layers x top-8 of 128, so ratios of its CPU are an upper bound for
+large models. One process serves all ways: from request to request another capturer, or none, takes SGLang's place, because two
+engines without capture differed by 2 to 5 %, steadily. CPU time is that of the server's whole process family, without the
+client's. `off_again` is `off` once more: its difference from `off` is the smallest one that the benchmark can resolve.
 `scheduler`: what capture costs SGLang's scheduler thread at the shape of Qwen3-30B-A3B: its own functions, real capturers, in
-one process (this file run as a program in the embedded environment). CPU time of the calling thread; fresh slots for every call,
+one process (this file run as a program in the embedded environment). CPU time of the calling thread. Every call uses fresh slots,
 in host caches that are larger than the processor's caches, as an engine's are.
 """
 
@@ -52,23 +52,27 @@ WAYS = ("off", "stock", "r3channel", "direct", "off_again")
 MODEL = "qwen3-30b-a3b"
 SPEC = model_named(MODEL).spec
 ROWS, PASS_ROWS = (1000, 4000, 16000), (256, 8192)
-"""Those of a request that finishes, and of a forward pass: one that decodes, one that prefills a chunk."""
+"""Rows of a request that finishes, and rows of a forward pass: one that decodes, one that prefills a chunk."""
 BATCH = 32
 """Requests that decode together: a request's decoded rows lie this many slots apart."""
 Ways = Mapping[str, Callable[[Any], object]]
 _PASSES = 64
 _NAME = "r3channel.bench.capture"
 _TIMEOUT_S, _TRAIL_S = 600.0, 0.02
-"""The second is for what an engine does when it has replied."""
+"""The second is the time for work that an engine does after its reply."""
 _PROMPT_TOKENS, _NEW_TOKENS = 480, 4
-"""One request a round: how several meet in a batch would differ from round to round."""
+"""Tokens of a round's only request. Several requests would share batches differently from round to round."""
 
 
 # -- a real engine ---------------------------------------------------------------------------------------------------------
 
 
 def engine(effort: Effort) -> dict[str, Any]:
-    """{"variants": {way: {"engine_cpu_ratio_to_off", "http_bytes_per_token"}}}."""
+    """Measure an engine's CPU and bytes per token, by way.
+
+    Returns:
+        {"variants": {way: {"engine_cpu_ratio_to_off", "http_bytes_per_token"}}}, and the number of pairs.
+    """
     from examples.embedded.sglang import EngineOptions, EngineServer
 
     with ExitStack() as stack:
@@ -101,13 +105,16 @@ def _options(folder: Path, relay_url: str) -> dict[str, Any]:
     (plugin / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nr3channel_bench = {_NAME}:register\n")
     env = {"R3CHANNEL_RELAY_URL": relay_url, "R3CHANNEL_TOKEN_FILE": str(folder / "token")}
     env |= {"R3CHANNEL_DELIVERY": "direct", "PYTHONPATH": f"{folder}:{environment()['PYTHONPATH']}"}
-    # A random model repeats itself: what lz4 gains there, real routing does not give.
+    # A random model repeats itself: lz4 gains there what it would not gain with real routing.
     options = {"env": env, "codec": "stored", "extra_args": ("--disable-radix-cache",)}
     return options | {"model": write_model(folder / "model", layers=SPEC.num_layers, dense_layers=())}
 
 
 def _round(url: str, pids: list[int], relay: Relay, numbers: Iterator[int], way: str) -> tuple[float, float]:
-    """(CPU us per token, bytes per row). Every round asks for the same, and finds no prefix of it in the engine."""
+    """Send one request and return (CPU us per token, bytes per row).
+
+    Every round asks for the same tokens, and finds no prefix of them in the engine.
+    """
 
     def sent() -> float:
         return relay.metrics.value("r3channel_bytes_total", leg="engine_direct")
@@ -129,7 +136,10 @@ def _round(url: str, pids: list[int], relay: Relay, numbers: Iterator[int], way:
 
 
 def register() -> None:
-    """SGLang's plug-in in that engine: each request says by its id, `way:number`, which capturer it is served with."""
+    """Register the plug-in of the engine that is measured.
+
+    A request's id, `way:number`, says which capturer serves the request.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     ways: dict[str, Callable[[], None]] = {}
@@ -164,7 +174,10 @@ def _capturer(kind: Any, model_config: Any, slots: int, *, requests: int) -> Any
 
 
 def scheduler(effort: Effort) -> dict[str, Any]:
-    """In a child: SGLang's classes need the embedded environment from the first import on."""
+    """Measure the scheduler's thread in a child process.
+
+    SGLang's classes need the embedded environment from the first import on.
+    """
     from examples.embedded.sglang import environment
 
     arguments = ["-m", _NAME, str(effort.rounds_of(40, 10)), str(effort.of(120_000, 20_000))]
@@ -174,7 +187,18 @@ def scheduler(effort: Effort) -> dict[str, Any]:
 def child_said(
     arguments: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The JSON object in the last line of a Python process, which ends with all that it has started."""
+    """Return the JSON object in the last line of a Python process.
+
+    All processes that it has started end with it.
+
+    Args:
+        arguments: Arguments of the Python interpreter.
+        timeout_s: Seconds until the process has to end.
+        env: Environment of the process, or None for this process's own.
+
+    Raises:
+        EngineUnavailable: If the process does not end in time, or ends with a status other than 0.
+    """
     from examples.embedded.sglang import kill_family
 
     command = [sys.executable, *arguments]
@@ -193,10 +217,13 @@ def child_said(
 
 
 def scheduler_us(*, rounds: int, slots: int) -> dict[str, Any]:
-    """{"reply_us": {rows: {way: us}}, "reply_of_stock": {rows: {way: ratio}}, ...; `pass` too}.
+    """Measure the scheduler thread's CPU for replies and passes.
 
-    `reply`: from a request's end until its rows are in the message to the detokenizer; `pass`: the end of a forward pass, the
-    host's write included.
+    `reply` lasts from a request's end until its rows are in the message to the detokenizer. `pass` is the end of a forward pass,
+    the host's write included.
+
+    Returns:
+        {"reply_us": {rows: {way: us}}, "reply_of_stock": {rows: {way: ratio}}, ...}; the same for `pass`.
     """
     thread, result = SchedulerThread(slots), dict[str, Any]()
     for name, ways, sizes, draw in (
@@ -210,7 +237,10 @@ def scheduler_us(*, rounds: int, slots: int) -> dict[str, Any]:
 
 
 def _medians_us(ways: Ways, draw: Callable[[], Any], rounds: int) -> dict[str, float]:
-    """{way: CPU us of this thread}; what `draw` makes for a call is not in its time."""
+    """Return the median CPU us of this thread by way.
+
+    The time to make what `draw` returns for a call is not counted.
+    """
 
     def call_us(way: Callable[[Any], object]) -> float:
         drawn, begin_s = draw(), time.thread_time()
@@ -222,7 +252,9 @@ def _medians_us(ways: Ways, draw: Callable[[], Any], rounds: int) -> dict[str, f
 
 
 class SchedulerThread:
-    """As much of SGLang's scheduler as capture sees: settings, capturers with full host caches, ends of passes and requests."""
+    """The parts of SGLang's scheduler that capture sees: settings, capturers with full host caches, ends of passes and
+    requests.
+    """
 
     def __init__(self, slots: int) -> None:
         from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
@@ -243,7 +275,13 @@ class SchedulerThread:
                 end(_batch(slots_T))
 
     def request(self, rows: int) -> Any:
-        """One that ends: a quarter prefilled in one run of slots, the rest decoded among `BATCH` requests."""
+        """Make a request that ends.
+
+        A quarter of its rows were prefilled in one run of slots; the rest were decoded among `BATCH` requests.
+
+        Args:
+            rows: Number of its rows.
+        """
         prompt, start = rows // 4, int(self._rng.integers(self._slots))
         decoded = start + prompt + np.arange(rows + 1 - prompt) * BATCH
         table_T = np.concatenate([start + np.arange(prompt), decoded]) % self._slots
@@ -255,7 +293,13 @@ class SchedulerThread:
         return req
 
     def batch(self, rows: int) -> Any:
-        """A pass over slots as they come when many requests have come and gone."""
+        """Make a pass over slots in random order.
+
+        Slots come in this order after many requests have come and gone.
+
+        Args:
+            rows: Number of its rows.
+        """
         return _batch(torch.from_numpy(self._rng.permutation(self._slots)[:rows]))
 
     def passes(self) -> Ways:
@@ -299,11 +343,14 @@ class SchedulerThread:
 
 
 def topk_us(*, rounds: int) -> dict[str, Any]:
-    """{"topk_us": {way: us}, "topk_bytes": {way: bytes}} of a response token with its 128 likeliest.
+    """Measure a response token with its 128 likeliest tokens.
 
-    A way is from the sampler's log-probs to the replies' JSON, of a batch: `stock`, SGLang's lists; `binary`, int32 and float32
-    in base64, as slime's engines answer; `ours`. `choose`, and `choose_packed` of ours, are what of it a GPU does where there is
-    one. `manager`: from our replies to rest in a relay.
+    A way lasts from the sampler's log-probs to the replies' JSON, for a batch: `stock`, SGLang's lists; `binary`, int32 and
+    float32 in base64, as slime's engines answer; `ours`. `choose`, and `choose_packed` of ours, are the part that a GPU does
+    where there is one. `manager` lasts from our replies to rest in a relay.
+
+    Returns:
+        {"topk_us": {way: us}, "topk_bytes": {way: bytes}}, both per token.
     """
     from orjson import dumps
     from sglang.srt.layers.logprob_processor import get_top_logprobs
@@ -315,7 +362,7 @@ def topk_us(*, rounds: int) -> dict[str, Any]:
     told: dict[str, Any] = {"where": "", "key": None, "tokens": _PASSES + 1, "held_rows": 0, "room_s": 1.0}
 
     def kept(take: Callable[..., Any]) -> list[list[list[Any]]]:
-        """[values, ids][request][token], as SGLang's processor keeps them."""
+        """Return [values, ids][request][token], as SGLang's processor keeps them."""
         both = [take(logprobs_BV, [128] * BATCH, no_copy_to_cpu=True) for _ in passes]
         return [[[each[part][at].tolist() for each in both] for at in range(BATCH)] for part in (0, 1)]
 
@@ -360,13 +407,16 @@ def topk_us(*, rounds: int) -> dict[str, Any]:
 
 
 def _published() -> Any:
-    """SGLang's settings, now those of this process, and the configuration of a model of our shape."""
+    """Publish SGLang's settings in this process.
+
+    Return the configuration of a model of our shape.
+    """
     from sglang.srt import runtime_context, server_args
     from transformers import Qwen3MoeConfig
 
     from examples.embedded import sglang_host
 
-    sglang_host.register()  # plain memory for pinned
+    sglang_host.register()  # plain memory instead of pinned memory
     make: Any = server_args.ServerArgs  # its fields are made at run time
     asked = {"chunked_prefill_size": max(PASS_ROWS), "enable_return_routed_experts": True}
     ranks = runtime_context.SpawnRanks(world_rank=0)
@@ -375,7 +425,10 @@ def _published() -> Any:
 
 
 def _batch(slots_T: torch.Tensor) -> Any:
-    """A forward pass that decodes these slots, as far as capturers ask."""
+    """Return a forward pass that decodes these slots.
+
+    It has the fields that capturers ask for.
+    """
     mode = SimpleNamespace(is_decode=lambda: True, is_target_verify=lambda: False)
     return SimpleNamespace(out_cache_loc=slots_T, out_cache_loc_virtual=None, forward_mode=mode)
 

@@ -1,10 +1,10 @@
 """What the channel, and what replay alone, costs a train step of real Megatron-core on this CPU.
 
 `bench e2e`: a trainer's CPU per step, in interleaved pairs of the same step with and without the channel. The relay and the
-trainer are two processes, Ray actors on two raylets; rows go over TCP, hellos over Ray. Only the trainer's process is timed. Its
-step is small (1,024 tokens, four layers), so what the channel costs per step weighs more than it would in a real one.
+trainer are two processes, Ray actors on two raylets. Rows go over TCP, hellos over Ray. Only the trainer's process is timed. Its
+step is small (1,024 tokens, four layers), so the channel's cost per step weighs more than it would in a real one.
 `bench replay`: two equal models, one without replay and one that replays the very ids that the first one chooses, so that the
-experts' work is the same; their steps are interleaved, and nothing travels or is checked. A step is forward, full recompute,
+experts' work is the same. Their steps are interleaved, and nothing travels or is checked. A step is forward, full recompute,
 backward and optimizer over four micro-batches.
 """
 
@@ -56,7 +56,7 @@ class StepRelay(RelayHost):
         self.relay = Relay(RoutingSpec.from_dict(spec), TrainerLayout(), ChannelConfig())
 
     def seal(self, step: int) -> bytes:
-        """The ticket of a step."""
+        """Add a step's frames, seal the step and return its ticket."""
         for name, frame in self._frames.items():
             microbatch, sample = map(int, name.split("-"))
             self.relay.add_frame(name, frame, _tokens_SP(microbatch)[sample].tolist())
@@ -67,8 +67,9 @@ class StepRelay(RelayHost):
 
 
 class StepTrainer:
-    """A trainer, in a process of its own for the pairs: the same Megatron step without routing, through the real channel, and
-    replaying rows at hand. BUILT -> attach -> step* -> close."""
+    """A trainer; for the pairs it is in a process of its own. It runs the same Megatron step without routing, through the real
+    channel, and replaying rows at hand. BUILT -> attach -> step* -> close.
+    """
 
     def __init__(self, *, layers: int = 4) -> None:
         from examples.embedded import megatron as embedded
@@ -87,12 +88,17 @@ class StepTrainer:
         self._spec = megatron.spec_from_config(self.model.chunks)
 
     def driver(self) -> ReplayDriver:
-        """Bound to the model that replays; to be closed."""
+        """Return a driver of the model that replays; close it."""
         return ReplayDriver.attach(self.model.chunks, spec=self._spec, layout=self._layout)
 
     def routing(self) -> tuple[dict[str, Any], dict[str, bytes], list[list[str]]]:
-        """(Spec, a frame by sample, samples by micro-batch). The ids are those that the model chooses by itself, so that the
-        experts' work is equal."""
+        """Return the routing that the model chooses by itself.
+
+        With these ids the experts' work is equal with and without replay.
+
+        Returns:
+            (the spec, a frame by sample, samples by micro-batch).
+        """
         with closing(self.driver()) as driver:
             ids = _natural_ids(self.model, driver)
         frames, names = {}, []
@@ -121,7 +127,11 @@ class StepTrainer:
             _train_step(self.model, step)
 
     def cpu_s(self, ticket: bytes | None = None) -> float:
-        """CPU seconds of this process for one step: through the channel if there is a ticket."""
+        """Return this process's CPU seconds for one step.
+
+        Args:
+            ticket: The ticket of a step through the channel, or None for a step without routing.
+        """
         return timed(self.plain if ticket is None else partial(self.through_channel, ticket))()
 
     def close(self) -> None:
@@ -129,7 +139,10 @@ class StepTrainer:
 
 
 def _frames(spec: RoutingSpec, ids: dict[tuple[int, int], torch.Tensor], microbatch: int) -> list[bytes]:
-    """Rows are sequence-major; a sample's last token has no row."""
+    """Return the frames of a micro-batch's samples.
+
+    Rows are sequence-major; a sample's last token has no row.
+    """
     layers_LPSK = np.stack(
         [ids[microbatch, layer].numpy().reshape(LENGTH, SAMPLES, spec.top_k) for layer in spec.moe_layers]
     )
@@ -138,7 +151,11 @@ def _frames(spec: RoutingSpec, ids: dict[tuple[int, int], torch.Tensor], microba
 
 
 def pairs(effort: Effort) -> dict[str, Any]:
-    """Ratios of CPU, on over off: median of the pairs and the 95 % interval of that median."""
+    """Measure the trainer's CPU with the channel over CPU without it.
+
+    Returns:
+        Ratios: the median of the pairs and the 95 % interval of that median.
+    """
     with two_nodes(store_bytes=_STORE_BYTES):
         trainer = start_actor(StepTrainer, node=RANK_NODE)
         relay = start_actor(StepRelay, *call(trainer.routing.remote()), node=MANAGER_NODE, threads=8)
@@ -161,7 +178,10 @@ def pairs(effort: Effort) -> dict[str, Any]:
 
 
 def _natural_ids(model: TrainerModel, driver: ReplayDriver) -> dict[tuple[int, int], torch.Tensor]:
-    """(micro-batch, layer) -> [rows, K] that the model chooses by itself, sequence-major."""
+    """Return the ids that the model chooses by itself.
+
+    They are (micro-batch, layer) -> [rows, K], sequence-major.
+    """
     with torch.no_grad(), RouterTap(driver) as tap:
         for index in range(MICROBATCHES):
             with driver.off(microbatch=index):
@@ -170,7 +190,10 @@ def _natural_ids(model: TrainerModel, driver: ReplayDriver) -> dict[tuple[int, i
 
 
 def _train_step(model: TrainerModel, step: ReplayStep | None = None) -> None:
-    """Forward, full recompute, backward, optimizer; replaying where a step is given."""
+    """Run forward, full recompute, backward and optimizer.
+
+    Ids are replayed if a step is given.
+    """
 
     def forward_step(numbers: Iterator[int], chunk: torch.nn.Module) -> Any:
         index = next(numbers)
@@ -196,10 +219,13 @@ def _forward(model: TrainerModel, index: int) -> torch.Tensor:
 
 
 def replay(effort: Effort) -> dict[str, Any]:
-    """Overheads in percent of the step without replay: median of the pairs, with a 95 % interval of that median.
+    """Measure what replay adds to a train step, in percent.
 
-    `operations`: what replay gives a GPU for each router and each micro-batch beside the model's own, counted.
-    `router_call_cpu_us`: of the same way on this CPU; `router_calls_percent`: what all such calls take, of a step without replay.
+    Returns:
+        Overheads over the step without replay: the median of the pairs, with a 95 % interval of that median. `operations` counts
+        what replay gives a GPU for each router and each micro-batch beside the model's own operations. `router_call_cpu_us` is a
+        router's call, in the way of a GPU, on this CPU; `router_calls_percent` is what all such calls take of a step without
+        replay.
     """
     with closing(StepTrainer(layers=2)) as small:
         few, few_added = _added_operations(small)
@@ -227,8 +253,11 @@ def replay(effort: Effort) -> dict[str, Any]:
 
 
 def _placed(trainer: StepTrainer, *, noted: bool = False) -> RankShard:
-    """A step's rows, placed without a connection, and not checked; or `noted`, as on a GPU, where all layers of a micro-batch are
-    widened at once and what differs from the engines' digests is read at the end."""
+    """Return a step's rows, placed without a connection and not checked.
+
+    With `noted` they are handled as on a GPU: all layers of a micro-batch are widened at once, and differences from the engines'
+    digests are read at the end.
+    """
     spec, frames, names = trainer.routing()
     with closing(StepRelay(spec, frames, names)) as relay:
         ticket = Ticket.from_bytes(relay.seal(0))
@@ -237,15 +266,18 @@ def _placed(trainer: StepTrainer, *, noted: bool = False) -> RankShard:
     digests_SL = torch.from_numpy(np.stack(digests).view(np.int64)) if noted else None
     shard = ticket.plan.shard(dp=0, pp=0)
     rank = RankShard.from_whole(ticket, shard, rows_N, tp=0, digests_SL=digests_SL)
-    rank.digests._host_SL = None  # a CPU's way is to check each router's rows by themselves
+    rank.digests._host_SL = None  # on a CPU each router's rows are checked by themselves
     return rank
 
 
 def _added_operations(trainer: StepTrainer) -> tuple[int, float]:
-    """The routers, and what replay adds to a micro-batch's forward pass, recompute and backward."""
+    """Return the number of routers, and the operations that replay adds.
+
+    These are the operations of one micro-batch's forward pass, recompute and backward.
+    """
     ranks, added = [_placed(trainer, noted=True) for _ in range(2)], 0
     with closing(trainer.driver()) as driver:
-        for rank in ranks:  # a model's first step makes what it keeps
+        for rank in ranks:  # a model's first step allocates what it keeps
             with Operations() as plain:
                 trainer.plain()
             with driver.step(rank, step=0) as step, Operations() as replayed:
@@ -255,7 +287,10 @@ def _added_operations(trainer: StepTrainer) -> tuple[int, float]:
 
 
 def _call_cpu_us(trainer: StepTrainer, rank: RankShard, rounds: int) -> dict[str, float]:
-    """CPU of a router's call that replays, with its share of pass and step, and of one that chooses."""
+    """Return CPU us of a router's replaying and choosing call.
+
+    The call that replays includes its share of the pass and of the step.
+    """
     with torch.no_grad(), closing(trainer.driver()) as driver:
         handles = driver.handles.values()
         scores_RE = torch.rand(SAMPLES * LENGTH, rank.shard.spec.num_experts)

@@ -1,4 +1,6 @@
-"""What all benchmarks share: options, interleaved rounds, clocks, the stamp of the machine, and how a result is printed."""
+"""The parts that all benchmarks share: options, interleaved rounds, clocks, the stamp of the machine, and how results are
+printed.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _PACKAGES = ("numpy", "torch", "sglang", "megatron-core", "ray", "numba")
 
 
 class Effort(NamedTuple):
-    """What the options ask for."""
+    """The amount of work that the options ask for."""
 
     quick: bool = False
     rounds: int | None = None
@@ -39,11 +41,17 @@ class Effort(NamedTuple):
 
 
 Parts = Mapping[str, Callable[[Effort], dict[str, Any]]]
-"""Name -> what measures this part. Each returns keys of the result; dictionaries of equal name are joined."""
+"""Name -> the call that measures this part. It returns keys of the result; dictionaries of equal name are merged."""
 
 
 def run(argv: Sequence[str], parts: Parts, *, about: str) -> int:
-    """Measure and print; exit status 0. `argv`: the benchmark's name, then its options."""
+    """Measure and print; return exit status 0.
+
+    Args:
+        argv: The benchmark's name, then its options.
+        parts: What the benchmark measures.
+        about: The description in its help.
+    """
     parser = commands.parser("bench", prog=f"bench {argv[0]}", description=about)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.add_argument("--quick", action="store_true", help="little data, few rounds: the result's shape")
@@ -61,7 +69,13 @@ def run(argv: Sequence[str], parts: Parts, *, about: str) -> int:
 
 
 def at_least_one(text: str) -> int:
-    """An argparse type for counts: without a round there is nothing to take a median of."""
+    """Parse a count of at least 1 for argparse.
+
+    Without a round there is nothing to take a median of.
+
+    Raises:
+        argparse.ArgumentTypeError: For any other text.
+    """
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}, expected a whole number of at least 1")
     return int(text)
@@ -73,8 +87,18 @@ def at_least_one(text: str) -> int:
 def interleaved(
     calls: Mapping[str, Callable[[], _T]], *, rounds: int, warm_up: int = 1
 ) -> dict[str, list[_T]]:
-    """What each call returned, by name. Every round makes all calls, so that all see the same machine, each round
-    beginning with another one; the results of the first `warm_up` rounds are not kept."""
+    """Make all calls in every round and return their results.
+
+    So all calls see the same machine. Each round begins with another call.
+
+    Args:
+        calls: Calls by name.
+        rounds: Number of rounds whose results are kept.
+        warm_up: Number of rounds before them, whose results are not kept.
+
+    Returns:
+        What each call returned, by name.
+    """
     names, seen = list(calls), {name: [] for name in calls}
     for number in range(rounds + warm_up):
         first = number % len(names)
@@ -88,9 +112,12 @@ def interleaved(
 def timed(
     call: Callable[[], object], *, clock: Callable[[], float] = time.process_time, min_s: float = 0.0
 ) -> Callable[[], float]:
-    """A call that returns its own seconds: by default CPU of this process, which moves less than wall time on a shared machine.
+    """Return a call that returns its own seconds.
 
-    `min_s`: calls that are shorter are repeated as often as it takes, and the mean is returned.
+    Args:
+        call: What is timed.
+        clock: The clock in seconds. The default is this process's CPU time, which moves less than wall time on a shared machine.
+        min_s: A shorter call is repeated until it takes this many seconds, and the mean is returned.
     """
     repeats = 1
 
@@ -107,13 +134,23 @@ def timed(
 
 
 def medians_s(calls: Mapping[str, Callable[[], object]], *, rounds: int, **options: Any) -> dict[str, float]:
-    """Median seconds of each call (see `timed`) over interleaved rounds."""
+    """Return each call's median seconds over interleaved rounds.
+
+    Args:
+        calls: Calls by name.
+        rounds: Number of rounds.
+        options: Options of `timed`.
+    """
     seen = interleaved({name: timed(call, **options) for name, call in calls.items()}, rounds=rounds)
     return {name: median(values) for name, values in seen.items()}
 
 
 def ratio(ours: Iterable[float], theirs: Iterable[float]) -> dict[str, float]:
-    """`ours` over `theirs`, pair by pair: the median, with the 95 % interval of that median (bootstrap)."""
+    """Return the median of `ours` over `theirs`, pair by pair.
+
+    Returns:
+        The median, and the bounds of its 95 % interval (bootstrap).
+    """
     ratios = np.array([mine / other for mine, other in zip(ours, theirs, strict=True)])
     draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
     low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
@@ -121,16 +158,17 @@ def ratio(ours: Iterable[float], theirs: Iterable[float]) -> dict[str, float]:
 
 
 def family_of(pid: int) -> list[int]:
-    """A process and all that it has started."""
+    """Return the ids of a process and of all its descendants."""
     import psutil
 
     return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
 
 
 def cpu_seconds_of(pids: Iterable[int]) -> float:
-    """CPU seconds that living processes have used, ended threads included; a process that is gone counts nothing.
+    """Return the CPU seconds that living processes have used.
 
-    Reads each process's own CPU clock (Linux: clock id ~pid << 3 | 2, see clock_getcpuclockid(3)), in nanoseconds.
+    Threads that have ended are included. A process that has ended counts nothing. Each process's own CPU clock is read, in
+    nanoseconds (Linux: clock id ~pid << 3 | 2, see clock_getcpuclockid(3)).
     """
     total = 0.0
     for pid in pids:
@@ -143,8 +181,15 @@ def cpu_seconds_of(pids: Iterable[int]) -> float:
 
 
 def stamp(load_before: float) -> dict[str, Any]:
-    """The machine, as plain values. `load` is the system's of one minute, before and after; the second counts the
-    benchmark itself. `memcpy_gbps` is that of one thread between two touched buffers far larger than the cache."""
+    """Return a description of the machine as plain values.
+
+    Args:
+        load_before: The system's load before the benchmark.
+
+    Returns:
+        Among others `load`, the system's load of one minute, before and after the benchmark; the second value counts the
+        benchmark itself. `memcpy_gbps` is the speed of one thread between two touched buffers far larger than the cache.
+    """
     versions = {found.name: found.version for found in distributions() if found.name in _PACKAGES}
     source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)
     copy_s = timed(lambda: np.copyto(target, source), clock=time.monotonic)
@@ -159,7 +204,8 @@ def stamp(load_before: float) -> dict[str, Any]:
 
 
 def described(machine: dict[str, Any]) -> str:
-    """
+    """Return a machine's stamp on one line.
+
     >>> described({"cpu": "Intel Xeon", "cores": 2, "load": [0.3, 2.0]}), described({"cpu": "AMD EPYC", "cores": 2, "load": []})
     ('2 x Intel Xeon, load 0.3 to 2.0', '2 x AMD EPYC, load unknown')
     """
@@ -168,7 +214,10 @@ def described(machine: dict[str, Any]) -> str:
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """A result for a person: what has equal keys as a table, every other figure on a line of its own."""
+    """Return a result as text for a person.
+
+    Entries with equal keys become a table; every other figure is on a line of its own.
+    """
     lines = list(_lines("", {key: value for key, value in result.items() if key != "machine"}))
     machine = result["machine"]
     return "\n".join([*lines, "", f"{described(machine)}, memcpy {machine['memcpy_gbps']} GB/s"])

@@ -1,4 +1,4 @@
-"""Counts what a device is given to do: a step that is bound by launches pays for each, on any GPU."""
+"""Counts the operations that a device is given: a step that is bound by launches pays for each, on any GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Operations(TorchDispatchMode):
-    """Lists the operations that are given to a device inside the block, views left out."""
+    """Lists the operations that are given to a device inside the block. Views are left out."""
 
     def __init__(self) -> None:
         super().__init__()

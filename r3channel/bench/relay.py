@@ -1,11 +1,11 @@
-"""A step's routing from the manager to every trainer rank, ours beside its peers and the limit; then our path part by part.
+"""A step's routing from the manager to every trainer rank: ours, its peers and the limit; then our path part by part.
 
 `steps`: one process tree, a manager and four ranks, Ray actors on two raylets of this machine, that run every path in turn on the
-same data. The whole way begins with the bodies of engines' replies in memory (JSON and base64) and ends when every rank holds its
-own rows, contiguous and writable per layer, and its routers have taken them in a dtype that Megatron's gather accepts; the timed
+same data. The whole way begins with the bodies of engines' replies in memory (JSON and base64). It ends when every rank holds its
+own rows, contiguous and writable per layer, and its routers have taken them in a dtype that Megatron's gather accepts. The timed
 section ends there too, and begins with verified rows about to be sealed (peers: with decoded arrays in memory).
-The other parts need no Ray and are CPU time of one process; samples have about 4,096 tokens, and a step's bodies, rows and shard
-are larger than a cache:
+The other parts need no Ray and are CPU time of one process. Samples have about 4,096 tokens. A step's bodies, rows and shard are
+larger than a cache:
 
     bodies     reply bodies in memory -> the rows of all layers placed in one receiver's shard and verified: JSON, base64, token
                ids, the frame's checks, ids checked and digested, seal, ticket there and back, each row written where its router
@@ -55,32 +55,32 @@ _CALL_S = 180.0
 """Deadline of one call; nothing here takes a tenth of it on a quiet machine."""
 _STORE_BYTES = 1 << 30
 MODELS = ("qwen3-30b-a3b", "qwen3-next", "kimi-k2", "gpt-oss-120b")
-"""The first is the one of what is measured for one model."""
+"""The first model is used where only one is measured."""
 SEALS = {64: "dp=4,packing=thd", 8192: "dp=64,pp=4,tp=4,packing=thd"}
 """Samples of a step -> its layout."""
 _SHORT = 8
 """Tokens of a sample where only the number of samples matters."""
 _AT_0 = "RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_worker_niceness"
-"""The last because peers are measured at their best: beside other work Ray's processes would be nice by 15."""
+"""The last one, because peers are measured at their best: otherwise Ray's processes would yield to others (nice 15)."""
 _RAY_ENV = dict.fromkeys(_AT_0, "0") | {"OMP_NUM_THREADS": "1"}
 
 
 class EndStatesDiffer(R3Error):
-    """Two paths did not leave the same rows at a rank; their times cannot be compared."""
+    """Two paths left different rows at a rank; their times cannot be compared."""
 
 
 class Round(NamedTuple):
-    """One path's round. Seconds."""
+    """One path's round, in seconds."""
 
     wall: float
-    """Timed section: sealed (ours) or arrays in memory (peers) -> every rank's routers have taken their rows; raw gloo ends with
-    bytes held."""
+    """The timed section: from a sealed step (ours) or arrays in memory (peers) until every rank's routers have taken their rows;
+    raw gloo ends when the bytes are held."""
     cpu: float
-    """Every process of the tree, Ray's own included, in the timed section."""
+    """CPU of every process of the tree, Ray's own included, in the timed section."""
     manager_cpu: float
-    """The manager's process, in the timed section."""
+    """CPU of the manager's process, in the timed section."""
     before: Seconds
-    """The manager, from the bodies of replies up to the timed section; zeros where that was left out."""
+    """Seconds of the manager, from the bodies of replies up to the timed section; zeros if that was left out."""
 
 
 # -- processes -------------------------------------------------------------------------------------------------------------
@@ -88,9 +88,15 @@ class Round(NamedTuple):
 
 @contextlib.contextmanager
 def two_nodes(*, store_bytes: int) -> Iterator[None]:
-    """One for the manager, one for the ranks. Each raylet has its own object store, so an object crosses from one to the other as
-    it would between machines, over loopback. `store_bytes`: each one's; it is reserved, not touched. Ray's own settings stay:
-    chunks of 64 MiB instead of 5 took 1.6 to 2 times as long (262,144 tokens, int32 and uint8)."""
+    """Run a Ray cluster of two nodes: the manager's and the ranks'.
+
+    Each raylet has its own object store. So an object crosses from one raylet to the other as it would between machines, over
+    loopback. Ray's own settings stay: chunks of 64 MiB instead of 5 took 1.6 to 2 times as long (262,144 tokens, int32 and
+    uint8).
+
+    Args:
+        store_bytes: Size of each object store, which is reserved and not touched.
+    """
     from ray.cluster_utils import Cluster
 
     folders = [str(Path(r3channel.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -113,12 +119,12 @@ def start_actor(cls: type, *arguments: Any, node: str, threads: int = 1) -> Any:
 
 
 def call(references: Any) -> Any:
-    """`ray.get` with a deadline."""
+    """Wait for Ray's results, with a deadline."""
     return ray.get(references, timeout=_CALL_S)
 
 
 class Manager(RelayHost):
-    """A Ray actor that holds the sending half of every path. The ranks' control calls come beside, on other threads."""
+    """A Ray actor that holds the sending half of every path. The ranks' control calls run beside it, on other threads."""
 
     def __init__(self, case: Case) -> None:
         torch.set_num_threads(1)
@@ -130,7 +136,7 @@ class Manager(RelayHost):
         gc.freeze()  # modules and the step's data need no collecting
 
     def meet(self, ranks: list[Any]) -> int:
-        """All paths deliver to these; our process id."""
+        """Set the ranks of all paths, and return our process id."""
         self._ranks = ranks
         return os.getpid()
 
@@ -144,15 +150,23 @@ class Manager(RelayHost):
         return self._sending[path].prepare(whole=whole)
 
     def deliver(self, path: str) -> tuple[float, list[tuple[float, float]]]:
-        """(time.monotonic at which the timed section began, what `Rank.take` returned)."""
+        """Deliver a step's rows over a path.
+
+        Returns:
+            (time.monotonic at which the timed section began, what each `Rank.take` returned).
+        """
         answers: list[Any] = []
         start_s = self._sending[path].deliver(partial(self._start, path, answers))
         return start_s, call(answers)
 
     def ready(self) -> tuple[float, float]:
-        """Ours, in a round in which the trainers come when the step was prepared, as they do in a loop.
+        """Run a round of ours in which trainers come late.
 
-        (CPU of this process up to there, apart from sending; seconds from calling the ranks until they hold their rows.)
+        They come when the step was prepared, as they do in a loop.
+
+        Returns:
+            (CPU seconds of this process until the step is prepared, apart from sending; seconds from calling the ranks until they
+            hold their rows).
         """
         _, prepared_s = self._own.prepare(whole=True)
         tickets: list[Any] = []
@@ -172,11 +186,14 @@ class Manager(RelayHost):
 
     @ray.method(tensor_transport="gloo")
     def tensors_of(self, dp: int) -> list[torch.Tensor]:
-        """A DP rank's samples, kept here; Ray Direct Transport sends them."""
+        """Return a DP rank's samples, which are kept here.
+
+        Ray Direct Transport sends them.
+        """
         return [torch.from_numpy(self._work.narrow[name]) for name in self._work.of_rank(dp)]
 
     def bytes_sent(self) -> dict[str, int]:
-        """Per step, by path."""
+        """Return the bytes sent per step, by path."""
         return {path: half.bytes_sent for path, half in self._sending.items()}
 
     def close(self) -> None:
@@ -195,11 +212,16 @@ class Rank:
         gc.freeze()
 
     def take(self, path: str, payload: Any) -> tuple[float, float]:
-        """When rows were held, and when the routers had taken all: time.monotonic, comparable on one machine."""
+        """Take a step's rows and return two times.
+
+        Returns:
+            The time when rows were held, and the time when the routers had taken all. Both are time.monotonic, comparable on one
+            machine.
+        """
         return self._taking[path].take(payload), time.monotonic()
 
     def digest(self, path: str) -> str:
-        """The digest of the ids that the last `take` left."""
+        """Return the digest of the ids that the last `take` left."""
         return paths.digest(self._taking[path].tensors())
 
     def settle(self) -> None:
@@ -232,7 +254,11 @@ class Tree:
         self._rounds: dict[str, int] = dict.fromkeys(ALL, 0)
 
     def check_ends(self) -> None:
-        """A warm-up round of every path; all must end with the same ids."""
+        """Run a warm-up round of every path and compare their ends.
+
+        Raises:
+            EndStatesDiffer: If not all paths end with the same ids.
+        """
         ends = {}
         for path in ALL:
             self.round(path)
@@ -253,7 +279,10 @@ class Tree:
         return Round(max(end_s for _, end_s in ends) - start_s, cpu_s, manager_s, before)
 
     def _direct(self) -> tuple[float, Any]:
-        """Ray moves the tensors between two actor calls; this process submits both."""
+        """Let Ray move the tensors between two actor calls.
+
+        This process submits both calls.
+        """
         start_s = time.monotonic()
         kept = [self.manager.tensors_of.remote(dp) for dp in range(len(self.ranks))]
         return start_s, call([rank.take.remote(DIRECT, k) for rank, k in zip(self.ranks, kept, strict=True)])
@@ -263,7 +292,11 @@ class Tree:
 
 
 def steps(effort: Effort) -> dict[str, Any]:
-    """Medians of interleaved rounds, per-token figures."""
+    """Measure every path in interleaved rounds.
+
+    Returns:
+        Medians, and figures per token.
+    """
     rounds = effort.rounds_of(20, 3)
     with two_nodes(store_bytes=_STORE_BYTES):
         tree = Tree(CASE, whole=effort.of(5, 1))
@@ -279,8 +312,16 @@ def steps(effort: Effort) -> dict[str, Any]:
 
 
 def path_of(path: str, seen: Mapping[str, Sequence[Round]], *, bytes_sent: int) -> dict[str, Any]:
-    """The whole way and the manager's CPU are None for the limit, which begins with placed rows. Ray Direct Transport starts from
-    the arrays that Ray's numpy path decodes."""
+    """Return one path's medians.
+
+    The whole way and the manager's CPU are None for the limit, which begins with placed rows. Ray Direct Transport starts from
+    the arrays that Ray's numpy path decodes.
+
+    Args:
+        path: The path.
+        seen: All rounds, by path.
+        bytes_sent: Bytes that the path sends per step.
+    """
     wall_s, cpu_s, manager_s = (median(column) for column in list(zip(*seen[path], strict=True))[:3])
     before = [row.before for row in seen[NUMPY if path == DIRECT else path] if row.before[0]]
     before_s = [median(column) for column in zip(*before, strict=True)]
@@ -296,13 +337,13 @@ def path_of(path: str, seen: Mapping[str, Sequence[Round]], *, bytes_sent: int) 
 
 
 def _work(model: str, effort: Effort) -> paths.Workload:
-    """As many tokens as have 100 MB of ids."""
+    """Return a workload with 100 MB of ids."""
     tokens = effort.of(100_000_000 // model_named(model).spec.bytes_per_token, 65_536)
     return paths.Workload(Case(model, tokens))
 
 
 def _whole_way(relay: Relay, work: paths.Workload) -> Callable[[], None]:
-    """A call that takes the next step's bodies and receives it."""
+    """Return a call that takes the next step's bodies and receives it."""
     step, rows_N, bodies = itertools.count(), None, work.bodies
 
     def once() -> None:

@@ -1,17 +1,18 @@
-"""The paths of `bench relay`: what all of them start from, where all of them end, and the two halves of each.
+"""The paths of `bench relay`: where all of them start, where all of them end, and the two halves of each.
 
 The manager's half (`...Sending`): `prepare` starts from the bodies of engines' replies and returns its seconds (`whole=False`
-may skip work whose result is at hand); `deliver` starts from what a sealed step starts from, starts every rank and returns the
-time.monotonic at which the clock started, as soon as the manager's part is done; `settle` frees what the step held, once all
-ranks have ended; `bytes_sent` leave the manager per step, over all ranks. A rank's half (`...Taking`): `take` ends when its
-routers have taken the rows and returns the time.monotonic at which they were held, contiguous and writable; `tensors` are what
-the routers took, before widening, in memory of that path alone: none can end right by what another has left. Both halves live in
-processes that all paths share.
+may skip work whose result is at hand). `deliver` starts from what a sealed step starts from and starts every rank. It returns
+the time.monotonic at which the clock started, as soon as the manager's part is done. `settle` frees what the step held, once all
+ranks have ended. `bytes_sent` leave the manager per step, over all ranks.
+
+A rank's half (`...Taking`): `take` ends when the rank's routers have taken the rows. It returns the time.monotonic at which the
+rows were held, contiguous and writable. `tensors` are what the routers took, before widening, in memory of that path alone: so no
+path can end right by what another has left. Both halves live in processes that all paths share.
 
 Peers are written here from reading slime: JSON, base64 and copy, count check, all-zero-layer check (torch only), split
-by DP rank, one put per DP rank; every rank gets its DP rank's whole object, then pads, cuts and copies per layer. At their best:
-a rank is started as soon as its own object is put, gets read out of shared memory without a copy (numpy), and rows are copied
-once into memory that is reused.
+by DP rank, one put per DP rank; every rank gets its DP rank's whole object, then pads, cuts and copies per layer. They are at
+their best: a rank is started as soon as its own object is put, gets read out of shared memory without a copy (numpy), and rows
+are copied once into memory that is reused.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ from r3channel.wire.routing import Ids
 OWN, LIMIT = "r3channel", "raw_gloo"
 SLIME, NUMPY, DIRECT = "slime_torch_int32", "ray_numpy_uint8", "ray_direct_gloo_uint8"
 PEERS = (SLIME, NUMPY, DIRECT)
-"""Through Ray's object store, from one raylet to another: as slime does it, and in the id dtype; and Ray Direct Transport."""
+"""Ray's object store, from one raylet to another, as slime uses it and in the id dtype; and Ray Direct Transport."""
 ALL = (OWN, *PEERS, LIMIT)
 
 _GENERATED_ROWS = 4096
-"""Rows that are drawn; a sample is a stretch of them that begins elsewhere, end to end as often as it takes."""
+"""Rows that are drawn. Each sample begins at another of these rows, and repeats them as often as it takes."""
 _SAMPLE_TOKENS, _PACK_TOKENS = 4096, 16384
 _DECODED_EACH = 4
 _WAIT_S = 60.0
@@ -65,7 +66,7 @@ _BLOCK_ROWS = 256
 """Rows that are transposed at once: the fastest of 16 to 1,024 rows at 48 x top-8 (CPU time, AMD EPYC)."""
 
 Seconds = tuple[float, float]
-"""Wall and CPU of this process."""
+"""Wall and CPU seconds of this process."""
 Start = Callable[[int, Any], None]
 """(rank, payload): lets a rank take its payload, without waiting for it."""
 
@@ -81,7 +82,7 @@ def spent(call: Callable[[], object]) -> Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What one measurement moves, as plain values; each process builds the same plan from it."""
+    """The data that one measurement moves, as plain values. Each process builds the same plan from it."""
 
     model: str
     tokens: int
@@ -97,34 +98,40 @@ class Case:
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Tokens by sample: uneven, 4,096 in the mean, `tokens` in all."""
+        """Return tokens by sample: uneven, 4,096 in the mean, `tokens` in all."""
         share = np.random.default_rng(0).uniform(0.5, 1.5, max(4 * self.dp, self.tokens // _SAMPLE_TOKENS))
         tokens = np.maximum(2, (share / share.sum() * self.tokens).astype(int))
         tokens[-1] += self.tokens - tokens.sum()
         return {f"sample-{index}": int(length) for index, length in enumerate(tokens)}
 
     def plan(self) -> tuple[Assignment, Plan]:
-        """Micro-batches are packs of at most 16,384 tokens, balanced over DP ranks."""
+        """Return the assignment and the plan.
+
+        Micro-batches are packs of at most 16,384 tokens, balanced over DP ranks.
+        """
         assignment = Assignment.dynamic(self.lengths, dp=self.dp, max_tokens=_PACK_TOKENS)
         return assignment, plan_shards(assignment, tokens=self.lengths, spec=self.spec, layout=self.trainer)
 
 
 class Workload:
-    """A case's bytes, made when they are first asked for and kept: every path starts from the same memory."""
+    """A case's bytes, made on first use and kept: every path starts from the same memory."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.spec, self.lengths = case, case.spec, case.lengths
         self.assignment, self.plan = case.plan()
 
     def ids(self, sample_id: str) -> Ids:
-        """[tokens - 1, L, K] in the id dtype; a new array."""
+        """Return a sample's ids in a new array.
+
+        The ids are [tokens - 1, L, K] in the id dtype.
+        """
         drawn_TLK = _drawn(self.case.model)
         start = 257 * int(sample_id.rpartition("-")[2])
         return drawn_TLK[(start + np.arange(self.lengths[sample_id] - 1)) % len(drawn_TLK)]
 
     @cached_property
     def bodies(self) -> dict[str, bytes]:
-        """What an engine of ours returns per sample."""
+        """Return the reply of an engine of ours, by sample."""
         found = {}
         for name, tokens in self.lengths.items():
             frame = encode_frame(self.spec, expert_ids_TLK=self.narrow[name], sample_key=sample_key(name))
@@ -133,22 +140,29 @@ class Workload:
 
     @cached_property
     def narrow(self) -> dict[str, Ids]:
-        """Decoded ids in the id dtype."""
+        """Return decoded ids in the id dtype, by sample."""
         return {name: self.ids(name) for name in self.lengths}
 
     @cached_property
     def wide(self) -> dict[str, Ids]:
-        """Decoded ids as int32, as SGLang sends them."""
+        """Return decoded ids as int32, by sample, as SGLang sends them."""
         return {name: self.ids(name).astype(np.int32) for name in self.lengths}
 
     def of_rank(self, dp: int) -> list[str]:
-        """The samples of a DP rank, micro-batch by micro-batch."""
+        """Return the samples of a DP rank, micro-batch by micro-batch."""
         return [name for microbatch in self.assignment.ranks[dp] for name in microbatch]
 
 
 def reply(sample_id: str, raw: Any, *, tokens: int) -> bytes:
-    """An engine's JSON reply whose `routed_experts` is `raw` (bytes or a contiguous array) in base64. Its token ids are those of
-    the whole sequence, so that no prompt is needed beside it."""
+    """Return an engine's JSON reply.
+
+    Its token ids are those of the whole sequence, so no prompt is needed beside it.
+
+    Args:
+        sample_id: The sample.
+        raw: What `routed_experts` holds in base64: bytes or a contiguous array.
+        tokens: Number of token ids.
+    """
     meta = {"id": sample_id, "finish_reason": {"type": "stop"}}
     meta["routed_experts"] = pybase64.b64encode(raw).decode()
     return json.dumps({"text": "", "output_ids": list(range(tokens)), "meta_info": meta}).encode()
@@ -181,7 +195,11 @@ class HeldRows:
         self.views = [part.reshape(whole.shape) for part, whole in zip(parts, wholes, strict=True)]
 
     def place(self, samples: Iterable[Ids]) -> None:
-        """Write the samples of this DP rank, in the plan's order, each uint8 [tokens - 1, all MoE layers, 8]."""
+        """Write the samples of this DP rank.
+
+        Args:
+            samples: The samples' ids in the plan's order, each uint8 [tokens - 1, all MoE layers, 8].
+        """
         arrays = iter(samples)
         for number, batch in enumerate(self.shard.microbatches):
             for index in range(len(batch.sample_ids)):
@@ -191,13 +209,16 @@ class HeldRows:
                     _transpose(source_TL[start : start + real], target_LT[:, local : local + real])
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """[rows, K] of each layer of each micro-batch, contiguous."""
+        """Yield [rows, K] of each layer of each micro-batch, contiguous."""
         for view in self.views:
             yield from torch.from_numpy(view)
 
 
 def _as_items(ids: Ids) -> Any:
-    """One item per row of 8 ids of a byte: numpy then copies rows and not single ids."""
+    """View each row of 8 ids of a byte as one item.
+
+    numpy then copies rows and not single ids.
+    """
     return ids.view("u8")[..., 0]
 
 
@@ -207,20 +228,29 @@ def _transpose(source_TL: Any, target_LT: Any) -> None:
 
 
 class Router:
-    """Where a router widens ids to int32, as Megatron's gather takes them: one reused buffer."""
+    """A router's buffer, in which it widens ids to int32, as Megatron's gather takes them. The buffer is reused."""
 
     def __init__(self) -> None:
         self._wide = torch.empty((0, 0), dtype=torch.int32)
 
     def memory(self, ids_RK: torch.Tensor) -> torch.Tensor:
-        """Where these ids go; what was there before is over."""
+        """Return the memory where these ids go.
+
+        The next call may reuse it.
+        """
         if len(self._wide) < len(ids_RK):
             self._wide = torch.empty(ids_RK.shape, dtype=torch.int32)
         return self._wide[: len(ids_RK)]
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """A digest of all ids in order, whatever their dtype. Refuses rows that a router could not use in place."""
+    """Return a digest of all ids in order, whatever their dtype.
+
+    The call refuses rows that a router could not use in place.
+
+    Raises:
+        AssertionError: If rows are not contiguous.
+    """
     state = xxhash.xxh3_128()
     for ids_RK in tensors:
         assert ids_RK.is_contiguous(), f"rows of stride {ids_RK.stride()}, expected contiguous ones"
@@ -232,19 +262,22 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 class ChannelSending:
-    """Ours: replies into a real relay, a sealed step. `relay` is what the ranks' control calls reach."""
+    """Our half of the manager: replies go into a real relay, which seals a step. The ranks' control calls reach `relay`."""
 
     def __init__(self, work: Workload) -> None:
         self._work, self._steps, self._step = work, itertools.count(), 0
         self.relay = Relay(work.spec, work.case.trainer, _CONFIG)
 
     def prepare(self, *, whole: bool) -> Seconds:
-        """Bodies in memory -> verified rows in the store."""
+        """Verify the bodies in memory and put their rows into the store."""
         bodies = self._work.bodies
         return spent(lambda: add_bodies(self.relay, bodies))
 
     def seal(self) -> Ticket:
-        """Until every receiver's rows are ready to be sent, with nobody receiving yet."""
+        """Seal a step and wait until all receivers' rows can be sent.
+
+        Nobody receives yet.
+        """
         ticket = self.relay.seal(next(self._steps), self._work.assignment)
         for key in self.relay.status()["steps"][ticket.step]["missing"]:
             self.relay.steps.outgoing(ticket.identity, key, timeout_s=60.0)
@@ -273,7 +306,7 @@ def add_bodies(relay: Relay, bodies: dict[str, bytes]) -> None:
 
 
 class ChannelTaking:
-    """Ours: a real receiver over TCP, which says hello over Ray."""
+    """Our half of a rank: a real receiver over TCP, which says hello over Ray."""
 
     def __init__(self, case: Case, rank: int, control: Control) -> None:
         coords = case.trainer.coords(rank)
@@ -282,7 +315,10 @@ class ChannelTaking:
         self.receiver.join()
 
     def take(self, payload: Any) -> float:
-        """Layer by layer, what a router takes is widened and held against the engines' digests, as `ReplayDriver` does it."""
+        """Receive a step's rows and widen them, layer by layer.
+
+        As in `ReplayDriver`, what a router takes is widened and compared with the engines' digests.
+        """
         shard = self._shard = self.receiver.receive(Ticket.from_bytes(payload))
         held_s = time.monotonic()
         for number, layer in _each(shard):
@@ -300,7 +336,16 @@ def _each(shard: RankShard) -> list[tuple[int, int]]:
 
 
 def receive(relay: Relay, ticket: Ticket, rows_N: Any = None) -> Any:
-    """What the only receiver of a step does, without a connection; returns the memory of its rows, to be used again."""
+    """Receive a step as its only receiver, without a connection.
+
+    Args:
+        relay: The relay that has sealed the step.
+        ticket: The step's ticket.
+        rows_N: Memory for the rows, from an earlier call, or None.
+
+    Returns:
+        The memory of the rows, to be used again.
+    """
     shard = ticket.plan.shard(dp=0, pp=0)
     rows_N = np.zeros(shard.nbytes, np.uint8) if rows_N is None else rows_N
     outgoing: Any = relay.steps.outgoing(ticket.identity, shard.key, timeout_s=60.0)
@@ -326,7 +371,10 @@ class StoreSending:
         self._refs: list[Any] = []
 
     def prepare(self, *, whole: bool) -> Seconds:
-        """Every fourth sample is decoded and the times are scaled by tokens: the work is per sample, the text half a gigabyte."""
+        """Decode every fourth sample and scale its times by tokens.
+
+        The work is per sample, and the text of all samples has half a gigabyte.
+        """
         work = self._work
         names = list(work.lengths)[::_DECODED_EACH] if whole else []
         stock = [
@@ -358,19 +406,23 @@ class StoreSending:
 
 class ArraysTaking(HeldRows):
     """Peers that hand over per-sample arrays. Through Ray's store the payload is a reference; with Ray Direct Transport the
-    arrays are there when the call begins."""
+    arrays are there when the call begins.
+    """
 
     def __init__(self, plan: Plan, dp: int, path: str) -> None:
         super().__init__(plan, dp, np.int32 if path == SLIME else plan.shard(dp=dp, pp=0).spec.id_dtype)
         self._path, self._router = path, Router()
         views = map(torch.from_numpy, self.views if path == SLIME else [])
-        self._packs = [view.transpose(0, 1).contiguous() for view in views]  # pads are in them
+        self._packs = [view.transpose(0, 1).contiguous() for view in views]  # with the pads
 
     def take(self, payload: Any) -> float:
         return self.hold(payload if self._path == DIRECT else ray.get(payload[0], timeout=_WAIT_S))
 
     def hold(self, samples: Sequence[Any]) -> float:
-        """From arrays to routers, which take int32 as they are."""
+        """Place the arrays and widen them for routers.
+
+        Routers take int32 as it is.
+        """
         if self._path == SLIME:
             self._pad_cat_copy(samples)
             return time.monotonic()
@@ -381,7 +433,10 @@ class ArraysTaking(HeldRows):
         return held_s
 
     def _pad_cat_copy(self, samples: Sequence[torch.Tensor]) -> None:
-        """slime: samples and pads of a micro-batch are concatenated, then each layer is copied out of the result."""
+        """Concatenate samples and pads of each micro-batch, as slime does.
+
+        Then copy each layer out of the result.
+        """
         arrays, batches = iter(samples), self.shard.microbatches
         for pack_RLK, view, batch in zip(self._packs, self.views, batches, strict=True):
             starts = itertools.accumulate(batch.tokens, initial=0)
@@ -392,7 +447,7 @@ class ArraysTaking(HeldRows):
 
 
 class RawSending:
-    """The limit: the bytes of our shards, already cut, sent by plain gloo, a group, a thread and a message per rank."""
+    """The limit: the bytes of our shards, already cut, sent by plain gloo. Each rank has a group, a thread and a message."""
 
     def __init__(self, work: Workload) -> None:
         self._parts = []
@@ -415,7 +470,10 @@ class RawSending:
         return 0.0, 0.0
 
     def deliver(self, start: Start) -> float:
-        """The clock starts when every rank has said that it is about to receive."""
+        """Send the bytes of all ranks.
+
+        The clock starts when every rank has said that it is about to receive.
+        """
         word = torch.zeros(1, dtype=torch.uint8)
         for rank, group in enumerate(self._groups):
             start(rank, None)
@@ -426,11 +484,11 @@ class RawSending:
         return begin_s
 
     def settle(self) -> None:
-        """Nothing is held."""
+        """Free nothing: nothing is held."""
 
 
 class RawTaking(HeldRows):
-    """A rank's half of the limit: one receive, no widening, nothing checked."""
+    """A rank's half of the limit: one receive, without widening and without checks."""
 
     def __init__(self, plan: Plan, dp: int, rendezvous: Rendezvous) -> None:
         super().__init__(plan, dp, np.uint8)

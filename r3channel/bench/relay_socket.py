@@ -1,6 +1,6 @@
 """From the socket to a placed shard: frames in the reply's JSON or past it, and SGLang's int32 read with numpy.
 
-The engine's end is another process, this file run as a program: canned replies, and the real sender.
+The engine is another process, this file run as a program. It has canned replies and the real sender.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def socket(effort: Effort) -> dict[str, Any]:
         steps, rows_N, token_file = itertools.count(), None, Path(folder) / "token"
 
         def take(way: str) -> None:
-            """A step's replies; for our ways it is sealed, and its shard is placed as a receiver does."""
+            """Read a step's replies.
+
+            For our ways, also seal the step and place its shard as a receiver does.
+            """
             nonlocal rows_N
             step = next(steps)
             names = [f"{way}-{step}-{number}" for number in range(samples)]
@@ -67,7 +70,7 @@ def socket(effort: Effort) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _engine(relay_url: str, token_file: Path) -> Iterator[int]:
-    """A child process that answers; its port."""
+    """Start a child process that answers, and yield its port."""
     command = [sys.executable, "-m", "r3channel.bench.relay_socket", relay_url, str(token_file)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -117,12 +120,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
+    def log_message(self, format: str, *args: Any) -> None: ...
 
 
 if __name__ == "__main__":
     _Handler.replies = _Replies(*sys.argv[1:])
     server = HTTPServer(("127.0.0.1", 0), _Handler)
     print(server.server_port, flush=True)
-    server.handle_request()  # ends with its connection, whichever way the relay's process ends
+    server.handle_request()  # ends with its connection, however the relay's process ends

@@ -2,7 +2,7 @@
 
 `engine`: whole updates of 1,193 tensors (10 MB). `pauses`: how long an engine of 61 MB stands still. `large`: 540 MB, compared at
 the engine, beside a raw gloo broadcast of as many bytes. `size`: what one of 64 trainer ranks of Qwen3-235B's experts learns of
-its own parameters, and what linking 64 engine ranks costs it; no values, nothing is sent.
+its own parameters, and what linking 64 engine ranks costs it. It uses no values and sends nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ Named = list[tuple[str, torch.Tensor]]
 
 @contextmanager
 def _engine(*, hidden: int = 64) -> Iterator[tuple[str, Named]]:
-    """A real engine of a small model (its address), and that model's tensors."""
+    """Start a real engine of a small model.
+
+    Yield its address and the model's tensors.
+    """
     from safetensors.torch import load_file
 
     from examples.embedded.model import write_model
@@ -64,7 +67,10 @@ def _engine(*, hidden: int = 64) -> Iterator[tuple[str, Named]]:
 
 
 def _updates(url: str, named: Named, rounds: int) -> dict[str, Any]:
-    """Medians by way, one way after another: a session holds its engine."""
+    """Return medians by way, measured one way after another.
+
+    A session holds its engine, so ways cannot be interleaved.
+    """
     reports: dict[str, list[UpdateReport]] = {}
     for name, options in WAYS.items():
         make = partial(WeightSync.sharded, group=None) if name == "grouped" else WeightSync.whole
@@ -117,7 +123,10 @@ dist.destroy_process_group()
 
 
 def _raw_gloo_s(nbytes: int, rounds: int) -> float:
-    """Median seconds of a broadcast of one reused buffer to another process, until it has it."""
+    """Return the median seconds of a broadcast to another process.
+
+    One buffer is reused. A broadcast ends when the other process has it.
+    """
     import torch.distributed as dist
 
     with tempfile.TemporaryDirectory() as folder:
@@ -133,7 +142,10 @@ def _raw_gloo_s(nbytes: int, rounds: int) -> float:
 
 @contextmanager
 def _per_tensor(client: EngineHandle, named: Named) -> Iterator[Callable[[], None]]:
-    """SGLang's distributed update at its best: one call that names all tensors, their broadcasts posted at once."""
+    """Yield a call that runs SGLang's distributed update at its best.
+
+    One request names all tensors, and their broadcasts are posted at once.
+    """
     metas = [TensorMeta.of(name, tensor) for name, tensor in named]
     flats = [tensor.view(-1).view(torch.uint8) for _, tensor in named]
     group = WeightGroup("r3channel-bench-per-tensor", world_size=2)
@@ -166,7 +178,13 @@ _RANKS, _KINDS, _EXPERTS = 64, 8, {"fc1": (3072, 4096), "fc2": (4096, 1536)}
 
 
 def size(effort: Effort) -> dict[str, Any]:
-    """CPU seconds, and resident MB that linking adds. Engine ranks are of 8 kinds, each of which takes all, in its own order."""
+    """Measure what linking costs a rank of a large model.
+
+    Engine ranks are of 8 kinds. Each kind takes all tensors, in its own order.
+
+    Returns:
+        CPU seconds, and the resident MB that linking adds.
+    """
     from psutil import Process
 
     parts = [convert.Part("embedding", torch.empty(37_984, 4096, device="meta"), 0, 1, 4)]

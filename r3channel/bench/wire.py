@@ -1,7 +1,7 @@
 """Bytes per token and speed of every codec, beside entropy, memcpy and what SGLang's reply does with the same ids.
 
-GB are raw int16 GB of the ids (768 B per token of 48 layers x top-8) whatever travels, so that all rows compare; times are
-CPU times of one core. The ids are drawn here (`generate`), so that figures can be quoted with the data they were measured on:
+GB are raw int16 GB of the ids (768 B per token of 48 layers x top-8) whatever travels, so that all rows compare. Times are CPU
+times of one core. The ids are drawn here (`generate`), so that figures can be quoted with the data they were measured on:
 
     U     uniform random k-subsets in random order: the worst case for any codec
     Zmid  fitted to published statistics of real models: per-layer concentration, experts that cover 90 %, next-token overlap
@@ -44,15 +44,19 @@ _Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Way(NamedTuple):
-    """How one sends ids. `decode(encode())` gives them again, as the dtype that it works with."""
+    """A way to send ids. `decode(encode())` returns the ids again, in the dtype that the way works with."""
 
     encode: Callable[[], Any]
     decode: Callable[[Any], Any]
 
 
 def measure(effort: Effort) -> dict[str, Any]:
-    """`results`: one row per model, regime and way; `entropy_bytes_per_token` is that of the best memoryless model of the same
-    ids, order dropped for `set`."""
+    """Measure every codec on each model and regime.
+
+    Returns:
+        `results`: one row per model, regime and way. `entropy_bytes_per_token` is that of the best memoryless model of the same
+        ids, order dropped for `set`.
+    """
     rows, rounds = effort.of(4096, 256), effort.rounds_of(7, 3)
     results = [
         {"model": name, "regime": regime, **row}
@@ -81,7 +85,11 @@ def _results(model: Model, regime: str, rows: int, rounds: int) -> Iterator[dict
 
 
 def ways(ids_TLK: Ids, *, spec: RoutingSpec) -> dict[str, Way]:
-    """Ours (with header, sections and, encoding, digests), and SGLang's JSON: int32 over all decoder layers, dense ones too."""
+    """Return the ways to send these ids, by name.
+
+    Ours have the header, the sections and, when encoding, the digests. SGLang's JSON has int32 over all decoder layers, dense
+    ones too.
+    """
     here = [codec for codec in CODECS.values() if not codec.needs or find_spec(codec.needs)]
     codecs = (AUTO, *(codec.name for codec in here if codec.encode(ids_TLK) is not None))
     stock_TAK = np.zeros((len(ids_TLK), spec.num_layers, spec.top_k), np.int32)
@@ -107,7 +115,19 @@ def _ours(spec: RoutingSpec, ids_TLK: Ids, codec: str) -> Way:
 
 
 def generate(model: Model, *, regime: str, rows: int, seed: int = 0) -> Ids:
-    """[rows, L, K] of some sequences, end to end, in the model's id dtype; equal arguments give equal ids."""
+    """Return drawn ids of some sequences, end to end.
+
+    Equal arguments give equal ids.
+
+    Args:
+        model: The model.
+        regime: A name of `REGIMES`.
+        rows: Number of rows.
+        seed: Seed of the random numbers.
+
+    Returns:
+        [rows, L, K] in the model's id dtype.
+    """
     rng = np.random.default_rng(seed)
     spec = model.spec
     logits_of = REGIMES[regime](rng, (spec.num_moe_layers, spec.num_experts))
@@ -146,7 +166,10 @@ REGIMES = {"U": _uniform_logits, "Zmid": _latent_logits}
 
 
 def _limit_groups(logits_LE: _Floats, *, groups: int, keep: int) -> _Floats:
-    """Mask all experts outside the `keep` groups whose two best experts sum highest (DeepSeek-V3)."""
+    """Mask all experts outside the best groups (DeepSeek-V3).
+
+    These are the `keep` groups whose two best experts sum highest.
+    """
     grouped = logits_LE.reshape(len(logits_LE), groups, -1)
     score = np.sort(grouped, axis=-1)[..., -2:].sum(axis=-1)
     threshold = np.sort(score, axis=-1)[:, groups - keep][:, None]
@@ -160,10 +183,11 @@ def _top_k_descending(logits_LE: _Floats, top_k: int) -> Ids:
 
 
 def entropy_bytes_per_token(ids_TLK: Ids, *, num_experts: int) -> tuple[float, float]:
-    """(order kept, order dropped): bytes of a row under the best model without memory, fitted to these ids.
+    """Return (order kept, order dropped): bytes of a row by entropy.
 
-    Order dropped: the maximum-entropy k-subset with each layer's inclusion rates. Order kept: the smaller of that plus
-    log2(k!) and of k independent draws. A model with memory could go lower (about 0.8 of it on Zmid).
+    Both are bytes under the best model without memory, fitted to these ids. Order dropped: the maximum-entropy k-subset with each
+    layer's inclusion rates. Order kept: the smaller of that plus log2(k!) and of k independent draws. A model with memory could
+    go lower (about 0.8 of it on Zmid).
     """
     rows, layers, top_k = ids_TLK.shape
     ordered = unordered = 0.0
@@ -178,7 +202,10 @@ def entropy_bytes_per_token(ids_TLK: Ids, *, num_experts: int) -> tuple[float, f
 
 
 def _set_bits(inclusion_E: Any, *, top_k: int) -> float:
-    """Mean code length of a set under P(S) ~ product of odds over S, given how often each expert is in a set."""
+    """Return the mean code length of a set, in bits.
+
+    The model is P(S) ~ product of odds over S, given how often each expert is in a set.
+    """
     rate_E = np.clip(inclusion_E, 1e-6, 1 - 1e-6)
     odds_E = rate_E / (1 - rate_E)
     scale = odds_E.sum() / top_k

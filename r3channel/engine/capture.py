@@ -32,7 +32,15 @@ _MISSING = int(RowKind.MISSING)
 
 
 def parse_weight_version(text: str) -> int:
-    """SGLang's version string as a count: "0", "7"; "default" (never set) is 0. Anything else is refused.
+    """Return SGLang's weight version string as a count.
+
+    "default" means that the version was never set, and counts as 0.
+
+    Args:
+        text: A decimal count of at most 18 digits, such as "0" or "7", or "default".
+
+    Raises:
+        ConfigError: For any other text.
 
     >>> parse_weight_version("7"), parse_weight_version("default")
     (7, 0)
@@ -48,7 +56,11 @@ def parse_weight_version(text: str) -> int:
 
 
 def check_representable(spec: RoutingSpec) -> None:
-    """Refuse the one shape in which a padding id (-1) could pass for a real one after narrowing."""
+    """Refuse the shape in which a missing row could look real.
+
+    Raises:
+        ConfigError: For 256 experts with top-1. After narrowing, a padding id (-1) would be the same byte as expert 255.
+    """
     if spec.num_experts == 256 and spec.top_k == 1:
         raise ConfigError(
             "256 experts with top-1: -1 and expert 255 are the same byte, so a missing row would look real"
@@ -56,26 +68,36 @@ def check_representable(spec: RoutingSpec) -> None:
 
 
 def torch_id_dtype(spec: RoutingSpec) -> torch.dtype:
-    """`spec.id_dtype` for tensors."""
+    """Return the torch dtype that corresponds to `spec.id_dtype`."""
     return torch.uint8 if spec.id_dtype == np.uint8 else torch.int16
 
 
 def pair(ids_TK: torch.Tensor, weights_TK: torch.Tensor, *, out_TK: torch.Tensor) -> None:
-    """Into int32: each id in the lower half, the bits of its weight as float16 in the upper. Further weights are left out.
+    """Pack each id and its weight into one int32.
 
-    Two kernels, since a layer's pass pays for each."""
+    The lower half holds the id; the upper half holds the bits of the weight as float16. The call launches two kernels, because
+    each layer of a pass pays for them.
+
+    Args:
+        ids_TK: Expert ids.
+        weights_TK: The weights of these ids. Columns beyond those of `ids_TK` are ignored.
+        out_TK: The int32 tensor that is written.
+    """
     halves_TK2 = out_TK.view(torch.int16).unflatten(-1, (-1, 2))
     halves_TK2[..., 0].copy_(ids_TK)
     halves_TK2.view(torch.float16)[..., 1].copy_(weights_TK[:, : ids_TK.shape[1]])
 
 
 def weights_offset(spec: RoutingSpec) -> int:
-    """Where weights begin in a row that has them behind its ids."""
+    """Return the byte offset of the weights in a row.
+
+    The weights lie behind the ids; the offset is even.
+    """
     return spec.bytes_per_token + spec.bytes_per_token % 2
 
 
 class LayerSelection:
-    """Takes the MoE layers out of [T, A, K] and narrows them, in as few kernels as the layers allow. Never synchronises."""
+    """Selects the MoE layers of [T, A, K] and narrows their ids, in as few kernels as the layers allow. It never synchronises."""
 
     def __init__(self, spec: RoutingSpec, *, device: str | torch.device) -> None:
         first, last = spec.moe_layers[0], spec.moe_layers[-1]
@@ -86,7 +108,15 @@ class LayerSelection:
         self._takes_all = spec.num_moe_layers == spec.num_layers
 
     def targets(self, rows_RN: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return where rows of bytes have their ids and, where they have room for them, the bits of their weights."""
+        """Return views of the ids and the weights in rows of bytes.
+
+        Args:
+            rows_RN: [R, bytes of a row] uint8.
+
+        Returns:
+            A view of the ids, [R, L, K] in the id dtype. If the rows have room for weights, also a view of the bits of the
+            weights, [R, L, K] int16.
+        """
         spec, shape = self._spec, (self._spec.num_moe_layers, self._spec.top_k)
         ids_RLK = rows_RN[:, : spec.bytes_per_token].view(torch_id_dtype(spec)).unflatten(1, shape)
         if rows_RN.shape[1] == spec.bytes_per_token:
@@ -94,21 +124,31 @@ class LayerSelection:
         return ids_RLK, rows_RN[:, weights_offset(spec) :].view(torch.int16).unflatten(1, shape)
 
     def fill(self, targets: Sequence[torch.Tensor], captured_TAK: torch.Tensor) -> None:
-        """Write rows of `targets`; where these have weights, `captured_TAK` are pairs (`pair`)."""
+        """Write a pass's rows into `targets`.
+
+        Args:
+            targets: Views of the same rows, as `targets` returns them.
+            captured_TAK: Expert ids; pairs of ids and weights (`pair`) if `targets` has weights.
+        """
         ids_TLK, *weights = targets
         if not weights:
             return self.narrow(captured_TAK, out=ids_TLK)
         halves_TAH = captured_TAK.view(torch.int16)
-        # To narrow a pair leaves its lower bits, four times faster on a CPU than to copy every other half.
+        # Narrowing a pair keeps its lower bits. On a CPU this is four times faster than copying every other half.
         self.narrow(halves_TAH[..., ::2] if self._full_byte else captured_TAK, out=ids_TLK)
         weights[0].copy_(halves_TAH[:, self._layers, 1::2])
         return None
 
     def narrow(self, expert_ids_TAK: torch.Tensor, *, out: torch.Tensor) -> None:
-        """Into [T, L, K] in the id dtype, on the same device, in the order of the current stream.
+        """Write the ids of the MoE layers in the id dtype.
 
-        -1 becomes 255 in uint8, which no relay takes for an expert; where 255 is one, all ids of its layer become 255, which none
+        The copy runs on the device of `out`, in the order of the current stream. In uint8, -1 becomes 255, which no relay takes
+        for an expert. With 256 experts 255 is an expert; there a -1 turns all ids of its row and layer into 255, which no relay
         takes for a choice.
+
+        Args:
+            expert_ids_TAK: Ids of all decoder layers.
+            out: [T, L, K] in the id dtype, on the same device.
         """
         ids_TLK = expert_ids_TAK if self._takes_all else expert_ids_TAK[:, self._layers]
         if self._full_byte:
@@ -123,14 +163,14 @@ Maker = tuple[int, int]
 """What made a row: (weight version, kind)."""
 MISSING_MAKER: Maker = (NO_VERSION, _MISSING)
 MAX_MAKERS = 1 << 15
-"""Stamps are int16."""
+"""Stamps are int16, so this many makers fit."""
 _SPANS_IN_PLACE = 128
 """Provenance spans that have room before the ids, 3 kB; a request with more is gathered again."""
 _LINE_BYTES = 64
 
 
 class KeptRows(NamedTuple):
-    """Rows of a request that are held beside its slots: positions `first_row`, `first_row` + 1, ... and what made them."""
+    """Rows of a request that are stored outside its slots: positions `first_row`, `first_row` + 1, ... and what made each row."""
 
     first_row: int
     ids_TN: Ids
@@ -138,7 +178,11 @@ class KeptRows(NamedTuple):
     runs: Sequence[Run]
 
     def of(self, start: int, end: int) -> KeptRows | None:
-        """The rows among positions [start, end), if any; a view."""
+        """Return the rows among positions [start, end), a view.
+
+        Returns:
+            The rows, or None if there are none.
+        """
         start, end = max(start, self.first_row), min(end, self.first_row + len(self.ids_TN))
         if start >= end:
             return None
@@ -146,7 +190,11 @@ class KeptRows(NamedTuple):
         return KeptRows(start, self.ids_TN[start - self.first_row : end - self.first_row], runs)
 
     def known(self) -> Iterator[tuple[slice, Maker, Ids]]:
-        """(positions, what made them, their ids) of each run of rows that some pass has made."""
+        """Yield each run of rows that a pass has made.
+
+        Returns:
+            An iterator of (positions, what made the rows, their ids).
+        """
         for start, end, version, kind in self.runs:
             if kind != _MISSING:
                 ids_TN = self.ids_TN[start - self.first_row : end - self.first_row]
@@ -154,24 +202,32 @@ class KeptRows(NamedTuple):
 
 
 class SlotRows:
-    """The rows that the engine holds, by KV slot: ids [slots, L, K] in the id dtype, weights if asked for, and what made each.
+    """The rows that the engine holds, by KV slot: ids [slots, L, K] in the id dtype, weights if requested, and what made each
+    row.
 
-    Provenance travels with the slot, because a prefix-cache hit returns rows of an older request (SGLang's own version
+    Provenance is stored with the slot, because a prefix-cache hit returns rows of an older request (SGLang's own version
     spans cover output tokens only). Host memory: the rows and 2 bytes per slot. One thread at a time: the scheduler's.
     """
 
     def __init__(self, spec: RoutingSpec, *, slots: int, weights: bool = False) -> None:
-        """`weights`: rows have the weight of each id, 16 bits, behind all ids."""
+        """Allocate the rows and compile everything that will be compiled.
+
+        Args:
+            spec: The model's routing.
+            slots: Number of KV slots.
+            weights: Whether each row also stores the weight of each id, 16 bits each, behind all ids.
+        """
         self.spec, self._weights_at = spec, weights_offset(spec) if weights else spec.bytes_per_token
         self.row_bytes = row_bytes = self._weights_at + 2 * spec.num_moe_layers * spec.top_k * weights
-        # By rows of bytes that begin with a line of the cache: most models' have whole ones, which are written past it.
+        # Rows are bytes, and the first one begins at a cache line: most models' rows are whole lines, which are written past
+        # the cache.
         memory_N = np.zeros(slots * row_bytes + _LINE_BYTES, np.uint8)
         begin = -memory_N.ctypes.data % _LINE_BYTES
         self._ids_SN = memory_N[begin : begin + slots * row_bytes].reshape(slots, row_bytes)
         self._stamps_S = np.zeros(slots, np.int16)
         item = item_bytes_of(spec)
         self._factors_I = multipliers(spec.top_k * spec.id_dtype.itemsize // item)
-        # All that is compiled is compiled now, and not while a request waits.
+        # Compile everything now, and not while a request waits.
         layer_digests(np.zeros((1, spec.num_moe_layers, spec.top_k), spec.id_dtype), first_row=0)
         compiled = kernels()
         self._weight_bytes = row_bytes - self._weights_at
@@ -179,7 +235,7 @@ class SlotRows:
             item, row_bytes=spec.bytes_per_token, weights_at=self._weights_at, weight_bytes=self._weight_bytes
         )
         self._scatter = compiled and compiled.scatter_rows(row_bytes)
-        # What each gather writes beside its rows, made once.
+        # Arrays that each gather writes beside its rows; they are made once.
         self._words_W = np.empty(spec.num_moe_layers * (1 + len(self._factors_I)), np.uint64)
         self._facts_3 = np.empty(3, np.int64)
         self._makers_M2 = np.empty((MAX_MAKERS, 2), np.int64)
@@ -191,12 +247,26 @@ class SlotRows:
         return self._ids_SN.nbytes + self._stamps_S.nbytes
 
     def write(self, slots_T: Ids, expert_ids_TLK: Ids, *, weight_version: int, kind: RowKind) -> None:
-        """Rows of one forward pass, ids in the id dtype or whole rows as bytes, each contiguous; int64 slots."""
+        """Write the rows of one forward pass into their slots.
+
+        Args:
+            slots_T: Slots, int64, contiguous.
+            expert_ids_TLK: Ids in the id dtype, or whole rows as bytes; contiguous.
+            weight_version: The version that made the rows.
+            kind: The kind of all these rows.
+        """
         ids_TN = expert_ids_TLK.view(np.uint8).reshape(len(slots_T), self.row_bytes)
         self._put(slots_T, ids_TN, (weight_version, int(kind)))
 
     def put_back(self, slots_T: Ids, kept: KeptRows) -> None:
-        """Rows that were kept, into the slots of the same positions; where none was known, the slots' own stay."""
+        """Write kept rows into the slots of the same positions.
+
+        A slot keeps its own row where the kept row is MISSING.
+
+        Args:
+            slots_T: The slots of the positions of `kept`.
+            kept: The rows to write.
+        """
         for at, maker, ids_TN in kept.known():
             self._put(slots_T[at.start - kept.first_row : at.stop - kept.first_row], ids_TN, maker)
 
@@ -208,20 +278,33 @@ class SlotRows:
             self._ids_SN[slots_T], self._stamps_S[slots_T] = ids_TN, stamp
 
     def forget(self, slots_T: Ids) -> None:
-        """What lies in these slots now was not computed here: the rows that they held are no longer theirs."""
+        """Mark these slots' rows as MISSING.
+
+        The keys and values that lie in these slots now were not computed here, so the stored rows do not belong to them.
+        """
         self._stamps_S[slots_T] = self._stamp_of[MISSING_MAKER]
 
     def keep(self, slots_T: Ids, *, first_row: int) -> KeptRows:
-        """A copy of a request's rows."""
+        """Return a copy of a request's rows.
+
+        Args:
+            slots_T: The slots of the rows.
+            first_row: Position of the first row.
+        """
         made = self.unfinished(slots_T, first_row=first_row, sample_key=0)
         return KeptRows(first_row, self._ids_SN[slots_T], made.runs)
 
     def unfinished(
         self, slots_T: Ids, *, first_row: int, sample_key: int, kept: Sequence[KeptRows] = (), hashed: bool = False
     ) -> UnfinishedFrame:  # fmt: skip
-        """Gather a request's rows, once, into the memory that becomes its frame; those of `kept` win over the slots'.
+        """Gather a request's rows once, into the memory that becomes its frame.
 
-        `hashed`: with their digests, where that is compiled: for a frame that this thread encodes.
+        Args:
+            slots_T: The slots of the rows.
+            first_row: Position of the first row.
+            sample_key: The key of the request in its frame.
+            kept: Rows that replace those of the slots at the same positions.
+            hashed: Whether the rows' digests are computed too, if that is compiled. Set it for a frame that this thread encodes.
         """
         made = self._gathered(slots_T, first_row, sample_key, hashed=hashed, spans=_SPANS_IN_PLACE)
         if kept:
@@ -239,7 +322,10 @@ class SlotRows:
     def _gathered(
         self, slots_T: Ids, first_row: int, sample_key: int, *, hashed: bool, spans: int
     ) -> UnfinishedFrame:
-        """Copy the rows of these slots to where they stay, behind room for so many spans."""
+        """Copy these slots' rows into a new frame's memory.
+
+        Before the rows there is room for `spans` provenance spans; if more are found, the rows are gathered again.
+        """
         rows = len(slots_T)
         made = UnfinishedFrame(
             self.spec, rows=rows, first_row=first_row, sample_key=sample_key, spans=spans, weight_bytes=self._weight_bytes
@@ -256,7 +342,7 @@ class SlotRows:
             made.sections = Sections(found, newest, oldest, hashed)
             return made
         stamps_T = self._stamps_S.take(slots_T)
-        # Whole rows: of a part of each `take` would copy those of all slots first.
+        # Whole rows are taken: with a slice of columns `take` would copy the rows of all slots first.
         rows_TN = self._ids_SN.take(slots_T, axis=0)
         made.bytes_TN[:] = rows_TN[:, : self.spec.bytes_per_token]
         made.weights_TN[:] = rows_TN[:, self._weights_at :]
@@ -273,7 +359,10 @@ class SlotRows:
         return stamp
 
     def _forget_unused(self) -> None:
-        """After 16 thousand weight versions: keep the makers of slots."""
+        """Drop the makers that no slot uses.
+
+        The table of makers is full after about 16 thousand weight versions, with two kinds each.
+        """
         used, stamps_S = np.unique(self._stamps_S, return_inverse=True)
         shift = int(used[0] != 0)  # MISSING stays, and stays first
         self._makers_M2[shift : shift + len(used)] = self._makers_M2[used]
@@ -287,7 +376,9 @@ class SlotRows:
 
 
 class Sections(NamedTuple):
-    """What lies before a frame's ids already: its spans, the table of its chunks, and where `hashed` its digests."""
+    """What a gather has already written before a frame's ids: its spans, the table of its chunks and, if `hashed`, its
+    digests.
+    """
 
     spans: int
     newest: int
@@ -308,14 +399,23 @@ class UnfinishedFrame:
         self, spec: RoutingSpec, *, rows: int, first_row: int, sample_key: int, spans: int = _SPANS_IN_PLACE,
         weight_bytes: int = 0,
     ) -> None:  # fmt: skip
-        """`weight_bytes`: of a row's weights. `spans`: those that have room before the ids."""
+        """Allocate the memory of the frame.
+
+        Args:
+            spec: The model's routing.
+            rows: Number of rows.
+            first_row: Position of the first row.
+            sample_key: The key of the request in its frame.
+            spans: Number of provenance spans that have room before the ids.
+            weight_bytes: Size of a row's weights in bytes; 0 without weights.
+        """
         self.spec, self.rows, self.first_row, self.sample_key = spec, rows, first_row, sample_key
         self.sections: Sections | None = None
-        """None where only `runs` are known."""
+        """None if only `runs` are known."""
         self.kept_rows = 0
-        """How many of the rows a retraction did not lose."""
-        # Ids are gathered to where they stay; how long the head before them gets, only the gather finds out. Behind them weights,
-        # with room for the header of their own frame and its row lengths.
+        """Number of rows that were kept over a retraction."""
+        # Ids are gathered to their final place. Only the gather finds out how long the head before them is. Weights follow the
+        # ids, with room for the header of their own frame and for its row lengths.
         self._runs: Sequence[Run] = ()
         self._payload = _head_bytes(spec.num_moe_layers, chunk_count(rows), spans)
         self._ids_end = self._payload + rows * spec.bytes_per_token
@@ -324,7 +424,7 @@ class UnfinishedFrame:
 
     @property
     def runs(self) -> Sequence[Run]:
-        """They tile [first_row, first_row + rows)."""
+        """Return the provenance runs. They tile [first_row, first_row + rows)."""
         if self.sections is None:
             return self._runs
         at = self._begin(self.sections.spans) + HEADER_BYTES
@@ -332,41 +432,50 @@ class UnfinishedFrame:
 
     @runs.setter
     def runs(self, runs: Sequence[Run]) -> None:
-        """Whoever fills in the rows says so before `encode`, where the gather does not."""
+        """Set the provenance runs.
+
+        The caller that fills in the rows sets the runs before `encode`, if the gather did not.
+        """
         self.sections, self._runs = None, runs
 
     @property
     def head_H(self) -> Ids:
-        """The room before the ids, in 8-byte words."""
+        """Return the room before the ids, in 8-byte words."""
         return self._buffer_N[: self._payload].view(np.uint64)
 
     @property
     def rows_N(self) -> Ids:
-        """The ids, and to its end the weights."""
+        """Return the bytes of the ids and, if any, the weights.
+
+        With weights, the bytes run to the end of the weights.
+        """
         weights = self.rows * self._weight_bytes
         return self._buffer_N[self._payload : self._ids_end + (weights and weights + HEADER_BYTES)]
 
     @property
     def bytes_TN(self) -> Ids:
-        """The rows' ids; whoever made this fills them in before `encode`."""
+        """Return the rows' ids as bytes, a view.
+
+        The caller that made the frame fills in the ids before `encode`.
+        """
         return self._buffer_N[self._payload : self._ids_end].reshape(self.rows, self.spec.bytes_per_token)
 
     @property
     def weights_TN(self) -> Ids:
-        """[T, bytes of a row's weights]"""
+        """Return the weights, [T, bytes of a row's weights], a view."""
         rows, size = self.rows, self._weight_bytes
         return self.weights_frame_N[HEADER_BYTES : HEADER_BYTES + rows * size].reshape(rows, size)
 
     @property
     def ids_TLK(self) -> Ids:
-        """The same as [T, L, K] in the id dtype, a view."""
+        """Return the ids, [T, L, K] in the id dtype, a view."""
         return self.bytes_TN.view(self.spec.id_dtype).reshape(
             self.rows, self.spec.num_moe_layers, self.spec.top_k
         )
 
     @property
     def weights_frame_N(self) -> Ids:
-        """The memory of the weights' own frame, right behind the ids."""
+        """Return the memory of the weights' own frame, right behind the ids."""
         return self._buffer_N[self._ids_end :]
 
     @property
@@ -374,14 +483,23 @@ class UnfinishedFrame:
         return len(self._buffer_N)
 
     def _begin(self, spans: int) -> int:
-        """Where the frame begins in its memory."""
+        """Return the offset of the frame in its memory."""
         return self._payload - _head_bytes(self.spec.num_moe_layers, chunk_count(self.rows), spans)
 
     def encode(self, *, codec: str = "auto") -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The frame's bytes. In place where a gather found every row, and the codec stores them as they are.
+        """Return the frame's bytes.
 
-        Rows that no pass has written become invalid rows of kind MISSING; whether ids can come from a router, the relay looks.
-        Raises RoutingError for rows of an unreadable weight version.
+        The frame is encoded in place if the gather found every row and the codec stores rows as they are. Rows that no pass has
+        written become invalid rows of kind MISSING. The relay, not this call, checks whether a router can have chosen the ids.
+
+        Args:
+            codec: Name of the codec, or "auto".
+
+        Returns:
+            Writable bytes, because torch wants writable memory. In place, a view of the memory that this object owns.
+
+        Raises:
+            RoutingError: If a row has an unreadable weight version.
         """
         sections = self.sections
         oldest = sections.oldest if sections else min([run[2] for run in self._runs], default=0)
@@ -403,7 +521,7 @@ class UnfinishedFrame:
         return np.frombuffer(bytearray(data), np.uint8)  # torch wants it writable
 
     def _finish(self, sections: Sections) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Write what the gather left out: the header, and digests where it made none."""
+        """Write the header, and the digests if the gather made none."""
         spec, begin, frame_N = self.spec, self._begin(sections.spans), self._buffer_N
         at = begin + HEADER_BYTES
         if not sections.hashed:

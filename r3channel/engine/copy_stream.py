@@ -1,11 +1,11 @@
-"""Captured ids on their way from the device to the host's slots, on a stream of its own. Knows streams and memory, and no engine.
+"""Copies captured ids from the device to the host's slots, on a stream of its own. Knows streams and memory, and no engine.
 
     forward's stream     narrow slots and ids into a segment of the ring -> event `ready`
     our copy stream      wait for `ready` -> one copy of the segment to pinned memory -> event `copied`
     scheduler's thread   `copied` has passed -> rows to their slots, first in, first out -> the segment is free again
 
-Narrowing runs in the forward's order, so the next pass, which writes over the same buffer, comes after it: nothing is to be
-awaited for that. On the host one thread calls everything, the scheduler's: another one that asks for an event can void the
+Narrowing runs in the forward's order. The next pass overwrites the same buffer, and it comes after the narrowing, so nothing has
+to wait for that. On the host one thread makes all calls, the scheduler's: another thread that queries an event can void the
 capture of a CUDA graph.
 """
 
@@ -28,18 +28,18 @@ from r3channel.wire.routing import Ids, RowKind
 _LEAST_RING_BYTES = 32 << 20
 _SLOT_BYTES = 8
 WAIT_S = 30.0
-"""How long rows of a pass that has ended may take to the host; a device that hangs is found by others first."""
+"""Seconds to wait for a finished pass's rows to reach the host; a device that hangs is found by others first."""
 _POLL_S = 2e-5
 
 
 class Event(Protocol):
     def query(self) -> bool:
-        """Whether everything before it has been done."""
+        """Return whether all work before the event is done."""
         ...
 
 
 class Stream(Protocol):
-    """Work that is done in order. `run` issues what `call` does; it may run at once or later."""
+    """Work that is done in order. `run` issues the work of `call`, which may run at once or later."""
 
     def run(self, call: Callable[[], object]) -> None: ...
     def record(self) -> Event: ...
@@ -55,7 +55,7 @@ _DONE = _Done()
 
 
 class HostStream:
-    """A CPU's: everything is done at once."""
+    """A CPU's stream: all work is done at once."""
 
     def run(self, call: Callable[[], object]) -> None:
         call()
@@ -85,22 +85,22 @@ class CudaStream:
 
 
 class CurrentStream(CudaStream):
-    """The thread's own: work goes there in any case."""
+    """The thread's current stream, where work goes in any case."""
 
     def run(self, call: Callable[[], object]) -> None:
         call()
 
 
 class Streams:
-    """Those of a CPU: one for all."""
+    """The streams of a CPU: one for all work."""
 
     def __init__(self) -> None:
         self.copies: Stream = HostStream()
         self.reads: Stream = self.copies
-        """For what must not queue behind the copy of a pass that still runs."""
+        """The stream of reads, which must not queue behind the copy of a pass that still runs."""
 
     def forward(self) -> Stream:
-        """The stream that the pass was launched on."""
+        """Return the stream that the pass was launched on."""
         return self.copies
 
 
@@ -111,7 +111,7 @@ class CudaStreams(Streams):
 
     def forward(self) -> Stream:
         current: Any = torch.cuda.current_stream(self._device)
-        # torch gives out 32 streams in turn, so that ours may be the forward's: copies would then wait in its order.
+        # torch hands out 32 streams in turn, so ours may be the forward's stream: copies would then wait in its order.
         while current.cuda_stream == self.copies.stream.cuda_stream:  # type: ignore[attr-defined]
             self.copies = self._another()
         while current.cuda_stream == self.reads.stream.cuda_stream:  # type: ignore[attr-defined]
@@ -123,7 +123,9 @@ class CudaStreams(Streams):
 
 
 class Ring:
-    """Rows of one fixed block, on the device and in pinned memory. They are given back in the order they were taken."""
+    """Rows of one fixed block, on the device and in pinned memory. Segments are given back in the order in which they were
+    taken.
+    """
 
     def __init__(self, rows: int, row_bytes: int, *, device: torch.device) -> None:
         self.host_RN = torch.empty((rows, row_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -131,7 +133,14 @@ class Ring:
         self._taken = deque[slice]()
 
     def take(self, rows: int) -> slice | None:
-        """So many rows of both blocks; None while too much is taken."""
+        """Take the next rows of both blocks.
+
+        Args:
+            rows: Number of consecutive rows.
+
+        Returns:
+            The segment, or None while no such run of rows is free.
+        """
         start, most = 0, len(self.host_RN)
         if self._taken:
             first, start = self._taken[0].start, self._taken[-1].stop
@@ -145,12 +154,12 @@ class Ring:
         return taken
 
     def give_back(self) -> None:
-        """The oldest segment."""
+        """Free the oldest segment."""
         self._taken.popleft()
 
 
 class Restored(NamedTuple):
-    """Rows that a request had before it was retracted: they belong into slots `at`, `at` + 1, ... of a pass."""
+    """Rows that a request had before it was retracted. They belong into slots `at`, `at` + 1, ... of a pass."""
 
     at: int
     rows: KeptRows
@@ -158,28 +167,31 @@ class Restored(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """One forward pass's rows on their way. Stands where SGLang has a `TopkCaptureOutput`."""
+    """One forward pass's rows on their way to the host. It stands where SGLang has a `TopkCaptureOutput`."""
 
     copies: PassCopies
     serial: int
     slots_T: Ids
     rows_TN: Ids
-    """Both on the host, whole once `copied` has passed."""
+    """`slots_T` and `rows_TN` are on the host, and complete once `copied` has passed."""
     copied: Event
     weight_version: int
     kind: RowKind
     restored: Sequence[Restored]
 
     def map_device_tensors(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Nothing rides on SGLang's own copy."""
+        """Ignore the call: nothing is copied with SGLang's own copy."""
 
     def finalize(self) -> None:
-        """SGLang has come to this pass's result: a reply may now need its rows."""
+        """Mark this pass's result as handled by SGLang.
+
+        From now on a reply may need the pass's rows.
+        """
         self.copies.came_to(self.serial)
 
 
 class PassCopies:
-    """All passes that are on their way."""
+    """All passes whose rows are on their way to the host."""
 
     def __init__(
         self,
@@ -193,12 +205,23 @@ class PassCopies:
         timed: Callable[[], AbstractContextManager[None]],
         counted: Callable[[str], None],
     ) -> None:
-        """`most_rows`: of one pass. `timed` surrounds writes to slots; `counted` is told of a wait: for `room` or for `rows`."""
+        """Allocate the ring and its views.
+
+        Args:
+            rows: The slots that receive the rows.
+            selection: The MoE layers.
+            most_rows: Most rows of one pass.
+            device: Where ids are captured.
+            streams: Streams for copies; by default those of `device`.
+            ring_bytes: Size of the ring in bytes; 0 means 32 MiB. It holds at least two passes of `most_rows`.
+            timed: Returns a context manager that surrounds writes to slots.
+            counted: Called with "room" or "rows" for each wait for free rows of the ring or for a pass's rows.
+        """
         device = torch.device(device)
         self._rows, self._selection = rows, selection
         self._timed, self._counted = timed, counted
         self._streams = streams or (CudaStreams(device) if device.type == "cuda" else Streams())
-        # A row, and its slot behind it as a word: one copy brings both, and what a pass needs is cut from views made once.
+        # Each row has its slot behind it, as a word, so one copy brings both. A pass's segment is cut from views made once.
         words = -(-rows.row_bytes // _SLOT_BYTES) + 1
         most = max((ring_bytes or _LEAST_RING_BYTES) // (words * _SLOT_BYTES), 2 * most_rows)
         self._ring = ring = Ring(most, words * _SLOT_BYTES, device=device)
@@ -214,7 +237,20 @@ class PassCopies:
         self, slots_T: torch.Tensor, expert_ids_TAK: torch.Tensor, *, weight_version: int, kind: RowKind,
         restored: Sequence[Restored] = (),
     ) -> Pass:  # fmt: skip
-        """Take the rows of the pass that was just launched. Waits only while the ring is full."""
+        """Take the rows of the pass that was just launched.
+
+        The call waits only while the ring is full.
+
+        Args:
+            slots_T: KV slots, on the device.
+            expert_ids_TAK: Captured ids of all decoder layers, or pairs, on the device.
+            weight_version: The version that the pass ran with.
+            kind: The kind of its rows.
+            restored: Rows of retracted requests that this pass prefills again.
+
+        Raises:
+            DeadlineExceeded: If the ring has no room within `WAIT_S` seconds.
+        """
         while (segment := self._ring.take(len(slots_T))) is None:
             self._wait_for(self._passes[0], until="room")
             self._write_oldest()
@@ -237,20 +273,45 @@ class PassCopies:
         return made
 
     def came_to(self, serial: int) -> None:
-        """The results up to this pass's were handled. Writes what has arrived; never waits."""
+        """Mark the results up to this pass's as handled.
+
+        The call writes the rows that have arrived and never waits.
+
+        Args:
+            serial: Number of the pass.
+        """
         self._come_to = max(self._come_to, serial)
         while self._passes and self._passes[0].copied.query():
             self._write_oldest()
 
     def flush(self) -> None:
-        """Write the rows of every pass whose result was come to. The pass that still runs is left alone."""
+        """Write the rows of every pass whose result SGLang has handled.
+
+        The pass that still runs is left alone.
+
+        Raises:
+            DeadlineExceeded: If rows do not reach the host within `WAIT_S` seconds.
+        """
         while self._passes and self._passes[0].serial <= self._come_to:
             self._wait_for(self._passes[0], until="rows")
             self._write_oldest()
 
     def read(self, table: torch.Tensor, row: int, count: int) -> Ids:
-        """The first int32 numbers of a row of a table on the device, on the host; valid until the next call. Waits for its copy
-        alone: what wrote them came before a pass that has ended."""
+        """Read the first numbers of a table's row from the device.
+
+        The call waits for its own copy alone: the numbers were written before a pass that has ended.
+
+        Args:
+            table: A table of int32 on the device.
+            row: Index of the row.
+            count: How many numbers.
+
+        Returns:
+            The numbers on the host, int32; valid until the next call.
+
+        Raises:
+            DeadlineExceeded: If the numbers do not reach the host within `WAIT_S` seconds.
+        """
         if isinstance(self._streams.reads, HostStream):
             return table.numpy()[row, :count]
         if count > len(self._read):

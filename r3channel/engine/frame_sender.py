@@ -1,11 +1,12 @@
-"""How a finished request's frame leaves the engine: in the reply, or straight to the relay with a frame reference in the reply.
+"""Sends a finished request's frame out of the engine: in the reply, or to the relay with a frame reference in the reply.
 
     scheduler's thread   Outlet.reply(unfinished) -> bytes for the reply; never waits
     sender's thread      encode -> parcel -> POST, again until it is taken or `deliver_timeout_s` is over
 
-What happens when the relay does not take frames: they wait in a queue bounded by bytes; at its ceiling further requests are
-answered in-band (the relay takes both), so nothing is lost and the engine does not stand still. A parcel that came damaged is
-made and sent anew. A frame that was not taken in time is given up and logged; the relay names it when it seals. Knows no engine.
+If the relay does not take frames, they wait in a queue that is bounded by bytes. When the queue is full, further requests are
+answered in-band (the relay takes both), so nothing is lost and the engine does not stand still. A parcel that arrived damaged is
+built and sent again. A frame that was not taken in time is given up and logged; the relay names it when it seals. This module
+knows no engine.
 """
 
 from __future__ import annotations
@@ -48,10 +49,16 @@ _CLOSE_TIMEOUT_S = 2.0
 
 
 class Outlet:
-    """What the reply of a finished request carries. One thread calls `reply`: the scheduler's."""
+    """Makes what the reply of a finished request carries. One thread calls `reply`: the scheduler's."""
 
     def __init__(self, config: EngineConfig, hello: Hello, *, replica: int = 0) -> None:
-        """`replica`: which of an engine's processes that reply this is; each has a page of its own."""
+        """Start the metrics and, for direct delivery, the sender.
+
+        Args:
+            config: The engine's settings.
+            hello: What the engine says of itself.
+            replica: Index of this process among the engine's processes that reply. Each has a metrics page of its own.
+        """
         # In-band the scheduler's thread pays, so a costly codec is for the sender only.
         self._inband_codec = AUTO if is_costly(config) else config.codec
         clock = StageClock("engine", max_spans=0)
@@ -59,7 +66,7 @@ class Outlet:
         address = partial(local_address, towards=urlsplit(config.relay_url).hostname or "")
         self.metrics = Metrics.of("engine", config, clock=clock, offset=replica, address=address)
         self.stage = clock.span if self.metrics.url or clock.trace else nullcontext
-        """Times what an engine does for us, by its stage; the scheduler's thread pays nothing where nobody reads it."""
+        """Times the stages of our work in an engine. Where nobody reads the times, the scheduler's thread pays nothing."""
         self._hello = hello = replace(hello, page=self.metrics.target, replica=replica)
         self.metrics.measure("r3channel_engine_frames_total", way="inband")
         self.metrics.measure("r3channel_engine_kept_rows_total")
@@ -68,7 +75,19 @@ class Outlet:
         self._sender = Sender.start(config, hello, metrics=self.metrics) if direct else None
 
     def reply(self, unfinished: UnfinishedFrame, *, request_id: str) -> np.ndarray | bytes:
-        """A frame, a frame reference, or (for a probe) a hello with its frame. What cannot be framed says so itself."""
+        """Return the bytes of a finished request's reply; never wait.
+
+        Args:
+            unfinished: The request's rows.
+            request_id: SGLang's id of the request.
+
+        Returns:
+            A frame, a frame reference, or for a probe a hello with its frame. A probe's frame that cannot be encoded is an error
+            frame.
+
+        Raises:
+            RoutingError: In-band, if the rows cannot be encoded.
+        """
         if request_id.startswith(PROBE_PREFIX):
             return self._hello.to_bytes() + encode_or_report(unfinished, codec=self._inband_codec)
         if self._sender is not None and (reference := self._sender.offer(unfinished)) is not None:
@@ -78,7 +97,7 @@ class Outlet:
 
     @property
     def encodes_here(self) -> bool:
-        """Whether `reply` encodes, and not the sender's thread."""
+        """Return whether `reply` encodes frames, and not the sender's thread."""
         return self._sender is None
 
     def close(self) -> None:
@@ -88,9 +107,15 @@ class Outlet:
 
 
 def is_costly(config: EngineConfig) -> bool:
-    """Whether the codec is one for the sender's thread only. ConfigError for one that is unknown or lacks its package, and for a
-    costly one in-band."""
-    costly = getattr(codec_named(config.codec), "costly", False)  # AUTO is none, and takes cheap ones
+    """Return whether only the sender's thread may use the codec.
+
+    Args:
+        config: The engine's settings.
+
+    Raises:
+        ConfigError: If the codec is unknown or lacks its package, or if a costly codec is configured with in-band delivery.
+    """
+    costly = getattr(codec_named(config.codec), "costly", False)  # AUTO is no codec, and chooses cheap ones
     if costly and config.delivery == "inband":
         raise ConfigError(
             f"codec {config.codec!r} with in-band delivery would be paid by the scheduler's thread for every request; set "
@@ -100,12 +125,22 @@ def is_costly(config: EngineConfig) -> bool:
 
 
 def report(error: Exception, *, request_id: str) -> bytes:
-    """The frame that tells the relay why there are no rows."""
+    """Return the frame that tells the relay why there are no rows.
+
+    Args:
+        error: The reason.
+        request_id: SGLang's id of the request.
+    """
     return encode_error(f"{type(error).__name__}: {error}", sample_key=sample_key(request_id))
 
 
 def encode_or_report(unfinished: UnfinishedFrame, *, codec: str) -> bytes:
-    """The frame's bytes, or those of an error frame."""
+    """Return the frame's bytes, or an error frame if encoding fails.
+
+    Args:
+        unfinished: The request's rows.
+        codec: Name of the codec, or "auto".
+    """
     try:
         return unfinished.encode(codec=codec).tobytes()
     except Exception as error:
@@ -120,13 +155,13 @@ class _Waiting(NamedTuple):
 
 
 class Sender:
-    """RUNNING -> CLOSED. `offer` from one thread; the sender's own thread does the rest."""
+    """Sends frames to the relay; RUNNING -> CLOSED. One thread calls `offer`; the sender's own thread does the rest."""
 
     def __init__(self, config: EngineConfig, hello: Hello, *, token: str, metrics: Metrics) -> None:
         parts = urlsplit(config.relay_url)
         try:
             usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # of a port that is none
+        except ValueError:  # the port is not a number
             usable = False
         if not usable:
             raise ConfigError(f"R3CHANNEL_RELAY_URL is {config.relay_url!r}, expected http://host:port")
@@ -146,14 +181,21 @@ class Sender:
 
     @classmethod
     def start(cls, config: EngineConfig, hello: Hello, *, metrics: Metrics) -> Sender:
-        """Read the token and start the thread; the relay need not be up yet."""
+        """Read the token and start the thread.
+
+        The relay need not be up yet.
+        """
         sender = cls(config, hello, token=read_token(config.token_file), metrics=metrics)
         sender._thread.start()
         atexit.register(sender.close)
         return sender
 
     def offer(self, unfinished: UnfinishedFrame) -> FrameReference | None:
-        """Queue a frame and return its reference at once; None when the queue is full and the reply must carry the frame."""
+        """Queue a frame and return its reference at once.
+
+        Returns:
+            The reference, or None if the queue is full or the sender is closed. The reply must then carry the frame.
+        """
         with self._changed:
             if self._closed.is_set() or self._bytes + unfinished.nbytes > self._config.queue_bytes:
                 return None
@@ -167,7 +209,10 @@ class Sender:
             )  # fmt: skip
 
     def close(self) -> None:
-        """Send what waits, for a moment, and stop; idempotent."""
+        """Send the waiting frames, for 2 s at most, and stop.
+
+        A second call does nothing.
+        """
         with self._changed:
             self._closed.set()
             self._changed.notify()
@@ -191,7 +236,6 @@ class Sender:
             self._bytes -= sum(item.unfinished.nbytes for item in batch)
 
     def _encode(self, batch: Sequence[_Waiting]) -> list[bytes]:
-        """The parcel of these frames."""
         codec = self._config.codec
         frames = [(item.serial, encode_or_report(item.unfinished, codec=codec)) for item in batch]
         return parcel.pack_parcel(self._hello.boot_id, frames)
@@ -217,7 +261,7 @@ class Sender:
                 return
             if status == Status.TOO_LARGE or (status == Status.NO_PARCEL and made_anew):
                 break
-            if status == Status.COME_AGAIN:  # it lives and has no room: waiting is not losing
+            if status == Status.COME_AGAIN:  # the relay lives and has no room: waiting loses nothing
                 deadline_s = time.monotonic() + self._config.deliver_timeout_s
             if status in (Status.NO_PARCEL, Status.FRAME_DAMAGED):
                 parts, made_anew = self._encode(batch), True
@@ -232,7 +276,10 @@ class Sender:
         )  # fmt: skip
 
     def _offer_parcel(self, parts: Sequence[bytes]) -> tuple[int, str]:
-        """(HTTP status, reason); status 0 when nobody answered, or our hello was not taken."""
+        """Send a parcel and return (HTTP status, reason).
+
+        The status is 0 if nobody answered or the relay did not take our hello.
+        """
         if not self._session and not self._say_hello():
             return 0, self._refusal
         status, reason = self._post(parcel.FRAMES_PATH, parts)
@@ -248,7 +295,10 @@ class Sender:
         return greeted
 
     def _post(self, path: str, parts: Sequence[bytes]) -> tuple[int, str]:
-        """(HTTP status, reason); status 0 when nobody answered. The connection is kept for the next call."""
+        """Send a POST and return (HTTP status, reason).
+
+        The status is 0 if nobody answered. The connection is kept for the next call.
+        """
         try:
             connection = self._connection = self._connection or self._connect()
             if connection.sock is None:

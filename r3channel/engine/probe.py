@@ -1,4 +1,4 @@
-"""What the doctor asks about engines: is the plug-in there, would its hooks apply, and what a running engine says of itself."""
+"""The doctor's checks of engines: the plug-in is installed, its hooks would apply, and what a running engine says of itself."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ _UNSET = (None, False, "", "auto", "none", "null", [], {})
 
 
 def check_plugin(_: CheckContext) -> Iterator[Check]:
-    """SGLang finds our plug-in through installed metadata; a bare checkout on the path has none."""
+    """Check that SGLang can find our plug-in.
+
+    SGLang finds it through installed metadata; a bare checkout on the path has none.
+    """
     entries = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=_PLUGIN_GROUP)}
     yield Check(
         name="SGLang plug-in",
@@ -42,7 +45,10 @@ def check_plugin(_: CheckContext) -> Iterator[Check]:
 
 
 def check_hooks(context: CheckContext) -> Iterator[Check]:
-    """Whether our hooks would apply. No fault where SGLang cannot be imported, which wants a GPU or to be told of none."""
+    """Check that our hooks would apply to SGLang.
+
+    SGLang cannot be imported without a GPU unless SGLANG_USE_CPU_ENGINE=1. There the check passes without looking.
+    """
     if context.gpu or context.environment.get("SGLANG_USE_CPU_ENGINE") == "1":
         yield context.ask("SGLang hooks", _HOOKS)
     else:
@@ -51,13 +57,22 @@ def check_hooks(context: CheckContext) -> Iterator[Check]:
 
 
 def check_engines(context: CheckContext) -> Iterator[Check]:
-    """What each running engine of `--engine URL` says about itself, and whether its frames can be used."""
+    """Check each running engine of `--engine URL` by asking it."""
     for url in context.engines:
         yield from ask_engine(url, timeout_s=context.timeout_s)
 
 
 def ask_engine(url: str, *, timeout_s: float) -> Iterator[Check]:
-    """Send a probe of two tokens; one line for the engine, its hooks, its model's routing and its frame."""
+    """Send a probe of two tokens to an engine.
+
+    Args:
+        url: The engine's address.
+        timeout_s: Seconds to wait for each answer.
+
+    Returns:
+        An iterator of checks: of the engine, its delivery, its hooks, its model's routing, its frame and its settings; a single
+        failed check if the engine cannot be used.
+    """
     try:
         reply = probe(url.rstrip("/"), timeout_s=timeout_s)
         data = base64.b64decode(reply["meta_info"]["routed_experts"], validate=True)
@@ -93,7 +108,10 @@ def _told(url: str, hello: Hello) -> Iterator[Check]:
 
 
 def _settings(url: str, hello: Hello, *, timeout_s: float) -> Iterator[Check]:
-    """What is known of each setting that rows can depend on, of those that SGLang's /server_info shows."""
+    """Check the settings that rows can depend on.
+
+    They are read from SGLang's /server_info.
+    """
     try:
         values = _fetched(urllib.request.Request(url.rstrip("/") + "/server_info"), timeout_s=timeout_s)
     except (OSError, ValueError, urllib.error.URLError) as error:
@@ -128,7 +146,18 @@ def _failed(url: str, found: str, remedy: str) -> Check:
 
 
 def probe(url: str, *, timeout_s: float) -> dict[str, Any]:
-    """What an engine answers to a request of two tokens that asks for its hello and their routing."""
+    """Return an engine's answer to a probe of two tokens.
+
+    The probe asks for the engine's hello and for the tokens' routing.
+
+    Args:
+        url: The engine's address, without a slash at its end.
+        timeout_s: Seconds to wait for the answer.
+
+    Raises:
+        OSError: If the engine does not answer.
+        ValueError: If the answer is not JSON.
+    """
     body = json.dumps(probe_body()).encode()
     request = urllib.request.Request(url + "/generate", body, {"Content-Type": "application/json"})
     return _fetched(request, timeout_s=timeout_s)

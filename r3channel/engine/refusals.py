@@ -1,7 +1,7 @@
-"""What an engine is refused for when it starts: settings and routers with which its rows would be wrong without anybody noticing.
+"""Why an engine is refused when it starts: settings and routers with which its rows would be wrong without anybody noticing.
 
-Pure: the places that know an engine say what it was started with and what it has built. R3CHANNEL_ALLOW overrides by word
-(`config.REFUSALS`); what cannot be represented at all has no word.
+This module is pure: its callers know an engine and say what it was started with and what it has built. R3CHANNEL_ALLOW overrides
+a refusal by its word (`config.REFUSALS`); what cannot be represented at all has no word.
 """
 
 from __future__ import annotations
@@ -30,13 +30,19 @@ class Router(NamedTuple):
 
     layer: int
     unseen: str = ""
-    """Why its choices never reach the capturer; empty where they do."""
+    """Why the router's choices never reach the capturer; empty if they do."""
 
 
 def refusals(
     values: Mapping[str, Any], *, spec: RoutingSpec, routers: Iterable[Router] | None = None
 ) -> Iterator[Refusal]:
-    """Every reason not to trust an engine of these settings. `routers`: those of the built model, if that is known."""
+    """Yield every reason not to trust an engine of these settings.
+
+    Args:
+        values: Settings by argument name.
+        spec: The model's routing.
+        routers: Routers of the built model, or None if they are not known.
+    """
     yield from refused(values)
     for check, value in ((check_representable, spec), (parse_weight_version, values["weight_version"])):
         try:
@@ -58,7 +64,10 @@ def _refused_routers(routers: list[Router], *, spec: RoutingSpec) -> Iterator[Re
 
 
 def refused_chains(values: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Where a capturer is told a graph's size in requests (0.5.15.post1, 0.5.23) and not, as in slime's image, in tokens."""
+    """Yield a refusal of speculative decoding with DP attention.
+
+    It applies where a capturer is told a graph's size in requests (0.5.15.post1, 0.5.23), and not in tokens, as in slime's image.
+    """
     algorithm = values["speculative_algorithm"]
     if algorithm not in (None, "NONE") and has_dp_attention(values):
         yield (
@@ -69,7 +78,7 @@ def refused_chains(values: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def unread(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of these settings that were neither tested nor read."""
+    """Return the settings that were neither tested nor read."""
     return {name: value for name, value in values.items() if judged(name, value) is None}
 
 
@@ -80,7 +89,15 @@ def refused_unread(values: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def refuse(found: Iterable[Refusal], *, allowed: frozenset[str]) -> None:
-    """Raise ConfigError with every reason that is not overridden; log those that are."""
+    """Raise for every refusal that is not overridden.
+
+    Args:
+        found: Refusals.
+        allowed: Words of R3CHANNEL_ALLOW. A refusal with one of these words is logged.
+
+    Raises:
+        ConfigError: With every reason that is not overridden.
+    """
     reasons = []
     for word, text in found:
         if word in allowed:

@@ -1,8 +1,8 @@
-"""A request's rows over a retraction: kept beside it when its slots are released, put back as it is prefilled again.
+"""Keeps a request's rows when its slots are released on retraction, and puts them back as the request is prefilled again.
 
 The tokens that a retracted request has answered keep their log-probabilities, which belong to the rows of the passes that made
-them; the pass that prefills it again may have other weights, and other sums in any case. The row of the last answered token
-alone comes from there, as its successor's log-probability does. Knows no engine.
+them. The pass that prefills the request again may have other weights, and has other sums in any case. Only the row of the last
+answered token comes from that pass, as its successor's log-probability does. This module knows no engine.
 """
 
 from __future__ import annotations
@@ -15,34 +15,46 @@ from r3channel.wire.routing import Ids
 
 
 class Kept:
-    """What one request has kept, until it ends."""
+    """The rows that one request has kept, until it ends."""
 
     __slots__ = ("__weakref__", "_parts", "seen")
 
     def __init__(self) -> None:
         self._parts = list[KeptRows]()
         self.seen = 0
-        """Rows before this position were kept or given up; what their slots hold since then was computed again."""
+        """Rows before this position were kept or given up. Rows that their slots hold since then were computed again."""
 
     def add(self, rows: KeptRows) -> None:
         self._parts.append(rows)
 
     def within(self, start: int, end: int) -> Iterator[KeptRows]:
-        """The rows among positions [start, end)."""
+        """Return the kept rows among positions [start, end)."""
         return (rows for part in self._parts if (rows := part.of(start, end)))
 
 
 class KeptStore:
-    """Bounds what all requests keep. One thread: the scheduler's."""
+    """Bounds the memory of what all requests keep. One thread at a time: the scheduler's."""
 
     def __init__(self, rows: SlotRows, *, limit_bytes: int, counted: Callable[[str, int], None]) -> None:
-        """`counted` is told how many rows were kept (`kept`), and how many found no room (`given_up`)."""
+        """Start with nothing kept.
+
+        Args:
+            rows: The slots that rows are copied from.
+            limit_bytes: Ceiling of all kept rows, in bytes.
+            counted: Called with "kept" and the number of rows, or with "given_up" and the number of rows that found no room.
+        """
         self._rows, self._limit_bytes, self._counted = rows, limit_bytes, counted
         self.nbytes = 0
-        """Given back as requests end."""
+        """Bytes of all kept rows. They shrink as requests end."""
 
     def keep(self, kept: Kept, slots_T: Ids, *, first_row: int) -> None:
-        """Copy the rows of these slots, unless that exceeds the ceiling."""
+        """Copy these slots' rows, unless they exceed the ceiling.
+
+        Args:
+            kept: The request's kept rows, to which these are added. Its memory counts until it is garbage-collected.
+            slots_T: The slots of the rows.
+            first_row: Position of the first row.
+        """
         nbytes = len(slots_T) * self._rows.row_bytes
         if self.nbytes + nbytes > self._limit_bytes:
             self._counted("given_up", len(slots_T))

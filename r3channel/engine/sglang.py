@@ -1,9 +1,9 @@
 """The hooks into SGLang: the only module of this room that imports it. Read against the versions in `sglang_hooks.READ_AGAINST`.
 
-The life of an id here: `TopK` writes int32 ids into SGLang's device buffer; at the end of the pass `PassCopies` narrows those of
-the MoE layers and brings them to the host on a stream of its own; when SGLang comes to the pass's result they are written, with
-their provenance, into a host cache by KV slot; when the request finishes its rows are gathered once, into the memory that
-becomes its frame. All of it runs on the scheduler's thread.
+`TopK` writes int32 ids into SGLang's device buffer. At the end of the pass `PassCopies` narrows the ids of the MoE layers and
+copies them to the host on a stream of its own. When SGLang handles the pass's result, the ids are written, with their
+provenance, into a host cache by KV slot. When the request finishes, its rows are gathered once, into the memory that becomes
+its frame. All of it runs on the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -46,19 +46,28 @@ __all__ = ["FrameCapturer", "apply", "check_hooks"]
 log = logging.getLogger(__name__)
 _config = EngineConfig()
 _table = ""
-"""Which table of `sglang_hooks.TABLES` this SGLang follows."""
+"""The table of `sglang_hooks.TABLES` that this SGLang follows."""
 _runner: Any = None
 """The model runner whose passes are captured."""
 _scales: Callable[[Any], object] = getattr(
     routing, "is_routed_scaling_factor_fused_in_topk", attrgetter("apply_routed_scaling_factor_on_output")
 )
-"""Whether a router's configuration has its factor in the weights. The attribute is not all of it: ROCm (0.5.23)."""
+"""Returns whether a router's scaling factor is in its weights. The attribute alone does not decide it: ROCm (0.5.23)."""
 _announced_version: str | None = None
-"""The last version that a weight update named, where SGLang does not tell its scheduler of versions (0.5.15.post1)."""
+"""The version of the last weight update, where SGLang does not tell its scheduler of versions (0.5.15.post1)."""
 
 
 def apply(config: EngineConfig) -> None:
-    """Register the hooks; SGLang applies them right after its plug-ins have run. Call once per process."""
+    """Register the hooks with SGLang.
+
+    SGLang applies them right after its plug-ins have run. Call this once per process.
+
+    Args:
+        config: The engine's settings.
+
+    Raises:
+        ConfigError: If `set_up` refuses the settings.
+    """
     set_up(config)
     HookRegistry.register(hooks.CAPTURER, FrameCapturer, HookType.REPLACE)
     HookRegistry.register(hooks.COLLECT, collect_frame, HookType.AROUND)
@@ -79,42 +88,61 @@ def apply(config: EngineConfig) -> None:
 
 
 def set_up(config: EngineConfig) -> None:
-    """Comes before any hook is called, once per process. Raises ConfigError for what this SGLang has not."""
+    """Keep the configuration and the table of SGLang names.
+
+    Call this once per process, before any hook is called.
+
+    Args:
+        config: The engine's settings.
+
+    Raises:
+        ConfigError: If the codec is unknown, lacks its package or is too costly for in-band delivery, or if this SGLang does not
+            return a requested token tensor.
+    """
     global _config, _table
     is_costly(config)  # an unknown codec ends the start, not the first request
     masks = [tensor.name for tensor in tensors_of(config.token_tensors) if tensor.made_by == "mask_rows"]
     if masks and not _has_bags():
         raise ConfigError(f"R3CHANNEL_TOKEN_TENSORS: SGLang {installed_version()} returns no {masks}")
-    _config, _table = config, matching_table() or ""  # before a hook changes what is looked at
+    _config, _table = config, matching_table() or ""  # before a hook changes the names that are looked up
 
 
 # -- what the engine was started with --------------------------------------------------------------------------------------
 
 
 def _has_bags() -> bool:
-    """0.5.23 keeps settings in bags by theme; 0.5.15.post1 has one object."""
+    """Return whether SGLang keeps its settings in bags by theme.
+
+    0.5.23 does; 0.5.15.post1 has one object.
+    """
     return hasattr(runtime_context, "get_serving")
 
 
 def settings() -> dict[str, Any]:
-    """What SGLang runs with, by the names of its arguments."""
+    """Return the settings that SGLang runs with, by argument name.
+
+    The weight version is the one that the scheduler knows now.
+    """
     args: Any = runtime_context.get_server_args()
     values = args.resolved_dict() if _has_bags() else vars(args)
     return {**values, "weight_version": weight_version()}
 
 
 def asked_for() -> dict[str, Any]:
-    """The settings that are not SGLang's defaults. 0.5.15.post1 writes what it resolves over them: each of those is judged."""
+    """Return the settings that differ from SGLang's defaults.
+
+    0.5.15.post1 overwrites its arguments with the values that it resolves, so each resolved value is judged, too.
+    """
     args: Any = runtime_context.get_server_args()
     plain: Any = type(args)(model_path="none")  # for which 0.5.15.post1 resolves nothing
     names = args.__struct_fields__ if _has_bags() else vars(plain)
-    shown = [name for name in names if not name.startswith("_")]  # the others are notes of its parser
+    shown = [name for name in names if not name.startswith("_")]  # the others are internal to its parser
     values = settings()
     return {name: values[name] for name in shown if getattr(args, name) != getattr(plain, name)}
 
 
 def weight_version() -> str:
-    """The version that SGLang's scheduler knows now."""
+    """Return the weight version that SGLang's scheduler knows now."""
     if _has_bags():
         return runtime_context.get_serving().weight_version
     args: Any = runtime_context.get_server_args()
@@ -122,7 +150,10 @@ def weight_version() -> str:
 
 
 def note_weight_version(result: Any, updater: Any, recv_req: Any) -> None:
-    """AFTER a weight update of 0.5.15.post1: its version is in the request and reaches the scheduler nowhere else."""
+    """Keep the version of a successful weight update; hook AFTER it.
+
+    In 0.5.15.post1 the version is in the request and reaches the scheduler nowhere else.
+    """
     global _announced_version
     del updater
     if result.success and recv_req.weight_version is not None:
@@ -130,13 +161,19 @@ def note_weight_version(result: Any, updater: Any, recv_req: Any) -> None:
 
 
 def _streams_replies() -> bool:
-    """Whether this rank answers, the only one of those that share a request; the others need not gather its rows."""
+    """Return whether this rank replies to requests.
+
+    Of the ranks that share a request one replies; the others need not gather its rows.
+    """
     parallel = runtime_context.get_parallel()
     return parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0
 
 
 def _replica() -> int:
-    """Which of the engine's processes that reply this is: data-parallel copies, or groups of DP attention."""
+    """Return the index of this process among those that reply.
+
+    These are data-parallel copies of the engine, or groups of DP attention.
+    """
     parallel: Any = runtime_context.get_parallel()
     return getattr(parallel, "dp_rank", None) or getattr(parallel, "attn_dp_rank", None) or 0
 
@@ -145,23 +182,23 @@ def _replica() -> int:
 
 
 class FrameCapturer(RoutedExpertsCapturer):
-    """SGLang's capturer with narrow staging; `take_unfinished` has the rows of the last `get_topk`."""
+    """SGLang's capturer with narrow staging. `take_unfinished` returns the rows of the last `get_topk`."""
 
     weighs = False
     """Whether ids are captured in pairs with their weights."""
     weights: torch.Tensor | None = None
-    """Those of the ids that come next; a router that draft models have may leave some."""
+    """Weights of the ids that come next. A draft model's router may leave some."""
 
     @staticmethod
     def create(**kwargs: Any) -> RoutedExpertsCapturer | None:
-        # Not by name: REPLACE has bound SGLang's name to this class, here too. For the same reason SGLang's create builds this.
+        # SGLang's class is not named: REPLACE has bound its name to this class, here too. So SGLang's create builds this class.
         return super(FrameCapturer, FrameCapturer).create(**kwargs)
 
     def __init__(
         self, model_config: Any, *, num_tokens: int, max_running_requests: int, device: str, **kwargs: Any
     ) -> None:
-        # One slot: SGLang's int32 host cache for all layers is given back at once. Its device buffer is made for a chunk, and for
-        # one token of each request; more rows than the buffer's end the engine.
+        # One slot, because SGLang's int32 host cache for all layers is freed at once. SGLang's device buffer holds a chunk, or
+        # one token of each request. A pass with more rows than the buffer ends the engine.
         most = max(max_running_requests * _verified_tokens(), _unchunked_tokens(model_config))
         super().__init__(model_config, num_tokens=1, max_running_requests=most, device=device, **kwargs)
         if hasattr(self.host_cache, "destroy"):  # not in 0.5.15.post1
@@ -173,9 +210,9 @@ class FrameCapturer(RoutedExpertsCapturer):
         self._version = (weight_version(), parse_weight_version(weight_version()))
         self._unfinished: UnfinishedFrame | None = None
         self.request: Any = None
-        """Whose rows `get_topk` is asked for."""
+        """The request whose rows `get_topk` gathers."""
         self.outlet: Outlet | None = None
-        """None on a rank that does not reply: it copies nothing."""
+        """None on a rank that does not reply; such a rank copies nothing."""
         if not _streams_replies():
             return
         hello = engine_hello(self.spec, context=getattr(model_config, "context_len", None) or 0)
@@ -200,7 +237,17 @@ class FrameCapturer(RoutedExpertsCapturer):
             self.outlet.close()
 
     def capture(self, layer_id: int, topk_indices: torch.Tensor) -> None:
-        """As SGLang's: a pair takes the place of an id in its buffer, and on the way there between ranks."""
+        """Capture a layer's ids or, if weights are captured, pairs.
+
+        It replaces SGLang's method. A pair takes the place of an id in SGLang's buffer, and in the gather between ranks.
+
+        Args:
+            layer_id: The decoder layer.
+            topk_indices: The ids that its router chose.
+
+        Raises:
+            R3Error: If weights are captured and the layer routes past the hook that sees them.
+        """
         if not self.weighs:
             return super().capture(layer_id, topk_indices)
         weights, self.weights = self.weights, None
@@ -216,12 +263,18 @@ class FrameCapturer(RoutedExpertsCapturer):
     def on_forward_end(
         self, forward_batch: Any, can_run_graph: bool, cuda_graph_batch: int | None, no_copy_to_cpu: bool = False
     ) -> Any:  # fmt: skip
-        """In place of SGLang's, which returns a `TopkCaptureOutput` under overlap scheduling, and else copies and waits."""
-        # Ids that attention works with may be other ones than those of req_to_token (0.5.23); a padded batch is longer.
+        """Start to copy the rows of the pass that was just launched.
+
+        It replaces SGLang's method, which returns a `TopkCaptureOutput` under overlap scheduling, and otherwise copies and waits.
+
+        Returns:
+            The pass, in place of SGLang's `TopkCaptureOutput`; None for an idle batch and on a rank that does not reply.
+        """
+        # Attention may work with other slot ids than those of req_to_token (0.5.23). A padded batch is longer.
         slots_T = getattr(forward_batch, "out_cache_loc_virtual", None)
         if slots_T is None:
             slots_T = forward_batch.out_cache_loc
-        if self.outlet is None or not len(slots_T):  # SGLang never comes to the result of an idle batch
+        if self.outlet is None or not len(slots_T):  # SGLang never handles the result of an idle batch
             return None
         local_TAK = self._get_local_slice(forward_batch, can_run_graph, cuda_graph_batch)
         if len(local_TAK) != len(slots_T):
@@ -238,14 +291,32 @@ class FrameCapturer(RoutedExpertsCapturer):
     def _get_local_slice(
         self, forward_batch: Any, can_run_graph: bool, cuda_graph_batch: int | None
     ) -> torch.Tensor:
-        """As SGLang's, which takes the decode graph's size for a prefill graph's: with DP attention a rank's rows begin there."""
-        # Only a pass that no decode graph ran is padded by its batch, which notes its size first.
+        """Return this rank's rows of the captured ids.
+
+        SGLang's method takes the decode graph's size for a prefill graph's. With DP attention a rank's rows begin at that size.
+        """
+        # Only a pass that ran without a decode graph is padded by its batch, and the batch notes its own size first.
         if can_run_graph and forward_batch._original_batch_size is not None:
             cuda_graph_batch = _prefill_graph_size(max(forward_batch.global_num_tokens_cpu))
         return super()._get_local_slice(forward_batch, can_run_graph, cuda_graph_batch)
 
     def get_topk(self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0) -> Any:
-        """Rows [start_len, seqlen - 1) of a request, which SGLang counts; they stay unfinished for `take_unfinished`."""
+        """Gather rows [start_len, seqlen - 1) of a request.
+
+        The frame stays unfinished until `take_unfinished`.
+
+        Args:
+            req_pool_idx: The request's row in SGLang's table of slots.
+            seqlen: Number of the request's tokens.
+            req_to_token_pool: SGLang's table of slots.
+            start_len: Position of the first row.
+
+        Returns:
+            The ids as bytes; SGLang counts the rows.
+
+        Raises:
+            ValueError: If `start_len` is negative.
+        """
         if start_len < 0:
             raise ValueError(f"start_len is {start_len}, expected >= 0")
         first_row = min(start_len, seqlen - 1)
@@ -259,7 +330,11 @@ class FrameCapturer(RoutedExpertsCapturer):
         return self._unfinished.bytes_TN
 
     def take_unfinished(self) -> UnfinishedFrame:
-        """What `get_topk` has just gathered."""
+        """Return the unfinished frame that `get_topk` has just gathered.
+
+        Raises:
+            R3Error: If `get_topk` did not run, for example because another plug-in replaced it.
+        """
         unfinished, self._unfinished = self._unfinished, None
         if unfinished is None:
             raise R3Error(
@@ -268,11 +343,18 @@ class FrameCapturer(RoutedExpertsCapturer):
         return unfinished
 
     def keep(self, req: Any, req_to_token_pool: Any) -> None:
-        """Keep the rows of a request that is about to lose its slots, up to its last answered token."""
+        """Keep the rows of a request before it loses its slots.
+
+        Rows are kept up to the request's last answered token.
+
+        Args:
+            req: The request, which SGLang retracts.
+            req_to_token_pool: SGLang's table of slots.
+        """
         kept, kv = getattr(req, "r3channel_kept", None) or Kept(), getattr(req, "kv", req)
         answered = len(req.origin_input_ids) + len(req.output_ids) - 1
         # A request that embeds its input forgets its answer. One without a new token since its last prefill has no new rows, and
-        # those of a prefill may still be on their way.
+        # the rows of a prefill may still be on their way.
         if req.input_embeds is not None or not req.output_ids or answered <= kept.seen:
             return
         end = min(answered, kv.kv_committed_len)
@@ -281,10 +363,10 @@ class FrameCapturer(RoutedExpertsCapturer):
         kept.seen, req.r3channel_kept = answered, kept
 
     def _slots_of(self, req: Any, req_to_token_pool: Any, req_pool_idx: int, end: int) -> Ids:
-        """The slots of rows [0, end) of a request, whose rows have been written."""
+        """Return the slots of rows [0, end), after writing those rows."""
         self.passes.flush()
         slots_T = self.passes.read(req_to_token_pool.req_to_token, req_pool_idx, end)
-        # Not when they were transferred: an older request's last pass may write its row only then.
+        # Not at the transfer: an older request's last pass may write its row only after that.
         transferred = getattr(req, "r3channel_transferred", slice(0))
         if transferred.stop:
             self.rows.forget(slots_T[transferred])
@@ -298,7 +380,10 @@ class FrameCapturer(RoutedExpertsCapturer):
 
 
 def _verified_tokens() -> int:
-    """How many tokens of a request one pass verifies at most; 1 where nothing is drafted."""
+    """Return how many tokens of a request one pass verifies at most.
+
+    It is 1 where nothing is drafted.
+    """
     context: Any = runtime_context
     if _has_bags():
         return context.max_speculative_num_draft_tokens() or 1
@@ -306,7 +391,10 @@ def _verified_tokens() -> int:
 
 
 def _unchunked_tokens(model_config: Any) -> int:
-    """How many tokens one prefill has at most where prompts are not chunked: several prompts' up to a budget, or one prompt's."""
+    """Return how many tokens a prefill has at most without chunking.
+
+    Such a prefill has several prompts up to a budget, or one prompt. Return 0 where prompts are chunked.
+    """
     values = settings()
     if values["chunked_prefill_size"] > 0:
         return 0
@@ -314,8 +402,11 @@ def _unchunked_tokens(model_config: Any) -> int:
 
 
 def note_batch(made: Any, _class: Any, batch: Any, *_rest: Any, **_more: Any) -> None:
-    """AFTER `ForwardBatch.init_new`: notes what of a batch its rows need. A runner turns a pass that also decodes into a prefill
-    before it ends; a request that was retracted gets its rows back as it is prefilled."""
+    """Note what a batch's rows need; hook AFTER `ForwardBatch.init_new`.
+
+    A runner turns a pass that also decodes into a prefill before the pass ends, so the mix is noted here. A request that was
+    retracted gets its rows back as it is prefilled.
+    """
     made.r3channel_mixed = bool(batch.decoding_reqs)
     if made.forward_mode.is_extend_without_speculative():
         made.r3channel_restored = tuple(_restored(batch))
@@ -331,14 +422,21 @@ def _restored(batch: Any) -> Iterator[Restored]:
 
 
 def note_weights(topk_ids: Any, topk_weights: torch.Tensor, *_rest: Any, **_more: Any) -> None:
-    """BEFORE `_post_process_topk_ids`, which captures the ids as its first step."""
+    """Keep the weights of the ids that SGLang captures next.
+
+    Hook BEFORE `_post_process_topk_ids`, which captures the ids as its first step.
+    """
     del topk_ids
     if isinstance(capturer := get_global_experts_capturer(), FrameCapturer):
         capturer.weights = topk_weights
 
 
 def keep_rows(*_args: Any, req: Any, req_to_token_pool: Any, **_more: Any) -> None:
-    """BEFORE `release_req`, through which each retraction goes: of a full pool, of a pause, of a higher priority."""
+    """Keep a retracted request's rows; hook BEFORE `release_req`.
+
+    Each retraction goes through `release_req`: because of a full pool, a pause or a request of higher priority. An error loses
+    these rows only: it is logged, and its rows are counted as given up.
+    """
     capturer = get_global_experts_capturer()
     if not isinstance(capturer, FrameCapturer) or capturer.outlet is None:
         return
@@ -352,15 +450,21 @@ def keep_rows(*_args: Any, req: Any, req_to_token_pool: Any, **_more: Any) -> No
 
 
 def note_transferred(result: Any, batch: Any) -> None:
-    """AFTER a decode engine has taken requests over: their keys so far came from a prefill engine, or back from the host after
-    a retraction, into slots that hold other requests' rows."""
+    """Note which slots a decode engine took over from elsewhere.
+
+    Hook AFTER `prepare_for_prebuilt`. The keys up to here came from a prefill engine, or back from the host after a retraction.
+    They lie in slots that hold other requests' rows.
+    """
     del result
     for req, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
         req.r3channel_transferred = slice(start, start + count)
 
 
 def _kind_of(forward_batch: Any) -> RowKind:
-    """Tokens that are verified have been generated. What is rejected of them lies in slots that the next pass writes again."""
+    """Return the kind of a pass's rows.
+
+    Verified tokens are generated tokens. The next pass writes again the slots of the rejected ones.
+    """
     mode = forward_batch.forward_mode
     if mode.is_decode() or mode.is_target_verify():
         return RowKind.DECODED
@@ -368,13 +472,19 @@ def _kind_of(forward_batch: Any) -> RowKind:
 
 
 def _prefill_graph_size(tokens: int) -> int:
-    """Rows that each rank has in the graph that a prefill of so many is padded to."""
+    """Return each rank's rows in the graph for a prefill.
+
+    A prefill is padded to the smallest graph that holds its tokens.
+    """
     sizes: Any = _runner.prefill_cuda_graph_runner.capture_num_tokens
     return min(size for size in sizes if size >= tokens)
 
 
 def _version_or_mark(text: str) -> int:
-    """An update cannot be refused here, so its rows are marked and their requests answered with an error frame."""
+    """Return the version, or a mark if it is not a number.
+
+    An update cannot be refused here. So its rows are marked, and their requests are answered with an error frame.
+    """
     try:
         return parse_weight_version(text)
     except ConfigError as error:
@@ -383,9 +493,9 @@ def _version_or_mark(text: str) -> int:
 
 
 def collect_frame(original: Callable[..., None], processor: Any, req: Any) -> None:
-    """AROUND `_maybe_collect_routed_experts`: the reply gets a frame, or a frame reference for it, as a 1-D uint8 tensor.
+    """Reply with a frame or a frame reference; hook AROUND `_maybe_collect_routed_experts`.
 
-    Whatever fails here fails for this request only: its reply carries a frame that names the reason.
+    The reply is a 1-D uint8 tensor. An error fails this request only: its reply carries a frame that names the reason.
     """
     capturer = get_global_experts_capturer()
     if not isinstance(capturer, FrameCapturer):
@@ -415,7 +525,11 @@ def collect_frame(original: Callable[..., None], processor: Any, req: Any) -> No
 
 
 def engine_spec(model_config: Any) -> RoutingSpec:
-    """From the configuration of the model that this engine serves."""
+    """Return the routing of the model that this engine serves.
+
+    Args:
+        model_config: SGLang's configuration of the model.
+    """
     return RoutingSpec.from_hf_config(model_config.hf_text_config)
 
 
@@ -432,7 +546,14 @@ def engine_hello(spec: RoutingSpec, *, context: int) -> Hello:
 
 
 def refuse_engine(runner: Any) -> None:
-    """BEFORE `ModelRunner.init_routed_experts_capturer`: end the start, with every reason, where rows would be wrong unseen."""
+    """End the start, with every reason, if rows would be wrong unseen.
+
+    Hook BEFORE `ModelRunner.init_routed_experts_capturer`. Without --enable-return-routed-experts it only logs a warning; a draft
+    worker is ignored.
+
+    Raises:
+        ConfigError: With every reason that R3CHANNEL_ALLOW does not override.
+    """
     global _runner
     if runner.is_draft_worker:
         return
@@ -457,7 +578,10 @@ def refuse_engine(runner: Any) -> None:
 
 
 def _tells_graphs_in_tokens(runner: Any) -> bool:
-    """Whether a capturer is told a graph's size in tokens, as in slime's image, and not in requests."""
+    """Return whether SGLang tells a capturer a graph's size in tokens.
+
+    slime's image does; other releases tell it in requests.
+    """
     return "num_tokens_per_bs" in inspect.unwrap(type(runner).forward).__code__.co_consts
 
 
@@ -471,7 +595,7 @@ def _routers(model: Any) -> Iterator[refusals.Router]:
 
 
 def _unseen(router: Any) -> str:
-    """Why a router's choices never reach the capturer; empty where they do."""
+    """Return why a router's choices never reach the capturer, or ""."""
     config = router.topk_config
     if not getattr(config, "allow_routed_experts_capture", True):
         return "its capture is switched off"

@@ -30,7 +30,7 @@ TOP_LOGPROBS = (
     f"{_SRT}.layers.utils.logprob.get_top_logprobs",
     f"{_SRT}.layers.logprob_processor.get_top_logprobs",
 )
-"""In 0.5.15.post1, and in 0.5.23."""
+"""The name in 0.5.15.post1, and the one in 0.5.23."""
 RELEASE = f"{_SRT}.managers.schedule_batch.release_req"
 INIT_BATCH = f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new"
 TRANSFERRED = (
@@ -60,11 +60,17 @@ TABLES: Mapping[str, tuple[Name, ...]] = {
     )
     for version in READ_AGAINST
 }
-"""Version -> every name that is relied on there."""
+"""Version -> every name that we rely on there."""
 
 
 def installed_version() -> str:
-    """SGLang's version from its metadata; nothing of it is imported."""
+    """Return SGLang's version from its metadata.
+
+    Nothing of SGLang is imported.
+
+    Returns:
+        The version, or "not installed".
+    """
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -72,15 +78,22 @@ def installed_version() -> str:
 
 
 def hooked(table: str) -> tuple[str, ...]:
-    """What is replaced or wrapped under a table of `TABLES`."""
+    """Return the names that we replace or wrap.
+
+    Args:
+        table: A table of `TABLES`.
+    """
     updates = UPDATES if table == "0.5.15.post1" else ()
     return CAPTURER, COLLECT, INIT_BATCH, RELEASE, TRANSFERRED, INIT_CAPTURER, *updates
 
 
 def is_patched() -> bool:
-    """Whether SGLang's sources have the hooks in them (patches/), on by R3CHANNEL_ENGINE=1. Ask before hooks are registered.
+    """Return whether SGLang's sources have the hooks in them (patches/).
 
-    Raises PluginNotApplied where they have some of the hooks only.
+    These hooks are on with R3CHANNEL_ENGINE=1. Call this before hooks are registered.
+
+    Raises:
+        PluginNotApplied: If the sources have only some of the hooks.
     """
     paths = [path for path in hooked(matching_table() or "") if path != CAPTURER]
     bare = [path for path in paths if not hasattr(pkgutil.resolve_name(path), "r3channel_hook")]
@@ -93,16 +106,26 @@ def is_patched() -> bool:
 
 
 def matching_table() -> str | None:
-    """The table whose names are all there: the installed version's own, or the one that a version between follows."""
+    """Return the table whose names are all there.
+
+    It is the installed version's own table, or for a version between two tables the one that it follows.
+
+    Returns:
+        The name of the table, or None if no table matches.
+    """
     own = installed_version()
     candidates = [own] if own in TABLES else sorted(TABLES, reverse=True)
     return next((table for table in candidates if not _problems(table)), None)
 
 
 def check_hooks() -> list[str]:
-    """One line for each name that is gone or has other parameters; empty when the hooks will apply.
+    """Return one line for each name that is gone or changed.
 
-    Imports SGLang, which on a machine without a GPU needs the environment of `examples.embedded`. Patches nothing.
+    A name is changed if it lacks a parameter that we rely on. The call imports SGLang, which on a machine without a GPU needs the
+    environment of `examples.embedded`. It patches nothing.
+
+    Returns:
+        Problems; empty if the hooks will apply.
     """
     if importlib.util.find_spec("sglang") is None:
         return [f"SGLang is not installed; r3channel was read against SGLang {' and '.join(READ_AGAINST)}"]

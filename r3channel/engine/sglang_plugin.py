@@ -1,6 +1,6 @@
-"""The doors that SGLang opens: entry point `r3channel` of group `sglang.srt.plugins`; and `hook`, where patches/ was applied.
+"""The entries for SGLang: entry point `r3channel` of group `sglang.srt.plugins`; and `hook`, where patches/ was applied.
 
-SGLang calls `register` once in each of its processes. Nothing of the engine room is imported there until it is asked for.
+SGLang calls `register` once in each of its processes. The engine's modules are imported only if the settings ask for them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Apply the engine's hooks when R3CHANNEL_ENGINE=1 or R3CHANNEL_WEIGHTS=1; otherwise do nothing at all.
+    """Apply the engine's hooks if the settings ask for them.
 
-    SGLang only logs what a plug-in raises and serves on without it. So a plug-in that was asked for and cannot work ends the
-    process with the reason instead: an engine that starts is an engine that captures.
+    With R3CHANNEL_ENGINE=1 or R3CHANNEL_WEIGHTS=1 hooks are applied; otherwise the call does nothing at all. SGLang only logs
+    what a plug-in raises and serves on without it. So a plug-in that was asked for and cannot work ends the process with the
+    reason: an engine that starts is an engine that captures.
+
+    Raises:
+        SystemExit: If the plug-in cannot be applied.
     """
     try:
         _apply()
@@ -40,7 +44,11 @@ def _apply() -> None:
 
 
 def _engine() -> tuple[ModuleType, bool]:
-    """The module of the hooks, and whether SGLang's sources call them. Raises PluginNotApplied where some could not be called."""
+    """Return the module of the hooks, and whether SGLang's sources call them.
+
+    Raises:
+        PluginNotApplied: If some hooks could not be called.
+    """
     from r3channel.engine.sglang_hooks import check_hooks, is_patched
     from r3channel.errors import PluginNotApplied
 
@@ -55,16 +63,24 @@ def _engine() -> tuple[ModuleType, bool]:
 
 @functools.cache
 def hook(name: str) -> Callable[..., Any]:
-    """What `apply` would register under this name, for sources with hooks of patches/ in them; they ask where R3CHANNEL_ENGINE=1.
+    """Return what `apply` would register under this name.
 
-    An engine asks for `refuse_engine` first, so what is raised here for a setting or for a name that is gone ends its start.
+    Sources with hooks of patches/ in them call it if R3CHANNEL_ENGINE=1. An engine asks for `refuse_engine` first. So an error
+    that is raised here for a setting, or for a name that is gone, ends the engine's start.
+
+    Args:
+        name: Name of a hook in `sglang` or `sglang_tensors`.
+
+    Raises:
+        PluginNotApplied: If names that the hooks rely on are gone.
+        ConfigError: If the settings are refused.
     """
     return _set_up_engine()[name]
 
 
 @functools.cache
 def _set_up_engine() -> dict[str, Any]:
-    """The names of both modules that have hooks."""
+    """Set the engine up and return the names of both hook modules."""
     from r3channel.config import EngineConfig
 
     engine, _ = _engine()
@@ -73,7 +89,10 @@ def _set_up_engine() -> dict[str, Any]:
 
 
 def _receive_weights(config: EngineConfig) -> None:
-    """The receiving half of weight updates; a release without the places that it hooks into goes without, unless asked."""
+    """Apply the receiving half of weight updates.
+
+    A release of SGLang without the places to hook into is left alone, unless R3CHANNEL_WEIGHTS=1 asks for it.
+    """
     from r3channel.errors import PluginNotApplied
     from r3channel.transport.auth import read_token
     from r3channel.weights import receiver

@@ -32,14 +32,14 @@ class Setting(NamedTuple):
     """SGLang's server arguments, shell patterns, separated by blanks."""
     verdict: Verdict
     values: str
-    """Which of its values this is about, for the reader."""
+    """The values that the line is about, for the reader."""
     why: str
-    """What was tested, or read; of a refusal the word that overrides it, whose reason `config.REFUSALS` has."""
+    """What was tested or read. For a refusal, the word that overrides it; the reason is in `config.REFUSALS`."""
     among: Sequence[Any] = ()
     not_among: Sequence[str] = ()
     above: int | None = None
     on: bool | None = None
-    """The values, by one of these four; all where none is given."""
+    """The values that match, given by one of these four fields; if none is given, all values match."""
 
     def matches(self, name: str, value: Any) -> bool:
         if not any(fnmatchcase(name, pattern) for pattern in self.names.split()):
@@ -58,7 +58,7 @@ class Together(NamedTuple):
     """Settings that are taken one by one and refused together."""
 
     names: str
-    """For the reader."""
+    """The settings, as text for the reader."""
     word: str
     why: str
     covers: Callable[[Mapping[str, Any]], bool]
@@ -86,7 +86,10 @@ TOGETHER: tuple[Together, ...] = (
 
 
 def judged(name: str, value: Any) -> Setting | None:
-    """The first line of the table that is about this value; None: neither tested nor read.
+    """Return the first line of the table that matches this value.
+
+    Returns:
+        The line, or None if the value was neither tested nor read.
 
     >>> judged("pp_size", 2).verdict, judged("pp_size", 1).verdict, judged("enable_hisparse", True)
     (<Verdict.REFUSED: 'refused'>, <Verdict.READ: 'by reading'>, None)
@@ -95,7 +98,17 @@ def judged(name: str, value: Any) -> Setting | None:
 
 
 def judgements(values: Mapping[str, Any], verdict: Verdict) -> Iterator[tuple[str, Any, Setting]]:
-    """(name, value, line) of each value that has this verdict and that rows can depend on, by name."""
+    """Yield the values that have this verdict, sorted by name.
+
+    Values that no row depends on are left out.
+
+    Args:
+        values: Settings by argument name.
+        verdict: The verdict to look for.
+
+    Returns:
+        An iterator of (name, value, line of the table).
+    """
     for name in sorted(values):
         setting = judged(name, values[name])
         if setting is not None and setting.verdict is verdict and not setting.why.startswith(_ASIDE):
@@ -103,14 +116,17 @@ def judgements(values: Mapping[str, Any], verdict: Verdict) -> Iterator[tuple[st
 
 
 def refused(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(word, reason) of each value that is refused, and of those that are refused together."""
+    """Yield (word, reason) of each refused value.
+
+    Values that are refused only together follow.
+    """
     for name, value, setting in judgements(values, Verdict.REFUSED):
         yield setting.why, f"{flag(name, value)}: {REFUSALS[setting.why]}"
     yield from ((pair.word, f"{pair.names}: {pair.why}") for pair in TOGETHER if pair.covers(values))
 
 
 def flag(name: str, value: Any) -> str:
-    """A setting as it is written on SGLang's command line.
+    """Return a setting as it is written on SGLang's command line.
 
     >>> flag("pp_size", 2), flag("enable_pdmux", True)
     ('--pp-size 2', '--enable-pdmux')

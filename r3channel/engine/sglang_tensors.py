@@ -1,4 +1,4 @@
-"""The hooks by which requests get their tensors beside expert ids. Without `token_tensors` none is registered.
+"""The hooks that give requests their tensors beside expert ids. Without `token_tensors` none of them is registered.
 
 Read against SGLang 0.5.15.post1 and 0.5.23.
 """
@@ -20,22 +20,22 @@ from r3channel.wire.token_tensors import MOST_ENTRIES, TOPK_VOCABULARY, TokenTen
 
 log = logging.getLogger(__name__)
 _WHOLE_VOCABULARY = 1 << 30
-"""SGLang's top_k of no filter."""
+"""SGLang's top_k without a filter."""
 _PLAIN = {
     "top_p": 1.0, "top_k": _WHOLE_VOCABULARY, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
     "repetition_penalty": 1.0, "min_new_tokens": 0, "logit_bias": None, "json_schema": None, "regex": None, "ebnf": None,
     "structural_tag": None, "watermark": None,
 }  # fmt: skip
-"""Sampling parameters under which what samples is the softmax of the logits over the temperature."""
+"""Sampling parameters with which tokens are sampled from the softmax of the logits over the temperature."""
 _PAST_WEIGHTS = {"capture_routed_experts_if_allowed", "build_precomputed_topk_output", "get_global_experts_capturer"}  # fmt: skip
-"""What a model imports to tell of its ids by itself."""
+"""Names that a model imports if it tells the capturer of its ids by itself."""
 
 _declared: Sequence[TokenTensor] = ()
-"""None on a rank that does not reply."""
+"""The tensors of this process; empty on a rank that does not reply."""
 
 
 def declare(tensors: Sequence[TokenTensor]) -> None:
-    """This process replies with these."""
+    """Set the tensors that this process replies with."""
     global _declared
     _declared = tensors
 
@@ -47,7 +47,10 @@ def _topk() -> TokenTensor | None:
 def keep_masks(
     original: Callable[..., None], processor: Any, i: int, req: Any, *rest: Any, **more: Any
 ) -> None:
-    """AROUND `add_sampling_mask_return_values`: masks stay until the request is finished, instead of going into JSON."""
+    """Keep sampling masks until the request finishes.
+
+    Hook AROUND `add_sampling_mask_return_values`. The masks do not go into JSON.
+    """
     if _declared and req.return_routed_experts and not isinstance(req.sampling_mask_rows, KeptMasks):
         support = req.sampling_logprobs_mode == "support"
         req.sampling_mask_rows = KeptMasks(req.sampling_mask_rows, support=support)
@@ -57,7 +60,11 @@ def keep_masks(
 def take_topk(
     original: Callable[..., Any], logprobs: torch.Tensor, top_logprobs_nums: Sequence[int], *rest: Any, **more: Any
 ) -> Any:  # fmt: skip
-    """AROUND `get_top_logprobs` of a pass that samples: requests for as many as the tensor has get them as one packed tensor."""
+    """Return the likeliest tokens, packed where the tensor wants them.
+
+    Hook AROUND `get_top_logprobs` of a pass that samples. Requests for as many tokens as the tensor has get them as one packed
+    tensor; the others get SGLang's own lists.
+    """
     tensor = _topk()
     wanted = tensor.entry["low"].shape[0] if tensor else 0
     if tensor is None or wanted not in top_logprobs_nums:
@@ -73,8 +80,10 @@ def take_topk(
 
 
 def add_tensors(streamer: Any, reqs: Sequence[Any], *_rest: Any, **_more: Any) -> None:
-    """BEFORE `stream_output`: what SGLang noted of the pass is taken out of its lists; a finished request's frames go behind
-    its rows."""
+    """Add a finished request's tensor frames behind its rows.
+
+    Hook BEFORE `stream_output`. What SGLang noted of the pass for the tensor is taken out of its lists.
+    """
     del streamer
     topk = _topk()
     for req in reqs if _declared else ():
@@ -103,7 +112,7 @@ def _append(req: Any) -> None:
         "router_weights": getattr(req, "r3channel_weights", None),
     }
     if all(own is None for own in kept.values()):
-        return  # it asked for none
+        return  # the request asked for no tensor
     reply_N, frames = (
         req.routed_experts.numpy(),
         [_frame(tensor, kept[tensor.made_by], req) for tensor in _declared],
@@ -147,8 +156,17 @@ def _filters(req: Any) -> Iterator[str]:
 def refused_tensors(
     values: dict[str, Any], tensors: Sequence[TokenTensor], *, vocabulary: int, past: Sequence[str] = ()
 ) -> Iterator[tuple[str, str]]:
-    """Where the tensors could not follow their frames, or would not be what they are declared to be. `past`:
-    sources of the model that tell the capturer of ids past the hook that sees their weights."""
+    """Return (word, reason) for each tensor that would be wrong.
+
+    A tensor is refused if it could not follow its frames, or would not be what it is declared to be. The word is always "":
+    nothing overrides these refusals.
+
+    Args:
+        values: Settings by argument name.
+        tensors: The tensors that are asked for.
+        vocabulary: Number of tokens in the vocabulary.
+        past: Modules of the model that tell the capturer of ids past the hook that sees their weights.
+    """
     made = {tensor.made_by: tensor.name for tensor in tensors}
     topk, weights = made.get("top_logprobs"), made.get("router_weights")
     mode, drafts = values["disaggregation_mode"], values["speculative_algorithm"]
@@ -167,13 +185,31 @@ def refused_tensors(
 
 
 def past_weights(model: Any, hooked: str) -> list[str]:
-    """Sources of the model that tell the capturer of ids by themselves, past the module whose hook sees their weights."""
+    """Return the model's modules that tell the capturer of ids themselves.
+
+    Their ids pass by the module whose hook sees the weights.
+
+    Args:
+        model: The built model.
+        hooked: Name of the module that has the hook.
+
+    Returns:
+        Names of modules, sorted.
+    """
     names = {type(module).__module__ for module in model.modules()} - {hooked}
     return sorted(name for name in names if _PAST_WEIGHTS.intersection(vars(sys.modules[name])))
 
 
 def weighing(model: Any, scales: Callable[[Any], object]) -> tuple[str, ...]:
-    """How its routers make the weights that they hand on, each way once. `scales`: whether the factor is in them."""
+    """Return how the model's routers make the weights that they hand on.
+
+    Args:
+        model: The built model.
+        scales: Returns whether a router's configuration has its scaling factor in the weights.
+
+    Returns:
+        One text for each way, without duplicates, sorted.
+    """
     ways = {
         f"scoring={getattr(c.custom_routing_function, '__name__', c.scoring_func)} renormalize={c.renormalize} "
         f"scaling={c.routed_scaling_factor or 1.0} applied={scales(c)} dtype=float16"

@@ -1,4 +1,4 @@
-"""What a request's tokens bring beside expert ids, kept until it is finished: then frames behind its rows. Knows no engine."""
+"""Keeps what a request's tokens bring beside expert ids until it is finished, and then makes frames of it. Knows no engine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,17 @@ from r3channel.wire.token_tensors import TokenTensor, Values
 
 
 class KeptMasks:
-    """In place of SGLang's `SamplingMaskRows`. They stay here, where SGLang streams what it has every so many tokens."""
+    """Sampling masks in place of SGLang's `SamplingMaskRows`. They stay here, where SGLang streams what it has every so many
+    tokens.
+    """
 
     def __init__(self, rows: Any, *, support: bool) -> None:
-        """`support`: a log-prob for each id that could be chosen, not for the chosen one alone."""
+        """Wrap SGLang's rows.
+
+        Args:
+            rows: SGLang's `SamplingMaskRows`.
+            support: Whether there is a log-prob for each id that could be chosen, and not for the chosen one alone.
+        """
         self._rows, self._support, self._streamed = rows, support, 0
 
     def append(self, token_ids: Any, logprobs: Any) -> None:
@@ -30,7 +37,10 @@ class KeptMasks:
         return self._rows.view()
 
     def take(self) -> Any:
-        """What is streamed: the new log-probs of what was chosen, and no masks. Those of the whole support go with the masks."""
+        """Return what SGLang streams now: new log-probs, and no masks.
+
+        These are the log-probs of the chosen ids. Log-probs of the whole support stay with the masks.
+        """
         rows, before = self.view(), self._streamed
         self._streamed = len(rows.logprobs)
         first = self._streamed if self._support else before
@@ -39,7 +49,15 @@ class KeptMasks:
         )
 
     def entries(self, tensor: TokenTensor, new_tokens: int) -> tuple[Values, Values]:
-        """(lengths, entries) of the tokens that are answered. RoutingError where the request asked for something else."""
+        """Return (lengths, entries) of the tokens that are answered.
+
+        Args:
+            tensor: The declared tensor.
+            new_tokens: Number of answered tokens.
+
+        Raises:
+            RoutingError: If the request asked for something else.
+        """
         rows = self.view()
         values = {"token_id": rows.token_ids} | ({"logprob": rows.logprobs} if self._support else {})
         if tensor.entry.names != tuple(values):
@@ -57,7 +75,14 @@ class TopkBatch:
     """The likeliest tokens of each request in a pass: one tensor of packed entries, on its way to the host."""
 
     def __init__(self, logprobs_BV: torch.Tensor, tensor: TokenTensor) -> None:
-        """`logprobs_BV` are normalised over the whole vocabulary. The copy is issued in the order of the current stream."""
+        """Pack the entries and issue their copy to the host.
+
+        The copy is issued in the order of the current stream.
+
+        Args:
+            logprobs_BV: Log-probs that are normalised over the whole vocabulary.
+            tensor: The declared tensor.
+        """
         packed_BN, on_gpu = pack_topk(logprobs_BV, tensor), logprobs_BV.is_cuda
         host_BN = torch.empty(packed_BN.shape, dtype=torch.uint8, pin_memory=on_gpu)
         self._host_BN = host_BN.copy_(packed_BN, non_blocking=True).numpy()
@@ -66,7 +91,7 @@ class TopkBatch:
             self._copied.record()
 
     def entry(self, row: int) -> bytes:
-        """One request's, once it is here."""
+        """Return one request's entry; wait until it has reached the host."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._host_BN[row].tobytes()
@@ -83,11 +108,11 @@ class TopkRow:
 
 
 class KeptTopk:
-    """A request's entries of `topk_logprobs`, token by token; they outlive a retraction, as its tokens do."""
+    """A request's entries of `topk_logprobs`, token by token. They outlive a retraction, as the request's tokens do."""
 
     def __init__(self, rows: Iterable[TopkRow] = ()) -> None:
         self._entries, self.swept = bytearray(), 0
-        """`swept`: tokens that were looked at."""
+        """`swept`: number of tokens that were looked at."""
         for row in rows:
             self.add(row)
 
@@ -95,25 +120,37 @@ class KeptTopk:
         self._entries += row.batch.entry(row.row)
 
     def entries(self, tensor: TokenTensor, new_tokens: int) -> tuple[Values, Values]:
-        """As those of masks."""
+        """Return (lengths, entries) of the tokens that are answered.
+
+        Args:
+            tensor: The declared tensor.
+            new_tokens: Number of answered tokens.
+        """
         entries_N = np.frombuffer(self._entries, tensor.entry)[:new_tokens]
         return np.ones(len(entries_N), np.uint16), entries_N
 
 
 class KeptWeights:
-    """The weights of a request's rows, gathered with its ids; a row that no pass has made has none."""
+    """The weights of a request's rows, gathered with its ids. A row that no pass has made has no weights."""
 
     def __init__(self, unfinished: UnfinishedFrame) -> None:
         self.unfinished, self.first_row = unfinished, unfinished.first_row
 
     def entries(self, tensor: TokenTensor, new_tokens: int) -> tuple[Values, Values]:
-        """As those of masks, for prompts too."""
+        """Return (lengths, entries) of all rows, of the prompt too.
+
+        A row that no pass has made has length 0.
+        """
         del new_tokens
         there_T = columns_of(self.unfinished.runs)[1] != int(RowKind.MISSING)
         return there_T.astype(np.uint16), self.unfinished.weights_TN.view(tensor.entry)[there_T, 0]
 
     def frame(self, tensor: TokenTensor) -> Values | None:
-        """Return the frame's bytes, made where the weights lie; None where a row has none."""
+        """Return the frame's bytes, made where the weights lie.
+
+        Returns:
+            The bytes, or None if a row has no weights.
+        """
         whole = self.unfinished
         if whole.sections is None or whole.sections.oldest < 0:
             return None
@@ -123,7 +160,15 @@ class KeptWeights:
 
 
 def pack_topk(logprobs_BV: torch.Tensor, tensor: TokenTensor) -> torch.Tensor:
-    """[B, bytes of an entry] uint8 on the same device, in the layout of `tensor.entry`; likeliest first. Nothing waits."""
+    """Pack the likeliest tokens of each request; nothing waits.
+
+    Args:
+        logprobs_BV: Log-probs that are normalised over the whole vocabulary.
+        tensor: The declared tensor, whose layout `tensor.entry` is written.
+
+    Returns:
+        [B, bytes of an entry] uint8 on the same device, likeliest token first.
+    """
     k, dtype = tensor.entry["low"].shape[0], torch.from_numpy(np.empty(0, tensor.entry["logprob"].base)).dtype
     values_BK, ids_BK = logprobs_BV.float().topk(k, dim=-1)
     tail_B1 = (1 - values_BK.exp().sum(-1, keepdim=True)).clamp_(min=0)
@@ -137,8 +182,20 @@ def tensor_frame(
     tensor: TokenTensor, kept: KeptMasks | KeptTopk | KeptWeights | None, *,
     prompt_tokens: int, new_tokens: int, request_id: str,
 ) -> bytes | Values:  # fmt: skip
-    """The frame of a finished request; its first row belongs to the logits at the prompt's last token, that of weights to its
-    ids'. RoutingError where the request did not ask for the tensor."""
+    """Return the tensor's frame of a finished request.
+
+    The first row belongs to the logits at the prompt's last token; that of weights belongs to the first row of ids.
+
+    Args:
+        tensor: The declared tensor.
+        kept: What the request kept of it, or None.
+        prompt_tokens: Number of the prompt's tokens.
+        new_tokens: Number of answered tokens.
+        request_id: SGLang's id of the request.
+
+    Raises:
+        RoutingError: If the request did not ask for the tensor.
+    """
     if kept is None:
         raise RoutingError(f"the request has no {tensor.name}: it set no {tensor.asked_by}")
     first_row = prompt_tokens - 1

@@ -1,6 +1,6 @@
-"""Refuses a run that has `--use-r3-channel` and not the channel: slime and miles ignore arguments that they do not know.
+"""Refuses a run that has `--use-r3-channel` but not the channel: slime and miles ignore arguments that they do not know.
 
-`r3channel.pth`, beside the installed package, imports this in a process whose command line has the flag, and in no other.
+`r3channel.pth`, beside the installed package, imports this module in a process whose command line has the flag, and in no other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ _PARSERS = ("slime.utils.arguments", "miles.utils.arguments")
 
 
 class _Refusal:
-    """A finder that finds nothing: it only learns that a parser of arguments is about to be imported."""
+    """An import finder that finds nothing. It ends the process if a parser of arguments is imported without the channel's
+    hooks.
+    """
 
     hooked = False
 
@@ -32,7 +34,7 @@ refusal = _Refusal()
 
 
 def allow() -> None:
-    """Called by the launcher, which puts the hooks in."""
+    """Allow the import of a framework's parser; the launcher calls it."""
     refusal.hooked = True
 
 

@@ -1,8 +1,8 @@
-"""What a run needs of this machine, looked at before any process starts: ports, folders, room, memory, packages, and a layout
-beside its model.
+"""Checks what a run needs of this machine before any process starts: ports, folders, room, memory, packages, and a layout for its
+model.
 
-Each look returns a fault as text, empty where all is well: the option to change, what was seen, what to give instead. Nothing
-is started, and nothing is left behind.
+Each check returns a fault as text, which is empty if all is well. The text names the option to change, what was seen, and what to
+give instead. Nothing is started, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -26,20 +26,32 @@ from r3channel.transport.network import local_address
 log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 NEXT = "\n  "
-"""Stands between the faults of one error."""
+"""Separates the faults of one error."""
 _LAST_PORT = 65535
 MEMINFO = Path("/proc/meminfo")
 
 
 def refuse(faults: Iterable[str]) -> None:
-    """Raises ConfigError with every fault, one a line."""
+    """Raise if there are faults.
+
+    Args:
+        faults: Texts of faults; empty texts are ignored.
+
+    Raises:
+        ConfigError: With every fault, one a line.
+    """
     found = [fault for fault in faults if fault]
     if found:
         raise ConfigError(NEXT.join(found))
 
 
 def of_channel(config: ChannelConfig, *, ranks: int) -> Iterator[str]:
-    """What a relay and the trainers beside it would find wrong on this machine."""
+    """Yield the faults of this machine for a relay and its trainers.
+
+    Args:
+        config: The channel's settings.
+        ranks: Number of trainer ranks whose metrics pages are served on this machine.
+    """
     host = local_address(config.interface)
     pages = {"the relay": 0} | {f"trainer rank {rank}": 1 + rank for rank in range(ranks)}
     for whose, offset in pages.items() if config.metrics_port > 0 else ():
@@ -54,7 +66,8 @@ def of_channel(config: ChannelConfig, *, ranks: int) -> Iterator[str]:
 
 
 def _named(field: str) -> str:
-    """
+    """Return the option and the variable that set a field.
+
     >>> _named("journal")
     '--r3-journal (R3CHANNEL_JOURNAL)'
     """
@@ -62,9 +75,15 @@ def _named(field: str) -> str:
 
 
 def port(before: str, number: int, *, host: str) -> str:
-    """A fault if the port cannot be bound now, with the option that stands before its number; 0 asks for any port."""
+    """Return a fault if the port cannot be bound now.
+
+    Args:
+        before: Text that the fault puts before the number, such as the option.
+        number: The port; 0 stands for any port.
+        host: Name or address to bind.
+    """
     try:
-        if number > _LAST_PORT:  # the C library would count on from 0
+        if number > _LAST_PORT:  # the C library would wrap around to 0
             raise OverflowError(f"expected at most {_LAST_PORT}")
         family, *_, address = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0]
         socket.create_server(address, family=family).close()
@@ -75,13 +94,19 @@ def port(before: str, number: int, *, host: str) -> str:
 
 
 def folder(option: str, path: str | os.PathLike[str], *, room_bytes: int = 0) -> str:
-    """A fault if files cannot be made there or room is missing; an option that is not given has an empty path."""
+    """Return a fault if files cannot be made in a folder.
+
+    Args:
+        option: The option that names the folder, for the fault.
+        path: The folder, which need not exist; empty if the option is not given, which is no fault.
+        room_bytes: Free bytes that the folder needs; less is a fault.
+    """
     if not path:
         return ""
     at = Path(path).absolute()
     there = next(one for one in (at, *at.parents) if os.path.exists(one))
     try:
-        # Tried and not asked for: a superuser is told yes of any folder.
+        # A file is tried: a check of permissions says yes to a superuser for any folder.
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         return f"{option}: {there} cannot be written ({error.strerror}); give a folder that can"
@@ -93,7 +118,15 @@ def folder(option: str, path: str | os.PathLike[str], *, room_bytes: int = 0) ->
 
 
 def memory(needed_bytes: int, *, remedy: str, meminfo: Path = MEMINFO) -> str:
-    """Whether so much memory is free without swapping; no fault if the system does not tell."""
+    """Return a fault if too little memory is free without swapping.
+
+    If the system does not tell how much is free, there is no fault.
+
+    Args:
+        needed_bytes: Bytes that are needed.
+        remedy: What to change, for the fault.
+        meminfo: The file to read.
+    """
     lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
     found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
     if found and found[0] < needed_bytes:
@@ -102,7 +135,13 @@ def memory(needed_bytes: int, *, remedy: str, meminfo: Path = MEMINFO) -> str:
 
 
 def layout(option: str, given: TrainerLayout, model: Mapping[str, Any]) -> str:
-    """A fault if Megatron does not cut the model of a checkpoint's `config.json` so."""
+    """Return a fault if Megatron does not cut the model like this.
+
+    Args:
+        option: The option that gives the layout, for the fault.
+        given: The layout.
+        model: A checkpoint's `config.json`.
+    """
     heads, groups = model["num_attention_heads"], model["num_key_value_heads"]
     if heads % given.tp or (groups % given.tp and given.tp % groups):
         cut = f"the model's {heads} attention heads in {groups} groups"
@@ -120,14 +159,20 @@ def layout(option: str, given: TrainerLayout, model: Mapping[str, Any]) -> str:
 
 
 def check_ports(context: CheckContext) -> Iterator[Check]:
-    """Whether each port can be bound on loopback now, and, but for an engine, any port at all."""
+    """Check that each port can be bound on loopback now.
+
+    For every role but an engine, also check that any port at all can be bound.
+    """
     for number in context.ports if context.role == "engine" else (0, *context.ports):
         fault = port("", number, host=LOOPBACK)
         yield Check(name="port", ok=not fault, found=fault or f"{number or 'any'} is free on {LOOPBACK}")
 
 
 def check_memory(context: CheckContext, *, meminfo: Path = MEMINFO) -> Iterator[Check]:
-    """Memory for the rows that `store_bytes` allows. Never a fault: a relay may never hold so many, or run elsewhere."""
+    """Check the memory for the rows that `store_bytes` allows.
+
+    This is never a fault: a relay may never hold so many rows, or may run elsewhere.
+    """
     size = context.config.store_bytes
     remedy = "the store may hold so many bytes of rows: lower store_bytes to twice a step (`r3channel plan` says it)"
     enough = f"room for the {size / 2**30:.1f} GiB of rows that store_bytes allows"
@@ -136,7 +181,10 @@ def check_memory(context: CheckContext, *, meminfo: Path = MEMINFO) -> Iterator[
 
 
 def check_store(context: CheckContext) -> Iterator[Check]:
-    """Whether `journal` takes what a killed relay would leave; a fault where it cannot be written or has no room."""
+    """Check that `journal` has room for what a killed relay would leave.
+
+    It is a fault if the folder cannot be written or lacks room.
+    """
     path, size = context.config.journal, context.config.store_bytes
     fault = folder("journal", path, room_bytes=size)
     well = f"{path} takes up to {size / 1e9:.1f} GB of rows (store_bytes), and so much is free"
@@ -145,11 +193,21 @@ def check_store(context: CheckContext) -> Iterator[Check]:
 
 
 def probe_all(urls: Sequence[str], *, timeout_s: float) -> dict[str, dict[str, Any]]:
-    """What each answers to `probe`, all asked at once. One that takes longer than `timeout_s` is busy: left out, said in the log.
+    """Probe all engines at the same time.
 
-    Raises EngineUnavailable for those that cannot be asked.
+    An engine that takes longer than `timeout_s` is busy: it is left out of the answers and named in the log.
+
+    Args:
+        urls: Addresses of engines.
+        timeout_s: Seconds to wait for an answer.
+
+    Returns:
+        The answer to `probe` by address.
+
+    Raises:
+        EngineUnavailable: For the engines that cannot be asked.
     """
-    from r3channel.engine.probe import probe  # a run without the flag enters no room of the channel
+    from r3channel.engine.probe import probe  # a run without the flag imports nothing else of the channel
 
     found, dead = dict[str, dict[str, Any]](), dict[str, str]()
     with ThreadPoolExecutor(len(urls) or 1) as pool:

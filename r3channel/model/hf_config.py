@@ -17,7 +17,7 @@ from typing import Any
 from r3channel.errors import ConfigError
 
 _NESTED = ("text_config", "thinker_config", "llm_config", "language_config")
-"""Where a multimodal configuration keeps that of its language model."""
+"""Keys under which a multimodal configuration keeps that of its language model."""
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers")  # LongCat, DBRX
 _EXPERTS = (
     "num_experts",
@@ -59,7 +59,7 @@ def _indices(value: str | Sequence[int], layers: int) -> list[bool]:
 
 
 _LISTED: dict[str, Listed] = {
-    "mlp_layer_types": _words,  # transformers' own word; wins over all others (ExaoneMoeConfig)
+    "mlp_layer_types": _words,  # transformers' own key; wins over all others (ExaoneMoeConfig)
     "layers_block_type": _words,  # NemotronHConfig: attention and MLP are layers of their own
     "hybrid_override_pattern": lambda value, _: [
         letter == "E" for letter in value
@@ -69,7 +69,7 @@ _LISTED: dict[str, Listed] = {
     "is_moe_layer": lambda value, _: [bool(item) for item in value],  # EXAONE-MoE's own config.json
     "moe_layer_freq": lambda value, _: [bool(item) for item in value],  # as a list: MiMo-V2, MiniMax-M3
 }
-"""Keys that say it layer by layer. The first that is given decides alone."""
+"""Keys that say layer by layer whether there is a router. The first that is given decides alone."""
 _BLOCKS = {"layers_block_type", "hybrid_override_pattern"}  # their length counts the layers (NemotronHConfig)
 
 
@@ -143,8 +143,17 @@ _SKIPPING = {"zaya": 1}  # ZayaRouter has one class more than there are experts:
 
 
 def read(config: Any) -> dict[str, Any]:
-    """The fields of a `RoutingSpec`, from a mapping, an object with `to_dict()`, a checkpoint folder, or the path of its
-    config.json. `num_experts` is all that an id may name: LongCat's and Zaya's experts that compute nothing are among them."""
+    """Read the fields of a `RoutingSpec` from a Hugging Face configuration.
+
+    Args:
+        config: a mapping, an object with `to_dict()`, a checkpoint folder, or the path of its config.json.
+
+    Returns:
+        The fields. `num_experts` counts all that an id may name, also the experts of LongCat and Zaya that compute nothing.
+
+    Raises:
+        ConfigError: the configuration cannot be read, or does not say which layers are MoE.
+    """
     text = _language_model(_mapping(config))
     try:
         return _placement(text)
@@ -217,12 +226,18 @@ _WAY_OUT = "Say it in the config as mlp_layer_types, a list of 'dense' or 'spars
 
 
 def _says(value: Any) -> bool:
-    """Numbers, lists and words may place layers; a flag or a fraction does not."""
+    """Return whether a value may place layers.
+
+    Numbers, lists and words may; a flag or a fraction does not.
+    """
     return bool(value) and not isinstance(value, bool | float | Mapping)
 
 
 def _number(text: Mapping[str, Any], keys: Sequence[str]) -> int:
-    """The number under whichever key is given; 0 for none. Two that differ, or a list that differs over layers, are refused."""
+    """Return the number under whichever key is given.
+
+    It is 0 if none is. Two keys that differ, or a list that differs over layers, are refused.
+    """
     given = {key: text[key] for key in keys if text.get(key) is not None}
     found = {
         int(item)
@@ -235,7 +250,7 @@ def _number(text: Mapping[str, Any], keys: Sequence[str]) -> int:
 
 
 def _pattern(text: Mapping[str, Any]) -> Sequence[bool]:
-    """For each decoder layer: does it have a router?"""
+    """Return for each decoder layer whether it has a router."""
     layers = _number(text, _LAYERS)
     for key, listed in _LISTED.items():
         value = text.get(key)
@@ -262,7 +277,10 @@ def _narrowed(layers: int, text: Mapping[str, Any]) -> Sequence[bool]:
 
 
 def _fitting(key: str, found: Sequence[bool], layers: int, text: Mapping[str, Any]) -> Sequence[bool]:
-    """Some files list their MTP layers after the others (Step-3.7, DeepSeek-V4): those are cut."""
+    """Check the number of entries and cut those of MTP layers.
+
+    Some files list their MTP layers after the others (Step-3.7, DeepSeek-V4).
+    """
     if len(found) < layers:
         raise ConfigError(f"{_name(text)}: {key} has {len(found)} entries for {layers} layers")
     return found[: layers or len(found)]

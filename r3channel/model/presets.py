@@ -26,7 +26,7 @@ class Model:
     first_dense: int = 0
     """Leading dense layers; all others have a router, unless `moe_every` or `moe_layers` says otherwise."""
     moe_every: int = 1
-    """Every so-manieth layer is MoE, the last one of each group."""
+    """Every n-th layer is MoE, the last one of each group of n."""
     moe_layers: int | None = None
     """Number of MoE layers where their places are not known: they are taken as the last ones."""
     groups: tuple[int, int] | None = None
@@ -76,13 +76,16 @@ _TABLE = (
 )  # fmt: skip
 
 MODELS: dict[str, Model] = {model.name: model for model in _TABLE}
-"""By their main name. Three layers of the DeepSeek-V4 models route by hash: SGLang captures no ids for them."""
+"""Models by their main name. Three layers of the DeepSeek-V4 models route by hash: SGLang captures no ids for them."""
 
 _BY_ANY_NAME = MODELS | {alias: model for model in _TABLE for alias in model.aliases}
 
 
 def model_named(name: str) -> Model:
-    """By name or alias, any case; ConfigError lists what is known.
+    """Return the model of this name or alias, in any case.
+
+    Raises:
+        ConfigError: no model has this name; the text lists what is known.
 
     >>> model_named("DeepSeek-R1").spec.num_moe_layers
     58

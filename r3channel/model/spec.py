@@ -58,7 +58,11 @@ class RoutingSpec:
         object.__setattr__(self, "digest", xxhash.xxh3_64_intdigest(text.encode()))
 
     def moe_index(self, layer: int) -> int:
-        """Position of a global decoder layer on the MoE axis."""
+        """Return the position of a global decoder layer on the MoE axis.
+
+        Raises:
+            ConfigError: the layer is dense or absent.
+        """
         if layer not in self.moe_layers:
             raise ConfigError(f"decoder layer {layer} is dense or absent; MoE layers are {self.moe_layers}")
         return self.moe_layers.index(layer)
@@ -82,15 +86,26 @@ class RoutingSpec:
 
     @classmethod
     def from_hf_config(cls, config: Any) -> RoutingSpec:
-        """From a checkpoint folder, the mapping in its `config.json`, or transformers' object of it (anything with `to_dict`).
+        """Read the spec from a Hugging Face configuration.
 
-        Raises ConfigError, with the keys that were seen, for a convention that is not known (see `hf_config`).
+        Args:
+            config: a checkpoint folder, the mapping in its `config.json`, or transformers' object of it (anything with
+                `to_dict`).
+
+        Raises:
+            ConfigError: the convention is not known (see `hf_config`); the text has the keys that were seen.
         """
         return cls(**hf_config.read(config))
 
     @classmethod
     def from_megatron(cls, config: Any) -> RoutingSpec:
-        """From a Megatron-core `TransformerConfig` (read by attribute; nothing is imported)."""
+        """Read the spec from a Megatron-core `TransformerConfig`.
+
+        It is read by attribute; nothing is imported.
+
+        Raises:
+            ConfigError: the config has no experts, or its layer pattern does not fit its layers.
+        """
         if not config.num_moe_experts:
             raise ConfigError("the Megatron config has no num_moe_experts; is this an MoE model?")
         pattern = _megatron_pattern(config.moe_layer_freq, config.num_layers)
@@ -103,7 +118,10 @@ class RoutingSpec:
 
 
 def _megatron_pattern(frequency: int | Sequence[int], layers: int) -> Sequence[int]:
-    """An int n means layers 0, n, 2n, ... are MoE; a list says it layer by layer (Megatron-core 0.16.1)."""
+    """Return for each layer whether it is MoE (Megatron-core 0.16.1).
+
+    An int n means that layers 0, n, 2n, ... are MoE; a list says it layer by layer.
+    """
     if isinstance(frequency, int):
         return [int(layer % frequency == 0) for layer in range(layers)]
     if len(frequency) != layers:

@@ -34,13 +34,16 @@ class Check:
 
 
 def has_gpu() -> bool:
-    """Whether there is an NVIDIA driver. The system is asked: to ask torch would import it."""
+    """Return whether there is an NVIDIA driver.
+
+    The system is asked, because asking torch would import it.
+    """
     return Path("/dev/nvidiactl").exists()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckContext:
-    """What the doctor was asked to look at; every check gets the same one."""
+    """What the doctor was asked to check; every check gets the same one."""
 
     config: Any
     """The `ChannelConfig`, which this room lies below."""
@@ -58,14 +61,22 @@ class CheckContext:
     slime: str | None = None
     """A checkout of slime."""
     arguments: Sequence[str] = ()
-    """Those of a slime job."""
+    """Arguments of a slime job."""
     timeout_s: float = 120.0
     """Deadline of each child process and of each engine's answer."""
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     gpu: bool = field(default_factory=has_gpu)
 
     def ask(self, name: str, imports: str) -> Check:
-        """Run `check() -> list of problems`, as the statement `imports` names it, in a child process."""
+        """Run an upstream's check in a child process.
+
+        Args:
+            name: the finding's name.
+            imports: a statement that makes `check`, a call that returns a list of problems.
+
+        Returns:
+            The finding. A child that does not answer within `timeout_s` is a failure.
+        """
         program = f"import json; {imports}; print({_ANSWER!r} + json.dumps(check()))"
         options = {"stdin": subprocess.DEVNULL, "errors": "replace", "timeout": self.timeout_s}
         command = [sys.executable, "-c", program]
@@ -79,7 +90,10 @@ class CheckContext:
 
 
 def _judge(stdout: str, stderr: str, imports: str) -> tuple[str, str]:
-    """What a child found, and the remedy; "" where it found no problem."""
+    """Return what a child found, and the remedy.
+
+    The remedy is empty if it found no problem.
+    """
     answers = [line for line in stdout.splitlines() if line.startswith(_ANSWER)]
     if not answers:
         said = ["it ended without a word", *(line.strip() for line in stderr.splitlines() if line.strip())]

@@ -1,4 +1,4 @@
-"""The one table of metric names: the contract with dashboards and alerts. Counts and serves nothing.
+"""The one table of metric names: the contract with dashboards and alerts. It counts and serves nothing.
 
 A name is written in full wherever it is used, so that grep finds it.
 """
@@ -39,7 +39,7 @@ LABELS: dict[str, tuple[str, ...]] = {
 
 
 class Metric(NamedTuple):
-    """One line of the table. Counters are born at 0 when somebody says that he measures them, gauges when they are first set."""
+    """One line of the table. A counter begins at 0 with `Metrics.measure`, a gauge when it is first set."""
 
     kind: str
     """counter, gauge or histogram."""

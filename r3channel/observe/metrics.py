@@ -1,6 +1,6 @@
-"""The counters of a process, and the page that serves them. Knows the table of names and no other part of the package.
+"""The counters of a process, and the page that serves them. They know the table of names and no other part of the package.
 
-A `StageClock` (clock.py) measures what each thread is doing; a `Metrics` counts, and can serve what Prometheus reads.
+A `StageClock` (stage_clock.py) measures what each thread is doing; a `Metrics` counts, and can serve what Prometheus reads.
 Counting is plain Python; prometheus_client is imported only to serve, and its absence costs nothing but the page.
 
     clock = StageClock("relay")
@@ -30,7 +30,7 @@ from r3channel.observe.metric_table import LABELS, METRICS, Metric
 from r3channel.observe.stage_clock import StageClock
 
 STAGE_BUCKETS_S = (0.0005, 0.002, 0.005, 0.02, 0.05, 0.2, 0.5, 2.0, 5.0, 20.0, 60.0, 300.0, 1800.0)
-"""From a frame's hash (about 1 ms) to the longest generation that a trainer waits for."""
+"""Bucket limits in seconds, from a frame's hash (about 1 ms) to the longest generation that a trainer waits for."""
 
 log = logging.getLogger(__name__)
 
@@ -91,8 +91,17 @@ class Metrics:
         cls, role: str, config: Any, *, clock: StageClock | None = None, offset: int = 0,
         address: Callable[[str], str] = str,
     ) -> Metrics:  # fmt: skip
-        """Metrics for a `ChannelConfig` or `EngineConfig`, which this room lies below. They are served if it names a port: at the
-        `address` of its interface on this machine; `offset` is added to a fixed port, one for each process."""
+        """Make metrics for a `ChannelConfig` or `EngineConfig`.
+
+        These lie above this room. The metrics are served if the config names a port.
+
+        Args:
+            role: this process's role.
+            config: gives `run_name`, `metrics_port`, `metrics_dir` and `interface`.
+            clock: the process's clock; None makes one.
+            offset: added to a fixed port, one for each process.
+            address: from `interface` to the address on this machine at which the page is served.
+        """
         metrics = cls(role, clock=clock, run=config.run_name)
         if config.metrics_port >= 0:
             port = config.metrics_port and config.metrics_port + offset
@@ -101,12 +110,18 @@ class Metrics:
 
     @property
     def url(self) -> str:
-        """The page's address; empty while it is not served."""
+        """Return the page's address; empty while it is not served."""
         return f"http://{self.target}/metrics" if self.target else ""
 
     def measure(self, name: str, **labels: str) -> None:
-        """Create a counter at 0: a series born at 1 never raises an `increase() > 0` alert. Labels that are not given take all
-        their values."""
+        """Create a counter at 0.
+
+        A series that is born at 1 never raises an `increase() > 0` alert.
+
+        Args:
+            name: the counter.
+            labels: a label that is not given takes all its values.
+        """
         metric = _metric(name, "counter")
         if self.role not in metric.roles:
             raise UsageError(f"{name} is measured by {', '.join(metric.roles)}, not by {self.role}")
@@ -117,10 +132,10 @@ class Metrics:
                 self._values[name].setdefault(key, 0.0)
 
     def inc(self, name: str, value: float = 1, **labels: str) -> None:
-        """Add `value` (not negative) to a counter."""
+        """Add `value`, which is not negative, to a counter."""
         if value < 0:
             raise UsageError(f"{name}: a counter cannot fall; got {value}")
-        called = name, *labels.items()  # judged once: this is paid for every frame
+        called = name, *labels.items()  # a name and its labels are checked once: `inc` runs for every frame
         key = self._known.get(called)
         if key is None:
             key = self._known[called] = self._key(_metric(name, "counter"), labels)
@@ -135,29 +150,54 @@ class Metrics:
             self._values[metric.name][key] = float(value)
 
     def replace(self, name: str, label: str, values: Mapping[str, float]) -> None:
-        """Set a gauge for these values of its label, and forget it for all others."""
+        """Set a gauge for these label values, and forget all others.
+
+        Args:
+            name: the gauge.
+            label: its label.
+            values: from a value of this label to the gauge's value.
+        """
         metric = _metric(name, "gauge")
         found = {self._key(metric, {label: key}): float(value) for key, value in values.items()}
         with self._lock:
             self._values[metric.name] = found
 
     def watch(self, name: str, read: Callable[[], float], **labels: str) -> None:
-        """Let a gauge be read when it is asked for, from any thread; a read that raises leaves the gauge out."""
+        """Register a call that gives a gauge's value when it is read.
+
+        Args:
+            name: the gauge.
+            read: called from any thread. If it raises, the gauge is left out.
+            labels: the gauge's labels.
+        """
         metric = _metric(name, "gauge")
         self._watched[metric.name][self._key(metric, labels)] = read
 
     def value(self, name: str, **labels: str) -> float:
-        """What a counter or gauge holds now; 0.0 for one never touched."""
+        """Return what a counter or gauge holds now.
+
+        The value is 0.0 for one that was never touched.
+        """
         metric = _metric(name, "counter", "gauge")
         key = self._key(metric, labels)
         return self._read(metric).get(key, 0.0)
 
     def serve(self, host: str = "127.0.0.1", port: int = 0, *, folder: str = "") -> int:
-        """Serve /metrics from a daemon thread, log where, and return the port; 0 means that nothing is served, as
-        prometheus_client is not installed. /targets lists this page and `others` (http_sd); with a `folder`, a file in it tells
-        Prometheus where this one is (file_sd).
+        """Serve /metrics from a daemon thread and log where.
 
-        Raises ConfigError when the port is taken or the folder cannot be written.
+        /targets lists this page and `others` (http_sd).
+
+        Args:
+            host: the address to listen on.
+            port: the port; 0 takes a free one.
+            folder: if it is given, a file in it tells Prometheus where this page is (file_sd).
+
+        Returns:
+            The port; 0 if nothing is served, because prometheus_client is not installed.
+
+        Raises:
+            ConfigError: the port is taken or the folder cannot be written.
+            UsageError: this object is serving already.
         """
         if self._server is not None:
             raise UsageError(f"already serving at {self.url}; one page per object")
@@ -185,7 +225,7 @@ class Metrics:
         return port
 
     def _with_targets(self, page: Any) -> Any:
-        """The page's WSGI application, with one more address."""
+        """Wrap the page's WSGI application: /targets is one more address."""
 
         def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
             if environ["PATH_INFO"] != "/targets":
@@ -196,7 +236,10 @@ class Metrics:
         return answer
 
     def _announce(self, folder: Path, port: int) -> Path:
-        """A file for Prometheus's file_sd_configs; renamed into place, so that it is never read half written."""
+        """Write a file for Prometheus's file_sd_configs.
+
+        It is renamed into place, so that it is never read half written.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.role}-{socket.gethostname()}-{port}.json"
         half = path.with_suffix(f".{os.getpid()}")
@@ -205,7 +248,10 @@ class Metrics:
         return path
 
     def collect(self) -> Iterator[Any]:
-        """What prometheus_client's registry asks for at each scrape: one family per metric that has a value."""
+        """Yield one family for each metric that has a value.
+
+        prometheus_client's registry calls this at each scrape.
+        """
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         names, run = (("run",), (self.run,)) if self.run else ((), ())
@@ -223,7 +269,10 @@ class Metrics:
                 yield family
 
     def close(self) -> None:
-        """Stop serving; the port is free when this returns."""
+        """Stop serving.
+
+        The port is free when this returns.
+        """
         server, thread = self._server, self._thread
         self._server, self._thread, self.target = None, None, ""
         if self._file is not None:
@@ -265,7 +314,7 @@ class Metrics:
 
 
 def _groups(targets: set[str]) -> list[dict[str, Any]]:
-    """As Prometheus's file_sd and http_sd want them."""
+    """Return targets as Prometheus's file_sd and http_sd want them."""
     return [{"targets": sorted(targets - {""}), "labels": {"job": "r3channel"}}]
 
 

@@ -1,4 +1,4 @@
-"""Measures where the time of a process goes: named stages, per thread. Knows no stage's meaning.
+"""Measures where the time of a process goes: named stages, per thread. It knows no stage's meaning.
 
     clock = StageClock("relay")
     with clock.span("ingest", step=3):          # ingest pauses while verify runs
@@ -43,7 +43,7 @@ _STAGE_SET = frozenset(STAGES)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thread was in one stage from `start_s` to `end_s` (time.monotonic)."""
+    """The time from `start_s` to `end_s` (time.monotonic) that one thread was in one stage."""
 
     stage: str
     step: int | None
@@ -57,7 +57,10 @@ class Span:
 
 
 def merge_intervals(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of `intervals` as sorted, disjoint intervals; empty ones vanish."""
+    """Return the union of `intervals`, sorted and disjoint.
+
+    Empty intervals vanish.
+    """
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -116,7 +119,7 @@ class StageClock:
     def __init__(self, role: str, *, max_spans: int = 100_000) -> None:
         self.role = role
         self._spans: deque[tuple[str, int | None, str, float, float]] = deque(maxlen=max_spans)
-        """Plain tuples, which the garbage collector leaves alone: it looked at a hundred thousand objects again and again."""
+        """Plain tuples, which the garbage collector leaves alone; it visited 100,000 `Span` objects again and again."""
         self._totals: defaultdict[str, float] = defaultdict(float)
         self._observers: list[Callable[[str, float], None]] = []
         self._marks: tuple[Callable[[str], object], Callable[[], object]] | None = None
@@ -127,23 +130,41 @@ class StageClock:
         self._stacks = weakref.WeakKeyDictionary[threading.Thread, list[_OpenSpan]]()
 
     def span(self, stage: str, *, step: int | None = None) -> _OpenSpan:
-        """A context manager; the time inside belongs to `stage`. Without a step, the outer span's is taken."""
+        """Return a context manager that measures one span of a stage.
+
+        Args:
+            stage: the stage that the time inside belongs to.
+            step: the step; None takes the outer span's.
+        """
         _check_stage(stage)
         if stage in WAITS and getattr(self._local, "ahead", False):
             stage = "recv"
         return _OpenSpan(self, stage, step)
 
     def keep(self, folder: str, process: str) -> None:
-        """Append spans, from now on, to a file in `folder`; not where that is empty, or this clock does so already."""
+        """Append spans, from now on, to a file in `folder`.
+
+        Nothing is done if `folder` is empty or this clock appends already.
+
+        Args:
+            folder: the folder of the file.
+            process: the process's name in the trace.
+        """
         if folder and self.trace is None:
             self.trace = TraceFile(folder, process)
 
     def ahead(self) -> None:
-        """Mark the calling thread as one that works ahead: its waits stop no trainer, and count as `recv`."""
+        """Mark the calling thread as one that works ahead.
+
+        Its waits stop no trainer, and count as `recv`.
+        """
         self._local.ahead = True
 
     def record(self, stage: str, start_s: float, end_s: float, *, step: int | None = None) -> None:
-        """Add a span measured elsewhere, as the calling thread's. It must not overlap this thread's open spans."""
+        """Add a span of the calling thread that was measured elsewhere.
+
+        It must not overlap this thread's open spans.
+        """
         _check_stage(stage)
         if end_s < start_s:
             raise UsageError(
@@ -153,12 +174,18 @@ class StageClock:
         self._observe(stage, end_s - start_s)
 
     def spans(self) -> list[Span]:
-        """All finished spans, oldest first."""
+        """Return the finished spans that are kept, oldest first."""
         with self._lock:
             return [Span(*span) for span in self._spans]
 
     def totals(self, *, step: int | None = None) -> dict[str, float]:
-        """Seconds per stage over all threads, in the order of `STAGES`; of one step where given."""
+        """Return the seconds of each stage over all threads.
+
+        The stages are in the order of `STAGES`.
+
+        Args:
+            step: counts one step alone; None counts all.
+        """
         if step is None:
             with self._lock:
                 seconds = dict(self._totals)
@@ -170,7 +197,11 @@ class StageClock:
         return {stage: seconds[stage] for stage in STAGES if stage in seconds}
 
     def open(self) -> dict[str, float]:
-        """Stage -> seconds since its oldest span that has not ended began, those of inner spans too."""
+        """Return how long each stage's oldest open span has lasted.
+
+        Returns:
+            By stage, seconds since the span began. The time of inner spans counts too.
+        """
         with self._lock:
             spans = [span for stack in self._stacks.values() for span in tuple(stack)]
         now, longest = time.monotonic(), dict[str, float]()
@@ -179,7 +210,13 @@ class StageClock:
         return longest
 
     def coverage(self, start_s: float, end_s: float, *, thread: str = "MainThread") -> float:
-        """Share of the wall time from `start_s` to `end_s` that the finished spans of `thread` explain."""
+        """Return the share of wall time that finished spans explain.
+
+        Args:
+            start_s: the beginning, in time.monotonic() seconds.
+            end_s: the end, later than the beginning.
+            thread: the thread whose spans count.
+        """
         if end_s <= start_s:
             raise UsageError(f"coverage from {start_s} to {end_s}: the end must be later than the start")
         mine = (span for span in self.spans() if span.thread == thread)
@@ -187,11 +224,17 @@ class StageClock:
         return sum(end - start for start, end in merged) / (end_s - start_s)
 
     def subscribe(self, observer: Callable[[str, float], None]) -> None:
-        """Call `observer(stage, seconds)` at each span's end, on the span's own thread. It must be quick."""
+        """Call `observer(stage, seconds)` at the end of each span.
+
+        It runs on the span's own thread and must be quick.
+        """
         self._observers.append(observer)
 
     def mark(self, push: Callable[[str], object], pop: Callable[[], object]) -> None:
-        """Call these where a span begins and ends, on its thread. NVTX's: a GPU's profiler then shows stages beside kernels."""
+        """Call `push` and `pop` where a span begins and ends.
+
+        They run on the span's thread. With NVTX's calls a GPU's profiler shows stages beside kernels.
+        """
         self._marks = push, pop
 
     def _stack(self) -> list[_OpenSpan]:

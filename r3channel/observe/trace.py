@@ -22,8 +22,14 @@ Event = dict[str, Any]
 
 
 def read(folder: Path) -> tuple[list[Event], list[str]]:
-    """The events of all files of a run, numbered by process, and a sentence for each file with a half-written line, which is left
-    out. Raises ConfigError where there is none."""
+    """Read the events of all files of a run.
+
+    Returns:
+        The events, numbered by process, and a sentence for each half-written line, which is left out.
+
+    Raises:
+        ConfigError: the folder has no events.
+    """
     events: list[Event] = []
     said: list[str] = []
     for number, path in enumerate(sorted(folder.glob("*.trace")), 1):
@@ -38,7 +44,10 @@ def read(folder: Path) -> tuple[list[Event], list[str]]:
 
 
 def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
-    """The JSON object that Perfetto opens. Times begin with the first event, and each sample's points become an arrow."""
+    """Return the JSON object that Perfetto opens.
+
+    Times begin with the first event. The points of each sample become an arrow.
+    """
     ordered = sorted(events, key=_ts)
     moved = [event | {"ts": event["ts"] - ordered[0]["ts"]} for event in ordered]
     rest = [event for event in moved if event.get("cat") != "sample"]
@@ -47,7 +56,10 @@ def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
 
 
 def spans_of(events: Sequence[Event]) -> dict[str, list[Span]]:
-    """Process -> its spans, in seconds since 1970; processes of one name together, as when one was started again."""
+    """Return the spans of each process, in seconds since 1970.
+
+    Processes of one name are together, as when one was started again.
+    """
     named = {
         (event["name"], event["pid"], event["tid"]): event["args"] for event in events if event["ph"] == "M"
     }
@@ -60,7 +72,10 @@ def spans_of(events: Sequence[Event]) -> dict[str, list[Span]]:
 
 
 def _flows(points: Iterable[Event], rest: Iterable[Event]) -> Iterator[Event]:
-    """An arrow through the points of each sample. Perfetto wants each within a span of its thread: others move to the nearest."""
+    """Yield an arrow through the points of each sample.
+
+    Perfetto wants each point within a span of its thread: others move to the nearest.
+    """
     ways, tracks = defaultdict[str, list[Event]](list), defaultdict[tuple[int, int], list[Event]](list)
     for point in points:
         ways[point["name"]].append(point)

@@ -27,7 +27,11 @@ class TraceFile:
     """The file of one process; any thread may write. It stays open until the process ends, which may be at any time."""
 
     def __init__(self, folder: str | Path, process: str) -> None:
-        """Raises ConfigError where the folder cannot be made or written."""
+        """Create the process's file in `folder`.
+
+        Raises:
+            ConfigError: the folder cannot be made or written.
+        """
         self._pid, self._wall_s = os.getpid(), time.time() - time.monotonic()
         name = f"{re.sub(r'[^a-z0-9]+', '-', process)}-{socket.gethostname()}-{self._pid}.trace"
         self._threads: dict[str, int] = {}
@@ -41,22 +45,31 @@ class TraceFile:
         self._write({"ph": "M", "name": "process_name", "args": {"name": process}}, 0, time.monotonic())
 
     def span(self, stage: str, step: int | None, thread: str, start_s: float, end_s: float) -> None:
-        """The values of a `Span`: times are this process's time.monotonic."""
+        """Append a span; the arguments are the values of a `Span`.
+
+        Times are this process's time.monotonic.
+        """
         at, seconds = self._at(start_s), (end_s - start_s) * _US
-        # as text: json.dumps takes longer than all the rest, which is paid several times a sample
+        # written as text: json.dumps takes longer than all the rest, and this runs several times a sample
         self._append(
             f'{{"ph":"X","name":"{stage}","pid":{self._pid},"tid":{self._number(thread)},"ts":{at:.1f},"dur":{seconds:.1f},'
             f'"args":{{"step":{"null" if step is None else step}}}}}'
         )
 
     def sample(self, name: str, *, thread: str = "", at_s: float = 0.0) -> None:
-        """A sample was here: in the calling thread and now, unless said otherwise."""
+        """Append the point at which a sample was here.
+
+        Args:
+            name: the sample.
+            thread: the thread; empty for the calling one.
+            at_s: time.monotonic() seconds; 0.0 for now.
+        """
         event = {"ph": "i", "s": "t", "name": name, "cat": "sample"}
         number = self._number(thread or threading.current_thread().name)
         self._write(event, number, at_s or time.monotonic())
 
     def note(self, name: str, values: Mapping[str, Any]) -> None:
-        """What a step has shown, in values for JSON."""
+        """Append what a step has shown, in values for JSON."""
         event = {"ph": "i", "s": "p", "name": name, "cat": "note", "args": dict(values)}
         self._write(event, 0, time.monotonic())
 

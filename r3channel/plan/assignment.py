@@ -21,9 +21,9 @@ Microbatches = tuple[tuple[str, ...], ...]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 _ENOUGH = 0.001
-"""Over the mean: a balance that no exchange would improve noticeably."""
+"""A part that exceeds the mean by less than this share is not worth an exchange."""
 _SWAPS, _SWAPPED_ITEMS = 256, 1 << 19
-"""The most exchanges, and looked-at items of all of them together: about 60 ms."""
+"""The most exchanges, and the most items that all exchanges look at together: about 60 ms."""
 _LONGEST = 1 << 40
 """Tokens of one sample; sums of millions of them still fit 64 bits."""
 
@@ -63,13 +63,13 @@ class Assignment:
 
     @property
     def optimizer_steps(self) -> tuple[range, ...]:
-        """Indices of the micro-batches of each optimizer step."""
+        """Return the indices of the micro-batches of each optimizer step."""
         ends = list(accumulate(self.steps))
         return tuple(range(end - count, end) for end, count in zip(ends, self.steps, strict=True))
 
     @cached_property
     def sample_ids(self) -> tuple[str, ...]:
-        """All samples, rank by rank and micro-batch by micro-batch."""
+        """Return all samples, rank by rank and micro-batch by micro-batch."""
         return tuple(chain.from_iterable(chain.from_iterable(self.ranks)))
 
     @classmethod
@@ -77,7 +77,12 @@ class Assignment:
     def given(
         cls, ranks: Sequence[Sequence[Sequence[str]]], *, steps: Sequence[int] | None = None
     ) -> Assignment:
-        """The caller's own choice: `ranks[dp][microbatch]` is a list of sample ids."""
+        """Return the assignment that the caller chose.
+
+        Args:
+            ranks: `ranks[dp][microbatch]` is a list of sample ids.
+            steps: Micro-batches of each optimizer step; None means one step of all.
+        """
         cut = tuple(tuple(tuple(microbatch) for microbatch in rank) for rank in ranks)
         return cls(cut, () if steps is None else tuple(steps))
 
@@ -86,7 +91,17 @@ class Assignment:
     def round_robin(
         cls, sample_ids: Sequence[str], *, dp: int, microbatch_size: int, steps: int = 1
     ) -> Assignment:
-        """Sample i goes to rank i mod dp; order is kept within a rank."""
+        """Assign sample i to rank i mod dp, keeping a rank's order.
+
+        Args:
+            sample_ids: All samples.
+            dp: The number of DP ranks.
+            microbatch_size: Samples of each micro-batch.
+            steps: The number of optimizer steps.
+
+        Raises:
+            ConfigError: The samples do not divide evenly.
+        """
         _check_count(len(sample_ids), dp=dp, microbatch_size=microbatch_size, steps=steps)
         ranks = tuple(_cut(sample_ids[rank::dp], microbatch_size) for rank in range(dp))
         return cls(ranks, (len(ranks[0]) // steps,) * steps)
@@ -96,9 +111,19 @@ class Assignment:
     def balanced(
         cls, tokens: Mapping[str, int], *, dp: int, microbatch_size: int, steps: int = 1
     ) -> Assignment:
-        """Equal counts per rank and nearly equal tokens (`balance`); similar lengths share a micro-batch.
+        """Assign equal counts and nearly equal tokens to each rank.
 
-        With several optimizer steps the samples are cut into steps in the order given, then each step is balanced.
+        Samples of similar lengths share a micro-batch; `balance` makes the ranks. With several optimizer steps the samples are
+        cut into steps in the order given, then each step is balanced.
+
+        Args:
+            tokens: Tokens of each sample, by name.
+            dp: The number of DP ranks.
+            microbatch_size: Samples of each micro-batch.
+            steps: The number of optimizer steps.
+
+        Raises:
+            ConfigError: The samples do not divide evenly, or a length is not a positive whole number.
         """
         lengths = checked_lengths(tokens)
         _check_count(len(lengths), dp=dp, microbatch_size=microbatch_size, steps=steps)
@@ -109,9 +134,19 @@ class Assignment:
     @classmethod
     @typed
     def dynamic(cls, tokens: Mapping[str, int], *, dp: int, max_tokens: int, steps: int = 1) -> Assignment:
-        """Balanced over ranks; micro-batches of any number of samples with at most `max_tokens` tokens together.
+        """Assign balanced ranks, and cut micro-batches by a token budget.
 
-        Every rank gets as many micro-batches as the fullest one needs. A sample longer than `max_tokens` is alone.
+        A micro-batch has any number of samples. Every rank gets as many micro-batches as the fullest rank needs. A sample longer
+        than `max_tokens` is alone.
+
+        Args:
+            tokens: Tokens of each sample, by name.
+            dp: The number of DP ranks.
+            max_tokens: The most tokens of all samples of a micro-batch together.
+            steps: The number of optimizer steps.
+
+        Raises:
+            ConfigError: The samples do not divide evenly, a length is not a positive whole number, or the budget is below 1.
         """
         lengths = checked_lengths(tokens)
         _check_count(len(lengths), dp=dp, steps=steps)
@@ -124,21 +159,34 @@ class Assignment:
 
     @classmethod
     def _of_steps(cls, steps: Sequence[Sequence[Microbatches]]) -> Assignment:
-        """From `steps[step][dp]`."""
+        """Build an assignment from `steps[step][dp]`."""
         ranks = tuple(tuple(chain.from_iterable(parts)) for parts in zip(*steps, strict=True))
         return cls(ranks, tuple(len(step[0]) for step in steps))
 
 
 def names_of(lengths: Sequence[int]) -> dict[str, int]:
-    """Tokens by sample name for processes that exchanged nothing but lengths: the name is the place in the exchange.
+    """Return tokens by sample name, for samples that have no names.
 
-    Every process that holds the same lengths in the same order then computes the same assignment and plan digest.
+    This serves processes that exchanged nothing but lengths: a sample's name is its place in the exchange. Every process that
+    holds the same lengths in the same order then computes the same assignment and plan digest.
+
+    Args:
+        lengths: Tokens of each sample.
     """
     return {str(index): int(length) for index, length in enumerate(lengths)}
 
 
 def checked_lengths(tokens: Mapping[str, int]) -> dict[str, int]:
-    """The same as plain integers: sums of numpy's int16 would wrap."""
+    """Return the lengths as plain integers.
+
+    Sums of numpy's int16 would wrap.
+
+    Args:
+        tokens: Tokens of each sample, by name.
+
+    Raises:
+        ConfigError: A length is no whole number, is below 1, or is too large.
+    """
     try:
         lengths = dict(zip(tokens, map(operator.index, tokens.values()), strict=True))
     except TypeError as error:
@@ -177,11 +225,18 @@ def _cut(sample_ids: Sequence[str], size: int) -> Microbatches:
 
 
 def balance(weights: Mapping[str, int], *, parts: int) -> list[list[str]]:
-    """`parts` lists of equal count with nearly equal sums, each heaviest first; len(weights) must be a multiple of `parts`.
+    """Split names into lists of equal count and nearly equal sums.
 
-    The better of the largest differencing method (Karmarkar and Karp 1982) and of longest-first, then exchanges between the
-    fullest part and the others. Differencing wins on even lengths, longest-first on those with a long tail. Ties go by name
-    and number, so every process computes the same answer.
+    Each list has its heaviest name first. The result is the better of the largest differencing method (Karmarkar and Karp 1982)
+    and of longest-first, improved by exchanges between the fullest part and the others. Differencing wins on even lengths,
+    longest-first on lengths with a long tail. Ties go by name and number, so every process computes the same answer.
+
+    Args:
+        weights: The weight of each name; `len(weights)` must be a multiple of `parts`.
+        parts: The number of lists.
+
+    Raises:
+        ConfigError: The names do not divide into the parts.
 
     >>> balance({"a": 8, "b": 7, "c": 2, "d": 1}, parts=2)
     [['a', 'd'], ['b', 'c']]
@@ -202,9 +257,17 @@ def balance(weights: Mapping[str, int], *, parts: int) -> list[list[str]]:
 
 
 def differencing(weights_S: Ints, parts: int) -> Ints:
-    """[parts, count] indices into descending weights: the largest differencing method in its multi-way form.
+    """Split descending weights by the largest differencing method.
 
-    Each state holds as many items in every part; the two states of the largest spread are merged, heaviest part onto lightest.
+    This is the multi-way form. Each state holds as many items in every part. The two states of the largest spread are merged, the
+    heaviest part of one with the lightest part of the other.
+
+    Args:
+        weights_S: Weights, descending.
+        parts: The number of parts.
+
+    Returns:
+        [parts, count] indices into `weights_S`.
     """
     groups = np.arange(len(weights_S)).reshape(-1, parts, 1)
     states = [(weights_S[group[:, 0]], group) for group in groups]
@@ -221,9 +284,17 @@ def differencing(weights_S: Ints, parts: int) -> Ints:
 
 
 def longest_first(weights: Sequence[int], parts: int, *, most: int) -> list[list[int]]:
-    """Indices into descending weights: each item to the lightest part that has room, `most` items to each; ties go by number.
+    """Place each item in the lightest part that has room.
 
-    No part is empty where there are as many items.
+    Ties go by number. No part is empty where there are as many items.
+
+    Args:
+        weights: Weights, descending.
+        parts: The number of parts.
+        most: The most items of a part.
+
+    Returns:
+        Indices into `weights`, a list for each part.
     """
     found: list[list[int]] = [[] for _ in range(parts)]
     heap = [(0, part) for part in range(parts)]
@@ -238,7 +309,14 @@ def longest_first(weights: Sequence[int], parts: int, *, most: int) -> list[list
 
 
 def exchange(weights_S: Ints, index_PC: Ints) -> None:
-    """Swap an item of the fullest part for a lighter one of another, in place, while that lowers the larger of both sums."""
+    """Exchange items of the fullest part for lighter ones of other parts.
+
+    This goes on while an exchange lowers the larger of both sums, up to a bound.
+
+    Args:
+        weights_S: Weights of all items.
+        index_PC: [parts, count] indices into `weights_S`, changed in place.
+    """
     sums = weights_S[index_PC].sum(axis=1)
     enough = int(sums.sum()) // len(sums) * (1 + _ENOUGH)
     for _ in range(min(_SWAPS, _SWAPPED_ITEMS // len(weights_S))):
@@ -255,9 +333,10 @@ def exchange(weights_S: Ints, index_PC: Ints) -> None:
 
 
 def _best_swap(weights_PC: Ints, sums_P: Ints, full: int) -> tuple[int, int, int] | None:
-    """(part, place in the fullest, place in the part) of the swap that lowers the larger of both sums most; None: no gain.
+    """Find the swap that lowers the larger of both sums most.
 
-    For one item of the fullest the best of another part is a neighbour of the one that would halve the difference.
+    The result is (part, place in the fullest part, place in the part); None where no swap gains. For one item of the fullest
+    part, the best item of another part is a neighbour of the item that would halve the difference.
     """
     parts, count = weights_PC.shape
     order = np.argsort(weights_PC, axis=1, kind="stable")
@@ -282,7 +361,10 @@ def _best_swap(weights_PC: Ints, sums_P: Ints, full: int) -> tuple[int, int, int
 
 
 def _budgeted(parts: Sequence[Mapping[str, int]], max_tokens: int) -> list[Microbatches]:
-    """The same number of micro-batches on every rank, as few as keep the budget; samples beyond it are alone."""
+    """Cut each rank into the same number of micro-batches.
+
+    There are as few micro-batches as keep the budget. A sample beyond the budget is alone.
+    """
     alone = [[name for name, length in part.items() if length > max_tokens] for part in parts]
     rest = [{name: length for name, length in part.items() if length <= max_tokens} for part in parts]
     packed = [_tight(part, max_tokens) for part in rest]
@@ -303,7 +385,10 @@ def _budgeted(parts: Sequence[Mapping[str, int]], max_tokens: int) -> list[Micro
 def _exactly(
     count: int, tokens: Mapping[str, int], tight: Microbatches, max_tokens: int
 ) -> Microbatches | None:
-    """`count` bins within the budget, even ones where that is possible; None where these ways need more."""
+    """Return `count` bins within the budget, or None.
+
+    The bins are even where that is possible. The result is None where these ways need more bins.
+    """
     if not 0 < count <= len(tokens):
         return () if count == len(tokens) else None
     even = _even(tokens, count)
@@ -313,14 +398,17 @@ def _exactly(
 
 
 def _even(tokens: Mapping[str, int], count: int) -> Microbatches:
-    """`count` bins of any number of samples, at least one each."""
+    """Return `count` bins of nearly equal sums, none empty.
+
+    A bin has any number of samples.
+    """
     names = sorted(tokens, key=lambda name: (-tokens[name], name))
     bins = longest_first([tokens[name] for name in names], count, most=len(names))
     return tuple(tuple(map(names.__getitem__, part)) for part in bins)
 
 
 def _tight(tokens: Mapping[str, int], max_tokens: int) -> Microbatches:
-    """Longest first, each into the fullest bin that has room for it."""
+    """Place each sample, longest first, in the fullest bin with room."""
     room: list[tuple[int, int]] = []
     bins: list[list[str]] = []
     for name in sorted(tokens, key=lambda name: (-tokens[name], name)):
@@ -334,7 +422,7 @@ def _tight(tokens: Mapping[str, int], max_tokens: int) -> Microbatches:
 
 
 def _split(bins: Microbatches, count: int) -> Microbatches:
-    """The same samples in more bins: those of the most samples are halved."""
+    """Split bins in half, most samples first, until there are `count`."""
     heap = [(-len(names), index, names) for index, names in enumerate(bins)]
     heapq.heapify(heap)
     while len(heap) < count:

@@ -28,7 +28,7 @@ _ORDINARY_BYTES_PER_TOKEN = 24
 """Token id, log-prob and loss mask, 8 bytes each (seed 003)."""
 _STEPS_HELD = _SHARDS_HELD = 2
 _FRAME_BYTES, SPAN_BYTES, RANGE_BYTES = 1400, 200, 140
-"""What a frame that is kept, a provenance span and a range of invalid rows take of memory in Python, rows and digests aside."""
+"""Memory in Python of a frame that is kept, of a provenance span and of a range of invalid rows, without rows and digests."""
 _CONTEXT_BYTES, _PAIR_BYTES = 600 << 20, 48 << 20
 """On a GPU: a process's CUDA context, and NCCL's buffers for a pair at four thread blocks. Not measured between two GPUs."""
 _RELAY_US_PER_TOKEN = {1: 0.65, 2: 0.98}
@@ -38,7 +38,7 @@ _RELAY_US_PER_TOKEN = {1: 0.65, 2: 0.98}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machines:
-    """What the predicted times rest on. The defaults of bandwidths are those of seed 003."""
+    """The machines on which the predicted times rest. The defaults of bandwidths are those of seed 003."""
 
     http_gbit_s: float = 10.0
     """Engines to relay, all together."""
@@ -60,7 +60,7 @@ class Machines:
     store_bytes: int = ChannelConfig().store_bytes
     """Ceiling of the rows that the relay holds."""
     step_s: float = 300.0
-    """From one step to the next: what the relay takes in and sends spreads over it."""
+    """Time from one step to the next; what the relay takes in and sends is spread over it."""
     node_bytes: float = 512e9
     """Memory of the relay's node."""
     node_cores: float = 16.0
@@ -73,7 +73,7 @@ class Machines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The answer; bytes and seconds of one rollout step."""
+    """The bytes and seconds of one rollout step."""
 
     layout: str
     samples: int
@@ -82,22 +82,22 @@ class Capacity:
     padded_tokens: int
     """Rows that routers consume, padding included."""
     bytes_per_token: int
-    """Those of expert ids."""
+    """Bytes of expert ids."""
     tensor_bytes_per_token: dict[str, int]
-    """By name, of what tokens bring beside them, as declared; all sums below have it for each token, prompts too."""
+    """Bytes of each tensor that tokens bring beside them, as declared; all sums below have them for each token, prompts too."""
     frame_bytes: int
-    """Engines to relay, as frames of one byte (or two) per id; the lossless codecs go below."""
+    """From engines to relay, as frames of one byte (or two) per id; the lossless codecs send fewer."""
     http_bytes: int
     """The same in base64, inside the JSON reply."""
     wire_bytes: int
-    """Relay to all TP0s: every row once for each stage, with the stage's layers and tensors; no padding."""
+    """From the relay to all TP0s: every row once for each stage, with the stage's layers and tensors; no padding."""
     received_bytes_tp0: int
     """The most that one TP0 receives."""
     placed_bytes_tp0: int
     """The largest shard of one TP0, padding included, before the scatter over TP: `expected_shard_bytes`."""
     held_bytes_tp0: int
-    """Two of them where the routers are, those in use and the next, with the tensors beside them in host memory. A GPU has two
-    buckets more and their index, a host two pinned ones; over nccl nothing comes ahead."""
+    """Two shards where the routers are, the one in use and the next, with the tensors beside them in host memory. A GPU has two
+    more buckets and their index, a host two pinned buckets; over nccl no shard comes ahead."""
     landed_bytes_per_rank: int
     """The most that one process keeps after the scatter over TP."""
     landed_bytes_all_ranks: int
@@ -107,12 +107,13 @@ class Capacity:
     relay_staging_bytes: int
     """The most that is staged for one receiver, whatever the tokens; nothing over tcp with one pipeline stage."""
     relay_gpu_bytes: int
-    """What a relay takes of a GPU over nccl."""
+    """Memory that a relay takes of a GPU over nccl."""
     store_needed_bytes: int
     """Rows of two steps and what lies beside them, one step off: a step that receivers have not acknowledged, and the next that
     engines generate meanwhile."""
     store_fits: bool
-    """Are they within `store_bytes`? Else engines wait while a step is delivered, and a larger step than that never seals."""
+    """Whether `store_needed_bytes` are within `store_bytes`. Else engines wait while a step is delivered, and a step larger than
+    `store_bytes` never seals."""
     relay_needs: dict[str, float]
     """What the relay asks of its node, with a step each `step_s`: bytes of memory, cores, and Gbit/s in and out."""
     node_lacks: tuple[str, ...]
@@ -134,16 +135,31 @@ class Capacity:
     default_manager_s: float
     default_fetch_s: float
     ratio: float
-    """Kept per rank: this over the default path."""
+    """Bytes kept per rank, divided by those of the default path."""
 
 
 def relay_gpu_bytes(bucket_bytes: int, *, receivers: int) -> int:
-    """Return about what an NCCL relay takes of its GPU, whatever the tokens: two buckets, CUDA, NCCL for each receiver."""
+    """Return about how many bytes an NCCL relay takes of its GPU.
+
+    These are two buckets, CUDA's context, and NCCL's buffers for each receiver, whatever the tokens.
+
+    Args:
+        bucket_bytes: Bytes of one bucket.
+        receivers: The number of receivers.
+    """
     return 2 * bucket_bytes + _CONTEXT_BYTES + receivers * _PAIR_BYTES
 
 
 def beside_bytes(spec: RoutingSpec, *, spans: int, ranges: int = 0) -> int:
-    """What the relay keeps beside a frame's rows, and its store counts with them: else small frames would fill memory."""
+    """Return the bytes that the relay keeps beside a frame's rows.
+
+    The store counts these bytes with the rows; else small frames would fill memory.
+
+    Args:
+        spec: The model's spec.
+        spans: Provenance spans of the frame.
+        ranges: Ranges of invalid rows.
+    """
     return _FRAME_BYTES + 8 * spec.num_moe_layers + SPAN_BYTES * spans + RANGE_BYTES * ranges
 
 
@@ -155,7 +171,15 @@ def plan_of(
     microbatch_size: int = 1,
     max_tokens: int | None = None,
 ) -> Plan:
-    """A balanced plan of samples that have nothing but lengths."""
+    """Return a balanced plan of samples that have nothing but lengths.
+
+    Args:
+        lengths: Tokens of each sample.
+        spec: The model's spec.
+        layout: How the trainer is cut.
+        microbatch_size: Samples of each micro-batch, without `max_tokens`.
+        max_tokens: The token budget of each micro-batch, where it is given.
+    """
     tokens = names_of(lengths)
     if max_tokens is None:
         assignment = Assignment.balanced(tokens, dp=layout.dp, microbatch_size=microbatch_size)
@@ -165,7 +189,13 @@ def plan_of(
 
 
 def add_up(plan: Plan, *, machines: Machines, tensors: Sequence[TokenTensor] = ()) -> Capacity:
-    """All sums of one plan, of expert ids and these tensors."""
+    """Sum up all bytes and times of one plan.
+
+    Args:
+        plan: The plan of a step.
+        machines: What the times rest on.
+        tensors: Tensors that tokens bring beside expert ids.
+    """
     spec, layout = plan.spec, plan.layout
     per_dp = [sum(sum(batch.tokens) for batch in rank) for rank in plan.microbatches]
     padded = [sum(batch.rows for batch in rank) for rank in plan.microbatches]
@@ -218,7 +248,10 @@ def add_up(plan: Plan, *, machines: Machines, tensors: Sequence[TokenTensor] = (
 
 
 def _received(shard: Shard) -> int:
-    """Bytes of the rows that travel, where every row has routing; an MTP layer shares those of the layer that it replays."""
+    """Return the bytes of the rows that travel.
+
+    Every row is counted as one with routing. An MTP layer shares the rows of the layer that it replays.
+    """
     return _rows_of(shard) * len(set(shard.sources)) * shard.spec.top_k * shard.spec.id_dtype.itemsize
 
 
@@ -232,7 +265,18 @@ def _rows_of(shard: Shard) -> int:
 
 
 def lognormal_lengths(*, samples: int, tokens: int, seed: int = 0) -> list[int]:
-    """Uneven lengths, at least 2 each, that sum to `tokens` exactly: for a simulation."""
+    """Return uneven lengths that sum to `tokens` exactly.
+
+    They serve simulations. Each length is at least 2.
+
+    Args:
+        samples: The number of lengths.
+        tokens: Their sum.
+        seed: Seed of the random numbers.
+
+    Raises:
+        ConfigError: The tokens do not fill the samples, or there are no samples.
+    """
     if tokens < 2 * samples or samples < 1:
         raise ConfigError(f"{tokens} tokens do not fill {samples} samples of at least 2")
     weights = np.random.default_rng(seed).lognormal(0.0, 0.6, samples)

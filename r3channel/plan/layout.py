@@ -98,12 +98,15 @@ class TrainerLayout:
 
     @property
     def tp_slots(self) -> int:
-        """Parts into which a micro-batch's rows are cut over TP: tp with sequence parallelism, else 1."""
+        """Return the number of parts that TP cuts rows into.
+
+        This is tp with sequence parallelism, else 1; the rows are those of a micro-batch.
+        """
         return self.tp if self.sequence_parallel else 1
 
     @property
     def one_length(self) -> bool:
-        """Whether all micro-batches of an optimizer step share one padded length."""
+        """Return whether micro-batches of an optimizer step share one padded length."""
         return self.pp > 1 if self.uniform is None else self.uniform
 
     @property
@@ -111,7 +114,16 @@ class TrainerLayout:
         return self.dp * self.pp * self.cp * self.tp
 
     def coords(self, rank: int) -> RankCoords:
-        """Megatron's default order tp-cp-ep-dp-pp: tp changes fastest, pp slowest."""
+        """Return the place of a rank in Megatron's default order.
+
+        The order is tp-cp-ep-dp-pp: tp changes fastest, pp slowest.
+
+        Args:
+            rank: The global rank.
+
+        Raises:
+            ConfigError: The layout has no such rank.
+        """
         inside("rank", rank, self.world_size)
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
@@ -126,7 +138,14 @@ class TrainerLayout:
     # -- layers ---------------------------------------------------------------------------------------------------------
 
     def stage_sizes(self, num_layers: int) -> tuple[int, ...]:
-        """Decoder layers per pipeline stage, dense ones included. Raises `ConfigError` where they do not divide."""
+        """Return the decoder layers per pipeline stage, dense ones included.
+
+        Args:
+            num_layers: Decoder layers of the model.
+
+        Raises:
+            ConfigError: The layers do not divide over the stages.
+        """
         given = {0: self.first_layers, self.pp - 1: self.last_layers}
         fixed = {stage: size for stage, size in given.items() if size is not None}
         rest, middle = num_layers - sum(fixed.values()), self.pp - len(fixed)
@@ -147,17 +166,29 @@ class TrainerLayout:
         return sizes
 
     def _shorter_end(self, num_layers: int) -> str:
-        """The words that name a last stage with which the layers divide, where one does."""
+        """Return words that name a last stage that fits.
+
+        With a last stage of that size the layers divide; the text is empty where no size does.
+        """
         each = -(-num_layers // self.pp)
         last = num_layers - each * (self.pp - 1)
         fits = last > 0 and not (each % self.vpp or last % self.vpp)
         return f". Give last_layers={last}: the other stages have {each}" if fits else ""
 
     def chunk_layers(self, spec: RoutingSpec, *, pp: int, chunk: int) -> tuple[int, ...]:
-        """Global layers with a replayed router in one model chunk, ascending; may be empty.
+        """Return the replayed layers of one model chunk, ascending.
 
-        Interleaved as Megatron does: chunk c of all stages comes before chunk c + 1 of any. A mapped MTP layer i counts as
-        layer `num_layers + i` of the last stage's last chunk.
+        These are global numbers of layers with a replayed router; there may be none. Chunks interleave as in Megatron: chunk c of
+        all stages comes before chunk c + 1 of any. A mapped MTP layer i counts as layer `num_layers + i` of the last stage's last
+        chunk.
+
+        Args:
+            spec: The model's spec.
+            pp: The pipeline stage.
+            chunk: The chunk of the stage.
+
+        Raises:
+            ConfigError: The layout has no such stage or chunk, or the layers do not divide.
         """
         inside("pp", pp, self.pp)
         inside("chunk", chunk, self.vpp)
@@ -170,7 +201,14 @@ class TrainerLayout:
         return layers
 
     def stage_layers(self, spec: RoutingSpec, *, pp: int) -> tuple[int, ...]:
-        """Global layers with a replayed router in one pipeline stage, ascending: those of all its chunks."""
+        """Return the replayed layers of one pipeline stage, ascending.
+
+        These are global numbers of layers with a replayed router, of all chunks of the stage.
+
+        Args:
+            spec: The model's spec.
+            pp: The pipeline stage.
+        """
         return tuple(
             layer for chunk in range(self.vpp) for layer in self.chunk_layers(spec, pp=pp, chunk=chunk)
         )
@@ -189,7 +227,18 @@ class TrainerLayout:
 
     @classmethod
     def from_megatron_args(cls, args: Any, *, world_size: int, **rest: Any) -> TrainerLayout:
-        """From the names of Megatron's command line; `rest` is what it does not say (packing, padding). Imports nothing."""
+        """Build a layout from Megatron's command line.
+
+        This imports nothing.
+
+        Args:
+            args: An object with the names of Megatron's command line.
+            world_size: The number of trainer ranks.
+            **rest: What the command line does not say (packing, padding).
+
+        Raises:
+            ConfigError: The ranks do not divide by TP, PP and CP.
+        """
         tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
         pp = args.pipeline_model_parallel_size
         if world_size < 1 or world_size % (tp * pp * cp):
@@ -209,7 +258,16 @@ class TrainerLayout:
 
     @classmethod
     def parse(cls, text: str) -> TrainerLayout:
-        """From `dp=2,tp=2,pp=1,cp=1`; every field is a key, flags are 0/1, `mtp=3+3` maps two MTP layers to layer 3."""
+        """Parse a layout such as `dp=2,tp=2,pp=1,cp=1`.
+
+        Every field is a key, flags are 0/1, and `mtp=3+3` maps two MTP layers to layer 3.
+
+        Args:
+            text: Keys and values.
+
+        Raises:
+            ConfigError: A key is unknown or stands twice, or a value does not fit.
+        """
         values: dict[str, Any] = {}
         known = {field.name for field in fields(cls)}
         for part in filter(None, text.split(",")):
@@ -230,14 +288,24 @@ class TrainerLayout:
 
 
 def inside(name: str, value: int, count: int) -> int:
-    """The number, if it is one of a layout's; a negative one would count from the end in silence."""
+    """Return a number of a layout, after checking its range.
+
+    A negative number would silently count from the end.
+
+    Args:
+        name: Names the number in the error text.
+        value: The number.
+        count: The number must be in 0..count - 1.
+
+    Raises:
+        ConfigError: The number is outside of its range.
+    """
     if not 0 <= value < count:
         raise ConfigError(f"{name}={value}: expected 0..{count - 1}. Is it a number of another layout?")
     return value
 
 
 def _count(name: str, value: Any) -> int | None:
-    """At least 1; None where a stage's size is not given."""
     if value is None and name in ("first_layers", "last_layers"):
         return None
     if _whole(name, value) < 1:

@@ -32,13 +32,26 @@ _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def spread_ids(spec: RoutingSpec, *, positions_T: Ids) -> Ids:
-    """[T, K] pad ids: consecutive experts, moving on by K each position, so padding loads no single expert."""
+    """Return pad ids, [T, K] in the spec's dtype.
+
+    These are consecutive experts that move on by K at each position, so padding loads no single expert.
+
+    Args:
+        spec: The model's spec.
+        positions_T: The position of each row.
+    """
     start = (np.asarray(positions_T, dtype=np.int64) * spec.top_k)[:, None]
     return ((start + np.arange(spec.top_k)) % spec.num_experts).astype(spec.id_dtype)
 
 
 def warm(spec: RoutingSpec) -> None:
-    """Compile what receiving rows of this model takes, now (a second or two, once for each machine) and not in a step."""
+    """Compile now what receiving rows of this model takes.
+
+    It takes a second or two, once for each machine, which a step then does not pay.
+
+    Args:
+        spec: The model's spec.
+    """
     compiled, item = kernels(), item_bytes_of(spec)
     if compiled is not None:
         items = _pad_items(spec).shape[1]
@@ -47,13 +60,18 @@ def warm(spec: RoutingSpec) -> None:
 
 
 class Placement:
-    """One shard as it fills: where each run of its plan lies in the buffer. One thread.
+    """One shard as it fills: where each run of its plan lies in the buffer. It is used by one thread.
 
-    `pads` once and every row of the stream once write each byte of the buffer exactly once.
+    `pads` once, and every row of the stream once through `rows`, write each byte of the buffer exactly once.
     """
 
     def __init__(self, stream: Stream, buffer_N: _Bytes) -> None:
-        """`buffer_N` has `shard.nbytes` bytes of any content."""
+        """Start with a buffer of any content.
+
+        Args:
+            stream: The rows that travel to the shard.
+            buffer_N: `shard.nbytes` bytes, which this object fills.
+        """
         self._stream, self._buffer_N = stream, buffer_N
         shard, spec = stream.shard, stream.shard.spec
         self._id_bytes = spec.top_k * spec.id_dtype.itemsize
@@ -72,22 +90,39 @@ class Placement:
                 target_LP[:] = _row_items(ids_PK)
 
     def table(self, digests_CSL: Ids) -> Ids:
-        """Return as int64 what `new_digests` made and `rows` added to."""
+        """Return digests as int64.
+
+        Args:
+            digests_CSL: What `new_digests` made and `rows` added to.
+        """
         return digests_CSL.view(np.int64)
 
     def new_digests(self) -> Ids:
-        """[TP slot, sample of the DP rank, layer] uint64, all 0."""
+        """Return a table of digests, all 0.
+
+        Returns:
+            [TP slot, sample of the DP rank, layer] uint64.
+        """
         shard = self._stream.shard
         return np.zeros((shard.tp_slots, len(self._stream.samples), len(shard.layers)), np.uint64)
 
     def rows(self, source_TLK: Ids, digests_CSL: Ids, *, begin: int) -> None:
-        """Write rows [begin, begin + T) of the stream, and add the digests of the source's rows. It may be reused then."""
+        """Write rows of the stream, and add their digests.
+
+        Args:
+            source_TLK: Rows [begin, begin + T) of the stream; their memory may be reused after the call.
+            digests_CSL: The table to which the digests of the rows are added.
+            begin: Number of the first row in the stream.
+        """
         piece = _slice(self._stream.stretches, begin, begin + len(source_TLK))
         if not self._compiled(piece, source_TLK, digests_CSL):
             self._in_numpy(piece, source_TLK, digests_CSL)
 
     def _compiled(self, stretches: Stretches, source_TLK: Ids, digests_CSL: Ids) -> bool:
-        """One call for all, which are pads where there is no source; False without numba."""
+        """Place all stretches in one compiled call, if numba is there.
+
+        The stretches are pads where there is no source. The result is False without numba.
+        """
         compiled, stream = kernels(), self._stream
         if compiled is None:
             return False
@@ -121,7 +156,10 @@ class Placement:
             digest_L += found_C[self._sources_L]
 
     def _targets(self, stretches: Stretches):
-        """(run, position, rows, view [layer, row] with one item per row of K ids) of each stretch."""
+        """Yield (run, position, rows, target) of each stretch.
+
+        The target is a view [layer, row] in which the K ids of a row are one item.
+        """
         layers = len(self._stream.shard.layers)
         named = (stretches.run, stretches.position, stretches.rows, *places(self._stream, stretches))
         for run, position, rows, offset, layer_bytes, step in np.stack(named, axis=1).tolist():
@@ -134,7 +172,15 @@ class Placement:
 
 
 def places(stream: Stream, stretches: Stretches) -> tuple[Ints, Ints, Ints]:
-    """Return where stretches lie in a shard, in bytes: first row in the first layer, layer to layer, row to row."""
+    """Return where stretches lie in a shard, in bytes.
+
+    Args:
+        stream: The rows that travel to the shard.
+        stretches: Parts of the stream's runs.
+
+    Returns:
+        Columns: offset of the first row in the first layer, bytes from layer to layer, bytes from row to row.
+    """
     shard, runs = stream.shard, stream.runs.take(stretches.run)
     numbers, id_bytes = range(len(shard.microbatches)), shard.spec.top_k * shard.spec.id_dtype.itemsize
     begin_M = np.cumsum([0, *map(shard.microbatch_bytes, numbers)])
@@ -150,9 +196,15 @@ def places(stream: Stream, stretches: Stretches) -> tuple[Ints, Ints, Ints]:
 
 
 def place_samples(plan: Plan, *, dp: int, ids_of: Callable[[str], Ids]) -> dict[ShardKey, _Bytes]:
-    """The uint8 shards of all processes of one DP rank, by (dp, pp, cp), from whole samples: what receivers end with.
+    """Place the whole samples of one DP rank into its shards.
 
-    `ids_of(sample_id)` gives [tokens - 1, all MoE layers, K].
+    Args:
+        plan: The plan of the step.
+        dp: The DP rank.
+        ids_of: `ids_of(sample_id)` gives [tokens - 1, all MoE layers, K].
+
+    Returns:
+        The uint8 shards of all processes of the DP rank, by (dp, pp, cp): what receivers end with.
     """
     layout = plan.layout
     samples = [
@@ -165,7 +217,12 @@ def place_samples(plan: Plan, *, dp: int, ids_of: Callable[[str], Ids]) -> dict[
 
 
 def place_shard(stream: Stream, *, ids_of: Callable[[str], Ids]) -> _Bytes:
-    """One shard from whole samples, sample by sample."""
+    """Place whole samples into one shard, sample by sample.
+
+    Args:
+        stream: The rows that travel to the shard.
+        ids_of: As in `place_samples`.
+    """
     buffer_N = np.empty(stream.shard.nbytes, np.uint8)
     placement, begin = Placement(stream, buffer_N), 0
     digests = placement.new_digests()
@@ -178,7 +235,7 @@ def place_shard(stream: Stream, *, ids_of: Callable[[str], Ids]) -> _Bytes:
 
 
 def _slice(stretches: Stretches, begin: int, end: int) -> Stretches:
-    """The part of a stream's stretches that holds its rows [begin, end)."""
+    """Return the part of some stretches that holds rows [begin, end)."""
     first = stretches.begin
     low, high = np.searchsorted(first, begin, side="right") - 1, np.searchsorted(first, end, side="left")
     own = slice(int(low), int(high))
@@ -189,7 +246,10 @@ def _slice(stretches: Stretches, begin: int, end: int) -> Stretches:
 
 @lru_cache(maxsize=8)
 def _pad_items(spec: RoutingSpec) -> Ids:
-    """[E, items]: the pad ids of position p as unsigned items, in line p % E."""
+    """Return pad ids as items, a line for each position modulo E.
+
+    The result is [E, items], unsigned; line p % E has the pad ids of position p.
+    """
     ids_EK = spread_ids(spec, positions_T=np.arange(spec.num_experts))
     return np.ascontiguousarray(ids_EK).view(f"u{item_bytes_of(spec)}")
 
@@ -199,13 +259,18 @@ _ITEMS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
 def _row_items(ids_K: Ids) -> Any:
-    """A view in which the K ids of a row are one item: numpy then copies rows and not single ids."""
+    """Return a view in which a row's K ids are one item.
+
+    numpy then copies rows and not single ids.
+    """
     row_bytes = ids_K.shape[-1] * ids_K.itemsize
     return ids_K.view(_ITEMS.get(row_bytes, f"V{row_bytes}"))[..., 0]
 
 
 def _spans(sources: list[int]) -> list[tuple[slice, slice]]:
-    """(slice of the shard's layers, slice of the source's columns) of each stretch of consecutive sources.
+    """Return slices for each stretch of consecutive sources.
+
+    A pair is (slice of the shard's layers, slice of the source's columns).
 
     >>> _spans([1, 2, 5])
     [(slice(0, 2, None), slice(1, 3, None)), (slice(2, 3, None), slice(5, 6, None))]

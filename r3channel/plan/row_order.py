@@ -36,24 +36,31 @@ class Microbatch:
 
     @property
     def width(self) -> int:
-        """b of the model's input [b, s]; 1 for a pack."""
+        """Return b of the model's input [b, s]; 1 for a pack."""
         return 1 if self.packed else len(self.sample_ids)
 
     @property
     def seq_len(self) -> int:
-        """s of the model's input over all CP ranks."""
+        """Return s of the model's input over all CP ranks."""
         return sum(self.padded) + self.tail if self.packed else self.padded[0]
 
     @property
     def rows(self) -> int:
-        """Rows over all CP and TP ranks, padding included."""
+        """Return the rows over all CP and TP ranks, padding included."""
         return self.seq_len * self.width
 
 
 def pad_batch(
     sample_ids: tuple[str, ...], tokens: tuple[int, ...], *, layout: TrainerLayout, floor: int = 0
 ) -> Microbatch:
-    """Pad a micro-batch so that it divides over CP and TP; `floor` is the least `seq_len`."""
+    """Pad a micro-batch so that it divides over CP and TP.
+
+    Args:
+        sample_ids: The samples of the micro-batch.
+        tokens: Tokens of each sample.
+        layout: How the trainer is cut.
+        floor: The least `seq_len`.
+    """
     each = 2 * layout.cp if layout.cp > 1 and layout.cp_split == "zigzag" else layout.cp
     unit = math.lcm(each, layout.cp * layout.tp_slots * layout.pad_multiple)
     if layout.packing == "padded":
@@ -96,8 +103,10 @@ class Runs(NamedTuple):
 
 
 class RowTable:
-    """All runs of some micro-batches, with look-up by rank, micro-batch and sample. Cut when first asked for: not every process
-    that knows of a rank needs its rows."""
+    """All runs of some micro-batches, with look-up by rank, micro-batch and sample.
+
+    The runs are cut when first asked for: not every process that knows of a rank needs its rows.
+    """
 
     def __init__(self, batches: Sequence[Microbatch], layout: TrainerLayout) -> None:
         self._batches, self._layout = batches, layout
@@ -105,7 +114,7 @@ class RowTable:
 
     @cached_property
     def runs(self) -> Runs:
-        """Ascending."""
+        """Return all runs, ascending."""
         runs = _cut_slots(_cut_context(self._batches, self._layout), self._batches, self._layout)
         return runs.take(np.lexsort((runs.position, self._key(runs.cp, runs.microbatch, runs.sample))))
 
@@ -117,7 +126,16 @@ class RowTable:
         return (cp * len(self._batches) + microbatch) * self._most + sample + 1
 
     def of_sample(self, *, cp: int, microbatch: int, sample: int) -> list[tuple[int, ...]]:
-        """(position, slot, local, length, real) of each run of one sample (-1: the tail) on one CP rank, ascending."""
+        """Return the runs of one sample on one CP rank, ascending.
+
+        Args:
+            cp: The CP rank.
+            microbatch: Number of the micro-batch.
+            sample: Index in the micro-batch; -1 for the tail.
+
+        Returns:
+            (position, slot, local, length, real) of each run.
+        """
         key = self._key(cp, microbatch, sample)
         first, last = np.searchsorted(self._keys, (key, key + 1))
         found = self.runs.take(slice(first, last))
@@ -125,12 +143,20 @@ class RowTable:
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
     def of_rank(self, cp: int) -> Runs:
-        """All runs of one CP rank, tails included, in order."""
+        """Return all runs of one CP rank, tails included, in order."""
         begin, end = np.searchsorted(self.runs.cp, (cp, cp + 1))
         return self.runs.take(slice(begin, end))
 
     def row_map(self, *, cp: int, microbatch: int) -> tuple[Ints, Ints]:
-        """(sample, position), each [slots, rows per slot], of every row; sample -1 in the tail; padding has its position."""
+        """Return the sample and position of every row of a micro-batch.
+
+        Args:
+            cp: The CP rank.
+            microbatch: Number of the micro-batch.
+
+        Returns:
+            (sample, position), each [slots, rows per slot]. Sample is -1 in the tail; padding has its position.
+        """
         batch = self._batches[microbatch]
         slots = self._layout.tp_slots
         per_slot = batch.seq_len // self._layout.cp // slots
@@ -145,7 +171,10 @@ class RowTable:
 
 
 def _sequences(batches: Sequence[Microbatch]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """(micro-batch, sample, tokens, padded, start in the pack) of every sequence and, as sample -1, of every tail."""
+    """Return columns of every sequence and every tail.
+
+    The columns are micro-batch, sample, tokens, padded, start in the pack. A tail has sample -1.
+    """
     columns = microbatch, sample, tokens, padded, start = [list[int]() for _ in range(5)]
     for number, batch in enumerate(batches):
         tails = 1 if batch.tail else 0
@@ -159,7 +188,10 @@ def _sequences(batches: Sequence[Microbatch]) -> tuple[Ints, Ints, Ints, Ints, I
 
 
 def _cut_context(batches: Sequence[Microbatch], layout: TrainerLayout) -> Runs:
-    """Runs per CP rank; `local` counts over all slots, `slot` is 0."""
+    """Return the runs of each CP rank, not yet cut for TP.
+
+    `local` counts over all slots, and `slot` is 0.
+    """
     if layout.cp_split == "contiguous" and layout.packing == "thd":
         return _cut_whole_packs(batches, layout)
     microbatch, sample, tokens, padded, start = _sequences(batches)
@@ -174,7 +206,10 @@ def _cut_context(batches: Sequence[Microbatch], layout: TrainerLayout) -> Runs:
 
 
 def _cut_whole_packs(batches: Sequence[Microbatch], layout: TrainerLayout) -> Runs:
-    """CP rank r holds the r-th part of the pack, wherever sequences begin and end."""
+    """Return the runs of packs that are cut as a whole.
+
+    CP rank r holds the r-th part of the pack, wherever sequences begin and end.
+    """
     microbatch, sample, tokens, padded, start = _sequences(batches)
     share = np.asarray([batch.seq_len // layout.cp for batch in batches], dtype=np.int64)[microbatch]
     found = []
@@ -199,7 +234,10 @@ def _joined(parts: Sequence[Runs]) -> Runs:
 
 
 def _cut_slots(runs: Runs, batches: Sequence[Microbatch], layout: TrainerLayout) -> Runs:
-    """Cut runs where a TP rank's part ends, and count `local` within its slot."""
+    """Cut runs where a TP rank's part ends.
+
+    `local` then counts within its slot.
+    """
     if layout.tp_slots == 1:
         return runs
     parts = layout.cp * layout.tp_slots

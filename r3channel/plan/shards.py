@@ -56,15 +56,15 @@ class Shard:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row over this shard's layers."""
+        """Return the bytes of one row over this shard's layers."""
         return len(self.layers) * self.spec.top_k * self.spec.id_dtype.itemsize
 
     def slot_rows(self, microbatch: int) -> int:
-        """Rows of one TP slot of a micro-batch."""
+        """Return the rows of one TP slot of a micro-batch."""
         return self.microbatches[microbatch].rows // (self.cp_size * self.tp_slots)
 
     def microbatch_bytes(self, microbatch: int) -> int:
-        """Bytes over all TP slots."""
+        """Return the bytes of a micro-batch over all TP slots."""
         return self.microbatches[microbatch].rows // self.cp_size * self.row_bytes
 
     @property
@@ -73,11 +73,18 @@ class Shard:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes that one TP rank keeps."""
+        """Return the bytes that one TP rank keeps."""
         return self.nbytes // self.tp_slots
 
     def views(self, buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> list[Ids]:
-        """Per micro-batch a view [tp slot, L, rows, K] of `id_dtype` into a uint8 buffer of `nbytes`."""
+        """Return a view of each micro-batch in a shard's buffer.
+
+        Args:
+            buffer: uint8, `nbytes` long.
+
+        Returns:
+            For each micro-batch a view [tp slot, L, rows, K] of `id_dtype`.
+        """
         views, at = [], 0
         for index in range(len(self.microbatches)):
             size = self.microbatch_bytes(index)
@@ -87,7 +94,18 @@ class Shard:
         return views
 
     def row_map(self, microbatch: int, *, tp: int) -> tuple[Ints, Ints]:
-        """(sample index in the micro-batch, token position) of each row of a TP rank; -1, -1 where no engine row is."""
+        """Return the sample and the token position of each row.
+
+        Args:
+            microbatch: Number of the micro-batch.
+            tp: The TP rank whose rows these are.
+
+        Returns:
+            (sample index in the micro-batch, token position) of each row; -1, -1 where no engine row is.
+
+        Raises:
+            ConfigError: There are several TP slots, and `tp` is none of them.
+        """
         sample_SR, position_SR = self.table.row_map(cp=self.cp, microbatch=microbatch)
         slot = inside("tp", tp, self.tp_slots) if self.tp_slots > 1 else 0
         sample, position = sample_SR[slot], position_SR[slot]
@@ -96,18 +114,31 @@ class Shard:
         return np.where(real, sample, -1), np.where(real, position, -1)
 
     def token_map(self, microbatch: int) -> tuple[Ints, Ints]:
-        """(sample, position), each [b, s / cp] ([1, t / cp] for a pack), of the model input of this CP rank.
+        """Return the sample and position of each input token.
 
-        Sample is -1 in the tail of a pack; positions of padding run on past the sample's tokens.
+        The tokens are those of the model input of this CP rank.
+
+        Args:
+            microbatch: Number of the micro-batch.
+
+        Returns:
+            (sample, position), each [b, s / cp], or [1, t / cp] for a pack. Sample is -1 in the tail of a pack; positions of
+            padding run on past the sample's tokens.
         """
         sample_SR, position_SR = self.table.row_map(cp=self.cp, microbatch=microbatch)
         width = self.microbatches[microbatch].width
         return sample_SR.reshape(-1, width).T, position_SR.reshape(-1, width).T
 
     def lay_out(self, microbatch: int, values: Sequence[Ids], *, fill: int = 0) -> Ids:
-        """[b, s / cp] ([1, t / cp] for a pack): a value per token, where this CP rank's model input has that token.
+        """Return values per token, laid out as the model input.
 
-        `values[i]` holds one value per position of sample i, from its first token on; what is not named becomes `fill`.
+        Args:
+            microbatch: Number of the micro-batch.
+            values: `values[i]` holds one value per position of sample i, from its first token on.
+            fill: The value of tokens that `values` does not name.
+
+        Returns:
+            [b, s / cp], or [1, t / cp] for a pack: each value where this CP rank's model input has its token.
         """
         sample, position = self.token_map(microbatch)
         out = np.full(sample.shape, fill, values[0].dtype)
@@ -119,7 +150,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """All shards of one rollout step; made by `plan_shards`. What belongs to one DP rank is computed when first asked for."""
+    """All shards of one rollout step, made by `plan_shards`; the shards of a DP rank are cut when first asked for."""
 
     spec: RoutingSpec
     layout: TrainerLayout
@@ -129,16 +160,19 @@ class Plan:
 
     @cached_property
     def microbatches(self) -> RankBatches:
-        """By DP rank."""
+        """Return the micro-batches of each DP rank."""
         return RankBatches(self.assignment, self.lengths, self.layout)
 
     @property
     def optimizer_steps(self) -> tuple[range, ...]:
-        """Indices of the micro-batches of each optimizer step, the same on every DP rank."""
+        """Return the indices of the micro-batches of each optimizer step.
+
+        They are the same on every DP rank.
+        """
         return self.assignment.optimizer_steps
 
     def table(self, dp: int) -> RowTable:
-        """The rows of one DP rank's processes."""
+        """Return the rows of one DP rank's processes."""
         if dp not in self._tables:
             self._tables[dp] = RowTable(self.microbatches[inside("dp", dp, self.layout.dp)], self.layout)
         return self._tables[dp]
@@ -148,7 +182,11 @@ class Plan:
         return {}
 
     def shard(self, *, dp: int, pp: int, cp: int = 0) -> Shard:
-        """Raises ConfigError for a rank that the layout does not have."""
+        """Return the shard of one (DP, PP, CP).
+
+        Raises:
+            ConfigError: The layout has no such rank.
+        """
         table = self.table(dp)
         layers, sources = self._stages[inside("pp", pp, self.layout.pp)]
         return Shard(
@@ -166,7 +204,10 @@ class Plan:
 
     @cached_property
     def _stages(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """The layers of each stage and, for each, the position on the MoE axis that it replays; an MTP layer its layer's."""
+        """Return each stage's layers, and the MoE position that each replays.
+
+        An MTP layer replays the position of the layer that it is mapped to.
+        """
         spec, layout = self.spec, self.layout
         place = {layer: position for position, layer in enumerate(spec.moe_layers)}
         place |= {spec.num_layers + index: place[layer] for index, layer in enumerate(layout.mtp)}
@@ -175,14 +216,17 @@ class Plan:
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """One per (DP, PP, CP), DP first."""
+        """Return one shard per (DP, PP, CP), DP first."""
         layout = self.layout
         ranks = product(range(layout.dp), range(layout.pp), range(layout.cp))
         return tuple(self.shard(dp=dp, pp=pp, cp=cp) for dp, pp, cp in ranks)
 
     @cached_property
     def digest(self) -> int:
-        """64-bit identity of spec, layout, order, lengths and padding; equal inputs give an equal one on every process."""
+        """Return the 64-bit identity of the plan.
+
+        It covers spec, layout, order, lengths and padding. Equal inputs give an equal digest on every process.
+        """
         batches = [[[m.sample_ids, m.tokens, m.padded, m.tail] for m in rank] for rank in self.microbatches]
         values = {
             "spec": self.spec.to_dict(),
@@ -194,7 +238,10 @@ class Plan:
 
 
 class RankBatches(Sequence[tuple[Microbatch, ...]]):
-    """The padded micro-batches of each DP rank; a rank's are made when first asked for, as a trainer needs only its own."""
+    """The padded micro-batches of each DP rank.
+
+    The micro-batches of a rank are made when first asked for, as a trainer needs only its own.
+    """
 
     def __init__(self, assignment: Assignment, lengths: Sequence[int], layout: TrainerLayout) -> None:
         self._assignment, self._lengths, self._layout = assignment, lengths, layout
@@ -204,14 +251,17 @@ class RankBatches(Sequence[tuple[Microbatch, ...]]):
         return self._assignment.dp
 
     def __getitem__(self, dp: Any) -> Any:
-        """One rank's; no slices."""
+        """Return the micro-batches of one DP rank; slices are not supported."""
         rank = range(len(self))[dp]
         if rank not in self._made:
             self._made[rank] = tuple(self._pad(rank))
         return self._made[rank]
 
     def _pad(self, rank: int) -> Iterator[Microbatch]:
-        """The rank's micro-batches, padded to one length within an optimizer step where a pipeline asks for that."""
+        """Yield the rank's micro-batches, padded.
+
+        They have one length within an optimizer step where a pipeline asks for that.
+        """
         batches, layout = self._assignment.ranks[rank], self._layout
         edges = list(accumulate(map(len, batches), initial=self.begin[rank]))
         for step in self._assignment.optimizer_steps:
@@ -224,20 +274,26 @@ class RankBatches(Sequence[tuple[Microbatch, ...]]):
 
     @cached_property
     def begin(self) -> list[int]:
-        """Samples of the ranks before each, and those of all."""
+        """Return the samples of the ranks before each, and of all."""
         return list(accumulate((sum(map(len, rank)) for rank in self._assignment.ranks), initial=0))
 
 
 def plan_shards(
     assignment: Assignment, *, tokens: Mapping[str, int], spec: RoutingSpec, layout: TrainerLayout
 ) -> Plan:
-    """Cut an assignment into shards. `tokens` maps sample id to its number of tokens (rows + 1).
+    """Cut an assignment into shards.
+
+    Args:
+        assignment: Which samples go where.
+        tokens: Number of tokens (rows + 1) of each sample id.
+        spec: The model's spec.
+        layout: How the trainer is cut.
 
     Raises:
-        SampleUnknown: the assignment names a sample without a length.
-        ConfigError: another number of DP ranks, a sample of one token, an MTP layer mapped to a dense layer, or micro-batches
-            of several widths where a pipeline exchanges one shape.
-        ConfigError: the layers do not divide over the stages.
+        SampleUnknown: The assignment names a sample without a length.
+        ConfigError: The assignment has another number of DP ranks, a sample has one token, an MTP layer is mapped to a dense
+            layer, micro-batches have several widths where a pipeline exchanges one shape, or the layers do not divide over the
+            stages.
     """
     names = assignment.sample_ids
     missing = [name for name in names if name not in tokens]
@@ -249,7 +305,10 @@ def plan_shards(
 
 
 def check_plan(plan: Plan) -> None:
-    """Refuse what could not be cut here, not where a DP rank's shards are first asked for. Raises what `plan_shards` does."""
+    """Refuse a plan that could not be cut.
+
+    The error then comes here, and not where a DP rank's shards are first asked for. It is what `plan_shards` raises.
+    """
     check_cut(plan.assignment, plan.spec, plan.layout)
     if min(plan.lengths) < 2:
         names = plan.assignment.sample_ids
@@ -260,7 +319,11 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_cut(assignment: Assignment, spec: RoutingSpec, layout: TrainerLayout) -> None:
-    """Refuse an assignment that cannot be cut, however long its samples are. Raises ConfigError."""
+    """Refuse an assignment that cannot be cut, whatever its samples' lengths.
+
+    Raises:
+        ConfigError: The assignment does not fit the spec or the layout.
+    """
     if assignment.dp != layout.dp:
         raise ConfigError(f"the assignment is for {assignment.dp} DP ranks, the layout has {layout.dp}")
     layout.stage_sizes(spec.num_layers)
@@ -272,7 +335,6 @@ def check_cut(assignment: Assignment, spec: RoutingSpec, layout: TrainerLayout) 
 
 
 def _check_widths(assignment: Assignment) -> None:
-    """One number of samples in all micro-batches of an optimizer step: a pipeline's stages exchange tensors of one shape."""
     for dp, rank in enumerate(assignment.ranks):
         for step, batches in enumerate(assignment.optimizer_steps):
             widths = sorted({len(rank[index]) for index in batches})

@@ -29,7 +29,7 @@ class Stretches:
 
     @property
     def begin(self) -> Ints:
-        """Rows before each stretch, and the rows of all."""
+        """Return the rows before each stretch, and the rows of all."""
         return np.concatenate([[0], np.cumsum(self.rows)])
 
 
@@ -45,7 +45,7 @@ class Stream:
     samples: Sequence[TicketSample]
     """The DP rank's samples, in the plan's order; indices of samples below are into this."""
     known: Sent | None = None
-    """`sent`, where it was cut with others'."""
+    """`sent`, where it was computed together with that of other streams."""
 
     @classmethod
     def of(cls, ticket: Ticket, shard: Shard) -> Stream:
@@ -54,7 +54,10 @@ class Stream:
 
     @cached_property
     def columns(self) -> tuple[int, ...]:
-        """Positions on the MoE axis that travel, ascending; an MTP layer shares those of the layer that it replays."""
+        """Return the positions on the MoE axis that travel, ascending.
+
+        An MTP layer shares the position of the layer that it replays.
+        """
         return tuple(sorted(set(self.shard.sources)))
 
     @property
@@ -68,31 +71,40 @@ class Stream:
 
     @cached_property
     def runs(self) -> Runs:
-        """All runs of the shard's rows, padding and tails included."""
+        """Return all runs of the shard's rows, padding and tails included."""
         return self.shard.table.of_rank(self.shard.cp)
 
     @cached_property
     def sample_of(self) -> Ints:
-        """Each run's sample as an index, -1 for the tail of a pack."""
+        """Return each run's sample as an index.
+
+        The index is -1 for the tail of a pack.
+        """
         first = np.cumsum([0, *(len(batch.sample_ids) for batch in self.shard.microbatches)])
         return np.where(self.runs.sample < 0, -1, first[self.runs.microbatch] + self.runs.sample)
 
     @cached_property
     def stretches(self) -> Stretches:
-        """What travels: every row that an engine computed."""
+        """Return what travels: every row that an engine computed."""
         edges, rows, start, end = self._invalid()
         return self._within(edges, np.insert(end, edges[:-1], 0), np.insert(start, edges[1:], rows))
 
     @cached_property
     def pads(self) -> Stretches:
-        """What does not travel: last tokens, padding, tails of packs, rows without routing."""
+        """Return what does not travel.
+
+        These are last tokens, padding, tails of packs, and rows without routing.
+        """
         edges, rows, start, end = self._invalid()
         start, end = np.insert(start, edges[1:], rows), np.insert(end, edges[1:], _FAR)
         return self._within(edges, start, end, tails=True)
 
     @cached_property
     def sent(self) -> Sent:
-        """What travels, neighbours joined: fewer pieces for the wire."""
+        """Return what travels, with neighbours joined.
+
+        Joining leaves fewer pieces for the wire.
+        """
         if self.known is not None:
             return self.known
         sample, position = self.sample_of[self.stretches.run], self.stretches.position
@@ -102,19 +114,26 @@ class Stream:
         return sample[first], position[first], np.add.reduceat(rows, first) if len(first) else rows
 
     def sends(self) -> Iterator[tuple[int, int, int]]:
-        """(sample, first position, rows) of what travels."""
+        """Yield (sample, first position, rows) of what travels."""
         return zip(*(column.tolist() for column in self.sent), strict=True)
 
     def _invalid(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """The ranges of rows without routing: (those of the samples before each, and all), rows of each sample, start, end."""
+        """Return the ranges of rows without routing.
+
+        The columns are: number of ranges in the samples before each sample, and in all; rows of each sample; start and end of
+        each range.
+        """
         columns = Samples.of(self.samples).columns
         edges = np.concatenate([[0], np.cumsum(columns["invalid_count"], dtype=np.int64)])
         start, end = columns["invalid"].T.astype(np.int64)
         return edges, columns["tokens"].astype(np.int64) - 1, start, end
 
     def _within(self, edges: Ints, start: Ints, end: Ints, *, tails: bool = False) -> Stretches:
-        """The parts of the runs that lie in the spans [start, end) of their sample, which has one more than invalid ranges; of
-        tails all, or nothing."""
+        """Return the parts of runs that lie in spans of their sample.
+
+        A span is [start, end); a sample has one span more than it has invalid ranges. With `tails` whole tails of packs are
+        included, else none.
+        """
         count = np.append(np.diff(edges) + 1, int(tails))  # sample -1 is the last one
         spans, position = (count, np.append(start, 0), np.append(end, _FAR)), self.runs.position
         run, _, begin, until = overlaps(self.sample_of, position, position + self.runs.length, *spans)
@@ -122,8 +141,13 @@ class Stream:
 
 
 def step_streams(ticket: Ticket) -> list[Stream]:
-    """For each CP rank, the rows of all DP ranks, one rank after the other: the relay, which serves hundreds of receivers, cuts
-    a step in one pass."""
+    """Return a stream for each CP rank, with all DP ranks' rows.
+
+    The rows of one DP rank follow those of the other. The relay serves hundreds of receivers, and so cuts a step in one pass.
+
+    Args:
+        ticket: The ticket of the step.
+    """
     plan, layout, samples = ticket.plan, ticket.layout, ticket.sample_columns
     batches = tuple(chain.from_iterable(plan.microbatches))
     table = RowTable(batches, replace(layout, sp=False))  # a TP rank's cuts are joined again on the wire
@@ -134,8 +158,19 @@ def step_streams(ticket: Ticket) -> list[Stream]:
 def overlaps(
     sample: Ints, begin: Ints, end: Ints, count: Ints, start: Ints, until: Ints
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """(range, span, begin, end) of the parts of ranges [begin, end) that lie in the spans [start, until) of their sample, of
-    which each sample has `count`."""
+    """Return the parts of ranges that lie in spans of their sample.
+
+    Args:
+        sample: The sample of each range.
+        begin: Begin of each range.
+        end: End of each range; a range is [begin, end).
+        count: The number of spans of each sample.
+        start: Start of each span, sample by sample.
+        until: End of each span; a span is [start, until).
+
+    Returns:
+        Columns (range, span, begin, end), a line for each part.
+    """
     repeat, first = count[sample], np.cumsum(count) - count
     which = np.repeat(np.arange(len(sample)), repeat)
     span = np.arange(len(which)) + np.repeat(first[sample] - np.cumsum(repeat) + repeat, repeat)

@@ -1,8 +1,8 @@
-"""The small record of a sealed step. Travels with the ordinary rollout data; lets a trainer refuse before a byte moves.
+"""The small record of a sealed step. It travels with the ordinary rollout data, and a trainer can refuse it before a byte moves.
 
 Bytes (little endian): a head, a column for each field of all samples (`_COLUMNS`), canonical JSON of what is not per sample, the
-samples' names, and the xxh3_128 of all that. Samples lie in the order of the assignment, so all that is told of it is how many
-each micro-batch has. Nothing is sized by a number that was not compared with the bytes that are there.
+samples' names, and the xxh3_128 of all that. Samples lie in the order of the assignment, so of the assignment a ticket holds only
+the number of samples of each micro-batch. Nothing is sized by a number that was not compared with the bytes that are there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from r3channel.wire.token_tensors import TokenTensor, tensors_of
 Column = np.ndarray[Any, np.dtype[Any]]
 
 _MAGIC = b"R3K\x05"
-"""The last byte is the format; 4 said which of several relays had which rows."""
+"""The last byte is the format. Format 4 said which of several relays had which rows."""
 _HEAD = Struct("<4s8I")
 """Magic, plan version, DP ranks, micro-batches of each, bytes of JSON, bytes of names, and the three lengths of columns."""
 _HASH_BYTES = 16
@@ -50,9 +50,9 @@ _COLUMNS = {
 }
 """Item, length and width of each column, in the order in which they lie: the widest items first, so that all are aligned."""
 _COUNTS = {"spans": "span_count", "invalid": "invalid_count", "chars": "name_chars"}
-"""How many items of a sample each of these has."""
+"""The columns that hold how many items of each length a sample has."""
 _NO_TICKET = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, R3Error)
-"""What reading JSON of another shape raises: `Infinity` as a count and deep nesting among it."""
+"""The errors that JSON of another shape raises when it is read, JSON with `Infinity` as a count or deep nesting included."""
 
 _MOST_LAYERS = 4096
 _MOST_RANKS = 4096
@@ -73,13 +73,13 @@ class TicketSample(NamedTuple):
     digest: int
     """64 bits, the fold of its engine's digests."""
     provenance: tuple[ProvenanceSpan, ...]
-    """Ascending; rows that no span names were made by nobody knows whom."""
+    """Ascending; it is not known what made rows that no span names."""
     invalid: tuple[tuple[int, int], ...] = ()
     """Row ranges [start, end) without routing; ascending."""
 
 
 PackedSample = tuple[bytes, bytes, bytes]
-"""Its part of all columns: what is one for each sample, its provenance spans, its ranges without routing."""
+"""A sample's part of all columns: the values that each sample has once, its provenance spans, its ranges without routing."""
 _PACKED = [
     np.dtype([(name, dtype, shape) for name, (dtype, own, shape) in _COLUMNS.items() if own == length])
     for length in _LENGTHS
@@ -88,7 +88,13 @@ _PACKERS = Struct("<2Q4I"), Struct("<q2IB"), Struct("<2I")
 
 
 def pack_sample(sample: TicketSample) -> PackedSample:
-    """May be done before its step is sealed. Raises struct.error for numbers that no column can hold."""
+    """Pack one sample into its part of all columns.
+
+    This may be done before the sample's step is sealed.
+
+    Raises:
+        struct.error: No column can hold a number of the sample.
+    """
     (sample_id, tokens, tokens_hash, digest, provenance, invalid), (one, span, lost) = sample, _PACKERS
     spans = [span.pack(own.weight_version, own.start, own.end, own.kind) for own in provenance]
     ranges = [lost.pack(*pair) for pair in invalid]
@@ -106,7 +112,11 @@ class Samples(Sequence[TicketSample]):
 
     @classmethod
     def of(cls, samples: Sequence[TicketSample]) -> Samples:
-        """Raises ConfigError for numbers that no column can hold."""
+        """Return the samples as columns.
+
+        Raises:
+            ConfigError: No column can hold a number of a sample.
+        """
         if isinstance(samples, Samples):
             return samples
         try:
@@ -117,7 +127,12 @@ class Samples(Sequence[TicketSample]):
 
     @classmethod
     def of_packed(cls, names: Sequence[str], packed: Sequence[PackedSample]) -> Samples:
-        """From what `pack_sample` made of each."""
+        """Build the columns from packed samples.
+
+        Args:
+            names: The name of each sample.
+            packed: What `pack_sample` made of each sample.
+        """
         tables = [np.frombuffer(b"".join([own[at] for own in packed]), _PACKED[at]) for at in range(3)]
         columns = {name: table[name] for table in tables for name in table.dtype.names or ()}
         found = cls(columns, "".join(names))
@@ -145,7 +160,14 @@ class Samples(Sequence[TicketSample]):
         return tuple(self[number] for number in numbers)
 
     def part(self, first: int, end: int) -> Samples:
-        """The samples [first, end), columns and all; nothing is copied but their names."""
+        """Return the samples [first, end) with their columns.
+
+        Only their names are copied.
+
+        Args:
+            first: Index of the first sample.
+            end: Index behind the last sample.
+        """
         edges = {length: self._edges[count] for length, count in _COUNTS.items()}
         bounds = {length: slice(known[first], known[end]) for length, known in edges.items()}
         bounds["samples"] = slice(first, end)
@@ -163,7 +185,7 @@ class Samples(Sequence[TicketSample]):
 
     @cached_property
     def _edges(self) -> dict[str, Column]:
-        """Items before each sample, and those of all."""
+        """Return the items before each sample, and those of all."""
         sums = {count: np.cumsum(self.columns[count], dtype=np.int64) for count in _COUNTS.values()}
         return {count: np.concatenate(([0], sum_S)) for count, sum_S in sums.items()}
 
@@ -177,7 +199,13 @@ class Samples(Sequence[TicketSample]):
         return hash(tuple(self))
 
     def check(self) -> None:
-        """ValueError of the first rule that does not hold; all samples at once. Names are the assignment's matter."""
+        """Check all samples at once.
+
+        The names are checked with the assignment.
+
+        Raises:
+            ValueError: Names the first rule that does not hold.
+        """
         columns, rows = self.columns, self.tokens.astype(np.int64) - 1
         _hold(len(rows) > 0 and rows.min() >= 1 and rows.max() <= MAX_ROWS, "tokens of a sample")
         _hold(columns["kind"].max(initial=0) <= max(RowKind), "the kind of a provenance span")
@@ -185,7 +213,6 @@ class Samples(Sequence[TicketSample]):
             self._check_ranges(f"{ranges}_count", rows, *columns[ranges].T.astype(np.int64))
 
     def _check_ranges(self, count: str, rows: Column, start: Column, end: Column) -> None:
-        """Ranges of each sample ascend within its rows."""
         edges = self._edges[count]
         _hold(int(edges[-1]) == len(end), f"the sum of {count}")
         begin = np.repeat(np.cumsum(rows) - rows, self.columns[count])  # all samples on one line
@@ -196,7 +223,7 @@ class Samples(Sequence[TicketSample]):
 
 @dataclass(frozen=True)
 class Ticket:
-    """Step, spec, layout, assignment and sizes; everything a receiver needs to post matching receives.
+    """The step, spec, layout, assignment and sizes; everything that a receiver needs to post matching receives.
 
     Equal tickets are equal bytes. `from_bytes` refuses every changed bit, and a ticket of a version that plans differently.
     """
@@ -214,32 +241,43 @@ class Ticket:
     token_tensors: tuple[str, ...] = ()
     """Names of the tensors that travel with this step, beside expert ids."""
     seal: int = 0
-    """How often the step was sealed and abandoned before; what is said of another (run, step, seal) is stale."""
+    """How often the step was sealed and abandoned before; a message about another (run, step, seal) is stale."""
 
     @cached_property
     def plan(self) -> Plan:
-        """Cheap: the shards of a DP rank are cut when first asked for. Raises what `plan_shards` does."""
+        """Return the plan of the step.
+
+        This is cheap: the shards of a DP rank are cut when first asked for. It raises what `plan_shards` raises.
+        """
         plan = Plan(self.spec, self.layout, self.assignment, tuple(self.sample_columns.tokens.tolist()))
         check_plan(plan)
         return plan
 
     @cached_property
     def tensors(self) -> tuple[TokenTensor, ...]:
-        """The declarations of `token_tensors`. Raises ConfigError."""
+        """Return the declarations of `token_tensors`.
+
+        Raises:
+            ConfigError: A name is unknown, or comes twice.
+        """
         return tensors_of(self.token_tensors, self.spec)
 
     @property
     def identity(self) -> tuple[str, int, int]:
-        """(run, step, seal): what READY, DAMAGED and DONE name."""
+        """Return (run, step, seal), as READY, DAMAGED and DONE name it."""
         return self.run, self.step, self.seal
 
     @property
     def weight_versions(self) -> tuple[int, ...]:
-        """All weight versions that made rows of this step, ascending."""
+        """Return all weight versions that made rows of this step, ascending."""
         return tuple(np.unique(self.sample_columns.columns["version"]).tolist())
 
     def sample(self, sample_id: str) -> TicketSample:
-        """Raises SampleUnknown."""
+        """Return the sample of this name.
+
+        Raises:
+            SampleUnknown: The ticket has no such sample.
+        """
         if sample_id not in self._places:
             raise SampleUnknown(
                 f"sample {sample_id} is not in the ticket of step {self.step}", samples=[sample_id]
@@ -252,7 +290,11 @@ class Ticket:
 
     @cached_property
     def sample_columns(self) -> Samples:
-        """Raises ConfigError for samples that are not the assignment's, in its order."""
+        """Return the samples as columns, in the order of the assignment.
+
+        Raises:
+            ConfigError: The samples are not those of the assignment, in its order.
+        """
         found = Samples.of(self.samples)
         if found.names != self.assignment.sample_ids:
             raise ConfigError(
@@ -261,14 +303,24 @@ class Ticket:
         return found
 
     def check(self) -> None:
-        """Raises ConfigError for a ticket that `from_bytes` would refuse; what was looked at once is not looked at again."""
+        """Check that `from_bytes` would accept this ticket.
+
+        What was checked once is not checked again.
+
+        Raises:
+            ConfigError: `from_bytes` would refuse the ticket.
+        """
         try:
             self._checked  # noqa: B018
         except ValueError as error:
             raise ConfigError(f"step {self.step} cannot be sealed: {error}") from error
 
     def to_bytes(self) -> bytes:
-        """Raises ConfigError for a ticket that `from_bytes` would refuse."""
+        """Return the ticket as bytes.
+
+        Raises:
+            ConfigError: `from_bytes` would refuse the ticket.
+        """
         self.check()
         columns = self.sample_columns
         values = {
@@ -294,7 +346,11 @@ class Ticket:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Ticket:
-        """Raise `TicketMismatch` for what is not a ticket, is damaged, or was made by a version that plans differently."""
+        """Read a ticket.
+
+        Raises:
+            TicketMismatch: `data` is no ticket, is damaged, or was made by a version that plans differently.
+        """
         whole = memoryview(bytes(data))
         body, found = whole[:-_HASH_BYTES], whole[-_HASH_BYTES:]
         if len(body) < _HEAD.size or xxhash.xxh3_128_digest(body) != found:
@@ -345,8 +401,10 @@ class Ticket:
 
     @cached_property
     def _checked(self) -> bool:
-        """ValueError for numbers beyond what any model or cluster has, so that what is computed from them stays small; then all
-        that `plan` refuses."""
+        """Raise ValueError for numbers beyond any model or cluster.
+
+        What is computed from the numbers therefore stays small. Then raise all that `plan` raises.
+        """
         layout = self.layout
         unit = layout.cp * layout.tp * layout.pad_multiple
         _hold(self.spec.num_layers <= _MOST_LAYERS, "num_layers")
@@ -360,7 +418,10 @@ class Ticket:
 
 
 def _assignment(samples: Samples, widths: Column, *, dp: int, steps: list[int]) -> Assignment:
-    """The names in their order, cut into `dp` ranks of micro-batches of these widths."""
+    """Return the names in their order, cut into ranks and micro-batches.
+
+    There are `dp` ranks; `widths` has the number of samples of each micro-batch.
+    """
     _hold(int(widths.sum(dtype=np.int64)) == len(samples), "the sum of the samples of all micro-batches")
     _hold(int(samples._edges["name_chars"][-1]) == len(samples.text), "the sum of name_chars")
     edges, names, count = list(accumulate(widths.tolist(), initial=0)), samples.names, len(widths) // dp

@@ -19,19 +19,38 @@ from r3channel.wire.token_tensors import TokenTensor
 
 
 def brought(ticket: Ticket, shard: Shard) -> tuple[TokenTensor, ...]:
-    """The tensors that come to this receiver with its rows, in order, with its layers."""
+    """Return the tensors that a receiver gets with its rows.
+
+    They come in order, and have the receiver's layers.
+
+    Args:
+        ticket: The ticket of the step.
+        shard: The receiver's shard.
+    """
     return tuple(tensors_in(shard, ticket.tensors, stages=ticket.layout.pp))
 
 
 def tensors_in(shard: Shard, tensors: Iterable[TokenTensor], *, stages: int) -> Iterator[TokenTensor]:
-    """Those of these tensors that come to a shard, as its layers have them."""
+    """Yield those of some tensors that come to a shard.
+
+    Args:
+        shard: The shard; the tensors have its layers.
+        tensors: Tensors as they are declared.
+        stages: The number of pipeline stages.
+    """
     for tensor in tensors:
         if tensor.reaches(shard.pp, stages) and (shard.layers or not tensor.by_layer):
             yield tensor.shaped(len(shard.layers), shard.spec.top_k)
 
 
 def cut_tensor(shard: Shard, tensor: TokenTensor, rows: Mapping[str, Sequence[TensorRows]]) -> bytes:
-    """The bytes for one receiver, of the rows of each sample's turns. `tensor` is as `brought` has it, `rows` have all layers."""
+    """Return the bytes of a tensor for one receiver.
+
+    Args:
+        shard: The receiver's shard.
+        tensor: The tensor as `brought` has it.
+        rows: The rows of each sample's turns; they have all layers.
+    """
     lengths, entries = list[Any](), list[Any]()
     for number, batch in enumerate(shard.microbatches):
         turns = [rows.get(name, ()) for name in batch.sample_ids]
@@ -46,7 +65,10 @@ def cut_tensor(shard: Shard, tensor: TokenTensor, rows: Mapping[str, Sequence[Te
 
 
 def _own_layers(shard: Shard, turn: TensorRows) -> TensorRows:
-    """With the layers that the shard's routers replay, where entries have layers."""
+    """Return the rows with the layers that the shard's routers replay.
+
+    Rows whose entries have no layers stay as they are.
+    """
     if not turn.tensor.by_layer or shard.sources == (*range(shard.spec.num_moe_layers),):
         return turn
     own_N = np.empty(len(turn.entries_N), turn.tensor.shaped(len(shard.sources), shard.spec.top_k).entry)
@@ -56,18 +78,30 @@ def _own_layers(shard: Shard, turn: TensorRows) -> TensorRows:
 
 
 def length_bytes(shard: Shard) -> int:
-    """Bytes of the row lengths that `cut_tensor` begins with."""
+    """Return the bytes of the row lengths that `cut_tensor` begins with."""
     return 2 * sum(batch.rows for batch in shard.microbatches) // shard.cp_size
 
 
 def tensor_bytes(tensor: TokenTensor, lengths: bytes | bytearray | Numbers) -> int:
-    """All bytes of a tensor whose row lengths these are."""
+    """Return all bytes of a tensor that has these row lengths."""
     return len(lengths) + tensor.entry.itemsize * int(np.frombuffer(lengths, "<u2").sum(dtype=np.int64))
 
 
 def read_tensor(shard: Shard, tensor: TokenTensor, data_N: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
-    """(offsets [tokens + 1] int64, entries) of every micro-batch: the row of token i of the model input, flattened, is
-    `entries[offsets[i] : offsets[i + 1]]`. ValueError where the bytes are not those of this shard."""
+    """Read the rows of a tensor, micro-batch by micro-batch.
+
+    Args:
+        shard: The receiver's shard.
+        tensor: The tensor as `brought` has it.
+        data_N: What `cut_tensor` made.
+
+    Yields:
+        (offsets [tokens + 1] int64, entries) of every micro-batch: the row of token i of the model input, flattened, is
+        `entries[offsets[i] : offsets[i + 1]]`.
+
+    Raises:
+        ValueError: The bytes are not those of this shard.
+    """
     lengths_N, values_N = np.split(data_N, [length_bytes(shard)])
     if len(data_N) != tensor_bytes(tensor, lengths_N):
         raise ValueError(
@@ -82,8 +116,19 @@ def read_tensor(shard: Shard, tensor: TokenTensor, data_N: Numbers) -> Iterator[
 
 
 def slot_bytes(shard: Shard, tensor: TokenTensor, data_N: Numbers) -> list[Numbers]:
-    """The bytes that each TP slot keeps of what came: of a tensor that goes by layer its own rows, as its routers see them, zeros
-    where a row is not there; of others all. ValueError as `read_tensor`."""
+    """Return the bytes of a tensor that each TP slot keeps.
+
+    A tensor that goes by layer keeps a slot's own rows, as its routers see them, with zeros where a row is not there. Of other
+    tensors each slot keeps all bytes.
+
+    Args:
+        shard: The receiver's shard.
+        tensor: The tensor as `brought` has it.
+        data_N: What `cut_tensor` made.
+
+    Raises:
+        ValueError: The bytes are not those of this shard.
+    """
     if not tensor.by_layer:
         return [data_N] * shard.tp_slots
     slots = [np.empty((shard.tp_slots, 0), tensor.entry)]
@@ -97,7 +142,19 @@ def slot_bytes(shard: Shard, tensor: TokenTensor, data_N: Numbers) -> list[Numbe
 
 
 def read_slot(shard: Shard, tensor: TokenTensor, data_N: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
-    """As `read_tensor`, from what `slot_bytes` has for a slot."""
+    """Read the rows that a TP slot keeps, by micro-batch.
+
+    Args:
+        shard: The receiver's shard.
+        tensor: The tensor as `brought` has it.
+        data_N: What `slot_bytes` has for the slot.
+
+    Yields:
+        What `read_tensor` yields.
+
+    Raises:
+        ValueError: The bytes are not those of this shard.
+    """
     if not tensor.by_layer:
         yield from read_tensor(shard, tensor, data_N)
         return
@@ -107,7 +164,7 @@ def read_slot(shard: Shard, tensor: TokenTensor, data_N: Numbers) -> Iterator[tu
 
 
 def _ranges(begin_M: Numbers, length_M: Numbers) -> Numbers:
-    """All indices of the ranges, one range after another.
+    """Return all indices of the ranges, one range after another.
 
     >>> _ranges(np.array([5, 0, 2]), np.array([2, 0, 3])).tolist()
     [5, 6, 2, 3, 4]

@@ -21,7 +21,7 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AlignedPair:
-    """One pass of one step. Row r of `want` and of `seen` are the same token of the same sample."""
+    """One pass of one step. Row r of `want_RLK` and of `seen_RLK` are the same token of the same sample."""
 
     ticket: Ticket
     spec: RoutingSpec
@@ -31,9 +31,9 @@ class AlignedPair:
     seen_RLK: Ids
     """The routers' ids for the engines' layers; they may have more columns."""
     extra_RLK: Ids
-    """The ids of layers that only the routers' side has: MTP."""
+    """The ids of MTP layers, which only the routers' side has."""
     valid_R: Bools
-    """Rows with routing on the engines' side that the routers' side is to have."""
+    """Rows that have routing on the engines' side, and that the routers' side must have."""
     there_R: Bools
     """Rows that the routers' side has."""
     want_spans: Sequence[tuple[ProvenanceSpan, ...]]
@@ -42,8 +42,17 @@ class AlignedPair:
 
     @classmethod
     def of(cls, want: RecordedStep, seen: RecordedStep) -> Iterator[AlignedPair]:
-        """One pair for each pass of the routers' side, of the samples that are whole on both; none where none is. Raises
-        RecordingInvalid where the two are not of one step and model."""
+        """Yield a pair for each pass of the routers' side.
+
+        A pair has the samples that are whole on both sides. Without such samples there is no pair.
+
+        Args:
+            want: the engines' side.
+            seen: the routers' side.
+
+        Raises:
+            RecordingInvalid: the sides are not of one step and model.
+        """
         _check_pair(want, seen)
         names = tuple(sample.sample_id for sample in want.samples if sample.sample_id not in seen.cut)
         if not names:
@@ -68,7 +77,7 @@ class AlignedPair:
 
     @cached_property
     def begin_S(self) -> Ints:
-        """Row of each sample's first token, and the number of rows."""
+        """Return the row of each sample's first token, then the row count."""
         rows = [self.ticket.sample(name).tokens - 1 for name in self.names]
         return np.concatenate(([0], np.cumsum(rows))).astype(np.int64)
 
@@ -82,7 +91,10 @@ class AlignedPair:
 
     @cached_property
     def differs_RL(self) -> Bools:
-        """Cells of rows that both sides have, whose ids or their order differ."""
+        """Return the cells whose ids, or their order, differ.
+
+        Only rows that both sides have count.
+        """
         top_k = self.spec.top_k
         if self.seen_RLK.shape[2] != top_k:
             return np.ones(self.want_RLK.shape[:2], bool) & self.both_R[:, None]
@@ -95,7 +107,7 @@ class AlignedPair:
         return self.valid_R & self.there_R
 
     def example(self, hit_RL: Bools) -> dict[str, Any]:
-        """The first of these cells: where it is, and both sides' ids."""
+        """Return the first cell's place, and both sides' ids there."""
         row, place = (int(index[0]) for index in np.nonzero(hit_RL))
         return {
             "sample": self.names[self.sample_R[row]], "position": int(self.position_R[row]),

@@ -1,6 +1,6 @@
-"""What routers used, sample by sample: gathered call by call on each rank, added up over ranks, written as a routers' side.
+"""The ids that routers used, sample by sample: gathered call by call on each rank, added up over ranks, written as a recording.
 
-`consumed` reads a recorded step as the routers of all ranks would; `fitted` cuts it for another trainer before.
+`consumed` reads a recorded step as the routers of all ranks would. `fitted` cuts a step for another trainer first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from r3channel.wire.routing import Ids
 
 @dataclass
 class ConsumedRows:
-    """What routers used. `add_call` adds one router call, `merge` the rows of another rank."""
+    """The ids that routers used. `add_call` adds one router call, `merge` adds the rows of another rank."""
 
     ticket: Ticket
     spec: RoutingSpec
@@ -33,12 +33,24 @@ class ConsumedRows:
     ids: dict[SampleKey, Ids] = field(default_factory=dict)
     """[tokens - 1, L, K]."""
     there: dict[SampleKey, Ids] = field(default_factory=dict)
-    """[tokens - 1, L] bool: which of them some router used."""
+    """[tokens - 1, L] bool: True for ids that a router used."""
 
     def add_call(
         self, shard: Shard, ids_RK: Ids, *, microbatch: int, layer: int, tp: int = 0, of_pass: str = "forward"
     ) -> None:
-        """`ids_RK` [rows, K] as the router of a global layer used them, in its row order."""
+        """Add the ids that one router call used.
+
+        Args:
+            shard: the rank's shard.
+            ids_RK: [rows, K], in the router's row order.
+            microbatch: number of the micro-batch on its DP rank.
+            layer: global number of the router's layer.
+            tp: the router's TP rank.
+            of_pass: the pass in which the router ran.
+
+        Raises:
+            RecordingInvalid: the layout expects another number of rows.
+        """
         sample_R, position_R = shard.row_map(microbatch, tp=tp)
         if len(ids_RK) != len(sample_R):
             raise RecordingInvalid(
@@ -60,20 +72,25 @@ class ConsumedRows:
         return self.ids[key], self.there[key]
 
     def merge(self, other: ConsumedRows) -> None:
-        """The rows and layers of another rank."""
+        """Add the rows and layers of another rank."""
         for key, there_TL in other.there.items():
             ids_TLK, own_TL = self._of(key)
             ids_TLK[there_TL] = other.ids[key][there_TL]
             own_TL |= there_TL
 
     def step(self, tokens: Mapping[str, Ids] | None = None) -> RecordedStep:
-        """The step as if it had been written and read again."""
+        """Return the step as if it had been written and read again."""
         passes, names = {key: [self._frame(key)] for key in self.ids}, self.ticket.assignment.sample_ids
         frames = {name: passes.get(("forward", name), []) for name in names}
         return RecordedStep(self.ticket, frames, tokens or {}, self.spec, side="router", passes=passes)
 
     def write(self, folder: Path) -> Path:
-        """A routers' side in a folder of its own. Raises RecordingInvalid, OSError."""
+        """Write the rows as a routers' side into their own folder.
+
+        Raises:
+            RecordingInvalid: the folder holds another recording.
+            OSError: the folder cannot be written.
+        """
         return write_step(folder, self.step())
 
     def _frame(self, key: SampleKey) -> bytes:
@@ -84,13 +101,13 @@ class ConsumedRows:
 
 
 def _tiled(sample: TicketSample) -> bool:
-    """Whether the ticket's spans say of each row who made it."""
+    """Return whether the ticket's spans cover every row of the sample."""
     ends = [0, *(span.end for span in sample.provenance)]
     return [span.start for span in sample.provenance] == ends[:-1] and ends[-1] == sample.tokens - 1
 
 
 def consumed_by(tap_records: Iterable[Any], shard: Shard, *, ticket: Ticket, tp: int) -> ConsumedRows:
-    """The rows in one rank's `trainer.audit.RouterTap.records`."""
+    """Return the rows of one rank's `trainer.audit.RouterTap.records`."""
     rows = ConsumedRows(ticket, ticket.spec)
     for call in tap_records:
         if call.pass_name in PASSES and call.microbatch >= 0 and call.layer in ticket.spec.moe_layers:
@@ -103,8 +120,18 @@ def consumed_by(tap_records: Iterable[Any], shard: Shard, *, ticket: Ticket, tp:
 
 
 def fitted(step: RecordedStep, layout: TrainerLayout | None) -> RecordedStep:
-    """The step as it was recorded, or cut anew for another layout in micro-batches of the recorded size: as many samples as fill
-    its DP ranks alike. `untested` says what that leaves out. Raises RecordingInvalid where too few samples are whole."""
+    """Return the step, cut anew for `layout` where needed.
+
+    A step of that layout whose samples are all whole stays as it was recorded. Any other is cut anew in micro-batches of the
+    recorded size, with as many samples as fill all DP ranks alike; `untested` says what is left out.
+
+    Args:
+        step: the recorded step.
+        layout: the trainer's layout; None: the recorded one.
+
+    Raises:
+        RecordingInvalid: the step has fewer whole samples than the layout has DP ranks.
+    """
     layout, names = layout or step.ticket.layout, [sample.sample_id for sample in step.samples]
     if layout == step.ticket.layout and not step.cut:
         return step
@@ -125,7 +152,7 @@ def fitted(step: RecordedStep, layout: TrainerLayout | None) -> RecordedStep:
 
 
 def consumed(step: RecordedStep) -> ConsumedRows:
-    """What the routers of all ranks would be handed, added up over ranks."""
+    """Return the ids that all ranks' routers would get, added up."""
     rows, layout = ConsumedRows(step.ticket, step.ticket.spec), step.ticket.layout
     for dp in range(layout.dp):
         shards = step.shards(dp=dp)
@@ -144,7 +171,7 @@ def _add_shard(rows: ConsumedRows, at: RankCoords, data_N: Ids) -> None:
 
 
 def described(step: RecordedStep, rows: ConsumedRows) -> dict[str, Any]:
-    """The counts that `r3channel replay --json` prints."""
+    """Return the counts that `r3channel replay --json` prints."""
     count = sum(int(there.sum()) for there in rows.there.values())
     expected = sum(sample.tokens - 1 for sample in step.samples) * step.ticket.spec.num_moe_layers
     return {

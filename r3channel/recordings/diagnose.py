@@ -1,11 +1,15 @@
-"""Names the known silent misalignments: of two sides of a step, the fewest claims that explain the ids that differ; of one side
-what its bytes show, and suspicions that only statistics raise.
+"""Name the known silent misalignments in a recorded step.
 
-Shapes are right in nearly all of these, so only the ids can tell. Two sides: moves of rows and layers are searched for under each
-reading of the ids (`search`); then it is said what cells show by themselves, and what is left. One side: rows of zeros, ids that
-repeat or do not exist, padding's ids, rows that are missing, and bytes that are not the ticket's are verdicts. Rows that stand
-twice although their tokens differ, a first layer that knows a neighbour's token better than its own, and log-probs that replay
-makes worse are suspicions. Whether rows belong to their token, layer or rank, one side cannot know for sure.
+With two sides of a step, the result is the fewest claims that explain the ids that differ. With one side, it is what the bytes
+show, and suspicions that only statistics raise. Shapes are right in nearly all of these faults, so only the ids can tell.
+
+Two sides: `search` looks for moves of rows and layers under each reading of the ids. Then cells that show a fault by themselves
+are named, and then what is left.
+
+One side: the verdicts are rows of zeros, ids that repeat or do not exist, padding's ids, missing rows, and bytes that are not
+the ticket's. The suspicions are equal rows of different tokens, a first layer that agrees better with a neighbour's token than
+with its own, and log-probs that replay makes worse. One side cannot know for sure whether rows belong to their token, layer or
+rank.
 """
 
 from __future__ import annotations
@@ -31,17 +35,17 @@ from r3channel.recordings.step import RecordedStep, spread
 from r3channel.wire.routing import Ids, RowKind
 
 _MOST, _AGAIN = 0.5, 16
-"""What must hold for most cells, or for so many, not to be chance."""
+"""The share of cells, and the number of cells, at which a pattern is not chance."""
 _STRETCH = 4
-"""So many rows in a row must stand twice before it is reported."""
+"""Repeated rows are reported if at least so many follow each other."""
 _PAIRS = 200
-"""With fewer rows whose token stood before, the first layer's agreement says nothing."""
+"""With fewer rows whose token came before, the first layer's agreement says nothing; with fewer log-probs, these do not."""
 _SURE = 4.0
-"""Standard errors of a mean that are no chance."""
+"""A mean so many standard errors above 0 is not chance."""
 _RARE = 1e-3
-"""Rows that may be alike by chance, for those that are alike to be a fault."""
+"""Equal rows are a fault only if chance makes fewer than this many."""
 _CLEARER = 0.1
-"""By how much another token must explain the first layer's experts better than the row's own."""
+"""Another token must explain the first layer's experts better than the row's own token by this share."""
 CANNOT = (
     "one side alone: rows of another token, layer, sample or rank look like any others; `r3channel check ENGINE ROUTER` compares "
     "two sides"
@@ -56,7 +60,10 @@ def _zero_rows(_: RoutingSpec, ids_NK: Ids) -> Bools:
 
 
 def _padding_rows(spec: RoutingSpec, ids_NK: Ids) -> Bools:
-    """Ids on end, as padding has them, in more cells than chance makes in a model of few experts."""
+    """Return the cells with consecutive ids, as padding has them.
+
+    A model of few experts has such cells by chance. So they count only if there are more than chance makes.
+    """
     on_end_NK = (ids_NK[:, :1].astype(np.int64) + np.arange(spec.top_k)) % spec.num_experts
     hit_N = np.all(ids_NK == on_end_NK, axis=-1)
     likely = len(hit_N) * spec.num_experts / perm(spec.num_experts, min(spec.top_k, spec.num_experts))
@@ -75,11 +82,14 @@ def _out_of_range(spec: RoutingSpec, ids_NK: Ids) -> Bools:
 _LOOKS: dict[str, Callable[[RoutingSpec, Ids], Bools]] = {
     "zero_rows": _zero_rows, "padding_rows": _padding_rows, "duplicated_ids": _duplicated_ids, "out_of_range": _out_of_range,
 }  # fmt: skip
-"""The plainest first: a cell shows one of them."""
+"""The plainest first. A cell counts for the first one that it shows."""
 
 
 def _shown(spec: RoutingSpec, ids_RLK: Ids, among_RL: Bools) -> dict[str, Bools]:
-    """By name the cells that show it; those that show nothing are "unexplained"."""
+    """Return by name the cells that show each fault by themselves.
+
+    Cells that show nothing are "unexplained".
+    """
     shown = dict[str, Bools]()
     for name, look in _LOOKS.items():
         shown[name] = hit_RL = np.zeros_like(among_RL)
@@ -93,7 +103,10 @@ def _shown(spec: RoutingSpec, ids_RLK: Ids, among_RL: Bools) -> dict[str, Bools]
 
 
 def judge(sides: AlignedPair) -> list[Finding]:
-    """Every fault of one pass of one step; empty where the sides agree."""
+    """Return every fault of one pass of one step.
+
+    The list is empty if the two sides agree.
+    """
     tests = [_missing, _extra_layers, _columns if sides.seen_RLK.shape[2] != sides.spec.top_k else _explained]
     hits = [(name, hit_RL) for test in tests for name, hit_RL in test(sides) if hit_RL.any()]
     found = [_finding(name, sides, cells=int(hit.sum()), **sides.example(hit)) for name, hit in hits]
@@ -101,7 +114,10 @@ def judge(sides: AlignedPair) -> list[Finding]:
 
 
 def _explained(sides: AlignedPair) -> Iterator[tuple[str, Bools]]:
-    """What differs: rows that were decoded again, moves of rows, changes of ids, and what cells show by themselves."""
+    """Yield the cells that differ, by their cause.
+
+    Causes are rows that were decoded again, moves of rows, changes of ids, and what cells show by themselves.
+    """
     again_RL = sides.differs_RL & _decoded_again(sides)[:, None]
     shown = partial(_shown, sides.spec, sides.seen_RLK)
     hits, left_RL = search(sides, sides.differs_RL & ~again_RL, lambda left_RL: shown(left_RL)["unexplained"])
@@ -117,7 +133,10 @@ def _missing(sides: AlignedPair) -> Iterator[tuple[str, Bools]]:
 
 
 def _extra_layers(sides: AlignedPair) -> Iterator[tuple[str, Bools]]:
-    """MTP layers that hold a decoder layer's ids, though the layout maps none to it."""
+    """Find MTP layers with a decoder layer's ids.
+
+    A layer that the layout maps to that decoder layer is no fault.
+    """
     mapped = sides.ticket.layout.mtp
     for index, move in product(range(sides.extra_RLK.shape[1]), (0, 1)):
         rows = len(sides.want_RLK) - move
@@ -146,7 +165,7 @@ def _finding(name: str, sides: AlignedPair, **values: Any) -> Finding:
 
 
 def _versions(sides: AlignedPair) -> Iterator[Finding]:
-    """Differences between what the two sides say about who made a row."""
+    """Find rows whose provenance the two sides report differently."""
     said_4R, again_R = _said(sides), _decoded_again(sides)
     for name, begin, end in zip(sides.names, sides.begin_S, sides.begin_S[1:], strict=False):
         want_T, _, seen_T, _ = said_4R[:, begin:end]
@@ -159,13 +178,16 @@ def _versions(sides: AlignedPair) -> Iterator[Finding]:
 
 
 def _decoded_again(sides: AlignedPair) -> Bools:
-    """Rows that were decoded by the engines' side and prefilled by the routers'."""
+    """Return the rows decoded on the engines' side, prefilled on the routers'."""
     _, want_R, _, seen_R = _said(sides)
     return (want_R == RowKind.DECODED) & (seen_R == RowKind.PREFILLED)
 
 
 def _said(sides: AlignedPair) -> Ints:
-    """[4, R]: version and kind of each row as the engines' side says, and as the routers' does; -1 where not both say."""
+    """Return each row's version and kind, as both sides report them.
+
+    The result is [4, R]: version and kind from the engines' side, then from the routers' side; -1 unless both sides report them.
+    """
     said_4R = np.full((4, len(sides.sample_R)), -1)
     for begin, want, seen in zip(sides.begin_S, sides.want_spans, sides.seen_spans, strict=False):
         if want and seen and want != seen:
@@ -178,7 +200,11 @@ def _said(sides: AlignedPair) -> Ints:
 
 
 def judge_alone(step: RecordedStep) -> list[Finding]:
-    """Raises what reading does."""
+    """Return every fault and suspicion that one side shows.
+
+    Raises:
+        R3Error: the step cannot be read; the errors are those of `RecordedStep.ids` and `RecordedStep.tensor_whole`.
+    """
     findings: list[Finding] = []
     for sample in step.samples:
         findings += _plain(step, sample)
@@ -188,13 +214,13 @@ def judge_alone(step: RecordedStep) -> list[Finding]:
 
 
 def judge_beside(step: RecordedStep) -> list[Finding]:
-    """What came beside the ids: tensors, and log-probs."""
+    """Find faults in tensors and log-probs beside the ids."""
     tensors = [finding for name in step.tokens if name not in step.cut for finding in _unsampled(step, name)]
     return [*_grouped(tensors), *log_probs_suspect(step)]
 
 
 def _unsampled(step: RecordedStep, name: str) -> Iterator[Finding]:
-    """Rows without the token that was sampled from them, of tensors that have it."""
+    """Find rows without their sampled token, in tensors that have it."""
     for tensor in (tensor for tensor in step.ticket.tensors if tensor.chosen):
         *_, length_T, entries_N, _ = step.tensor_whole(tensor, name)
         row_N = np.repeat(np.arange(len(length_T)), length_T)
@@ -210,7 +236,7 @@ def _plain(step: RecordedStep, sample: TicketSample) -> Iterator[Finding]:
     gone_T = ~there_T & (step.side == "engine")
     pads_TK = spread_ids(spec, positions_T=np.arange(len(ids_TLK)))
     for start, end in sample.invalid:
-        gone_T[start:end] = False  # the engine said so itself
+        gone_T[start:end] = False  # the engine reported these rows as invalid
     padded_T = there_T & (ids_TLK == pads_TK[:, None]).all((1, 2)) & (len(ids_TLK) * _chance(spec) < _RARE)
     rows = (gone_T, padded_T, there_T & ~padded_T)
     gone_TL, padded_TL, other_TL = (_all_layers(spec, one_T) for one_T in rows)
@@ -234,7 +260,7 @@ def _held(step: RecordedStep, name: str) -> Iterator[Finding]:
 
 
 def _grouped(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding of each name: its first example, with all its cells."""
+    """Return one finding of each name: the first, with all cells."""
     grouped = dict[str, Finding]()
     for finding in findings:
         before = grouped.get(finding.name)
@@ -246,7 +272,7 @@ def _grouped(findings: Sequence[Finding]) -> list[Finding]:
 
 
 class _Rows(NamedTuple):
-    """The rows of all samples whose tokens were recorded; those that were left to the live router are not among them."""
+    """The rows of all samples whose tokens were recorded, without rows that were left to the live router."""
 
     names: Sequence[str]
     sample_R: Ids
@@ -255,7 +281,7 @@ class _Rows(NamedTuple):
     token_3R: Ids
     """The token before, the row's own, and the one after it."""
     inner_R: Ids
-    """Neither the first nor the last of its sample."""
+    """True for rows that are neither the first nor the last of their sample."""
 
 
 def _suspicions(step: RecordedStep) -> Iterator[Finding]:
@@ -275,7 +301,11 @@ def _suspicions(step: RecordedStep) -> Iterator[Finding]:
 
 
 def log_probs_suspect(step: RecordedStep) -> Iterator[Finding]:
-    """Replay brings the trainer nearer to the engine; further away, by more than chance, it replays what is not the engine's."""
+    """Yield a suspicion if replay moves log-probs away from the engine's.
+
+    Replay should bring the trainer's log-probs nearer to the engine's. If they are further away, by more than chance, then the
+    replayed ids are not the engine's.
+    """
     if not set(SIDES) <= step.logprobs.keys() or len(step.logprobs["engine"]) < _PAIRS:
         return
     engine, on, off = (step.logprobs[name].astype(np.float64) for name in SIDES)
@@ -289,7 +319,10 @@ def log_probs_suspect(step: RecordedStep) -> Iterator[Finding]:
 
 
 def _twice(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
-    """The same experts in all layers for several rows on end, of other tokens: a slot that was not written again."""
+    """Find several rows on end that repeat other tokens' experts.
+
+    The experts are the same in all layers, as in a slot that was not written again.
+    """
     count, token = len(rows.ids_RLK), rows.token_3R[1]
     if not 0 < count * _chance(step.spec) < _RARE:
         return
@@ -306,7 +339,11 @@ def _twice(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
 
 
 def _neighbours(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
-    """The first layer sees little but the token itself, so equal tokens choose alike; if the neighbours' do more, rows moved."""
+    """Compare how the first layer agrees with each neighbour's token.
+
+    The first layer sees little but the token itself, so equal tokens choose alike. If a neighbour's token explains the choice
+    better, rows moved.
+    """
     agreement = {by: _agreement(rows, by) for by in (-1, 0, 1)}
     best = max(agreement, key=lambda by: agreement[by])
     if best and agreement[best] > agreement[0] + _CLEARER:
@@ -319,7 +356,11 @@ def _neighbours(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
 
 
 def _agreement(rows: _Rows, by: int) -> float:
-    """Mean share of experts that a row of the first layer has in common with the row before it of the same token."""
+    """Return the mean share of experts that equal tokens have in common.
+
+    Each row of the first layer is compared with the row before it whose token, `by` positions on, is the same. The share is 0 if
+    there are too few such rows.
+    """
     ids_RK, token_R = rows.ids_RLK[rows.inner_R, 0], rows.token_3R[1 + by, rows.inner_R]
     order = np.argsort(token_R, kind="stable")
     same = np.flatnonzero(token_R[order][1:] == token_R[order][:-1])
@@ -330,7 +371,10 @@ def _agreement(rows: _Rows, by: int) -> float:
 
 
 def _chance(spec: RoutingSpec) -> float:
-    """How probable it is that a row has the very ids of another: not small in models of one layer, or of few experts."""
+    """Return how probable it is that two rows have equal ids.
+
+    The probability is not small in models of one layer, or of few experts.
+    """
     return float(perm(spec.num_experts, min(spec.top_k, spec.num_experts))) ** -spec.num_moe_layers
 
 

@@ -1,17 +1,17 @@
 """Recordings from and to other files: plain .npz arrays, and rollouts that slime or miles saved for debugging.
 
-one .npz per step: `sample` (text), `tokens` (lengths), `token_ids` (all, one after another, -1 where
+An .npz file holds one step: `sample` (text), `tokens` (lengths), `token_ids` (of all samples, one after another, -1 where
 they are not known; may be missing), `ids` [all rows, L, K], `valid` [all rows] bool, `version` and `kind` [all rows],
-`spec` and `layout` (JSON text), `step`; `token_tensors`: the options of what tokens bring beside their ids, and of each of
-these `NAME.lengths`, entries of [all rows], and `NAME.entries`, row after row; may be missing
+`spec` and `layout` (JSON text), `step`. For the tensors that tokens bring beside their ids it holds `token_tensors`, their
+options, and for each of them `NAME.lengths`, entries of [all rows], and `NAME.entries`, row after row; they may be missing.
 
-A debug dump (`--save-debug-rollout-data`) was read against slime 624b824a (`observability/rollout_data_utils`,
+The format of a debug dump (`--save-debug-rollout-data`) was read in slime 624b824a (`observability/rollout_data_utils`,
 `Sample.to_dict`) and miles 31f1ca96 (`ray/rollout/debug_data`): {"rollout_id": step, "samples": [{"tokens",
 "rollout_routed_experts" [tokens - 1, decoder layers, top-k], "weight_versions", "rollout_log_probs" of the response, ...}]}.
-It does not say who decoded or prefilled a row, nor which turn had which weights.
+A dump does not say which engine decoded or prefilled a row, nor which turn had which weights.
 
-Nothing is unpickled: the opcodes of what `torch.save` wrote are read one by one, and no name in them is looked up or called.
-What is no number, text, list, dict or array becomes `Foreign`, with its name.
+Nothing is unpickled: the opcodes that `torch.save` wrote are read one by one, and no name in them is looked up or called.
+An object that is no number, text, list, dict or array becomes `Foreign`, with its name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from r3channel.wire.token_tensors import TokenTensor, tensors_of
 
 _MOST_UNPACKED = 100
 _DAMAGE = Exception
-"""What a damaged or hostile archive raises in zipfile, zlib, numpy and pickletools is not listed anywhere: all of it."""
+"""zipfile, zlib, numpy and pickletools do not list what a damaged or hostile archive raises, so every exception is caught."""
 _FIELD = r"\('(\w+)', '([|<][biuf]\d+)'(?:, \((\d+),\))?\)"
 _DTYPE = rf"'[|<][biufU]\d+'|\[(?:{_FIELD}(?:, )?)+\]"
 _HEAD = rf"\x93NUMPY\x01\x00..\{{'descr': ({_DTYPE}), 'fortran_order': (False|True), 'shape': \(([\d, ]*)\), \}} *\n"
@@ -53,7 +53,15 @@ _NEEDED = ("sample", "tokens", "ids", "spec", "step")
 
 
 def export_npz(recording: Recording, folder: Path) -> list[Path]:
-    """A file for each step. Raises what reading does."""
+    """Write an .npz file for each step.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        RecordingInvalid: a step has samples that are not whole.
+        R3Error: a step cannot be read; the errors are those of `Recording.step` and of `RecordedStep`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for number in recording.steps:
@@ -84,13 +92,32 @@ def export_npz(recording: Recording, folder: Path) -> list[Path]:
 
 
 def import_npz(files: list[Path], folder: Path, *, layout: TrainerLayout | None = None) -> None:
-    """Write a recording of these files. Raises RecordingInvalid for a dump that lacks what is needed."""
+    """Write a recording of these files.
+
+    Args:
+        files: .npz files, one for each step.
+        folder: the recording's folder.
+        layout: the trainer's layout; None: the one in each file.
+
+    Raises:
+        RecordingInvalid: a file lacks needed arrays, or is damaged.
+    """
     for path in files:
         write_arrays(path, _read(path), folder, layout=layout)
 
 
 def write_arrays(path: Path, arrays: dict[str, Any], folder: Path, *, layout: TrainerLayout | None) -> None:
-    """A step of a recording; `path` is where the arrays came from. Raises RecordingInvalid."""
+    """Write the arrays of one step into a recording.
+
+    Args:
+        path: the file that the arrays came from; error texts name it.
+        arrays: arrays by name, as the module says.
+        folder: the recording's folder.
+        layout: the trainer's layout; None: the one in the arrays.
+
+    Raises:
+        RecordingInvalid: the arrays do not fit together, or the folder has the step already.
+    """
     try:
         step = _step(arrays, layout)
     except _DAMAGE as error:
@@ -114,7 +141,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _array(data: bytes) -> Any:
-    """An array as numpy writes it. numpy's own reader compiles the header, and takes memory for any shape that it names."""
+    """Return an array from the bytes that numpy wrote.
+
+    numpy's own reader compiles the header, and allocates memory for any shape that the header names.
+    """
     begin = 10 + int.from_bytes(data[8:10], "little")
     head = re.fullmatch(_HEAD.encode(), data[:begin], re.DOTALL)
     if head is None:
@@ -131,7 +161,10 @@ def _most_bytes(path: Path) -> int:
 
 
 def _check_sizes(path: Path, archive: zipfile.ZipFile) -> None:
-    """Refuse what would unpack to far more than the file has: arrays of ids do not."""
+    """Refuse an archive that unpacks to far more bytes than its file.
+
+    Arrays of ids do not shrink that much.
+    """
     names, total = archive.namelist(), sum(part.file_size for part in archive.infolist())
     if len(set(names)) < len(names) or total > _most_bytes(path):
         most = f"{_MOST_UNPACKED} times as many at most as the file has, each name once"
@@ -170,7 +203,6 @@ def _step(arrays: dict[str, Any], layout: TrainerLayout | None) -> RecordedStep:
 
 
 def _rows_of(arrays: dict[str, Any], tensor: TokenTensor, *, rows: int) -> TensorRows:
-    """Those of all samples."""
     lengths_T, entries_N = arrays[f"{tensor.name}.lengths"], arrays[f"{tensor.name}.entries"]
     seen = lengths_T.shape, entries_N.dtype, len(entries_N)
     if seen != (expected := ((rows,), tensor.entry, int(lengths_T.sum()))):
@@ -196,30 +228,33 @@ _STORAGES = {
     "Byte": "u1", "Char": "i1", "Short": "<i2", "Int": "<i4", "Long": "<i8", "Half": "<f2", "Float": "<f4",
     "Double": "<f8", "Bool": "?",
 }  # fmt: skip
-"""`torch ByteStorage` and so on -> numpy's type."""
+"""Name of a torch storage, without `torch ` and `Storage` -> numpy's type."""
 _NUMBERS = "biuf"
-"""How numpy's dtypes that are read begin; other words would have numpy evaluate them."""
+"""First letters of the dtypes that are read. numpy would evaluate other words."""
 _MOST_AXES = 8
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """An object that stays unread."""
+    """An object that is not read."""
 
     name: str
 
 
 @dataclass
 class Array:
-    """A numpy array, whose bytes come in the BUILD after it was made."""
+    """A numpy array. Its bytes come with the BUILD opcode, after it was made."""
 
     value: Any = None
 
 
 def read_saved(path: Path) -> Any:
-    """What was saved, numpy's arrays as `Array`. It may be deep, and hold one list in many places: neither print it nor walk it.
+    """Return the value that `torch.save` saved, numpy's arrays as `Array`.
 
-    Raises RecordingInvalid for what is no file of `torch.save`, or cut or damaged.
+    The value may be deep, and may hold one list in many places. Callers must neither print it nor walk it.
+
+    Raises:
+        RecordingInvalid: the file was not written by `torch.save`, or it is cut or damaged.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -233,12 +268,12 @@ def read_saved(path: Path) -> Any:
 
 
 class _Machine:
-    """The pickle's own stack, of values."""
+    """Reads a pickle's opcodes, with the stack of values that they work on."""
 
     def __init__(self, storage: Callable[[str], bytes]) -> None:
         self._storage, self._memo = storage, dict[int, Any]()
         self._bytes = cache(partial(str.encode, encoding="latin1"))
-        """The same each time that the pickle refers to a text again."""
+        """Cached, so that a text that the pickle refers to again gives the same bytes."""
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
 
@@ -252,7 +287,7 @@ class _Machine:
             elif name in _ARGUMENTS:
                 self._stack.append(argument)
             elif name not in ("PROTO", "FRAME"):
-                # An unknown one is an AttributeError: damaged, or another protocol.
+                # An unknown opcode raises AttributeError: the file is damaged, or of another protocol.
                 getattr(self, f"_{name.lower()}")(argument)
         raise ValueError("the pickle has no end")
 
@@ -264,7 +299,7 @@ class _Machine:
         self._stack = []
 
     def _taken(self, count: int = 0) -> list[Any]:
-        """The last so many values, or all since the last mark."""
+        """Take the last `count` values, or all since the last mark."""
         if not count:
             items, self._stack = self._stack, self._marks.pop()
             return items
@@ -325,7 +360,10 @@ class _Machine:
 
 
 def _made(name: str, arguments: tuple[Any, ...]) -> Any:
-    """What calling that name would give, of the few that arrays are made with."""
+    """Return the result of a call that makes an array.
+
+    Only the few names that arrays are made with are known. Any other becomes `Foreign`.
+    """
     if name == "torch._utils _rebuild_tensor_v2":
         return _tensor(*arguments[:4])
     if name == "collections OrderedDict":
@@ -341,7 +379,10 @@ def _made(name: str, arguments: tuple[Any, ...]) -> Any:
 
 
 def _only(kind: Any, value: Any) -> Any:
-    """What a pickle shares with itself has no size that is safe to hash, print or make an array of."""
+    """Return the value, or raise TypeError if it has another type.
+
+    A pickle may hold one value in many places. The size of such a value makes it unsafe to hash, to print or to make an array of.
+    """
     if not isinstance(value, kind):
         raise TypeError(f"a {type(value).__name__}, expected {kind}")
     return value
@@ -376,7 +417,17 @@ _ROWS = "rollout_routed_experts"
 def import_dumps(
     files: list[Path], folder: Path, *, spec: RoutingSpec | None, layout: TrainerLayout | None = None
 ) -> None:
-    """Write a recording of these files. Raises RecordingInvalid for a dump that lacks what is needed."""
+    """Write a recording of debug dumps.
+
+    Args:
+        files: dumps of slime or miles, one for each step.
+        folder: the recording's folder.
+        spec: the routing shape, which a dump does not tell.
+        layout: the trainer's layout; None: the default one.
+
+    Raises:
+        RecordingInvalid: `spec` is None, or a dump lacks needed fields or is damaged.
+    """
     if spec is None:
         raise RecordingInvalid(
             "a dump does not say which layers have experts, nor how many; give --model, the folder of the checkpoint"
@@ -391,7 +442,10 @@ def import_dumps(
 
 
 def _arrays(saved: Any, spec: RoutingSpec, *, most_bytes: int) -> dict[str, Any]:
-    """Arrays as `import_npz` reads them, of no more ids than so many bytes can be: a pickle may share one list or array."""
+    """Return a dump's arrays in the form that `import_npz` reads.
+
+    A pickle may share one list or array many times, so a dump with more ids than `most_bytes` is refused.
+    """
     if not isinstance(saved, dict) or not isinstance(saved.get("samples"), list) or not saved["samples"]:
         raise ValueError("expected a dict of 'rollout_id' and 'samples', as --save-debug-rollout-data writes")
     samples = saved["samples"]
@@ -409,7 +463,7 @@ def _arrays(saved: Any, spec: RoutingSpec, *, most_bytes: int) -> dict[str, Any]
 
 
 def _rows(where: str, sample: dict[str, Any], spec: RoutingSpec) -> Any:
-    """[tokens - 1, MoE layers, K] of the spec's id type."""
+    """Return a sample's ids, [tokens - 1, MoE layers, K], as `spec.id_dtype`."""
     ids, tokens = sample.get(_ROWS), sample.get("tokens")
     ids = ids.value if isinstance(ids, Array) else ids
     if not isinstance(ids, np.ndarray) or not isinstance(tokens, list) or {*map(type, tokens)} != {int}:
@@ -429,7 +483,10 @@ def _rows(where: str, sample: dict[str, Any], spec: RoutingSpec) -> Any:
 
 
 def _version(sample: dict[str, Any]) -> int:
-    """The version of all rows, where all turns had the same weights; else -1: the dump does not tell it row by row."""
+    """Return the weight version of all rows, or -1.
+
+    The version is -1 unless all turns had the same weights: a dump does not tell versions row by row.
+    """
     versions = {str(_only(str | int, version)) for version in sample.get("weight_versions") or ()}
     only = versions.pop() if len(versions) == 1 else ""
     return int(only) if only.isdecimal() else -1

@@ -1,7 +1,8 @@
 """Log-probs of a recorded step: a safetensors file of each trainer rank that computes them, whole or not there.
 
-u64 bytes of JSON, JSON {"engine": {"dtype": "F32", "shape": [n], "data_offsets": [begin, end]}, ...}, the numbers. Where each
-belongs say `sample`, its place in the ticket, and `position`, the model input whose output it is: it is of the token after that.
+u64 bytes of JSON, JSON {"engine": {"dtype": "F32", "shape": [n], "data_offsets": [begin, end]}, ...}, the numbers. Two columns
+say where each number belongs: `sample`, its place in the ticket, and `position`, the model input whose output it is. A number
+is the log-prob of the token after that input.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ def logprobs_glob(step: int) -> str:
 
 
 def write_logprobs(folder: Path, step: int, rank: int, columns: Mapping[str, Ids]) -> Path | None:
-    """Writes nothing where the folder has no segment of the step: the recording is over, or another node's. Raises OSError."""
+    """Write one rank's log-probs, if the folder has the step.
+
+    A folder without a segment of the step belongs to another node, or to a recording that is over.
+
+    Returns:
+        The file, or None if nothing was written.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     if not (folder / f"step-{step:06d}.r3s").exists():
         return None
     head, at = dict[str, object](), 0
@@ -46,7 +56,14 @@ def write_logprobs(folder: Path, step: int, rank: int, columns: Mapping[str, Ids
 
 
 def read_logprobs(folder: Path, step: int) -> dict[str, Ids]:
-    """All ranks' columns, one after another; empty where there are none. Raises RecordingInvalid for a damaged file."""
+    """Read all ranks' columns, one rank after another.
+
+    Returns:
+        column -> numbers; empty if no rank wrote any.
+
+    Raises:
+        RecordingInvalid: a file is damaged.
+    """
     ranks = [_read(path) for path in sorted(folder.glob(logprobs_glob(step)))]
     shared = [name for name in _DTYPES if all(name in columns for columns in ranks)]
     return {name: np.concatenate([columns[name] for columns in ranks]) for name in shared if ranks}

@@ -1,7 +1,7 @@
-"""The known mistakes in one table: what each is, and where by it each row of each router has its ids from.
+"""The known mistakes in one table: what each is, and from where it gives each row of each router its ids.
 
-A mistake is made of maps (`slots.Move`): all that can be made of a step at once, or those that cells vote for, whose ids were
-found elsewhere. `search` takes maps from here, what judges takes names and sentences.
+A mistake is made of maps (`slots.Move`). Some maps are all that can be made of a step at once. Other maps have parameters that
+cells vote for: cells whose ids were found elsewhere. `search` uses the maps, `diagnose` the names and sentences.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from r3channel.recordings.aligned_pair import AlignedPair, Ints
 from r3channel.recordings.slots import Move, Slots, Votes
 
 _VOTED, _PAIRS = 4, 16
-"""Parameters of one kind of mistake, and pairs of samples, that are tried, of those that cells vote for."""
+"""Most parameters of one mistake, and most pairs of samples, that are tried of those that cells vote for."""
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
 """Micro-batch sizes that are tried."""
 
 Maps = Iterable[Any]
-"""Where each slot, or each layer (-1: none), has its ids from; for some with the places of slots beside it."""
+"""From where each slot, or each layer (-1: none), has its ids; some maps have the places of slots beside them."""
 
 
 class Mistake(NamedTuple):
     """One line of the table."""
 
     what: str
-    """What it is, and what usually makes it."""
+    """The mistake in a sentence, and its usual cause."""
     places: str = "by_batch"
-    """Where in the slots it is made by itself: an attribute of `Slots`, or "layers" for a map of layers, or "own"."""
+    """The places where it can be made alone: an attribute of `Slots`, "layers" for a map of layers, "own": the map has them."""
     maps: Callable[[Slots], Maps] = lambda _: ()
-    """Those without parameters."""
+    """The maps without parameters."""
     voted: Callable[[Slots, Votes], Maps] = lambda *_: ()
-    """Those whose parameters cells tell."""
+    """The maps whose parameters cells vote for."""
 
 
 # -- maps of layers ------------------------------------------------------------------------------------------------------------
 
 
 def _stage_reversed(slots: Slots) -> Maps:
-    """All stages, or one."""
+    """Yield reversals of all stages together, and of each alone."""
     spec, layout = slots.sides.spec, slots.ticket.layout
     layers = (layout.stage_layers(spec, pp=pp) for pp in range(layout.pp))
     stages = [[spec.moe_index(layer) for layer in own if layer < spec.num_layers] for own in layers]
@@ -65,7 +65,10 @@ def _dense_layer_counted(slots: Slots) -> Maps:
 
 
 def _shifted(slots: Slots, *, mtp: bool) -> Maps:
-    """By one and two; as many as there are MTP layers is their fault."""
+    """Yield shifts of all layers by one and by two.
+
+    With `mtp`, only those by the number of MTP layers, which are these layers' fault; without it, only the others.
+    """
     places, extra = slots.own_L[:-1], slots.sides.extra_RLK.shape[1]
     for by in (1, -1, 2, -2):
         if mtp == (abs(by) == extra):
@@ -73,7 +76,7 @@ def _shifted(slots: Slots, *, mtp: bool) -> Maps:
 
 
 def _swapped_layers(slots: Slots, votes: Votes) -> Maps:
-    """Layers that have each other's ids, cycle by cycle."""
+    """Yield a map for each cycle of layers with each other's ids."""
     for cycle in _cycles(Counter(zip(votes.layer_N.tolist(), votes.from_layer_N.tolist(), strict=True))):
         yield [cycle.get(place, place) for place in slots.own_L[:-1].tolist()]
 
@@ -88,14 +91,17 @@ def _shifted_padding(slots: Slots) -> Maps:
 
 
 def _moved(slots: Slots, votes: Votes, sign: int) -> Maps:
-    """By more than one row, forwards or backwards."""
+    """Yield moves by more than one row, forwards or backwards."""
     a, b = votes.slot_N, votes.from_slot_N
     moved = (slots.position_S[b] - slots.position_S[a])[slots.sample_S[a] == slots.sample_S[b]]
     return map(slots.shifted, _most(moved[moved * sign > 1]))
 
 
 def _turns(slots: Slots, votes: Votes) -> Ints:
-    """By how many rows each cell is rotated, the shorter way round; 0 where it is of another call."""
+    """Return by how many rows each cell is rotated in its call.
+
+    The rotation is the shorter way round. It is 0 if the ids come from another call.
+    """
     a, b = votes.slot_N, votes.from_slot_N
     size, same = slots.size_C[slots.call_S[a]], slots.call_S[a] == slots.call_S[b]
     return np.where(same, (b - a + size // 2) % size - size // 2, 0)
@@ -140,13 +146,17 @@ def _other_microbatch_size(slots: Slots) -> Maps:
 
 
 def _cut(slots: Slots, ranks: Any, layout: TrainerLayout) -> Maps:
-    """What was laid out for another trainer; nothing where that one could not run it."""
+    """Yield another layout's map, if its trainer could run it."""
     with suppress(ConfigError):
         yield slots.of_cut(ranks, layout)
 
 
 def _exchanges(slots: Slots, votes: Votes) -> tuple[list[dict[int, int]], Counter[tuple[int, int, int]]]:
-    """Samples with each other's rows at the same positions, in cycles; and how many cells have another sample's, so many on."""
+    """Count exchanges of rows between samples.
+
+    Returns:
+        The cycles of samples with each other's rows at the same positions, and (sample, other sample, positions on) -> cells.
+    """
     a, b = votes.slot_N, votes.from_slot_N
     moves = np.stack([slots.sample_S[a], slots.sample_S[b], slots.position_S[b] - slots.position_S[a]])
     apart = (moves[0] != moves[1]) & (moves[:2] >= 0).all(0)
@@ -156,7 +166,10 @@ def _exchanges(slots: Slots, votes: Votes) -> tuple[list[dict[int, int]], Counte
 
 
 def _swapped_samples(slots: Slots, votes: Votes) -> Maps:
-    """All together: an order that was changed."""
+    """Return one map with all exchanges together.
+
+    A changed order of samples makes such a map.
+    """
     together = chain.from_iterable(cycle.items() for cycle in _exchanges(slots, votes)[0])
     return [slots.of_samples(dict(together))]
 
@@ -176,7 +189,10 @@ def _most(values: Ints) -> list[int]:
 
 
 def _cycles(pairs: Counter[tuple[int, int]]) -> Iterator[dict[int, int]]:
-    """The closed rounds of two and more, each once, where everyone has its own of whom most say."""
+    """Yield the cycles of two and more members, each cycle once.
+
+    Each member is followed by the one that most cells name.
+    """
     following = dict(pair for pair, _ in reversed(pairs.most_common()))
     while following:
         way, at = dict[int, int](), next(iter(following))
@@ -242,7 +258,7 @@ MISTAKES = {
         "rows of a tensor beside the ids do not have the token that they sampled: rows of another position or sample"),
     "unexplained": Mistake("rows differ, and no known mistake explains them"),
 }  # fmt: skip
-"""By name. Where two move the same, the first is named."""
+"""Mistakes by name. If two make the same move, the first is named."""
 NOTES = frozenset({"row_order"})
 """Names that are reported and are no fault."""
 
@@ -253,9 +269,9 @@ class Finding:
 
     name: str
     verdict: bool
-    """True: the bytes say so. False: a suspicion, from statistics."""
+    """True: the bytes show the fault. False: a suspicion, from statistics."""
     what: str
-    """The fault in a sentence, and what usually makes it."""
+    """The fault in a sentence, and its usual cause."""
     step: int
     sample: str
     position: int = -1
@@ -263,7 +279,7 @@ class Finding:
     expected: tuple[int, ...] = ()
     seen: tuple[int, ...] = ()
     cells: int = 0
-    """(row, layer) pairs that it explains."""
+    """Number of (row, layer) pairs that the fault explains."""
     of_pass: str = "forward"
 
     def __str__(self) -> str:
@@ -277,22 +293,30 @@ class Finding:
 
 
 class Catalogue:
-    """All moves that mistakes can make of the rows and layers of a step."""
+    """All moves that mistakes can make of a step's rows and layers."""
 
     def __init__(self, sides: AlignedPair) -> None:
         self.slots = slots = Slots(sides)
         moves = [self._move(name, of) for name, mistake in MISTAKES.items() for of in mistake.maps(slots)]
         self._fixed = [move for move in moves if move.moves(slots.own_S, slots.own_L)]
-        """Those without parameters, that move something."""
+        """Moves without parameters that move something."""
 
     def candidates(self, cell_N: Ints, from_N: Ints) -> list[Move]:
-        """Return all, with those whose parameters are told by cells and those whose ids they have."""
+        """Return all moves, with those that cells vote for.
+
+        Args:
+            cell_N: cells of the routers.
+            from_N: the cells whose ids they have.
+        """
         votes = self.slots.votes(cell_N, from_N)
         told = ((name, of) for name, mistake in MISTAKES.items() for of in mistake.voted(self.slots, votes))
         return [*self._fixed, *(self._move(*one) for one in told)]
 
     def agreed(self, cell_N: Ints, from_N: Ints) -> int:
-        """Return how many cells vote for one mistake: one without parameters, or one rotation."""
+        """Return how many cells vote for one mistake.
+
+        The mistake is one without parameters, or one rotation.
+        """
         votes = self.slots.votes(cell_N, from_N)
         by = _turns(self.slots, votes)[votes.layer_N == votes.from_layer_N]
         turns = np.unique(by[by != 0], return_counts=True)[1]

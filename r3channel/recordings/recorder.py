@@ -1,8 +1,7 @@
-"""Writes the steps that a relay seals: a segment for each, within limits. A full disk ends the recording only. Knows no
-connection.
+"""Writes the steps that a relay seals: a segment for each, within limits. A full disk ends the recording only.
 
-Tokens come with the replies and wait until their step is sealed; rows go to disk from where they lie in the store.
-`add_options` gives a command the flags of recording.
+Tokens come with the replies and wait until their step is sealed. Rows go to disk from where they lie in the store.
+`add_options` adds the flags of recording to a command. This module knows no connection.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from r3channel.wire.routing import Ids, ProvenanceSpan
 log = logging.getLogger(__name__)
 
 _Payload = tuple[int, *tuple[bytes | memoryview, ...]]
-"""The part of a frame's record, and the frame in pieces."""
+"""The `part` of a frame's record, then the frame in pieces."""
 _NO_TOKENS: Ids = np.empty(0, np.int32)
 _NONE: Mapping[str, Sequence[Bytes]] = {}
 
@@ -43,7 +42,7 @@ def segment_name(step: int) -> str:
 
 
 class TurnRows(Protocol):
-    """Rows of one turn, as `relay.verify.VerifiedRows` has them."""
+    """Rows of one turn; `relay.verify.VerifiedRows` is one."""
 
     ids_TLK: Ids
     first_row: int
@@ -55,22 +54,25 @@ class TurnRows(Protocol):
 
 @dataclass
 class Recorder:
-    """NEW -> open -> (keep* -> write)* -> stopped by a limit or a full disk. Called by one relay, from any of its threads."""
+    """Writes steps within limits. One relay calls it, from any of its threads.
+
+    The order of calls is NEW -> open -> (keep* -> write)* -> stopped by a limit or a full disk.
+    """
 
     root: str | Path
     """The recording's folder."""
     steps: int = 0
-    """Steps that are kept at most; 0: any number."""
+    """Most steps that are kept; 0: any number."""
     max_bytes: int = 0
-    """Bytes of all segments at most; 0: any number."""
+    """Most bytes of all segments; 0: any number."""
     ring: bool = False
-    """At a limit the oldest step goes; else the recording ends there."""
+    """True: at a limit the oldest step is removed. False: the recording ends there."""
     tokens: bool = True
     """Write token ids, too."""
     lost: int = 0
     """Steps that could not be written: the disk was full, or one is larger than `max_bytes`."""
     stopped: str = ""
-    """Why nothing more is written."""
+    """The reason why nothing more is written; empty while the recorder writes."""
     _kept: dict[str, Ids] = field(default_factory=dict)
     _written: dict[Path, int] = field(default_factory=dict)
     """Segments and their bytes, the oldest first."""
@@ -84,8 +86,12 @@ class Recorder:
             )
 
     def open(self, spec: RoutingSpec, layout: TrainerLayout) -> None:
-        """Raises RecordingInvalid where another model's or layout's recording lies in the folder, ConfigError where nothing can
-        be written."""
+        """Write the manifest, and find the segments that are there.
+
+        Raises:
+            RecordingInvalid: the folder holds a recording of another model or layout.
+            ConfigError: the folder cannot be written.
+        """
         try:
             Manifest(spec=spec, layout=layout, tokens=self.tokens).write(self.folder)
             segments = sorted(self.folder.glob("step-*.r3s"), key=lambda path: path.stat().st_mtime)
@@ -105,8 +111,13 @@ class Recorder:
     def write(
         self, ticket: Ticket, turns: Sequence[Sequence[TurnRows]], tensors: Mapping[str, Sequence[Bytes]] = _NONE,
     ) -> None:  # fmt: skip
-        """Append a sealed step, each sample's turns in the ticket's order, and forget its tokens. `tensors`: by sample the frames
-        that its turns bring beside their rows."""
+        """Append a sealed step, and forget the tokens of its samples.
+
+        Args:
+            ticket: the step's ticket.
+            turns: rows of each sample's turns, samples in the ticket's order.
+            tensors: sample id -> frames that its turns bring beside their rows.
+        """
         tokens = [self._kept.pop(name, _NO_TOKENS) for name in ticket.assignment.sample_ids]
         frames = ([(0, head_of(turn, ticket.spec), turn.ids_TLK.data) for turn in sample] for sample in turns)
         records = [] if self.stopped else [*_records(ticket, tokens, frames, tensors)]
@@ -114,13 +125,13 @@ class Recorder:
         try:
             if self._is_room(path, nbytes_of(records)):
                 self._written[path] = write_segment(path, records)
-        except OSError as error:  # of the new segment, or of an old one that cannot be removed
+        except OSError as error:  # from the new segment, or from an old one that cannot be removed
             path.unlink(missing_ok=True)
             self._stop(f"cannot write {path.name}: {error}")
         self.lost += bool(self.stopped) and not self.stopped.startswith("limit")
 
     def _is_room(self, path: Path, nbytes: int) -> bool:
-        """Whether the step may be written; makes room for it in a ring."""
+        """Return whether the step may be written; a ring makes room."""
         if self.stopped:
             return False
         self._written.pop(path, None)
@@ -150,9 +161,16 @@ class Recorder:
 
 
 def write_segment(path: Path, records: Iterable[Pieces]) -> int:
-    """All records and the end, in a new file; its bytes. Raises OSError."""
+    """Write all records and the end into a new file.
+
+    Returns:
+        The bytes of the file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     records = [*records, pack(Kind.END)]
-    path.unlink(missing_ok=True)  # who has mapped it would be killed by a file that is cut
+    path.unlink(missing_ok=True)  # cutting the old file would kill a process that has it mapped
     with path.open("wb") as file:
         check_room(file.fileno(), nbytes := nbytes_of(records))
         file.writelines(chain.from_iterable(records))
@@ -160,7 +178,12 @@ def write_segment(path: Path, records: Iterable[Pieces]) -> int:
 
 
 def write_step(folder: Path, step: RecordedStep) -> Path:
-    """A whole step at once, of either side. Raises RecordingInvalid, OSError."""
+    """Write a whole step of either side at once.
+
+    Raises:
+        RecordingInvalid: the folder holds another recording.
+        OSError: the folder or the segment cannot be written.
+    """
     ticket, path = step.ticket, folder / segment_name(step.number)
     Manifest(spec=step.spec, layout=ticket.layout, side=step.side, tokens=bool(step.tokens)).write(folder)
     names = ticket.assignment.sample_ids
@@ -178,7 +201,10 @@ def _frames_of(step: RecordedStep, name: str) -> Iterator[_Payload]:
 def _records(
     ticket: Ticket, tokens: Sequence[Ids], frames: Iterable[Iterable[_Payload]], tensors: Mapping[str, Sequence[Bytes]],
 ) -> Iterator[Pieces]:  # fmt: skip
-    """Sample by sample, so that a torn segment has whole ones."""
+    """Yield the records sample by sample.
+
+    So a torn segment has whole samples.
+    """
     yield pack(Kind.TICKET, ticket.to_bytes())
     samples = zip(ticket.assignment.sample_ids, tokens, frames, strict=True)
     for place, (name, token_T, payloads) in enumerate(samples):
@@ -193,7 +219,7 @@ def _records(
 
 
 def head_of(turn: TurnRows, spec: RoutingSpec) -> bytes:
-    """The frame of a turn up to its ids, stored as they lie."""
+    """Return a turn's frame up to its ids, which are stored unchanged."""
     valid_T = np.ones(len(turn.ids_TLK), bool)
     for start, end in turn.invalid:
         valid_T[start - turn.first_row : end - turn.first_row] = False
@@ -205,7 +231,7 @@ def head_of(turn: TurnRows, spec: RoutingSpec) -> bytes:
 
 
 def add_options(parser: ArgumentParser | _ArgumentGroup, *, prefix: str = "") -> None:
-    """`--record` and its limits, each after `prefix`."""
+    """Add `--record` and its limits to a parser, each name after `prefix`."""
     help_text = "keep every step's frames, ticket and tokens there, for offline replay"
     parser.add_argument(f"--{prefix}record", metavar="DIR", help=help_text)
     add_limits(parser, prefix=prefix)
@@ -222,7 +248,11 @@ def add_limits(parser: ArgumentParser | _ArgumentGroup, *, prefix: str = "") -> 
 
 
 def values_of(args: Namespace, *, prefix: str = "") -> dict[str, Any] | None:
-    """What `Recorder` is made of, as plain values for another process; None where nothing is to be recorded."""
+    """Return `Recorder`'s arguments as plain values, for another process.
+
+    Returns:
+        name -> value, or None if nothing is to be recorded.
+    """
     given = {name.removeprefix(prefix): value for name, value in vars(args).items()}
     if not given["record"]:
         return None
@@ -233,6 +263,10 @@ def values_of(args: Namespace, *, prefix: str = "") -> dict[str, Any] | None:
 
 
 def recorder_of(args: Namespace, *, prefix: str = "") -> Recorder | None:
-    """Raises ConfigError."""
+    """Make the recorder that the options ask for, or return None.
+
+    Raises:
+        ConfigError: the limits do not fit together.
+    """
     values = values_of(args, prefix=prefix)
     return Recorder(**values) if values else None

@@ -1,4 +1,4 @@
-"""A recording on disk, step by step: the manifest, and a segment for each step. Reads; writes no step.
+"""A recording on disk, step by step: the manifest, and a segment for each step. This module reads; it writes no step.
 
 REC/manifest.json                         spec and layout of all steps: written once, by the first writer
     step-000003.r3s                       the step as it was sealed (`segment`)
@@ -48,14 +48,19 @@ class Manifest:
     spec: RoutingSpec
     layout: TrainerLayout
     side: str = "engine"
-    """Who chose or used the ids: the engines, or the trainers' routers."""
+    """`engine`: the ids that the engines chose. `router`: the ids that the trainers' routers used."""
     tokens: bool = True
     """Whether token ids were written."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the packages installed where it was written."""
 
     def write(self, folder: Path) -> None:
-        """Raises RecordingInvalid where another recording lies in the folder, OSError where nothing can be written."""
+        """Write the manifest, unless the folder has one.
+
+        Raises:
+            RecordingInvalid: the folder holds another recording: of another spec, layout, side, or choice of tokens.
+            OSError: the folder cannot be written.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         scratch = folder / f".{NAME}-{os.getpid()}-{id(self)}"
         values = {
@@ -78,7 +83,11 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises RecordingInvalid."""
+        """Read the manifest of a recording's folder.
+
+        Raises:
+            RecordingInvalid: the manifest is missing, damaged, or of another format.
+        """
         path = folder / NAME
         try:
             values = json.loads(path.read_text())
@@ -108,7 +117,10 @@ class Manifest:
 
 
 def installed() -> dict[str, str]:
-    """Name -> version of what is installed here; nothing is imported."""
+    """Return name -> version of the packages that are installed here.
+
+    Nothing is imported.
+    """
     versions = {"python": platform.python_version()}
     for name in _NAMED:
         with suppress(metadata.PackageNotFoundError):
@@ -117,7 +129,7 @@ def installed() -> dict[str, str]:
 
 
 _Gathered = tuple[dict[SampleKey, list[Bytes]], dict[str, Ids], dict[str, list[Bytes]]]
-"""Frames, tokens, and what they bring beside expert ids."""
+"""Frames, tokens, and frames of the tensors that tokens bring beside expert ids."""
 
 
 @dataclass(frozen=True)
@@ -135,32 +147,39 @@ class Segment:
 
 @dataclass(frozen=True)
 class Recording:
-    """The steps of a folder. Each is read when it is asked for."""
+    """The steps of a folder. A step is read each time that it is asked for."""
 
     folder: Path
     manifest: Manifest
 
     @classmethod
     def open(cls, folder: str | Path) -> Recording:
-        """Raises RecordingInvalid."""
+        """Open the recording in a folder.
+
+        Raises:
+            RecordingInvalid: the manifest cannot be read.
+        """
         return cls(Path(folder), Manifest.read(Path(folder)))
 
     @cached_property
     def _paths(self) -> dict[int, Path]:
-        """Step -> its segment."""
         named = ((_SEGMENT.fullmatch(path.name), path) for path in self.folder.glob("step-*.r3s"))
         return {int(match[1]): path for match, path in named if match}
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Their numbers, ascending."""
+        """Return the numbers of the steps, ascending."""
         return tuple(sorted(self._paths))
 
     def nbytes(self, step: int) -> int:
         return self._paths[step].stat().st_size
 
     def segment(self, step: int) -> Segment:
-        """Raises RecordingInvalid for a step that is not there."""
+        """Read the records of one step.
+
+        Raises:
+            RecordingInvalid: the recording does not have the step, or its file is damaged.
+        """
         if step not in self._paths:
             raise RecordingInvalid(
                 f"{self.folder} has no step {step}; it has {list(self.steps)[:20]}. Does the ring of its recorder hold fewer?"
@@ -168,7 +187,13 @@ class Recording:
         return Segment(self._paths[step], *read(self._paths[step]))
 
     def step(self, step: int) -> RecordedStep:
-        """Every whole sample of a step; `cut` names the others. Raises RecordingInvalid, TicketMismatch and FrameError."""
+        """Read one step; its `cut` names the samples that are not whole.
+
+        Raises:
+            RecordingInvalid: the recording does not have the step, or its records do not fit together.
+            TicketMismatch: the ticket is not valid.
+            FrameError: a frame is damaged.
+        """
         segment = self.segment(step)
         if not segment.records:
             raise RecordingInvalid(f"{segment.path} ends before its ticket does; nothing of it can be read")
@@ -187,7 +212,7 @@ class Recording:
             ticket, named, tokens, self.manifest.spec, passes=frames if router else {}, **options
         )
         if segment.ended and router:
-            return recorded  # rows that no router used are for `check` to tell
+            return recorded  # `check` reports rows that no router used
         cut = tuple(s.sample_id for s in ticket.samples if not self._is_whole(recorded, s.sample_id))
         return replace(recorded, cut=cut)
 
@@ -219,7 +244,10 @@ class Recording:
         return dict(frames), tokens, dict(tensors)
 
     def _is_whole(self, step: RecordedStep, name: str) -> bool:
-        """Whether each turn has its frames. Tokens come before; they are not known of samples from before the recording began."""
+        """Return whether each turn of the sample has its frames.
+
+        Tokens are not checked. They are written first, and are not known for samples from before the recording began.
+        """
         sample = step.ticket.sample(name)
         there_T = np.zeros(sample.tokens - 1, bool)
         try:
@@ -237,7 +265,7 @@ class Recording:
 
 
 def _problem(record: Record, ticket: Ticket, index: int, *, last: bool) -> str:
-    """What is wrong with a record behind the ticket; empty where nothing is."""
+    """Return the fault of a record after the ticket, else ""."""
     most = len(ticket.samples), len(PASSES)
     if record.sample >= most[0] or record.part >= most[1]:
         return f"a record of sample {record.sample}, pass {record.part}; expected fewer than {most[0]} and {most[1]}"

@@ -6,7 +6,7 @@
             ids_RK = rank.rows(number, layer)             # what this rank's router is to use, in its row order
             rank.used(number, layer, my_router(...))      # what it did use
 
-Only the processes need torch. The function's file is loaded in each by its path, so nothing of the parent is copied.
+Only the child processes need torch. Each child loads the function's file by its path, so nothing of the parent is copied.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from r3channel.wire.routing import Ids
 
 
 class Rank:
-    """One process of the step's layout. Its shard is placed when it is first asked for."""
+    """One rank of the step's layout. Its shard is placed at the first use."""
 
     def __init__(self, step: RecordedStep, coords: RankCoords, *, tp_group: Any = None) -> None:
         self.step, self.coords, self.tp_group = step, coords, tp_group
-        """`tp_group`: this rank's gloo group in `run_ranks`; None in one process, and where tp is 1."""
+        """`tp_group`: this rank's gloo group in `run_ranks`; None in one process, and if tp is 1."""
         self.shard = step.ticket.plan.shard(dp=coords.dp, pp=coords.pp, cp=coords.cp)
         self.layers = self.shard.layers
         """Global decoder layers of its routers."""
@@ -51,35 +51,63 @@ class Rank:
 
     @cached_property
     def data_N(self) -> Ids:
-        """The shard's bytes, of all TP slots: what `RankShard.from_whole` takes, as a tensor."""
+        """Return the shard's bytes, of all TP slots.
+
+        As a tensor they are the argument of `RankShard.from_whole`.
+        """
         return place_shard(Stream.of(self.step.ticket, self.shard), ids_of=self.step.rows)
 
     def tokens(self, microbatch: int) -> Ids:
-        """[b, s / cp] int64 ([1, t / cp] for a pack): this rank's model input. 0 where padding is."""
+        """Return this rank's model input of one micro-batch.
+
+        Returns:
+            [b, s / cp] int64, or [1, t / cp] for a pack; 0 at padding.
+        """
         names = self.shard.microbatches[microbatch].sample_ids
         tokens = [self.step.tokens[name].astype(np.int64) for name in names]
         return self.shard.lay_out(microbatch, tokens)
 
     def rows(self, microbatch: int, layer: int) -> Ids:
-        """[rows, K]: the ids that the router of a global layer is to use, in its row order."""
+        """Return the ids that one router is to use.
+
+        Args:
+            microbatch: number of the micro-batch on this DP rank.
+            layer: global number of the router's layer.
+
+        Returns:
+            [rows, K], in the router's row order.
+        """
         slot = self.coords.tp if self.shard.tp_slots > 1 else 0
         return self.shard.views(self.data_N)[microbatch][slot, self.layers.index(layer)]
 
     def used(self, microbatch: int, layer: int, ids_RK: Any, *, of_pass: str = "forward") -> None:
-        """Report what a router used: a tensor or an array [rows, K]."""
+        """Report the ids that a router used.
+
+        Args:
+            microbatch: number of the micro-batch on this DP rank.
+            layer: global number of the router's layer.
+            ids_RK: [rows, K], a tensor or an array, in the router's row order.
+            of_pass: the pass in which the router ran.
+        """
         plain = np.asarray(ids_RK.detach().cpu() if hasattr(ids_RK, "detach") else ids_RK)
         place: dict[str, Any] = {"microbatch": microbatch, "layer": layer, "tp": self.coords.tp}
         self.consumed.add_call(self.shard, plain, of_pass=of_pass, **place)
 
 
 def all_ranks(step: RecordedStep) -> list[Rank]:
-    """The ranks of the step's layout, in its order, in this process."""
+    """Return all ranks of the step's layout, in this process.
+
+    The ranks are in the layout's order.
+    """
     layout = step.ticket.layout
     return [Rank(step, layout.coords(rank)) for rank in range(layout.world_size)]
 
 
 class Ran(NamedTuple):
-    """What all ranks used, and how long the slowest took: its shard and the function, without the start of the process."""
+    """The ids that all ranks used, and the seconds of the slowest rank.
+
+    The seconds are those of the shard and the function, without the start of the process.
+    """
 
     consumed: ConsumedRows
     seconds: float
@@ -88,10 +116,20 @@ class Ran(NamedTuple):
 def run_ranks(
     function: Callable[[Rank], object], step: RecordedStep, folder: Path, *, timeout_s: float
 ) -> Ran:
-    """Call a function of a module in one gloo process for each rank of the layout, and add up what their routers used.
+    """Call a function in a gloo process for each rank.
 
-    `folder` is the recording that `step` was read from. Raises UsageError for a function that no other process can find, and
-    PeerFailed with the first rank's own words for one that fails or is late.
+    Args:
+        function: a function of a module; another process must be able to find it by name.
+        step: the recorded step; the ranks are those of its layout.
+        folder: the recording that `step` was read from.
+        timeout_s: seconds until ranks that are not done count as late.
+
+    Returns:
+        The ids that all routers used, added up over ranks, and the slowest rank's seconds.
+
+    Raises:
+        UsageError: no other process can find the function.
+        PeerFailed: a rank failed or is late; the text has the output of the first such rank.
     """
     name = function.__qualname__
     if "." in name or "<" in name:
@@ -143,7 +181,7 @@ def _save(path: Path, rows: ConsumedRows, seconds: float) -> None:
 
 
 def _merge(path: Path, total: ConsumedRows) -> float:
-    """Add what one rank used to the total; the seconds that it took."""
+    """Add one rank's rows to the total, and return its seconds."""
     rows = ConsumedRows(total.ticket, total.spec)
     with np.load(path, allow_pickle=False) as arrays:
         for name in arrays.files[:-1]:
@@ -174,7 +212,10 @@ def _child(work: Path, number: int) -> None:
 
 
 def _module(name: str, file: Path) -> ModuleType:
-    """The function's module. A user's is loaded by its file, because tests cannot be imported by name."""
+    """Load the function's module; a user's module by its file.
+
+    Tests cannot be imported by name.
+    """
     if name.startswith("r3channel."):
         return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location("r3channel_users_test", file)
@@ -186,7 +227,10 @@ def _module(name: str, file: Path) -> ModuleType:
 
 
 def _tp_group(dist: Any, layout: TrainerLayout, number: int) -> Any:
-    """The gloo group of the ranks that share this one's (DP, PP, CP); all processes make all groups, in one order."""
+    """Return the gloo group of this rank's (DP, PP, CP).
+
+    All processes make all groups, in one order.
+    """
     members: dict[tuple[int, int, int], list[int]] = {}
     for rank in range(layout.world_size):
         at = layout.coords(rank)

@@ -1,9 +1,9 @@
-"""Which mistakes, made one after another, predict the ids that were seen: as few as possible, that leave as little as possible.
+"""Find the mistakes that, made one after another, predict the ids that were seen: few mistakes that leave little unexplained.
 
-A chain of moves says of each cell (a slot and a layer) where its ids come from. The move that explains most of what is
-left goes before those that are known, in the places where it holds; where none explains much, two at once are tried. The search
-looks at some cells; what it finds is held against all. All ids may have been changed, too: moves are searched for under each
-reading of both sides.
+A chain of moves tells for each cell (a slot and a layer) where its ids come from. The move that explains most of what is left is
+put before the known ones, in the places where it holds. If no move explains much, two at once are tried. The search looks at
+some cells, and then checks its result on all. All ids may have been changed, too, so moves are searched for under each reading
+of both sides.
 """
 
 from __future__ import annotations
@@ -21,32 +21,38 @@ from r3channel.wire.routing import Ids
 from r3channel.wire.validate import items_of, row_words
 
 Chain = tuple[Move, ...]
-"""The mistake that was made last stands first."""
+"""The mistake that was made last comes first."""
 _MOST, _SOME, _LEAST = 0.5, 0.25, 0.003
-"""Shares of what is left that a mistake explains: so that no second is tried with it; in each of its places; at all."""
+"""Shares of what is left. With `_MOST` no second mistake is tried; `_SOME` is the least in a place, `_LEAST` the least in all."""
 _CLAIMS, _SAMPLED = 24, 1024
 _TWICE, _TRIED = 1.5, 5
-"""So many times as much as one must two explain; first ones of two, of which the second is searched for."""
+"""Two mistakes must explain `_TWICE` times as much as one. `_TRIED` first ones are tried with a second."""
 _REPEATED = 8
-"""Cells with the same ids, of which the first is taken for the origin."""
+"""Most cells with the same ids. The first of them is taken for the origin."""
 _AT_ONCE = 1 << 18
-"""Cells that are looked at in one go: 2 MB a column."""
+"""Cells that are looked at in one pass: 2 MB a column."""
 _AGAIN = 16
-"""Ids that must be seen again and mean the same again, and cells that must be explained, not to be chance."""
+"""Below this number it is chance that ids are seen again with the same meaning, or that cells are explained."""
 _CELLS = 16384
-"""Cells of which a mapping of ids is guessed."""
+"""Most cells from which a mapping of ids is guessed."""
 _WORD = 0xFFFF
 
 
 class Search:
-    """The chain of moves that explains most. `left_RL`: what it does not; at its edges a move may say nothing of a cell.
+    """The chain of moves that explains most. `left_RL` are the cells that it does not explain.
 
-    Indices are of the routers' cells, row by row.
+    At the edges of a chain a move may say nothing of a cell. Indices are of the routers' cells, row by row.
     """
 
     def __init__(self, catalogue: Catalogue, left_RL: Bools, want_RLK: Ids, seen_RLK: Ids) -> None:
-        """Search for what explains the cells that are left; what else differs is not looked at. Both sides' ids as they are to be
-        compared."""
+        """Start the search for what explains the cells in `left_RL`.
+
+        Args:
+            catalogue: the moves that are tried.
+            left_RL: the cells to explain; other cells that differ are not looked at.
+            want_RLK: the engines' ids, as they are to be compared.
+            seen_RLK: the routers' ids, as they are to be compared.
+        """
         self._catalogue, self._slots, sides = catalogue, catalogue.slots, catalogue.slots.sides
         self._want_N, self._seen_N = (words_RL.ravel() for words_RL in words_of(want_RLK, seen_RLK))
         self._cell_N = self._slots.cell_RL.ravel()
@@ -61,7 +67,11 @@ class Search:
         self.left_RL = self._left_N.reshape(left_RL.shape)
 
     def hits(self, reading: str) -> dict[str, Bools]:
-        """Return the cells that each mistake takes part in, by its name; `reading`: those whose ids were changed."""
+        """Return the cells that each mistake takes part in, by name.
+
+        Args:
+            reading: the name for cells whose ids were changed.
+        """
         hits = {name: np.zeros_like(self._left_N) for name in (*(move.name for move in self.chain), reading)}
         for index in _parts(np.flatnonzero(self._differed_N & self._matched_N)):
             cells = self._cell_N[index]
@@ -75,14 +85,20 @@ class Search:
         return {name: hit_N.reshape(self.left_RL.shape) for name, hit_N in hits.items() if name}
 
     def _matched(self, index: Ints, source_N: Ints) -> Bools:
-        """Whether cells have the ids of these; where those are none, as before."""
+        """Return whether cells have the ids of their sources.
+
+        A cell whose source has no known ids keeps its former answer.
+        """
         same = self._want_C[source_N] == self._seen_N[index]
         return np.where(self._slots.known_C[source_N], same, self._matched_N[index])
 
     # -- one step of the search -------------------------------------------------------------------------------------------------
 
     def _longer(self) -> Chain | None:
-        """The chain with the mistake, or the two, that explain most of what is left; None where none explains enough."""
+        """Return the chain with one or two more mistakes, or None.
+
+        The added mistakes explain most of what is left. The result is None if none explain enough.
+        """
         left = _spread(np.flatnonzero(self._left_N), _SAMPLED)
         right = _spread(np.flatnonzero(self._asked_N & self._matched_N), _SAMPLED // 2)
         if not len(left):
@@ -97,14 +113,21 @@ class Search:
         return best[2] if best[0] >= max(1, _LEAST * len(left)) else None
 
     def _firsts(self, cell_N: Ints, from_N: Ints) -> list[Chain]:
-        """The chains with one more mistake beyond which cells vote most alike for a second."""
+        """Return `_TRIED` chains with one more mistake, the best first.
+
+        The best is the chain after which the cells' votes for a second mistake agree most.
+        """
         agreed = self._catalogue.agreed
         moves = self._catalogue.candidates(_sources(self.chain, cell_N), from_N)
         chains = [(*self.chain, move) for move in moves]
         return sorted(chains, key=lambda chain: -agreed(_sources(chain, cell_N), from_N))[:_TRIED]
 
     def _best(self, base: Chain, index: Ints, votes: tuple[Ints, Ints]) -> tuple[int, int, Chain]:
-        """(cells gained, less than 0: cells moved, the chain with the mistake that adds most and of those moves fewest)."""
+        """Find the mistake that adds most cells, and moves fewest.
+
+        Returns:
+            Cells gained, cells moved as a negative number, and the chain with that mistake.
+        """
         cell_N, from_N = votes
         matched = self._matched(index, _sources(base, self._cell_N[index]))
         before = int(matched.sum() - self._matched_N[index].sum())
@@ -115,7 +138,11 @@ class Search:
         return best
 
     def _placed(self, base: Chain, move: Move, parts: Iterable[Ints]) -> tuple[int, int, Move]:
-        """(cells gained, cells moved, the mistake in the places where it explains much of what is left)."""
+        """Keep a mistake only where it explains much of what is left.
+
+        Returns:
+            Cells gained, cells moved, and the mistake in those places.
+        """
         places, moved = int(move.place_S.max()) + 1, 0
         gain_P, left_P = np.zeros((2, places))
         for index in parts:
@@ -130,7 +157,11 @@ class Search:
         return int(gain_P[made_P].sum()), moved, replace(move, place_S=place_S)
 
     def _accept(self, longer: Chain) -> bool:
-        """Hold a longer chain against all cells; False where it explains nothing more."""
+        """Take a longer chain if it explains more of all cells.
+
+        Returns:
+            False if the chain explains nothing more.
+        """
         everything, matched_N, known_N = np.arange(len(self._cell_N)), *np.zeros((2, len(self._cell_N)), bool)
         last = tuple(self._placed(longer[:-1], move, _parts(everything))[2] for move in longer[-1:])
         for index in _parts(everything):
@@ -144,13 +175,20 @@ class Search:
 
 
 def words_of(*sides: Ids) -> list[Ids]:
-    """Return of each side a number for each row of a layer, equal where the ids are."""
+    """Return a number for each row of a layer, for each side.
+
+    Numbers are equal if and only if the rows' ids are.
+    """
     kind = np.result_type(*sides)
     return [row_words(items_of(ids.astype(kind, copy=False))) for ids in sides]
 
 
 def _votes(cell_N: Ints, seen_N: Ids, cell_M: Ints, want_M: Ids) -> tuple[Ints, Ints]:
-    """(cells whose words are among the others', where each of them is found first)."""
+    """Find the cells where each cell's ids were first seen.
+
+    Returns:
+        The cells whose words are among the others', and the first of the others with that word.
+    """
     words, inverse = np.unique(seen_N, return_inverse=True)
     number_M = np.minimum(np.searchsorted(words, want_M), len(words) - 1)
     matches = np.flatnonzero(words[number_M] == want_M)[::-1]
@@ -181,9 +219,17 @@ def _spread(values: Ints, most: int) -> Ints:
 def search(
     sides: AlignedPair, left_RL: Bools, unshown: Callable[[Bools], Bools]
 ) -> tuple[dict[str, Bools], Bools]:
-    """Return the cells that each mistake takes part in, by its name, the most first; and those that none explains.
+    """Find the mistakes that explain the cells in `left_RL`.
 
-    That reading of the ids counts that leaves the fewest cells, of those that `unshown` leaves: what shows nothing by itself.
+    Of all readings of the ids, the one that leaves the fewest cells counts.
+
+    Args:
+        sides: both sides of one pass.
+        left_RL: the cells to explain.
+        unshown: returns the cells that show nothing by themselves, of those that are left; only these are counted.
+
+    Returns:
+        The cells that each mistake takes part in, by name, the most cells first; and the cells that none explains.
     """
     catalogue, hits, best, least = Catalogue(sides), dict[str, Bools](), None, 0
     for name, *both in _readings(sides):
@@ -202,7 +248,11 @@ def search(
 
 
 def _readings(sides: AlignedPair) -> Iterator[tuple[str, Ids, Ids]]:
-    """What can be done to all ids of a step: name, and both sides' ids as they are to be compared then."""
+    """Yield each change that may be made to all ids.
+
+    Yields:
+        The change's name, and both sides' ids as they are then to be compared.
+    """
     want_RLK, seen_RLK = sides.want_RLK, sides.seen_RLK
     yield "", want_RLK, seen_RLK
     yield "row_order", np.sort(want_RLK, -1), np.sort(seen_RLK, -1)
@@ -216,10 +266,10 @@ def _readings(sides: AlignedPair) -> Iterator[tuple[str, Ids, Ids]]:
 
 
 def _relabelled(catalogue: Catalogue, left_RL: Bools) -> Search | None:
-    """Search with the routers' ids put back, where those of the cells that are left stand one for one for others.
+    """Return a search with the routers' ids mapped back, or None.
 
-    Rows may have moved, too. The first move is the one by which ids that are seen again mean the same again; what the search
-    finds then tells the mapping better.
+    The ids of cells that are left may stand one for one for other ids. Rows may have moved, too. So the first move is the one by
+    which ids that are seen again mean the same again. The search's result then tells the mapping better.
     """
     best, chain = None, _first_chain(catalogue, left_RL)
     while chain is not None:
@@ -232,7 +282,10 @@ def _relabelled(catalogue: Catalogue, left_RL: Bools) -> Search | None:
 
 
 def _first_chain(catalogue: Catalogue, left_RL: Bools) -> Chain | None:
-    """None where no mapping is likelier than chance."""
+    """Return the chain of the likeliest mapping, or None.
+
+    The result is None if no mapping is likelier than chance.
+    """
     slots, sides = catalogue.slots, catalogue.slots.sides
     at, cell_N = _spread(np.flatnonzero(left_RL), _CELLS), slots.cell_RL.ravel()
     want_N, seen_N = (_echoes(slots, ids_RLK).ravel() for ids_RLK in (sides.want_RLK, sides.seen_RLK))
@@ -244,7 +297,10 @@ def _first_chain(catalogue: Catalogue, left_RL: Bools) -> Chain | None:
 
 
 def _echoes(slots: Slots, ids_RLK: Ids) -> Ids:
-    """[R, L]: how many slots before each of a row's ids was there last, as words. Other names of the ids make no difference."""
+    """Return words of how many slots back each id last occurred.
+
+    The result is [R, L]. Other names of the ids make no difference to it.
+    """
     by_slot, behind_RLK = np.argsort(slots.slot_R), np.zeros(ids_RLK.shape, np.int32)
     slot_N = np.repeat(slots.slot_R[by_slot], ids_RLK.shape[2])
     for layer in range(ids_RLK.shape[1]):
@@ -257,7 +313,10 @@ def _echoes(slots: Slots, ids_RLK: Ids) -> Ids:
 
 
 def _pairs(slots: Slots, chain: Chain, index: Ints) -> Ints:
-    """[N]: layer, routers' id and engines' id of each id of cells, as the chain moved them, in one number of three words."""
+    """Return (layer, routers' id, engines' id) of the cells' ids.
+
+    The result is [N], three words packed into each number. The engines' ids are those that the chain moved there.
+    """
     known, want_NK = slots.ids_at(_sources(chain, slots.cell_RL.ravel()[index]))
     rows, layers = np.divmod(index[known], slots.width - 1)
     words = layers[:, None], slots.sides.seen_RLK[rows, layers], want_NK
@@ -266,7 +325,11 @@ def _pairs(slots: Slots, chain: Chain, index: Ints) -> Ints:
 
 
 def _again(pairs_N: Ints) -> tuple[int, float]:
-    """(ids that are seen again and stand for the same again, their share of those that are seen again)."""
+    """Count the ids that are seen again with the same meaning.
+
+    Returns:
+        Their number, and their share of all ids that are seen again.
+    """
     distinct, times = np.unique(pairs_N, return_counts=True)
     if not len(distinct):
         return 0, 0.0
@@ -276,10 +339,13 @@ def _again(pairs_N: Ints) -> tuple[int, float]:
 
 
 def _put_back(slots: Slots, chain: Chain, left_RL: Bools) -> Ids:
-    """The routers' ids, those of cells that are left as the engines call them; -1 where nothing tells."""
+    """Return the routers' ids, mapped back in the cells that are left.
+
+    An id is mapped to the engines' name for it, or to -1 if nothing tells.
+    """
     distinct, times = np.unique(_pairs(slots, chain, np.flatnonzero(left_RL)), return_counts=True)
     distinct = distinct[np.argsort(-times, kind="stable")]
-    for bits in (~_WORD, ~(_WORD << 16)):  # for each id what it stands for most often, and no two for one
+    for bits in (~_WORD, ~(_WORD << 16)):  # each id's most frequent meaning, and no two ids with one meaning
         distinct = distinct[np.sort(np.unique(distinct & bits, return_index=True)[1])]
     table = np.full((slots.own_L[-1], _WORD + 1), -1, np.int32)
     table[distinct >> 32, distinct >> 16 & _WORD] = distinct & _WORD

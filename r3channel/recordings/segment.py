@@ -1,10 +1,10 @@
-"""The bytes of one recorded step: records, one after another. Knows files, no steps and no relays.
+"""The bytes of one recorded step: records, one after another. This module knows files, no steps and no relays.
 
     record    head (32 bytes, little endian), payload, zeros to a multiple of 16 bytes
     head      {magic "R3R\\x01", kind u8, part u8, 2 zero, sample u32, turn u32, payload bytes u64, xxh3_64 of these 24 bytes}
 
-The file grows at its end and nowhere else. Whatever ends the writer leaves whole records and a torn one, which is cut. Payloads
-bring their own hashes; memory is taken from no number that was not compared with the file's size.
+The file grows only at its end. However a writer ends, it leaves whole records and at most one torn record, which readers drop.
+Payloads bring their own hashes. A size in the file is compared with the file's size before memory is taken for it.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Kind(IntEnum):
     FRAME = 3
     """Rows of a sample, as one frame; `turn` counts its turns."""
     END = 4
-    """The last record, empty: all that the relay had is there."""
+    """The last record, empty. It shows that the segment holds all that the relay had."""
     TENSORS = 5
-    """What a turn's tokens bring beside expert ids: frames, one after the other in the ticket's order of tensors."""
+    """Frames of the tensors that a turn's tokens bring beside expert ids, one after another in the ticket's order of tensors."""
 
 
 Pieces = list[bytes | memoryview]
-"""A record, as it is written: nothing is copied."""
+"""A record in pieces, which are written without a copy."""
 
 
 class Record(NamedTuple):
-    """`part` says which pass consumed the ids of a frame, on the routers' side; 0 on the engines'."""
+    """One record. `part` is the pass that consumed a frame's ids, on the routers' side; 0 on the engines'."""
 
     kind: Kind
     payload: memoryview
@@ -69,16 +69,23 @@ def nbytes_of(records: Iterable[Pieces]) -> int:
 
 
 def check_room(file: int, nbytes: int) -> None:
-    """Raise OSError for a disk without room before anything is written: the relay's store may lie on it too."""
+    """Raise OSError if the disk lacks room for so many bytes.
+
+    The check comes before anything is written, because the relay's store may lie on the same disk.
+    """
     disk = os.fstatvfs(file)
     if disk.f_blocks and disk.f_bavail * disk.f_frsize < nbytes:  # some file systems count no blocks
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def read(path: Path) -> tuple[list[Record], int]:
-    """(the whole records, bytes of a torn one behind them). Payloads are views of the mapped file, each at a multiple of 16.
+    """Read a segment's whole records.
 
-    Raises RecordingInvalid for what is no segment, and for a record that was changed: only the last may be torn.
+    Returns:
+        The records, and the bytes of a torn record behind them. Payloads are views of the mapped file, each at a multiple of 16.
+
+    Raises:
+        RecordingInvalid: the file is no segment, or a record was changed. Only the last record may be torn.
     """
     try:
         size = path.stat().st_size

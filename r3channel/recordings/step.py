@@ -1,4 +1,7 @@
-"""One recorded step: its ticket, frames and tokens, to be verified, replayed and cut for other trainers. Knows no files."""
+"""One recorded step: its ticket, frames and tokens. A step can be verified, replayed and cut for other trainers.
+
+This module knows no files.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ PASSES = ("engine", "forward", "recompute", "logprob")
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A recorded step. Frames are verified again when their rows are asked for; nothing is unpickled."""
+    """A recorded step. Frames are verified again whenever their rows are read; nothing is unpickled."""
 
     ticket: Ticket
     frames: Mapping[str, Sequence[Bytes]]
@@ -39,18 +42,18 @@ class RecordedStep:
     tokens: Mapping[str, Ids]
     """int32 [tokens] by sample id; only of samples whose tokens were written."""
     spec: RoutingSpec
-    """The routing shape of the ids: on the routers' side the trainer's model's, which may have more layers or columns."""
+    """The routing shape of the ids. The routers' side has that of the trainer's model, which may have more layers or columns."""
     side: str = "engine"
     cut: tuple[str, ...] = ()
-    """Samples that are not whole: the recorder ended, or a relay's segment is not there."""
+    """Samples that are not whole, because the recorder ended or a relay's segment is missing."""
     passes: Mapping[SampleKey, Sequence[Bytes]] = field(default_factory=dict)
     """(pass, sample) -> frames, on the routers' side; `frames` are those of `forward`."""
     tensors: Mapping[str, Sequence[Bytes]] = field(default_factory=dict)
-    """What the tokens of a sample's turns bring beside expert ids, as frames, by sample id."""
+    """Frames of the tensors that tokens bring beside expert ids, one for each turn, by sample id."""
     logprobs: Mapping[str, Ids] = field(default_factory=dict)
     """Columns in the form of `logprobs`; empty where none were written."""
     untested: tuple[str, ...] = ()
-    """What this cut of the step leaves out, or cannot show, in sentences."""
+    """Sentences that say what this cut of the step leaves out or cannot show."""
 
     @property
     def number(self) -> int:
@@ -58,11 +61,21 @@ class RecordedStep:
 
     @property
     def samples(self) -> tuple[TicketSample, ...]:
-        """The samples that are whole, in the ticket's order."""
+        """Return the whole samples in the ticket's order."""
         return tuple(sample for sample in self.ticket.samples if sample.sample_id not in set(self.cut))
 
     def parsed(self, sample_id: str, *, of_pass: str = "forward") -> list[Frame]:
-        """The frames of a sample, all but their ids verified. Raises SampleUnknown, RecordingInvalid and FrameError."""
+        """Return a sample's frames, verified except for their ids.
+
+        Args:
+            sample_id: a sample of the ticket.
+            of_pass: the pass whose frames are read, one of `PASSES`.
+
+        Raises:
+            SampleUnknown: the recording does not have the sample.
+            RecordingInvalid: the sample is in `cut`, or a frame has rows that the sample does not have.
+            FrameError: a frame is damaged.
+        """
         sample = self.ticket.sample(sample_id)
         if sample_id in self.cut:
             raise RecordingInvalid(
@@ -79,10 +92,16 @@ class RecordedStep:
         return parsed
 
     def rows(self, sample_id: str) -> Ids:
-        """[tokens - 1, L, K] of a sample, every id checked and, on the engines' side, held against the ticket; rows without
-        routing hold pad ids.
+        """Return a sample's ids after checking every id.
 
-        Raises `TicketMismatch` for another sample's bytes, and as `Frame.verify`.
+        On the engines' side the rows are also checked against the ticket's digest.
+
+        Returns:
+            [tokens - 1, L, K]; rows without routing hold pad ids.
+
+        Raises:
+            TicketMismatch: the bytes are another sample's.
+            R3Error: a frame is not valid; the errors are those of `parsed` and `Frame.verify`.
         """
         frames = self.parsed(sample_id)
         pads_TK = spread_ids(self.spec, positions_T=np.arange(self.ticket.sample(sample_id).tokens - 1))
@@ -97,7 +116,11 @@ class RecordedStep:
         return rows_TLK
 
     def ids(self, sample_id: str, *, of_pass: str = "forward") -> tuple[Ids, Ids]:
-        """([tokens - 1, L, K], [tokens - 1] bool where there are rows), as they lie on disk: not judged."""
+        """Return a sample's ids as they lie on disk, unchecked.
+
+        Returns:
+            ids [tokens - 1, L, K], and [tokens - 1] bool, True for rows that are there.
+        """
         rows = self.ticket.sample(sample_id).tokens - 1
         ids_TLK = np.zeros((rows, self.spec.num_moe_layers, self.spec.top_k), self.spec.id_dtype)
         there_T = np.zeros(rows, bool)
@@ -109,8 +132,13 @@ class RecordedStep:
         return ids_TLK, there_T
 
     def tensor_rows(self, tensor: TokenTensor, sample_id: str) -> list[TensorRows]:
-        """What each turn of a sample brings of a tensor. Raises FrameError, RecordingInvalid, and RoutingMissing where a turn has
-        none."""
+        """Return the rows of a tensor that each turn brings.
+
+        Raises:
+            FrameError: a frame is damaged.
+            RecordingInvalid: a turn brings rows that the sample does not have.
+            RoutingMissing: a turn does not bring the tensor.
+        """
         tensors, where, begin = self.ticket.tensors, f"recording, sample {sample_id}", 0
         turns = [parse_tensors(data, tensors, where=where) for data in self.tensors.get(sample_id, ())]
         found = [rows for turn in turns for rows in turn if rows.tensor.name == tensor.name]
@@ -120,12 +148,18 @@ class RecordedStep:
         return found
 
     def tensor_whole(self, tensor: TokenTensor, sample_id: str) -> TensorRows:
-        """The same, as if the sample had one turn from its first token on; a row that no turn brought is empty."""
+        """Return a tensor's rows as if the sample had one turn.
+
+        The turn begins at the sample's first token. A row that no turn brought is empty. The errors are those of `tensor_rows`.
+        """
         turns, rows = self.tensor_rows(tensor, sample_id), self.ticket.sample(sample_id).tokens - 1
         return TensorRows(tensor, 0, row_lengths(turns, rows), entries_of(tensor, turns))
 
     def tensor_shard(self, shard: Shard) -> dict[str, Ids]:
-        """By name the bytes of each tensor that comes to this shard: `tensors` of `RankShard.from_whole`."""
+        """Return the bytes of each tensor that this shard receives, by name.
+
+        The result is the argument `tensors` of `RankShard.from_whole`.
+        """
         names, arrays = [name for batch in shard.microbatches for name in batch.sample_ids], dict[str, Ids]()
         for tensor in brought(self.ticket, shard):
             data = cut_tensor(shard, tensor, {name: self.tensor_rows(tensor, name) for name in names})
@@ -143,21 +177,31 @@ class RecordedStep:
             )
 
     def replan(self, layout: TrainerLayout, *, microbatch_size: int) -> RecordedStep:
-        """The whole samples cut for another trainer: balanced over its DP ranks."""
+        """Cut the whole samples for another trainer, balanced over its DP ranks.
+
+        The result has no log-probs: they belong to the places that samples had before.
+        """
         by_id = {sample.sample_id: sample for sample in self.samples}
         lengths = {name: sample.tokens for name, sample in by_id.items()}
         assignment = Assignment.balanced(lengths, dp=layout.dp, microbatch_size=microbatch_size)
         samples = tuple(by_id[name] for name in assignment.sample_ids)
         ticket = replace(self.ticket, layout=layout, assignment=assignment, samples=samples)
-        return replace(self, ticket=ticket, cut=(), logprobs={})  # those are of the places that samples had
+        return replace(self, ticket=ticket, cut=(), logprobs={})  # they are of the samples' old places
 
     def shards(self, *, dp: int) -> dict[ShardKey, Ids]:
-        """The uint8 shards of all pipeline stages and CP ranks of one DP rank, by (dp, pp, cp): what receivers end with."""
+        """Return one DP rank's uint8 shards, as its receivers end with them.
+
+        Returns:
+            (dp, pp, cp) -> shard, for all pipeline stages and CP ranks.
+        """
         return place_samples(self.ticket.plan, dp=dp, ids_of=self.rows)
 
 
 def _check_inside(sample: TicketSample, first_row: int, rows: int, *, begin: int = 0) -> None:
-    """Raise RecordingInvalid for rows that the sample has not, or that a turn before had: a record of another sample."""
+    """Raise RecordingInvalid for rows outside of the sample, or before `begin`.
+
+    An earlier turn has the rows before `begin`. Such rows come from a record of another sample.
+    """
     if not begin <= first_row <= first_row + rows <= sample.tokens - 1:
         raise RecordingInvalid(
             f"sample {sample.sample_id}: rows {first_row}..{first_row + rows}, expected {begin}..{sample.tokens - 1} at most: is "
@@ -166,7 +210,7 @@ def _check_inside(sample: TicketSample, first_row: int, rows: int, *, begin: int
 
 
 def spread(spans: Sequence[ProvenanceSpan], rows: int) -> tuple[Ids, Ids]:
-    """(version, kind) of each row; -1 where no span says."""
+    """Return (version, kind) of each row, -1 for rows without a span."""
     version, kind = np.full(rows, -1, np.int64), np.full(rows, -1, np.int64)
     for span in spans:
         version[span.start : span.end], kind[span.start : span.end] = span.weight_version, int(span.kind)

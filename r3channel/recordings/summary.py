@@ -1,5 +1,8 @@
-"""A recording at a glance: what each step holds, and which experts it loads; and where two of the same samples are not the same.
-Plain values, and their text. Judges nothing."""
+"""Summaries and differences of recordings, as plain values and as text.
+
+`summarize` tells what each step of a recording holds, and which experts it loads. `compare` tells where two recordings of the
+same samples differ. Neither judges.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,11 @@ from r3channel.wire.tensor_frame import encode_tensor
 
 
 def summarize(recording: Recording) -> dict[str, Any]:
-    """The result of `r3channel inspect --json`. Raises what reading does."""
+    """Return the result of `r3channel inspect --json`.
+
+    Raises:
+        R3Error: a step cannot be read; the errors are those of `Recording.step`.
+    """
     manifest, spec = recording.manifest, recording.manifest.spec
     load_LE = np.zeros((spec.num_moe_layers, spec.num_experts), np.int64)
     steps = [_step(recording, number, load_LE) for number in recording.steps]
@@ -48,7 +55,10 @@ def _step(recording: Recording, number: int, load_LE: Ids) -> dict[str, Any]:
 
 
 def _logprobs(columns: Mapping[str, Ids]) -> dict[str, float]:
-    """Their number, and how far the trainer's are from the engine's; nothing where there are none."""
+    """Return how many log-probs there are, and their mean differences.
+
+    The differences are the trainer's from the engine's. The result is empty without log-probs.
+    """
     names = {"abs_diff": "trainer", "abs_diff_replay_off": "natural"} if "engine" in columns else {}
     number = {"tokens": len(columns["trainer"])} if columns else {}
     return number | {
@@ -73,7 +83,7 @@ def _load(layer: int, load_E: Ids) -> dict[str, Any]:
 
 
 def table_of(summary: dict[str, Any]) -> str:
-    """The summary as text for a terminal."""
+    """Return the summary as text for a terminal."""
     spec = summary["spec"]
     lines = [
         f"{summary['side']} side: {len(summary['steps'])} steps, {summary['samples']:,} samples, {summary['rows']:,} rows, "
@@ -105,7 +115,11 @@ def table_of(summary: dict[str, Any]) -> str:
 
 
 def compare(first: Recording, second: Recording) -> dict[str, Any]:
-    """The result of `r3channel diff --json`. Raises what reading does."""
+    """Return the result of `r3channel diff --json`.
+
+    Raises:
+        R3Error: a step cannot be read, or two steps do not fit; the errors are those of `Recording.step` and `AlignedPair.of`.
+    """
     shared = sorted(set(first.steps) & set(second.steps))
     pairs = [(first.step(number), second.step(number)) for number in shared]
     steps = [_compared(sides) | _beside(*pair) for pair in pairs for sides in AlignedPair.of(*pair)]
@@ -120,13 +134,13 @@ def compare(first: Recording, second: Recording) -> dict[str, Any]:
 
 
 def _beside(first: RecordedStep, second: RecordedStep) -> dict[str, dict[str, float]]:
-    """What came beside the ids: no difference where it is 0."""
+    """Return differences beside the ids; 0 is no difference."""
     logprobs = _apart(first, second) if first.logprobs and second.logprobs else {}
     return {"logprobs": logprobs, "tensors": _tensors(first, second)}
 
 
 def _apart(first: RecordedStep, second: RecordedStep) -> dict[str, float]:
-    """Each side's largest difference, where both recordings have that side."""
+    """Return the largest difference of each side that both recordings have."""
     _, here, there = np.intersect1d(_places(first), _places(second), return_indices=True)
     largest = dict[str, float]()
     for name in SIDES:
@@ -137,7 +151,10 @@ def _apart(first: RecordedStep, second: RecordedStep) -> dict[str, float]:
 
 
 def _tensors(first: RecordedStep, second: RecordedStep) -> dict[str, float]:
-    """By name the samples whose tensor is not the same, of tensors that both recordings have."""
+    """Count samples whose tensors differ, by tensor.
+
+    Only tensors that both recordings have count.
+    """
     counts, names = dict[str, float](), {*first.tensors} & {*second.tensors}
     for tensor in {*first.ticket.tensors} & {*second.ticket.tensors}:
         pairs = ([side.tensor_whole(tensor, name) for side in (first, second)] for name in names)
@@ -146,7 +163,10 @@ def _tensors(first: RecordedStep, second: RecordedStep) -> dict[str, float]:
 
 
 def _places(step: RecordedStep) -> Ids:
-    """One number for each (sample, position), the same in any order of the samples."""
+    """Return one number for each (sample, position).
+
+    The numbers are the same in any order of the samples.
+    """
     order = np.argsort(np.argsort([sample.sample_id for sample in step.ticket.samples]))
     return (order[step.logprobs["sample"]] << 32) + step.logprobs["position"]
 
@@ -173,7 +193,7 @@ def _compared(sides: AlignedPair) -> dict[str, Any]:
 
 
 def text_of(result: dict[str, Any]) -> str:
-    """The result as text for a terminal."""
+    """Return the result of `compare` as text for a terminal."""
     lines = []
     for step in result["steps"]:
         passed = f", {step['pass']}" if step["pass"] != "forward" else ""

@@ -1,4 +1,4 @@
-"""Which engines have said hello, and what to tell about one that has not. Any thread."""
+"""Keeps which engines have said hello, and explains what is wrong with one that has not. Any thread may call."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from r3channel.relay.sample_table import Turn
 from r3channel.wire.hello import Hello
 
 _MOST_KNOWN = 4096
-"""Processes and names of engines; the one that is known longest is forgotten, and says hello again."""
+"""Most processes and names of engines that are kept. The one known longest is forgotten; its engine says hello again."""
 
 
 @dataclass
 class EngineRegistry:
-    """EXPECTED (with a deadline) -> GREETED | REFUSED (by its hello) | SILENT (deadline over)
+    """The engines that are expected, and those that have said hello.
 
-    An engine is known by its address or given name; frames name it by `boot_id`. An engine that was never expected may
-    still greet; one that nobody expects is not waited for.
+    EXPECTED (with a deadline) -> GREETED | REFUSED (by its hello) | SILENT (deadline over)
+    An engine is known by its address or given name; frames name it by `boot_id`. An engine that was never expected may still
+    greet; one that nobody expects is not waited for.
     """
 
     spec: RoutingSpec
     pages: dict[str, str] = field(default_factory=dict)
     """Process of an engine -> host:port of its /metrics, also where its hello was refused; one started anew replaces it."""
     hears: Callable[[int], bool] = lambda _boot_id: True
-    """Whether an engine's process lives, as far as is known: its frames may still come."""
+    """Returns whether an engine's process lives, as far as is known, so that its frames may still come."""
     unreached: Callable[[int], str] = lambda _boot_id: ""
-    """The door's address, where an engine's process has never come to it."""
+    """Returns the ingest's address if an engine's process has never reached it, else an empty text."""
     _deadlines_s: dict[str, float] = field(default_factory=dict)
     _greeted: dict[str, Hello | None] = field(default_factory=dict)
     _refused: dict[str, str] = field(default_factory=dict)
@@ -39,13 +40,26 @@ class EngineRegistry:
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def expect(self, engines: Iterable[str], *, timeout_s: float) -> None:
-        """From now on each of these must have said hello within `timeout_s`."""
+        """Require a hello from each of these engines in time.
+
+        Args:
+            engines: The engines' addresses or given names.
+            timeout_s: Seconds from now within which each must have said hello.
+        """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             self._deadlines_s.update({_plain(engine): deadline_s for engine in engines})
 
     def greet(self, hello: Hello, *, engine: str | None = None) -> None:
-        """Take a hello, under the name that the caller knows the engine by. Raises PluginNotApplied with the refusal's reason."""
+        """Take a hello, under the name that the caller uses.
+
+        Args:
+            hello: The engine's hello.
+            engine: The name that the caller knows the engine by; by default the hello's own.
+
+        Raises:
+            PluginNotApplied: The hello is refused; the message has the reason.
+        """
         name = _plain(engine or hello.engine)
         reason = self._reason(hello)
         with self._changed:
@@ -64,14 +78,23 @@ class EngineRegistry:
             raise PluginNotApplied(f"the hello of engine {name} is refused: {reason}")
 
     def vouch(self, engine: str) -> None:
-        """The engine showed a good frame without a hello (a reply that was no probe)."""
+        """Accept an engine that sent a good frame without a hello.
+
+        The engine answered a request that was no probe.
+        """
         with self._changed:
             self._greeted.setdefault(_plain(engine), None)
             self._refused.pop(_plain(engine), None)
             self._changed.notify_all()
 
     def check(self, engine: str) -> None:
-        """Return if the engine may be used; wait for its hello until its deadline, then raise PluginNotApplied."""
+        """Return if the engine may be used, after waiting for its hello.
+
+        An expected engine's hello is waited for until its deadline.
+
+        Raises:
+            PluginNotApplied: The hello is refused, or did not come before the engine's deadline.
+        """
         name = _plain(engine)
         with self._changed:
             deadline_s = self._deadlines_s.get(name)
@@ -99,18 +122,25 @@ class EngineRegistry:
         return self._names.get(boot_id, "?")
 
     def context_of(self, boot_id: int) -> int:
-        """The longest sequence of an engine's process, as its hello has it, while its name has not said another; else 0."""
+        """Return the longest sequence that an engine's process allows.
+
+        The number is that of its hello. The result is 0 without a hello, or where another process has said hello under its name
+        since.
+        """
         hello = self._greeted.get(self.name_of(boot_id))
         return hello.context if hello is not None and hello.boot_id == boot_id else 0
 
     def counts(self) -> tuple[int, int]:
-        """Engines that have said hello, and those that were expected and have not or whose hello was refused."""
+        """Return how many engines have said hello, and how many have not.
+
+        The second number counts engines that were expected and have not said hello, or whose hello was refused.
+        """
         with self._changed:
             silent = {*self._deadlines_s, *self._refused} - self._greeted.keys()
             return len(self._greeted), len(silent)
 
     def reports(self) -> dict[str, str]:
-        """Engine -> what is known about it, in words."""
+        """Return what is known about each engine, in words."""
         with self._changed:
             known = dict.fromkeys(self._deadlines_s, "no hello yet") | dict.fromkeys(
                 self._greeted, "frames seen"
@@ -121,7 +151,10 @@ class EngineRegistry:
             return known | {name: f"refused: {why}" for name, why in self._refused.items()}
 
     def late(self, turn: Turn) -> str:
-        """A frame that has not come, and what is known about its engine."""
+        """Return what is known about a frame that has not come.
+
+        The text names the frame and its engine, and says what is known about the engine.
+        """
         boot_id, serial = turn.name or (0, 0)
         engine = turn.engine if turn.engine != "?" else self.name_of(boot_id)
         where = f"engine {engine}, frame {serial}, rows {turn.first_row}..{turn.end_row}"
@@ -144,7 +177,10 @@ class EngineRegistry:
 
 
 def _forget_oldest(known: dict[Any, Any]) -> None:
-    """Engines start anew for weeks, and who holds the token may invent names."""
+    """Remove the oldest entries until there is room for another.
+
+    Engines restart for weeks, and who holds the token may invent names.
+    """
     while len(known) >= _MOST_KNOWN:
         del known[next(iter(known))]
 

@@ -1,9 +1,11 @@
-"""The relay's door: frames and hellos that engines send over HTTP, read so that a frame goes straight to where it shall lie.
+"""The relay's ingest: receives the frames and hellos that engines send over HTTP, without buffering a body.
 
-A thread per connection (an engine keeps one) reads its own bodies and waits for nobody else's. h11 judges each head (its
-framing, its size, its characters); rows of a body are then `recv`d to where they stay, so the store's ceiling is the door's, too.
-Who has not shown the token is a stranger, of whom the oldest gives way. Paths and answers: `wire.parcel`.
-Plain HTTP: on any interface but the loopback one it belongs on a private network. Knows no frame, sample or step.
+A thread serves each connection (an engine keeps one): it reads that connection's bodies and waits for no other's. h11 judges each
+head: its framing, its size, its characters. Rows of a body are then received with `recv` to where they stay, so the store's
+ceiling bounds the ingest, too. A connection that has not shown the token is a stranger; of too many strangers the oldest is
+closed. `wire.parcel` describes paths and answers.
+The protocol is plain HTTP: on any interface but the loopback one, use a private network. This module knows no frame, sample or
+step.
 """
 
 from __future__ import annotations
@@ -36,18 +38,20 @@ log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 16 << 10
 STALL_S, BODY_S = 10.0, 60.0
-"""A body of which nothing came for so long is cut, and one that takes so long in all."""
+"""Seconds after which a body is cut: `STALL_S` without a byte, `BODY_S` in all."""
 MOST_STRANGERS = 1024
-"""Connections that have not shown the token; one more ends the oldest. All engines may come at once when a relay begins anew."""
+"""Most connections that have not shown the token; one more ends the oldest. All engines may connect at once when a relay
+restarts."""
 _MOST_CONNECTIONS = 4096
-"""Connections in all, a thread each; more are closed at once, and engines come again."""
+"""Most connections in all, a thread each. Further ones are closed at once, and engines connect again."""
 _FIRST_HEAD_S, _IDLE_S = 10.0, 75.0
-"""Until the first head is there, and between two requests of a connection that has shown the token."""
+"""Seconds until the first head must be there, and between two requests of a connection that has shown the token."""
 _SEND_S, _LINGER_S = 10.0, 2.0
 _BACKLOG = 4096
-"""Connections that wait to be accepted, or the system's own limit: beyond it one waits for seconds until it is tried again."""
+"""Most connections that wait to be accepted, if the system's own limit is not lower. Beyond it a connection is tried again only
+after seconds."""
 _HEAD_BYTES, _SMALL_BYTES = 4096, 1 << 16
-"""Received at once of a head, and of a body where less is asked for: an entry of a parcel is 16 bytes, a short frame 4 kB."""
+"""Bytes received at once of a head, and of a body where less is asked for. A parcel's entry has 16 bytes, a short frame 4 kB."""
 _STATUS_OF: dict[type, Status] = {
     errors.PluginNotApplied: Status.HELLO_REFUSED,
     errors.StepError: Status.COME_AGAIN,
@@ -55,20 +59,27 @@ _STATUS_OF: dict[type, Status] = {
     errors.FrameCorrupt: Status.FRAME_DAMAGED,
     errors.FrameMagicMismatch: Status.FRAME_DAMAGED,
 }
-"""What other errors of the package are told as: NO_PARCEL."""
+"""The status that answers each error; other errors of the package are answered with NO_PARCEL."""
 
 
 class Intake(Protocol):
-    """What is behind the door. All calls come from its threads."""
+    """The taker of an ingest's parcels and hellos.
+
+    All calls come from the ingest's threads.
+    """
 
     clock: StageClock
     engines: EngineRegistry
 
     def deliver(self, boot_id: int, count: int, body: Source) -> None:
-        """Read an opened parcel with `wire.parcel.frames_in` and keep its frames; what it returned for is not dropped.
+        """Read an opened parcel with `wire.parcel.frames_in` and keep its frames.
 
-        Raises FrameReferenceInvalid for what is no parcel, StoreFull, or the error of a frame that was damaged on the way
-        (the others of the parcel are kept). Lets errors of `body` pass; what came whole before is kept.
+        A frame for which the call returned is not dropped. Errors of `body` pass; frames that came whole before are kept.
+
+        Raises:
+            FrameReferenceInvalid: The bytes are no parcel.
+            StoreFull: There is no room for a frame.
+            FrameError: A frame was damaged on the way. The others of the parcel are kept.
         """
 
 
@@ -77,7 +88,7 @@ class BodyLost(OSError):
 
 
 class Body(Source):
-    """A request's body. All its calls raise `BodyLost`."""
+    """A request's body. All calls raise `BodyLost`."""
 
     def __init__(self, sock: socket.socket, nbytes: int, *, ahead: memoryview, clock: StageClock) -> None:
         self.nbytes = self.left = nbytes
@@ -94,7 +105,7 @@ class Body(Source):
                 at += len(part)
             elif size - at >= _SMALL_BYTES:
                 at += self._receive(out_N[at:])
-            else:  # never past the body: what lies behind it is the next request's
+            else:  # never past the body: the bytes behind it are the next request's
                 buffer = memoryview(bytearray(min(_SMALL_BYTES, self.left - at)))
                 self._ahead = buffer[: self._receive(buffer)]
         self.left -= size
@@ -124,20 +135,26 @@ class Request:
     length: int | None
     """The body's bytes; None when they are missing, or not known before."""
     direct: bool = False
-    """The peer's end of the connection is the engine's own: there is no proxy between, and it ends with the engine."""
+    """True where the peer's end of the connection is the engine's own: no proxy is between, and it ends with the engine."""
 
 
 class HttpConnection:
-    """One connection: next_request -> body -> answer, again and again."""
+    """An HTTP connection: `next_request` -> `body` -> `answer`, again and again."""
 
     def __init__(self, sock: socket.socket, clock: StageClock) -> None:
         self._sock, self._clock = sock, clock
         self._peer = str(sock.getpeername()[:2]).encode()
         self._ahead = b""
-        """Received behind what was read."""
+        """Bytes that were received but not yet read."""
 
     def next_request(self, *, timeout_s: float) -> Request | None:
-        """None when the peer has closed. Raises `h11.RemoteProtocolError` for what is no HTTP, `TimeoutError`, `OSError`."""
+        """Return the next request's head, or None if the peer has closed.
+
+        Raises:
+            h11.RemoteProtocolError: What came is no HTTP.
+            TimeoutError: The head was not whole within `timeout_s` seconds.
+            OSError: The connection failed.
+        """
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         deadline_s = time.monotonic() + timeout_s
         if self._ahead:
@@ -162,7 +179,7 @@ class HttpConnection:
         )
 
     def body(self, nbytes: int) -> Body:
-        """The body of the request that came last."""
+        """Return the body of the request that came last."""
         if self._http.they_are_waiting_for_100_continue:
             self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
         ahead, self._ahead = memoryview(self._ahead)[:nbytes], self._ahead[nbytes:]
@@ -176,7 +193,10 @@ class HttpConnection:
             self._linger()
 
     def _linger(self) -> None:
-        """Take what the peer is still sending, for a moment, so that it reads the answer and not a reset."""
+        """Read for a moment what the peer still sends.
+
+        Else the peer might read a reset and not the answer.
+        """
         self._sock.shutdown(socket.SHUT_WR)
         deadline_s, scratch = time.monotonic() + _LINGER_S, bytearray(1 << 16)
         self._sock.settimeout(_LINGER_S)
@@ -189,7 +209,10 @@ class HttpConnection:
 
 
 class IngestServer:
-    """SERVING -> CLOSED. The constructor returns once the port is bound, or raises `ConfigError` or `UsageError`."""
+    """The HTTP server for engines. States: SERVING -> CLOSED.
+
+    The constructor returns once the port is bound, or raises `ConfigError` or `UsageError`.
+    """
 
     def __init__(self, intake: Intake, *, token: str, host: str, port: int, max_body_bytes: int) -> None:
         self._intake, self._token = intake, token
@@ -197,10 +220,10 @@ class IngestServer:
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
         self._strangers: dict[socket.socket, None] = {}
-        """Those that have not shown the token, the oldest first."""
+        """Connections that have not shown the token, the oldest first."""
         self._sessions: dict[int, tuple[str, socket.socket | None]] = {}
-        """Boot id of an engine -> what its hello was answered with, and the connection on which it spoke last; None where that
-        may be a proxy's."""
+        """Boot id of an engine -> the session that answered its hello, and the connection on which it spoke last; None where
+        that may be a proxy's."""
         self._closed = False
         self._listener = _listen(host, port)
         address, bound = self._listener.getsockname()[:2]
@@ -210,7 +233,11 @@ class IngestServer:
         self._thread.start()
 
     def close(self, *, timeout_s: float = 10.0) -> None:
-        """Stop listening; requests under way are cut. Idempotent."""
+        """Stop listening and cut requests under way; may be called again.
+
+        Args:
+            timeout_s: Seconds to wait for the threads, all together.
+        """
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
             self._closed = True
@@ -223,12 +250,19 @@ class IngestServer:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def hears(self, boot_id: int) -> bool:
-        """False where an engine's process had a connection of its own and has none now: the system ends a dead one's."""
+        """Return whether an engine's process still has its connection.
+
+        The result is False only where the process had a connection of its own and has none now: the system ends a dead process's
+        connection.
+        """
         _, connection = self._sessions.get(boot_id, ("", None))
         return connection is None or connection in self._open
 
     def unreached(self, boot_id: int) -> str:
-        """Return our address where this engine's process has never said hello at it; its replies may have brought one."""
+        """Return our address if this engine's process never said hello there.
+
+        Its replies may have brought a hello. The result is empty if the process has said hello here.
+        """
         return "" if boot_id in self._sessions else self.url
 
     # -- connections -----------------------------------------------------------------------------------------------
@@ -240,7 +274,7 @@ class IngestServer:
             except OSError as error:
                 if not self._closed:
                     log.warning("r3channel: the ingest cannot accept a connection: %s", error)
-                    time.sleep(0.1)  # out of file descriptors: a moment later there may be one
+                    time.sleep(0.1)  # no file descriptor is free; there may be one a moment later
                 continue
             self._admit(connection)
 
@@ -252,8 +286,8 @@ class IngestServer:
                 connection.close()
                 return
             try:
-                thread.start()  # it waits for the lock before it forgets the connection
-            except RuntimeError as error:  # no thread is to be had: a moment later there may be one
+                thread.start()  # the thread takes the lock before it forgets the connection
+            except RuntimeError as error:  # no thread can be started; there may be one a moment later
                 log.warning("r3channel: the ingest turns a connection away: %s", error)
                 connection.close()
                 return
@@ -267,7 +301,7 @@ class IngestServer:
         try:
             with connection:
                 self._converse(connection)
-        except OSError:  # it went away, or was silent for too long; an engine comes again
+        except OSError:  # the peer went away, or was silent for too long; an engine connects again
             pass
         except Exception:
             log.exception("r3channel: a connection of the ingest failed")
@@ -300,7 +334,11 @@ class IngestServer:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def _refusal(self, request: Request) -> tuple[Status, str] | None:
-        """Token and size are judged before a byte of the body is read, which must then not be taken for the next request."""
+        """Return the answer that refuses a request, or None.
+
+        Token and size are judged before a byte of the body is read. The connection then ends, because the body that was not read
+        must not be taken for the next request.
+        """
         if not is_authorized(request.authorization, self._token):
             return Status.NO_TOKEN, "the bearer token is missing or another one"
         limit = self._limits.get(request.path)
@@ -315,11 +353,11 @@ class IngestServer:
         return None
 
     def _take(self, link: HttpConnection, request: Request) -> tuple[Status, str, bool]:
-        """(answer, its text, is this the end of the connection)."""
+        """Return the answer, its text, and whether the connection ends."""
         try:
             body = link.body(request.length or 0)
             status, text = self._judge(request, body)
-            body.skip()  # an engine in the middle of a body does not read an answer
+            body.skip()  # an engine that still sends its body does not read an answer
             return status, text, not request.keep_alive
         except BodyLost as error:
             return Status.TOO_SLOW, str(error), True
@@ -346,14 +384,17 @@ class IngestServer:
         self._intake.engines.greet(hello)
         session = secrets.token_hex(16)
         with self._lock:
-            # of engines that have ended, or of names that somebody invents
+            # the oldest are of engines that have ended, or of names that somebody invented
             while len(self._sessions) >= _MOST_CONNECTIONS:
                 del self._sessions[next(iter(self._sessions))]
             self._sessions[hello.boot_id] = session, body.sock if request.direct else None
         return Status.TAKEN, session
 
     def _frames(self, request: Request, body: Body) -> tuple[Status, str]:
-        """Only of the engine whose hello made the session: nobody's frames are kept under another one's name."""
+        """Take a parcel, only of the engine whose hello made the session.
+
+        So nobody's frames are kept under another engine's name.
+        """
         boot_id, count = open_parcel(body)
         session, _ = self._sessions.get(boot_id, ("", None))
         same = session and compare_digest(session.encode(), request.session.encode())
@@ -383,7 +424,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _until(deadline_s: float) -> float:
-    """Seconds that are left, for a socket. Raises `TimeoutError` when none are."""
+    """Return the seconds left for a socket, or raise TimeoutError."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError

@@ -1,7 +1,7 @@
-"""From bytes to the table of samples: replies and frames, verified, kept and claimed.
+"""Takes replies and frames in: verifies and keeps them, and matches frames with replies.
 
-`Intake` calls `Samples` and the verifier; the relay's public methods and the door's threads call it. It knows no step, receiver
-or connection. Work is done before the table's lock is taken; events go in under it.
+`Intake` calls `Samples` and the verifier; the relay's public methods and the ingest's threads call `Intake`. It knows no step,
+receiver or connection. Bytes are read and verified before the table's lock is taken; the table learns of them under the lock.
 """
 
 from __future__ import annotations
@@ -31,27 +31,30 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Whose reply it is, and how it is to be taken."""
+    """The sample and engine of a reply, and how it is taken in."""
 
     sample_id: str
     engine: str = "?"
     append: bool = False
-    """Another turn of a sample that is here."""
+    """The reply is a further turn of a sample that is here."""
     cut: bool = False
-    """Tokens may end before what was generated."""
+    """The tokens may end before what was generated."""
 
 
 class Brought(NamedTuple):
-    """What a reply brought. The ways in differ in how this is made, and in nothing else."""
+    """The contents of a reply.
+
+    The ways in differ in how they make this, and in nothing else.
+    """
 
     source: Source | None
-    """None where rows are left to the live router."""
+    """The reply's bytes; None where rows are left to the live router."""
     key: int | None
     tokens: Tokens
 
 
 class Intake:
-    """What takes rows in. Any thread."""
+    """The way of rows into the relay. Any thread may call."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples, self._table, self._changed = samples, samples.table, samples.changed
@@ -67,14 +70,23 @@ class Intake:
         for tensor in self._tensors:
             self._metrics.measure("r3channel_tensor_bytes_total", tensor=tensor.name)
 
-    # -- engines' frames, from the door's threads ------------------------------------------------------------------
+    # -- engines' frames, from the ingest's threads ----------------------------------------------------------------
 
     def deliver(self, boot_id: int, count: int, body: Source) -> None:
-        """Take an opened parcel of `count` frames. Repeating it does no harm; what its engine made wrong is told to its reply.
+        """Take an opened parcel of `count` frames.
 
-        Raises FrameReferenceInvalid when it is no parcel, StoreFull when there is no room for a frame, and what `body` raises;
-        the frames before are kept then. Raises the FrameError of one that was damaged on the way after the others were taken:
-        send the parcel again.
+        A repeated parcel does no harm. An error that the engine made is kept, and the frame's reply is refused with it. After the
+        errors below the frames before are kept.
+
+        Args:
+            boot_id: The engine's process, as the parcel names it.
+            count: How many frames the parcel has.
+            body: The parcel's bytes behind its head. What it raises passes.
+
+        Raises:
+            FrameReferenceInvalid: The bytes are no parcel.
+            StoreFull: There is no room for a frame.
+            FrameError: A frame was damaged on the way. The others were taken. Send the parcel again.
         """
         self._metrics.inc("r3channel_bytes_total", body.left, leg="engine_direct")
         self._samples.expire()  # frames may come whose replies never do
@@ -88,8 +100,12 @@ class Intake:
             raise damaged.within(f"a parcel of {count} frames")
 
     def _most_rows(self, name: FrameName) -> int:
-        """With the condition held: 0 for a frame that nobody wants (any more); else what its frame reference says, or the longest
-        sequence of its engine. A peer's number sizes no memory."""
+        """Return how many rows a frame may have.
+
+        The result is 0 if nobody wants the frame (any more). Else the number is that of the frame's reference, or the longest
+        sequence of its engine: the size of memory never follows a number that a peer sends with the frame. The caller holds the
+        condition.
+        """
         if not self._table.wants(name):
             return 0
         if (owner := self._table.owner(name)) is not None:
@@ -97,18 +113,21 @@ class Intake:
         return min(self.engines.context_of(name[0]), MOST_ROWS) or MOST_ROWS
 
     def _land(self, name: FrameName, frame: Source, most_rows: int) -> errors.R3Error | None:
-        """Keep a frame, or why it cannot be used; returns what became of it on its way."""
+        """Keep a frame, or the error why it cannot be used.
+
+        Returns the error of a frame that was damaged on its way, else None.
+        """
         try:
             where = f"sample of frame {name[1]} from engine {self.engines.name_of(name[0])}"
             what = self.verifier.keep(frame, where=where, max_rows=most_rows)
         except errors.RoutingError as error:
             error.__cause__ = error.__context__ = None
-            what = error.with_traceback(None)  # it is kept; what was refused is not
+            what = error.with_traceback(None)  # keep the error, not the memory that its traceback refers to
         self.arrive(name, what)
         return what if isinstance(what, DAMAGED) else None
 
     def arrive(self, name: FrameName, what: VerifiedRows | errors.R3Error) -> None:
-        """A frame came: its rows, or why it cannot be used."""
+        """Put a direct frame into the table: its rows, or its error."""
         with self._changed:
             owner = self._table.owner(name)
             taken = self._table.frame(name, what, now_s=time.monotonic())
@@ -123,12 +142,20 @@ class Intake:
     # -- replies ---------------------------------------------------------------------------------------------------
 
     def take(self, of: Arrival, bring: Callable[[], Brought]) -> VerifiedRows | None:
-        """Take one reply in, verified: the way of all that the relay is given. None where no rows are here yet, or ever.
+        """Take in one reply, verified.
 
-        A reply counts as received at once, so that whatever becomes of it the outcomes add up.
+        All calls that add a reply use this. The reply counts as received at once, so that the outcomes add up whatever becomes
+        of it.
+
+        Args:
+            of: Whose reply it is, and how it is taken in.
+            bring: Makes what the reply brought.
+
+        Returns:
+            The verified rows. None where no rows are here yet, or ever.
         """
         self._samples.check_open()
-        if not of.append:  # another turn is of a sample that is in flight
+        if not of.append:  # a further turn belongs to a sample that was counted before
             self._samples.count("received")
             if self.clock.trace is not None:
                 self.clock.trace.sample(of.sample_id)
@@ -136,13 +163,13 @@ class Intake:
             with self.clock.span("ingest"):
                 self.engines.check(of.engine)
                 return self._take(of, bring())
-        except BaseException as error:  # also where the caller's `tokens` failed, or memory is not to be had
+        except BaseException as error:  # also where the caller's `tokens` failed, or memory cannot be had
             told = (
                 replies.no_base64(error, of.sample_id, of.engine)
                 if isinstance(error, replies.NotBase64)
                 else error
             )
-            if isinstance(told, errors.R3Error):  # a frame's own errors know their names as text only
+            if isinstance(told, errors.R3Error):  # a frame's own errors have these names in their text only
                 told.samples, told.engines = told.samples or (of.sample_id,), told.engines or (of.engine,)
                 self._samples.reject(told)
             if not of.append:
@@ -154,7 +181,14 @@ class Intake:
     def of_reply(
         self, of: Arrival, reply: Any, tokens: Tokens | Callable[[Any], Tokens], text: memoryview | None = None
     ) -> Brought:  # fmt: skip
-        """Find a parsed reply's frame: in `text`, which was cut out of it, or where SGLang puts it."""
+        """Find the frame of a parsed reply.
+
+        Args:
+            of: Whose reply it is.
+            reply: The parsed reply.
+            tokens: The whole sequence, or a function that makes it from the parsed reply.
+            text: The frame's base64, where it was cut out of the reply. Else the frame is where SGLang puts it.
+        """
         try:
             source = replies.Base64Text(
                 text or replies.routing_text(reply, sample_id=of.sample_id, engine=of.engine)
@@ -166,7 +200,7 @@ class Intake:
         return Brought(source, replies.key_of(reply), tokens(reply) if callable(tokens) else tokens)
 
     def take_body(self, of: Arrival, body: bytes, tokens: Tokens | Callable[[Any], Tokens]) -> Any:
-        """See `Relay.add_body`."""
+        """Take in a reply's body, as `Relay.add_body` does."""
         whose, reply = {"sample_id": of.sample_id, "engine": of.engine}, None
 
         def bring() -> Brought:
@@ -181,7 +215,7 @@ class Intake:
     def take_bodies(
         self, arrivals: Sequence[Arrival], body: bytes, tokens: Callable[[str, Any], Tokens], *, engine: str
     ) -> dict[str, Any]:
-        """See `Relay.add_bodies`."""
+        """Take in a body of several samples, as `Relay.add_bodies` does."""
         self.engines.check(engine)
         names = [of.sample_id for of in arrivals]
         split = replies.read_body(replies.split_replies, body, sample_id=str(names), engine=engine)
@@ -199,7 +233,14 @@ class Intake:
         return taken
 
     def restore(self, sample_id: str, turns: Sequence[SavedTurn]) -> int:
-        """Take a sample in as another relay left it -> its tokens. Raises as `take`; then nothing of it is kept."""
+        """Take in a sample as another relay left it.
+
+        Returns:
+            How many tokens the sample has.
+
+        Raises:
+            R3Error: As of `take`; then nothing of the sample is kept.
+        """
         number = 0
         self._samples.count("received")
         try:
@@ -215,7 +256,7 @@ class Intake:
         return self._samples.rows_held(sample_id) + 1
 
     def probe(self, reply: Mapping[str, Any], *, engine: str, tokens: int) -> None:
-        """See `Relay.check_engine`."""
+        """Check an engine by a probe's reply, as `Relay.check_engine` does."""
         try:
             hello, data = Hello.split(replies.frame_bytes_of(reply, sample_id="probe", engine=engine))
             if hello is not None:
@@ -266,7 +307,10 @@ class Intake:
         return reply.rows
 
     def _enter(self, reply: Reply, source: Source, *, append: bool, room_s: float) -> Turn:
-        """Read a reply's bytes and put it into the table. Where that fails nothing of it is kept."""
+        """Read a reply's bytes and put it into the table.
+
+        After an error nothing of the reply is kept.
+        """
         try:
             self._read(reply, source, room_s=room_s)
             with self._changed:
@@ -275,7 +319,7 @@ class Intake:
             return turn
         except BaseException:
             unclaimed = None
-            if reply.reference is not None:  # its direct frame goes, too
+            if reply.reference is not None:  # the reply's direct frame is dropped, too
                 with self._changed:
                     unclaimed = self._table.refuse(reply.reference)
             self._samples.free(reply.rows, unclaimed)
@@ -284,7 +328,7 @@ class Intake:
             raise
 
     def _read(self, reply: Reply, source: Source, *, room_s: float) -> None:
-        """Keep what a reply's bytes hold: a frame or its reference, and the tensors behind it."""
+        """Keep a reply's frame or its reference, and the tensors behind it."""
         begun = source.take(min(nbytes := source.left, REFERENCE_BYTES))
         referred, key = begun[: len(REFERENCE_MAGIC)] == REFERENCE_MAGIC, None
         if reply.cut and (self._tensors or referred):
@@ -313,7 +357,10 @@ class Intake:
             )  # fmt: skip
 
     def _cut(self, rows: VerifiedRows, end_row: int, *, where: str) -> VerifiedRows:
-        """Keep the rows before `end_row` as a frame of their own, so that what survives a kill has these alone."""
+        """Keep the rows before `end_row` as a frame of their own.
+
+        So a recovery after a kill finds these rows alone.
+        """
         try:
             kept = rows.cut(end_row)
             data = head_of(kept, self._spec) + kept.ids_TLK.tobytes()
@@ -332,8 +379,11 @@ class Intake:
         return FrameReference.from_bytes(begun)
 
     def _note(self, sample: Sample, turn: Turn) -> None:
-        """Whose frame it is, for what survives: written when both are here. The table has it, so what cannot be written is said
-        in the log: after a kill that frame is nobody's."""
+        """Write to the journal whose frame this is.
+
+        It is written when the frame and its reply are both here. The table has the frame already, so a failed write is only
+        logged: after a kill that frame is nobody's.
+        """
         if self._samples.journal is None or turn.rows is None:
             return
         try:

@@ -1,11 +1,11 @@
-"""What survives a relay that is killed: a file for each frame, a file for each sealed step. Only with `journal`.
+"""Keeps on disk what survives a killed relay: a file for each frame and for each sealed step. Only with `journal`.
 
     relay-<id>/lock           held while its process lives
                <ref>.frame    a whole frame, then a note that says whose it is: JSON, its length u32, its xxh3_64
                <step>.ticket  the ticket's bytes; <step>.acks: a line for each receiver that has acknowledged
 
-A file that is there counts, one that is gone does not: nothing is rewritten, and no index can disagree. Files outlive a process,
-not a machine: nothing is flushed. Frames and tickets carry their own hashes.
+A file that is there counts, a file that is gone does not: nothing is rewritten, and there is no index that could disagree. Files
+outlive a process, not a machine: nothing is flushed. Frames and tickets carry their own hashes.
 """
 
 from __future__ import annotations
@@ -40,14 +40,21 @@ _TAIL = struct.Struct("<IQ")
 _PREFIX, LOCK = "relay-", "lock"
 _NUMBERS = "turn", "tokens_hash", "prefix_hash"
 _FULL, _LOOK_S = (errno.ENOSPC, errno.EDQUOT), 0.2
-"""What a delivered step may mend, and how often that is tried."""
+"""Errors of a full disk, which a delivered step may mend, and seconds between two tries."""
 
 
 class Journal:
-    """OPEN -> CLOSED. Any thread: each call touches files of its own, and there is no lock."""
+    """The folder of one relay. States: OPEN -> CLOSED.
+
+    Any thread may call: each call touches files of its own, and there is no lock.
+    """
 
     def __init__(self, root: str) -> None:
-        """Makes a folder of its own in `root`, which is created. Raises ConfigError."""
+        """Make a folder of its own in `root`, which is created.
+
+        Raises:
+            ConfigError: The folder cannot be written.
+        """
         self.folder = Path(root) / f"{_PREFIX}{uuid.uuid4().hex[:12]}"
         try:
             self.folder.mkdir(parents=True)
@@ -59,8 +66,17 @@ class Journal:
     def frame(
         self, ref: int, parts: Sequence[bytes | memoryview], *, timeout_s: float = 0.0, what: str = ""
     ) -> None:
-        """Write a frame, part by part; while the disk is full, again and again until `timeout_s` is over. Raises StoreFull; then
-        nothing is left."""
+        """Write a frame, part by part.
+
+        Args:
+            ref: The frame's number.
+            parts: The frame's bytes, in order.
+            timeout_s: Seconds during which the write is tried again while the disk is full.
+            what: Whose frame it is, for the error.
+
+        Raises:
+            StoreFull: The frame could not be written; nothing of it is left.
+        """
         path, deadline_s = self._frame(ref), time.monotonic() + timeout_s
         while True:
             try:
@@ -74,18 +90,29 @@ class Journal:
             time.sleep(_LOOK_S)
 
     def note(self, ref: int, **values: Any) -> None:
-        """Say whose frame it is. Raises StoreFull."""
+        """Append a note to a frame's file that says whose it is.
+
+        Raises:
+            StoreFull: There is no room for the note.
+        """
         body = json.dumps(values).encode()
         tail = _TAIL.pack(len(body), xxhash.xxh3_64_intdigest(body))
         self._append(self._frame(ref), body + tail)
 
     def gone(self, refs: Iterable[int]) -> None:
-        """Newest first, so that what a kill leaves of a sample is its beginning."""
+        """Delete the files of frames, the newest first.
+
+        So the frames that a kill leaves of a sample are its first ones.
+        """
         for ref in sorted(refs, reverse=True):
             self._frame(ref).unlink(missing_ok=True)
 
     def sealed(self, step: int, ticket: bytes) -> None:
-        """Whole or not at all. Raises StoreFull."""
+        """Write a sealed step's ticket, whole or not at all.
+
+        Raises:
+            StoreFull: There is no room for the ticket.
+        """
         path, scratch = self._step(step, "ticket"), self._step(step, "new")
         try:
             scratch.write_bytes(ticket)
@@ -97,25 +124,37 @@ class Journal:
             ) from error
 
     def sealed_before(self, step: int, saved: SavedStep) -> None:
-        """A step that another relay had sealed, until it is sealed again. Raises StoreFull."""
+        """Write a step that another relay had sealed.
+
+        The files stay until the step is sealed again.
+
+        Raises:
+            StoreFull: There is no room for the ticket.
+        """
         for member in saved.acked:
             self.acked(step, member)
         self.sealed(step, saved.ticket)
 
     def acked(self, step: int, member: ShardKey) -> None:
-        """What cannot be written is said in the log: after a kill that receiver is waited for once more."""
+        """Write that a receiver has acknowledged a step.
+
+        A failed write is only logged: after a kill that receiver is waited for once more.
+        """
         try:
             self._append(self._step(step, "acks"), f"{json.dumps(member)}\n".encode())
         except errors.StoreFull as error:
             log.warning("r3channel: %s", error)
 
     def done(self, step: int) -> None:
-        """Before its frames go: a recovery between the two finds samples too many, and none too few."""
+        """Delete a step's files, before the files of its frames.
+
+        A recovery between the two finds samples too many, and none too few.
+        """
         for kind in ("ticket", "acks"):
             self._step(step, kind).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Delete everything; idempotent."""
+        """Delete everything; may be called again."""
         shutil.rmtree(self.folder, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
@@ -137,19 +176,22 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class SavedTurn:
-    """A frame's file and what its note says. The frame's own hashes are still to be checked."""
+    """A frame's file and what its note says.
+
+    The frame's own hashes are not checked yet.
+    """
 
     turn: int
     path: Path = field(compare=False)
     head: bytes
-    """The frame's header: its hashes stand for the whole frame where two are compared."""
+    """The frame's header. Its hashes stand for the whole frame where two frames are compared."""
     tokens: int
     tokens_hash: int
     prefix_hash: int
     key: int | None
 
     def source(self) -> InHand:
-        """The frame's bytes, without the note."""
+        """Return the frame's bytes, without the note."""
         return InHand(memoryview(self.path.read_bytes())[: announced_bytes(self.head)])
 
 
@@ -161,16 +203,16 @@ class SavedStep:
 
 @dataclass(slots=True)
 class Remains:
-    """All that one relay left."""
+    """The contents of a folder that one relay left."""
 
     folder: Path
     samples: dict[str, list[SavedTurn]] = field(default_factory=dict)
-    """Their turns, in any order."""
+    """The turns of each sample, in any order."""
     steps: dict[int, SavedStep] = field(default_factory=dict)
     unclaimed: int = 0
     """Frames that came directly and whose replies never did: nobody knows their samples."""
     damaged: list[str] = field(default_factory=list)
-    """What could not be read, by name."""
+    """A line for each file that could not be read."""
 
 
 def read_remains(folder: Path) -> Remains:
@@ -190,7 +232,10 @@ def read_remains(folder: Path) -> Remains:
 
 
 def _read_frame(path: Path, remains: Remains) -> None:
-    """The header and the note: rows are read when the sample is handed over, one frame after the other."""
+    """Read a frame's header and note into `remains`.
+
+    The rows are read when the sample is handed over, one frame after the other.
+    """
     with open(path, "rb") as file:
         head = file.read(HEADER_BYTES)
         try:
@@ -221,9 +266,19 @@ def _read_frame(path: Path, remains: Remains) -> None:
 
 @contextmanager
 def dead_relays(root: Path, *, but: Path) -> Iterator[list[Remains]]:
-    """What the relays left whose folders lie in `root` and whose processes have ended, the oldest first.
+    """Yield what relays left whose processes have ended.
 
-    They are locked meanwhile. Raises `UsageError` when a relay that lives, or another recovery, holds all of them.
+    The folders are locked meanwhile.
+
+    Args:
+        root: The folder of all relays' folders.
+        but: The folder in `root` to leave out.
+
+    Yields:
+        What each dead relay left, the oldest first.
+
+    Raises:
+        UsageError: A relay that lives, or another recovery, holds all of the folders.
     """
     locks = dict[Path, int | None]()
     try:
@@ -242,7 +297,10 @@ def dead_relays(root: Path, *, but: Path) -> Iterator[list[Remains]]:
 
 
 def _lock(folder: Path) -> int | None:
-    """None where somebody has it. Raises FileNotFoundError where it is gone."""
+    """Return the folder's lock, or None where another process has it.
+
+    Raises FileNotFoundError where the folder is gone.
+    """
     file = os.open(folder / LOCK, os.O_RDWR)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -258,29 +316,37 @@ def _lock(folder: Path) -> int | None:
 
 @dataclass
 class Recovery:
-    """What a new relay took over."""
+    """The samples and steps that a new relay took over."""
 
     pending: list[str] = field(default_factory=list)
     """Samples that wait for a step, those of `steps` included."""
     steps: dict[int, Ticket] = field(default_factory=dict)
-    """Sealed and not delivered, with every sample here: to be sealed again, in this order."""
+    """Steps that were sealed and not delivered, and whose samples are all here: to be sealed again, in this order."""
     damaged: list[str] = field(default_factory=list)
-    """What was lost, by name."""
+    """A line for each file, sample or step that was lost."""
     unclaimed: int = 0
     """Frames that came directly and whose replies never did: nobody knows their samples."""
 
 
 Keep = Callable[[str, list[SavedTurn]], int]
-"""Takes a sample and its turns, in order -> its tokens."""
+"""Takes a sample's name and its turns, in order, and returns how many tokens it has."""
 
 
 def take_over(
     root: Path, *, but: Path, keep: Keep, keep_step: Callable[[int, SavedStep], None]
 ) -> tuple[Recovery, dict[int, set[ShardKey]]]:
-    """Give `keep` what dead relays left in `root`, the folder `but` aside; and delete it. What `keep_step` is given is written
-    elsewhere before that, so that a second kill forgets no acknowledgement.
+    """Take over what dead relays left in `root`, and delete it.
 
-    Returns the recovery, and for each step the receivers that had acknowledged it.
+    What `keep_step` is given is written elsewhere before anything is deleted, so that a second kill forgets no acknowledgement.
+
+    Args:
+        root: The folder of all relays' folders.
+        but: The folder in `root` to leave out.
+        keep: Takes each sample and its turns.
+        keep_step: Takes each step that is to be sealed again.
+
+    Returns:
+        The recovery, and for each step the receivers that had acknowledged it.
     """
     recovery, acked = Recovery(), dict[int, set[ShardKey]]()
     with dead_relays(root, but=but) as found:
@@ -306,13 +372,13 @@ def take_over(
 
 
 def _joined(found: list[Remains], recovery: Recovery) -> Iterator[tuple[str, list[SavedTurn]]]:
-    """Every sample with its turns in order; from a turn on that is not there, none."""
+    """Yield every sample with its turns, up to the first missing one."""
     samples: dict[str, dict[int, SavedTurn]] = {}
     for name, saved in (sample for remains in found for sample in remains.samples.items()):
         turns = samples.setdefault(name, {})
         if not turns:
             turns.update((turn.turn, turn) for turn in saved)
-        elif any(turns.get(turn.turn) != turn for turn in saved):  # equal ones: a recovery was killed
+        elif any(turns.get(turn.turn) != turn for turn in saved):  # equal turns: a recovery was killed
             recovery.damaged.append(f"sample {name} was left by two relays; the older is taken")
     for name, turns in samples.items():
         whole = [turns[number] for number in itertools.takewhile(turns.__contains__, itertools.count())]
@@ -323,13 +389,16 @@ def _joined(found: list[Remains], recovery: Recovery) -> Iterator[tuple[str, lis
 
 
 def _sort_in(step: int, saved: SavedStep, here: dict[str, int], recovery: Recovery) -> None:
-    """`here`: tokens of the samples that were handed over; a sample that has lost turns is lost to its step."""
+    """Add a step to the recovery if all its samples are here.
+
+    `here` has the tokens of the samples that were handed over. A sample that has lost turns is lost to its step.
+    """
     try:
         ticket = Ticket.from_bytes(saved.ticket)
     except errors.TicketMismatch as error:
         recovery.damaged.append(f"step {step}: {error}")
         return
-    known = [s for s in ticket.samples if s.invalid != ((0, s.tokens - 1),)]  # the rest was the live router's
+    known = [s for s in ticket.samples if s.invalid != ((0, s.tokens - 1),)]  # others were the live router's
     if names := [sample.sample_id for sample in known if here.get(sample.sample_id) != sample.tokens]:
         recovery.damaged.append(f"step {step}: its samples {names[:5]} are lost, {len(names)} in all")
     else:

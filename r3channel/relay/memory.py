@@ -1,8 +1,8 @@
-"""Memory for rows, up to a ceiling of live bytes. Knows nothing of what lies in it, and keeps nothing over the process's end.
+"""Memory for rows, up to a ceiling of live bytes. It knows nothing of what lies in it, and nothing outlives the process.
 
-Blocks are allocations of their own, so what is freed is reusable whatever its neighbours do, and none is refused while live
-bytes and its own fit the ceiling. Freed ones are kept for the next of their size: the first touch of fresh memory costs more
-than filling it, and given up where live bytes need the room.
+Blocks are allocations of their own. So freed memory is reusable whatever its neighbours do, and no block is refused while live
+bytes and its own fit the ceiling. Freed memory is kept for the next block of its size, because the first touch of fresh memory
+costs more than filling it. It is given up where live bytes need the room.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ import numpy as np
 from r3channel.errors import StoreFull, UsageError
 
 SMALL_BYTES = 1 << 17
-"""Below it the C library keeps freed memory itself."""
+"""Blocks below this size are not kept: the C library keeps their memory itself."""
 _Memory = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Memory of one frame, from `allocate` to `free`. Its view may not be used afterwards."""
+    """Memory of one frame, from `allocate` to `free`.
+
+    Its view may not be used afterwards.
+    """
 
     view: memoryview
-    """Exactly as many bytes as were asked for, at a multiple of 16."""
+    """Exactly as many bytes as were asked for, at an address that is a multiple of 16."""
     _store: Store
     _memory: _Memory | None
-    """To be used again; None once it is freed."""
+    """The allocation, which is used again; None once the block is freed."""
     _counted: int
 
     def free(self) -> None:
-        """Any thread; idempotent."""
+        """Free the memory. Any thread may call; a second call does nothing."""
         self._store._free(self)
 
 
@@ -46,22 +49,36 @@ class _Waiter:
 
 @dataclass(eq=False)
 class Store:
-    """OPEN -> CLOSED. Any thread. Its lock is a leaf: nothing else is taken or waited for under it."""
+    """Blocks up to a ceiling of live bytes. States: OPEN -> CLOSED.
+
+    Any thread may call. The store's lock is a leaf: under it nothing else is taken or waited for.
+    """
 
     ceiling_bytes: int
     live_bytes: int = 0
     _blocks: int = 0
     _idle: dict[int, list[tuple[float, _Memory]]] = field(default_factory=dict)
-    """Freed memory by its size, with the time since when; the longest idle first. There are eight sizes of each magnitude."""
+    """Freed memory by its size, each with the time when it was freed, the longest idle first. Sizes have eight steps for each
+    power of two."""
     _idle_bytes: int = 0
     _closed: bool = False
     _waiting: deque[_Waiter] = field(default_factory=deque)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def allocate(self, nbytes: int, *, beside: int = 0, timeout_s: float = 0.0, what: str = "") -> Block:
-        """Memory of any content. Waits for room in the order of arrival; what is granted is taken at once.
+        """Allocate memory of any content, after waiting for room.
 
-        `beside`: bytes that its owner keeps elsewhere as long as the block, counted with it. Raises StoreFull after `timeout_s`.
+        Who waits gets room in the order of arrival, and takes it at once.
+
+        Args:
+            nbytes: Bytes of the block.
+            beside: Bytes that the owner keeps elsewhere as long as the block. They are counted with it.
+            timeout_s: Seconds to wait for room.
+            what: Whose memory it is, for the error.
+
+        Raises:
+            StoreFull: There was no room in time.
+            UsageError: The store is closed.
         """
         counted, size = nbytes + beside, _rounded(nbytes)
         with self._changed:
@@ -76,14 +93,17 @@ class Store:
             raise
 
     def trim(self, *, idle_s: float) -> None:
-        """Give memory back to the system that nobody took for so long."""
+        """Release memory to the system that was idle for `idle_s` seconds."""
         limit_s = time.monotonic() - idle_s
         with self._changed:
             while self._idle and self._idle[self._oldest()][0][0] <= limit_s:
                 self._take_out(self._oldest(), 0)
 
     def close(self) -> None:
-        """End every wait; blocks stay memory until nobody has a view of them. Idempotent."""
+        """End every wait. The call may be repeated.
+
+        Blocks stay memory until nobody has a view of them.
+        """
         with self._changed:
             self._closed = True
             self._idle.clear()
@@ -91,25 +111,28 @@ class Store:
             self._changed.notify_all()
 
     def __len__(self) -> int:
-        """Blocks that are not freed."""
+        """Return how many blocks are not freed."""
         return self._blocks
 
     @property
     def held_bytes(self) -> int:
-        """Live bytes, and those that are kept for later use."""
+        """Return live bytes, and those that are kept for later use."""
         return self.live_bytes + self._idle_bytes
 
     # -- room ------------------------------------------------------------------------------------------------------
 
     def _take_room(self, nbytes: int, *, timeout_s: float, what: str) -> None:
-        """With the lock held, which is given up while it waits."""
+        """Count bytes as live, after waiting for room.
+
+        The caller holds the lock, which is released while it waits.
+        """
         if self._closed:
             raise UsageError("the store is closed")
         if not self._waiting and nbytes <= self.ceiling_bytes - self.live_bytes:
             self.live_bytes += nbytes
             self._blocks += 1
             return
-        if nbytes > self.ceiling_bytes:  # it would hold up all others for nothing
+        if nbytes > self.ceiling_bytes:  # it never fits, and would hold up all others
             timeout_s = 0.0
         deadline_s, mine = time.monotonic() + timeout_s, _Waiter(nbytes)
         self._waiting.append(mine)
@@ -118,7 +141,7 @@ class Store:
         if mine.granted:
             return
         self._waiting.remove(mine)
-        self._grant()  # whoever waited behind this one
+        self._grant()  # there may be room for whoever waited behind this one
         if self._closed:
             raise UsageError("the store is closed")
         raise StoreFull(
@@ -127,7 +150,10 @@ class Store:
         )
 
     def _grant(self) -> None:
-        """With the lock held: the first of those who wait goes first, however small the others are."""
+        """Give room to those who wait, in their order.
+
+        The first goes first, however small the others are. The caller holds the lock.
+        """
         while self._waiting and not self._closed:
             if self._waiting[0].nbytes > self.ceiling_bytes - self.live_bytes:
                 return
@@ -154,18 +180,24 @@ class Store:
             if len(memory) >= SMALL_BYTES and not self._closed:
                 self._idle.setdefault(len(memory), []).append((time.monotonic(), memory))
                 self._idle_bytes += len(memory)
-            self._give_back(block._counted)  # the lock may be taken twice
+            self._give_back(block._counted)  # takes the lock once more, which it allows
             self._make_way()
 
     def _used_before(self, size: int) -> _Memory | None:
-        """With the lock held: the memory of this size that was freed last."""
+        """Return the memory of this size that was freed last.
+
+        The caller holds the lock.
+        """
         if size in self._idle:
             return self._take_out(size, -1)
         self._make_way()
         return None
 
     def _make_way(self) -> None:
-        """With the lock held: what is live takes the place of what is only kept."""
+        """Drop idle memory where live bytes need its place.
+
+        The caller holds the lock.
+        """
         while self._idle and self.held_bytes > self.ceiling_bytes:
             self._take_out(self._oldest(), 0)
 
@@ -181,7 +213,9 @@ class Store:
 
 
 def _rounded(nbytes: int) -> int:
-    """Up to an eighth more, so that memory fits the next frame of nearly the same size.
+    """Return the size rounded up, by an eighth at most.
+
+    So memory fits the next frame of nearly the same size.
 
     >>> [_rounded(n) for n in (1000, 200_000, 1_000_000)]
     [1000, 212992, 1048576]

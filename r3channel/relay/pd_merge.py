@@ -1,4 +1,4 @@
-"""Rows of one request that two engines hold between them (prefill/decode disaggregation), put together. Pure functions."""
+"""Merges the rows of one request that two engines hold (prefill/decode disaggregation). Pure functions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,21 @@ from r3channel.wire.routing import SampleRouting, columns_of, spans_of
 
 
 def merge(prefill: SampleRouting, decode: SampleRouting) -> SampleRouting:
-    """One sample from the rows of a prefill engine and those of a decode engine.
+    """Merge the rows of a prefill engine and of a decode engine.
 
-    The decode engine knows all tokens but never made the prompt's rows, so they are invalid there; each is taken from the
-    prefill engine when that has it. A row that both have is the decode engine's (it is the KV that generation went on
-    with). Rows that neither has stay invalid, for the caller's policy to name.
+    The decode engine knows all tokens but never made the prompt's rows, so they are invalid there. Each such row is taken from
+    the prefill engine if that has it. A row that both have is the decode engine's: it is the KV that generation went on with.
+    Rows that neither has stay invalid, for the caller's policy to name.
+
+    Args:
+        prefill: The prefill engine's rows: a beginning of the same sample.
+        decode: The decode engine's rows.
+
+    Returns:
+        One sample with the rows of both.
+
+    Raises:
+        RoutingError: The two do not have the same routing spec, or the prefill engine's rows are no beginning of the other's.
     """
     if prefill.spec != decode.spec:
         raise RoutingError(f"sample {decode.sample_id}: the two engines serve models with different routing")
@@ -46,10 +56,23 @@ def merge(prefill: SampleRouting, decode: SampleRouting) -> SampleRouting:
 def merged_frame(
     prefill: Mapping[str, Any], decode: Mapping[str, Any], *, spec: RoutingSpec, sample_id: str = "?"
 ) -> bytes:
-    """One frame, for `Relay.add_frame`, from the replies (parsed JSON) that both engines gave to one request.
+    """Make one frame of both engines' replies to one request.
 
-    Every row is held against its own engine's digest first. Both frames must be in the replies: direct delivery sends them to
-    the relay, and neither is whole. Raises what `parse_frame`, `Frame.verify` and `merge` raise, and RoutingMissing.
+    Every row is checked against its own engine's digest first. Both frames must be in the replies. With direct delivery they go
+    to the relay instead, and neither is whole.
+
+    Args:
+        prefill: The prefill engine's reply, parsed JSON.
+        decode: The decode engine's reply, parsed JSON.
+        spec: The model's routing spec.
+        sample_id: The sample's name, which errors use.
+
+    Returns:
+        The frame's bytes, for `Relay.add_frame`.
+
+    Raises:
+        RoutingMissing: A reply has no frame.
+        RoutingError: What `parse_frame`, `Frame.verify` and `merge` raise.
     """
     halves = list[SampleRouting]()
     for reply, engine in ((prefill, "prefill"), (decode, "decode")):

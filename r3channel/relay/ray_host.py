@@ -1,8 +1,8 @@
-"""The relay behind Ray: calls between its process and others. The place of this room that imports ray.
+"""The relay behind Ray: calls between its process and others. Only this module of the relay imports ray.
 
-`RelayHost` is what an actor class holds (or inherits) beside its own methods, and `RayRelay` is how a trainer calls it. The actor
-needs `max_concurrency` above 1, because receivers say hello while `generate` is running; with NCCL it needs `num_gpus=1`, for a
-device and a CUDA context of its own, never an engine's. Ray carries hellos and small records.
+An actor class holds (or inherits) a `RelayHost` beside its own methods, and a trainer calls it with a `RayRelay`. The actor needs
+`max_concurrency` above 1, because receivers say hello while `generate` is running. With NCCL it needs `num_gpus=1`, for a device
+and a CUDA context of its own, never an engine's. Ray carries hellos and small records.
 """
 
 from __future__ import annotations
@@ -20,12 +20,23 @@ _CONTROL_CALLS = frozenset({"hello", "list_page", "status"})
 
 
 class RelayHost:
-    """Gives an actor class the control channel: `class RolloutManager(RelayHost): ...`, then set `self.relay`."""
+    """Gives an actor class the control channel.
+
+    Write `class RolloutManager(RelayHost): ...`, then set `self.relay`.
+    """
 
     relay: Relay
 
     def r3channel_control(self, call: str, arguments: dict[str, Any]) -> Any:
-        """One call of a receiver, or of whoever asks how it goes."""
+        """Call the relay for a receiver, or for whoever asks its state.
+
+        Args:
+            call: `hello`, `list_page`, `status` or `record`.
+            arguments: The call's arguments. `record` takes those of a `Recorder`; without any it ends the recording.
+
+        Raises:
+            UsageError: There is no such call.
+        """
         if call in _CONTROL_CALLS:
             return getattr(self.relay, call)(**arguments)
         if call == "record":
@@ -34,26 +45,44 @@ class RelayHost:
 
 
 class RayRelay:
-    """The calls of a relay that lives in an actor: a trainer's `trainer.relay_connection.Control`, and its state."""
+    """The calls of a relay that lives in an actor.
+
+    They are a trainer's `trainer.relay_connection.Control`, and the relay's state.
+    """
 
     def __init__(self, actor: Any, *, timeout_s: float = 60.0) -> None:
-        """`actor` is the handle of a `RelayHost`; `timeout_s` bounds each call."""
+        """Take the handle of a `RelayHost`.
+
+        Args:
+            actor: The handle of an actor that is a `RelayHost`.
+            timeout_s: Seconds that each call may take.
+        """
         self._actor, self._timeout_s = actor, timeout_s
 
     def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
         return self._ask("hello", dp=dp, pp=pp, cp=cp)
 
     def list_page(self, process: str, target: str) -> None:
-        """See `Relay.list_page`."""
+        """List a process's page, as `Relay.list_page` does."""
         self._ask("list_page", process=process, target=target)
 
     def status(self) -> dict[str, Any]:
-        """See `Relay.status`."""
+        """Return the relay's status, as `Relay.status` does."""
         return self._ask("status")
 
     @classmethod
     def named(cls, name: str, *, address: str) -> RayRelay:
-        """The relay of that name in a running Ray, in any namespace. Raises TransportError without a Ray or such a relay."""
+        """Find a relay by its name in a running Ray.
+
+        All namespaces are searched.
+
+        Args:
+            name: The actor's name.
+            address: The Ray's address.
+
+        Raises:
+            TransportError: No Ray answers at the address, or not exactly one actor has the name.
+        """
         import ray
         from ray.util import list_named_actors
 
@@ -73,12 +102,19 @@ class RayRelay:
         return cls(ray.get_actor(name, namespace=spaces[0]))
 
     def record(self, values: dict[str, Any]) -> None:
-        """Begin a recording with what `Recorder` is made of, as plain values; with none, end it."""
+        """Start a recording, or end it.
+
+        Args:
+            values: The arguments of `Recorder`, as plain values; with none the recording ends.
+        """
         self._ask("record", **values)
 
     def _ask(self, call: str, **arguments: Any) -> Any:
-        """Raises the relay's own typed error, `DeadlineExceeded` when there is no answer in time, `TransportError` while Ray
-        starts the actor again, `BackgroundFailed` once it is gone for good."""
+        """Call the relay's actor and return its answer.
+
+        Raises the relay's own typed error, `DeadlineExceeded` when there is no answer in time, `TransportError` while Ray starts
+        the actor again, and `BackgroundFailed` once the actor is gone for good.
+        """
         import ray
         from ray import exceptions
 

@@ -1,4 +1,4 @@
-"""The relay: verified rows in, a sealed step out, each receiver's own rows sent in the background.
+"""The relay: takes verified rows in, seals steps, and sends each receiver its own rows in the background.
 
     relay = Relay(spec, layout, config)
     relay.serve(token_file=...)                    # only for engines that deliver directly
@@ -6,10 +6,10 @@
     ticket = relay.seal(step, assignment)          # returns before a byte is sent
     relay.join_previous(timeout_s=...)             # the next rollout, before it seals again
 
-One process runs it beside (or as part of) the rollout manager; receivers learn by `hello` where they connect. It keeps a step's
-rows until every receiver has acknowledged them. `Relay` has the public calls, and owns what they are made of: `Intake` (bytes ->
-table), `Samples` (the table), `Steps` (table -> tickets, acknowledgements), `RowServer` (tickets -> receivers). README.md beside
-it has the locks, DESIGN.md the way of a request.
+One process runs the relay beside (or as part of) the rollout manager. Receivers ask `hello` where they connect. The relay keeps
+a step's rows until every receiver has acknowledged them. `Relay` has the public calls and owns four parts: `Intake` (bytes ->
+table), `Samples` (the table), `Steps` (table -> tickets, acknowledgements) and `RowServer` (tickets -> receivers). README.md
+beside this file describes the locks, DESIGN.md the way of a request.
 """
 
 from __future__ import annotations
@@ -50,11 +50,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MOST_BODY_BYTES = 1 << 30
-"""Bytes of one parcel at most; engines close theirs at 8 MiB and one frame."""
+"""Largest parcel in bytes. Engines close a parcel at 8 MiB and one frame."""
 
 
 class Relay:
-    """OPEN -> CLOSED. Public methods are thread safe; an error of a background thread is raised by the next call."""
+    """The rollout manager's side of the channel: frames in, exact shards out.
+
+    States: OPEN -> CLOSED. Any thread may call the public methods. An error of a background thread is raised by the next call.
+    """
 
     def __init__(
         self, spec: RoutingSpec, layout: TrainerLayout, config: ChannelConfig | None = None, *,
@@ -62,7 +65,8 @@ class Relay:
     ) -> None:  # fmt: skip
         config = errors.expected(config or ChannelConfig(), ChannelConfig)
         config = replace(config, interface=local_address(config.interface, others=False))
-        # In no thread: a fork would inherit numba's lock, and a process that ends while LLVM works is aborted.
+        # Compile here and not in a background thread: a fork would inherit numba's lock, and a process that ends while LLVM
+        # works is aborted.
         warm(errors.expected(spec, RoutingSpec))
         self.spec, self.layout, self.config = spec, errors.expected(layout, TrainerLayout), config
         if recorder is not None:
@@ -88,13 +92,25 @@ class Relay:
     def recover(
         cls, spec: RoutingSpec, layout: TrainerLayout, config: ChannelConfig, **options: Any
     ) -> tuple[Relay, Recovery]:
-        """A relay, made with the constructor's options, that holds what those before it left in `config.journal` when they were
-        killed.
+        """Make a relay that takes over what killed relays left in `config.journal`.
 
-        Every row is verified as if it came from an engine. Sealed steps are to be sealed again, by the same number and with
-        the assignment that the recovery names, or all at once by `resume`, with their tickets of before. Receivers that had
-        acknowledged are not waited for again; one that never learned of it may come again until the next step is sealed. What
-        was read is deleted. Raises `UsageError` where the only stores there belong to relays that live.
+        Every row is verified as if it came from an engine. What was read is deleted.
+
+        Seal the recovered steps again: one by one, by the same number and with the assignment that the recovery names, or all at
+        once with `resume`, which uses their old tickets. Receivers that had acknowledged a step are not waited for again. A
+        receiver that never learned of its acknowledgement may come again until the next step is sealed.
+
+        Args:
+            spec: As of the constructor.
+            layout: As of the constructor.
+            config: As of the constructor, with `journal` set.
+            **options: The constructor's other options.
+
+        Returns:
+            The new relay, and what it took over.
+
+        Raises:
+            UsageError: `config.journal` is not set, or the only stores there belong to relays that live.
         """
         if not config.journal:
             raise errors.UsageError(
@@ -115,10 +131,16 @@ class Relay:
     # -- engines ---------------------------------------------------------------------------------------------------
 
     def serve(self, *, token_file: str | Path | None = None) -> str:
-        """Open the ingest for directly delivered frames and return its address, for R3CHANNEL_RELAY_URL.
+        """Open the ingest for directly delivered frames and return its address.
 
-        The token's file (`config.token_file` by default) is created, mode 0600, when it does not exist; engines read the
-        same one. Binds `config.interface` only.
+        Engines get the address as R3CHANNEL_RELAY_URL. The ingest binds `config.interface` only.
+
+        Args:
+            token_file: The token's file, `config.token_file` by default. The file is created, mode 0600, when it does not exist.
+                Engines read the same file.
+
+        Raises:
+            UsageError: The ingest is open already, or no token file is named.
         """
         self.samples.check_open()
         if self._door is not None:
@@ -136,14 +158,29 @@ class Relay:
         return self._door.url
 
     def expect_engines(self, engines: Iterable[str], *, timeout_s: float) -> None:
-        """Replies of these engines are refused (`PluginNotApplied`) unless each has said hello within `timeout_s` from now."""
+        """Refuse replies of these engines unless they say hello in time.
+
+        A reply of an engine that has not said hello then raises `PluginNotApplied`.
+
+        Args:
+            engines: The names or addresses by which `add` names the engines.
+            timeout_s: Seconds from now within which each engine must say hello.
+        """
         self.samples.engines.expect(engines, timeout_s=timeout_s)
 
     def check_engine(self, reply: Mapping[str, Any], *, engine: str, tokens: int) -> None:
-        """Judge an engine by the reply to a tiny request before the first rollout, best to `wire.hello.probe_body()`.
+        """Check an engine by its reply to a tiny request.
 
-        SGLang only logs a plug-in that fails; without this check the data would be found missing at the first step. Raises
-        PluginNotApplied, also for a hello that is refused.
+        Call it before the first rollout; the best request is `wire.hello.probe_body()`. SGLang only logs a plug-in that fails.
+        Without this check, the first step would find the data missing.
+
+        Args:
+            reply: The engine's decoded reply.
+            engine: The engine's name or address.
+            tokens: Number of tokens of the whole sequence, prompt and response.
+
+        Raises:
+            PluginNotApplied: The engine does not send usable frames, or its hello is refused.
         """
         self.intake.probe(reply, engine=engine, tokens=tokens)
 
@@ -156,17 +193,24 @@ class Relay:
     ) -> VerifiedRows | None:  # fmt: skip
         """Verify and keep the routing of one sample.
 
-        `reply` is the engine's decoded JSON, of any route; `tokens` the whole sequence (prompt and response). Raises a typed
-        `RoutingError` naming sample and engine and keeps nothing; the caller decides what happens to a bad sample.
-        None when the reply holds a frame reference: the frame comes directly, and `seal` waits for it and names it if it is lost.
-        None, too, for a reply without routing where `on_missing` is `live`.
+        Args:
+            sample_id: The sample's name, which errors use.
+            reply: The engine's decoded JSON, of any route.
+            tokens: The whole sequence, prompt and response.
+            engine: The engine that answered.
+            append: The reply is a later turn (or the rest of an interrupted request) of a sample that is here, made with
+                `routed_experts_start_len = rows_held`. `tokens` is the whole sequence again. Gaps, overlaps and changed tokens
+                are refused, and the rows that are held stay.
+            cut: `tokens` may end before what was generated, as where a limit or a stop string was applied afterwards. All rows
+                are verified, and the rows of the remaining tokens are kept. Not with direct delivery or token tensors.
 
-        `append`: a later turn (or the rest of an interrupted request) of a sample that is here, made with
-        `routed_experts_start_len = rows_held`. `tokens` is the whole sequence again; gaps, overlaps and changed tokens
-        are refused, and the rows that are held stay.
+        Returns:
+            The verified rows. None when the reply holds a frame reference: the frame comes directly, `seal` waits for it, and
+            names it if it is lost. None, too, for a reply without routing where `on_missing` is `live`.
 
-        `cut`: `tokens` may end before what was generated, as where a limit or a stop string was applied afterwards. The rows are
-        verified whole, and those of the tokens that are left are kept. Not with direct delivery or token tensors.
+        Raises:
+            RoutingError: A typed error that names sample and engine. Nothing is kept. The caller decides what happens to a bad
+                sample.
         """
 
         of = Arrival(sample_id, engine, append, cut)
@@ -177,15 +221,30 @@ class Relay:
         self, sample_id: str, body: bytes, tokens: Tokens | Callable[[Any], Tokens], *, engine: str = "?",
         append: bool = False, cut: bool = False,
     ) -> Any:  # fmt: skip
-        """As `add`, for the reply's body as it came; returns the parsed reply, its routing field emptied.
+        """Verify and keep one sample from the reply's body as it came.
 
-        The frame is decoded where it lies in the body, without the interpreter's lock, and only the rest is parsed: an eighth of
-        the CPU of `json.loads` and `add`. `tokens` may be a function of the parsed reply: of an event stream the last event with
-        a frame. Raises also `RoutingMissing` for a body that is no JSON object, and `UsageError` for one of several samples.
-        It may wait for room: in a coroutine, on a thread.
+        The frame is decoded where it lies in the body, without the interpreter's lock, and only the rest is parsed: this takes an
+        eighth of the CPU of `json.loads` and `add`. The call may wait for room; from a coroutine, call it on a thread.
 
             body, tokens = await response.read(), lambda reply: prompt + reply["output_ids"]
             reply = await asyncio.to_thread(relay.add_body, name, body, tokens, engine=url)
+
+        Args:
+            sample_id: As of `add`.
+            body: The bytes of the reply, or of an event stream.
+            tokens: The whole sequence, or a function that makes it from the parsed reply. The parsed reply of an event stream is
+                its last event with a frame.
+            engine: As of `add`.
+            append: As of `add`.
+            cut: As of `add`.
+
+        Returns:
+            The parsed reply, its routing field emptied.
+
+        Raises:
+            RoutingError: As of `add`.
+            RoutingMissing: The body is no JSON object.
+            UsageError: The body holds several samples.
         """
 
         return self.intake.take_body(Arrival(sample_id, engine, append, cut), body, tokens)
@@ -195,27 +254,28 @@ class Relay:
         self, sample_ids: Sequence[str], body: bytes, tokens: Callable[[str, Any], Tokens], *, engine: str = "?",
         append: bool = False, cut: bool = False,
     ) -> dict[str, Any]:  # fmt: skip
-        """Take in the body of a request with several prompts, or with n above 1: one sample for each reply, in their order.
+        """Take in a reply's body that holds several samples.
 
-        The bytes are gone through once. A sample that is refused costs no other one.
+        The request had several prompts, or `n` above 1. The body holds one reply for each sample, in the order of `sample_ids`.
+        The bytes are read once. A sample that is refused costs no other one.
 
             names, prompts = ["a0", "a1"], {"a0": first, "a1": second}
             taken = relay.add_bodies(names, body, lambda name, reply: prompts[name] + reply["output_ids"], engine=url)
 
         Args:
-            sample_ids: Their names.
-            body: As it came: a JSON list of replies, or an OpenAI reply with a choice for each.
-            tokens: Gives a sample's whole sequence by its name and its parsed reply.
-            engine: Who answered.
-            append: As of `add`, for each.
-            cut: As of `add`.
+            sample_ids: The samples' names.
+            body: The bytes as they came: a JSON list of replies, or an OpenAI reply with a choice for each sample.
+            tokens: Makes a sample's whole sequence from its name and its parsed reply.
+            engine: The engine that answered.
+            append: As of `add`, for each sample.
+            cut: As of `add`, for each sample.
 
         Returns:
-            By name the parsed reply, its routing field emptied, or the error (an `R3Error`) that it was refused with.
+            By name the parsed reply, its routing field emptied, or the error (an `R3Error`) that the sample was refused with.
 
         Raises:
             RoutingMissing: The body is no JSON.
-            UsageError: It has more or fewer replies than there are names.
+            UsageError: The body has more or fewer replies than there are names.
         """
 
         arrivals = [Arrival(name, engine, append, cut) for name in sample_ids]
@@ -225,7 +285,10 @@ class Relay:
     def add_frame(
         self, sample_id: str, data: bytes, tokens: Tokens, *, engine: str = "?", append: bool = False
     ) -> VerifiedRows | None:
-        """As `add`, for a frame that is already in hand (a recording, another transport, `pd_merge.merged_frame`)."""
+        """Verify and keep a frame that is in hand, as `add` does.
+
+        The frame may come from a recording, from another transport or from `pd_merge.merged_frame`.
+        """
 
         return self.intake.take(
             Arrival(sample_id, engine, append), lambda: Brought(InHand(data), None, tokens)
@@ -233,31 +296,51 @@ class Relay:
 
     @typed
     def add_live(self, sample_id: str, tokens: Tokens, *, append: bool = False) -> None:
-        """Leave a sample's rows to the live router, whatever `on_missing` says; with `append` those of its further tokens."""
+        """Leave a sample's rows to the live router, whatever `on_missing` says.
+
+        Args:
+            sample_id: The sample's name.
+            tokens: The whole sequence, prompt and response.
+            append: The sample is here; leave only the rows of its further tokens to the live router.
+        """
 
         self.intake.take(Arrival(sample_id, append=append), lambda: Brought(None, None, tokens))
 
     @typed
     def rows_held(self, sample_id: str, tokens: Tokens | None = None) -> int:
-        """Rows of a sample that are here or on their way: `routed_experts_start_len` of its next turn.
+        """Return how many rows of a sample are here or coming.
 
-        `tokens`, which that turn begins with: 0 where a turn of them could not add to these rows, or better brings all: they are
-        of other tokens, in a step, refused, or partly the live router's.
+        The number is `routed_experts_start_len` of the sample's next turn.
+
+        Args:
+            sample_id: The sample's name.
+            tokens: The tokens that the next turn begins with. The result is then 0 where a turn of these tokens could not add to
+                the rows that are held, or had better bring all rows: the held rows are of other tokens, in a step, refused, or
+                partly the live router's.
         """
 
         return self.samples.rows_held(sample_id, tokens)
 
     @typed
     def asks(self, sample_id: str) -> dict[str, Any]:
-        """Fields of a sample's next request: SGLang is to return routing, of a later turn only the rows that are not here."""
+        """Return the fields to put into a sample's next request.
+
+        The fields ask SGLang to return routing; for a later turn, to return only the rows that are not here.
+        """
 
         held = self.rows_held(sample_id)
         return {"return_routed_experts": True} | ({"routed_experts_start_len": held} if held else {})
 
     @typed
     def discard(self, sample_ids: Iterable[str]) -> int:
-        """Drop samples that no assignment will name (filtered, over-sampled, aborted, evaluation); unknown ids and samples of a
-        sealed step are ignored."""
+        """Drop samples that no assignment will name.
+
+        Such samples were filtered, over-sampled, aborted or made for evaluation. Unknown ids and samples of a sealed step are
+        ignored.
+
+        Returns:
+            How many samples were dropped.
+        """
 
         return self.samples.drop(sample_ids, outcome="discarded")
 
@@ -265,32 +348,55 @@ class Relay:
 
     @typed
     def seal(self, step: int, assignment: Assignment) -> Ticket:
-        """Take the assigned samples into a step, hand it to the background and return its ticket; no byte is sent before that.
+        """Take the assigned samples into a step and return its ticket.
 
-        Waits up to `frame_timeout_s` for directly delivered frames whose references came. Raises `FrameMissing` naming those
-        that did not, `SampleUnknown` for an assigned sample that was never added, `StepError` for a step that is not newer (one
-        that was abandoned may be sealed again), `ConfigError` for an assignment that the layout cannot cut. The error carries
-        all the samples that it is about; then nothing is taken.
+        The call waits up to `frame_timeout_s` for directly delivered frames whose references came. It then hands the step to the
+        background and returns before a byte is sent. An error carries all the samples that it is about; after an error, nothing
+        is taken.
+
+        Args:
+            step: The step's number, higher than all before. A step that was abandoned may be sealed again.
+            assignment: The samples of each rank and micro-batch.
+
+        Raises:
+            FrameMissing: Frames did not come in time; the error names them.
+            SampleUnknown: An assigned sample was never added.
+            StepError: The step is not newer than those before, or `max_live` allows fewer rows for the live router.
+            ConfigError: The layout cannot cut the assignment.
         """
         return self.steps.seal(step, assignment)
 
     def resume(self, found: Recovery) -> None:
-        """Seal the steps of a recovery by the very tickets that their receivers have: who waits for rows connects again and gets
-        them. Raises as `seal`. Rows that are not those of a ticket are refused as any: before they are sent, and by receivers."""
+        """Seal the steps of a recovery with the tickets that receivers have.
+
+        A receiver that waits for rows connects again and gets them. Rows that do not match the ticket are refused like any
+        others: before they are sent, and by receivers. Raises as `seal`.
+        """
         self.steps.resume(found)
 
     @typed
     def abandon(self, step: int) -> int:
-        """Give a sealed step up: receivers that ask for it are told, and its samples wait for a step again (or for `discard`).
+        """Give up a sealed step and take its samples back.
 
-        It may be sealed again under its number. Returns how many samples came back; 0 for a step that is unknown or delivered.
+        Receivers that ask for the step are told. Its samples wait for a step again, or for `discard`. The step may be sealed
+        again under its number.
+
+        Returns:
+            How many samples came back; 0 for a step that is unknown or delivered.
         """
         return self.steps.abandon(step)
 
     def record(self, recorder: Recorder | None) -> None:
-        """Record the steps that are prepared from now on; None ends it. Token ids are those of samples that come from now on.
+        """Record the steps that are prepared from now on.
 
-        Raises RecordingInvalid where another recording lies in the folder, ConfigError where nothing can be written.
+        Token ids are recorded only of samples that come from now on.
+
+        Args:
+            recorder: The recorder that writes the steps; None ends the recording.
+
+        Raises:
+            RecordingInvalid: Another recording lies in the folder.
+            ConfigError: Nothing can be written there.
         """
         self.samples.check_open()
         if recorder is not None:
@@ -298,13 +404,28 @@ class Relay:
         self.samples.recorder = recorder
 
     def undelivered(self, *, wait_s: float) -> dict[int, tuple[ShardKey, ...]]:
-        """Step -> receivers that have not acknowledged it, after `wait_s`; early, and empty, when all have."""
+        """Return the receivers that have not acknowledged each sealed step.
+
+        Args:
+            wait_s: Seconds to wait for acknowledgements. The call returns early, and empty, when all have come.
+
+        Returns:
+            Step -> its missing receivers (dp, pp, cp). Steps that all receivers have acknowledged are left out.
+        """
         steps = self.steps.undelivered(wait_s=wait_s)
         self.samples.check_open()
         return steps
 
     def join_previous(self, *, timeout_s: float | None = None) -> None:
-        """Wait until every sealed step is delivered. The error names the steps and carries the receivers that are missing."""
+        """Wait until every sealed step is delivered.
+
+        Args:
+            timeout_s: Seconds to wait, `config.step_timeout_s` by default.
+
+        Raises:
+            DeadlineExceeded: A step was not delivered in time. The error names the steps and carries the receivers that are
+                missing.
+        """
         limit = self.config.step_timeout_s if timeout_s is None else timeout_s
         with self.clock.span("wait_join"):
             steps = self.undelivered(wait_s=limit)
@@ -319,16 +440,25 @@ class Relay:
     # -- the rest --------------------------------------------------------------------------------------------------
 
     def hello(self, *, dp: int, pp: int, cp: int = 0) -> dict[str, Any]:
-        """Where a receiver connects, {host, port, token, run}."""
+        """Return where a receiver connects: host, port, token and run.
+
+        Raises:
+            TicketMismatch: The layout has no such receiver.
+        """
         self.samples.check_open()
         return self.row_server.hello((dp, pp, cp))
 
     def list_page(self, process: str, target: str) -> None:
-        """List a process's /metrics, host:port, at the /targets of this relay's page; an empty one takes it off."""
+        """List a process's /metrics at the /targets of this relay's page.
+
+        Args:
+            process: The process's name.
+            target: Its page's host:port. An empty target takes the process off the list.
+        """
         self.metrics.others[process] = target
 
     def status(self) -> dict[str, Any]:
-        """Where every sample of every step is."""
+        """Return where every sample of every step is."""
         samples = self.samples
         with samples.changed:
             found = {"run": self.run, **samples.status(), "steps": self.steps.status()}
@@ -342,8 +472,16 @@ class Relay:
         errors.close_after(error, self.close)
 
     def close(self, *, timeout_s: float = 10.0) -> None:
-        """Stop the background and delete the store. Raises `StepError` naming undelivered steps and their samples; idempotent.
-        Samples that no step took are named in the log."""
+        """Stop the background and delete the store; may be called again.
+
+        The log names samples that no step took.
+
+        Args:
+            timeout_s: Seconds to wait for each thread.
+
+        Raises:
+            StepError: Steps are undelivered, or threads still run. The error names the steps and their samples.
+        """
         samples = self.samples
         with samples.changed:
             if samples.closed:
@@ -387,12 +525,14 @@ class Relay:
         watch("r3channel_connection", lambda: rows.connection)
 
     def _lost_steps(self) -> float:
-        """LookupError where nothing is recorded: then the gauge is absent."""
+        """Return how many steps the recorder has lost.
+
+        The LookupError, where nothing is recorded, leaves the gauge out.
+        """
         if (recorder := self.samples.recorder) is None:
             raise LookupError("nothing is recorded")
         return recorder.lost
 
 
 def _listed(missing: Mapping[int, Sequence[ShardKey]]) -> dict[int, list[ShardKey]]:
-    """As it is read in messages."""
     return {step: list(keys) for step, keys in missing.items()}

@@ -1,7 +1,8 @@
-"""An engine's reply as it came: the frame is read out of its base64 where it lies, and only the small rest is parsed as JSON.
+"""Reads an engine's reply as it came: decodes the frame from its base64 where it lies, and parses only the small rest as JSON.
 
-A frame is 512 bytes of base64 per token of Qwen3-30B-A3B. Parsing it as a JSON string and decoding it by the standard library
-costs 1.8 us per token, the interpreter's lock held; pybase64 (extra `fast`) decodes it where it lies in 0.02, without the lock.
+A frame is 512 bytes of base64 per token of Qwen3-30B-A3B. To parse it as a JSON string and decode it with the standard library
+costs 1.8 us per token, with the interpreter's lock held. pybase64 (extra `fast`) decodes it where it lies in 0.02 us, without the
+lock.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from r3channel.wire.source import Source
 
 ROUTING_FIELD = "routed_experts"
 _SLICE_CHARACTERS = 256 << 10
-"""Decoded at a time: within a level-2 cache, and the fastest of 16 kB to 16 MB (measured). A multiple of 4."""
+"""Characters decoded at a time, a multiple of 4: they fit a level-2 cache, and were the fastest of 16 kB to 16 MB (measured)."""
 _HEAD_CHARACTERS = -(-HEADER_BYTES // 3) * 4
 _KEY = b'"routed_experts"'
 _OPENING = re.compile(rb'[ \t\r\n]*:[ \t\r\n]*"')
 _STREAM = re.compile(rb"\s*(?:data|event|id|retry)?:")
-"""How an event stream begins, and no JSON does."""
+"""The beginning of an event stream; no JSON begins so."""
 _AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 _LONG = b"0" * 19
-"""As many digits as the smallest integer has that does not fit 64 bits."""
+"""19 digits: the fewest of an integer that does not fit 64 bits."""
 
 try:
     from orjson import loads as _fast_loads
@@ -42,20 +43,25 @@ except ImportError:
 
 
 def decode_base64(text: str | bytes | memoryview) -> bytes:
-    """Strict: any byte outside the alphabet, and wrong padding, is a `ValueError`."""
+    """Decode base64 strictly.
+
+    Raises:
+        ValueError: A byte is outside the alphabet, or the padding is wrong.
+    """
     if _fast_b64decode is not None:
         return _fast_b64decode(text, validate=True)
     return base64.b64decode(text, validate=True)
 
 
 class NotBase64(ValueError):
-    """What was read in base64 is none."""
+    """A text that was read as base64 is not base64."""
 
 
 class Base64Text(Source):
-    """The bytes that a text in base64 stands for, decoded slice by slice: no memory of the whole one's size is taken.
+    """The bytes of a base64 text, decoded slice by slice.
 
-    Raises NotBase64, as `decode_base64` a ValueError; when it is built, or where a slice is none.
+    No memory of the whole text's size is taken. The constructor, and a read of a bad slice, raise NotBase64, a ValueError as of
+    `decode_base64`.
 
     >>> source = Base64Text("AQIDBA==")
     >>> source.left, bytes(source.take(3)), bytes(source.take(1))
@@ -93,51 +99,67 @@ class Base64Text(Source):
 
 
 def last_event(body: bytes, *, sample_id: str, engine: str) -> bytes:
-    """Return the data of an event stream's last event with a frame, or the body if it is no stream.
+    """Return the data of an event stream's last event with a frame.
 
-    Without a frame in any event: the last one's, which may be an error. Raises UsageError where the events are of several
-    choices, and ValueError for one that is no JSON.
+    A body that is no stream is returned whole. Without a frame in any event, the result is the last event's data, which may be an
+    error.
+
+    Raises:
+        UsageError: The events are of several choices.
+        ValueError: An event is no JSON.
     """
     if not _STREAM.match(body):
         return body
     lines = [line for line in body.splitlines() if line.startswith(b"data:") and not line.endswith(b"[DONE]")]
     for reply in (parsed(line[5:]) for line in lines if b'"index"' in line):
         indices = [each.get("index") for each in (reply, *_choices_of(reply)) if isinstance(each, Mapping)]
-        if any(indices):  # a stream of an OpenAI route has one frame, of any choice
+        if any(indices):  # an OpenAI route's stream has one frame, which may be any choice's
             raise _several("events of several choices", sample_id, engine)
-    # An event of usage may follow the frame's. A field that is no text is chosen above none, and then named.
+    # An event of usage may follow the frame's. An event whose field is no text goes before one without the field, so that the
+    # error names the field.
     return max(reversed(lines), key=lambda line: (_value_at(line) > 0, _KEY in line), default=b"")[5:]
 
 
 def split_reply(body: bytes) -> tuple[Any, memoryview | None]:
-    """(what `json.loads(body)` gives, with the routing field emptied; the characters that it held).
-
-    Where the field's place is not certain the whole body is parsed, and the characters are None. Raises ValueError as
-    `json.loads` does, also for a body that is nested too deeply for it.
+    """Parse a reply, and cut out the text of its routing field.
 
     >>> reply, text = split_reply(b'{"meta_info": {"id": "a", "routed_experts": "AQI="}}')
     >>> reply, bytes(text)
     ({'meta_info': {'id': 'a', 'routed_experts': ''}}, b'AQI=')
+
+    Returns:
+        What `json.loads(body)` gives, with the routing field emptied, and the characters that the field held. Where the field's
+        place is not certain the whole body is parsed, and the characters are None.
+
+    Raises:
+        ValueError: As of `json.loads`, also for a body that is nested too deeply for it.
     """
     (reply, text), *_ = _split(body, 1, lambda reply: [reply])
     return reply, text
 
 
 def split_replies(body: bytes) -> list[tuple[Any, memoryview | None]]:
-    """Split the body of a reply of several samples, in one pass over its bytes: for each what `split_reply` gives.
+    """Split the body of a reply of several samples in one pass.
 
     >>> [reply["meta_info"]["id"] for reply, _ in split_replies(b'[{"meta_info": {"id": "a"}}, {"meta_info": {"id": "b"}}]')]
     ['a', 'b']
 
+    Returns:
+        For each sample what `split_reply` gives.
+
     Raises:
-        ValueError: As `json.loads`.
+        ValueError: As of `json.loads`.
     """
     return _split(body, len(body), samples_of)
 
 
 def samples_of(replies: Any) -> list[Any]:
-    """Return a list's items, or an OpenAI reply for each of its choices, without what is said once: whose rows those are is
-    not told (`sglext` has the first one's)."""
+    """Return one reply for each sample of a parsed body.
+
+    A list has one reply for each sample. An OpenAI reply becomes one reply for each of its choices. Fields that a reply of
+    several choices has once (`sglext`, `meta_info`) are left out: nothing says whose rows they hold (`sglext` has the first
+    choice's).
+    """
     if isinstance(replies, list):
         return replies
     if not (choices := _choices_of(replies)):
@@ -154,7 +176,7 @@ def _split(
     with suppress(ValueError):
         while len(texts) < most and (begin := _value_at(body, at)):
             text, end = _text_at(body, begin)
-            # Nobody else can have written a mark: the field that holds it is the one that was cut out.
+            # The mark is random, so the body cannot contain it: the field that holds it is the one that was cut out.
             mark = secrets.token_hex(16)
             texts[mark] = text
             parts += [body[at:begin], mark.encode()]
@@ -172,10 +194,12 @@ def _split(
 
 
 def _holder_of(reply: Any) -> Any:
-    """Return what holds a reply's field, read in SGLang 0.5.15.post1 and 0.5.23; `meta_info` or nothing where none does.
+    """Return the object that holds a reply's routing field.
 
-    `/generate` has it in `meta_info`. OpenAI's routes have it in `sglext`, with `return_meta_info` in the choice's `meta_info`
-    (the older release in both). The frames of several choices are nobody's: `sglext` has the first one's.
+    Where no object holds it the result is `meta_info` or empty. The places were read in SGLang 0.5.15.post1 and 0.5.23.
+    `/generate` has the field in `meta_info`. OpenAI's routes have it in `sglext`, and with `return_meta_info` in the choice's
+    `meta_info` (the older release in both). A reply of several choices has no holder, because `sglext` has the first choice's
+    frame only.
     """
     if not isinstance(reply, Mapping) or len(choices := _choices_of(reply)) > 1:
         return {}
@@ -197,8 +221,10 @@ def _several(what: str, sample_id: str, engine: str) -> UsageError:
 
 
 def _text_at(body: bytes, begin: int) -> tuple[memoryview, int]:
-    """(the field's characters, where the quote behind them is). A frame says itself where it ends, which saves a look at every
-    byte. Raises ValueError where no text ends."""
+    """Return the field's characters, and where the quote behind them is.
+
+    A frame says itself where it ends, so most bytes need no look. Raises ValueError where no text ends.
+    """
     with suppress(ValueError):
         size = announced_bytes(decode_base64(memoryview(body)[begin : begin + _HEAD_CHARACTERS]))
         end = begin + -(-size // 3) * 4
@@ -207,14 +233,16 @@ def _text_at(body: bytes, begin: int) -> tuple[memoryview, int]:
     end = body.index(b'"', begin)
     if body.find(b"\\", begin, end) < 0:
         return memoryview(body)[begin:end], end
-    return memoryview(parsed(body[begin - 1 : end + 1]).encode()), end  # characters that JSON escapes
+    return memoryview(parsed(body[begin - 1 : end + 1]).encode()), end  # the text has escaped characters
 
 
 def routing_text(reply: Any, *, sample_id: str, engine: str) -> str:
-    """Return the text of a reply's field.
+    """Return the text of a reply's routing field.
 
-    Raises RoutingMissing where nothing is, with the engine's own words where its reply is an error; FrameError for a field at
-    another place, and UsageError for a reply of several samples.
+    Raises:
+        RoutingMissing: There is no such field. If the reply is an error, the message has the engine's own words.
+        FrameError: The field is at another place.
+        UsageError: The reply is of several samples.
     """
     if isinstance(reply, list) or len(_choices_of(reply)) > 1:
         raise _several("a list of replies or choices", sample_id, engine)
@@ -238,9 +266,12 @@ def routing_text(reply: Any, *, sample_id: str, engine: str) -> str:
 
 
 def _place_of(reply: Any) -> str:
-    """Return the path of a field that holds something, wherever it is; nothing where there is none."""
+    """Return the path of a routing field that holds something, anywhere.
+
+    The result is empty where there is none.
+    """
     todo = [("", reply)]
-    for path, value in todo:  # it grows: a call for each level could nest too deeply
+    for path, value in todo:  # the list grows; a recursive call for each level could nest too deeply
         if isinstance(value, Mapping) and value.get(ROUTING_FIELD):
             return f"{path}.{ROUTING_FIELD}".lstrip(".")
         inner = value.items() if isinstance(value, Mapping) else enumerate(value)
@@ -249,9 +280,13 @@ def _place_of(reply: Any) -> str:
 
 
 def frame_bytes_of(reply: Any, *, sample_id: str, engine: str) -> bytes:
-    """The bytes of a reply's field: a frame, a frame reference, or an engine's hello and a frame.
+    """Return the bytes of a reply's routing field.
 
-    Raises RoutingMissing, or FrameCorrupt.
+    The bytes are a frame, a frame reference, or an engine's hello and a frame.
+
+    Raises:
+        RoutingMissing: As of `routing_text`.
+        FrameCorrupt: The field is not base64.
     """
     try:
         return decode_base64(routing_text(reply, sample_id=sample_id, engine=engine))
@@ -268,7 +303,10 @@ def no_base64(error: ValueError, sample_id: str, engine: str) -> FrameCorrupt:
 
 
 def key_of(reply: Any) -> int | None:
-    """The key that a frame for this reply's request carries; None when the reply does not name its request."""
+    """Return the key that a frame for this reply's request carries.
+
+    The result is None when the reply does not name its request.
+    """
     request_id = _holder_of(reply).get("id")
     if request_id is None and isinstance(reply, Mapping) and "choices" in reply:
         request_id = reply.get("id")
@@ -276,7 +314,11 @@ def key_of(reply: Any) -> int | None:
 
 
 def read_body(read: Callable[[bytes], Any], body: bytes, *, sample_id: str, engine: str) -> Any:
-    """What `read` makes of a body. Raises RoutingMissing for its ValueError."""
+    """Return what `read` makes of a body.
+
+    Raises:
+        RoutingMissing: `read` raised a ValueError.
+    """
     try:
         return read(body)
     except ValueError as error:
@@ -288,11 +330,15 @@ def read_body(read: Callable[[bytes], Any], body: bytes, *, sample_id: str, engi
 
 
 def parsed(body: bytes) -> Any:
-    """As `json.loads`."""
+    """Parse JSON as `json.loads` does, with orjson where it may.
+
+    Raises:
+        ValueError: As of `json.loads`, also for a body that is nested too deeply.
+    """
     if _fast_loads is not None and not _has_long_integer(body):
         try:
             return _fast_loads(body)
-        except ValueError:  # it refuses NaN and lone surrogates, which json takes
+        except ValueError:  # orjson refuses NaN and lone surrogates, which json takes
             pass
     try:
         return json.loads(body)
@@ -301,7 +347,10 @@ def parsed(body: bytes) -> Any:
 
 
 def _has_long_integer(body: bytes) -> bool:
-    """Whether some digits may be an integer that does not fit 64 bits: orjson reads it as a float, without a word."""
+    """Return whether some digits may be an integer beyond 64 bits.
+
+    orjson reads such an integer as a float, without an error.
+    """
     zeros = body.translate(_AS_ZEROS)
     at = zeros.find(_LONG)
     while at >= 0:
@@ -312,7 +361,10 @@ def _has_long_integer(body: bytes) -> bool:
 
 
 def _value_at(body: bytes, begin: int = 0) -> int:
-    """Where the text of the next field of that name begins, behind its quote; 0 where there is none."""
+    """Return where the next routing field's text begins, or 0.
+
+    The place is behind the opening quote.
+    """
     at = body.find(_KEY, begin)
     if at < 1 or body[at - 1] == ord("\\"):  # the end of a longer name with a quote in it
         return 0

@@ -1,11 +1,11 @@
-"""Where receivers connect: one connection each, served by one thread, from `READY` to the acknowledgement.
+"""Serves receivers: one connection each, served by one thread, from `READY` to the acknowledgement.
 
     connected (-> GROUP: both join one) -> READY (-> WAIT: not prepared yet) -> rows and digests -> DONE -> READY ...
                                 \\-> the receiver is gone, or silent beyond a deadline: its connection ends, nobody else notices
 
 `RowServer` calls `Steps`, for a receiver's rows and with its acknowledgement, and nothing else of the relay. Rows stay in the
-store until every receiver has acknowledged, so a receiver that comes back gets the same bytes again. What is said is
-`wire.row_protocol`.
+store until every receiver has acknowledged, so a receiver that comes back gets the same bytes again. `wire.row_protocol`
+describes the messages.
 """
 
 from __future__ import annotations
@@ -42,19 +42,22 @@ if TYPE_CHECKING:
     from r3channel.transport.process_group import RendezvousStore
 
 _WAIT_S = 1.0
-"""So often a receiver is told that its rows are not ready: then only a relay that hangs is silent."""
+"""Seconds between messages to a receiver whose rows are not ready: then only a relay that hangs is silent."""
 _TAKEN_S = 5.0
-"""Within this a receiver posts its first receive over a process group, and takes each bucket, or its connection ends: all others
-wait for its turn meanwhile. Eight megabytes take milliseconds to move and to place."""
+"""Seconds within which a receiver posts its first receive over a process group, and takes each bucket. Else its connection ends,
+because all others wait for their turn meanwhile. Eight megabytes take milliseconds to move and to place."""
 
 
 class RowServer:
-    """OPEN -> CLOSED. Any thread."""
+    """The listener for receivers, and their connections. States: OPEN -> CLOSED.
+
+    Any thread may call.
+    """
 
     def __init__(
         self, layout: TrainerLayout, config: ChannelConfig, *, run: str, steps: Steps, clock: StageClock, metrics: Metrics
     ) -> None:  # fmt: skip
-        """What `steps` raises is told to the receiver that asked."""
+        """Open the listener. A receiver that asked is told what `steps` raises."""
         self._layout, self._config, self._run = layout, config, run
         self._steps, self._clock, self._metrics = steps, clock, metrics
         for name in ("r3channel_buckets_total", "r3channel_group_resets_total"):
@@ -66,19 +69,20 @@ class RowServer:
         self._lives: Counter[ShardKey] = Counter()
         self._closed = False
         self.peak_staging_bytes = 0
-        """The most that one receiver has had staged at once: nothing where rows go from where they lie, else one bucket (two over
-        a process group), whatever the tokens."""
+        """The most bytes that one receiver has had staged at once: none where rows go from where they lie, else one bucket (two
+        over a process group), whatever the tokens."""
         needs_gpu = TRANSPORTS[config.transport].needs_gpu
         self._host = HostPool()
-        """For rows that travel over TCP, which wait for no process group's turn."""
+        """Buckets for rows that travel over TCP: those wait for no process group's turn."""
         self.staging = DeviceStaging(config.device) if needs_gpu else self._host
         self._gpu = gpu_of(config.device) if needs_gpu else ""
         self._listener = Listener(config.interface, token=self._token, on_link=self._admit)
 
     def hello(self, key: ShardKey) -> dict[str, Any]:
-        """Where and with what token this receiver connects.
+        """Return where and with what token this receiver connects.
 
-        Raises `TicketMismatch` for one that the layout has not.
+        Raises:
+            TicketMismatch: The layout has no such receiver.
         """
         dp, pp, cp = key
         layout = self._layout
@@ -89,18 +93,25 @@ class RowServer:
         return {"host": door.host, "port": door.port, "token": token, "run": self._run}
 
     def status(self) -> dict[str, Any]:
-        """Receiver -> its connection's number."""
+        """Return the connected receivers, and how many connections each has had."""
         with self._lock:
             return {"connected": sorted(self._serving), "lives": dict(self._lives)}
 
     @property
     def connection(self) -> int:
-        """The most connections that one receiver has had."""
+        """Return the most connections that one receiver has had."""
         with self._lock:
             return max(self._lives.values(), default=0)
 
     def close(self, *, timeout_s: float) -> list[str]:
-        """End every connection. Returns the names of threads that are still running after `timeout_s`."""
+        """End every connection.
+
+        Args:
+            timeout_s: Seconds to wait for each thread.
+
+        Returns:
+            The names of threads that still run after that.
+        """
         with self._lock:
             self._closed = True
             serving = list(self._serving.values())
@@ -112,12 +123,15 @@ class RowServer:
         return [served.thread.name for served in serving if served.thread.is_alive()]
 
     def _admit(self, link: Connection) -> None:
-        """A receiver has shown the token. A newer connection of the same one ends the older: it was restarted, or gave it up."""
+        """Serve a receiver that has shown the token.
+
+        A newer connection of a receiver ends its older one: the receiver was restarted, or gave that one up.
+        """
         try:
             values = wire.unpack(wire.READY, link.hello, expected=wire.READY, names=("dp", "pp", "cp"))
             key = (values["dp"], values["pp"], values["cp"])
             self.hello(key)
-        except R3Error:  # it has the token and not our words: another version
+        except R3Error:  # it has the token but sends another message: another version
             link.close()
             return
         served = _Served(self, key, link)
@@ -132,7 +146,7 @@ class RowServer:
         if before is not None:
             self._metrics.inc("r3channel_group_resets_total")
             before.abort()
-        served.run()  # the listener's thread is this connection's from here on
+        served.run()  # from here on the listener's thread serves this connection
 
     def _left(self, served: _Served) -> None:
         with self._lock:
@@ -141,7 +155,7 @@ class RowServer:
 
 
 class _Served:
-    """One connection of one receiver, and the thread that serves it."""
+    """A connection of a receiver, and the thread that serves it."""
 
     def __init__(self, delivery: RowServer, key: ShardKey, link: Connection) -> None:
         self.key, self.life = key, 0
@@ -151,22 +165,21 @@ class _Served:
         self._taken_s = min(_TAKEN_S, self._config.send_timeout_s)
         self._group: Transport | None = None
         self._store: RendezvousStore | None = None
-        """This group's own: one that all groups shared would keep the keys of every life."""
+        """This group's own store. A store that all groups shared would keep the keys of every connection."""
         self.thread = threading.current_thread()
         self.thread.name = "r3channel-send-" + "-".join(map(str, key))
 
     def abort(self) -> None:
-        """From any thread: what waits on the connection ends at once."""
+        """End at once every wait on the connection. Any thread may call."""
         self._link.abort()
         self._leave_group()
 
     def run(self) -> None:
-        """Until the receiver leaves or fails."""
         try:
             while True:
                 self._answer(*self._link.recv_record(timeout_s=None))
         except TransportError:
-            pass  # it is gone, or took too long: it comes again
+            pass  # the receiver is gone, or took too long; it will connect again
         finally:
             self._link.close()
             self._leave_group()
@@ -203,7 +216,10 @@ class _Served:
             self._say(wire.ERROR, **wire.values_of(error))
 
     def _outgoing(self, seal: Seal) -> RowStream:
-        """What this receiver gets. It is told every so often, while that is not prepared, that the relay is there."""
+        """Return this receiver's rows, and wait until they are prepared.
+
+        While it waits, it tells the receiver every so often that the relay is there.
+        """
         steps, deadline_s = self._delivery._steps, time.monotonic() + self._config.step_timeout_s
         while (out := steps.outgoing(seal, self.key, timeout_s=self._every_s)) is None:
             if time.monotonic() > deadline_s:
@@ -220,7 +236,7 @@ class _Served:
         found = xxh3_64_intdigest(out.digests)
         tensors = out.tensors()
         told = {"tensors": [[len(data), xxh3_64_intdigest(data)] for data in tensors]} if tensors else {}
-        # The turn comes before ROWS: receives that a receiver posts then occupy its GPU until the rows come.
+        # Take the turn before ROWS is sent: after ROWS the receiver posts receives, which occupy its GPU until the rows come.
         pool = delivery.staging if group else delivery._host
         turn = pool.turn(partial(self._say, wire.WAIT), every_s=self._every_s)
         with nullcontext() if out.whole() and not group else turn as staging:
@@ -241,7 +257,10 @@ class _Served:
         delivery._metrics.inc("r3channel_buckets_total", -(-stream.nbytes // out.bucket_bytes))
 
     def _send_plain(self, out: RowStream, staging: HostStaging | None) -> None:
-        """On the connection: rows with all their layers from where they lie, else gathered into one bucket."""
+        """Send the rows on the connection.
+
+        Rows with all their layers go from where they lie; others are gathered into one bucket.
+        """
         limit_s = self._config.send_timeout_s
         if staging is None:
             for batch in out.batches(out.bucket_bytes):
@@ -252,26 +271,28 @@ class _Served:
             self._link.send([buffer_N[:nbytes].data], timeout_s=limit_s)
 
     def _buffers(self, out: RowStream, staging: HostStaging, count: int) -> Sequence[Bytes]:
-        """So many buckets, each of whole rows, and at least one."""
+        """Return `count` buckets, each of whole rows and of one at least."""
         row_bytes, delivery = max(out.stream.row_bytes, 1), self._delivery
         nbytes = max(out.bucket_bytes // row_bytes, 1) * row_bytes
         delivery.peak_staging_bytes = max(delivery.peak_staging_bytes, count * nbytes)
         return staging.buffers(nbytes)[:count]
 
     def _send_over_group(self, out: RowStream, staging: HostStaging | None) -> None:
-        """Over the process group, two buckets alive."""
         group, under_way = self._group, list[Pending]()
         assert group is not None and staging is not None
         buffers = self._buffers(out, staging, BUCKETS_ALIVE)
         for slot, nbytes in out.fill(buffers):
             under_way.append(group.start_send(1, staging.staged(slot, nbytes)))
-            if len(under_way) == len(buffers):  # the next bucket is filled where the older one lies
+            if len(under_way) == len(buffers):  # the next bucket overwrites the oldest one
                 under_way.pop(0).wait(timeout_s=self._taken_s)
         for pending in under_way:
             pending.wait(timeout_s=self._taken_s)
 
     def _join_group(self, gpu: str) -> None:
-        """A process group of this relay and this receiver alone: one that dies or hangs costs nobody else anything."""
+        """Join a process group of this relay and this receiver alone.
+
+        So a receiver that dies or hangs costs nobody else anything.
+        """
         config = self._config
         if not config.grouped:
             text = f"a receiver asks for a process group; this relay's transport is {config.transport}"

@@ -1,5 +1,6 @@
-"""What each receiver gets of a sealed step: rows from where they lie in the store, and the digests that they must have. Nothing
-is copied before it is sent. Knows no connection.
+"""The rows of a sealed step for each receiver, from where they lie in the store, and the digests that they must have.
+
+Nothing is copied before it is sent. This module knows no connection.
 """
 
 from __future__ import annotations
@@ -28,34 +29,47 @@ Turns = Sequence[VerifiedRows]
 HeldOfSample = Mapping[str, Sequence[HeldTensors]]
 """Sample -> its turns' tensors."""
 _JOINED_BYTES = 256 << 10
-"""Turns that are digested in one call: joined they fit a second-level cache; larger ones are not copied."""
+"""Bytes of turns that are digested in one call: joined they fit a second-level cache. Larger turns are not copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowStream:
-    """One receiver's rows, then the digests that they must have."""
+    """The rows of one receiver, followed by the digests that they must have."""
 
     stream: Stream
     turns: Sequence[Ids]
-    """The rows of turns as they lie, [rows, all MoE layers, K]."""
+    """The rows of each turn as they lie in the store, [rows, all MoE layers, K]."""
     places: tuple[Ints, Ints, Ints]
-    """Columns turn, first row in it, end: what travels, in order; all stages of a CP rank share it."""
+    """Columns turn, first row in the turn, end: the rows that travel, in order. All stages of a CP rank share them."""
     digests: bytes
     bucket_bytes: int
     tensors: Callable[[], list[bytes]] = list
-    """Cuts its part of each tensor that comes behind the rows (`plan.token_tensors`). Raises FrameCorrupt."""
+    """Cuts the receiver's part of each tensor that follows the rows (`plan.token_tensors`). Raises FrameCorrupt."""
 
     def pieces(self) -> Iterator[Ids]:
-        """The rows in order, each piece [rows, all MoE layers, K], a view of the store."""
+        """Yield the rows in order, piece by piece.
+
+        Yields:
+            Rows [rows, all MoE layers, K], a view of the store.
+        """
         for turn, first, end in zip(*(column.tolist() for column in self.places), strict=True):
             yield self.turns[turn][first:end]
 
     def whole(self) -> bool:
-        """Do rows travel with all their layers, as they lie?"""
+        """Return whether rows travel with all their layers, as they lie."""
         return len(self.stream.columns) == self.stream.shard.spec.num_moe_layers
 
     def fill(self, buffers: Sequence[Bytes]) -> Iterator[tuple[int, int]]:
-        """Gather the rows into buffers of one size, in turn; yields (which, bytes in it). Whole rows only."""
+        """Gather the receiver's rows into buffers, one buffer after the other.
+
+        A buffer holds whole rows only. The buffers are used in turn.
+
+        Args:
+            buffers: Buffers of one size.
+
+        Yields:
+            The index of the filled buffer, and the bytes in it.
+        """
         stream, spec = self.stream, self.stream.shard.spec
         columns: Any = list(stream.columns)
         if columns and columns == list(range(columns[0], columns[-1] + 1)):
@@ -76,7 +90,13 @@ class RowStream:
             yield slot, at * stream.row_bytes
 
     def batches(self, nbytes: int) -> Iterator[list[memoryview]]:
-        """The rows as they lie, in lists of at most so many bytes: each is sent within one deadline."""
+        """Yield the rows as they lie, in lists of limited size.
+
+        Each list is sent within one deadline.
+
+        Args:
+            nbytes: Bytes of one list at most.
+        """
         batch, size = [], 0
         for piece in self.pieces():
             rest = piece.reshape(-1).view(np.uint8).data
@@ -92,33 +112,50 @@ class RowStream:
 
 
 class StepRows:
-    """Where the rows of a sealed step lie, by receiver. What many receivers share is worked out once, on whole arrays: a step of
-    thousands of samples holds the interpreter's lock for milliseconds."""
+    """The places of a sealed step's rows, by receiver.
+
+    What many receivers share is worked out once, on whole arrays: a step of thousands of samples then holds the interpreter's
+    lock for milliseconds.
+    """
 
     def __init__(self, ticket: Ticket, turns: Sequence[Turns], tensors: HeldOfSample) -> None:
-        """`turns` are those of each sample that have rows, ascending, in the ticket's order."""
+        """Compute what all receivers of the step share.
+
+        Args:
+            ticket: The step's ticket.
+            turns: Each sample's turns with rows, ascending, in the ticket's order.
+            tensors: The turns' tensors by sample.
+        """
         self._ticket, self._tensors = ticket, tensors
         known = [(turn.ids_TLK, turn.first_row, turn.digests_L) for own in turns for turn in own]
         rows, first_A, digests = zip(*known, strict=True) if known else ((), (), ())
         self._rows: Sequence[Ids] = rows
         self._first_A, self._before_A = np.asarray(first_A, np.int64), np.cumsum([0, *map(len, rows)])
         self._turn_S = np.cumsum([0, *map(len, turns)])
-        """The number of each sample's first turn; `_before_A`: rows of the turns before each. Both end with that of all."""
+        """The number of each sample's first turn. `_before_A`: rows of the turns before each turn. Both end with the total."""
         zeros_L = np.zeros(ticket.spec.num_moe_layers, np.uint64)
         sums_AL = np.cumsum(np.concatenate([zeros_L, *digests]).reshape(-1, len(zeros_L)), axis=0)
         self._engine_SL = sums_AL[self._turn_S[1:]] - sums_AL[self._turn_S[:-1]]
-        """[sample, MoE layer]: what the engines hashed; the digests of a sample's turns add up, modulo 2**64."""
+        """The engines' digests, [sample, MoE layer]: the sum of the digests of a sample's turns, modulo 2**64."""
         self._cuts = [self._cut(stream.sent) for stream in step_streams(ticket)]
 
     def _cut(self, sent: Sent) -> list[Ints]:
-        """What travels to a CP rank of all DP ranks, in order: columns sample, turn, first row in it, end, position."""
+        """Return the columns of what travels to a CP rank.
+
+        The columns are sample, turn, first row in the turn, end and position, in the order of travel. They have the samples of
+        all DP ranks.
+        """
         (sample, position, rows), first_A = sent, self._first_A
         counts = np.diff(self._turn_S), first_A, first_A + np.diff(self._before_A)
         piece, turn, begin, end = overlaps(sample, position, position + rows, *counts)
         return [sample[piece], turn, begin - first_A[turn], end - first_A[turn], begin]
 
     def receivers(self, dp: int) -> dict[ShardKey, RowStream]:
-        """What those of one DP rank get. Raises FrameCorrupt where rows are not what they were when they came."""
+        """Return the row streams of all receivers of one DP rank.
+
+        Raises:
+            FrameCorrupt: Rows are not what they were when they came.
+        """
         ticket, layout, own, found = self._ticket, self._ticket.layout, self._samples(dp), {}
         samples, engine = ticket.sample_columns.part(own.start, own.stop), self._engine_SL[own].tobytes()
         parts = self.verify(dp) if layout.cp > 1 else [self._engine_SL[own]]
@@ -146,15 +183,21 @@ class StepRows:
         return {name: [turn.whole(tensor, name, step=step) for turn in held.get(name, ())] for name in names}
 
     def verify(self, dp: int) -> list[Ids]:
-        """For each CP rank, whatever its stage, [sample, MoE layer]: the digests of its rows as they lie here. Raises
-        FrameCorrupt where they do not add up to what the engines hashed."""
+        """Compute the digests of one DP rank's rows as they lie here.
+
+        Returns:
+            For each CP rank, whatever its stage, the digests [sample, MoE layer] of its rows.
+
+        Raises:
+            FrameCorrupt: The digests do not add up to what the engines hashed.
+        """
         own, ranks, (turn_P, line_P, edges_P2) = self._samples(dp), len(self._cuts), self._by_turn
         engine_SL = self._engine_SL[own]
         found_NL = np.zeros((ranks * len(engine_SL), engine_SL.shape[1]), np.uint64)
         for turns in self._batches(*self._turn_S[[own.start, own.stop]].tolist()):
             part = slice(*np.searchsorted(turn_P, (turns.start, turns.stop)).tolist())
             edges = edges_P2[part].ravel() - self._before_A[turns.start]
-            if len(edges):  # every other range is what lies between two that travel
+            if len(edges):  # every other range lies between two that travel, and is left out
                 digests_PL = range_digests(self._rows[turns], self._first_A[turns], edges)[::2]
                 np.add.at(found_NL, line_P[part] - own.start * ranks, digests_PL)
         found_SCL = found_NL.reshape(len(engine_SL), ranks, -1)
@@ -163,7 +206,10 @@ class StepRows:
 
     @cached_property
     def _by_turn(self) -> tuple[Ints, Ints, Ints]:
-        """All that travels, turn by turn: turn, sample * CP ranks + CP rank, and the edges among the rows of all turns."""
+        """Return all that travels, in the order of the turns.
+
+        The columns are turn, sample * CP ranks + CP rank, and the edges [begin, end) among the rows of all turns.
+        """
         sample, turn, first, end, _ = (np.concatenate(columns) for columns in zip(*self._cuts, strict=True))
         rank = np.repeat(np.arange(len(self._cuts)), [len(columns[0]) for columns in self._cuts])
         order, before = np.lexsort((first, turn)), self._before_A[turn]
@@ -171,12 +217,11 @@ class StepRows:
         return turn[order], (sample * len(self._cuts) + rank)[order], edges_P2[order]
 
     def _samples(self, dp: int) -> slice:
-        """Those of a DP rank."""
         begin = self._ticket.plan.microbatches.begin
         return slice(begin[dp], begin[dp + 1])
 
     def _batches(self, first: int, end: int) -> Iterator[slice]:
-        """The turns [first, end), as many at once as may be joined."""
+        """Yield the turns [first, end) in slices that may be joined."""
         before, most = self._before_A, _JOINED_BYTES // self._ticket.spec.bytes_per_token
         while first < end:
             until = int(np.searchsorted(before, before[first] + most, side="right")) - 1

@@ -1,12 +1,12 @@
-"""One table of samples and their replies, from the reply to delivery. Rules only: no I/O, no threads, no clock.
+"""The table of samples and their replies, from the reply to delivery. It has rules only: no I/O, no threads, no clock.
 
     reply    EXPECTED -> HELD -> TAKEN -> gone (delivered)
                  |         \\-> FAILED          a direct frame came and cannot be used; a good copy of it heals
                  \\-----------> FAILED
 
-A sample is an ordered list of turns, one per reply; turns are never joined. A frame may come before its reply: it is kept by its
-name until a reply claims it. Events come in as calls, with the time where it matters; what must be freed comes back.
-Whoever calls holds one lock around each call; nothing here takes longer than its arguments.
+A sample is an ordered list of turns, one per reply; turns are never joined. A frame may come before its reply: the table keeps
+the frame by its name until a reply claims it. Events come in as calls, with the time where it matters; a call returns what must
+be freed. The caller holds one lock around each call. A call's time grows with its arguments, not with the table.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from r3channel.wire.parcel import FrameName, FrameReference
 
 EXPECTED, HELD, FAILED = "EXPECTED", "HELD", "FAILED"
 _REMEMBERED = 1 << 16
-"""Names of frames that are used up, so that one that is sent again is known."""
+"""Most names of used frames that are remembered, to know a frame that is sent again."""
 _MOST_FAILED = 1 << 12
-"""Frames that cannot be used and wait for their replies: 1 to 5 kB each, which no store counts."""
+"""Most unusable frames that are kept until their replies come. Each takes 1 to 5 kB, which no store counts."""
 
 
 @dataclass(slots=True)
 class Turn:
-    """One reply of a sample: rows [first_row, end_row), expected or here."""
+    """A reply of a sample: rows [first_row, end_row), expected or here."""
 
     first_row: int
     end_row: int
@@ -44,7 +44,7 @@ class Turn:
     error: R3Error | None = None
     tensors: HeldTensors | None = None
     live: bool = False
-    """It came without routing, and is left to the live router."""
+    """The turn's rows did not come, and are left to the live router."""
 
     @property
     def state(self) -> str:
@@ -53,7 +53,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Sample:
-    """What is known of one trained sequence."""
+    """A trained sequence, as far as it is known."""
 
     name: str
     tokens: int
@@ -66,9 +66,10 @@ class Sample:
     step: int | None = None
     """The step that has taken it."""
     held: tuple[VerifiedRows, ...] = ()
-    """The rows of its turns that are here, in their order; another turn makes another tuple."""
+    """The rows of its turns that are here, in the turns' order. The tuple never changes: another turn makes another tuple."""
     packed: PackedSample | None = None
-    """What a ticket says of it, where it has one turn, whose rows are here: made now and not while a step is sealed."""
+    """The sample's entry in a ticket, where it has one turn, whose rows are here. It is made when the rows come, not while a
+    step is sealed."""
 
     @property
     def error(self) -> R3Error | None:
@@ -76,12 +77,12 @@ class Sample:
 
     @property
     def live_rows(self) -> int:
-        """Rows that are left to the live router."""
+        """Return how many rows are left to the live router."""
         return sum(turn.end_row - turn.first_row for turn in self.turns if turn.live and not turn.rows)
 
     @property
     def tensors(self) -> list[HeldTensors]:
-        """What its turns brought beside their rows, turn by turn."""
+        """Return what the turns brought beside their rows, turn by turn."""
         return [turn.tensors for turn in self.turns if turn.tensors is not None]
 
     @property
@@ -89,7 +90,7 @@ class Sample:
         return [turn for turn in self.turns if turn.state == EXPECTED]
 
     def hold(self, turn: Turn, rows: VerifiedRows | None) -> None:
-        """These are a turn's rows."""
+        """Keep these rows as a turn's."""
         turn.rows = rows
         self.held, self.packed = tuple([one.rows for one in self.turns if one.rows]), None
         if rows and len(self.turns) == 1:
@@ -99,7 +100,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Reply:
-    """What a reply says, its tokens as two hashes."""
+    """The contents of a reply, with its tokens as two hashes."""
 
     sample_id: str
     engine: str
@@ -108,16 +109,16 @@ class Reply:
     tokens_hash: int
     prefix_hash: int
     held_rows: int = 0
-    """Rows that were here before another turn came."""
+    """Rows of the sample that were here before this further turn came."""
     held_hash: int | None = None
-    """The hash of as many first tokens; None where it is not another turn."""
+    """The hash of the first `held_rows` tokens; None where the reply is no further turn."""
     rows: VerifiedRows | None = None
     reference: FrameReference | None = None
     tensors: HeldTensors | None = None
     live: bool = False
-    """It came without routing, and is left to the live router."""
+    """The reply came without routing, and its rows are left to the live router."""
     cut: bool = False
-    """Its tokens may end before what was generated."""
+    """The tokens may end before what was generated."""
 
     @property
     def where(self) -> str:
@@ -131,11 +132,11 @@ class _Unclaimed:
 
 
 class SampleTable:
-    """Not thread safe."""
+    """The table of samples and their replies. Not thread safe."""
 
     def __init__(self) -> None:
         self.samples: dict[str, Sample] = {}
-        """In the order of their newest replies."""
+        """The samples in the order of their newest replies."""
         self._awaited: dict[FrameName, tuple[Sample, Turn]] = {}
         self._unclaimed: dict[FrameName, _Unclaimed] = {}
         self._failed: deque[FrameName] = deque()
@@ -147,15 +148,26 @@ class SampleTable:
     # -- replies ---------------------------------------------------------------------------------------------------
 
     def rows_announced(self, name: str) -> int:
-        """Rows of a sample that are here or that a frame reference has promised."""
+        """Return how many rows of a sample are here or promised.
+
+        A frame reference promises the rows of its frame.
+        """
         sample = self.samples.get(name)
         return sample.turns[-1].end_row if sample and sample.turns else 0
 
     def reply(self, reply: Reply, *, append: bool, now_s: float) -> Turn:
-        """Take a reply with its rows, with a frame reference whose frame is here or will come, or with neither.
+        """Take a reply with rows, a frame reference, or neither.
 
-        Raises SampleTwice, SampleUnknown, TurnMismatch, RowCountMismatch, FrameCorrupt or FrameReferenceInvalid;
-        then nothing has changed, and the rows are still the caller's.
+        The frame of a frame reference is here or will come. After an error nothing has changed, and the rows are still the
+        caller's.
+
+        Raises:
+            SampleTwice: The sample is here, and `append` is not set or a step has taken it.
+            SampleUnknown: The sample has no turn to append to.
+            TurnMismatch: The rows or the tokens do not continue the turns before.
+            RowCountMismatch: The rows do not fit the reply's tokens.
+            FrameCorrupt: The frame belongs to another request, or was damaged on its way.
+            FrameReferenceInvalid: The frame reference is for another request.
         """
         sample, rows = self._check_name(reply, append=append), reply.rows
         first_row = self.rows_announced(reply.sample_id)
@@ -164,7 +176,7 @@ class SampleTable:
         )
         if reply.reference is not None:
             turn.name, rows = self._claimed(reply, reply.reference)
-            turn.key = reply.reference.sample_key  # the same; a reply may not name its request
+            turn.key = reply.reference.sample_key  # equal to the reply's key, if the reply names its request
         source = rows or reply.reference
         if source is not None:
             _check_fit(reply, source, held_rows=first_row)
@@ -200,7 +212,10 @@ class SampleTable:
         return sample
 
     def _claimed(self, reply: Reply, reference: FrameReference) -> tuple[FrameName, VerifiedRows | None]:
-        """The frame's name, and its rows where they are here. Raises what is wrong with a frame that is here."""
+        """Return the frame's name, and its rows if they are here.
+
+        Raises the error of a frame that is here and cannot be used.
+        """
         if reply.key is not None and reference.sample_key != reply.key:
             raise errors.FrameReferenceInvalid(
                 f"{reply.where}: the frame reference is for request key {reference.sample_key:#x}, the reply for "
@@ -221,7 +236,7 @@ class SampleTable:
         return reference.name, kept.what
 
     def _put(self, reply: Reply, *, now_s: float) -> Sample:
-        """To the end: its newest reply has come now."""
+        """Put the reply's sample at the table's end, where the newest are."""
         sample = self.samples.pop(reply.sample_id, None) or Sample(reply.sample_id, 0, 0, 0, now_s)
         sample.tokens, sample.since_s = reply.tokens, now_s
         sample.tokens_hash, sample.prefix_hash = reply.tokens_hash, reply.prefix_hash
@@ -231,20 +246,27 @@ class SampleTable:
     # -- frames that come directly ---------------------------------------------------------------------------------
 
     def wants(self, name: FrameName) -> bool:
-        """False for a frame that is here whole, or was: it is sent again."""
+        """Return whether a frame with this name is still needed.
+
+        A frame that is here whole, or was, is not: it is sent again.
+        """
         kept = self._unclaimed.get(name)
         return name not in self._used and (kept is None or isinstance(kept.what, R3Error))
 
     def owner(self, name: FrameName) -> tuple[Sample, Turn] | None:
-        """Who waits for a frame."""
+        """Return the sample and the turn that wait for a frame."""
         return self._awaited.get(name)
 
     def frame(self, name: FrameName, what: VerifiedRows | R3Error, *, now_s: float) -> bool:
-        """A frame came: its rows, or why it cannot be used. False: nobody wants it (any more), free it."""
+        """Take a direct frame: its rows, or why it cannot be used.
+
+        Returns:
+            False if nobody wants the frame (any more), or if its rows do not fit its turn: the caller frees it.
+        """
         if not self.wants(name):
             return False
         if name not in self._awaited:
-            self._unclaimed.pop(name, None)  # to the end: they lie in the order in which they came
+            self._unclaimed.pop(name, None)  # put it at the end: frames lie in the order in which they came
             self._unclaimed[name] = _Unclaimed(what, now_s)
             if isinstance(what, R3Error):
                 self._bound_failed(name)
@@ -261,7 +283,10 @@ class SampleTable:
         return True
 
     def _bound_failed(self, name: FrameName) -> None:
-        """Another frame cannot be used. Of too many the oldest is forgotten: as one that never came."""
+        """Count a failed frame, and forget the oldest of too many.
+
+        A forgotten frame is treated as one that never came.
+        """
         self._failed.append(name)
         if len(self._failed) > _MOST_FAILED:
             kept = self._unclaimed.get(oldest := self._failed.popleft())
@@ -269,16 +294,20 @@ class SampleTable:
                 del self._unclaimed[oldest]
 
     def refuse(self, reference: FrameReference) -> VerifiedRows | R3Error | None:
-        """Its reply is refused: nobody will want the frame, whether it is here (then free it) or is still to come."""
+        """Refuse the frame of a refused reply, here or still to come.
+
+        Returns:
+            The frame's rows, which the caller frees, or its error; None where it is not here, or is another reply's.
+        """
         name = reference.name
-        if name in self._awaited or name in self._used:  # another reply's: this one was a repetition
+        if name in self._awaited or name in self._used:  # another reply's frame: this one repeats it
             return None
         self._use(name)
         kept = self._unclaimed.pop(name, None)
         return kept and kept.what
 
     def leave_live(self, late: Iterable[tuple[Sample, Turn]]) -> None:
-        """What has not come is the live router's."""
+        """Leave turns whose frames have not come to the live router."""
         for sample, turn in late:
             turn.live = True
             self._look_again(sample)
@@ -295,22 +324,36 @@ class SampleTable:
     # -- to a step, or away ----------------------------------------------------------------------------------------
 
     def unknown(self, names: Iterable[str]) -> list[str]:
-        """Those of these samples that no step can take: never here, gone, or another step's."""
+        """Return the samples that no step can take.
+
+        They were never here, are gone, or are another step's.
+        """
         samples = self.samples
         return [name for name in names if name not in samples or samples[name].step is not None]
 
     def outstanding(self, names: Iterable[str]) -> list[tuple[Sample, Turn]]:
-        """The frames of these samples that have not come; none of samples that are not here."""
+        """Return the turns of these samples whose frames have not come.
+
+        Samples that are not here have none.
+        """
         late = [self._incomplete[name] for name in names if name in self._incomplete]
         return [(sample, turn) for sample in late for turn in sample.awaited]
 
     def still(self, sample: Sample, turn: Turn) -> bool:
-        """Whether what was outstanding is so now; that of a sample that has gone meanwhile is not."""
+        """Return whether a turn's frame is still to come.
+
+        The frame of a sample that has gone meanwhile is not.
+        """
         return turn.state == EXPECTED and self.samples.get(sample.name) is sample
 
     def take(self, names: Sequence[str], *, step: int) -> list[Sample]:
-        """Hand whole samples over to a step. All or none: SampleUnknown, the error of a frame that failed, or StepError where
-        one is to come."""
+        """Give whole samples to a step: all, or none.
+
+        Raises:
+            SampleUnknown: A sample is not here, or is another step's.
+            R3Error: A frame cannot be used. The error has the type of the first such frame's, and names all such samples.
+            StepError: A frame is still to come.
+        """
         known = map(self.samples.get, names)
         samples = [sample for sample in known if sample is not None and sample.step is None]
         if len(samples) < len(names):
@@ -344,12 +387,15 @@ class SampleTable:
         return samples
 
     def give_back(self, samples: Iterable[Sample]) -> None:
-        """They wait for a step again, in their old places."""
+        """Make samples wait for a step again, in their old places."""
         for sample in samples:
             sample.step = None
 
     def remove(self, names: Iterable[str]) -> list[Sample]:
-        """Forget samples, whatever their state; unknown ones are ignored. A frame that is still to come will be refused."""
+        """Remove samples, whatever their state, and return them.
+
+        Unknown ones are ignored. A frame that is still to come will be refused.
+        """
         gone = [self.samples.pop(name) for name in dict.fromkeys(names) if name in self.samples]
         for sample in gone:
             self._incomplete.pop(sample.name, None)
@@ -361,8 +407,13 @@ class SampleTable:
     def expired(
         self, *, before_s: float, unclaimed_s: float
     ) -> tuple[list[Sample], dict[FrameName, VerifiedRows | R3Error]]:
-        """Forget samples that are older and in no step, and frames that are older than theirs and that no reply claimed."""
-        # Both lie in the order in which they came: this is asked for at every frame, and looks at the old ones only.
+        """Remove old samples and old unclaimed frames, and return them.
+
+        Args:
+            before_s: Samples of no step whose newest reply came before this time are removed.
+            unclaimed_s: Frames that came before this time and that no reply claimed are removed.
+        """
+        # Samples and frames lie in the order in which they came. This is called at every frame, and looks at the old ones only.
         aged = takewhile(lambda sample: sample.since_s < before_s, self.samples.values())
         names = [sample.name for sample in aged if sample.step is None]
         old = list(takewhile(lambda name: self._unclaimed[name].since_s < unclaimed_s, self._unclaimed))
@@ -370,12 +421,12 @@ class SampleTable:
 
     @property
     def unclaimed(self) -> int:
-        """Frames whose replies have not come."""
+        """Return how many frames have no reply yet."""
         return len(self._unclaimed)
 
 
 def _misfit(name: str, turn: Turn, what: VerifiedRows | R3Error) -> R3Error | None:
-    """Why a frame that came for a turn of this sample cannot be its rows."""
+    """Return the error if a frame cannot be this turn's rows."""
     if isinstance(what, R3Error):
         return _of_sample(what, name)
     where = f"sample {name} from engine {turn.engine}"
@@ -400,7 +451,10 @@ def _of_sample(error: R3Error, name: str) -> R3Error:
 
 
 def _check_fit(reply: Reply, source: VerifiedRows | FrameReference, *, held_rows: int) -> None:
-    """Do these rows complete a sample of so many tokens, of which the first rows are held?"""
+    """Check that these rows complete a sample of so many tokens.
+
+    The sample's first `held_rows` rows are held.
+    """
     key, first = source.sample_key, source.first_row
     end = first + source.rows if isinstance(source, FrameReference) else source.end_row
     if reply.key is not None and key != reply.key:

@@ -1,4 +1,4 @@
-"""The samples that a relay holds: their table behind its one lock, the memory of their rows, and what becomes of them.
+"""Keeps the samples that a relay holds: their table behind its one lock, the memory of their rows, and what becomes of them.
 
 `Intake` puts rows in, `Steps` takes them out; neither calls the other. `Samples` calls the table, the store, the journal, the
 registry of engines and the recorder.
@@ -29,16 +29,19 @@ from r3channel.wire.token_tensors import tensors_of
 log = logging.getLogger(__name__)
 
 _GONE_S, _LOOK_S = 3.0, 0.2
-"""An engine whose connection has ended comes again within two seconds, if it lives; how often that is looked at."""
+"""Seconds to wait for an engine whose connection has ended (a living one connects again within two), and between two looks."""
 NAMED = 1000
-"""Expired samples that `status` still names; samples of one message."""
+"""Most expired samples that `status` still names, and most samples that one message names."""
 
 
 Tokens = Sequence[int] | Ids
 
 
 class Samples:
-    """OPEN -> CLOSED. Any thread."""
+    """The samples of one relay.
+
+    States: OPEN -> CLOSED. Any thread may call.
+    """
 
     def __init__(
         self, spec: RoutingSpec, config: ChannelConfig, *, clock: StageClock, metrics: Metrics,
@@ -47,35 +50,43 @@ class Samples:
         self.spec, self.config, self.clock, self.metrics = spec, config, clock, metrics
         self.closed = False
         self.broken: BaseException | None = None
-        """What ended a background thread of the relay; the next public call raises it."""
+        """The error that ended a background thread of the relay. The next public call raises it."""
         self.changed = threading.Condition()
         """Guards the table and the steps, and is notified of every event."""
         self.table, self.engines = SampleTable(), EngineRegistry(spec, pages=metrics.others)
         self.store = Store(config.store_bytes)
         self.journal = Journal(config.journal) if config.journal else None
         self.tensors = tensors_of(config.token_tensors, spec)
-        """What tokens bring beside expert ids."""
+        """The declared tensors that a sample's tokens bring beside expert ids."""
         self.recorder = recorder
-        """May be given, exchanged and taken while the relay runs."""
+        """The recorder may be set, exchanged and removed while the relay runs."""
         for name in ("r3channel_samples_total", "r3channel_rejected_total"):
             metrics.measure(name)
         self._expired: list[str] = []
 
     def check_open(self) -> None:
-        """Raises UsageError once the relay is closed, BackgroundFailed where a thread of it has died."""
+        """Check that the relay is open and its threads live.
+
+        Raises:
+            UsageError: The relay is closed.
+            BackgroundFailed: A thread of the relay has died.
+        """
         if self.closed:
             raise errors.UsageError("this relay is closed")
         if (error := self.broken) is not None:
             raise errors.BackgroundFailed(f"a background thread of the relay died: {error!r}") from error
 
     def close(self) -> None:
-        """Delete what survives a kill, and end every wait for memory. Idempotent."""
+        """Delete what survives a kill, and end every wait for memory.
+
+        The call may be repeated.
+        """
         if self.journal is not None:
             self.journal.close()
         self.store.close()
 
     def rows_held(self, sample_id: str, tokens: Tokens | None = None) -> int:
-        """See `Relay.rows_held`."""
+        """Return how many rows are held, as `Relay.rows_held` does."""
         with self.changed:
             held, sample = self.table.rows_announced(sample_id), self.table.samples.get(sample_id)
             if tokens is None or sample is None:
@@ -87,9 +98,18 @@ class Samples:
     # -- waiting ---------------------------------------------------------------------------------------------------
 
     def await_frames(self, names: Sequence[str], *, step: int, timeout_s: float) -> None:
-        """Until no frame of these samples is outstanding. Raises FrameMissing, or leaves them to the live router and says so.
+        """Wait until all frames of these samples have come.
 
-        An engine that has gone is waited for `_GONE_S`, within which one that lives would have come again.
+        An engine that has gone is waited for `_GONE_S`, within which one that lives would have come again. Where `on_lost` is
+        `live`, frames that have not come are left to the live router, and the log says so.
+
+        Args:
+            names: The samples' names.
+            step: The step's number, for errors.
+            timeout_s: Seconds to wait.
+
+        Raises:
+            FrameMissing: Frames did not come, and `on_lost` is not `live`.
         """
         self.expire()
         with self.clock.span("wait_generation", step=step), self.changed:
@@ -97,7 +117,7 @@ class Samples:
             heard_s = dict.fromkeys(map(_boot_id, late), begun_s := time.monotonic())
             while late and (now_s := time.monotonic()) < begun_s + timeout_s:
                 heard_s |= {boot_id: now_s for boot_id in heard_s if self.engines.hears(boot_id)}
-                # an event looks at the last one alone, not at thousands
+                # at each event look at the last frame alone, not at thousands
                 if not self.table.still(*late[-1]) or now_s >= heard_s[_boot_id(late[-1])] + _GONE_S:
                     late.pop()
                 else:
@@ -128,7 +148,15 @@ class Samples:
     # -- away ------------------------------------------------------------------------------------------------------
 
     def drop(self, sample_ids: Iterable[str], *, outcome: str) -> int:
-        """Forget samples of no step -> how many; others are ignored."""
+        """Remove samples of no step, and ignore others.
+
+        Args:
+            sample_ids: The samples' names.
+            outcome: The outcome to count them under.
+
+        Returns:
+            How many samples were removed.
+        """
         with self.changed:
             free = [name for name in sample_ids if not self.table.unknown([name])]
             gone = self.table.remove(free)
@@ -137,7 +165,13 @@ class Samples:
         return len(gone)
 
     def let_go(self, samples: Sequence[Sample], *, outcome: str) -> None:
-        """Free what samples held that are not in the table any more."""
+        """Free what samples held that have left the table.
+
+        Args:
+            samples: The samples.
+            outcome: The outcome to count them under. A sample with an error counts as rejected, and a delivered one with live
+                rows as live.
+        """
         self.free(*(rows for sample in samples for rows in sample.held))
         for sample in samples:
             for held in sample.tensors:
@@ -148,7 +182,10 @@ class Samples:
             self.count("rejected" if sample.error else fate)
 
     def free(self, *what: VerifiedRows | errors.R3Error | None) -> None:
-        """Give rows' memory back. What survives goes first: nothing may be found after a kill whose memory was given away."""
+        """Free the memory of rows, and delete them from the journal.
+
+        The journal goes first: after a kill nothing may be found whose memory was given away.
+        """
         rows = [one for one in what if isinstance(one, VerifiedRows)]
         if self.journal is not None:
             self.journal.gone([one.ref for one in rows])
@@ -156,8 +193,11 @@ class Samples:
             one.block.free()
 
     def expire(self) -> None:
-        """Drop samples that no assignment named `expiry_s` after they came, and frames that no reply claimed within
-        `unclaimed_timeout_s`; said once."""
+        """Drop samples and frames that nobody wanted in time.
+
+        Samples are dropped that no assignment named `expiry_s` after they came, and frames that no reply claimed within
+        `unclaimed_timeout_s`. The log says so once.
+        """
         now_s, config = time.monotonic(), self.config
         with self.changed:
             samples, unclaimed = self.table.expired(
@@ -175,14 +215,18 @@ class Samples:
             )  # fmt: skip
 
     def reject(self, error: errors.R3Error) -> None:
-        """A reply, a frame or a step was refused."""
+        """Count a refused reply, frame or step by its error's reason."""
         self.metrics.inc("r3channel_rejected_total", reason=error.reason)
 
     def count(self, outcome: str, samples: int = 1) -> None:
         self.metrics.inc("r3channel_samples_total", samples, outcome=outcome)
 
     def expiry_in_s(self) -> float:
-        """Seconds until the oldest sample that no step has taken is dropped. LookupError where there is none."""
+        """Return seconds until the oldest sample of no step is dropped.
+
+        Raises:
+            LookupError: No sample waits for a step.
+        """
         with self.changed:
             waiting = (s.since_s for s in self.table.samples.values() if s.step is None)
             oldest_s = next(waiting, None)
@@ -191,7 +235,10 @@ class Samples:
         return oldest_s + self.config.expiry_s - time.monotonic()
 
     def status(self) -> dict[str, Any]:
-        """Where the samples are that no step has taken. With the condition held."""
+        """Return where the samples are that no step has taken.
+
+        The caller holds the condition.
+        """
         samples = [sample for sample in self.table.samples.values() if sample.step is None]
         return {
             "pending": sorted(sample.name for sample in samples if not sample.awaited and not sample.error),

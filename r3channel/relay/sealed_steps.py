@@ -1,6 +1,6 @@
-"""From the table of samples to sealed steps: tickets, what each receiver gets of them, and who has acknowledged.
+"""Turns the table of samples into sealed steps: tickets, each receiver's rows, and acknowledgements.
 
-`Steps` calls `Samples` alone, and is called by the relay's public methods and by `RowServer`. It knows no bytes of a frame and no
+`Steps` calls `Samples` alone. The relay's public methods and `RowServer` call `Steps`. It knows no bytes of a frame and no
 connection.
 
     sealed -> prepared (in the background: where each receiver's rows lie) -> acknowledged by every receiver -> gone, rows freed
@@ -39,39 +39,46 @@ from r3channel.wire.row_protocol import Seal
 log = logging.getLogger(__name__)
 
 _IDLE_S = 60.0
-"""Memory that nobody used for so long goes back to the system."""
+"""Seconds after which unused memory goes back to the system."""
 
 
 @dataclass(eq=False)
 class SealedStep:
-    """Guarded by the relay's condition, `prepare` aside: that is the background's, and what it makes is published whole."""
+    """A step from its seal to the last acknowledgement.
+
+    The relay's condition guards all but `prepare`: the background calls `prepare`, and publishes each result whole.
+    """
 
     ticket: Ticket
     turns: Sequence[Turns]
-    """Each sample's turns with rows, ascending; samples as in the ticket."""
+    """The turns with rows of each sample, ascending; samples as in the ticket."""
     tensors: HeldOfSample
     had: set[ShardKey] = field(default_factory=set)
-    """Who acknowledged to the relay before this one: not waited for, but one that never learned of it comes again."""
+    """Receivers that acknowledged to the relay before this one. They are not waited for; one that never learned of its
+    acknowledgement comes again."""
     sealed_s: float = field(default_factory=time.monotonic)
     acknowledged: set[ShardKey] = field(default_factory=set)
     in_use: bool = True
-    """Until it is prepared and recorded: its rows are read meanwhile, whoever has acknowledged."""
+    """True until the step is prepared and recorded: until then its rows are read, whoever has acknowledged."""
     outgoing: dict[ShardKey, RowStream] = field(default_factory=dict)
     error: R3Error | None = None
-    """Why it cannot be delivered; receivers that ask are told."""
+    """The reason why the step cannot be delivered; receivers that ask are told."""
     _waiting: dict[int, threading.Event] = field(default_factory=dict)
-    """DP rank -> what is set when there is something to say to its receivers; only where one waits."""
+    """DP rank -> the event that is set once its receivers can be answered. Only ranks with a waiting receiver have one."""
 
     def __post_init__(self) -> None:
         layout = self.ticket.layout
         self.keys = frozenset(product(range(layout.dp), range(layout.pp), range(layout.cp)))
-        """All receivers."""
+        """The keys of all receivers."""
         self.missing = set(self.keys - self.had)
-        """Who has not acknowledged and is waited for."""
+        """Receivers that have not acknowledged and are waited for."""
 
     @property
     def done(self) -> bool:
-        """Nobody can ask for it again, and nobody here reads its rows."""
+        """Return whether the step can be removed.
+
+        No receiver can ask for it again, and nobody here reads its rows.
+        """
         return len(self.acknowledged) == len(self.keys) and not self.in_use
 
     @property
@@ -81,11 +88,17 @@ class SealedStep:
         return "PREPARED" if len(self.outgoing) == len(self.keys) else "SEALED"
 
     def event(self, dp: int) -> threading.Event:
-        """Set once there is something to say to the receivers of a DP rank."""
+        """Return the event that wakes the receivers of a DP rank.
+
+        The event is set once the receivers can be answered.
+        """
         return self._waiting.setdefault(dp, threading.Event())
 
     def wake(self, *ranks: int) -> None:
-        """Who waits for the rows of these DP ranks, by default of all, looks again."""
+        """Signal the events of these DP ranks, by default of all.
+
+        Threads that wait for rows of these ranks look again.
+        """
         for dp in ranks or tuple(self._waiting):
             if event := self._waiting.pop(dp, None):
                 event.set()
@@ -95,12 +108,19 @@ class SealedStep:
         return StepRows(self.ticket, self.turns, self.tensors)
 
     def prepare(self, dp: int) -> dict[ShardKey, RowStream]:
-        """What the receivers of one DP rank get. Raises FrameCorrupt where rows are not what they were when they came."""
+        """Return the row stream of each receiver of one DP rank.
+
+        Raises:
+            FrameCorrupt: Rows are not what they were when they came.
+        """
         return self.rows.receivers(dp)
 
 
 class Steps:
-    """OPEN -> CLOSED. Any thread; its own prepares."""
+    """The steps between their seal and the last acknowledgement.
+
+    States: OPEN -> CLOSED. Any thread may call. A thread of its own prepares the steps.
+    """
 
     def __init__(self, held: HeldSamples, layout: TrainerLayout, *, run: str) -> None:
         self._held, self._layout, self._run = held, layout, run
@@ -111,17 +131,23 @@ class Steps:
         self._sealing = set[int]()
         self.newest = -1
         self.acked_before: dict[int, set[ShardKey]] = {}
-        """Who has already acknowledged each step that a relay before this one sealed and that is to be sealed again."""
+        """Step -> receivers that acknowledged it to the relay before this one. The steps here are still to be sealed again."""
         self._closed = self._warned = False
         self._queue: SimpleQueue[int | None] = SimpleQueue()
         self.thread = threading.Thread(target=self._prepare_all, name="r3channel-prepare", daemon=True)
         self.thread.start()
 
     def seal(self, step: int, assignment: Assignment, *, before: Ticket | None = None) -> Ticket:
-        """See `Relay.seal`. `before`: the ticket of the relay that sealed it first."""
+        """Take samples into a step, as `Relay.seal` does, and return its ticket.
+
+        Args:
+            step: The step's number.
+            assignment: The samples of each rank and micro-batch.
+            before: The ticket of the relay that sealed the step first.
+        """
         held, config, spec = self._held, self._held.config, self._held.spec
         held.check_open()
-        # before anything waits or is taken
+        # check before anything is waited for or taken
         check_cut(expected(assignment, Assignment), spec, self._layout)
         names, table = assignment.sample_ids, held.table
         with self._reserved(step) as seal:
@@ -146,10 +172,10 @@ class Steps:
         return ticket
 
     def resume(self, found: Recovery) -> None:
-        """See `Relay.resume`."""
+        """Seal the steps of a recovery again, as `Relay.resume` does."""
         for step, ticket in found.steps.items():
             with self._changed:
-                # the live router's: they had no frame
+                # samples without a frame were left to the live router
                 for name in self._held.table.unknown(ticket.assignment.sample_ids):
                     whole = ticket.sample(name)
                     live = Reply(name, "recovered", None, whole.tokens, whole.tokens_hash, 0, live=True)
@@ -157,7 +183,10 @@ class Steps:
             self.seal(step, ticket.assignment, before=ticket)
 
     def _check_live(self, step: int, samples: Sequence[Sample]) -> None:
-        """Raises StepError where more than `max_live` of a step's rows are left to the live router; says which are."""
+        """Raise StepError if more rows are live than `max_live` allows.
+
+        The error names the samples. Below the limit the log names them.
+        """
         live = {each.name: each.live_rows for each in samples if not each.packed and each.live_rows}
         left, rows = sum(live.values()), sum(sample.tokens - 1 for sample in samples)
         text = f"step {step}: {left} of {rows} rows are left to the live router, of samples {[*live]}"
@@ -168,7 +197,10 @@ class Steps:
             log.warning("r3channel: %s", text)
 
     def _warn_of_ceiling(self, nbytes: int) -> None:
-        """Once: one step off, the rows of two steps are here at a time."""
+        """Warn, once, that the store has no room for two such steps.
+
+        In one-step-off training the store holds the rows of two steps at a time.
+        """
         ceiling = self._held.config.store_bytes
         if 2 * nbytes > ceiling and not self._warned:
             self._warned = True
@@ -179,8 +211,11 @@ class Steps:
 
     @contextmanager
     def _reserved(self, step: int) -> Iterator[int]:
-        """Reserve a step while it is sealed -> its seal's number. Raises StepError for one that is not newer than those before,
-        unless it was abandoned, and for one that another thread is sealing."""
+        """Reserve a step while it is sealed, and yield its seal's number.
+
+        Raises StepError for a step that is not newer than those before, unless it was abandoned, and for one that another thread
+        is sealing.
+        """
         with self._changed:
             if step in self._sealing or (step <= self.newest and step not in self._seals):
                 text = f"step {step} is not newer than step {self.newest}, or is being sealed; was it sealed twice?"
@@ -193,14 +228,17 @@ class Steps:
                 self._sealing.discard(step)
 
     def add(self, ticket: Ticket, turns: Sequence[Turns], tensors: HeldOfSample) -> None:
-        """Receivers may ask for it from here on; it is prepared in the background."""
+        """Add a sealed step: receivers may ask for it from here on.
+
+        The background prepares it.
+        """
         step = ticket.step
         sealed = SealedStep(ticket, turns, tensors, had=self.acked_before.get(step, set()))
         if self._journal is not None:
             self._journal.sealed(step, ticket.to_bytes())
         with self._changed:
             kept = [number for number, older in self._steps.items() if not (older.missing or older.in_use)]
-            # who might have come again has gone on
+            # these are kept only for a receiver that might connect again; now a newer step is sealed, so none will
             gone = {number: self._take_out(number) for number in kept}
             self._steps[step] = sealed
             self._seals.pop(step, None)
@@ -211,10 +249,13 @@ class Steps:
         self._queue.put(step)
 
     def abandon(self, step: int) -> int:
-        """Give a sealed step up: receivers that ask for it are told, and its samples wait for a step again (or for `discard`).
+        """Give up a sealed step and take its samples back.
 
-        It may be sealed again, under its number and a new seal's. Returns how many samples came back; 0 for a step that is
-        unknown or delivered.
+        Receivers that ask for the step are told. Its samples wait for a step again, or for `discard`. The step may be sealed
+        again under its number, with a new seal's number.
+
+        Returns:
+            How many samples came back; 0 for a step that is unknown or delivered.
         """
         with self._changed:
             sealed = self._steps.pop(step, None)
@@ -231,9 +272,16 @@ class Steps:
         return len(names)
 
     def undelivered(self, *, wait_s: float) -> dict[int, tuple[ShardKey, ...]]:
-        """Step -> receivers that have not acknowledged it, after `wait_s`; early, and empty, when all have."""
+        """Return the receivers that have not acknowledged each step.
+
+        Args:
+            wait_s: Seconds to wait for acknowledgements. The call returns early, and empty, when all have come.
+
+        Returns:
+            Step -> its missing receivers (dp, pp, cp). Steps that all receivers have acknowledged are left out.
+        """
         with self._changed:
-            steps = self._steps.values()  # looked at at every event: not at all receivers
+            steps = self._steps.values()  # each event looks at the steps, not at all receivers
             ended = lambda: self._closed or self._held.broken or not any(sealed.missing for sealed in steps)  # noqa: E731
             self._changed.wait_for(ended, timeout=wait_s)
             return self._missing()
@@ -244,7 +292,16 @@ class Steps:
     # -- receivers -------------------------------------------------------------------------------------------------
 
     def outgoing(self, seal: Seal, key: ShardKey, *, timeout_s: float) -> RowStream | None:
-        """What a receiver gets; None where that is not prepared within `timeout_s`. Raises what the receiver is told."""
+        """Return a receiver's rows, or None if not prepared in time.
+
+        Args:
+            seal: The run, step and seal's number of the receiver's ticket.
+            key: The receiver (dp, pp, cp).
+            timeout_s: Seconds to wait for the rows to be prepared.
+
+        Raises:
+            R3Error: What the receiver is told.
+        """
         with self._changed:
             found = self._ready(seal, key)
         if isinstance(found, threading.Event) and found.wait(timeout_s):
@@ -253,7 +310,10 @@ class Steps:
         return None if isinstance(found, threading.Event) else found
 
     def _ready(self, seal: Seal, key: ShardKey) -> RowStream | threading.Event:
-        """With the condition held: a receiver's rows, or what is set once there is something to say."""
+        """Return a receiver's rows, or the event to wait for.
+
+        The event is set when the receiver can be answered. The caller holds the condition.
+        """
         (run, step, _), sealed, whose = seal, self._named(seal), f"(dp, pp, cp) {key}"
         if sealed is None and run != self._run:
             text = f"ticket of run {run}, this relay is run {self._run}; did the relay restart?"
@@ -272,13 +332,19 @@ class Steps:
         return sealed.event(key[0])
 
     def _named(self, seal: Seal) -> SealedStep | None:
-        """With the condition held. None for another run's or another seal's: its receiver is late."""
+        """Return the step, or None for another run's or another seal's.
+
+        A receiver that names another run or seal is late. The caller holds the condition.
+        """
         sealed = self._steps.get(seal[1])
         return sealed if sealed is not None and sealed.ticket.identity == seal else None
 
     def acknowledge(self, seal: Seal, key: ShardKey) -> None:
-        """A receiver has its rows, verified; the last one frees the step. Repeating it does no harm, and what is said of another
-        run's or an abandoned seal's rows frees nothing."""
+        """Note that a receiver has its rows, verified.
+
+        The last receiver frees the step. A repeated acknowledgement does no harm. An acknowledgement of another run's or an
+        abandoned seal's rows frees nothing.
+        """
         step = seal[1]
         with self._changed:
             sealed = self._named(seal)
@@ -289,23 +355,30 @@ class Steps:
             sealed.acknowledged.add(key)
             sealed.missing.discard(key)
             gone = self._take_out(step) if sealed.done else []
-            if not sealed.missing:  # who joins the step waits for the last one alone
+            if not sealed.missing:  # whoever waits for the step waits for its last receiver alone
                 self._changed.notify_all()
         self._let_go(step, gone)
 
     def _take_out(self, step: int) -> list[Sample]:
-        """Removes the step's samples from the table. The caller holds the condition."""
+        """Remove the step's samples from the table and return them.
+
+        The caller holds the condition.
+        """
         return self._held.table.remove(self._steps.pop(step).ticket.assignment.sample_ids)
 
     def _let_go(self, step: int, gone: list[Sample]) -> None:
-        """What a delivered step held."""
+        """Free the samples of a delivered step, and its journal's files."""
         if gone:
             if self._journal is not None:
                 self._journal.done(step)
             self._held.let_go(gone, outcome="delivered")
 
     def verify_again(self, seal: Seal, key: ShardKey) -> None:
-        """A receiver finds rows damaged: are they whole here? Raises FrameCorrupt with all of its samples that are not."""
+        """Check rows at rest that a receiver found damaged.
+
+        Raises:
+            FrameCorrupt: Rows are damaged here, too. The error names all samples of the receiver's DP rank that are.
+        """
         with self._changed:
             sealed = self._named(seal)
         if sealed is not None and key in sealed.outgoing:
@@ -333,7 +406,10 @@ class Steps:
                 self._held.store.trim(idle_s=_IDLE_S)
 
     def _prepare(self, sealed: SealedStep) -> None:
-        """Whatever goes wrong is this step's error, which its receivers are told."""
+        """Prepare and record a step; keep any error as the step's.
+
+        Its receivers are told that error.
+        """
         step, gone = sealed.ticket.step, list[Sample]()
         try:
             for dp in range(sealed.ticket.layout.dp):
@@ -345,7 +421,7 @@ class Steps:
                     if self._steps.get(step) is not sealed:  # abandoned, or the relay is closed
                         return
             if (recorder := self._held.recorder) is not None:
-                # behind the last publication: no receiver waits for a disk
+                # record after the last rows are published, so that no receiver waits for a disk
                 tensors = {name: [one.block.view for one in own] for name, own in sealed.tensors.items()}
                 recorder.write(sealed.ticket, sealed.turns, tensors)
         except Exception as error:
@@ -364,7 +440,7 @@ class Steps:
             self._let_go(step, gone)
 
     def _wake_all(self) -> None:
-        """With the condition held: every wait ends."""
+        """End every wait. The caller holds the condition."""
         for sealed in self._steps.values():
             sealed.wake()
         self._changed.notify_all()
@@ -372,7 +448,11 @@ class Steps:
     # -- the rest --------------------------------------------------------------------------------------------------
 
     def close(self) -> tuple[dict[int, tuple[ShardKey, ...]], list[str]]:
-        """End every wait and the thread; returns what was not delivered, and the samples in it."""
+        """End every wait and the thread.
+
+        Returns:
+            The receivers that have not acknowledged, by step, and the names of their DP ranks' samples.
+        """
         with self._changed:
             self._closed = True
             undelivered = self._missing()
@@ -384,7 +464,10 @@ class Steps:
         return undelivered, [name for rank in ranks for batch in rank for name in batch]
 
     def status(self) -> dict[int, Any]:
-        """With the condition held."""
+        """Return each step's state, receivers and samples.
+
+        The caller holds the condition.
+        """
         return {
             step: {
                 "state": sealed.state,
@@ -396,7 +479,10 @@ class Steps:
         }
 
     def oldest_s(self) -> float:
-        """Seconds since the oldest step under way was sealed; 0 without one."""
+        """Return seconds since the oldest step under way was sealed.
+
+        The result is 0 without such a step.
+        """
         with self._changed:
             times_s = [sealed.sealed_s for sealed in self._steps.values() if sealed.missing]
         return time.monotonic() - min(times_s) if times_s else 0.0
@@ -406,12 +492,15 @@ class Steps:
 
 
 def ticket_samples(names: Sequence[str], samples: Sequence[Sample]) -> Samples:
-    """As the ticket describes them."""
+    """Return the samples as the ticket describes them."""
     return Samples.of_packed(names, [sample.packed or _packed(sample) for sample in samples])
 
 
 def _packed(sample: Sample) -> PackedSample:
-    """All its turns as one. What nobody has is invalid."""
+    """Pack all turns of a sample as one.
+
+    Rows that nobody has are invalid.
+    """
     held, invalid = sample.held, list[tuple[int, int]]()
     for turn in sample.turns:
         rows = turn.rows

@@ -1,6 +1,6 @@
-"""Buckets from which rows are sent that do not go as they lie: a fixed number, whatever the tokens and the receivers.
+"""Buckets for rows that are copied before they are sent: a fixed number, whatever the tokens and the receivers.
 
-Knows no receiver and no step.
+This module knows no receiver and no step.
 """
 
 from __future__ import annotations
@@ -19,24 +19,35 @@ from r3channel.errors import ConfigError
 
 BUCKETS_ALIVE = 2
 MOST_BUCKETS = 16
-"""In host memory, of all receivers together: more senders than eight do not make two cores or one link faster."""
+"""Most buckets in host memory, of all receivers together: more than eight senders do not make two cores or one link faster."""
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class HostStaging:
-    """Two buckets for one sender: the filled buffer itself is sent."""
+    """Two buckets for one sender. The filled buffer itself is sent."""
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
 
     def buffers(self, nbytes: int) -> Sequence[Bytes]:
-        """To be filled in turn; one may be filled again when what `staged` gave for it was sent."""
+        """Return buffers to be filled in turn.
+
+        A buffer may be filled again once what `staged` gave for it was sent.
+
+        Args:
+            nbytes: Bytes of each buffer.
+        """
         if not self._tensors or len(self._tensors[0]) < nbytes:
             self._tensors = [self._memory(nbytes) for _ in range(BUCKETS_ALIVE)]
         return [tensor[:nbytes].numpy() for tensor in self._tensors]
 
     def staged(self, slot: int, nbytes: int) -> torch.Tensor:
-        """The tensor that the group sends."""
+        """Return the tensor that the group sends.
+
+        Args:
+            slot: The filled buffer's index.
+            nbytes: The bytes in it.
+        """
         return self._tensors[slot][:nbytes]
 
     def _memory(self, nbytes: int) -> torch.Tensor:
@@ -54,7 +65,10 @@ def _held(lock: threading.Semaphore, wait: Callable[[], None], every_s: float) -
 
 
 class HostPool:
-    """For TCP, and for gloo, which stands in for NCCL in tests. Any thread."""
+    """Buckets in host memory for several senders. Any thread may call.
+
+    TCP uses it, and so does gloo, which stands in for NCCL in tests.
+    """
 
     def __init__(self, senders: int = MOST_BUCKETS // BUCKETS_ALIVE) -> None:
         self._idle = [HostStaging() for _ in range(senders)]
@@ -62,13 +76,20 @@ class HostPool:
 
     @contextmanager
     def placed(self) -> Iterator[None]:
-        """On the device from which is sent: that is where a group makes its communicator."""
+        """Enter the device that rows are sent from.
+
+        A process group makes its communicator there.
+        """
         yield
 
     @contextmanager
     def turn(self, wait: Callable[[], None], *, every_s: float) -> Iterator[HostStaging]:
-        """Held around the sending of one receiver's rows. While all buckets are in use `wait` is called, every so often, and what
-        it raises ends the wait."""
+        """Hold buckets while one receiver's rows are sent.
+
+        Args:
+            wait: Is called while all buckets are in use. What it raises ends the wait.
+            every_s: Seconds between two calls of `wait`.
+        """
         with _held(self._free, wait, every_s):
             staging = self._idle.pop()  # the one used last: memory that nobody needs is never made
             try:
@@ -78,14 +99,23 @@ class HostPool:
 
 
 class DeviceStaging(HostStaging):
-    """For NCCL: two pinned and two device buffers of one bucket each, for all receivers of this process.
+    """Pinned and device buffers for NCCL.
+
+    There are two pinned and two device buffers of one bucket each, for all receivers of this process.
 
     One receiver's rows are sent at a time (`turn`), because two communicators at once on one GPU can deadlock. Copies run on a
     stream of their own, which NCCL's send waits for; the host goes on.
     """
 
     def __init__(self, device: int) -> None:
-        """`device` counts within CUDA_VISIBLE_DEVICES, which Ray sets to the actor's own GPUs."""
+        """Check that the device is there.
+
+        Args:
+            device: The device's number within CUDA_VISIBLE_DEVICES, which Ray sets to the actor's own GPUs.
+
+        Raises:
+            ConfigError: This process sees no such device.
+        """
         super().__init__()
         found = torch.cuda.device_count()
         if not 0 <= device < found:

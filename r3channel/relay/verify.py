@@ -1,7 +1,7 @@
-"""From a frame's bytes to verified rows at rest, in one pass, and to the tensors beside them. Knows no sample and no step.
+"""Turns a frame's bytes into verified rows at rest, in one pass, and the bytes behind them into tensors.
 
 Wherever the bytes come from (a reply's base64, a socket, a file), the few in front of the rows are judged first. Then the rows
-are written to where they stay, once, and every id is checked while it is in a cache.
+are written to where they stay, once, and every id is checked while it is in a cache. This module knows no sample and no step.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from r3channel.wire.tensor_frame import TensorRows, parse_tensors
 from r3channel.wire.token_tensors import TokenTensor
 
 DAMAGED = (FrameCorrupt, FrameMagicMismatch)
-"""What becomes of a frame on its way; anything else is its engine's own fault, and sending it again mends nothing."""
+"""Errors of a frame that was damaged on its way. Any other error is the engine's own fault, and sending the frame again does not
+mend it."""
 MOST_ROWS = 1 << 20
-"""Rows of a direct frame at most, while its reply has not come and its engine does not say how long sequences may be."""
+"""Most rows of a direct frame whose reply has not come and whose engine does not say how long sequences may be."""
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -43,13 +44,13 @@ class VerifiedRows:
     first_row: int
     sample_key: int
     digests_L: Ids
-    """uint64, as the engine made them; checked against `ids_TLK` when these came."""
+    """uint64 per layer, as the engine made them. They were checked against `ids_TLK` when the frame came."""
     provenance: tuple[ProvenanceSpan, ...]
     invalid: Ranges
     """Ranges [start, end) of the sample's rows that hold no routing."""
     block: Block
     ref: int
-    """Its number, for what survives."""
+    """The frame's number in the journal."""
     fold: int
     """Identity of `digests_L`."""
 
@@ -58,7 +59,10 @@ class VerifiedRows:
         return self.first_row + len(self.ids_TLK)
 
     def cut(self, end_row: int) -> VerifiedRows:
-        """Return the rows before `end_row` of the sample, with digests of their own, in the same memory: rows are causal."""
+        """Return the sample's rows before `end_row`, in the same memory.
+
+        They have digests of their own. A row does not depend on later tokens, so the cut rows are valid.
+        """
         first, ids_TLK = self.first_row, self.ids_TLK[: end_row - self.first_row]
         invalid = tuple((start, min(end, end_row)) for start, end in self.invalid if start < end_row)
         spans = tuple(s._replace(end=min(s.end, end_row)) for s in self.provenance if s.start < end_row)
@@ -81,7 +85,16 @@ class HeldTensors:
     """xxh3_64 of the block when it came."""
 
     def whole(self, tensor: TokenTensor, sample_id: str, *, step: int) -> TensorRows:
-        """Raises FrameCorrupt where memory or disk was damaged meanwhile."""
+        """Return a tensor of this turn, checked against its hash.
+
+        Args:
+            tensor: The tensor.
+            sample_id: The sample's name, for the error.
+            step: The step's number, for the error.
+
+        Raises:
+            FrameCorrupt: Memory or disk was damaged since the tensors came.
+        """
         if xxh3_64_intdigest(self.block.view) != self._hash:
             raise FrameCorrupt(
                 f"step {step}: the {tensor.name} of sample {sample_id} at rest are not those that came; was memory or disk "
@@ -94,7 +107,7 @@ class HeldTensors:
 
 @dataclass(eq=False, kw_only=True)
 class FrameVerifier:
-    """Any thread."""
+    """Reads frames, verifies them and keeps their rows. Any thread may call."""
 
     spec: RoutingSpec
     store: Store
@@ -108,16 +121,32 @@ class FrameVerifier:
         self, source: Source, *, where: str, max_rows: int, room_s: float = 0.0, begun: memoryview | bytes = b"",
         more: bool = False,
     ) -> VerifiedRows:  # fmt: skip
-        """Read a frame, verify it and keep its rows; see `wire.frame.read_frame`. A frame of more than `max_rows` is not decoded.
+        """Read a frame, verify it and keep its rows.
 
-        Raises a typed `RoutingError`, `StoreFull` after `room_s`, and what the source raises; then nothing is kept.
+        `wire.frame.read_frame` describes the arguments that are passed on to it. After an error nothing is kept; what the source
+        raises passes.
+
+        Args:
+            source: The frame's bytes.
+            where: Whose frame it is, for errors.
+            max_rows: A frame with more rows is not decoded.
+            room_s: Seconds to wait for room.
+            begun: Bytes of the header that were read already.
+            more: Other bytes may follow the frame.
+
+        Returns:
+            The rows, in memory until `free`.
+
+        Raises:
+            RoutingError: A typed error says what is wrong with the frame.
+            StoreFull: There was no room within `room_s`.
         """
         with self.clock.span("verify"):
             frame = read_frame(source, spec=self.spec, where=where, max_rows=max_rows, begun=begun, more=more)
             edges = frame.invalid_edges
             nbytes = frame.rows * self.spec.bytes_per_token
             beside = beside_bytes(self.spec, spans=len(frame.provenance), ranges=len(edges) // 2)
-            # The scratch comes first: who holds rows waits for nobody's memory.
+            # The scratch memory comes first, so that whoever holds memory for rows never waits for more.
             coded = frame.scratch_bytes
             scratch = self.store.allocate(coded, timeout_s=room_s, what=where) if coded else None
             try:
@@ -152,7 +181,6 @@ class FrameVerifier:
         )  # fmt: skip
 
     def _check_policy(self, frame: Frame) -> None:
-        """Policy `error`: a row without routing is refused by name."""
         missing = [(span.start, span.end) for span in frame.provenance if span.kind is RowKind.MISSING]
         named = _invalid(frame) or missing
         if named and self.invalid_rows == "error":
@@ -171,9 +199,25 @@ def keep_tensors(
     source: Source, store: Store, tensors: Sequence[TokenTensor], *, where: str, key: int | None, tokens: int,
     held_rows: int, room_s: float,
 ) -> HeldTensors:  # fmt: skip
-    """The tensors that are left of a reply's bytes; they fit a reply of so many tokens, of which `held_rows` rows came before.
+    """Keep the tensors that are left of a reply's bytes.
 
-    Raises RowCountMismatch, StoreFull and what `parse_tensors` does; then nothing is kept."""
+    After an error nothing is kept.
+
+    Args:
+        source: The bytes behind the frame or the frame reference.
+        store: The store that gives the memory.
+        tensors: The declared tensors.
+        where: Whose reply it is, for errors.
+        key: The request's key; None where it is not known.
+        tokens: How many tokens the reply's sample has.
+        held_rows: How many rows came before this reply.
+        room_s: Seconds to wait for room.
+
+    Raises:
+        RowCountMismatch: The tensors' rows or key are not the reply's.
+        StoreFull: There was no room in time.
+        R3Error: What `parse_tensors` raises.
+    """
     block = store.allocate(source.left, timeout_s=room_s, what=where)
     try:
         source.fill(block.view)

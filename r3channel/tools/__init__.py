@@ -1,1 +1,1 @@
-"""What people type and read: commands, pages, the dashboard. Measures nothing itself."""
+"""What people type and read: commands, pages, the dashboard. This package measures nothing itself."""

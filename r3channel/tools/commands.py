@@ -1,4 +1,7 @@
-"""The commands: where each is, what it does, how it is typed. A help begins with the examples. Imports no command."""
+"""The commands: the module, the purpose and examples of each. A help begins with the examples.
+
+This module imports no command.
+"""
 
 from __future__ import annotations
 
@@ -80,14 +83,23 @@ class Parser(argparse.ArgumentParser):
         return "\n".join([*lines, "", super().format_help()]) if lines else super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        """Print the error without the usage, which fills a screen for some commands, and what a mistyped option is near to."""
+        """Print the error, and what a mistyped option is near to.
+
+        The usage is left out: it fills a screen for some commands.
+        """
         for word in message.partition("unrecognized arguments: ")[2].split():
             message += nearest(word.partition("=")[0], self._option_string_actions) * word.startswith("--")
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help tells the options\n")
 
 
 def parser(command: str, *, prog: str = "", description: str | None = None) -> Parser:
-    """The parser of a command, with its examples; `prog` where it has commands of its own."""
+    """Make the parser of a command, with the command's examples.
+
+    Args:
+        command: a name of `COMMANDS`.
+        prog: the command and its subcommand, if the command has subcommands.
+        description: the text of the help; None: the command's purpose.
+    """
     entry = COMMANDS[command]
     command_parser = Parser(prog=f"r3channel {prog or command}", description=description or f"{entry.what}.")
     examples = [example for example in entry.examples if example.startswith(prog or command)]
@@ -96,7 +108,7 @@ def parser(command: str, *, prog: str = "", description: str | None = None) -> P
 
 
 def overview() -> str:
-    """The text of `r3channel --help`."""
+    """Return the text of `r3channel --help`."""
     width = max(map(len, COMMANDS))
     return "\n".join(
         [

@@ -1,7 +1,7 @@
-"""`r3channel doctor`: one line per thing that must be there, and what to do about each that is not.
+"""`r3channel doctor`: prints a line for each thing that must be there, and the remedy for each that is not.
 
-The checks lie in the rooms that they are about; `CHECKS` lists them. Nothing heavy is imported into this process: versions
-come from the installed metadata, and what only an upstream can answer is asked of a child process with a deadline.
+The checks lie in the rooms that they are about; `CHECKS` lists them. Nothing heavy is imported into this process: versions come
+from the installed metadata, and a child process with a deadline answers what only an upstream can answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Listed(NamedTuple):
     """A check of a room, imported when it is run."""
 
     subjects: tuple[str, ...]
-    """Roles of this machine, or what is looked at instead of it."""
+    """Roles of this machine, or subjects that are checked instead of it."""
     module: str
     name: str
     """`name(context: CheckContext) -> Iterator[Check]`."""
@@ -50,7 +50,7 @@ CHECKS = (
 
 def run(argv: Sequence[str]) -> int:
     words = list(argv)
-    if _TYPED in words[:-1]:  # argparse takes one word that begins with a dash for an option
+    if _TYPED in words[:-1]:  # argparse takes a single word that begins with a dash for an option
         at = words.index(_TYPED)
         words[at : at + 2] = ["=".join(words[at : at + 2])]
     options = vars(_parser().parse_args(words))
@@ -94,7 +94,11 @@ def _parser() -> commands.Parser:
 
 
 def examine(context: CheckContext) -> int:
-    """Print every finding as soon as it is known; 1 if anything is missing, else 0."""
+    """Print every finding as soon as it is known.
+
+    Returns:
+        1 if anything is missing, else 0.
+    """
     well = True
     for check in findings(context):
         print(check.line(), flush=True)
@@ -103,7 +107,10 @@ def examine(context: CheckContext) -> int:
 
 
 def findings(context: CheckContext) -> Iterator[Check]:
-    """Findings about the place that this machine is to be, or about engines, settings or a checkout, which lie elsewhere."""
+    """Yield the findings about this machine's role, or another subject.
+
+    Other subjects are running engines, an engine's settings and a checkout of slime, which lie elsewhere.
+    """
     asked = {_ENGINES: context.engines, _SETTINGS: context.engine_arguments, _SLIME: context.slime}
     subject = next((subject for subject, given in asked.items() if given), context.role)
     for listed in CHECKS:

@@ -1,6 +1,7 @@
-"""An SGLang engine's settings as they are typed: which are tested, which were read, which are refused, and why.
+"""The settings of an SGLang engine as they are typed: which are tested, read or refused, and why.
 
-`r3channel doctor --engine-arguments` and `r3channel slime` ask here. SGLang wants a GPU to be imported: its sources are read.
+`r3channel doctor --engine-arguments` and `r3channel slime` use this module. It reads SGLang's sources, because SGLang cannot be
+imported without a GPU.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from r3channel.observe.check import Check, CheckContext
 
 
 def check_engine_arguments(context: CheckContext) -> Iterator[Check]:
-    """Say of each setting that was typed whether it is tested, read or refused; a fault is what R3CHANNEL_ALLOW does not have."""
+    """Yield whether each typed setting is tested, read or refused.
+
+    A refused setting is a fault unless R3CHANNEL_ALLOW has its word.
+    """
     fields, allow = sglang_fields("--"), allowed(context.environment)
     names, defaults = {option: name for option, (name, _) in fields.items()}, dict(fields.values())
     for typed in (word.partition("=")[0] for word in context.engine_arguments if word not in fields):
         begun = [name for option, name in names.items() if option.startswith(typed)]
-        names |= {typed: begun[0]} if len(begun) == 1 else {}  # as SGLang's parser completes it
+        names |= {typed: begun[0]} if len(begun) == 1 else {}  # SGLang's parser completes such a name, too
     values = parse(context.engine_arguments, names)
     for name, value in values.items():
         typed = flag(name, value)
@@ -41,7 +45,10 @@ def check_engine_arguments(context: CheckContext) -> Iterator[Check]:
 
 
 def _judged(name: str, value: Any, default: Any) -> Refusal:
-    """The word of a refusal, empty where there is none, and what is known of the value."""
+    """Return a refusal's word, and what is known of the value.
+
+    The word is empty if the value is not refused.
+    """
     setting = judged(name, value)
     if setting is None and str(value) == str(default):
         return "", "SGLang's default"
@@ -57,7 +64,12 @@ def _check(name: str, word: str, found: str, allow: frozenset[str]) -> Check:
 
 
 def refused(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield (word, reason) of what an engine would not start with; `defaults`: of each setting that this SGLang has."""
+    """Yield (word, reason) for all that an engine would refuse.
+
+    Args:
+        values: the settings that were typed.
+        defaults: the default of each setting that this SGLang has.
+    """
     yield from sglang_settings.refused(values)
     for name, default in defaults.items():
         word, _ = _judged(name, value := values.get(name, default), default)
@@ -66,17 +78,19 @@ def refused(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[
 
 
 def allowed(environment: Mapping[str, str]) -> frozenset[str]:
-    """The words of R3CHANNEL_ALLOW in an environment."""
+    """Return the words of R3CHANNEL_ALLOW in an environment."""
     given = load_values(EngineConfig, flags=None, file=None, environment=environment)
     return EngineConfig(allow=given.get("allow", ("", ""))[0]).allowed
 
 
 def parse(words: Sequence[str], flags: Mapping[str, str]) -> dict[str, Any]:
-    """Return name -> value of a command line: True for a switch, a list where several follow.
+    """Return name -> value of a command line.
+
+    A value is True for a switch, and a list if several words follow.
 
     Args:
-        words: what was typed; those before the first flag are passed over, and of a name that comes twice the last one counts.
-        flags: names that a flag does not say itself.
+        words: what was typed. Words before the first flag are ignored. If a name comes twice, the last one counts.
+        flags: the names of flags that do not say their name themselves.
 
     >>> parse(["train.py", "--moe-router-fusion", "--tp=2", "--lr", "1e-6", "--names", "a", "b"], {"--tp": "tp_size"})
     {'moe_router_fusion': True, 'tp_size': 2, 'lr': '1e-6', 'names': ['a', 'b']}
@@ -92,15 +106,19 @@ def parse(words: Sequence[str], flags: Mapping[str, str]) -> dict[str, Any]:
 
 
 def sglang_fields(prefix: str) -> dict[str, tuple[str, Any]]:
-    """Return flag -> name and plain default of each setting of the installed SGLang; empty without SGLang.
+    """Return the settings of the installed SGLang by flag.
 
-    slime types them behind the `prefix` --sglang-, and has arguments of its own with the same one; they are not among these.
+    Args:
+        prefix: how flags begin. slime's begin with --sglang-, as do arguments of its own, which are not among these.
+
+    Returns:
+        flag -> name and plain default; empty without SGLang.
     """
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         return {}
     root = Path(spec.submodule_search_locations[0], "srt")
-    files = (*root.glob("server_args.py"), *root.glob("arg_groups/fields/*.py"))  # 0.5.23 has them in both
+    files = (*root.glob("server_args.py"), *root.glob("arg_groups/fields/*.py"))  # 0.5.23 uses both
     found = dict[str, tuple[str, Any]]()
     for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -111,6 +129,6 @@ def sglang_fields(prefix: str) -> dict[str, tuple[str, Any]]:
 
 
 def _aliases(annotation: ast.expr) -> list[str]:
-    """The flags that SGLang's annotation of a setting names beside that of its own name."""
+    """Return the further flags that a setting's annotation names."""
     texts = [node.value for node in ast.walk(annotation) if isinstance(node, ast.Constant)]
     return [text for text in texts if isinstance(text, str) and text.startswith("--") and " " not in text]

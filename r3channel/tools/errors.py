@@ -28,10 +28,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def every_error() -> list[type[R3Error]]:
-    """The root error and all below it, in the order of their file."""
+    """Return the root error and all below it, in their file's order."""
     return [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, R3Error)]
 
 
 def happened(error: type[R3Error]) -> str:
-    """The first paragraph of its docstring, on one line."""
+    """Return the first paragraph of an error's docstring, on one line."""
     return " ".join((error.__doc__ or "").split("\n\n")[0].split())

@@ -1,4 +1,7 @@
-"""Which packages each place of a run needs, what is installed, and how to get what is missing. Imports none of them."""
+"""The packages that each role of a run needs, what is installed, and how to get what is missing.
+
+This module imports none of the packages.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _MODULES = {"megatron-core": "megatron"}
 
 
 def remedy(name: str) -> str:
-    """How to get a module or distribution.
+    """Return how to get a module or distribution.
 
     >>> remedy("h11"), remedy("lz4")
     ('pip install "r3channel[direct]"', 'pip install lz4')
@@ -43,11 +46,11 @@ def remedy(name: str) -> str:
 
 
 class Role(NamedTuple):
-    """What one place of a run needs."""
+    """The packages that one role of a run needs."""
 
     needs: tuple[str, ...]
     helps: dict[str, str]
-    """Distribution that is only of help -> what works without it."""
+    """Distribution that the role can do without -> what is lost without it."""
 
 
 _FAST = {
@@ -75,7 +78,12 @@ ROLES = {
 
 
 def packages(names: Iterable[str], versions: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    """A fault for each distribution that is not installed, or not in a version of `versions`; a fault is a line of text."""
+    """Yield a line for each missing distribution or unread version.
+
+    Args:
+        names: distributions.
+        versions: distribution -> the versions that were read. A distribution that is not among these may have any version.
+    """
     for name in names:
         check, expected = check_distribution(name), versions.get(name, ())
         if not check.ok:
@@ -85,7 +93,7 @@ def packages(names: Iterable[str], versions: Mapping[str, tuple[str, ...]]) -> I
 
 
 def check_packages(context: CheckContext) -> Iterator[Check]:
-    """Python, then what the role needs, then what helps it."""
+    """Yield checks of Python, the role's needs, then its helpers."""
     yield check_python(sys.version_info[:3], gpu=context.gpu)
     role = ROLES[context.role]
     for name, loss in (dict.fromkeys(role.needs, "") | role.helps).items():
@@ -102,7 +110,12 @@ def check_python(version: tuple[int, int, int], *, gpu: bool) -> Check:
 
 
 def check_distribution(name: str, *, loss: str = "") -> Check:
-    """Whether it is installed, by its metadata. Its absence is no fault where `loss` says what goes without it."""
+    """Check by its metadata whether a distribution is installed.
+
+    Args:
+        name: the distribution.
+        loss: what does not work without it; with a text, its absence is no fault.
+    """
     try:
         return Check(name=name, ok=True, found=importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:

@@ -32,14 +32,14 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A file of a patch, and git's hash of its content before and after."""
+    """One file of a patch, with git's hashes of its content before and after."""
 
     file: str
     before: str
     after: str
 
     def state(self, target: Path) -> str:
-        """`clean`, `patched`, `changed` (neither of them) or `missing`."""
+        """Return `clean`, `patched`, `changed` (neither of them) or `missing`."""
         path = target / self.file
         if not path.is_file():
             return "missing"
@@ -48,7 +48,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A diff of changes, none of which adds or removes a file; its first line says what it is for."""
+    """A diff of files. It adds and removes none, and its first line says what it is for."""
 
     path: Path
     title: str
@@ -64,7 +64,7 @@ class Patch:
         return self.path.stem
 
     def state(self, target: Path) -> str:
-        """`clean` or `patched`, where all files are; else `other`."""
+        """Return `clean` or `patched` if all files are, else `other`."""
         states = {change.state(target) for change in self.changes}
         return states.pop() if states in ({"clean"}, {"patched"}) else "other"
 
@@ -85,7 +85,7 @@ class Patch:
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command; see the module."""
+    """Run the command as the module describes it."""
     options = _parser().parse_args(argv)
     patch = chosen(options.target, options.patch)
     state = patch.state(options.target)
@@ -114,14 +114,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def known() -> list[Patch]:
-    """The patches of an installed wheel, which has them inside the package, or of a source tree."""
+    """Return all patches: an installed wheel's, or a source tree's.
+
+    A wheel has them inside the package.
+    """
     package = Path(r3channel.__file__).parent
     folder = next(at / "patches" for at in (package, package.parent) if (at / "patches").is_dir())
     return [Patch.read(path) for path in sorted(folder.glob("*.patch"))]
 
 
 def chosen(target: Path, name: str | None) -> Patch:
-    """The patch of that name, or the one that fits `target`. Raises `UsageError` where none or more than one could be meant."""
+    """Return the named patch, or the one that fits `target`.
+
+    Raises:
+        UsageError: no patch could be meant, or more than one.
+    """
     patches = [patch for patch in known() if name in (None, patch.name)]
     names = ", ".join(patch.name for patch in patches or known())
     if not patches:
@@ -142,7 +149,11 @@ def chosen(target: Path, name: str | None) -> Patch:
 
 
 def turn(patch: Patch, target: Path, *, reverse: bool) -> None:
-    """Make every file of the patch what it is after it (or before it). Raises `UsageError`; then all are as they were."""
+    """Apply a patch to every file, or take it back.
+
+    Raises:
+        UsageError: the patch cannot be applied; then all files are as they were.
+    """
     with tempfile.TemporaryDirectory(prefix="r3channel-patch-") as scratch:
         copies = Path(scratch)
         for change in patch.changes:
@@ -165,7 +176,7 @@ def _git_apply(patch: Patch, folder: Path, *, reverse: bool) -> None:
     if git is None:
         raise UsageError("git, which applies the diff, is not installed; no file was changed")
     command = [git, "apply", "--whitespace=nowarn", *["--reverse"] * reverse, str(patch.path.resolve())]
-    # Neither a checkout around the folder nor the user's settings have a say.
+    # Neither a checkout around the folder nor the user's settings may change what git does.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
     environment |= {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
@@ -186,7 +197,10 @@ def _check_compiles(file: str, content: bytes) -> None:
 
 
 def _replace(target: Path, contents: Mapping[str, bytes]) -> None:
-    """Replace all files or none. New files are written beside the old ones first, so a full disk is noticed in time."""
+    """Replace all files or none.
+
+    New files are written beside the old ones first, so a full disk is noticed before any file is replaced.
+    """
     before = {file: (target / file).read_bytes() for file in contents}
     done: list[str] = []
     try:
@@ -194,7 +208,7 @@ def _replace(target: Path, contents: Mapping[str, bytes]) -> None:
             _beside(target / file).write_bytes(content)
             shutil.copymode(target / file, _beside(target / file))
         for file in contents:
-            # hard links, as of a package cache, keep the old content
+            # A rename leaves the old content to other hard links of the file, for example in a package cache.
             os.replace(_beside(target / file), target / file)
             done.append(file)
     except BaseException as error:
@@ -212,7 +226,7 @@ def _beside(path: Path) -> Path:
 
 
 def blob(content: bytes) -> str:
-    """git's hash of a file."""
+    """Return git's hash of a file's content."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 

@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def count(text: str) -> int:
-    """A whole number of tokens as people write it.
+    """Return a whole number of tokens as people write it.
 
     >>> count("16M"), count("16.8e6"), count("64k"), count("1024")
     (16000000, 16800000, 64000, 1024)
@@ -66,7 +66,11 @@ def count(text: str) -> int:
 
 
 def spec_of(model: str) -> RoutingSpec:
-    """A checkpoint folder, the path of a Hugging Face config, or a name of the table."""
+    """Return the routing shape of a model.
+
+    Args:
+        model: a checkpoint folder, the path of a Hugging Face config, or a name of the table.
+    """
     path = Path(model)
     if path.suffix == ".json" or path.is_dir() or "/" in model:
         return RoutingSpec.from_hf_config(path)
@@ -81,7 +85,11 @@ def planned(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def simulate(options: argparse.Namespace) -> dict[str, Any]:
-    """The planner itself at full size, 128M tokens in 8,192 uneven samples; `plan_s` is what it took."""
+    """Run the planner at full size.
+
+    The size is 128M tokens, unless the options give another number, in 8,192 uneven samples. `plan_s` is the planner's time in
+    seconds.
+    """
     options.model = options.model or "deepseek-r1"
     options.max_tokens = options.max_tokens or 131072
     lengths = lognormal_lengths(samples=8192, tokens=options.tokens or 128 * 10**6)
@@ -101,7 +109,10 @@ def _plan(options: argparse.Namespace, layout: TrainerLayout, lengths: Sequence[
 
 
 def _lengths(options: argparse.Namespace, layout: TrainerLayout) -> list[int]:
-    """Whole micro-batches on every DP rank, of samples that are about as long as asked for."""
+    """Return sample lengths that fill whole micro-batches on every DP rank.
+
+    Samples are about as long as asked for.
+    """
     if options.lengths:
         return _read_lengths(Path(options.lengths))
     if not options.tokens:
@@ -168,7 +179,6 @@ def _per_token(result: dict[str, Any]) -> str:
 
 
 def _rows_text(result: dict[str, Any]) -> str:
-    """How long rows travel over each transport, as text."""
     tcp_s, nccl_s = result["tcp_s"], result["nccl_s"]
     better = "tcp" if tcp_s < nccl_s else "nccl"
     text = f"rows to trainers: tcp {tcp_s:.2f} s, all at once; nccl {nccl_s:.2f} s, in turn through one core and GPU of the relay"
@@ -176,7 +186,7 @@ def _rows_text(result: dict[str, Any]) -> str:
 
 
 def _store_text(result: dict[str, Any]) -> str:
-    """The store that a loop one step off needs, as text."""
+    """Return what store a loop one step off needs."""
     need, allowed = _bytes(result["store_needed_bytes"]), _bytes(result["machines"]["store_bytes"])
     text = (
         f"store: rows of two steps, one delivered while the next is generated, need {need} of the relay's memory; "
@@ -186,7 +196,10 @@ def _store_text(result: dict[str, Any]) -> str:
 
 
 def _node_text(result: dict[str, Any]) -> str:
-    """What one step off asks of the relay's node, as text, and what one node has too little of."""
+    """Return what a loop one step off asks of the relay's node.
+
+    The text also has what one node has too little of.
+    """
     machines, (memory, *needs) = result["machines"], result["relay_needs"].values()
     has = (machines[name] for name in ("node_bytes", "node_cores", "http_gbit_s", "wire_gbyte_s"))
     words = "{:.0f} GB of memory, {:.2f} cores, {:.2f} Gbit/s in and {:.2f} out"

@@ -31,14 +31,17 @@ from r3channel.recordings.step import RecordedStep
 from r3channel.tools import commands
 
 FORMATS = ("npz", *DUMPS)
-"""Formats that `import` reads; `export` writes npz. Others are refused by name: their sources were not read, and a guess
+"""Formats that `import` reads; `export` writes npz. Other formats are refused: their sources were not read, and a guess
 would be silently wrong."""
 
 _RANKS_S = 600.0
 
 
 def run(argv: Sequence[str]) -> int:
-    """A command's name, then its arguments."""
+    """Run the command that `argv` begins with.
+
+    Its arguments are the rest of `argv`.
+    """
     options = _parser(argv[0]).parse_args(argv[1:])
     return _RUN[argv[0]](options)
 
@@ -93,14 +96,14 @@ def _record_options(parser: commands.Parser) -> commands.Parser:
 
 
 def _record(options: argparse.Namespace) -> int:
-    """The relay writes the recording; this only asks."""
-    # A relay's imports, which the other commands do without.
+    """Make the relay write the recording; this process only asks."""
+    # Imported here, because only this command needs the relay's imports.
     from r3channel.relay.ray_host import NAME, RayRelay
 
     if options.stop == (options.record is not None):
         raise UsageError("expected either a folder to record into, or --stop")
     if options.record:
-        options.record = str(Path(options.record).absolute())  # the relay stands elsewhere
+        options.record = str(Path(options.record).absolute())  # the relay has another working directory
     for name in options.actor or [NAME]:
         RayRelay.named(name, address=options.address).record(values_of(options) or {})
         print(f"{name}: " + (f"records into {options.record}" if options.record else "records no more"))
@@ -132,7 +135,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _consumed(options: argparse.Namespace, step: RecordedStep) -> tuple[ConsumedRows, float]:
-    """What the routers of all ranks used, and the seconds of it."""
+    """Return the ids that all ranks' routers used, and the seconds."""
     if options.gloo:
         return run_ranks(consume, step, options.recording, timeout_s=_RANKS_S)
     begin_s = time.monotonic()
@@ -140,8 +143,11 @@ def _consumed(options: argparse.Namespace, step: RecordedStep) -> tuple[Consumed
 
 
 def consume(rank: Rank) -> None:
-    """One process of `replay --gloo`: the shard is placed at TP0, handed on over gloo, and read layer by layer as routers do."""
-    import torch  # which replay in one process does without
+    """Run one process of `replay --gloo`.
+
+    The shard is placed at TP0, sent on over gloo, and read layer by layer as routers do.
+    """
+    import torch  # imported here, because replay in one process does not need it
 
     from r3channel.trainer.rank_shard import RankShard, slot_parts
     from r3channel.transport.tp_fanout import TensorParallelFanout
@@ -195,7 +201,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _shared(sides: Sequence[Recording]) -> list[int]:
-    """Steps that all sides have."""
+    """Return the steps that all sides have."""
     shared = sorted(set.intersection(*(set(side.steps) for side in sides)))
     if len(sides) > 1 and not shared:
         has = [list(side.steps)[:10] for side in sides]

@@ -1,8 +1,8 @@
 """One run as one HTML page without a network, and as a trace for Perfetto: `r3channel report RUN...`.
 
-The page (report_page.html) has a verdict, and pictures of the run's time, bytes, routing and samples. Pictures are matplotlib's
-(extra `plot`, imported when one is drawn): inline SVG whose ink follows the reader's light or dark theme. Knows nothing of how a
-run is made: spans are what every run has, and what else a run knows of itself is in a report.json beside them.
+The page (report_page.html) has a verdict, and pictures of the run's time, bytes, routing and samples. matplotlib draws the
+pictures (extra `plot`, imported when one is drawn): inline SVG whose ink follows the reader's light or dark theme. This module
+does not know how a run is made. Every run has spans; what else a run knows of itself is in a report.json beside them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _DOTS = 2000
-"""Spans of a lane that lie closer than this part of the run are drawn as one."""
+"""Spans of a lane are drawn as one if the gap between them is less than the run's time divided by this number."""
 _INK, _FAINT = "#123456", "#654321"
 """Placeholders that become the page's own colours."""
 _PICTURES: Any = {
@@ -48,9 +48,9 @@ _KINDS = {
     "routing at the trainer": ("#8f6fc9", ("recv", "rebroadcast")),
     "waits for routing": (_RED, ROUTING_WAITS),
 }
-"""Kinds of spans: colour and stages. Waits for the next rollout stay blank."""
+"""Kind of span -> colour and stages. Waits for the next rollout stay blank."""
 _WAY = ("capture", "frame", "http", "ingest", "verify", "plan", "decode", *WORK, "rebroadcast", "bind")
-"""Stages that move or judge a row; `recv` is the time until its sender's `send`."""
+"""Stages that move or judge a row. `recv` is not among them: it is the time until its sender's `send`."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -62,8 +62,16 @@ def run(argv: Sequence[str]) -> int:
 
 
 def write_page(folder: Path) -> Path:
-    """Write report.html and trace.json beside a run's spans, which may still be coming. Raises ConfigError where there are none,
-    or no matplotlib for the page."""
+    """Write report.html and trace.json beside a run's spans.
+
+    The run may still be writing spans.
+
+    Returns:
+        The path of report.html.
+
+    Raises:
+        ConfigError: the folder has no spans, or matplotlib is missing, which the page needs.
+    """
     events, warnings = read(folder)
     print(*warnings, sep="\n", end="\n" if warnings else "", file=sys.stderr)
     (folder / "trace.json").write_text(json.dumps(chrome_trace(events)))
@@ -82,7 +90,14 @@ def write_page(folder: Path) -> Path:
 
 
 def page(result: Mapping[str, Any], spans: Mapping[str, Sequence[Span]]) -> str:
-    """`result` is `facts_of` the spans, with a run's report.json over it; a picture is there where its facts are."""
+    """Return the page as HTML.
+
+    A picture is there if its facts are.
+
+    Args:
+        result: `facts_of` the spans, with a run's report.json over it.
+        spans: the spans of each process.
+    """
     good, verdict = verdict_of(result)
     cards = [
         _card(title, text, draw, result, spans) for needed, title, text, draw in _CARDS if result.get(needed)
@@ -100,8 +115,13 @@ def page(result: Mapping[str, Any], spans: Mapping[str, Sequence[Span]]) -> str:
 
 
 def verdict_of(result: Mapping[str, Any]) -> tuple[bool | None, str]:
-    """Whether the run was well (None: it compared no ids), in a sentence, its pages' faults first; what trainers waited for, and
-    a row's longest stage."""
+    """Return whether the run was well, and the verdict's text.
+
+    The text has the faults of the run's pages first, then what trainers waited for, and a row's longest stage.
+
+    Returns:
+        True or False, or None for a run that compared no ids; and the text.
+    """
     (process, stage), seconds = longest(result, _WAY)
     (_, wait), _ = longest(result, ROUTING_WAITS)
     time = (
@@ -133,7 +153,7 @@ def _timeline(_: Any, spans: Mapping[str, Sequence[Span]]) -> Figure:
     handles = [axes.plot([], [], color=colour, linewidth=6)[0] for colour, _ in _KINDS.values()]
     _legend(axes, handles, list(_KINDS), ncols=len(_KINDS))
     axes.set_yticks(range(len(lanes)), lanes)
-    axes.set_xlim(left=0)  # engines and relay are probed long before anybody trains
+    axes.set_xlim(left=0)  # engines and relay are probed long before training begins
     return figure
 
 
@@ -158,7 +178,7 @@ def _waits(result: Mapping[str, Any], _: Any) -> Figure:
 
 
 def _mismatch(result: Mapping[str, Any], _: Any) -> Figure:
-    """Audits of several ranks add up."""
+    """Draw the share of mismatches; audits of several ranks add up."""
     audited = [(audit["step"], counts) for audit in result["routing_mismatch"] for counts in audit["layers"]]
     rows = sums(((step, counts["layer"]), counts["rows"]) for step, counts in audited)
     different = sums(((step, counts["layer"]), counts["different"]) for step, counts in audited)
@@ -175,7 +195,6 @@ def _load(result: Mapping[str, Any], _: Any) -> Figure:
 
 
 def _versions(result: Mapping[str, Any], _: Any) -> Figure:
-    """The rows of each step by weight version, stacked."""
     steps = {
         int(step): {int(key): rows for key, rows in by_version.items()}
         for step, by_version in result["rows_by_version"].items()
@@ -193,7 +212,10 @@ def _versions(result: Mapping[str, Any], _: Any) -> Figure:
 
 
 def _logprobs(result: Mapping[str, Any], _: Any) -> Figure:
-    """The difference in log-probs: a point for each token; at 0 both sides agree."""
+    """Draw the difference in log-probs, a point for each token.
+
+    At 0 both sides agree.
+    """
     differences, tokens = result["logprob_abs_diff"], result["logprobs"]
     figure, axes = _axes(5.4, 3.2, xlabel="engine's log-prob, nats", ylabel="trainer's less engine's")
     engine = [token[0] for token in tokens]
@@ -236,7 +258,10 @@ def _bars(values: Mapping[str, float], unit: str, *, first: str = _BLUE) -> Figu
 
 
 def _axes(width: float, height: float, **labels: Any) -> tuple[Figure, Axes]:
-    """Return an empty picture, in inches; `labels` as `Axes.set` takes them."""
+    """Return an empty picture of that size in inches.
+
+    `labels` are as `Axes.set` takes them.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -253,7 +278,10 @@ def _grid(
     values: Sequence[Sequence[float]], columns: Mapping[str, Sequence[Any]], rows: Sequence[Any], *, width: float, unit: str,
     most: float | None = None,
 ) -> Figure:  # fmt: skip
-    """Return a coloured field for each value, a line for each layer."""
+    """Return a picture with a coloured field for each value.
+
+    Each line is a layer.
+    """
     ((label, names),) = columns.items()
     figure, axes = _axes(width, min(1.6 + 0.3 * len(rows), 8), xlabel=label, ylabel="layer")
     image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0, vmax=most)
@@ -279,7 +307,10 @@ def _card(
 
 
 def _svg(figure: Figure, title: str) -> str:
-    """The figure as SVG: text stays text, and ids of two pictures differ."""
+    """Return the figure as SVG.
+
+    Text stays text, and ids of two pictures differ.
+    """
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
     text = out.getvalue()

@@ -1,7 +1,7 @@
-"""A run as `r3channel top` and its report read it: which processes there are, where their time goes, and what is a fault.
+"""A run as `r3channel top` and its report read it: its processes, where their time goes, and what is a fault.
 
-While it runs, its metrics pages say so, and what grew between two looks at one; afterwards the spans that its processes left.
-Draws nothing.
+While a run goes on, the source is its metrics pages, and what grew between two looks at one. Afterwards it is the spans that its
+processes left. This module draws nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Series(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """One row; faults.toml says what each column is."""
+    """One row of faults.toml, which says what each column is."""
 
     series: str
     says: str = ""
@@ -52,7 +52,10 @@ class Fault(NamedTuple):
     most: float = 0
 
     def shown(self, page: Sequence[Series]) -> Iterator[Series]:
-        """The series of a page that show this fault, each with the value that is judged."""
+        """Yield a page's series that show this fault.
+
+        Each has the value that is judged.
+        """
         whole = next((series.value for series in page if series.name == self.of and series.value), 1.0)
         for series in page if self.says else ():
             asked = series.name == self.series and self.labels.items() <= series.labels.items()
@@ -69,7 +72,14 @@ FAULTS = tuple(
 
 
 def urls_of(target: str) -> list[str]:
-    """The pages that a target names now. Raises ConfigError where it names none that could ever be."""
+    """Return the pages that a target names now.
+
+    Args:
+        target: a page's URL, a URL that ends in /targets, a folder of targets, or a folder that holds one named targets.
+
+    Raises:
+        ConfigError: the target can never name a page.
+    """
     if "://" in target:
         return _listed(target) if target.endswith("/targets") else [target]
     folder = Path(target, "targets") if Path(target, "targets").is_dir() else Path(target)
@@ -85,11 +95,14 @@ def _pages(groups: Iterable[dict[str, list[str]]]) -> list[str]:
 
 
 def _listed(url: str) -> list[str]:
-    """The pages that a relay lists; where nobody answers the list itself, which is then said to be down."""
+    """Return the pages that a relay lists, or the list's own URL.
+
+    The list's own URL is returned if nobody answers there, so that it is reported as down.
+    """
     try:
         with urlopen(url, timeout_s=TIMEOUT_S) as page:
             return _pages(json.loads(page.read()))
-    except (OSError, ValueError):  # ValueError: what answers there is no relay
+    except (OSError, ValueError):  # ValueError: the server at that URL is no relay
         return [url]
 
 
@@ -106,7 +119,10 @@ def _groups(file: Path) -> list[dict[str, list[str]]]:
 
 
 def parse_page(text: str) -> Iterator[Series]:
-    """Series in their order; comments and what is no series are passed over."""
+    """Yield a page's series in their order.
+
+    Comments, and lines that are no series, are ignored.
+    """
     for line in text.splitlines():
         match = None if line.startswith("#") else _SERIES.match(line)
         if match:
@@ -115,7 +131,7 @@ def parse_page(text: str) -> Iterator[Series]:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What one page said at one moment, or why it said nothing."""
+    """The content of one page at one moment, or why there was none."""
 
     url: str
     at_s: float
@@ -124,11 +140,14 @@ class Look:
 
     @classmethod
     def at(cls, url: str, *, timeout_s: float) -> Look:
-        """Look at a page now. Never raises: `top` shows a page that is down."""
+        """Read a page now.
+
+        This method never raises: `top` shows a page that is down.
+        """
         try:
             with urlopen(url, timeout_s=timeout_s) as answer:
                 page, fault = list(parse_page(answer.read().decode())), ""
-        except (OSError, ValueError) as error:  # ValueError: what answers there is no page
+        except (OSError, ValueError) as error:  # ValueError: the answer is no page of metrics
             page, fault = [], str(error) or type(error).__name__
         return cls(url, time.monotonic(), page, fault)
 
@@ -138,7 +157,7 @@ class Look:
 
     @property
     def role(self) -> str:
-        """The process's role, which `r3channel_build_info` says."""
+        """Return the process's role, which `r3channel_build_info` says."""
         return self.labels_of("role")
 
     def labels_of(self, label: str) -> str:
@@ -159,7 +178,10 @@ class Between:
     now: Look
 
     def grew(self, name: str, **labels: str) -> float:
-        """How much a value grew; the whole value where the process began anew."""
+        """Return how much a value grew between the looks.
+
+        If the process began anew, the growth is the whole value.
+        """
         now = self.now.sum(name, **labels)
         before = self.before.sum(name, **labels)
         return now - before if now >= before else now
@@ -169,7 +191,10 @@ class Between:
 
 
 def faults_of(processes: Iterable[Between]) -> Iterator[str]:
-    """The faults since each process began, and how much of each is new."""
+    """Yield the faults since each process began, as texts.
+
+    Each text says how much of the fault is new.
+    """
     for process in processes:
         if process.now.fault:
             yield f"{process.now.place} does not answer: {process.now.fault}"
@@ -184,7 +209,10 @@ def faults_of(processes: Iterable[Between]) -> Iterator[str]:
 
 
 def facts_of(spans: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
-    """What a page needs of any run, by the names of the demo's report.json."""
+    """Return the facts that a page needs of any run.
+
+    Their names are those of the demo's report.json.
+    """
     trainers = [lane for name, lane in spans.items() if name.startswith("trainer")]
     each = [waits_of(trainer) for trainer in trainers]
     waits = {step: max(waited.get(step, 0.0) for waited in each) for step in sorted(set[int]().union(*each))}
@@ -203,10 +231,13 @@ def facts_of(spans: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
 
 
 def hidden_share(relay: Iterable[Span], trainers: Iterable[Span]) -> float:
-    """The share of the relay's work for its steps that no trainer waited for; 0.0 without work: nothing was shown to be hidden.
+    """Return the share of the relay's work that no trainer waited for.
 
-    Work is what the relay does between `seal` and the last acknowledgement (`WORK`). To wait is to wait for routing
+    Work is what the relay does between `seal` and the last acknowledgement (`WORK`). Waits are those for routing
     (`ROUTING_WAITS`): a trainer that waits for the next rollout waits for no relay.
+
+    Returns:
+        0.0 to 1.0; 0.0 without work, because nothing was shown to be hidden.
     """
     waits = merge_intervals((span.start_s, span.end_s) for span in trainers if span.stage in ROUTING_WAITS)
     starts, ends = [start for start, _ in waits], [end for _, end in waits]
@@ -221,13 +252,16 @@ def hidden_share(relay: Iterable[Span], trainers: Iterable[Span]) -> float:
 
 
 def waits_of(spans: Iterable[Span]) -> dict[int, float]:
-    """Step -> seconds that one trainer stood still for its routing."""
+    """Return step -> seconds that one trainer waited for its routing."""
     mine = (span for span in spans if span.stage in ROUTING_WAITS and span.step is not None)
     return sums((span.step, span.seconds) for span in mine)
 
 
 def sums(pairs: Iterable[tuple[Any, float]]) -> dict[Any, float]:
-    """The values of each key added up, in the order in which keys came."""
+    """Add up the values of each key.
+
+    Keys are in the order in which they came.
+    """
     sums: dict[Any, float] = {}
     for key, value in pairs:
         sums[key] = sums.get(key, 0.0) + value
@@ -235,14 +269,23 @@ def sums(pairs: Iterable[tuple[Any, float]]) -> dict[Any, float]:
 
 
 def ends_of(spans: Mapping[str, Sequence[Span]]) -> tuple[float, float]:
-    """When the trainers' first span began and their last one ended; anybody's without trainers, zeros without spans."""
+    """Return when the trainers' first span began and last one ended.
+
+    Without trainers the spans of all processes count. Without spans both times are 0.
+    """
     trainers = [lane for name, lane in spans.items() if name.startswith("trainer")]
     ends = [(span.start_s, span.end_s) for span in chain(*(trainers or spans.values()))] or [(0.0, 0.0)]
     return min(ends)[0], max(end for _, end in ends)
 
 
 def longest(result: Mapping[str, Any], stages: Sequence[str]) -> tuple[tuple[str, str], float]:
-    """(process, stage) and seconds of the longest of these at any process. A relay's `http` is the engines' time to answer."""
+    """Return the longest of these stages at any process.
+
+    A relay's `http` does not count: it is the engines' time to answer.
+
+    Returns:
+        (process, stage) and its seconds.
+    """
     durations = {
         (process, stage): seconds
         for process, stage_seconds in result["stages_by_process_s"].items()

@@ -1,7 +1,7 @@
-"""`r3channel slime`: a job's command line as it is typed, looked through before slime's script starts; the doctor asks here too.
+"""`r3channel slime`: checks a job's command line before slime's script starts; the doctor checks it here, too.
 
-slime's and Megatron's parsers pass over names that they do not know, and the tables that refuse a setting are asked where a
-model is built, on every GPU of the job. Imports neither of the three frameworks.
+slime's and Megatron's parsers ignore names that they do not know. The tables that refuse a setting are read only where a model
+is built, on every GPU of the job. This module imports none of the three frameworks.
 """
 
 from __future__ import annotations
@@ -26,13 +26,22 @@ _SET_BY_US = "moe_enable_routing_replay"
 
 
 def run(argv: Sequence[str]) -> int:
-    """As `launch.run`. Raises ConfigError with every fault of the arguments; without the flag, only with misspelt names."""
+    """Check a job's arguments, then run it as `launch.run` does.
+
+    Without the flag `guard.FLAG` only misspelt names are faults.
+
+    Raises:
+        ConfigError: the arguments have faults; the text has every one.
+    """
     preflight.refuse(faults(argv, os.environ) if guard.FLAG in argv else misspelt(argv))
     return launch.run(argv)
 
 
 def check_arguments(context: CheckContext) -> Iterator[Check]:
-    """One finding for each fault of the job's arguments, those that the launcher would find once slime has parsed them too."""
+    """Yield a finding for each fault of the job's arguments.
+
+    Faults that the launcher finds only after slime has parsed the arguments are among them.
+    """
     if not context.arguments:
         return
     problems = [*faults(context.arguments, context.environment)]
@@ -49,7 +58,10 @@ def check_arguments(context: CheckContext) -> Iterator[Check]:
 
 
 def misspelt(words: Sequence[str]) -> Iterator[str]:
-    """One line for each word that looks like one of our options and is none."""
+    """Yield a line for each mistyped option of ours.
+
+    Such a word looks like one of our options and is none.
+    """
     options = add_arguments(ArgumentParser(add_help=False))._option_string_actions
     for word in words:
         if word.startswith(_OURS) and (name := word.partition("=")[0]) not in options:
@@ -57,7 +69,12 @@ def misspelt(words: Sequence[str]) -> Iterator[str]:
 
 
 def faults(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
-    """One line for each fault that the words themselves show. SGLang's are overridden by R3CHANNEL_ALLOW in the environment."""
+    """Yield a line for each fault that the words themselves show.
+
+    Args:
+        words: the job's arguments.
+        environment: its R3CHANNEL_ALLOW overrides faults of SGLang's settings.
+    """
     yield from misspelt(words)
     fields = sglang_fields(f"--{_OF_SGLANG}".replace("_", "-"))
     values = parse(words, {flag: _OF_SGLANG + name for flag, (name, _) in fields.items()})

@@ -1,6 +1,6 @@
 """`r3channel top`: a running channel on one screen: samples, processes, stages, faults.
 
-What the processes say is `run_model`'s; here it is drawn. To draw needs rich (extra `metrics`), which is imported then.
+`run_model` reads what the processes report; this module draws it. Drawing needs rich (extra `metrics`), imported at that point.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _AT_ONCE = 16
 _SAMPLES, _BYTES, _STAGE = "r3channel_samples_total", "r3channel_bytes_total", "r3channel_stage_seconds"
 _ROLES = ("relay", "trainer", "engine")
 _MOST = 8
-"""Lines per role at most: the processes that wait longest for routing."""
+"""Most lines per role. They show the processes that wait longest for routing."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -63,7 +63,7 @@ def _parser() -> commands.Parser:
 
 
 class _Watch:
-    """Looks at pages that come and go, and remembers what each showed last."""
+    """Reads pages that come and go, and remembers the last state of each."""
 
     def __init__(self, targets: Sequence[str], pool: ThreadPoolExecutor) -> None:
         self._targets, self._pool = targets, pool
@@ -79,7 +79,12 @@ class _Watch:
 
 
 def screen(processes: Sequence[Between], *, height: int = 0) -> Group:
-    """The whole screen; with a `height`, the stages that took the least time are left out."""
+    """Return the whole screen.
+
+    Args:
+        processes: two looks at each process.
+        height: lines of the screen; the stages that took the least time are left out. 0: all are shown.
+    """
     from rich.console import Group
 
     up = [process for process in processes if not process.now.fault]
@@ -101,7 +106,7 @@ def _title(processes: Sequence[Between]) -> Text:
 
 
 def _samples(up: Sequence[Between]) -> list[Text]:
-    """The balance of all relays, in the words of the alert that watches it."""
+    """Return all relays' balance, in the words of its alert."""
     relays = [process for process in up if process.now.role == "relay"]
     if not relays:
         return []
@@ -165,7 +170,7 @@ _COLUMNS: dict[str, tuple[tuple[str, _Cell], ...]] = {
         ("queue MiB", _of("r3channel_engine_queue_bytes", "r3channel_engine_queue_limit_bytes")),
     ),
 }  # fmt: skip
-"""Role -> title and cell of each column."""
+"""Role -> title of each column, and the function that makes its cells."""
 
 
 def _processes(role: str, peers: Sequence[Between]) -> Table:
@@ -178,7 +183,10 @@ def _processes(role: str, peers: Sequence[Between]) -> Table:
 
 
 def _stages(up: Sequence[Between], most: int) -> Table:
-    """The slowest process of each role, stage by stage: share of a thread's time, and milliseconds of one span."""
+    """Return a table of the slowest process of each role, by stage.
+
+    Cells are the share of a thread's time, and milliseconds of one span.
+    """
     table = _table("stage", *(f"{role} {measure}" for role in _ROLES for measure in ("busy", "ms")))
     slowest = {
         (role, stage): max(

@@ -1,8 +1,9 @@
-"""`r3channel weights verify`: what running engines hold, against the trainer's file of committed weights, or one another.
+"""`r3channel weights verify`: compares running engines' weights with the trainer's committed weights, or with one another.
 
     r3channel weights verify --engine http://127.0.0.1:30000 --manifest committed.json
 
-Exit status: 0 equal, 1 different, 2 could not look. Only asks; changes nothing. The digests are those of CPU engines.
+The committed weights come from the trainer's manifest file. Exit status: 0 equal, 1 different, 2 could not look. The command
+only asks; it changes nothing. The digests are those of CPU engines.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One parameter that is not as expected; None where a side does not have it."""
+    """One parameter that is not as expected; None for a side that does not have it."""
 
     engine: str
     name: str
@@ -36,7 +37,7 @@ class Difference:
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command; see the module."""
+    """Run the command as the module describes it."""
     options = _parser().parse_args(argv)
     from r3channel.weights.engine import EngineHandle
     from r3channel.weights.store import HeldWeights
@@ -67,7 +68,11 @@ def run(argv: Sequence[str]) -> int:
 def compare_ranks(
     wanted: Sequence[Mapping[str, str]], found: Sequence[Mapping[str, str]], *, engine: str
 ) -> list[Difference]:
-    """Compare rank by rank. Raises ConfigError for engines with other numbers of ranks, whose parts cannot be compared."""
+    """Compare an engine's checksums rank by rank.
+
+    Raises:
+        ConfigError: the engine has another number of ranks, so that the ranks' parts cannot be compared.
+    """
     if len(wanted) != len(found):
         raise ConfigError(f"{engine} has {len(found)} ranks, expected {len(wanted)}: their parts differ")
     names = [engine if len(found) == 1 else f"{engine} rank {rank}" for rank in range(len(found))]
@@ -79,7 +84,7 @@ def _count(ranks: Sequence[Mapping[str, str]]) -> int:
 
 
 def compare(wanted: Mapping[str, str], found: Mapping[str, str], *, engine: str) -> list[Difference]:
-    """All parameters whose checksum is not the same on both sides, by name."""
+    """Return the parameters whose checksums differ, in order of names."""
     names = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     return [Difference(engine, name, wanted.get(name), found.get(name)) for name in names]
 

@@ -2,7 +2,7 @@
 
 from r3channel.trainer import TrainerChannel
 
-It is imported when it is asked for: parts of this room are used without torch.
+`TrainerChannel` is imported on first use, because parts of this room are used without torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Records what the routers really used: the ids that RouterReplay gave them, checked against the map that each returned.
+"""Records the ids that routers really used, and checks them against the map that each router returned.
 
 A `RouterTap` reads at the far end, after everything that this package does: the return value of `get_replay_topk` of
-each bound router's own RouterReplay, and the router module's output. Off until opened; nothing is wrapped while it is
-closed. It imports no Megatron and does not know what the ids should have been.
+each bound router's own RouterReplay, and the router module's output. A tap is off until opened; nothing is wrapped while the tap
+is closed. This module imports no Megatron and does not know what the ids should have been.
 """
 
 from __future__ import annotations
@@ -47,7 +47,12 @@ class RouterTap:
     """
 
     def __init__(self, driver: ReplayDriver, *, on_call: Callable[[Consumed], None] | None = None) -> None:
-        """`on_call` gets each record on the thread of the router, instead of `records`."""
+        """Take the driver whose routers are read.
+
+        Args:
+            driver: The attached driver.
+            on_call: Gets each record on the thread of the router, instead of `records`.
+        """
         self.records: list[Consumed] = []
         self._driver = driver
         self._on_call = on_call or self.records.append
@@ -106,7 +111,6 @@ class RouterTap:
 
 
 def _check_map(handle: RouterHandle, call: RouterCall, ids_RK: torch.Tensor, map_RE: torch.Tensor) -> None:
-    """Row by row the map must hold exactly the ids handed out."""
     if len(ids_RK) != len(map_RE):
         raise ReplayError(f"{name_of(handle)}, {call}: {len(ids_RK)} rows of ids, {len(map_RE)} in its map")
     wanted_RE = torch.zeros_like(map_RE, dtype=torch.bool).scatter(1, ids_RK, True)

@@ -1,9 +1,9 @@
-"""Memory of the buckets in which rows arrive: a host's, or a GPU's, with what places rows from there.
+"""Memory of the buckets in which rows arrive, on a host or a GPU, and the code that places rows from there.
 
-Rows are placed where the routers are, whatever the transport. Over NCCL they arrive there; over TCP they come to a GPU by pinned
-memory, bucket by bucket. On a host `plan.placement` places them; `DevicePlacement` makes the same bytes and digests on a device,
-and the host waits for none of it. A digest is linear in the items of its rows (`wire.digest`): a bucket's items, each times the
-coefficient of its position, are added up by sample, and multiplied once a step.
+Rows are placed where the routers are, whatever the transport. Over NCCL rows arrive there. Over TCP rows come to a GPU through
+pinned memory, bucket by bucket. On a host `plan.placement` places rows. On a device `DevicePlacement` makes the same bytes and
+digests, and the host waits for none of that work. A digest is linear in the items of its rows (`wire.digest`): a bucket's items,
+each times the coefficient of its position, are added up by sample, and multiplied once a step.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from r3channel.wire.routing import Ids
 
 _ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROWS_AT_ONCE = 1 << 19
-"""Rows whose places are worked out in one go, 40 bytes each: of several buckets, so that it costs a bucket little."""
+"""Rows whose places are computed at once, 40 bytes each. They span several buckets, so that one bucket pays little."""
 _SUMS = 1 << 14
-"""Sums of digests at most: the rows of a few samples are added up apart, where atomic additions to one address would queue."""
+"""Most sums of digests. The rows of few samples are added up in lanes, since atomic additions to one address would queue."""
 
 
 def buckets_for(device: torch.device) -> HostBuckets:
@@ -35,17 +35,25 @@ def buckets_for(device: torch.device) -> HostBuckets:
 
 
 class HostBuckets:
-    """One bucket, two over a process group. One thread at a time."""
+    """The buckets on a host: one, or two over a process group. One thread at a time."""
 
     held: tuple[torch.Tensor, ...] = ()
-    """Those in which rows arrive, uint8."""
+    """The buckets in which rows arrive, uint8."""
 
     def reserve(self, nbytes: int, *, transport: str) -> None:
-        """Make what is too small for buckets of so many bytes over this transport."""
+        """Make new buckets where the present ones are too small.
+
+        Args:
+            nbytes: Bytes that a bucket must hold.
+            transport: The transport over which rows come.
+        """
         self.held = _made(self.held, 1 if transport == "tcp" else 2, nbytes)
 
     def mark(self) -> None:
-        """Let rows wait for what this thread gave to the device so far: it may read the memory that they are to fill."""
+        """Let rows wait for the device work that this thread queued.
+
+        That work may read the memory that the rows are to fill.
+        """
 
     def placing(self) -> Any:
         """Return a block for the work of one receive."""
@@ -56,11 +64,24 @@ class HostBuckets:
         return Placement(stream, rows_N.numpy())
 
     def free(self, number: int) -> torch.Tensor:
-        """Return the bucket of this number, counted in a receive, once it may be received into."""
+        """Return a bucket once rows may be received into it.
+
+        Args:
+            number: The bucket's number, counted in a receive.
+        """
         return self.held[number % len(self.held)]
 
     def arrived(self, number: int, nbytes: int, stream: Stream) -> Any:
-        """Return the rows of a bucket that is filled, [rows, columns, K], as `rows` of the placement takes them."""
+        """Return the rows of a filled bucket.
+
+        Args:
+            number: The bucket's number, counted in a receive.
+            nbytes: Bytes of the rows in it.
+            stream: The stream that the rows belong to.
+
+        Returns:
+            [rows, columns, K], as `rows` of the placement takes them.
+        """
         return _rows_in(self.free(number)[:nbytes], stream).numpy()
 
 
@@ -94,7 +115,7 @@ class DeviceBuckets(HostBuckets):
             try:
                 yield
             finally:
-                self._stream.synchronize()  # a receive that failed left copies behind, into memory that may be given up
+                self._stream.synchronize()  # copies of a failed receive may still write to memory that is freed
 
     def placement(self, stream: Stream, rows_N: torch.Tensor) -> Any:
         return DevicePlacement(stream, rows_N)
@@ -119,29 +140,36 @@ def _rows_in(bucket_N: torch.Tensor, stream: Stream) -> torch.Tensor:
 
 
 def _made(held: tuple[torch.Tensor, ...], count: int, nbytes: int, **where: Any) -> tuple[torch.Tensor, ...]:
-    """Return buckets that are large enough: those that are held, or new ones."""
     if len(held) >= count and len(held[0]) >= nbytes:
         return held
     return tuple(torch.empty(nbytes, dtype=torch.uint8, **where) for _ in range(count))
 
 
 class _Rows(NamedTuple):
-    """Consecutive rows of a stream: an int64 value for each."""
+    """Consecutive rows of a stream: an int64 value for each row in each field."""
 
     line_T: torch.Tensor
-    """Where its first layer lies; a line is the ids of one layer."""
+    """Line of the row's first layer; a line is the ids of one layer."""
     layer_T: torch.Tensor
     """Lines from a layer to the next."""
     position_T: torch.Tensor
     sample_T: torch.Tensor
-    """To which sums it is added: (TP slot * samples of the DP rank + sample) * lanes + lane."""
+    """Index of the sums to which the row is added: (TP slot * samples of the DP rank + sample) * lanes + lane."""
 
 
 class DevicePlacement:
-    """One shard as it fills, as `plan.placement.Placement`. All calls on one stream of the device."""
+    """A `plan.placement.Placement` on a device: one shard as it fills.
+
+    All calls are on one stream of the device.
+    """
 
     def __init__(self, stream: Stream, buffer_N: torch.Tensor) -> None:
-        """`buffer_N` has `shard.nbytes` bytes of any content, on the device."""
+        """Prepare to fill a shard.
+
+        Args:
+            stream: The rows that travel.
+            buffer_N: `shard.nbytes` bytes of any content, on the device.
+        """
         shard, spec = stream.shard, stream.shard.spec
         self._stream, self._device = stream, buffer_N.device
         self._id_bytes, item_bytes = spec.top_k * spec.id_dtype.itemsize, item_bytes_of(spec)
@@ -159,7 +187,7 @@ class DevicePlacement:
         ends = stretches.position + stretches.rows
         self._coefficient_P = self._upload(coefficients(0, int(ends.max(initial=0))))
         self._known, self._known_from = list[torch.Tensor](), self._total
-        """Rows from that number on: what `_Rows` has, their coefficients, and those times the digest's offset."""
+        """Values of the rows from `_known_from` on: those of `_Rows`, their coefficients, and these times the digest's offset."""
         self._target_N = self._word_N = self._layers_L[:0]
 
     def pads(self) -> None:
@@ -175,19 +203,25 @@ class DevicePlacement:
             self._write(rows.line_T, rows.layer_T, ids_TI[:, None].expand(-1, layers, -1))
 
     def new_digests(self) -> torch.Tensor:
-        """Return [TP slot * samples of the DP rank * lanes, column, item] int64, all 0, for `rows` to add to."""
+        """Return zeros to which `rows` adds.
+
+        Returns:
+            [TP slot * samples of the DP rank * lanes, column, item] int64.
+        """
         lines = self._stream.shard.tp_slots * len(self._stream.samples) * self._lanes
         shape = lines, len(self._stream.columns), self._items
         return torch.zeros(shape, dtype=torch.int64, device=self._device)
 
     def rows(self, source_TCK: torch.Tensor, digests: torch.Tensor, *, begin: int) -> None:
-        """Write rows [begin, begin + T) of the stream, and add what their digests are made of.
+        """Write consecutive rows of the stream and add to their digests.
+
+        The rows are [begin, begin + T) of the stream.
 
         Args:
-            source_TCK: of the spec's id dtype, contiguous, on the device. It is overwritten, and may be reused once the stream
+            source_TCK: Of the spec's id dtype, contiguous, on the device. It is overwritten, and may be reused once the stream
                 has come so far.
-            digests: of `new_digests`.
-            begin: the number of the first row; attempts begin with 0, and rows come in order.
+            digests: Of `new_digests`.
+            begin: The number of the first row; attempts begin with 0, and rows come in order.
         """
         line_T, layer_T, _, sample_T, coefficient_T, offset_T = self._at(begin, begin + len(source_TCK))
         items_TCI = source_TCK.view(self._item)
@@ -198,7 +232,14 @@ class DevicePlacement:
         digests.index_add_(0, sample_T, words_TCI)
 
     def table(self, digests: torch.Tensor) -> torch.Tensor:
-        """Return [TP slot, sample of the DP rank, layer] int64: the digests."""
+        """Return the digests of the rows that were written.
+
+        Args:
+            digests: Of `new_digests`.
+
+        Returns:
+            [TP slot, sample of the DP rank, layer] int64.
+        """
         shape = self._stream.shard.tp_slots, len(self._stream.samples), self._lanes, digests.shape[1]
         return (digests * self._factor_I).sum(-1).view(shape).sum(2).index_select(2, self._sources_L)
 
@@ -206,8 +247,11 @@ class DevicePlacement:
         return uploaded(np.array(words).view(np.int64), self._device)
 
     def _tabled(self, stretches: Stretches) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where each stretch ends, and [5, stretches] what its rows add up from: the first four as in `_Rows`, of the row
-        of number 0 if the stretch reached back to it, then lines from row to row."""
+        """Return where each stretch ends, and a table of its columns.
+
+        The table is [5, stretches]; a row's values add up from its stretch's column. The first four values are those of `_Rows`,
+        of row number 0 if the stretch reached back to it. The fifth is lines from row to row.
+        """
         stream, begin = self._stream, stretches.begin[:-1]
         line, layer, step = (each // self._id_bytes for each in places(stream, stretches))
         sample = stream.runs.slot[stretches.run] * len(stream.samples) + stream.sample_of[stretches.run]
@@ -238,7 +282,10 @@ class DevicePlacement:
         self._lines_NI.index_copy_(0, target_TL.view(-1), items_TLI.reshape(-1, self._items))
 
     def _words(self, items_TCI: torch.Tensor) -> torch.Tensor:
-        """Return the items as `wire.mixing.mixed` has them: those of 8 bytes where they lie."""
+        """Return the items as `wire.mixing.mixed` has them.
+
+        Items of 8 bytes are changed where they lie.
+        """
         if self._item == torch.int64:
             halves = items_TCI.view(torch.int32).view(*items_TCI.shape, 2)
             halves[..., 0].bitwise_xor_(halves[..., 1])
@@ -247,7 +294,7 @@ class DevicePlacement:
         return torch.bitwise_and(items_TCI, self._mask, out=words_TCI)
 
     def _room(self, name: str, count: int) -> torch.Tensor:
-        """Return memory for so many int64, made once for the largest bucket."""
+        """Return memory for `count` int64, made once for the largest bucket."""
         if len(getattr(self, name)) < count:
             setattr(self, name, torch.empty(count, dtype=torch.int64, device=self._device))
         return getattr(self, name)[:count]

@@ -1,4 +1,4 @@
-"""What a training loop holds: attach once, enter the step with its ticket, enter each micro-batch.
+"""The trainer's channel: attach once, enter each step with its ticket, enter each micro-batch.
 
     channel = TrainerChannel.attach(model_chunks, control, layout=layout)
     with channel.step(ticket) as step:
@@ -6,7 +6,7 @@
             with step.microbatch(index):
                 output = model(...)
 
-A facade over `Receiver` and `ReplayDriver`; all calls on the trainer's main thread.
+`TrainerChannel` is a facade over `Receiver` and `ReplayDriver`. All calls are on the trainer's main thread.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ _WIRE = "wire_received"
 
 
 class TrainerChannel:
-    """ATTACHED -> step* -> CLOSED."""
+    """The channel of one trainer rank.
+
+    ATTACHED -> step* -> CLOSED.
+    """
 
     def __init__(self, driver: ReplayDriver, receiver: Receiver, config: ChannelConfig) -> None:
         self.driver, self.receiver, self.config = driver, receiver, config
@@ -55,9 +58,9 @@ class TrainerChannel:
         self.report: MismatchReport | None = None
         """The audit of the newest finished step; None where `audit_microbatches` is 0."""
         self.shard: RankShard | None = None
-        """The step under way."""
+        """The shard of the step under way, else None."""
         self.recording: str | Path | None = None
-        """A recording's folder: log-probs that `step.compare_logprobs` is given lie beside its segments."""
+        """Folder of a recording. Log-probs given to `step.compare_logprobs` are written beside its segments."""
         self._spent_before: dict[str, float] = {}
         self._figures: dict[str, float] = {}
 
@@ -67,11 +70,22 @@ class TrainerChannel:
         config: ChannelConfig | None = None, clock: StageClock | None = None, metrics: Metrics | None = None,
         adapter: Adapter = megatron,
     ) -> TrainerChannel:  # fmt: skip
-        """Bind to the routers of this rank's model chunks and connect to the relay (TP0).
+        """Bind to this rank's routers and connect to the relay.
 
-        `control` is the relay's; `adapter` knows the framework. Refuses a model whose configuration ignores replay, and a layout
-        that is not the framework's.
-        Whatever is raised, nothing stays attached.
+        TP rank 0 alone connects. If anything is raised, nothing stays attached.
+
+        Args:
+            chunks: This rank's model chunks. The routers' device is that of their parameters.
+            control: The relay's.
+            layout: The trainer's layout.
+            config: The channel's settings; the defaults without it.
+            clock: Takes the times of the stages; a new one without it.
+            metrics: Takes the counts; without it this rank makes and serves its own.
+            adapter: Knows the training framework.
+
+        Raises:
+            RouterUnsupported: The model's configuration ignores replay.
+            ConfigError: The layout is not the framework's.
         """
         config, layout = expected(config or ChannelConfig(), ChannelConfig), expected(layout, TrainerLayout)
         spec = adapter.spec_from_config(chunks)
@@ -85,7 +99,7 @@ class TrainerChannel:
         channel = cls(driver, receiver, config)
         try:
             receiver.join()
-            channel._spent()  # what came before the first step is none of its waits
+            channel._spent()  # so that time before the first step is not counted as its waits
         except BaseException:
             channel.close()
             raise
@@ -96,21 +110,29 @@ class TrainerChannel:
         self, ticket: Ticket | bytes, *, tokens: Batches | None = None,
         samples: Sequence[Sequence[str]] | None = None, version: int | None = None,
     ) -> Iterator[ReplayStep]:  # fmt: skip
-        """Receive this rank's shard and replay it inside the block; see `ReplayDriver.step` for what is verified at its end.
+        """Receive this rank's shard and replay it inside the block.
 
-        One block per rollout: its optimizer steps are `ticket.plan.optimizer_steps`. `tokens` holds the token ids of each sample
-        of each micro-batch that this trainer will run, `samples` their names; what differs is refused before a row is
-        handed on. Give both: samples of equal tokens may have other experts.
+        Use one block per rollout: its optimizer steps are `ticket.plan.optimizer_steps`. `ReplayDriver.step` says what is
+        verified at the end of the block.
 
-        The ids that the model is given are held against them, too, in the first pipeline stage: `TicketMismatch` names sample and
-        cause (left padding, another order or cut), on a CPU at once, on a GPU in `step.verified()`.
+        The rows that routers are handed are compared with the engines' digests: on a CPU before a router uses them, on a GPU by
+        `step.verified()`, at the latest at the end of the block. In the first pipeline stage the ids that the model is given are
+        compared with the ticket's tokens, too: on a CPU at once, on a GPU in `step.verified()`.
 
-        What routers are handed is held against the engines' digests (`DigestMismatch`): on a CPU before they use it, on a GPU by
-        `step.verified()`, at the latest at the end of the block.
+        Args:
+            ticket: The step's ticket, or its bytes.
+            tokens: Token ids of each sample of each micro-batch that this trainer will run. A difference is refused before a row
+                is handed on.
+            samples: The names of those samples, which are checked likewise. Give both: samples of equal tokens may have other
+                experts.
+            version: The newest weight version that the trainer committed. `self.shard.lags` then tells each row's staleness, and
+                `max_staleness` with `on_stale` is enforced. All ranks of the step decide alike.
 
-        `version` is the newest weight version that the trainer committed: `self.shard.lags` then tells each row's staleness,
-        and `max_staleness` with `on_stale` is enforced (all ranks of the step decide alike). RowsStale comes after the bytes
-        were taken and acknowledged, so the next step can follow. A bound without a version is a UsageError.
+        Raises:
+            TicketMismatch: Batch or model input is not the ticket's. Names sample and cause (left padding, another order or cut).
+            DigestMismatch: Rows that a router was handed are not those that the engine hashed.
+            RowsStale: The policy refuses the rows. The bytes were taken and acknowledged before, so the next step can follow.
+            UsageError: `max_staleness` has a bound and no version was given.
         """
         ticket = Ticket.from_bytes(ticket) if isinstance(ticket, bytes) else ticket
         if version is None and self.config.max_staleness >= 0:
@@ -131,7 +153,7 @@ class TrainerChannel:
         try:
             with self.driver.step(shard, step=ticket.step, audit=audit) as step:
                 step.tokens = ModelTokens(shard, tokens)
-                if self.recording is not None and shard.tp == 0:  # the others of its TP group have the same
+                if self.recording is not None and shard.tp == 0:  # other TP ranks have the same log-probs
                     step.logprobs = KeptLogprobs(ticket, shard.shard)
                 yield step
             if shard.loss_mask_missed:
@@ -167,8 +189,11 @@ class TrainerChannel:
             metrics.inc("r3channel_rows_masked_stale_total", masked)
 
     def prefetch(self, ticket: Ticket | bytes) -> None:
-        """Begin to receive a step as soon as its ticket is known, while the one before trains or weights go out; see
-        `Receiver.prefetch`. `step` begins it otherwise."""
+        """Begin to receive a step as soon as its ticket is known.
+
+        Call it while the step before trains, or while weights go out; see `Receiver.prefetch`. Without this call `step` begins
+        the receive.
+        """
         self.receiver.prefetch(Ticket.from_bytes(ticket) if isinstance(ticket, bytes) else ticket)
 
     def _publish(self, shard: RankShard, audit: RoutingAudit) -> None:
@@ -188,11 +213,12 @@ class TrainerChannel:
                 )  # fmt: skip
 
     def log_dict(self) -> dict[str, float]:
-        """The newest finished step in numbers of this rank, for the loop's own logger (W&B, TensorBoard); empty before one.
+        """Return the numbers of this rank's newest finished step.
 
+        The numbers are for the loop's own logger (W&B, TensorBoard). The dict is empty before the first finished step.
         Each name begins with `r3channel/`:
             wait_s          seconds that training stood still for the rows
-            hand_on_s       seconds of their hand-on over the TP group, while it stood still, too
+            hand_on_s       seconds of the rows' hand-on over the TP group; training stood still then, too
             hidden_share    share of the rows' way from the relay, 0 to 1, that training did not wait for; TP rank 0 only
             wire_bytes      bytes from the relay, those of attempts that failed too; TP rank 0 only
             landed_bytes    bytes of ids that this rank's routers replay
@@ -215,7 +241,7 @@ class TrainerChannel:
         }
         if shard.tp == 0:
             way_s = sum(spent.get(stage, 0.0) for stage in _WAY)
-            # over a process group nothing comes ahead
+            # over a process group no rows come ahead of their step
             figures["hidden_share"] = 0.0 if self.config.grouped else 1 - waited / max(way_s, waited, 1e-9)
             figures["wire_bytes"] = spent[_WIRE]
         if shard.staleness is not None and (lags := shard.staleness.counts(shard.sample_ids)):
@@ -229,7 +255,10 @@ class TrainerChannel:
         return figures
 
     def _spent(self) -> dict[str, float]:
-        """Seconds by stage, and bytes from the relay, since the last call. Between two steps only one step's rows come."""
+        """Return seconds by stage, and bytes received, since the last call.
+
+        The bytes are those from the relay. Between two steps only one step's rows come.
+        """
         metrics, before = self.receiver.metrics, self._spent_before
         wire = metrics.value("r3channel_bytes_total", leg=_WIRE)
         self._spent_before = self.receiver.clock.totals() | {_WIRE: wire}
@@ -237,7 +266,10 @@ class TrainerChannel:
 
     @property
     def metrics(self) -> Metrics:
-        """This rank's; a `WeightSync` of the same process counts into them too."""
+        """Return this rank's metrics.
+
+        A `WeightSync` of the same process counts into them, too.
+        """
         return self.receiver.metrics
 
     def __enter__(self) -> TrainerChannel:

@@ -1,4 +1,4 @@
-"""Log-probs of an open step on their way into a recording, in the layout of the model's output. Knows no Megatron."""
+"""Keeps log-probs of an open step for a recording, in the layout of the model's output. Knows no Megatron."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class KeptLogprobs:
-    """add* -> write. Nothing waits for the device before `write`; a micro-batch that comes again replaces its earlier values."""
+    """A step's log-probs until they are recorded: add* -> write.
+
+    Nothing waits for the device before `write`. A micro-batch that comes again replaces its earlier values.
+    """
 
     def __init__(self, ticket: Ticket, shard: Shard) -> None:
         self._ticket, self._shard = ticket, shard
@@ -28,7 +31,16 @@ class KeptLogprobs:
         self._kept: dict[int, dict[str, torch.Tensor]] = {}
 
     def add(self, microbatch: int, mask: torch.Tensor, **sides: torch.Tensor | None) -> None:
-        """Each [b, s / cp] ([1, t / cp] for a pack); kept where `mask` > 0."""
+        """Keep a micro-batch's log-probs where `mask` > 0.
+
+        Args:
+            microbatch: The index of the micro-batch.
+            mask: [b, s / cp] ([1, t / cp] for a pack).
+            sides: By name each side's log-probs, of the same shape.
+
+        Raises:
+            UsageError: The shape is not that of the model's output.
+        """
         expected = self._shard.token_map(microbatch)[0].shape
         if mask.shape != expected:
             raise UsageError(
@@ -39,7 +51,11 @@ class KeptLogprobs:
         self._kept[microbatch] = {"mask": mask, **given}
 
     def write(self, folder: Path) -> bool:
-        """Write the file. Returns whether later steps are to be written too."""
+        """Write the file.
+
+        Returns:
+            Whether later steps are to be written too.
+        """
         try:
             if self._kept:
                 at, layout = self._shard, self._ticket.layout
@@ -58,7 +74,7 @@ class KeptLogprobs:
     def _placed(self, microbatch: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Ids]:
         sample, position = self._shard.token_map(microbatch)
         batch = self._shard.microbatches[microbatch]
-        last = np.asarray([tokens - 1 for tokens in batch.tokens] + [0])  # the last token's output is of none
+        last = np.asarray([tokens - 1 for tokens in batch.tokens] + [0])  # the last output predicts no token
         chosen = (kept["mask"].cpu().numpy() > 0) & (position < last[sample])
         places = np.asarray([self._place[name] for name in batch.sample_ids])
         return {

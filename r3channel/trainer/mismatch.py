@@ -1,8 +1,8 @@
-"""The audit: what the live router would have chosen, beside what was replayed, on a sample of the micro-batches.
+"""The audit: compares replayed ids with the live router's choices, on a sample of the micro-batches.
 
-Routing that drifts with the weights differs in a few percent of (token, layer) pairs; routing that is shifted by one layer
-or one token differs in nearly all of them, with shapes that stay right. So the fraction is the alarm. Nothing here changes
-what the routers do. It imports no Megatron.
+Routing that drifts with the weights differs in a few percent of (token, layer) pairs. Routing that is shifted by one layer
+or one token differs in nearly all pairs, with shapes that stay right. So the share of differing pairs is the alarm. Nothing here
+changes what the routers do. This module imports no Megatron.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from r3channel.observe.metrics import Metrics
 from r3channel.trainer.router import Seen
 
 _ENOUGH_PAIRS = 1000
-"""With fewer pairs the mean overlap of unrelated choices scatters."""
+"""With fewer pairs than this the mean overlap of unrelated choices scatters."""
 
 _WORST_LAYERS = 8
 """Layers that get gauges; a hundred would be most of a process's series."""
@@ -56,7 +56,7 @@ class LogprobDifference:
 
 @dataclass(slots=True)
 class MismatchReport:
-    """One step of one rank. Only rows that an engine computed are counted; reports of ranks add up field by field."""
+    """The audit of one step on one rank. Only rows that an engine computed count. Reports of ranks add up field by field."""
 
     step: int
     microbatches: tuple[int, ...]
@@ -68,7 +68,7 @@ class MismatchReport:
 
     @property
     def pairs(self) -> int:
-        """(token, layer) pairs compared."""
+        """Return the number of (token, layer) pairs compared."""
         return sum(layer.rows for layer in self.layers)
 
     @property
@@ -80,7 +80,13 @@ class MismatchReport:
         return sum(layer.overlap for layer in self.layers) / max(self.pairs, 1)
 
     def is_at(self, chance: float) -> bool:
-        """Whether what was replayed has as much in common with the live router's choices as unrelated ones have."""
+        """Return whether replayed and live choices agree only by chance.
+
+        They then have as much in common as unrelated choices have.
+
+        Args:
+            chance: The share of experts that unrelated choices have in common.
+        """
         return self.pairs >= _ENOUGH_PAIRS and self.mean_overlap < 1.5 * chance < 0.5
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,15 +94,23 @@ class MismatchReport:
 
 
 class RoutingAudit:
-    """Audits `count` micro-batches of one step, other ones in each step, each layer in the first pass that reaches it.
+    """The audit of `count` micro-batches of a step, other ones in each step.
 
-    OPEN -> report(). Called on the routers' thread. Sums stay on the routers' device: only `report` waits for it, once.
+    Each layer is audited in the first pass that reaches it. OPEN -> report(). Calls come on the routers' thread. Sums stay on the
+    routers' device: only `report` waits for it, once.
     """
 
     def __init__(
         self, *, step: int, microbatches: int, count: int, counted_rows: Callable[[int], torch.Tensor]
     ) -> None:
-        """`counted_rows(microbatch)` is [rows] bool: rows that an engine computed."""
+        """Choose the micro-batches to audit.
+
+        Args:
+            step: The step's number.
+            microbatches: The number of micro-batches in the step.
+            count: How many of them to audit.
+            counted_rows: Gives [rows] bool of a micro-batch: rows that an engine computed.
+        """
         chosen = {(step * count + index) % microbatches for index in range(min(count, microbatches))}
         self.step, self.chosen = step, tuple(sorted(chosen))
         self._counted_rows = counted_rows
@@ -111,14 +125,28 @@ class RoutingAudit:
         return microbatch in self.chosen
 
     def observer(self, layer: int, microbatch: int) -> Seen | None:
-        """The function that a router calls; None where the micro-batch is not audited, or this layer has been seen."""
+        """Return the function that a router calls in an audited pass.
+
+        Args:
+            layer: The router's layer.
+            microbatch: The index of the micro-batch.
+
+        Returns:
+            The function; None where the micro-batch is not audited, or this layer has been seen.
+        """
         if not self.wants(microbatch) or (layer, microbatch) in self._seen:
             return None
         self._seen.add((layer, microbatch))
         return lambda natural, replayed: self._compare(layer, microbatch, natural, replayed)
 
     def add_logprobs(self, ours: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor) -> None:
-        """Log-probs of both sides, equal shapes; only where `mask` > 0."""
+        """Add log-probs of both sides.
+
+        Args:
+            ours: The trainer's log-probs. All tensors of this call have equal shapes.
+            engine: The engine's log-probs.
+            mask: Above 0 where log-probs count.
+        """
         chosen = mask > 0
         d = torch.where(
             chosen, ours.detach().double() - engine.double(), 0.0
@@ -126,7 +154,7 @@ class RoutingAudit:
         self._logprobs.append(torch.stack([chosen.sum(), d.abs().sum(), -d.sum(), (d.exp() - 1 - d).sum()]))
 
     def report(self) -> MismatchReport:
-        """What has been seen so far. Waits for the device."""
+        """Return what has been seen so far. Waits for the device."""
         layers = sorted(self._layers)
         tokens = [
             torch.stack([self._counted_rows(m).sum(), flag.sum()]) for m, flag in self._different.items()
@@ -153,7 +181,7 @@ class RoutingAudit:
     ) -> None:
         counted_R, self._top_k = self._counted_rows(microbatch), natural_RK.shape[1]
         shared_R = (natural_RK[:, :, None] == replayed_RK[:, None, :]).any(-1).sum(-1)
-        # Masked, not indexed: how many rows are counted is a number that only the device knows.
+        # Masked, not indexed: indexing would wait for the device, which alone knows how many rows are counted.
         differs_R, disjoint_R = (shared_R < self._top_k) & counted_R, (shared_R == 0) & counted_R
         sums = torch.stack([counted_R.sum(), differs_R.sum(), (shared_R * counted_R).sum(), disjoint_R.sum()])
         self._layers[layer] = self._layers.get(layer, 0) + sums
@@ -161,7 +189,10 @@ class RoutingAudit:
 
 
 def _read(sums: Sequence[torch.Tensor]) -> list[list[float]]:
-    """The values of all, in one copy to the host. Counts are exact up to 2**53."""
+    """Return the values of all sums, in one copy to the host.
+
+    Counts are exact up to 2**53.
+    """
     if not sums:
         return []
     device = sums[0].device

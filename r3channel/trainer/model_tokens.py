@@ -1,6 +1,6 @@
-"""Holds the trainer's batch, and then what its model is given, against the ticket. It knows no transport and no framework.
+"""Compares the trainer's batch, and then the model's input, with the ticket. Knows no transport and no framework.
 
-Rows are right only where the trainer's batch is laid out as planned: a left-padded batch, samples in another order, or another
+Rows are right only where the trainer's batch is laid out as planned. A left-padded batch, samples in another order, or another
 context-parallel cut have the planned shapes, and replay rows of other tokens.
 """
 
@@ -26,21 +26,31 @@ from r3channel.wire.routing import Ids, as_tokens, hash_tokens
 log = logging.getLogger(__name__)
 Batches = Sequence[Sequence[Sequence[int]]]
 """Token ids of each sample of each micro-batch."""
-# In parentheses the names of recordings.mistakes.
+# The names in parentheses are those of `recordings.mistakes`.
 _LEFT = "it is padded on the left (shifted_padding)"
 _UNKNOWN = "no layout that is known explains them; are they of another batch?"
 
 
 @cache
 def say_once(why: str) -> None:
-    """Say in the log of this process why what the model is given is not checked."""
+    """Log once per process why the model's token ids are not checked."""
     log.warning("r3channel: the token ids that the model is given are not held against tickets: %s", why)
 
 
 def check_batches(
     ticket: Ticket, shard: Shard, tokens: Batches | None, samples: Sequence[Sequence[str]] | None
 ) -> None:
-    """Raise `TicketMismatch` unless a trainer's micro-batches are the planned ones, by names, lengths and token ids."""
+    """Check that a trainer's micro-batches are the planned ones.
+
+    Args:
+        ticket: The step's ticket.
+        shard: The plan's shard of this rank.
+        tokens: Token ids of each sample of each micro-batch; lengths and ids are not checked without them.
+        samples: Their names, which are not checked where there are none.
+
+    Raises:
+        TicketMismatch: Names, lengths or token ids differ.
+    """
     where, batches = f"ticket of step {ticket.step}, dp {shard.dp}", shard.microbatches
     for what, planned, given in _facts(ticket, shard, tokens, samples):
         if len(given) != len(batches):
@@ -62,7 +72,10 @@ def check_batches(
 def _facts(
     ticket: Ticket, shard: Shard, tokens: Batches | None, samples: Sequence[Sequence[str]] | None
 ) -> Iterator[tuple[str, list[tuple[Any, ...]], list[tuple[Any, ...]]]]:
-    """Yield what is planned and given of each micro-batch, tokens by number before they are hashed."""
+    """Yield what is planned and given of each micro-batch.
+
+    Numbers of tokens come before token hashes, so that nothing is hashed where the numbers differ.
+    """
     if samples is not None:
         yield "named", [batch.sample_ids for batch in shard.microbatches], [*map(tuple, samples)]
     if tokens is not None:
@@ -80,10 +93,12 @@ class ModelTokens:
     """The token ids that this rank's first model chunk is to be given in one step."""
 
     def __init__(self, shard: RankShard, tokens: Batches | None = None) -> None:
-        """Take the step's shard and, where the loop has them, the tokens of its micro-batches.
+        """Take the step's shard and the tokens of its micro-batches.
 
-        Without `tokens` the ticket's hashes tell samples apart; a context-parallel rank, which sees parts of samples, then
-        checks nothing.
+        Args:
+            shard: The step's shard.
+            tokens: Token ids of each sample of each micro-batch, where the loop has them. Without them the ticket's hashes tell
+                samples apart; a context-parallel rank, which sees parts of samples, then checks nothing.
         """
         self._shard, self._tokens = shard, tokens
         self._map = lru_cache(1)(shard.shard.token_map)
@@ -93,14 +108,17 @@ class ModelTokens:
             say_once("give step(tokens=...): a context-parallel rank sees parts of samples, no whole one")
 
     def check(self, microbatch: int, ids: torch.Tensor) -> None:
-        """Check the ids of one forward pass: on a CPU at once, on a GPU in `verified`.
+        """Check the ids of one forward pass.
+
+        On a CPU the ids are checked at once, on a GPU in `verified`.
 
         Args:
-            ids: [b, s / cp] ([1, t / cp] for a pack), or [rows] in the routers' order; any integer type. May be overwritten
-                once the call has returned.
+            microbatch: The index of the micro-batch.
+            ids: [b, s / cp] ([1, t / cp] for a pack), or [rows] in the routers' order; any integer type. May be overwritten once
+                the call has returned.
 
         Raises:
-            TicketMismatch: they are not those that the ticket's rows are of; names samples and the cause.
+            TicketMismatch: The ids are not those that the ticket's rows are of. Names samples and the cause.
         """
         if self._can_check and self._at_once and ids.device.type == "cpu":
             self._compare(microbatch, ids.numpy())
@@ -108,7 +126,11 @@ class ModelTokens:
             self._noted.append((microbatch, ids.clone()))
 
     def verified(self) -> None:
-        """Read what a GPU was given, once, and check it. Raises as `check` does."""
+        """Read once what a GPU was given, and check it.
+
+        Raises:
+            TicketMismatch: As `check` raises it.
+        """
         noted, self._noted = self._noted, []
         for microbatch, ids in noted:
             self._compare(microbatch, ids.cpu().numpy())
@@ -124,7 +146,10 @@ class ModelTokens:
                 raise self._mismatch(microbatch, name, int(wrong.min()), found)
 
     def _wrong_positions(self, microbatch: int, index: int, found_T: Ids) -> Ids:
-        """Return the positions where a sample's tokens differ; all of them where only its hash is known."""
+        """Return the positions where a sample's tokens differ.
+
+        Where only the sample's hash is known, these are all its positions or none.
+        """
         shard = self._shard.shard
         sample, position = self._map(microbatch)
         position_T, batch = position[sample == index], shard.microbatches[microbatch]
@@ -146,7 +171,7 @@ class ModelTokens:
         )  # fmt: skip
 
     def _causes(self, microbatch: int, found: Ids) -> Iterator[tuple[str, bool]]:
-        """Yield each known cause, and whether it gives just what the model was given."""
+        """Yield each known cause, and whether it explains what was given."""
         shard = self._shard.shard
         batch, (sample, position) = shard.microbatches[microbatch], self._map(microbatch)
         order = self._order(microbatch, found)
@@ -160,7 +185,7 @@ class ModelTokens:
         given = [as_tokens(own) + 1 for own in self._tokens[microbatch]]  # 0: no token
         planned = shard.lay_out(microbatch, given)
         for by, side in ((1, "right"), (-1, "left")):
-            # neighbours in the sample, not where a cut or another sample begins
+            # only between neighbours of one sample: not where a cut or another sample begins
             inner = np.logical_and(
                 sample == np.roll(sample, by, 1), position == np.roll(position, by, 1) + by
             )
@@ -179,7 +204,10 @@ class ModelTokens:
                 yield said, _is_given(found, cut)
 
     def _order(self, microbatch: int, found: Ids) -> list[int]:
-        """Return the ticket's samples in the order in which they stand in the batch; empty where they do not."""
+        """Return the order in which the ticket's samples stand in the batch.
+
+        The order is empty where the samples do not stand in the batch.
+        """
         shard = self._shard.shard
         batch, sample = shard.microbatches[microbatch], self._map(microbatch)[0]
         left, order, at = list(range(len(batch.tokens))), list[int](), 0
@@ -198,7 +226,10 @@ class ModelTokens:
 
 
 def _is_given(found: Ids, wanted: Ids) -> bool:
-    """Return whether the model was given these tokens, each plus one; 0 stands for any."""
+    """Return whether the model was given these tokens.
+
+    `wanted` has each token plus one; 0 stands for any token.
+    """
     return (
         found.shape == wanted.shape and bool(wanted.any()) and bool((found + 1 == wanted)[wanted > 0].all())
     )

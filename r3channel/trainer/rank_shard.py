@@ -22,14 +22,19 @@ _TORCH_DTYPES = {np.dtype(np.uint8): torch.uint8, np.dtype(np.int16): torch.int1
 class RankShard:
     """The ids of one process for one step; implements `trainer.replay.StepRouting`.
 
-    `data_N` is uint8 with `shard.slot_bytes` bytes: this TP rank's part, `[micro-batch][layer][row][k]`. It may be reused
-    once the step is over. `digests_SL` [sample of the DP rank, layer]: what its rows must have. `invalid_rows` is the policy for
-    rows without engine routing: `error`, `live` (the live router chooses for them) or `mask` (it does, and `loss_mask` takes
-    those tokens out of the loss). `tensors`: by name this TP rank's part of what came beside the ids
-    (`plan.token_tensors.slot_bytes`), in host memory.
+    Args:
+        ticket: The step's ticket.
+        shard: The plan's shard of this rank.
+        data_N: uint8, `shard.slot_bytes` bytes: this TP rank's part, `[micro-batch][layer][row][k]`. It may be reused once the
+            step is over.
+        tp: This TP rank.
+        invalid_rows: The policy for rows without engine routing: `error`, `live` (the live router chooses for them) or `mask` (it
+            does, and `loss_mask` takes those tokens out of the loss).
+        digests_SL: [sample of the DP rank, layer]: the digests that the rows must have.
+        tensors: By name this TP rank's part of what came beside the ids (`plan.token_tensors.slot_bytes`), in host memory.
 
     Raises:
-        RowsInvalid: the ticket names such rows and the policy is `error`.
+        RowsInvalid: The ticket names rows without routing and the policy is `error`.
     """
 
     def __init__(
@@ -44,10 +49,10 @@ class RankShard:
         self._views = list(self._cut())
         self.digests = RouterDigestCheck(ticket, shard, self._views, tp=tp, digests_SL=digests_SL)
         self.check_digest, self.verified = self.digests.check, self.digests.verified
-        """As `trainer.router.StepRouting` has them. They check nothing where the shard came without digests."""
+        """The calls of `trainer.router.StepRouting`. They check nothing where the shard came without digests."""
         self._check_policy(invalid_rows)
         self.staleness: Staleness | None = None
-        """The rows' age against the trainer's version; None where the loop names no version."""
+        """The rows' age in versions, seen from the trainer's version; None where the loop names no version."""
         self._loss_mask_read = False
         self._masks = dict[tuple[str, int], Any]()
         self._tensors = {
@@ -60,8 +65,17 @@ class RankShard:
     def from_whole(
         cls, ticket: Ticket, shard: Shard, data_N: torch.Tensor, *, tp: int, **options: Any
     ) -> RankShard:
-        """This rank's shard out of the bytes of all TP slots (a recording, or a shard that was not scattered); `tensors` are as
-        they travel."""
+        """Make this rank's shard from the bytes of all TP slots.
+
+        Such bytes are in a recording, or in a shard that was not scattered.
+
+        Args:
+            ticket: The step's ticket.
+            shard: The plan's shard of this rank.
+            data_N: uint8: the bytes of all TP slots.
+            tp: This TP rank.
+            options: As the class takes them. `tensors` are as they travel.
+        """
         slot, came = tp if shard.tp_slots > 1 else 0, options.get("tensors")
         if came is not None:
             own = brought(ticket, shard)
@@ -74,23 +88,47 @@ class RankShard:
         return len(self.shard.microbatches)
 
     def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
-        """[rows, K] in `id_dtype`: a contiguous view, in the order in which the router of that global layer sees tokens."""
+        """Return one layer's ids of a micro-batch.
+
+        Args:
+            microbatch: The index of the micro-batch.
+            layer: The global decoder layer.
+
+        Returns:
+            [rows, K] in `id_dtype`: a contiguous view, in the order in which the layer's router sees tokens.
+        """
         return self._views[microbatch][self.shard.layers.index(layer)]
 
     def live_rows(self, microbatch: int) -> torch.Tensor | None:
-        """[rows] bool of the rows for which the live router chooses; None where there are none."""
+        """Return the rows for which the live router chooses.
+
+        Returns:
+            [rows] bool; None where there are no such rows.
+        """
         return self._mask("live", microbatch) if self._may_live(microbatch) else None
 
     def counted_rows(self, microbatch: int) -> torch.Tensor:
-        """[rows] bool of the rows that an engine computed and this rank replays."""
+        """Return the rows that an engine computed and this rank replays.
+
+        Returns:
+            [rows] bool.
+        """
         return self._mask("counted", microbatch)
 
     def padding_rows(self, microbatch: int) -> torch.Tensor:
-        """[rows] bool of the rows that are no engine's: padding, and the last token of each sample."""
+        """Return the rows that are no engine's.
+
+        Returns:
+            [rows] bool: True for padding, and for the last token of each sample.
+        """
         return self._mask("padding", microbatch)
 
     def padding_mask(self, microbatch: int) -> torch.Tensor:
-        """[b, s / cp] bool ([1, t / cp] for a pack): True where no token is, as Megatron's `padding_mask` has it."""
+        """Return where a micro-batch has no token.
+
+        Returns:
+            [b, s / cp] bool ([1, t / cp] for a pack): True where no token is, as Megatron's `padding_mask` has it.
+        """
         sample, position = self.shard.token_map(microbatch)
         tokens = np.asarray([*self.shard.microbatches[microbatch].tokens, 0])
         return torch.from_numpy((sample < 0) | (position >= tokens[sample]))
@@ -98,15 +136,27 @@ class RankShard:
     def model_input(
         self, microbatch: int, tokens: Sequence[Sequence[int]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(token ids, positions) of this CP rank, each [b, s / cp] int64 ([1, t / cp] for a pack), padded and cut as the ticket
-        says; `tokens` are those of the micro-batch's samples, in its order."""
+        """Return the token ids and positions of this CP rank.
+
+        Args:
+            microbatch: The index of the micro-batch.
+            tokens: Token ids of the micro-batch's samples, in its order.
+
+        Returns:
+            (token ids, positions), each [b, s / cp] int64 ([1, t / cp] for a pack), padded and cut as the ticket says.
+        """
         ids = self.shard.lay_out(microbatch, [np.asarray(own, np.int64) for own in tokens])
         positions = self.shard.token_map(microbatch)[1]
         return torch.from_numpy(ids), torch.from_numpy(np.ascontiguousarray(positions))
 
     def loss_mask(self, microbatch: int) -> torch.Tensor:
-        """[b, s / cp] bool ([1, t / cp] for a pack): False on padding and, with policy `mask`, on tokens without engine
-        routing. A sample's last token is True: it has no row, and nothing is wrong with it."""
+        """Return which tokens of a micro-batch stay in the loss.
+
+        Returns:
+            [b, s / cp] bool ([1, t / cp] for a pack): False on padding, with policy `mask` on tokens without engine routing, and
+            on stale tokens where `on_stale` masks them. A sample's last token is True: it has no row, and nothing is wrong with
+            it.
+        """
         self._loss_mask_read = True
         sample, position = self.shard.token_map(microbatch)
         keep = ~self.padding_mask(microbatch).numpy()
@@ -118,21 +168,36 @@ class RankShard:
 
     @property
     def loss_mask_missed(self) -> bool:
-        """Whether tokens were to leave the loss and the mask was never read. Only the last pipeline stage has a loss."""
+        """Return whether the loss mask was needed and never read.
+
+        The mask is needed where tokens are to leave the loss. Only the last pipeline stage has a loss.
+        """
         invalid = self.invalid_rows == "mask" and any(sample.invalid for sample in self.ticket.samples)
         stale = self.staleness is not None and self.staleness.masks
         return (invalid or stale) and not self._loss_mask_read and self.shard.pp == self.ticket.layout.pp - 1
 
     def tensor(self, name: str, microbatch: int) -> tuple[torch.Tensor, ...]:
-        """What tokens bring beside expert ids, by its name in `token_tensors`, in the layout of this CP rank's logits and on the
-        routers' device (`r3channel/wire/README.md`).
+        """Return what tokens bring beside expert ids.
 
-        `sampling_masks`, `sampling_support`: rows of a CSR matrix, (offsets [b x s / cp + 1] int64, token ids int32[, log-probs
-        float32]): token i of the flattened model input has the entries `offsets[i]` to `offsets[i + 1]`. `topk_logprobs`: (token
-        ids [b, s / cp, k] int32, log-probs [b, s / cp, k], the other tokens' mass [b, s / cp] float32), likeliest first; id -1,
-        log-prob and mass 0 where no token was made: prompts, last tokens, padding. `combine_weights`: (float16 [layers, rows,
-        K],) of this TP rank's routers, in the order of `shard.layers` and of `layer_ids`; 0 where no engine row is. UsageError
-        where the step has no such tensor, or it does not come to this pipeline stage.
+        The tensor is in the layout of this CP rank's logits and on the routers' device (`r3channel/wire/README.md`).
+
+        Args:
+            name: Its name in `token_tensors`.
+            microbatch: The index of the micro-batch.
+
+        Returns:
+            For `sampling_masks` and `sampling_support` rows of a CSR matrix: (offsets [b x s / cp + 1] int64, token ids int32[,
+            log-probs float32]). Token i of the flattened model input has the entries `offsets[i]` to `offsets[i + 1]`.
+
+            For `topk_logprobs` (token ids [b, s / cp, k] int32, log-probs [b, s / cp, k], the other tokens' mass [b, s / cp]
+            float32), likeliest first. Where no token was made (prompts, last tokens, padding) the id is -1, and log-prob and
+            mass are 0.
+
+            For `combine_weights` (float16 [layers, rows, K],) of this TP rank's routers, in the order of `shard.layers` and of
+            `layer_ids`; 0 where no engine row is.
+
+        Raises:
+            UsageError: The step has no such tensor, or the tensor does not come to this pipeline stage.
         """
         tensor = next((one for one in self._tensors if one.name == name), None)
         if tensor is None:
@@ -153,14 +218,32 @@ class RankShard:
         return tuple(uploaded(value, self.data_N.device) for value in values)
 
     def lags(self, microbatch: int) -> torch.Tensor:
-        """[b, s / cp] int64: weight updates between each token's row and the trainer; `staleness.UNKNOWN` on padding, on a
-        sample's last token and where the engine recorded nothing. UsageError where the loop named no version."""
+        """Return the weight updates between each token's row and the trainer.
+
+        Returns:
+            [b, s / cp] int64; `staleness.UNKNOWN` on padding, on a sample's last token and where the engine recorded nothing.
+
+        Raises:
+            UsageError: The loop named no version.
+        """
         if self.staleness is None:
             raise UsageError("staleness is known only where channel.step() was given the trainer's version")
         return torch.from_numpy(self._laid_out(microbatch, self.staleness.lags, fill=UNKNOWN))
 
     def set_version(self, version: int, *, max_staleness: int = -1, on_stale: str = "accept") -> Staleness:
-        """Hold the rows against the trainer's committed version. RowsStale if the policy refuses them."""
+        """Compare the rows' versions with the trainer's committed version.
+
+        Args:
+            version: The trainer's version.
+            max_staleness: Most weight updates between a row and the trainer; -1: no bound.
+            on_stale: `accept`, `mask` or `reject`, for rows beyond the bound.
+
+        Returns:
+            The rows' staleness, which this shard keeps.
+
+        Raises:
+            RowsStale: The policy refuses the rows.
+        """
         self.staleness = Staleness(
             self.ticket, version=version, max_staleness=max_staleness, on_stale=on_stale
         )
@@ -169,11 +252,15 @@ class RankShard:
 
     @property
     def sample_ids(self) -> tuple[str, ...]:
-        """The samples of all micro-batches."""
+        """Return the samples of all micro-batches."""
         return tuple(name for batch in self.shard.microbatches for name in batch.sample_ids)
 
     def live_counts(self) -> dict[str, int]:
-        """Rows of the step left to the live router, by cause; on this TP rank."""
+        """Count the step's rows left to the live router, by cause.
+
+        Returns:
+            The rows of this TP rank by cause: `invalid`, `padding`.
+        """
         counts = {"invalid": 0, "padding": 0}
         for index in range(self.num_microbatches):
             if not self._may_live(index):
@@ -196,12 +283,18 @@ class RankShard:
             )  # fmt: skip
 
     def _may_live(self, microbatch: int) -> bool:
-        """Without this look every step would map all its rows, to find nothing."""
+        """Return whether a micro-batch can have live rows.
+
+        Without this check every step would map all its rows, to find nothing.
+        """
         samples = map(self.ticket.sample, self.shard.microbatches[microbatch].sample_ids)
         return self.ticket.layout.pad_policy == "live" or any(sample.invalid for sample in samples)
 
     def _mask(self, kind: str, microbatch: int) -> Any:
-        """Return [rows] bool on the routers' device, worked out once; None where no row is live."""
+        """Return a mask of the rows, computed once.
+
+        The mask is [rows] bool on the routers' device. A `live` mask is None where no row is live.
+        """
         if (kind, microbatch) not in self._masks:
             sample_R, position_R = self.shard.row_map(microbatch, tp=self.tp)
             padding_R, invalid_R = sample_R < 0, self._invalid(microbatch, sample_R, position_R)
@@ -212,7 +305,10 @@ class RankShard:
         return self._masks[kind, microbatch]
 
     def _invalid(self, microbatch: int, sample: Ids, position: Ids) -> Ids:
-        """Where (sample, position) lies in a range without routing; any shape."""
+        """Return where (sample, position) lies in a range without routing.
+
+        The arrays may have any shape.
+        """
         found = np.zeros(sample.shape, dtype=bool)
         for index, name in enumerate(self.shard.microbatches[microbatch].sample_ids):
             for start, end in self.ticket.sample(name).invalid:
@@ -220,7 +316,10 @@ class RankShard:
         return found
 
     def _laid_out(self, microbatch: int, of_sample: Callable[[str], Ids], *, fill: int = 0) -> Ids:
-        """A value per row of each sample, where the model's input has its tokens; `fill` where there is no row."""
+        """Place each row's value where the model's input has its token.
+
+        `fill` stands where there is no row.
+        """
         names = self.shard.microbatches[microbatch].sample_ids
         return self.shard.lay_out(microbatch, [*map(of_sample, names)], fill=fill)
 
@@ -234,7 +333,10 @@ class RankShard:
 
 
 def _spread(values_N: Ids, there_T: Ids, shape: tuple[int, ...]) -> Ids:
-    """Values of the tokens that have some, over all tokens: [*shape, ...]; elsewhere -1 as an id, else 0."""
+    """Return the tokens' values, spread over all tokens: [*shape, ...].
+
+    A token without a value gets -1 where values are ids, else 0.
+    """
     spread = np.full(
         (len(there_T), *values_N.shape[1:]), -1 if values_N.dtype.kind == "i" else 0, values_N.dtype
     )
@@ -243,6 +345,10 @@ def _spread(values_N: Ids, there_T: Ids, shape: tuple[int, ...]) -> Ids:
 
 
 def slot_parts(shard: Shard, data_N: torch.Tensor) -> list[list[torch.Tensor]]:
-    """Per micro-batch, the uint8 part of each TP slot: contiguous views into a whole shard."""
+    """Return each TP slot's part of every micro-batch.
+
+    Returns:
+        Per micro-batch a list over TP slots of uint8 tensors: contiguous views into the whole shard.
+    """
     sizes = [*map(shard.microbatch_bytes, range(len(shard.microbatches)))]
     return [list(part_N.view(shard.tp_slots, -1)) for part_N in data_N.split(sizes)]

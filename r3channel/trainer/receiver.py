@@ -1,8 +1,8 @@
-"""Receives one rank's shard: ticket checked, rows received by a `RelayConnection`, parts handed on over the TP group.
+"""Receives one rank's shard: checks the ticket, receives rows by a `RelayConnection`, hands parts on over the TP group.
 
-Called on the trainer's main thread. TP0 talks to the relay; the other ranks of its TP group only take part in the hand-on. Over
-TCP rows come on a thread of their own, from `prefetch` on or from `receive` on. They are placed on the routers'
-device (`buckets`). Rows are acknowledged when they have the digests that their engines made.
+All calls are on the trainer's main thread. TP0 talks to the relay; the other ranks of its TP group only take part in the hand-on.
+Over TCP rows come on a thread of their own, which `prefetch` starts, or else `receive`. Rows are placed on the routers' device
+(`buckets`). Rows are acknowledged when they have the digests that their engines made.
 """
 
 from __future__ import annotations
@@ -38,18 +38,33 @@ from r3channel.transport.tp_fanout import TensorParallelFanout
 from r3channel.wire.token_tensors import TokenTensor
 
 _WARMING = threading.Lock()
-"""Else each receiver of a process would compile the same."""
+"""Held while a receiver compiles. Without it each receiver of a process would compile the same code."""
 
 
 class Receiver:
-    """CREATED -> join -> (prefetch -> receive)* -> close. One thread."""
+    """Receives one rank's shard of each step, on one thread.
+
+    CREATED -> join -> (prefetch -> receive)* -> close.
+    """
 
     def __init__(
         self, control: Control, *, spec: RoutingSpec, layout: TrainerLayout, coords: RankCoords,
         config: ChannelConfig | None = None, fanout: TensorParallelFanout | None = None,
         device: torch.device | None = None, clock: StageClock | None = None, metrics: Metrics | None = None,
     ) -> None:  # fmt: skip
-        """`fanout` hands the shard to the other TP ranks (None when tp = 1); `device` is where the routers run."""
+        """Make the receiver of one rank.
+
+        Args:
+            control: The call to the relay.
+            spec: The model's routing shape, which every ticket must have.
+            layout: The trainer's layout, which every ticket must have.
+            coords: This rank's place in the layout.
+            config: The channel's settings; the defaults without it.
+            fanout: Hands the shard to the other TP ranks; None when tp = 1.
+            device: Where the routers run; the CPU without it.
+            clock: Takes the times of the stages; a new one without it.
+            metrics: Takes the counts; without it this receiver makes and serves its own.
+        """
         self._spec, self._layout, self._coords = spec, layout, coords
         self._config = config or ChannelConfig()
         self._device = device or torch.device("cpu")
@@ -76,13 +91,20 @@ class Receiver:
         self._last = ("", -1, 0)
         """Run and step that were received last."""
         self._ahead: tuple[Ticket, Future[ShardBuffer]] | None = None
-        """What comes on another thread, or came and was not received yet."""
+        """The prefetched step: still coming on another thread, or complete and not received yet."""
         self._stays = layout.tp_slots == 1 and not self._config.grouped
-        """Is the shard that routers use the memory into which it came? Then the next one comes into other memory."""
+        """Whether routers use a shard in the memory into which it came. If so, the next shard comes into other memory."""
         self._turn = 0
 
     def join(self, *, timeout_s: float | None = None) -> None:
-        """TP0 makes its memory and connects to the relay; the other ranks make ready, and say where their /metrics is."""
+        """Make this rank ready to receive.
+
+        TP rank 0 takes its memory and connects to the relay. The other ranks tell the relay where their /metrics is. A rank with
+        its routers on a CPU compiles its kernels first.
+
+        Args:
+            timeout_s: Seconds for TP rank 0 to connect; `join_timeout_s` without it.
+        """
         if self._device.type == "cpu":  # else the device places and hashes
             with _WARMING:
                 warm(self._spec)
@@ -93,7 +115,7 @@ class Receiver:
             self._member.list_page()
 
     def _reserve(self) -> None:
-        """Take it now, so that a step does not wait, and cannot fail, for want of memory."""
+        """Take memory now, so that no step waits or fails for it."""
         nbytes = self._config.expected_shard_bytes
         for turn in range(1 + self._stays) if nbytes else ():
             self._buffer(f"whole{turn}", nbytes)
@@ -101,20 +123,26 @@ class Receiver:
     def receive(
         self, ticket: Ticket, *, tokens: Batches | None = None, samples: Sequence[Sequence[str]] | None = None,
     ) -> RankShard:  # fmt: skip
-        """This rank's ids of the ticket's step. All ranks of a TP group call it together.
+        """Return this rank's ids of the ticket's step.
 
-        `tokens`: the token ids of each sample of each micro-batch that this trainer is about to run, held against the ticket;
-        `samples`: their names, which tell samples of equal tokens apart.
+        All ranks of a TP group call it together. The shard may be used until the next call. The call ends within `step_timeout_s`
+        plus one bucket, or plus ten seconds to acknowledge. It may be called again after each of the errors below.
 
-        The shard may be used until the next call. Ends within `step_timeout_s` plus one bucket, or ten seconds to acknowledge.
+        All ranks of the TP group hold the routing slot (`transport/collective_lock.py`) from here to the end of the hand-on, so
+        that no weight update of this process runs during the hand-on. Over TCP the transfer itself needs no slot and runs beside
+        an update. Over a process group the transfer lies within the slot, too.
 
-        All ranks of the TP group hold the routing slot (`transport/collective_lock.py`) from here to the end of the hand-on: no
-        weight update of this process runs during the hand-on. Over TCP the transfer itself needs no slot
-        and runs beside an update; over a process group it lies within the slot, too.
+        Args:
+            ticket: The step's ticket.
+            tokens: Token ids of each sample of each micro-batch that this trainer is about to run, compared with the ticket.
+            samples: Names of those samples, which tell samples of equal tokens apart.
 
-        Raises `TicketMismatch` before a row is handed on (and before one moves, where nothing was prefetched), a `TransportError`
-        when the rows were not to be had (`RelayConnection.receive`), `PeerFailed` where another rank of the TP group failed,
-        `DeadlineExceeded` when a weight update takes longer than `step_timeout_s`. It may be called again after each.
+        Raises:
+            TicketMismatch: The ticket is not for this trainer or its batch. Raised before a row is handed on, and before one
+                moves where nothing was prefetched.
+            TransportError: The rows were not to be had (see `RelayConnection.receive`).
+            PeerFailed: Another rank of the TP group failed.
+            DeadlineExceeded: A weight update takes longer than `step_timeout_s`.
         """
         where, tp0 = f"step {ticket.step}, {self._coords}", self._coords.tp == 0
         with ExitStack() as slot:
@@ -123,7 +151,7 @@ class Receiver:
                 self._begin(ticket, shard)
                 slot.enter_context(PROCESS_SLOT.use("routing", where, timeout_s=self._config.step_timeout_s))
                 landed = self._receive_whole(ticket, shard) if tp0 else None
-                part_N = self._part(shard, landed)  # memory that is not to be had is a failure too
+                part_N = self._part(shard, landed)  # lack of memory is a failure that all ranks learn
                 tables = self._tables(shard, landed)
                 digests_N = self._own(tables, 8 * _samples(shard) * len(shard.layers), cut=shard.tp_slots > 1)
                 beside = {
@@ -149,19 +177,29 @@ class Receiver:
         )  # fmt: skip
 
     def prefetch(self, ticket: Ticket) -> None:
-        """Receive a step's rows on another thread from now on; `receive` of the same ticket joins it.
+        """Start to receive a step's rows on another thread.
 
-        Call it as soon as the ticket is known, once `receive` of the step before has returned; that step's shard may be in use.
-        On TP ranks other than 0, and where rows travel over a process group, it only checks the ticket: a receive that is pending
-        on a trainer's GPU can deadlock with the framework's own communicators. Errors of the transfer are raised by `receive`,
-        which tries again first where the relay was not to be had.
+        `receive` of the same ticket waits for them. Call it as soon as the ticket is known, once `receive` of the step before has
+        returned; that step's shard may still be in use. Errors of the transfer are raised by `receive`, which tries again first
+        where the relay was not to be had.
 
-        Raises `UsageError` while another step waits for its `receive`, `TicketMismatch`.
+        On TP ranks other than 0, and where rows travel over a process group, this call only checks the ticket: a receive that is
+        pending on a trainer's GPU can deadlock with the framework's own communicators.
+
+        Args:
+            ticket: The step's ticket.
+
+        Raises:
+            UsageError: Another step waits for its `receive`.
+            TicketMismatch: The ticket is not for this trainer, or is stale.
         """
         self._begin(ticket, self._check(ticket))
 
     def _begin(self, ticket: Ticket, shard: Shard) -> None:
-        """Begin the transfer over TCP, unless it was begun. One that failed, or of another run or an older seal, gives way."""
+        """Start the transfer over TCP, unless it was started before.
+
+        An earlier transfer gives way if it failed, or belongs to another run or an older seal.
+        """
         if self._coords.tp or self._config.grouped:
             return
         other, before = self._ahead or (ticket, None)
@@ -182,7 +220,7 @@ class Receiver:
     ) -> ShardBuffer:
         self.clock.ahead()
         if after is not None:
-            # It has the connection and the memory, until the relay refuses its ticket.
+            # The earlier receive uses connection and memory until the relay refuses its ticket.
             wait([after], 2 * self._config.step_timeout_s)
         try:
             return self._receive_now(ticket, shard, whole_N)
@@ -201,13 +239,17 @@ class Receiver:
                     said = f"the rows of step {ticket.step} did not come within {limit_s:.1f} s"
                     raise DeadlineExceeded(said, step=ticket.step)
             if landed.exception() is not None:
-                self._ahead = None  # else it goes on, or has what was acknowledged: it is asked for again
+                # A receive that goes on, or has acknowledged its rows, stays: the next call asks for it again.
+                self._ahead = None
             return landed.result()
         finally:
-            del landed  # it holds the error, whose traceback holds this frame
+            del landed  # the future holds the error, whose traceback holds this frame
 
     def _free(self, shard: Shard) -> torch.Tensor:
-        """Return where a shard may be written, on the routers' device, after what this thread has the device do with it."""
+        """Return memory for a shard on the routers' device.
+
+        Rows are written there after the work that this thread gave to the device so far.
+        """
         whole_N = self._buffer(f"whole{self._turn}", shard.nbytes)
         self._buckets.mark()
         return whole_N
@@ -238,7 +280,7 @@ class Receiver:
                     step=ticket.step,
                 )
         run, last, seal = self._last
-        # Another run may begin anywhere: it was resumed.
+        # Another run may begin at any step: it may have been resumed.
         if ticket.run == run and (ticket.step, ticket.seal) <= (last, seal):
             raise TicketMismatch(
                 f"ticket of step {ticket.step} after step {last} was received; a stale ticket?",
@@ -252,11 +294,11 @@ class Receiver:
 
     @contextmanager
     def _together(self, what: str, *, step: int) -> Iterator[None]:
-        """Let every rank of the TP group run its block: each raises where one does."""
+        """Run the block on every TP rank; all raise if one does."""
         failure = None
         try:
             yield
-        except Exception as error:  # whatever it is: the other ranks of the group must learn it
+        except Exception as error:  # of any kind: the other ranks of the group must learn it
             failure = error
         try:
             with self.clock.span("rebroadcast" if self._coords.tp == 0 else "wait_wire", step=step):
@@ -265,35 +307,47 @@ class Receiver:
             failure = None  # its traceback holds the caller's frame, and with it buffers and groups
 
     def _tables(self, shard: Shard, landed: ShardBuffer | None) -> list[torch.Tensor] | None:
-        """Return per TP slot the digests of its rows as bytes; None but on TP0."""
+        """Return each TP slot's digests as bytes; None except on TP0."""
         if landed is None:
             return None
         tables = landed.digests_CSL
-        if tables.is_cuda:  # made on another stream: it is not given up before this one has used it
+        if tables.is_cuda:  # made on another stream; kept until this stream has used it
             tables.record_stream(torch.cuda.current_stream())
         return list(tables.view(shard.tp_slots, -1).view(torch.uint8))
 
     def _part(self, shard: Shard, landed: ShardBuffer | None) -> torch.Tensor:
-        """[slot_bytes] on the routers' device, where this rank's part will lie: with all rows in it, TP0's whole shard itself."""
+        """Return the memory for this rank's part of the shard.
+
+        The memory is [slot_bytes] on the routers' device. Where a part has all rows, TP0's part is its whole shard itself.
+        """
         if shard.tp_slots > 1:
             return self._buffer("slot", shard.slot_bytes)
         return self._buffer("part", shard.slot_bytes) if landed is None else landed.rows_N
 
     def _own(self, parts: list[torch.Tensor] | None, nbytes: int, *, cut: bool) -> torch.Tensor:
-        """Return where this rank's part will lie: new memory, or TP0's own where all ranks get the same."""
+        """Return the memory for this rank's part.
+
+        The memory is new, or TP0's own where all ranks get the same.
+        """
         if parts is not None and not cut:
             return parts[0]
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _share(self, parts: list[torch.Tensor] | None, own_N: torch.Tensor, *, cut: bool) -> None:
-        """Fill `own_N` on every rank: with its one of TP0's parts, or with what TP0 has there."""
+        """Fill `own_N` on every rank from TP0.
+
+        With `cut` a rank gets its own one of TP0's parts, else a copy of TP0's `own_N`.
+        """
         if cut:
             self._fanout.scatter(parts, own_N)
         else:
             self._fanout.rebroadcast(own_N)
 
     def _hand_on_tensor(self, tensor: TokenTensor, ticket: Ticket, parts: list[Any] | None) -> torch.Tensor:
-        """Its part of the tensor on every rank of the TP group, as bytes in host memory; `parts` are TP0's, one for each slot."""
+        """Return this rank's part of a tensor, which TP0 hands on.
+
+        The part is bytes in host memory. `parts` are TP0's, one for each slot.
+        """
         size = torch.tensor([len(parts[0]) if parts else 0], device=self._device)
         self._fanout.rebroadcast(size.view(torch.uint8))
         cut, slots = tensor.by_layer and self._layout.tp_slots > 1, None
@@ -305,8 +359,11 @@ class Receiver:
         return own_N.cpu()
 
     def _hand_on(self, shard: Shard, landed: ShardBuffer | None, part_N: torch.Tensor) -> None:
-        """Fill `part_N` on every rank; under sequence parallelism a bucket's bytes at once: each call waits for all ranks, so
-        small micro-batches go together."""
+        """Fill `part_N` on every rank of the TP group.
+
+        Under sequence parallelism each call hands on a bucket's bytes. A call waits for all ranks, so small micro-batches go
+        together.
+        """
         if shard.tp_slots == 1:
             self._fanout.rebroadcast(part_N)
             return
@@ -320,7 +377,7 @@ class Receiver:
             first, begin = after, end
 
     def _buffer(self, name: str, nbytes: int) -> torch.Tensor:
-        """Return a reused uint8 buffer of at least `nbytes` on the routers' device, cut to size."""
+        """Return a reused uint8 buffer of `nbytes` on the routers' device."""
         held = self._buffers.get(name)
         if held is None or len(held) < nbytes:
             held = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)

@@ -1,4 +1,4 @@
-"""One receiving process's connection to the relay: say ready, receive, verify, acknowledge; after a failure connect again.
+"""One receiver's connection to the relay: says ready, receives, verifies, acknowledges, and connects again after a failure.
 
 Knows when to give a connection up and try again, not where the rows go.
 """
@@ -32,19 +32,26 @@ from r3channel.wire.token_tensors import TokenTensor
 _ACK_S = 10.0
 _PLACE = tuple(field.name for field in fields(Rendezvous))
 _PAUSE_S, _LONGEST_PAUSE_S = 0.25, 4.0
-"""Between the first two attempts; each pause is twice the one before, up to the longest."""
+"""Seconds between the first two attempts. Each pause is twice the one before, up to the longest."""
 
 
 class Control(Protocol):
     """The trainer's call to its relay; `relay.Relay` itself in one process, `relay.ray_host.RayRelay` over Ray."""
 
     def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
-        """Where this receiver connects, and how its rows can travel: {host, port, token, run, transport, gpu}."""
+        """Return where this receiver connects and how its rows can travel.
+
+        Returns:
+            {host, port, token, run, transport, gpu}.
+        """
         ...
 
 
 class RelayConnection:
-    """CREATED -> join -> receive* -> close. One thread at a time; `close` from any."""
+    """One receiver's connection to the relay.
+
+    CREATED -> join -> receive* -> close. One thread at a time; `close` from any.
+    """
 
     def __init__(
         self, control: Control, *, coords: RankCoords, config: ChannelConfig, buckets: HostBuckets, clock: StageClock,
@@ -56,16 +63,23 @@ class RelayConnection:
         self._group: Transport | None = None
         self._closed = threading.Event()
         self.announced = threading.Event()
-        """Set once the relay sends rows: what a step waits for until then is the relay, and then the wire."""
+        """Set once the relay sends rows. Until then a step waits for the relay, from then on for the wire."""
         self._lives = 0
         for name in ("r3channel_buckets_total", "r3channel_group_resets_total"):
             metrics.measure(name)
         metrics.measure("r3channel_bytes_total", leg="wire_received")
 
     def join(self, *, timeout_s: float) -> None:
-        """Connect, and make the process group where there is one, so that no step waits for it.
+        """Connect, and make the process group where there is one.
 
-        Raises `TransportError`, or what the relay says of this receiver.
+        The group is made here so that no step waits for it.
+
+        Args:
+            timeout_s: Seconds for connection and group.
+
+        Raises:
+            TransportError: The connection or the group could not be made. The relay may also answer with another error about this
+                receiver, which is raised as it is.
         """
         deadline_s = time.monotonic() + timeout_s
         self._connect(timeout_s=timeout_s)
@@ -78,7 +92,6 @@ class RelayConnection:
                 raise
 
     def _connect(self, *, timeout_s: float) -> None:
-        """Connect, unless this is connected."""
         if self._link is not None:
             return
         where = self._control.hello(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp)
@@ -94,19 +107,31 @@ class RelayConnection:
             self._leave()
 
     def list_page(self, *, ended: bool = False) -> None:
-        """Let the relay list this process's /metrics; one that was started anew does not know it. A control of one's own may lack
-        the call (`Relay.list_page`): then the page is not listed."""
+        """List this process's /metrics page at the relay.
+
+        A relay that was started anew does not know the page. A control of one's own may lack the call (`Relay.list_page`): then
+        the page is not listed.
+
+        Args:
+            ended: Takes the page off the list.
+        """
         call = getattr(self._control, "list_page", None)
         if self._metrics.target and call is not None:
             call(f"trainer {self._coords}", "" if ended else self._metrics.target)
 
     def receive(self, landed: ShardBuffer) -> None:
-        """Receive this receiver's rows of a step, verified and acknowledged, in one or more attempts.
+        """Receive a step's rows, verified and acknowledged, in one or more attempts.
 
-        A connection that is cut, or silent for `send_timeout_s`, or not to be had, is made again with pauses that grow, until
-        `step_timeout_s` has passed; then its `TransportError` is raised. Damaged rows are asked for `max_group_failures` times.
-        After as many connections with a process group rows come over TCP alone, or without a `fallback` not at all. The relay's
-        own error ends the attempts at once. To acknowledge may take ten seconds more.
+        Between attempts there are pauses that grow. A connection that is cut, or silent for `send_timeout_s`, or not to be had,
+        is made again until `step_timeout_s` has passed. Damaged rows are asked for `max_group_failures` times. After
+        `max_group_failures` connections with a process group rows come over TCP alone, or without a `fallback` not at all. The
+        relay's own error ends the attempts at once. The acknowledgement may take ten seconds more.
+
+        Args:
+            landed: Takes the rows.
+
+        Raises:
+            TransportError: The error of the last attempt.
         """
         config, failures, damaged = self._config, 0, 0
         limit, deadline_s = config.max_group_failures, time.monotonic() + config.step_timeout_s
@@ -117,7 +142,7 @@ class RelayConnection:
                 self._attempt(landed, group=group, deadline_s=deadline_s)
                 break
             except TransportError as error:
-                # a relay that is not there says nothing about groups
+                # without a connection the failure says nothing about process groups
                 failures += self._link is not None or isinstance(error, DeadlineExceeded)
                 damaged += not group and isinstance(error, BucketCorrupt)
                 fell = group and failures == limit
@@ -130,13 +155,13 @@ class RelayConnection:
             self._acknowledge(landed, max(deadline_s, time.monotonic() + _ACK_S))
 
     def close(self) -> None:
-        """Leave for good; a receive under way on another thread ends. Idempotent."""
+        """Leave for good and end a receive on another thread; idempotent."""
         self._closed.set()
         if self._group is not None:
             self._group.close()
             self._group = None
         self._leave()
-        with suppress(R3Error):  # the relay has ended before
+        with suppress(R3Error):  # the relay may have ended before
             self.list_page(ended=True)
 
     # -- one attempt -------------------------------------------------------------------------------------------------
@@ -170,14 +195,17 @@ class RelayConnection:
             damaged = landed.verify(bytes(table))
         if damaged:
             self._say(wire.DAMAGED, **seal)
-            self._hear(wire.AGAIN, deadline_s)  # or the relay's own error: damaged there
+            self._hear(wire.AGAIN, deadline_s)  # raises the relay's own error if damaged there
             said = f"rows of {len(damaged)} samples came damaged from the relay: {damaged[:5]}"
             raise BucketCorrupt(said, samples=damaged)
 
     def _receive_tensor(
         self, tensor: TokenTensor, told: Any, landed: ShardBuffer, deadline_s: float
     ) -> bytearray:
-        """Receive a tensor. Its row lengths come first, and must add up to the announced bytes before memory is taken."""
+        """Receive a tensor as bytes.
+
+        Its row lengths come first, and must add up to the announced bytes before memory is taken.
+        """
         data, piece = bytearray(length_bytes(landed.shard)), landed.ticket.bucket_bytes
         self._recv_all(data, 0, piece, deadline_s)
         edge, nbytes = len(data), tensor_bytes(tensor, data)
@@ -193,12 +221,15 @@ class RelayConnection:
         return data
 
     def _recv_all(self, out: bytearray, begin: int, piece: int, deadline_s: float) -> None:
-        """Receive bytes from `begin` on, each piece within the deadline of a bucket."""
+        """Receive bytes from `begin` on, in pieces.
+
+        Each piece must come within the deadline of a bucket.
+        """
         for at in range(begin, len(out), piece):
             self._recv(memoryview(out)[at : at + piece], deadline_s)
 
     def _receive_rows(self, landed: ShardBuffer, *, group: bool, deadline_s: float) -> None:
-        """Receive the rows bucket by bucket, and place each bucket while the next one comes."""
+        """Receive the rows by bucket; place each while the next comes."""
         ticket, stream, buckets = landed.ticket, landed.stream, self._buckets
         step, row_bytes = ticket.step, max(stream.row_bytes, 1)
         rows, total = max(ticket.bucket_bytes // row_bytes, 1), stream.nbytes // row_bytes
@@ -221,7 +252,10 @@ class RelayConnection:
         self._metrics.inc("r3channel_bytes_total", stream.nbytes, leg="wire_received")
 
     def _post(self, spans: list[tuple[int, int]], number: int, row_bytes: int) -> Pending | None:
-        """Start a bucket's receive over a process group, before the bucket before it is placed."""
+        """Start to receive a bucket over a process group.
+
+        The receive starts before the previous bucket is placed. The result is None after the last bucket.
+        """
         if number >= len(spans):
             return None
         assert self._group is not None
@@ -232,14 +266,17 @@ class RelayConnection:
     # -- the connection ----------------------------------------------------------------------------------------------
 
     def _acknowledge(self, landed: ShardBuffer, deadline_s: float) -> None:
-        """Acknowledge rows that are verified. If the connection fails, repeat the acknowledgement, never the transfer."""
+        """Send the acknowledgement of verified rows.
+
+        If the connection fails, the acknowledgement is repeated, never the transfer.
+        """
         for pause_s in _pauses():
             try:
                 self._connect(timeout_s=min(self._config.join_timeout_s, _left(deadline_s)))
                 self._say(wire.DONE, **wire.seal_of(landed.ticket.identity))
                 self._hear(wire.THANKS, deadline_s)
                 return
-            except BackgroundFailed:  # a relay that is gone for good waits for nothing, and the rows are here
+            except BackgroundFailed:  # the rows are here, and a relay that has died needs no acknowledgement
                 return
             except TransportError as error:
                 self._pause(error, landed, pause_s, deadline_s=deadline_s)
@@ -247,7 +284,10 @@ class RelayConnection:
     def _pause(
         self, error: TransportError, landed: ShardBuffer, pause_s: float, *, deadline_s: float
     ) -> None:
-        """Leave and wait for the next attempt. Raises the error where the deadline comes first, and after `close`."""
+        """Leave and wait for the next attempt.
+
+        The error is raised if the deadline comes first, and after `close`.
+        """
         self._leave()
         if time.monotonic() + pause_s <= deadline_s and not self._closed.wait(pause_s):
             return
@@ -262,7 +302,10 @@ class RelayConnection:
         self._open().send_record(kind, wire.pack(**values), timeout_s=self._config.send_timeout_s)
 
     def _hear(self, expected: int, deadline_s: float, *, names: tuple[str, ...] = ()) -> dict[str, Any]:
-        """The next record but WAIT, each of which comes within `send_timeout_s`."""
+        """Return the next record that is not WAIT.
+
+        Each record comes within `send_timeout_s`.
+        """
         kind, body = wire.WAIT, b""
         while kind == wire.WAIT:
             kind, body = self._open().recv_record(timeout_s=self._limit(deadline_s))
@@ -292,7 +335,6 @@ class RelayConnection:
             self._group = None
 
     def _limit(self, deadline_s: float) -> float:
-        """How long the next bytes may take."""
         return min(self._config.send_timeout_s, _left(deadline_s))
 
 
@@ -304,7 +346,7 @@ def _pauses() -> Iterator[float]:
 
 
 def _left(deadline_s: float) -> float:
-    """Seconds until then. Raises `DeadlineExceeded` without any."""
+    """Return the seconds until the deadline; raise `DeadlineExceeded` if none."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
         raise DeadlineExceeded("its time is over: step_timeout_s, or join_timeout_s for a connection")

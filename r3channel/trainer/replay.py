@@ -1,11 +1,11 @@
 """Replays a step's ids in Megatron's routers: one wrapper per router, keyed by the pass that runs.
 
-Works on `RouterHandle`s (made by an adapter), so it imports no Megatron. It uses `get_replay_topk` alone of a
-router's RouterReplay; its targets, actions and class-level registry are left alone, so other models in the process are not
-touched. It does not know where ids come from; what a pass may consume is the step's to say.
+This module works on `RouterHandle`s (made by an adapter), so it imports no Megatron. Of a router's RouterReplay it uses
+`get_replay_topk` alone. The targets, actions and class-level registry of RouterReplay are left alone, so other models in the
+process are not touched. The driver does not know where ids come from; the step decides what a pass may consume.
 
-Megatron's own replay keeps action and ids as state of each router and leaves the order of recomputes to the caller: there, right
-losses with wrong gradients (1F1B), rows without an expert, and entries that shift every later recompute are silent.
+Megatron's own replay keeps action and ids as state of each router and leaves the order of recomputes to the caller. There, three
+faults are silent: right losses with wrong gradients (1F1B), rows without an expert, and entries that shift every later recompute.
 
     IDLE -> step -> (microbatch -> backward)* -> verified -> IDLE
 """
@@ -31,7 +31,7 @@ __all__ = ["ReplayDriver", "ReplayStep", "RouterHandle", "StepRouting"]
 
 
 class ReplayDriver:
-    """Replay for the routers of one rank's model. One thread; not reentrant. Close it to take its wrappers away.
+    """Replay for the routers of one rank's model. One thread; not reentrant. `close` takes its wrappers away.
 
     with driver.step(step_routing, step=3) as step:
         for index in range(step_routing.num_microbatches):
@@ -71,9 +71,15 @@ class ReplayDriver:
     ) -> ReplayDriver:  # fmt: skip
         """Bind to the routers of this rank's model chunks.
 
+        Args:
+            chunks: This rank's model chunks.
+            spec: The model's routing shape.
+            layout: The trainer's layout.
+            adapter: Knows the training framework.
+
         Raises:
-            RouterUnsupported: the model's config would ignore, drop or outlive replayed ids.
-            ConfigError: the layout or the spec is not this model's.
+            RouterUnsupported: The model's config would ignore, drop or outlive replayed ids.
+            ConfigError: The layout or the spec is not this model's.
         """
         handles = adapter.routers(chunks, layout)
         pp, input_ids = adapter.parallel_coords().pp, getattr(adapter, "input_ids", None)
@@ -85,21 +91,25 @@ class ReplayDriver:
         return cls(handles, chunks, spec=spec, input_ids=None if pp else input_ids)
 
     def call_of(self, layer: int) -> RouterCall:
-        """The pass that a layer's router runs now, or ran last."""
+        """Return the pass that a layer's router runs now, or ran last."""
         return self._calls[layer]
 
     @contextmanager
     def step(
         self, routing: StepRouting, *, step: int, audit: RoutingAudit | None = None
     ) -> Iterator[ReplayStep]:
-        """Replay `routing` inside the block; on leaving it, verify the counts.
+        """Replay a step inside the block; verify its counts at the end.
 
-        One block holds a whole rollout step: log-prob passes and all its optimizer steps. `audit` looks at its own sample
-        of the micro-batches.
+        One block holds a whole rollout step: log-prob passes and all its optimizer steps.
+
+        Args:
+            routing: The rows to replay.
+            step: The step's number.
+            audit: Looks at its own sample of the micro-batches.
 
         Raises:
-            ReplayError: a router did not consume every micro-batch's rows exactly once in each pass that was run.
-            UsageError: a step is open already.
+            ReplayError: A router did not consume every micro-batch's rows exactly once in each pass that was run.
+            UsageError: A step is open already.
         """
         if self._step is not None:
             raise UsageError(
@@ -115,10 +125,13 @@ class ReplayDriver:
 
     @contextmanager
     def off(self, *, microbatch: int = -1) -> Iterator[None]:
-        """Inside the block the routers choose for themselves; `microbatch` only labels the calls for an audit.
+        """Let the routers choose for themselves inside the block.
+
+        Args:
+            microbatch: Only labels the calls for an audit.
 
         Raises:
-            UsageError: inside a micro-batch, or with gradients inside a step (its recompute would take replayed ids).
+            UsageError: Called inside a micro-batch, or with gradients inside a step (its recompute would take replayed ids).
         """
         step = self._step
         if step is not None and (step.active or torch.is_grad_enabled()):
@@ -138,7 +151,6 @@ class ReplayDriver:
         self._undo.close()
 
     def _replaying(self, handle: RouterHandle) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """The function that the router calls instead of its RouterReplay's `get_replay_topk`."""
         inner = handle.replay.get_replay_topk
 
         def replayed(
@@ -179,7 +191,7 @@ class ReplayDriver:
 
 
 def _put_before(handle: RouterHandle, call: Callable[..., Any]) -> Callable[[], object]:
-    """Set the instance's own `get_replay_topk`; gives what takes it away."""
+    """Set the instance's own `get_replay_topk`; return what removes it."""
     own = vars(handle.replay)
     if "get_replay_topk" in own:
         raise UsageError(f"{name_of(handle)} is attached to already; close the other driver first")

@@ -1,4 +1,4 @@
-"""A decoder layer's router as replay sees it, and what a step must bring for it.
+"""A decoder layer's router as replay sees it, and what a step must provide for it.
 
 An adapter makes the handles: `r3channel.trainer.adapters.megatron`, or one of a loop's own. This file knows nothing of steps.
 """
@@ -19,35 +19,62 @@ PassName = Literal["forward", "recompute", "logprob", "natural"]
 
 
 class StepRouting(Protocol):
-    """What a step's replay consumes: this rank's rows, in its routers' order."""
+    """The rows of this rank that a step's replay consumes, in its routers' order."""
 
     @property
     def num_microbatches(self) -> int: ...
 
     def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
-        """Ids [rows, K] of one micro-batch and global 0-based decoder layer, on the router's device, in the spec's
-        id dtype; sequence-major, cut for sequence parallelism. Asked for in each pass.
+        """Return one layer's ids of a micro-batch.
+
+        Each pass calls it.
+
+        Args:
+            microbatch: The index of the micro-batch.
+            layer: The global 0-based decoder layer.
+
+        Returns:
+            [rows, K] on the router's device, in the spec's id dtype; sequence-major, cut for sequence parallelism.
         """
         ...
 
     def live_rows(self, microbatch: int) -> torch.Tensor | None:
-        """[rows] bool, True where the live router is to choose instead of the ids; None: nowhere."""
+        """Return where the live router is to choose.
+
+        Returns:
+            [rows] bool, True where the live router chooses instead of the ids; None: nowhere.
+        """
         ...
 
     def padding_rows(self, microbatch: int) -> torch.Tensor:
-        """[rows] bool, True where no engine row is: padding, and the last token of each sample."""
+        """Return where no engine row is.
+
+        Returns:
+            [rows] bool, True for padding and for the last token of each sample.
+        """
         ...
 
     def check_digest(
         self, microbatch: int, layer: int, ids_RK: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Check ids that a router is about to use, and return them as int32 or int64, contiguous [rows, K].
+        """Check ids that a router is about to use, and widen them.
 
-        Raises `DigestMismatch` where the engine hashed others, on a GPU at the latest in `verified`."""
+        Args:
+            microbatch: The index of the micro-batch.
+            layer: The global 0-based decoder layer.
+            ids_RK: The ids.
+            dtype: int32 or int64.
+
+        Returns:
+            The ids as `dtype`, contiguous [rows, K].
+
+        Raises:
+            DigestMismatch: The engine hashed other ids. On a GPU the error comes at the latest in `verified`.
+        """
         ...
 
     def verified(self) -> None:
-        """Raise `DigestMismatch` unless all that was handed out is what the engines hashed."""
+        """Raise `DigestMismatch` unless all that was handed out is what engines hashed."""
         ...
 
 
@@ -65,14 +92,15 @@ class RouterHandle:
     """Index of the model chunk that holds it."""
     module: torch.nn.Module
     replay: Any
-    """Whose `get_replay_topk(scores_RE, top_k, groups, group_top_k, live_topk)` the router calls in each forward pass, and takes
-    (weights_RK, ids_RK) from. Replay sets it on this object, and gathers the weights out of the scores."""
+    """The object whose `get_replay_topk(scores_RE, top_k, groups, group_top_k, live_topk)` the router calls in each forward pass,
+    and takes (weights_RK, ids_RK) from. Replay sets that function on this object, and gathers the weights out of the scores."""
     top_k: int
     num_experts: int
     recomputed: bool = False
     """Whether this router runs again in the backward pass."""
     counts: Callable[[], torch.Tensor | None] = _uncounted
-    """[experts], to which the router adds a call's tokens where gradients are on (expert bias); None: it does not count."""
+    """Gives [experts], to which the router adds a call's tokens where gradients are on (expert bias). None: the router does not
+    count."""
 
 
 class Adapter(Protocol):
@@ -81,34 +109,40 @@ class Adapter(Protocol):
     def spec_from_config(self, chunks: Sequence[torch.nn.Module]) -> RoutingSpec: ...
 
     def parallel_coords(self) -> RankCoords:
-        """Where this process is in the layout."""
+        """Return where this process is in the layout."""
         ...
 
     def tp_group(self) -> Any:
-        """The process group over which TP rank 0 hands rows on. Asked for with tp > 1 alone."""
+        """Return the process group over which TP rank 0 hands rows on.
+
+        The channel calls it with tp > 1 alone.
+        """
         ...
 
     def routers(self, chunks: Sequence[torch.nn.Module], layout: TrainerLayout) -> Mapping[int, RouterHandle]:
-        """This rank's routers by global 0-based layer.
+        """Return this rank's routers by global 0-based layer.
 
-        Raises RouterUnsupported where a router would ignore or drop replayed ids, ConfigError for a layout that is not the
-        model's.
+        Raises:
+            RouterUnsupported: A router would ignore or drop replayed ids.
+            ConfigError: The layout is not the model's.
         """
         ...
 
     def input_ids(self, *arguments: Any, **words: Any) -> torch.Tensor | None:
-        """Return the token ids of a forward call of the first chunk, called with just these arguments.
+        """Return the token ids of a forward call of the first chunk.
+
+        The arguments are just those of that forward call. An adapter without this method leaves what the model is given
+        unchecked, which is logged once.
 
         Returns:
-            [b, s / cp] ([1, t / cp] for a pack), or [rows] in the routers' order; None where the model is given embeddings. An
-            adapter without this method leaves what the model is given unchecked, which is logged once.
+            [b, s / cp] ([1, t / cp] for a pack), or [rows] in the routers' order; None where the model is given embeddings.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RouterCall:
-    """Which pass a router is running, or ran last. -1: outside of any step or micro-batch."""
+    """The pass that a router is running, or ran last. -1: outside of any step or micro-batch."""
 
     step: int
     microbatch: int
@@ -122,12 +156,12 @@ OUTSIDE = RouterCall(-1, -1, "natural")
 
 
 def name_of(handle: RouterHandle) -> str:
-    """The router's name in errors."""
+    """Return the router's name in errors."""
     return f"router of decoder layer {handle.layer} (chunk {handle.chunk})"
 
 
 LiveTopk = Callable[[], torch.Tensor]
-"""What the live router chooses for the rows of its call, [rows, K]."""
+"""Gives what the live router chooses for the rows of its call, [rows, K]."""
 
 Seen = Callable[[torch.Tensor, torch.Tensor], None]
-"""Gets (what the live router would choose, what was handed out), [rows, K], of int32 or int64 each."""
+"""Takes (what the live router would choose, what was handed out), each [rows, K] of int32 or int64."""

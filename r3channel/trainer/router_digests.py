@@ -18,31 +18,44 @@ from r3channel.wire.routing import Ids
 
 
 def uploaded(values: Ids, device: torch.device) -> torch.Tensor:
-    """An array on the routers' device, through pinned memory: with pageable memory CUDA waits until the copy's turn has come."""
+    """Return an array on the routers' device.
+
+    The copy to a GPU goes through pinned memory: with pageable memory CUDA waits until the copy's turn has come.
+    """
     host = torch.from_numpy(values)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 class RouterDigestCheck:
-    """One step of one rank. On a CPU a difference is raised before the router goes on. On a GPU it is noted, and read once; there
-    a pass's first router checks the rows of all layers, because each kernel costs the trainer its launch."""
+    """The digest check of one step on one rank.
+
+    On a CPU a difference is raised before the router goes on. On a GPU it is noted, and read once. There a pass's first router
+    checks the rows of all layers, because each kernel costs the trainer its launch.
+    """
 
     def __init__(
         self, ticket: Ticket, shard: Shard, rows: Sequence[torch.Tensor], *, tp: int, digests_SL: torch.Tensor | None
     ) -> None:  # fmt: skip
-        """`rows`: [layer, row, K] of each micro-batch, of which routers are handed layers. `digests_SL` int64 [sample of the DP
-        rank, layer], on the routers' device; None: nothing is checked."""
+        """Prepare the check of one step.
+
+        Args:
+            ticket: The step's ticket.
+            shard: The plan's shard of this rank.
+            rows: [layer, row, K] of each micro-batch, of which routers are handed layers.
+            tp: This TP rank.
+            digests_SL: int64 [sample of the DP rank, layer], on the routers' device; None: nothing is checked.
+        """
         self._ticket, self._shard, self._rows, self._expected_SL = ticket, shard, rows, digests_SL
         self._slot = tp if shard.tp_slots > 1 else 0
         self._on_host: dict[int, tuple[HostRuns, list[bytes]]] = {}
-        """Micro-batch -> whose its rows are, and the digests of each layer."""
+        """Micro-batch -> the samples of its rows, and the digests of each layer."""
         self._on_device: dict[int, TorchRuns] = {}
         self._noted = list[tuple[int, int, torch.Tensor]]()
-        """Micro-batch, first layer's index, what differs: [layer, sample] bool."""
+        """Micro-batch, index of the first layer, and where digests differ: [layer, sample] bool."""
         self._ahead: dict[int, tuple[set[int], torch.Tensor]] = {}
-        """Micro-batch -> layers that were checked and not handed out since, and the ids of all, widened."""
+        """Micro-batch -> layers that were checked and not handed out since, and the widened ids of all layers."""
         self.checked = self.different = 0
-        """Digests so far, each of a sample's rows in one layer and pass; those that differ are known where they are raised."""
+        """Digests so far, each of a sample's rows in one layer and pass; `different` is counted where a difference is raised."""
         self._first = np.cumsum([0, *(len(batch.sample_ids) for batch in shard.microbatches)])
         self._host_SL: Ids | None = None
         if digests_SL is not None and digests_SL.device.type == "cpu":
@@ -55,15 +68,17 @@ class RouterDigestCheck:
         """Check ids that a router of this layer is about to use.
 
         Args:
-            ids_RK: what `RankShard.layer_ids` gave, or ids that were kept for a recompute.
+            microbatch: The index of the micro-batch.
+            layer: The global decoder layer.
+            ids_RK: What `RankShard.layer_ids` gave, or ids that were kept for a recompute.
             dtype: int32 or int64.
-            out: on a CPU where they go; new memory without.
+            out: On a CPU the memory into which the ids go; new memory without it.
 
         Returns:
-            [rows, K] of `dtype`, not to be written: on a GPU a view of all layers', widened in one kernel a pass.
+            [rows, K] of `dtype`, not to be written: on a GPU a view of all layers' ids, which one kernel widens for a pass.
 
         Raises:
-            DigestMismatch: on a CPU; on the GPU it is noted.
+            DigestMismatch: Raised on a CPU; on the GPU a difference is noted.
         """
         index = self._shard.layers.index(layer)
         if self._expected_SL is not None:
@@ -79,7 +94,7 @@ class RouterDigestCheck:
         if layer not in ahead:
             self._note(microbatch, 0, rows_LRK)
             ahead, wide_LRK = {*self._shard.layers}, rows_LRK.to(dtype)
-        # Of one micro-batch: a pass that leaves layers out (recompute of some) would keep the whole step widened.
+        # Kept for one micro-batch only: a pass that leaves layers out (recompute of some) would keep the whole step widened.
         self._ahead = {microbatch: (ahead - {layer}, wide_LRK)} if len(ahead) > 1 else {}
         return wide_LRK[index]
 
@@ -104,7 +119,11 @@ class RouterDigestCheck:
         self._noted.append((microbatch, first, found_LS != expected_LS))
 
     def verified(self) -> None:
-        """Read once what the GPU noted, and raise `DigestMismatch` for the first difference."""
+        """Read once what the GPU noted.
+
+        Raises:
+            DigestMismatch: The first difference that was noted.
+        """
         noted, self._noted = self._noted, []
         if not noted or not bool(torch.stack([differs.any() for *_, differs in noted]).any()):
             return
@@ -128,7 +147,7 @@ class RouterDigestCheck:
         return Stream.of(self._ticket, self._shard)
 
     def _own(self, microbatch: int) -> slice:
-        """The samples of a micro-batch among those of the DP rank."""
+        """Return where a micro-batch's samples are among the DP rank's."""
         return slice(int(self._first[microbatch]), int(self._first[microbatch + 1]))
 
     def _host_runs_of(self, microbatch: int) -> tuple[HostRuns, list[bytes]]:
@@ -139,7 +158,10 @@ class RouterDigestCheck:
         return self._on_host[microbatch]
 
     def _runs_of(self, microbatch: int) -> Ints:
-        """[runs, 5] of what engines computed, see `wire.digest.HostRuns`; samples count within the micro-batch."""
+        """Return [runs, 5] of what engines computed, see `wire.digest.HostRuns`.
+
+        Samples count within the micro-batch.
+        """
         stream, batch = self._stream, self._shard.microbatches[microbatch]
         found, runs = stream.stretches, stream.runs
         mine = (runs.microbatch[found.run] == microbatch) & (runs.slot[found.run] == self._slot)

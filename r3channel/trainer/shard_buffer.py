@@ -1,4 +1,4 @@
-"""A shard while it lands: rows are written to their places and compared with the engines' digests.
+"""A shard while it is received: rows are written to their places and compared with the engines' digests.
 
 Knows the plan and the digests; no connection and no router.
 """
@@ -23,29 +23,44 @@ from r3channel.wire.token_tensors import TokenTensor
 
 
 class ShardBuffer:
-    """(begin -> rows*, tensor* -> verify)* -> whole: one attempt after another. One thread."""
+    """A shard that fills, attempt after attempt, on one thread.
+
+    (begin -> rows*, tensor* -> verify)* -> whole.
+    """
 
     def __init__(
         self, ticket: Ticket, shard: Shard, rows_N: Any, *, place: Callable[[Stream, Any], Any] = Placement
     ) -> None:
-        """`rows_N` has `shard.nbytes` bytes of any content, where `place` (`Placement`, `DevicePlacement`) writes them."""
+        """Prepare to fill a shard.
+
+        Rows that do not travel are written here.
+
+        Args:
+            ticket: The step's ticket.
+            shard: The shard to fill.
+            rows_N: `shard.nbytes` bytes of any content, where `place` writes them.
+            place: Makes the placement: `Placement` or `DevicePlacement`.
+        """
         self.ticket, self.shard, self.rows_N = ticket, shard, rows_N
         self.stream = Stream.of(ticket, shard)
         """The rows that fill it."""
         self._placement = place(self.stream, rows_N)
         self._placement.pads()
         self.digests_CSL: Any = None
-        """[TP slot, sample of the DP rank, layer] int64, where it is placed: of the rows that the slot holds."""
+        """[TP slot, sample of the DP rank, layer] int64, where the shard is placed: digests of the rows that the slot holds."""
         self.tensors = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]()
-        """By name the tensors that came behind the rows, as bytes (see `plan.token_tensors`)."""
+        """The tensors that came after the rows, by name, as bytes (see `plan.token_tensors`)."""
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the digests that follow the rows."""
+        """Return the bytes of the digests that follow the rows."""
         return 8 * len(self.stream.samples) * (self.shard.spec.num_moe_layers + len(self.stream.columns))
 
     def begin(self) -> None:
-        """Begin an attempt: its rows come in order, then tensors, then their digests."""
+        """Begin an attempt.
+
+        Rows come in order, then tensors, then the rows' digests.
+        """
         self._sums = self._placement.new_digests()
 
     def rows(self, ids_TCK: Any, *, begin: int) -> None:
@@ -55,9 +70,18 @@ class ShardBuffer:
         self.tensors[tensor.name] = np.frombuffer(data, np.uint8)
 
     def verify(self, digests: bytes) -> list[str]:
-        """Compare the rows with what the relay announced, and that with what the engines hashed.
+        """Compare the rows with the relay's and the engines' digests.
 
-        Returns the samples that came damaged. Raises TicketMismatch where the rows belong to other samples than the ticket's.
+        Rows are compared with what the relay announced, and that with what the engines hashed.
+
+        Args:
+            digests: The bytes that followed the rows.
+
+        Returns:
+            The samples that came damaged.
+
+        Raises:
+            TicketMismatch: The rows belong to other samples than the ticket's.
         """
         stream, layers = self.stream, self.shard.spec.num_moe_layers
         both = np.frombuffer(digests, "<u8")
@@ -68,9 +92,9 @@ class ShardBuffer:
         table_CSL = torch.as_tensor(self._placement.table(self._sums))
         announced_SL = uploaded(np.ascontiguousarray(part_SC[:, columns]).view(np.int64), table_CSL.device)
         differs_S = (table_CSL.sum(0) != announced_SL).any(-1)
-        # of a device one byte is read, more only where something is wrong
+        # one byte is read from a device, and more only where something is wrong
         wrong_S = differs_S.cpu().numpy() if bool(differs_S.any()) else np.zeros(len(part_SC), bool)
-        if self.shard.cp_size == 1:  # all rows of its layers are here: nobody's word for them is needed
+        if self.shard.cp_size == 1:  # all rows are here to compare with the engine's
             wrong_S |= (part_SC != engine_SL[:, list(stream.columns)]).any(axis=1)
         if not wrong_S.any():
             self._check_samples(engine_SL)

@@ -1,4 +1,4 @@
-"""How many committed weight updates lie between each row and the trainer that trains on it. Knows tickets, no ranks."""
+"""Counts the committed weight updates between each row and the trainer that trains on it. Knows tickets, no ranks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,30 @@ POLICIES = ("accept", "mask", "reject")
 UNKNOWN = np.iinfo(np.int64).min
 """The lag of a row that no engine recorded; never stale, because nothing is known of it."""
 _LARGEST = np.iinfo(np.int64).max
-"""The largest lag: a frame may name any 64-bit version, so a difference may need one bit more."""
+"""The largest lag. A frame may name any 64-bit version, so a difference may need one bit more than int64 has."""
 
 _MANY = 4
 
 
 class Staleness:
-    """One step's rows beside the trainer's version.
+    """The staleness of one step's rows, seen from the trainer's version.
 
     `lag` is the trainer's committed weight version minus the one that made the row: 0 is fresh, 1 is one update behind.
-    Negative where an engine is ahead, for instance of a trainer that was restarted from an older checkpoint.
+    It is negative where an engine is ahead, for instance of a trainer that was restarted from an older checkpoint.
     """
 
     def __init__(
         self, ticket: Ticket, *, version: int, max_staleness: int = -1, on_stale: str = "accept"
     ) -> None:
-        """`max_staleness` -1: no bound. With one, rows ahead of the trainer count as stale too."""
+        """Take a step's rows and the trainer's version.
+
+        Args:
+            ticket: The step's ticket.
+            version: The trainer's committed weight version, 0 or more.
+            max_staleness: The largest lag that is not stale; -1: no bound. With a bound, rows ahead of the trainer count as stale
+                too.
+            on_stale: One of `POLICIES`.
+        """
         if on_stale not in POLICIES:
             raise ConfigError(f"on_stale {on_stale!r}, expected one of {', '.join(POLICIES)}")
         if version < 0:
@@ -42,7 +50,11 @@ class Staleness:
         self._ticket = ticket
 
     def lags(self, sample_id: str) -> Ids:
-        """[rows of the sample] int64, by position; UNKNOWN where the engine recorded nothing."""
+        """Return the lag of each row of a sample.
+
+        Returns:
+            [rows of the sample] int64, by position; UNKNOWN where the engine recorded nothing.
+        """
         sample = self._ticket.sample(sample_id)
         lags_T = np.full(max(sample.tokens - 1, 0), UNKNOWN, dtype=np.int64)
         for span in sample.provenance:
@@ -51,7 +63,11 @@ class Staleness:
         return lags_T
 
     def stale(self, sample_id: str) -> Ids:
-        """[rows] bool: recorded, and outside 0 .. `max_staleness`."""
+        """Return which rows of a sample are stale.
+
+        Returns:
+            [rows] bool: True where a row is recorded, and outside 0 .. `max_staleness`.
+        """
         lags_T = self.lags(sample_id)
         if self.max_staleness < 0:
             return np.zeros(len(lags_T), dtype=bool)
@@ -59,12 +75,15 @@ class Staleness:
 
     @property
     def masks(self) -> bool:
-        """Whether stale tokens leave the loss."""
+        """Return whether stale tokens leave the loss."""
         return self.on_stale == "mask" and bool(self.stale_samples)
 
     @cached_property
     def stale_samples(self) -> dict[str, int]:
-        """Sample -> its number of stale rows, for those that have any; without a look at rows where a bound holds for all."""
+        """Return the number of stale rows of each sample that has any.
+
+        Where a bound holds for all rows, no row is looked at.
+        """
         bound = self.max_staleness
         if bound < 0 or all(0 <= self.version - found <= bound for found in self._ticket.weight_versions):
             return {}
@@ -74,7 +93,13 @@ class Staleness:
         return {name: count for name, count in counts.items() if count}
 
     def check(self) -> None:
-        """RowsStale, naming samples, if there are stale rows and the policy is `reject`; a line in the log for rows ahead."""
+        """Check the rows against the policy.
+
+        Rows ahead of the trainer are a warning in the log.
+
+        Raises:
+            RowsStale: There are stale rows and the policy is `reject`. Names samples.
+        """
         if max(self._ticket.weight_versions, default=0) > self.version:
             log.warning(
                 "r3channel: step %d: its rows say weight versions %s, the trainer committed %d: versions one off, stamped before "
@@ -93,7 +118,7 @@ class Staleness:
         )
 
     def counts(self, sample_ids: tuple[str, ...]) -> Counter[int]:
-        """Recorded rows of these samples by lag."""
+        """Count the recorded rows of these samples by lag."""
         found: Counter[int] = Counter()
         for name in sample_ids:
             for span in self._ticket.sample(name).provenance:
@@ -103,7 +128,9 @@ class Staleness:
 
 
 def label(lag: int) -> str:
-    """The closed set of words for a lag: the labels of `r3channel_rows_by_staleness_total`.
+    """Return the word for a lag, one of a closed set.
+
+    The words are the labels of `r3channel_rows_by_staleness_total`.
 
     >>> [label(lag) for lag in (-2, 0, 3, 4, 9)]
     ['ahead', '0', '3', '4_or_more', '4_or_more']

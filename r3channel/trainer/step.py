@@ -1,7 +1,7 @@
-"""One open step: which pass each model chunk runs, which ids a router then gets, and who has consumed what.
+"""One open step: which pass each model chunk runs, which ids a router then gets, and which router consumed what.
 
-It counts each call, and says at the end which router, pass and micro-batch went wrong. It knows neither Megatron nor where ids
-come from; wrappers and hooks are the driver's.
+A step counts each call, and says at the end which router, pass and micro-batch went wrong. It knows neither Megatron nor where
+ids come from; wrappers and hooks are the driver's.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _ID_DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 @cache
 def index_dtype(device: torch.device) -> torch.dtype:
-    """The dtype that ids are widened to: int32 where torch gathers and scatters by it, as 2.13.0 does on a CPU, else int64.
+    """Return the dtype to which ids are widened, int32 or int64.
 
-    Half the bytes to write per layer. Asked of the device once, because older releases refuse int32 in scatter.
+    The dtype is int32 where torch gathers and scatters by int32, as 2.13.0 does on a CPU: half the bytes to write per layer. Each
+    device is asked once, because older releases refuse int32 in scatter.
     """
     values, index = torch.zeros(1, 1, device=device), torch.zeros(1, 1, dtype=torch.int32, device=device)
     try:
@@ -42,7 +43,10 @@ def index_dtype(device: torch.device) -> torch.dtype:
 
 
 class ReplayStep:
-    """One open step: `router_ids` gives a router its ids; everything else decides which it may get. OPEN -> CLOSED."""
+    """One open step. OPEN -> CLOSED.
+
+    `router_ids` gives a router its ids; everything else decides which ids the router may get.
+    """
 
     def __init__(
         self, handles: Iterable[RouterHandle], chunks: Sequence[torch.nn.Module], routing: StepRouting, *,
@@ -51,7 +55,7 @@ class ReplayStep:
         self.number = number
         self.audit = audit
         self.tokens: ModelTokens | None = None
-        """Holds what the model is given against the ticket, where that can be seen, else None."""
+        """Compares the model's token ids with the ticket, where they can be seen; else None."""
         self.logprobs: KeptLogprobs | None = None
         """Collects log-probs where the step is recorded, else None."""
         self.active: RouterCall | None = None
@@ -61,9 +65,9 @@ class ReplayStep:
         self._running: dict[int, RouterCall] = {}
         """By chunk: the pass that its routers run next."""
         self._padding: tuple[int, torch.Tensor | None] = -1, None
-        """The micro-batch whose routers counted last, and one for each of its ids that is padding's."""
+        """The micro-batch whose routers counted last, and for each of its ids 1 in a padding row, else 0."""
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
-        """By (micro-batch, layer): ids with live choices in them, which the recompute must repeat whatever the kernels."""
+        """By (micro-batch, layer): ids that contain live choices. The recompute repeats them, whatever its kernels choose."""
         self._calls: Counter[_Key] = Counter()
         self._expected: Counter[_Key] = Counter()
         self._passes: set[str] = set()  # a pipeline stage may have no router at all
@@ -77,16 +81,21 @@ class ReplayStep:
     def microbatch(
         self, index: int, *, mode: Mode = "train", chunk: int | torch.nn.Module | None = None
     ) -> Iterator[None]:
-        """Replay micro-batch `index` for the one forward pass of the model (chunk) that runs inside the block.
+        """Replay one micro-batch for the forward pass inside the block.
 
-        `train` (gradients on): its ids also wait for the recompute, in whatever order the backward passes come.
-        `logprob` (no gradients): nothing is kept. `chunk` is the model chunk that runs, by number or as the module
-        that Megatron's schedule hands over; it may be left out where there is only one.
+        Run the model (chunk) forward exactly once inside the block.
+
+        Args:
+            index: The micro-batch.
+            mode: `train` (gradients on): its ids also wait for the recompute, in whatever order the backward passes come.
+                `logprob` (no gradients): nothing is kept.
+            chunk: The model chunk that runs, by number or as the module that Megatron's schedule hands over. It may be left out
+                where there is only one.
 
         Raises:
-            ReplayError: ids of another width, dtype or row count than the router asks for; a router of the chunk was not
+            ReplayError: Ids have another width, dtype or row count than the router asks for, or a router of the chunk was not
                 called exactly once.
-            UsageError: nested, closed or unknown micro-batch, or a mode that the gradient switch contradicts.
+            UsageError: The micro-batch is nested or unknown, its step is closed, or the gradient switch contradicts the mode.
         """
         self._check_enter(index, mode)
         number = self._chunk_number(chunk)
@@ -106,10 +115,16 @@ class ReplayStep:
         self, microbatch: int, ours: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor, *,
         natural: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Hand audit and recording both sides' log-probs of a micro-batch, equal shapes, `mask` > 0 where the output is of a
-        response token; `natural`: ours with replay off, where a loop has them.
+        """Give both sides' log-probs of a micro-batch to audit and recording.
 
-        Does nothing for micro-batches that are neither audited nor recorded, so call it wherever log-probs are at hand.
+        The call does nothing for micro-batches that are neither audited nor recorded, so make it wherever log-probs are at hand.
+
+        Args:
+            microbatch: The index of the micro-batch.
+            ours: The trainer's log-probs. All tensors of this call have equal shapes.
+            engine: The engine's log-probs.
+            mask: Above 0 where the output is of a response token.
+            natural: The trainer's log-probs with replay off, where a loop has them.
         """
         if self.audit is not None and self.audit.wants(microbatch):
             self.audit.add_logprobs(ours, engine, mask)
@@ -117,18 +132,27 @@ class ReplayStep:
             self.logprobs.add(microbatch, mask, engine=engine, trainer=ours, natural=natural)
 
     def verified(self) -> None:
-        """Return once all rows that routers were handed so far are known to be those that the engines hashed.
+        """Check every row handed out so far against the engines' digests.
 
-        On a CPU they are known before a router uses them. On a GPU this is the step's one synchronisation with the host: call it
-        before the optimizer's step, or leave it to the end of the block. Raises `DigestMismatch` with samples and rank, and
-        `TicketMismatch` where the model was given other tokens.
+        On a CPU the rows are checked before a router uses them. On a GPU this call is the step's one synchronisation with the
+        host: call it before the optimizer's step, or leave it to the end of the block.
+
+        Raises:
+            DigestMismatch: Rows are not those that the engines hashed. Names samples and rank.
+            TicketMismatch: The model was given other tokens.
         """
         self._routing.verified()
         if self.tokens is not None:
             self.tokens.verified()
 
     def verify(self) -> None:
-        """Raise `ReplayError` unless every pass that was run consumed every micro-batch exactly once."""
+        """Check that each pass consumed every micro-batch exactly once.
+
+        Only passes that were run are checked. `verified` is called first.
+
+        Raises:
+            ReplayError: A pass consumed a micro-batch never or more than once, or no micro-batch was run.
+        """
         self.verified()
         if not self._passes:
             raise ReplayError(f"step {self.number}: left without running any micro-batch", step=self.number)
@@ -170,7 +194,10 @@ class ReplayStep:
             raise UsageError(f"mode {mode!r} with gradients {'on' if mode == 'logprob' else 'off'}")
 
     def _chunk_number(self, chunk: int | torch.nn.Module | None) -> int:
-        """The number of a model chunk, given as such or as Megatron's schedule hands it over; None is the only chunk."""
+        """Return the number of a model chunk.
+
+        `chunk` is the number itself, or the module that Megatron's schedule hands over. None is the only chunk.
+        """
         if isinstance(chunk, torch.nn.Module):
             found = [index for index, module in enumerate(self._chunks) if module is chunk]
             if not found:
@@ -185,7 +212,6 @@ class ReplayStep:
         return chunk or 0
 
     def _of(self, chunk: int) -> list[RouterHandle]:
-        """The routers of one chunk; a chunk of dense layers has none."""
         return [handle for handle in self._handles if handle.chunk == chunk]
 
     def _expect(self, call: RouterCall, chunk: int) -> None:
@@ -198,10 +224,16 @@ class ReplayStep:
     # -- the backward pass ---------------------------------------------------------------------------------------------
 
     def watch_backward(self, chunk: int, output: Any) -> None:
-        """Learn when this output's backward begins: the chunk's routers then recompute its micro-batch.
+        """Register a hook for the start of this output's backward pass.
+
+        When the backward pass starts, the chunk's routers recompute its micro-batch.
+
+        Args:
+            chunk: The number of the chunk that returned.
+            output: What it returned.
 
         Raises:
-            UsageError: no tensor with gradients is found in what the chunk returned, so its backward would begin unnoticed.
+            UsageError: The output holds no tensor with gradients, so the start of its backward pass would go unnoticed.
         """
         call = self.active
         if call is None or call.pass_name != "forward" or not any(map(_is_recomputed, self._of(chunk))):
@@ -229,11 +261,21 @@ class ReplayStep:
     def router_ids(
         self, handle: RouterHandle, tokens: int, live_topk: LiveTopk
     ) -> tuple[RouterCall, torch.Tensor]:
-        """The pass that a router runs now and its ids [rows, K], widened; the call is counted.
+        """Return the pass that a router runs now, and its ids.
+
+        The call is counted.
+
+        Args:
+            handle: The router.
+            tokens: The rows of its call.
+            live_topk: Gives what the live router chooses for these rows.
+
+        Returns:
+            The pass, and ids [rows, K], widened to `index_dtype`.
 
         Raises:
-            ReplayError: no pass runs, the router has had its call of it, or the rows are not those of this call.
-            DigestMismatch: the rows are not those that the engine hashed.
+            ReplayError: No pass runs, the router was called in it before, or the rows are not those of this call.
+            DigestMismatch: The rows are not those that the engine hashed.
         """
         call = self._call(handle)
         kept = (
@@ -241,7 +283,7 @@ class ReplayStep:
         )
         ids_RK = self._routing.layer_ids(call.microbatch, handle.layer) if kept is None else kept
         _check_rows(handle, call, ids_RK, tokens)
-        # Into memory of the pass's own, which autograd keeps.
+        # The widened ids are new memory of this pass, because autograd keeps them.
         wide_RK = self._routing.check_digest(
             call.microbatch, handle.layer, ids_RK, index_dtype(ids_RK.device)
         )
@@ -255,8 +297,10 @@ class ReplayStep:
         return call, wide_RK
 
     def _uncount(self, counts_E: torch.Tensor, ids_RK: torch.Tensor, microbatch: int) -> None:
-        """Subtract what the router is about to count for padding rows: its own padding mask does not fit its counts
-        (`_apply_expert_bias` up to 0.19.2)."""
+        """Remove from the counts what the router will count for padding rows.
+
+        The router's own padding mask does not fit its counts (`_apply_expert_bias` up to 0.19.2).
+        """
         of, padding_N = self._padding
         if padding_N is None or (of, padding_N.dtype) != (microbatch, counts_E.dtype):
             padding_R = self._routing.padding_rows(microbatch)
@@ -285,7 +329,10 @@ class ReplayStep:
     def _beside_live(
         self, handle: RouterHandle, call: RouterCall, wide_RK: torch.Tensor, live_topk: LiveTopk
     ) -> torch.Tensor:
-        """The ids, live choices in the rows that have none; the audit sees both."""
+        """Return the ids, with live choices in the rows that have none.
+
+        The audit sees the ids and the live choices.
+        """
         live_R = self._routing.live_rows(call.microbatch)
         seen = self.audit.observer(handle.layer, call.microbatch) if self.audit is not None else None
         if live_R is None and seen is None:
@@ -317,7 +364,6 @@ def _check_rows(handle: RouterHandle, call: RouterCall, ids_RK: torch.Tensor, to
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a model's output, however it is nested."""
     if torch.is_tensor(output):
         yield output
     elif isinstance(output, Mapping | list | tuple):

@@ -1,4 +1,4 @@
-"""The bearer token of direct delivery: where it lies, how it is read, how it is compared. Knows no protocol."""
+"""The bearer token of direct delivery: where it lies, how it is read, how it is compared. This module knows no protocol."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ from r3channel.errors import ConfigError
 from r3channel.observe.check import Check, CheckContext
 
 _WELL_FORMED = re.compile(r"[A-Za-z0-9_.~-]{32,512}")
-"""32 characters: 128 bits in hex."""
+"""At least 32 characters, which are 128 bits in hex."""
 _WRITE_LIMIT_S = 2.0
-"""Between the creation of a token's file and its content, on a slow shared folder."""
+"""Seconds between the creation of a token's file and its content, on a slow shared folder."""
 
 
 def create_token(path: str | Path) -> str:
-    """Write a fresh token of 256 bits into a new file of mode 0600; an existing file is refused."""
+    """Write a fresh token of 256 bits into a new file.
+
+    The file's mode is 0600.
+
+    Raises:
+        ConfigError: the file exists, or cannot be created.
+    """
     token = secrets.token_hex(32)
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -33,8 +39,11 @@ def create_token(path: str | Path) -> str:
 
 
 def token_in_memory() -> str:
-    """The path of a fresh token in a file that other processes of this user and machine can read. The file is in memory and ends
-    with this process, so that one that is killed leaves no token behind. Linux only."""
+    """Write a fresh token to memory and return its path.
+
+    Other processes of this user and machine can read the file. It ends with this process, so that one that is killed leaves no
+    token behind. Linux only.
+    """
     handle = os.memfd_create("r3channel-token")  # never closed
     os.fchmod(handle, 0o600)
     os.write(handle, secrets.token_hex(32).encode())
@@ -42,7 +51,13 @@ def token_in_memory() -> str:
 
 
 def obtain_token(path: str | Path) -> str:
-    """The token in a file, which is created where it does not exist; several processes may ask for one file at once."""
+    """Read the token in a file, which is created if missing.
+
+    Several processes may ask for one file at once.
+
+    Raises:
+        ConfigError: as in `create_token` and `read_token`.
+    """
     path = Path(path)
     if not path.exists():
         try:
@@ -52,12 +67,16 @@ def obtain_token(path: str | Path) -> str:
                 raise
     deadline_s = time.monotonic() + _WRITE_LIMIT_S
     while path.exists() and not path.stat().st_size and time.monotonic() < deadline_s:
-        time.sleep(0.01)  # who created it is about to write
+        time.sleep(0.01)  # the process that created it is about to write
     return read_token(path)
 
 
 def read_token(path: str | Path) -> str:
-    """The token in a file that nobody else can read. Raises ConfigError otherwise; the token is never in the message."""
+    """Read the token in a file that nobody else can read.
+
+    Raises:
+        ConfigError: the file cannot be read, others could read it, or it holds no token. The token is never in the message.
+    """
     try:
         with open(path) as file:
             status = os.fstat(file.fileno())
@@ -68,14 +87,17 @@ def read_token(path: str | Path) -> str:
         raise ConfigError(
             f"token file {path} has mode {stat.S_IMODE(status.st_mode):04o}, expected 0600: others could read it"
         )
-    if not _WELL_FORMED.fullmatch(text):  # too short, or it does not fit into a header
+    if not _WELL_FORMED.fullmatch(text):  # too short, or unfit for a header
         what = f"{len(text)} characters; expected 32 to 512 letters and digits (128 bits or more)"
         raise ConfigError(f"token file {path} holds {what}")
     return text
 
 
 def check_token(context: CheckContext) -> Iterator[Check]:
-    """Whether the token file can be read here, where one is named. Only a relay makes one that is missing."""
+    """Check that the token file, where one is named, can be read.
+
+    Only a relay makes a file that is missing.
+    """
     if path := context.config.token_file:
         made = context.role in ("relay", "all") and not os.path.exists(path)
         found, fault = f"the relay makes {path} when it starts" if made else f"{path} holds a token", ""
@@ -90,7 +112,9 @@ def check_token(context: CheckContext) -> Iterator[Check]:
 
 
 def is_authorized(header: str | None, token: str) -> bool:
-    """Does an Authorization header carry the token. Takes the same time wherever they differ.
+    """Return whether an Authorization header carries the token.
+
+    The comparison takes the same time wherever the two differ.
 
     >>> is_authorized("Bearer abc", "abc"), is_authorized("Bearer abd", "abc"), is_authorized(None, "abc")
     (True, False, False)

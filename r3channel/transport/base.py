@@ -38,13 +38,20 @@ class Rendezvous:
 
 
 class Pending(Protocol):
-    """One send or receive under way. Those of one pair of ranks are waited for in the order in which they were started."""
+    """One send or receive under way. Operations of one pair of ranks are waited for in the order in which they were started."""
 
     def wait(self, *, timeout_s: float) -> None:
-        """Return when it is done: the memory sent may be reused, the memory received may be read.
+        """Wait until the operation is done.
 
-        Raises `DeadlineExceeded` after `timeout_s` from now, `TransportError` when the peer is gone or the group was aborted.
-        Either way the group is dead, and what was received is undefined.
+        Afterwards the memory sent may be reused, and the memory received may be read. If an error is raised, the group is dead,
+        and what was received is undefined.
+
+        Args:
+            timeout_s: seconds from now.
+
+        Raises:
+            DeadlineExceeded: it is not done within `timeout_s`.
+            TransportError: the peer is gone or the group was aborted.
         """
         ...
 
@@ -54,26 +61,52 @@ class Transport(ABC):
 
     @abstractmethod
     def start_send(self, dst: int, data_N: torch.Tensor) -> Pending:
-        """Begin to send a contiguous uint8 tensor, which must not change before `wait` has returned. May begin only there."""
+        """Begin to send a tensor; `wait` may be where it starts.
+
+        Args:
+            dst: the rank that receives.
+            data_N: contiguous uint8. It must not change before `wait` has returned.
+        """
 
     @abstractmethod
     def start_recv(self, src: int, out_N: torch.Tensor) -> Pending:
-        """Begin to fill a contiguous uint8 tensor with exactly the bytes of the next message from `src`."""
+        """Begin to fill a tensor with the next message from `src`.
+
+        Args:
+            src: the rank that sends.
+            out_N: contiguous uint8, of exactly the message's bytes.
+        """
 
     def send(self, dst: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
-        """Send and return when the memory may be reused. Errors as in `Pending.wait`."""
+        """Send a tensor and wait until its memory may be reused.
+
+        Raises:
+            DeadlineExceeded: as in `Pending.wait`.
+            TransportError: as in `Pending.wait`.
+        """
         self.start_send(dst, data_N).wait(timeout_s=timeout_s)
 
     def recv(self, src: int, out_N: torch.Tensor, *, timeout_s: float) -> None:
-        """Receive; `out_N` may be read when this returns. Errors as in `Pending.wait`."""
+        """Receive a message and wait until `out_N` may be read.
+
+        Raises:
+            DeadlineExceeded: as in `Pending.wait`.
+            TransportError: as in `Pending.wait`.
+        """
         self.start_recv(src, out_N).wait(timeout_s=timeout_s)
 
     @abstractmethod
     def abort(self) -> None:
-        """Give the group up; idempotent. What was started and is not being waited for is dropped, its memory is not written
-        to any more, and the peer learns it at once. A wait of gloo that is under way on another thread ends with its peer, or
-        by its own deadline: torch 2.13.0 has no call that ends it (measured)."""
+        """Give the group up; idempotent.
+
+        Operations that were started and are not being waited for are dropped: their memory is not written to any more, and the
+        peer learns it at once. A wait of gloo that is under way on another thread ends with its peer, or by its own deadline:
+        torch 2.13.0 has no call that ends it (measured).
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Leave in good order; idempotent. Everything that was started has been waited for."""
+        """Leave the group in good order; idempotent.
+
+        Everything that was started must have been waited for.
+        """

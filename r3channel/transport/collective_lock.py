@@ -1,7 +1,7 @@
-"""Who may use this process's part of the trainer's collectives now: the routing of a step, or a weight update. Not both.
+"""A lock on this process's part of the trainer's collectives: the routing of a step or a weight update holds it, never both.
 
 Both run collectives and transfers that the framework does not know of, on the same GPUs; two at once can deadlock or stall
-each other. A trainer loop keeps them apart by its order; this makes sure of it, also when an update runs on another thread.
+each other. A trainer loop keeps them apart by its order. The lock makes sure of it, also when an update runs on another thread.
 """
 
 from __future__ import annotations
@@ -32,10 +32,18 @@ class Slot:
 
     @contextmanager
     def use(self, kind: str, what: str, *, timeout_s: float) -> Iterator[None]:
-        """Inside the block no use of another kind is under way.
+        """Hold the slot for a use of one kind.
 
-        Raises `DeadlineExceeded` after `timeout_s`, naming who holds the slot and for how long; `UsageError` at once where this
-        thread itself does.
+        Inside the block no use of another kind is under way.
+
+        Args:
+            kind: uses of one kind may overlap.
+            what: names this use in others' errors.
+            timeout_s: seconds to wait for uses of other kinds.
+
+        Raises:
+            DeadlineExceeded: the wait took longer; the text says who holds the slot and for how long.
+            UsageError: this thread itself holds the slot for another kind. It is raised at once.
         """
         mine = _Use(kind, what)
         with self._changed:
@@ -63,4 +71,4 @@ class Slot:
 
 
 PROCESS_SLOT = Slot()
-"""The one that receivers and weight sessions of this process share."""
+"""The slot that receivers and weight sessions of this process share."""

@@ -1,6 +1,6 @@
 """One connection between two processes: bytes and small checked records, in order, with waits that another thread can end.
 
-Knows no token and no group: who may connect is the matter of `transport.listener`, what the bytes mean is the caller's.
+It knows no token and no group: `transport.listener` decides who may connect, and the caller knows what the bytes mean.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HEAD = struct.Struct("<4sB3xII")
 """Magic, kind, bytes of the body, the low half of its hash."""
 _MAGIC = b"R3L\x01"
 _MOST_BUFFERS = 512
-"""Buffers of one system call; Linux takes 1,024."""
+"""Buffers of one system call at most; Linux takes 1,024."""
 _WAKE_BYTES = 256 << 10
 """A receiver of many bytes is not woken for less than this: a fifth of the wake-ups, measured on Linux 6.18."""
 _LEFT = "the peer has left"
@@ -34,9 +34,9 @@ _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
-"""Who waits on a host that vanished learns it within 25 s; who sends to one, by its own deadline. TCP_USER_TIMEOUT is left
-alone, for it also ends the link to a peer that lives and only reads nothing for that long, as a trainer between two steps.
-So are the buffers: a size that is set ends the kernel's own tuning, and 4 MiB were no faster."""
+"""Socket options. A receiver whose peer's host vanished learns it within 25 s, a sender by its own deadline. TCP_USER_TIMEOUT is
+left alone, because it also ends the link to a live peer that reads nothing for that long, such as a trainer between two steps.
+The buffers are left alone too: a size that is set ends the kernel's own tuning, and 4 MiB were no faster."""
 
 
 class Connection:
@@ -47,7 +47,12 @@ class Connection:
     """
 
     def __init__(self, connected: socket.socket, peer: str) -> None:
-        """Owns the socket. `peer` names the other side in messages."""
+        """Take ownership of a connected socket.
+
+        Args:
+            connected: the socket.
+            peer: the other side's name in messages.
+        """
         self.peer, self.hello = peer, b""
         self._socket = connected
         connected.setblocking(False)
@@ -59,29 +64,41 @@ class Connection:
         self._left = _poller(connected, select.POLLRDHUP)
         self._wake_bytes = 1
         self._lock = threading.Lock()
-        """Guards the three below."""
+        """Guards the three attributes below."""
         self._end = ""
         self._calls = 0
         self._closed = False
 
     @property
     def alive(self) -> bool:
-        """Whether neither side has ended it, also where no call is under way that would notice. What the peer sent before it left
-        may still be there to read."""
+        """Return whether neither side has ended the link.
+
+        It tells also where no call is under way that would notice. What the peer sent before it left may still be there to read.
+        """
         with self._lock:
             return not self._end and not self._left.poll(0)
 
     # -- bytes -----------------------------------------------------------------------------------------------------------
 
     def send(self, parts: Sequence[memoryview | bytes], *, timeout_s: float | None) -> None:
-        """The bytes of all parts, as one message without a frame; their memory may be reused afterwards."""
+        """Send the bytes of all parts as one message without a frame.
+
+        Args:
+            parts: memory to send. It may be reused afterwards.
+            timeout_s: limit of the whole call; None for no limit.
+        """
         views = [view.cast("B") for part in parts if (view := memoryview(part)).nbytes]
         total = sum(map(len, views))
         with self._call(f"send {total} bytes", timeout_s) as limit:
             self._send(views, total, limit)
 
     def recv_into(self, out: memoryview, *, timeout_s: float | None) -> None:
-        """Fill `out`, which is writable and contiguous."""
+        """Fill `out` with the bytes that come next.
+
+        Args:
+            out: writable and contiguous memory.
+            timeout_s: limit of the whole call; None for no limit.
+        """
         with self._call(f"receive {out.nbytes} bytes", timeout_s) as limit:
             self._recv(out.cast("B") if out.nbytes else memoryview(b""), limit)
 
@@ -95,7 +112,10 @@ class Connection:
         self.send((head, body), timeout_s=timeout_s)
 
     def recv_record(self, *, timeout_s: float | None) -> tuple[int, bytes]:
-        """Kind and body of the next record; one that is damaged or longer than `MAX_RECORD_BYTES` ends the link."""
+        """Receive the kind and the body of the next record.
+
+        A record that is damaged or longer than `MAX_RECORD_BYTES` ends the link.
+        """
         with self._call("receive a record", timeout_s) as limit:
             head = bytearray(_HEAD.size)
             self._recv(memoryview(head), limit)
@@ -115,7 +135,13 @@ class Connection:
     # -- end -------------------------------------------------------------------------------------------------------------
 
     def abort(self, why: str = "it was aborted") -> None:
-        """End the link: calls under way, here and at the peer, raise at once. Idempotent."""
+        """End the link; idempotent.
+
+        Calls under way, here and at the peer, raise at once.
+
+        Args:
+            why: the reason that later calls give.
+        """
         with self._lock:
             if not self._end:
                 self._end = why
@@ -123,14 +149,20 @@ class Connection:
                     self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the link and give its descriptor back. What was sent still arrives, unless the peer's own bytes lie unread."""
+        """End the link and give its descriptor back.
+
+        What was sent still arrives, unless the peer's own bytes lie unread.
+        """
         self.abort("it was closed")
         with self._lock:
             self._closed = True
             self._give_back()
 
     def _give_back(self) -> None:
-        """Only once no call uses the descriptor: its number may name another file afterwards."""
+        """Close the socket once no call uses its descriptor.
+
+        The descriptor's number may name another file afterwards.
+        """
         if self._closed and not self._calls:
             self._socket.close()
 
@@ -138,7 +170,10 @@ class Connection:
 
     @contextmanager
     def _call(self, what: str, timeout_s: float | None) -> Iterator[float]:
-        """The time by which the call must have ended; its failure becomes the link's."""
+        """Yield the time by which a call must have ended.
+
+        A failure inside becomes the link's failure.
+        """
         with self._lock:
             if self._end:
                 raise TransportError(f"link to {self.peer}: cannot {what}: {self._end}")
@@ -210,5 +245,5 @@ def _poller(connected: socket.socket, events: int) -> select.poll:
 
 
 def _digest(kind: int, body: bytes | bytearray) -> int:
-    """The hash of the body, seeded with the kind, so that it covers both."""
+    """Hash a record's body, with its kind as the seed."""
     return xxh3_64_intdigest(body, kind) & 0xFFFFFFFF

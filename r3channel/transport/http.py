@@ -9,5 +9,11 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def urlopen(request: str | urllib.request.Request, *, timeout_s: float) -> Any:
-    """A response, to be closed by `with`. Any thread. Raises what `urllib.request.urlopen` raises."""
+    """Open a request without any proxy and return the response.
+
+    The response is closed by `with`. Any thread may call.
+
+    Raises:
+        OSError: whatever `urllib.request.urlopen` raises.
+    """
     return _OPENER.open(request, timeout=timeout_s)

@@ -1,12 +1,12 @@
-"""Who may open a `Connection`: those who hold the run's token. Both sides prove it to each other before anything else is read.
+"""Opens a `Connection` only between processes that hold the run's token. Both prove it before anything else is read.
 
     connector -> listener   preface, nonce
     listener  -> connector  nonce
     connector -> listener   HMAC(token, "connects" nonces hello), hello
     listener  -> connector  HMAC(token, "listens " nonces hello)
 
-All records are of fixed size, so that nothing is taken from a stranger but 330 bytes and five seconds. HMAC-SHA256. The
-token itself never travels. What follows on the link is plaintext. Knows nothing of what the hello says.
+All records are of fixed size, so a stranger can take no more than 330 bytes and five seconds. The HMAC is HMAC-SHA256. The
+token itself never travels. What follows on the link is plaintext. This module does not know what the hello says.
 """
 
 from __future__ import annotations
@@ -30,18 +30,30 @@ HELLO_BYTES = 256
 """The most that a connector can say of itself."""
 GREETING_S = 5.0
 MOST_STRANGERS = 512
-"""As many as the engine ranks of 64 engines, which all come to trainer 0 first, at one moment."""
+"""Links that may wait for their greeting: the ranks of 64 engines, which all come to trainer 0 first, at one moment."""
 _PREFACE = b"r3link\x00\x01"
 _NONCE_BYTES = _PROOF_BYTES = 32
 _CONNECTS, _LISTENS = b"connects", b"listens "
-"""Each side's proof differs, so that none can be sent back to who made it."""
+"""Each side's proof differs, so that a proof cannot be sent back to its maker."""
 _HELLO = struct.Struct(f"<H{HELLO_BYTES}s")
 
 log = logging.getLogger(__name__)
 
 
 def connect(host: str, port: int, token: bytes, *, timeout_s: float, hello: bytes = b"") -> Connection:
-    """A link to the listener at `host`, which gets `hello` with it. Raises `TransportError`, or `DeadlineExceeded`."""
+    """Open a link to the listener at `host`.
+
+    Args:
+        host: the listener's address.
+        port: the listener's port.
+        token: the run's token.
+        timeout_s: limit of the whole call.
+        hello: bytes that the listener gets with the link, at most `HELLO_BYTES`.
+
+    Raises:
+        TransportError: the listener cannot be reached, or holds another token.
+        DeadlineExceeded: it did not answer in time.
+    """
     _check_token(token)
     if len(hello) > HELLO_BYTES:
         raise UsageError(f"a hello of {len(hello)} bytes, at most {HELLO_BYTES} fit")
@@ -66,7 +78,15 @@ class Listener:
     def __init__(
         self, interface: str, *, token: bytes, on_link: Callable[[Connection], None] | None = None
     ) -> None:
-        """Bound when it returns. `on_link` gets each link on a thread that it may keep; without it, `accept` hands them out."""
+        """Bind the interface and start to listen.
+
+        The interface is bound when the call returns.
+
+        Args:
+            interface: the address to listen on.
+            token: the run's token.
+            on_link: gets each link on a thread that it may keep; without it, `accept` hands the links out.
+        """
         _check_token(token)
         self._token = token
         self._links: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
@@ -82,18 +102,26 @@ class Listener:
         self._thread.start()
 
     def accept(self, timeout_s: float) -> Connection:
-        """The next link; `DeadlineExceeded` when none comes, `TransportError` once the listener is closed."""
+        """Take the next link.
+
+        Raises:
+            DeadlineExceeded: no link came within `timeout_s`.
+            TransportError: the listener is closed.
+        """
         try:
             link = self._links.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
             raise DeadlineExceeded(f"nobody connected to {self._where} within {timeout_s:.1f} s") from None
         if link is None:
-            self._links.put(None)  # for whoever else waits
+            self._links.put(None)  # for another thread that waits
             raise TransportError(f"the listener at {self._where} is closed")
         return link
 
     def close(self) -> None:
-        """Stop listening. Idempotent; strangers and links that nobody has accepted are closed."""
+        """Stop listening; idempotent.
+
+        Strangers and links that nobody has accepted are closed.
+        """
         with self._lock:
             self._closed.set()
             for link in self._strangers:
@@ -118,7 +146,10 @@ class Listener:
                     log.warning("%s could not accept a connection: %s", self._where, error)
 
     def _receive(self, link: Connection) -> None:
-        """When too many strangers wait the oldest gives way: who holds the token needs no longer than a round trip."""
+        """Start a thread that greets a stranger.
+
+        When too many strangers wait the oldest gives way: who holds the token needs no longer than a round trip.
+        """
         with self._lock:
             if len(self._strangers) >= MOST_STRANGERS:
                 oldest = next(iter(self._strangers))
@@ -196,7 +227,11 @@ def _check_token(token: bytes) -> None:
 
 
 def bound(interface: str, *, backlog: int | None = None) -> socket.socket:
-    """A listening socket on one interface; wildcards are refused, because nobody can be told to connect to one: ConfigError."""
+    """Open a listening socket on one interface.
+
+    Raises:
+        ConfigError: the interface cannot be bound, or means every interface: nobody can be told to connect to that.
+    """
     if not interface:
         raise ConfigError("no interface to listen on: name one, 127.0.0.1 for this machine only")
     try:

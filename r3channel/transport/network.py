@@ -18,12 +18,12 @@ from r3channel.observe.check import Check, CheckContext
 AUTO = "auto"
 _ANY_PORT = 9
 _OUTSIDE = "192.0.2.1"
-"""An address for documents, which no machine has: the way to it is the default route."""
+"""An address reserved for documents, which no machine has: the route to it is the default route."""
 _NCCL = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_CONF_FILE")
-"""The variables by which NCCL is told what to use, or where that is written."""
+"""Environment variables that tell NCCL what to use, or where that is written."""
 
 _PEER_S = 5.0
-"""Two lost packets in a row are sent again by then."""
+"""Seconds after which two packets lost in a row have been sent again."""
 _REMEDY = "set R3CHANNEL_INTERFACE to this machine's address on the network of the trainers, its network device, or auto"
 
 
@@ -43,7 +43,11 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """All interfaces. Raises ModuleNotFoundError without psutil."""
+    """Return all network interfaces of this machine.
+
+    Raises:
+        ModuleNotFoundError: psutil is not installed.
+    """
     import psutil
 
     states, kinds = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6)
@@ -62,7 +66,11 @@ def interfaces() -> list[Interface]:
 
 
 def route_to(address: str) -> str | None:
-    """This machine's address on the route to an address; None when there is no route."""
+    """Return this machine's address on the route to an address.
+
+    Returns:
+        The address; None when there is no route.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -73,11 +81,17 @@ def route_to(address: str) -> str | None:
 
 
 def local_address(interface: str, *, towards: str = "", others: bool = True) -> str:
-    """This machine's address that the option `interface` means: that of a network device by its name, or in a network
-    (`10.0.0.0/8`); with `auto` the one on the route to `towards`, or on the default route. An address or host name means itself;
-    of one that is another machine's the address on the route to it, or without `others` itself, which nobody can bind here.
+    """Return this machine's address that the option `interface` means.
 
-    Raises ConfigError where there is none, and for every interface: nobody can be told to connect to that.
+    Args:
+        interface: a network device's name or a network (`10.0.0.0/8`) means this machine's address there. `auto` means the
+            address on the route to `towards`. An address or host name of this machine means itself. One of another machine means
+            this machine's address on the route to it.
+        towards: an address, for `auto`; empty for the default route.
+        others: False returns another machine's address or host name as it is; nobody can bind it here.
+
+    Raises:
+        ConfigError: there is no such address, or `interface` means every interface: nobody can be told to connect to that.
     """
     if interface == AUTO:
         return route_to(towards or _OUTSIDE) or "127.0.0.1"
@@ -92,7 +106,10 @@ def local_address(interface: str, *, towards: str = "", others: bool = True) -> 
 
 
 def _addresses(interface: str) -> Iterator[str]:
-    """This machine's addresses on a device or in a network; none without psutil."""
+    """Yield this machine's addresses on a device or in a network.
+
+    Without psutil there are none.
+    """
     with suppress(ModuleNotFoundError, ValueError):
         network = ipaddress.ip_network(interface, strict=False) if "/" in interface else ()
         for device in interfaces():
@@ -101,7 +118,7 @@ def _addresses(interface: str) -> Iterator[str]:
 
 
 def _is_here(host: str) -> bool:
-    """Whether a port of this address or host name can be bound here."""
+    """Return whether this host's ports can be bound on this machine."""
     if host in ("", "0.0.0.0", "::"):
         raise ConfigError(
             f"interface {host!r} means every interface and cannot be advertised: name one, or auto"
@@ -117,7 +134,10 @@ def _is_here(host: str) -> bool:
 
 
 def check_network(context: CheckContext) -> Iterator[Check]:
-    """A line per interface, the one that a relay binds, and what NCCL is told."""
+    """Check the interfaces, the one a relay binds, and NCCL.
+
+    There is a line for each interface.
+    """
     try:
         found = interfaces()
     except ModuleNotFoundError:
@@ -132,7 +152,10 @@ def check_network(context: CheckContext) -> Iterator[Check]:
 
 
 def check_peers(context: CheckContext) -> Iterator[Check]:
-    """Whether each port of another node is reached from here; one at which nobody listens yet is."""
+    """Check that each port of another node is reached from here.
+
+    A port at which nobody listens yet is reached.
+    """
     relay = urlsplit(context.environment.get("R3CHANNEL_RELAY_URL", "")).netloc
     for peer in dict.fromkeys(filter(None, (*context.peers, relay))):
         host, _, port = peer.rpartition(":")
@@ -150,8 +173,16 @@ def check_peers(context: CheckContext) -> Iterator[Check]:
 
 
 def check_interface(address: str, found: Sequence[Interface], *, nodes: int, relay: bool = False) -> Check:
-    """Which interface a relay binds and gloo uses, and whether other machines can reach it. `nodes`: machines of the run;
-    `relay`: it is to be here, and then the address has to be."""
+    """Check the interface that a relay binds and gloo uses.
+
+    The finding says which one it is, and whether other machines can reach it.
+
+    Args:
+        address: the option `interface`.
+        found: this machine's interfaces.
+        nodes: machines of the run.
+        relay: whether a relay is to run here; then the address has to be this machine's.
+    """
     try:
         local = local_address(address)
     except ConfigError as error:
@@ -167,7 +198,10 @@ def check_interface(address: str, found: Sequence[Interface], *, nodes: int, rel
 
 
 def check_nccl(environment: Mapping[str, str]) -> Check:
-    """What NCCL is told, for rows or weights that go over it; which interfaces and adapters it takes, only NCCL can say."""
+    """Return what NCCL is told of interfaces and adapters.
+
+    It matters for rows or weights that go over NCCL. Only NCCL can say which interfaces and adapters it takes.
+    """
     told = ", ".join(f"{name}={environment[name]}" for name in _NCCL if name in environment)
     found = told or f"it chooses by itself; {', '.join(_NCCL)} are not set"
     return Check(name="NCCL", ok=True, found=f"{found}. NCCL_DEBUG=INFO prints what it takes")

@@ -32,28 +32,32 @@ from r3channel.transport.network import route_to
 
 T = TypeVar("T")
 Members = Literal["pair", "foreign", "joint"]
-"""Two of ours; SGLang's own ranks behind one of ours; many of ours, some in engines that are paused while a call is under way."""
+"""Who is in a group. `pair`: two ranks of ours. `foreign`: a rank of ours, then SGLang's own. `joint`: many ranks of ours, some
+in engines that are paused while a call is under way."""
 
 log = logging.getLogger(__name__)
 _OURS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else an error of ours ends the process
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else it sets a flag that all groups share: the default one's monitor waits and aborts
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # by default an error of our group ends the process
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # by default it sets a flag of all groups, and the default one's monitor waits and aborts
 }
-"""What an NCCL group reads once, when it is made."""
+"""Environment variables that an NCCL group reads once, when it is made."""
 _ENVIRONMENT = threading.Lock()
 UNLIMITED = timedelta(days=365)
-"""The limit of a group's own watchdog: every wait here has a deadline of its own, and ends in `abort`."""
+"""The timeout of a group's own watchdog: every wait here has a deadline of its own, and calls `abort` at its end."""
 _PAIR_CTAS = 4
-"""The GPU's thread blocks for one pair's sends: rows need a small part of a link, and the model runs beside them."""
+"""The GPU's thread blocks for one pair's sends: rows need a small part of a link's speed, and the model runs beside them."""
 _CLOSE_S = 5.0
 _POLL_S = 0.0005
 """NCCL completion is polled: its `wait` only orders streams, so a deadline needs a host-side check."""
 
 
 def in_background(call: Callable[[], T], *, name: str) -> Future[T]:
-    """Run `call` in a daemon thread: a call that hangs keeps neither its caller nor the process's exit waiting."""
+    """Run `call` in a daemon thread.
+
+    A call that hangs keeps neither its caller nor the process's exit waiting. The thread uses the caller's current CUDA device.
+    """
     future: Future[T] = Future()
-    # A thread begins on the first GPU, of whatever rank it is, and a first use would allocate there.
+    # A new thread starts on GPU 0 whatever the rank, and its first use of CUDA would allocate memory there.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     threading.Thread(target=_run, args=(future, call, device), name=f"r3channel-{name}", daemon=True).start()
@@ -85,13 +89,19 @@ class RendezvousStore:
         )
 
     def close(self) -> None:
-        """Stop listening. Groups that exist go on; new ones cannot form."""
+        """Stop listening.
+
+        Groups that exist go on; new ones cannot form.
+        """
         self._store = None
 
 
 @contextmanager
 def _quiet_errors() -> Iterator[None]:
-    """NCCL groups that are made inside leave errors to us. One at a time: the environment belongs to all threads."""
+    """Let NCCL groups that are made inside leave errors to us.
+
+    One thread at a time: the environment belongs to all threads.
+    """
     with _ENVIRONMENT:
         before = {name: os.environ.get(name) for name in _OURS}
         os.environ.update(_OURS)
@@ -106,12 +116,26 @@ def _quiet_errors() -> Iterator[None]:
 
 
 class ProcessGroupTransport(Transport):
-    """See `transport.base.Transport`. gloo moves host tensors, NCCL those of the CUDA device that was current when it joined;
-    what is read or written there is ordered by the caller's current stream."""
+    """A `transport.base.Transport` over one gloo or NCCL group.
+
+    gloo moves host tensors. NCCL moves tensors of the CUDA device that was current when the group was joined. What is read or
+    written there is ordered by the caller's current stream.
+    """
 
     def __init__(self, rendezvous: Rendezvous, *, timeout_s: float, members: Members = "pair") -> None:
-        """`foreign` ones join as SGLang 0.5.23 does (`init_custom_process_group`, `srt/utils/common.py`): behind two prefixes
-        more, and without a byte that both ends have not asked for."""
+        """Join the group; return when all ranks have joined.
+
+        Args:
+            rendezvous: where and as whom to join.
+            timeout_s: limit of the whole call.
+            members: who is in the group. `foreign` ones join as SGLang 0.5.23 does (`init_custom_process_group`,
+                `srt/utils/common.py`): behind two prefixes more, and without a byte that both ends have not asked for. Over NCCL
+                they are not waited for.
+
+        Raises:
+            DeadlineExceeded: the group could not be joined; the text says why.
+            UsageError: an SGLang engine's process asks for NCCL, and `members` is not `joint`.
+        """
         self.rank, self.world_size = rendezvous.rank, rendezvous.world_size
         self._name, self._connection = rendezvous.name, rendezvous.connection
         self._nccl = rendezvous.backend == "nccl"
@@ -122,7 +146,7 @@ class ProcessGroupTransport(Transport):
             _refuse_engine_process()
         self._members: Members = members
         self.device = device_of(rendezvous.backend)
-        """Where its tensors lie."""
+        """The device where this transport's tensors lie."""
         limit, deadline_s = timedelta(seconds=timeout_s), time.monotonic() + timeout_s
         try:
             store = TCPStore(
@@ -153,12 +177,15 @@ class ProcessGroupTransport(Transport):
         gloo: Any = dist.ProcessGroupGloo  # the stubs lack its options
         options = gloo._Options()
         options._timeout = limit
-        # it listens on the route to the relay and nowhere else
+        # gloo listens on the route to the relay and nowhere else
         options._devices = [gloo.create_device(hostname=route_to(rendezvous.host) or rendezvous.host)]
         return gloo(store, self.rank, self.world_size, options)
 
     def _connect(self, deadline_s: float) -> None:
-        """The communicator is made now, not inside a step. NCCL makes it in a call that nothing can end: on another thread."""
+        """Make the communicator now, not inside a step.
+
+        NCCL makes it in a call that nothing can end, so that call runs on another thread.
+        """
         if not self._nccl:
             self._warm(deadline_s)
             return
@@ -172,7 +199,11 @@ class ProcessGroupTransport(Transport):
         self._warm(deadline_s)
 
     def _warm(self, deadline_s: float) -> None:
-        """A byte each way, the lower rank's first, so that the two do not wait for each other. Most of many never meet."""
+        """Send a byte each way between a pair's ranks.
+
+        The lower rank's byte goes first, so that the two do not wait for each other. In a group of many nothing is sent, because
+        most of its ranks never meet.
+        """
         byte_N = torch.zeros(1, dtype=torch.uint8, device=self.device)
         for peer in range(self.world_size) if self._members == "pair" else ():
             for sends in (self.rank < peer, self.rank > peer) if peer != self.rank else ():
@@ -187,7 +218,17 @@ class ProcessGroupTransport(Transport):
         return self._start(lambda group: group.recv([out_N], src, 0), what)
 
     def broadcast(self, root: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
-        """All ranks end with the contiguous uint8 bytes of `root`, of the same size everywhere. Errors as in `send`."""
+        """Broadcast the bytes of `root` to all ranks.
+
+        Args:
+            root: the rank that sends.
+            data_N: contiguous uint8, of the same size everywhere. All ranks end with the bytes of `root`.
+            timeout_s: limit of the whole call.
+
+        Raises:
+            DeadlineExceeded: as in `send`.
+            TransportError: as in `send`.
+        """
         self.start_broadcast(root, data_N, timeout_s=timeout_s).wait(timeout_s=timeout_s)
 
     def start_broadcast(self, root: int, data_N: torch.Tensor, *, timeout_s: float) -> Pending:
@@ -198,7 +239,7 @@ class ProcessGroupTransport(Transport):
         return self._start(lambda group: group.broadcast([data_N], options), what)
 
     def _start(self, start: Callable[[Any], Any], what: str) -> _Operation:
-        group = self._group  # once: `abort` may come from another thread
+        group = self._group  # read once: `abort` may come from another thread
         if self._dead or group is None:
             raise TransportError(
                 f"{self._name}: the group was abandoned; cannot {what}. Join the next connection"
@@ -213,7 +254,7 @@ class ProcessGroupTransport(Transport):
         return operation
 
     def finish(self, operation: _Operation, timeout_s: float) -> None:
-        """What `Pending.wait` does."""
+        """Wait for an operation, as `Pending.wait` does."""
         work, begin = operation.work, time.monotonic()
         if self._dead or work is None:
             raise TransportError(f"{self._name}: the group was abandoned; cannot {operation.what}")
@@ -231,7 +272,7 @@ class ProcessGroupTransport(Transport):
             limits = f"within {timeout_s:.1f} s (waited {waited:.1f} s): {str(error).splitlines()[0]}"
             raise self._failed(kind, operation.what, limits) from error
         operation.work = None
-        with suppress(ValueError):  # an abort on another thread may have dropped it just now
+        with suppress(ValueError):  # `abort` on another thread may have dropped it just now
             self._started.remove(operation)
 
     def _failed(self, kind: type[TransportError], what: str, why: str) -> TransportError:
@@ -240,24 +281,34 @@ class ProcessGroupTransport(Transport):
         )
 
     def abort(self) -> None:
-        """Dropping the group and all works closes gloo's sockets: a peer that waits gets its error at once."""
+        """Drop the group and all operations that were started.
+
+        This closes gloo's sockets, so a peer that waits gets its error at once.
+        """
         if not self._dead:
             self._dead = True
             group = self._group
             if self._nccl and group is not None:
-                self._end(group.abort)  # it is given up all the same
+                self._end(group.abort)  # whether or not it ends in time, the group is given up
             del group  # an error's traceback would keep its sockets open
             self._drop()
 
     def close(self) -> None:
-        """Ends within ten seconds: an NCCL group that does not shut down is aborted."""
+        """Shut the group down within ten seconds.
+
+        An NCCL group that does not shut down is aborted.
+        """
         if self._nccl and not self._dead and not self._end(self._group.shutdown):
             self.abort()
         self._dead = True
         self._drop()
 
     def _end(self, call: Callable[[], None]) -> bool:
-        """Did it end, without an error and in time? NCCL waits for its kernels, and for a lock that a call under way may hold."""
+        """Run `call` on another thread and return whether it finished.
+
+        It must finish without an error within `_CLOSE_S`. NCCL waits for its kernels, and for a lock that a call under way may
+        hold.
+        """
         ending = in_background(call, name="nccl-end")
         ended = bool(wait([ending], timeout=_CLOSE_S).done)
         error = ending.exception() if ended else f"no end within {_CLOSE_S} s"
@@ -274,7 +325,7 @@ class ProcessGroupTransport(Transport):
 
 @dataclass(eq=False)
 class _Operation:
-    """See `transport.base.Pending`."""
+    """One operation of a group; see `transport.base.Pending`."""
 
     _transport: ProcessGroupTransport
     what: str
@@ -285,9 +336,16 @@ class _Operation:
 
 
 def nccl_group(store: Store, rank: int, world_size: int, *, of_a_pair: bool) -> Any:
-    """A raw NCCL group whose errors do not end this process, as torch's default would have it.
+    """Make a raw NCCL group whose errors do not end this process.
 
-    For a pair of ours making its communicator is a call that returns at once, and the first operation waits for it.
+    torch's default would end it.
+
+    Args:
+        store: the group's key-value store.
+        rank: this process's rank.
+        world_size: number of ranks.
+        of_a_pair: whether the group is a pair of ours. Then making its communicator is a call that returns at once, and the first
+            operation waits for it.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = UNLIMITED
@@ -298,7 +356,17 @@ def nccl_group(store: Store, rank: int, world_size: int, *, of_a_pair: bool) -> 
 
 
 def wait_nccl(work: Any, deadline: float) -> None:
-    """Until the host knows that it is done; RuntimeError at `deadline` (monotonic). The work's own wait orders streams only."""
+    """Wait until the host knows that the work is done.
+
+    The work's own wait orders streams only.
+
+    Args:
+        work: what an operation of an NCCL group returned.
+        deadline: time.monotonic() seconds.
+
+    Raises:
+        RuntimeError: the work was not done by `deadline`.
+    """
     while not work.is_completed():
         if time.monotonic() > deadline:
             raise RuntimeError("timed out: not completed by the deadline")
@@ -307,7 +375,10 @@ def wait_nccl(work: Any, deadline: float) -> None:
 
 
 def _refuse_engine_process() -> None:
-    """A pending NCCL send in an engine's CUDA context stalls inference, so such a process must not join."""
+    """Raise UsageError in a process that runs an SGLang engine.
+
+    A pending NCCL send in an engine's CUDA context stalls inference, so such a process must not join.
+    """
     if "sglang.srt.model_executor.model_runner" in sys.modules:
         raise UsageError(
             "this process runs an SGLang engine and asked to join a routing group over NCCL; run the relay in a process (and on "
@@ -316,7 +387,10 @@ def _refuse_engine_process() -> None:
 
 
 def device_of(backend: str) -> torch.device:
-    """Where its tensors lie. Threads have a current device each, so it is asked once, on the thread that joins."""
+    """Return the device where a backend's tensors lie.
+
+    Each thread has a current device of its own, so this is asked once, on the thread that joins.
+    """
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
@@ -325,12 +399,15 @@ def _left(deadline_s: float) -> float:
 
 
 def torch_version() -> str:
-    """With its build, for example `2.13.0+cpu`."""
+    """Return torch's version with its build, for example `2.13.0+cpu`."""
     return str(torch.__version__)
 
 
 def nccl_version() -> str:
-    """For example `2.27.5`; empty in a build of torch without it, which lacks the function behind this one."""
+    """Return NCCL's version, for example `2.27.5`.
+
+    It is empty in a build of torch without NCCL, which lacks the function that tells it.
+    """
     try:
         return ".".join(map(str, nccl.version()))
     except AttributeError:

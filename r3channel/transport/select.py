@@ -1,4 +1,4 @@
-"""Every transport by its name, and from a rendezvous to the one that is asked for: only that one is loaded."""
+"""Every transport by its name. `join` loads only the transport that a rendezvous names."""
 
 from __future__ import annotations
 
@@ -14,15 +14,26 @@ if TYPE_CHECKING:
 
 
 def open_store(interface: str) -> RendezvousStore:
-    """Return where the members of a gloo or NCCL group meet; listens on `interface` only until it is closed."""
+    """Open the store where members of a gloo or NCCL group meet.
+
+    It listens on `interface` only, until it is closed.
+    """
     from r3channel.transport.process_group import RendezvousStore
 
     return RendezvousStore(interface)
 
 
 def gpu_of(device: int | None = None) -> str:
-    """The uuid of a CUDA device of this process, the current one unless said; empty without CUDA. Two ranks on one are refused by
-    NCCL, and numbers count differently in each process."""
+    """Return the uuid of a CUDA device of this process.
+
+    NCCL refuses two ranks on one device, and device numbers count differently in each process.
+
+    Args:
+        device: the device's number; None for the current device.
+
+    Returns:
+        The uuid; empty without CUDA.
+    """
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid) if torch.cuda.is_available() else ""
@@ -36,7 +47,7 @@ def _process_group(rendezvous: Rendezvous, timeout_s: float) -> Transport:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What both ends of a channel ask of a transport before they load it."""
+    """What both ends of a channel know of a transport before they load it."""
 
     join: Callable[[Rendezvous, float], Transport] | None = None
     """Joins a group of the relay and one receiver; None where rows come over the connection itself."""
@@ -48,7 +59,12 @@ TRANSPORTS = {"tcp": Kind(), "nccl": Kind(_process_group, needs_gpu=True), "gloo
 
 
 def join(rendezvous: Rendezvous, *, timeout_s: float) -> Transport:
-    """Join a group; returns when all ranks of the connection have joined, or raises `DeadlineExceeded`."""
+    """Join a group and wait for all ranks of the connection.
+
+    Raises:
+        DeadlineExceeded: not all ranks joined within `timeout_s`.
+        ConfigError: no transport has the rendezvous's name.
+    """
     kind = TRANSPORTS.get(rendezvous.backend)
     if kind is None or kind.join is None:
         raise ConfigError(f"{rendezvous.name}: no transport is called {rendezvous.backend!r}")

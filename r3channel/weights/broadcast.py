@@ -1,13 +1,15 @@
 """An update without our half in the engine: SGLang itself loads flattened buckets in place while it is paused.
 
-Each trainer rank that has tensors (a source, as of a pipeline stage) has one group with all engines' ranks, since SGLang takes
-bytes from rank 0 of a group only. A bucket is broadcast once, however many engines there are. Rank 0 orders the buckets of all
-sources, one after another, as they become ready: engines that took them in different orders would wait for one another for
-ever. Ranks say, to a source: `join`, `stand_in`, `send`, `leave`, `loaded`; to rank 0: `where`, `ready`, `sent`.
+Each trainer rank that has tensors (a source, for example a pipeline stage) has one group with all engines' ranks, since SGLang
+takes bytes from rank 0 of a group only. A bucket is broadcast once, however many engines there are. Trainer rank 0 orders the
+buckets of all sources one after another, as they become ready: engines that took buckets in different orders would wait for one
+another for ever. Rank 0 says to a source: `join`, `stand_in`, `send`, `leave`, `loaded`. A source says to rank 0: `where`,
+`ready`, `sent`.
 
-No group can lose a member. All groups are made anew without an engine that is lost, and the bucket under way is broadcast
-again: the engines that are left have those before, and SGLang takes more until `end`. An engine that stands still holds up
-those to which it passes bytes on (gloo: a tree; NCCL: all), which may be lost with it. One that refuses fails the update.
+No group can lose a member. After an engine is lost, all groups are made anew without it, and the bucket under way is broadcast
+again: the engines that are left have the buckets before, and SGLang takes more until `end`. An engine that hangs holds up the
+engines to which it passes bytes on (gloo: a tree; NCCL: all), and these may be lost with it. An engine that refuses fails the
+update.
 """
 
 from __future__ import annotations
@@ -38,11 +40,12 @@ from r3channel.weights.update import LOSSES, Update
 _SHOWN = 3
 Order = Callable[[EngineHandle], None]
 _ANSWER_S = 2.0
-"""How much longer an engine may take for a bucket than its source: once that has given up, engines that waited for it say so."""
+"""Seconds that an engine may take longer for a bucket than its source: once the source has given up, engines that waited for it
+say so."""
 
 
 class Broadcast(Update):
-    """One update. A bucket leaves in a thread while the next one is packed."""
+    """One update by broadcasts. A bucket leaves in a thread while the next one is packed."""
 
     way = "broadcast"
 
@@ -51,21 +54,24 @@ class Broadcast(Update):
         self._source, self._say = source, partial(self._ranks.tell, self.now.number)
         self._payloads: dict[int, torch.Tensor] = {}
         self._packed = self._loaded = 0
-        """Buckets of this rank."""
+        """How many buckets of this rank are packed, and how many are loaded."""
         self._words: dict[str, Iterator[tuple[int, Any]]] = {}
-        """What was said to this rank, from where it is read next, by kind."""
+        """The words to this rank that are not read yet, by kind."""
         self._left: list[EngineHandle] = []
-        """The engines that orders go to; rank 0."""
+        """At rank 0: the engines that orders go to."""
         self._under_way, self._orders = "", Future[None]()
-        """The call that orders are given for."""
+        """The call that rank 0 gives orders for, and the thread that gives them."""
         self._lost: dict[str, BaseException] = {}
         self._begun = False
-        """Whether a bucket was ordered."""
+        """Whether an engine was told to load a bucket."""
 
     # -- before a byte -------------------------------------------------------------------------------------------------
 
     def _survey(self) -> None:
-        """ManifestMismatch where no engine would say that it has no place for a tensor."""
+        """Share what each rank gives, and start to serve buckets.
+
+        ManifestMismatch: no engine would say that it has no place for a tensor.
+        """
         manifest, source, group = self._spec.manifest, self._source, self._source.group
         assert manifest is not None
         self._buckets = manifest.buckets
@@ -91,8 +97,11 @@ class Broadcast(Update):
             background(self._serve)
 
     def _hold(self, handle: EngineHandle, left_s: float) -> None:
-        """Open links that stage nothing: they tell what the model's own loader makes of the names, and while they stand, our
-        half refuses weights from other sessions."""
+        """Open links that stage nothing.
+
+        The links tell what the model's own loader makes of the names. While they stand, our half refuses weights from other
+        sessions.
+        """
         if handle.unheld or (handle.staged(()) and handle.names == self._names):
             return
         order = self._planner.order(handle.url, op="hold") | {"tensors": [meta.row() for meta in self._metas]}
@@ -105,7 +114,10 @@ class Broadcast(Update):
             self._handles[url].ranks = links
 
     def _check(self, handle: EngineHandle, left_s: float) -> None:
-        """ManifestMismatch unless an update of these names fills every parameter, as the engine's loader says."""
+        """Check that an update of these names fills every parameter.
+
+        The engine's loader says so. ManifestMismatch: it does not.
+        """
         # The target's loader knows nothing of a draft.
         if self._metas and "speculative_algorithm" in handle.unstaged:
             held = {name for sums in handle.weight_checksums(timeout_s=left_s) for name in sums}
@@ -124,7 +136,10 @@ class Broadcast(Update):
         handle.names = self._names
 
     def _compare_names(self, handle: EngineHandle, why: str, left_s: float) -> None:
-        """Compare names with a table of ours; `why`: why not by the loader. ManifestMismatch where they differ."""
+        """Compare the engine's parameter names with a table of ours.
+
+        `why` says why the loader could not tell. ManifestMismatch: names differ.
+        """
         if handle.names == self._names:
             return
         names = engine_names(self._names)
@@ -145,12 +160,15 @@ class Broadcast(Update):
             self._feed(self._push)
             self._until(len(self._buckets))
         except BaseException as error:
-            self._ranks.fail(error, update=self.now.number)  # whoever gives orders goes on no longer
+            self._ranks.fail(error, update=self.now.number)  # rank 0 stops giving orders
             raise
         self._landed()
 
     def _push(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Pack the next bucket, once the one before the last is loaded, and say that it is ready."""
+        """Pack the next bucket, and say that it is ready.
+
+        It waits until the bucket before the last is loaded.
+        """
         self._ranks.check()
         number, self._packed = self._packed, self._packed + 1
         self._until(number - 1)
@@ -165,7 +183,10 @@ class Broadcast(Update):
                 self._loaded += 1
 
     def _serve(self) -> None:
-        """In a thread: do what rank 0 says, until all buckets of this rank are loaded, or the update fails."""
+        """Handle rank 0's orders, in a thread.
+
+        It ends once all buckets of this rank are loaded, or the update fails.
+        """
         try:
             for _, (what, *arguments) in self._ranks.words(self.now.number, self._run.deadline):
                 if what in ("join", "leave"):
@@ -182,7 +203,7 @@ class Broadcast(Update):
                     return
         except BaseException as error:
             self._ranks.fail(error, update=self.now.number)
-            if self._ranks.update == self.now.number:  # another one may have a new group
+            if self._ranks.update == self.now.number:  # a later update may have a new group
                 self._source.leave()
 
     def _join_group(self, name: str, world_size: int) -> None:
@@ -206,17 +227,23 @@ class Broadcast(Update):
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
     def _ask(self, action: Action) -> None:
-        """The first engine that is asked for one of these calls sets the orders to all going."""
+        """Start to give orders when the first engine is asked.
+
+        The orders go to all engines.
+        """
         work = {"join": self._join_all, "load": self._load_all}.get(action.call)
         if work is not None and self._under_way != action.call:
             self._under_way, self._left = action.call, self.members
-            # As the engines' calls are counted: this new thread, too, may have to wait for the interpreter.
+            # Counted like calls to engines: this new thread, too, may have to wait for the interpreter.
             with self._run.stage("join" if action.call == "join" else "wait_send"):
                 self._orders = background(partial(self._conduct, work))
         super()._ask(action)
 
     def _conduct(self, work: Callable[[], None]) -> None:
-        """In a thread. A failure that is no engine's is not to look like one."""
+        """Run the orders, in a thread.
+
+        A failure that is not an engine's must not look like one.
+        """
         try:
             work()
         except BaseException as error:
@@ -232,7 +259,7 @@ class Broadcast(Update):
         self._orders.result()
 
     def _load(self, handle: EngineHandle, left_s: float) -> None:
-        """All buckets of all sources."""
+        """Wait until the engine has loaded all buckets of all sources."""
         wait([self._orders])
         handle.found = None if self._begun else EngineState.PAUSED
         self._join(handle, left_s)
@@ -241,7 +268,7 @@ class Broadcast(Update):
         handle.commit(self._version, left_s)
 
     def _join_all(self) -> None:
-        """A group of each source with the engines that are left, unless they have them."""
+        """Join each source and the engines left, unless they are joined."""
         while self._source.formed != (lives := [(e.url, e.boot_id) for e in self._left], self._groups):
             for handle in self._left:
                 handle.leave_groups(REPAIR_S)
@@ -291,9 +318,11 @@ class Broadcast(Update):
         return done
 
     def _together(self, call: Order, release: Order, what: str) -> bool:
-        """Give all engines an order at once. False where some are lost and others are left; raises what one refuses with.
+        """Give all engines an order at once; return whether all did it.
 
-        `release`, of an engine that failed, ends the others' wait for it in the group."""
+        False: some engines are lost, and others are left to go on with. Otherwise an engine's error is raised. `release` is
+        called for each engine that failed, and ends the others' wait for it in the group.
+        """
         calls = {background(partial(call, handle)): handle for handle in self._left}
         errors = dict[str, BaseException]()
         for each in as_completed(calls):
@@ -310,7 +339,7 @@ class Broadcast(Update):
         return not errors
 
     def _next(self, what: str) -> tuple[int, Any]:
-        """The next word of this kind, and who said it."""
+        """Return the next word of this kind, and its rank."""
         words = self._words.setdefault(what, self._ranks.words(self.now.number, self._run.deadline))
         return next((rank, arguments) for rank, (kind, *arguments) in words if kind == what)
 
@@ -319,14 +348,21 @@ class Broadcast(Update):
 
 
 class Packer:
-    """Packs buckets into two buffers in turn, one of which leaves meanwhile, and looks at what it packs. One thread."""
+    """Packs buckets into two buffers in turn and checks what it packs; one leaves while the other is packed. One thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._rooms = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def pack(self, number: int, bucket: Bucket, tensors: Sequence[torch.Tensor], run: Run) -> torch.Tensor:
-        """Flat uint8, valid until bucket `number + 2` is packed. Raises NonFiniteWeights, naming bucket and tensor."""
+        """Pack one bucket and check that its numbers are finite.
+
+        Returns:
+            Flat uint8, valid until bucket `number + 2` is packed.
+
+        Raises:
+            NonFiniteWeights: A tensor holds NaN or Inf; names bucket and tensor.
+        """
         with run.stage("pack"):
             payload_N = self._room(number, bucket.payload_bytes)[: bucket.payload_bytes]
             for view, tensor in zip(bucket.views(payload_N), tensors, strict=True):
@@ -345,10 +381,17 @@ class Packer:
 
 
 def first_nonfinite(placed: Iterable[tuple[TensorMeta, int]], payload: torch.Tensor) -> TensorMeta | None:
-    """The first of some tensors that holds NaN or Inf; None if all numbers are finite. Any device.
+    """Return the first tensor that holds NaN or Inf.
 
-    `placed`: neighbours in a packed bucket with their offsets in its `payload`; equal dtypes lie without a gap. Those are
-    looked at together, for a look waits for a device and costs 16 us; one by one only to name one.
+    Neighbours of equal dtype are checked together, because each check waits for a device and costs 16 us. Single tensors are
+    checked only to name one.
+
+    Args:
+        placed: Neighbours in a packed bucket with their offsets in bytes; equal dtypes lie without a gap.
+        payload: The bucket's memory, on any device.
+
+    Returns:
+        The tensor; None if all numbers are finite.
     """
     for dtype, run in groupby(placed, key=lambda pair: pair[0].dtype):
         metas = list(run)
@@ -367,14 +410,17 @@ class Source:
         self.group: WeightGroup | None = None
         self.joining: Future[None] = Future()
         self.manifest: Manifest | None = None
-        """What rank 0 was told of."""
+        """The manifest that rank 0 was told."""
         self.buckets: dict[int, list[Bucket]] = {}
-        """By source."""
+        """Each source's buckets, by its rank."""
         self.formed: tuple[Sequence[tuple[str, str]], dict[int, str]] = (), {}
-        """At rank 0: the engines' lives that are in the groups, and the groups' names by source."""
+        """At rank 0: the engines in the groups as (URL, boot id), and the groups' names by source."""
 
     def leave(self) -> None:
-        """Engines that wait in its group fail at once. Any thread."""
+        """Leave the group; engines that wait in it fail at once.
+
+        Any thread may call.
+        """
         group, self.group = self.group, None
         if group is not None:
             group.close()

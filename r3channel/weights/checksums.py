@@ -15,34 +15,58 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's bytes in C order; a copy only if it is not contiguous on the CPU."""
+    """Return the tensor's bytes in C order.
+
+    They are a copy only if the tensor is not contiguous on the CPU.
+    """
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def hashed_bytes(flat: torch.Tensor, *, summed: bool = False) -> memoryview:
-    """What is hashed of a contiguous tensor that is staged: its bytes; those of its sums, which are few, in a GPU's memory and
-    where others have it there (`summed`)."""
+    """Return the bytes of a staged tensor that are hashed.
+
+    Args:
+        flat: a contiguous tensor.
+        summed: whether others have the tensor in a GPU's memory.
+
+    Returns:
+        The tensor's bytes; if it is in a GPU's memory, or `summed`, the bytes of its sums (`cross_sums`), which are few.
+    """
     return host_bytes(cross_sums(flat) if summed or flat.is_cuda else flat)
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """xxh3 of a tensor's bytes: 64 bits, some 10 GB/s."""
+    """Return the xxh3 of a tensor's bytes.
+
+    The digest has 64 bits. Some 10 GB/s are hashed.
+    """
     return xxhash.xxh3_64_hexdigest(host_bytes(tensor))
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
-    """What a CPU engine's `/weights_checker` reports for a parameter with these bytes: 16 hex digits of SHA-256."""
+    """Return the checksum that a CPU engine's `/weights_checker` reports.
+
+    It is that of a parameter with these bytes: 16 hex digits of SHA-256.
+    """
     return hashlib.sha256(host_bytes(tensor)).hexdigest()[:16]
 
 
 def cross_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 on the tensor's device, for which it does not wait: sums modulo 2**64 that a GPU and a host find alike, so that a
-    parameter need not come back to be compared. Of a contiguous tensor.
+    """Return sums of a tensor that GPU and host find alike.
 
-    The tensor's bytes are a matrix of words of 8, 2,048 in a row (zeros after the last); the sums are those of its columns,
-    then of its rows: Huang and Abraham's checksums (1984). Additions only, no temporary. A change of up to three words always
-    shows; one of more is missed only if it cancels out in every row and in every column, as at the corners of a rectangle: it
-    stops accidents, not an attacker. A core of a host does 5.7 GB/s (AMD EPYC, torch 2.13; xxh3: 15).
+    A parameter thus need not come back from a GPU to be compared. The tensor's bytes are a matrix of words of 8 bytes, 2,048 in a
+    row (zeros after the last). The sums are those of its columns, then of its rows: Huang and Abraham's checksums (1984). Only
+    additions are made, and there is no temporary.
+
+    A change of up to three words always shows. A change of more is missed only if it cancels out in every row and in every
+    column, as at the corners of a rectangle: the sums stop accidents, not an attacker. A core of a host does 5.7 GB/s (AMD EPYC,
+    torch 2.13; xxh3: 15).
+
+    Args:
+        tensor: a contiguous tensor.
+
+    Returns:
+        int64 sums modulo 2**64 on the tensor's device. The call does not wait for the device.
     """
     data_N = tensor.detach().view(-1).view(torch.uint8)
     if data_N.storage_offset() % 8:  # words must be aligned
@@ -54,22 +78,29 @@ def cross_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def finite(values: torch.Tensor) -> bool:
-    """Whether no number is NaN or Inf; integers are finite. On a GPU this waits for the device."""
+    """Return whether no number is NaN or Inf.
+
+    Integers are finite. On a GPU this waits for the device.
+    """
     if values.numel() == 0 or not values.is_floating_point():
         return True
     return _finite_on_host(values) if values.device.type == "cpu" else bool(_finite_on_device(values))
 
 
 def _finite_on_device(values: torch.Tensor) -> torch.Tensor:
-    """Compares minimum and maximum, which both keep NaN. It named one on an H100; on a CPU it is slow and right."""
+    """Compare minimum and maximum, which both keep NaN.
+
+    This named a NaN on an H100. On a CPU it is slow and right.
+    """
     low, high = torch.aminmax(values.float() if values.itemsize == 1 else values)  # float8 has none
     return torch.isfinite(low) & torch.isfinite(high)
 
 
 def _finite_on_host(values: torch.Tensor) -> bool:
-    """Takes two maxima over the bits and no temporary: torch's isfinite is some 20 times slower for bfloat16 on a CPU.
+    """Take two maxima over the bits, without a temporary.
 
-    Read as signed integers the largest positive pattern wins, read as unsigned the largest negative one.
+    torch's isfinite is some 20 times slower for bfloat16 on a CPU. Read as signed integers the largest positive pattern wins,
+    read as unsigned the largest negative one.
     """
     dtype, sign = values.dtype, 1 << (8 * values.itemsize - 1)
     # All patterns above that of the largest number are NaN or Inf: of OCP's e4m3 one, as it has no Inf.
@@ -81,5 +112,10 @@ def _finite_on_host(values: torch.Tensor) -> bool:
 
 
 def nonfinite(where: str, meta: TensorMeta) -> NonFiniteWeights:
-    """The error for a tensor, and where it was."""
+    """Return the error for a tensor with NaN or Inf.
+
+    Args:
+        where: the place where it was found.
+        meta: the tensor.
+    """
     return NonFiniteWeights(f"{where}: tensor {meta} holds NaN or Inf. Did the last train step diverge?")

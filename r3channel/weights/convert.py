@@ -60,9 +60,11 @@ class NamedView:
 
 
 def te_name(name: str, *, latent: bool = False) -> str:
-    """A local-spec parameter name as the Transformer Engine spec calls it.
+    """Return a local-spec parameter name in the Transformer Engine spec.
 
-    `latent`: of a model with multi-latent attention, where other norms are fused than in a model with q, k and v.
+    Args:
+        name: the name in the local spec. Other names are returned unchanged.
+        latent: whether the model has multi-latent attention, where other norms are fused than in a model with q, k and v.
 
     >>> te_name("decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight")
     'decoder.layers.1.mlp.experts.linear_fc1.weight3'
@@ -84,27 +86,27 @@ def hf_weights(
     bridge: Any, chunks: Sequence[torch.nn.Module], *, dtype: torch.dtype | None = None, source: bool | None = None,
     experts: bool | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
-    """Yield every tensor of the model, whole, under its Hugging Face name; the same order on every rank.
+    """Yield every whole tensor of the model under its Hugging Face name.
 
-    Collective: every rank of the TP, EP and PP groups must iterate to the end, and in step with the others. Data-parallel
-    replicas are independent of each other.
-
-    With `source` each pipeline stage gathers its own tensors alone, without the PP group. They are yielded where it is True, on
-    one rank of a stage (TP 0 and DP 0); others of the stage yield none. It is what `WeightSync.whole` with a group takes.
-
-    With `experts` beside `source` nothing is gathered over EP: experts are yielded by ranks that hold them, where `experts` is
-    True. Each of these then has a group of its own with all engines' ranks.
+    The order is the same on every rank. The call is collective: every rank of the TP, EP and PP groups must iterate to the end,
+    and in step with the others. Data-parallel replicas are independent of each other.
 
     Args:
         bridge: an mbridge bridge for this model (its names and formats are used, not its transport).
         chunks: this rank's model chunks, wrapped or not.
         dtype: cast every tensor, but never a router's weight or bias to fewer bits: rounding those changes the experts that
             are chosen (prime-rl#3524). None keeps the trainer's dtypes.
-        source: whether this rank sends its stage; None for all of the model on every rank.
-        experts: whether this rank sends the experts that it holds: true on one of those that hold the same (expert TP 0, expert
-            DP 0); None where `source` sends them.
+        source: whether this rank sends its stage. If it is given, each pipeline stage gathers its own tensors alone, without the
+            PP group. They are yielded where `source` is True, on one rank of a stage (TP 0 and DP 0); other ranks of the stage
+            yield none. `WeightSync.whole` with a group takes this form. None yields all of the model on every rank.
+        experts: whether this rank sends the experts that it holds. If it is given beside `source`, nothing is gathered over EP:
+            experts are yielded by ranks that hold them, where `experts` is True, on one of those that hold the same (expert TP 0,
+            expert DP 0). Each of these then has a group of its own with all engines' ranks. None yields experts where `source` is
+            True.
 
-    Tensors may alias the parameters or one another's memory: copy before the next optimizer step, or before writing.
+    Yields:
+        (name, tensor). Tensors may alias the parameters or one another's memory: copy before the next optimizer step, or before
+        writing.
 
     Raises:
         ConfigError: the chunks have a parameter that mbridge cannot name.
@@ -117,7 +119,7 @@ def hf_weights(
         yielded = set[str]()
         mine = [shard for shard, _ in local]
         for stage, meta, dim in _all_stages(mine, group=mpu.pp_group, device=device) if everywhere else mine:
-            # Those of a stage come in the order in which it told of them.
+            # a stage's shards come in the order in which the stage listed them
             is_here = stage == mpu.pp_rank
             weight = local.pop(0)[1] if is_here else torch.empty(meta.shape, dtype=meta.dtype, device=device)
             if everywhere:
@@ -130,7 +132,10 @@ def hf_weights(
 
 
 def _sent_dtype(name: str, kept: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype that a tensor is sent in; `name` is Megatron's."""
+    """Return the dtype that a tensor is sent in.
+
+    `name` is Megatron's. A router is never cast to fewer bits.
+    """
     if wanted is None or (_ROUTER in name and wanted.itemsize < kept.itemsize):
         return kept
     return wanted
@@ -153,7 +158,10 @@ def _partition_dim(weight: torch.Tensor) -> int:
 
 
 def _all_stages(mine: Sequence[_Shard], *, group: Any, device: torch.device) -> list[_Shard]:
-    """Every stage's shards, in stage order: one exchange of JSON per export."""
+    """Return every stage's shards, in stage order.
+
+    It is one exchange of JSON per export.
+    """
     text = json.dumps([(stage, meta.row(), dim) for stage, meta, dim in mine]).encode()
     texts = gathered_bytes(text, group=group, device=device)
     rows = [row for text in texts for row in json.loads(text)]
@@ -161,7 +169,11 @@ def _all_stages(mine: Sequence[_Shard], *, group: Any, device: torch.device) -> 
 
 
 def gathered_bytes(raw: bytes, *, group: Any, device: torch.device) -> list[bytes]:
-    """Every rank's bytes, of any length, by rank. torch's RuntimeError when a rank is gone."""
+    """Gather every rank's bytes, of any length, by rank.
+
+    Raises:
+        RuntimeError: a rank is gone (torch's own error).
+    """
     lengths = _gathered(torch.tensor([len(raw)], device=device), group=group)
     longest = max(1, *(int(length) for length in lengths))
     mine = torch.frombuffer(bytearray(raw.ljust(longest)), dtype=torch.uint8).to(device)
@@ -172,7 +184,10 @@ def gathered_bytes(raw: bytes, *, group: Any, device: torch.device) -> list[byte
 def _converted(
     bridge: Any, name: str, weight: torch.Tensor, dim: int, *, apart: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole checkpoint tensors of a parameter; `apart`: of this EP rank's experts alone."""
+    """Yield the whole checkpoint tensors of a parameter.
+
+    With `apart` only this EP rank's experts are yielded.
+    """
     mpu, parts = bridge.mpu, [(name, weight)]
     group, size = mpu.tp_group, mpu.tp_size
     if _EXPERT in name:
@@ -187,14 +202,16 @@ def _converted(
 
 
 def _global_expert(bridge: Any, name: str, ep_rank: int) -> str:
-    """An expert's name with its number in the model instead of its number on the EP rank."""
     prefix, number = name.split(".weight")
     per_rank = bridge.config.num_moe_experts // bridge.mpu.ep_size
     return f"{prefix}.weight{ep_rank * per_rank + int(number)}"
 
 
 def _merged(bridge: Any, name: str, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-    """All ranks' parts as one; mbridge reads how they are split from a parameter's attributes."""
+    """Merge all ranks' parts into one.
+
+    mbridge reads from a parameter's attributes how it is split, so an empty tensor carries them.
+    """
     marked: Any = torch.empty(0)
     marked.tensor_model_parallel, marked.partition_dim = True, dim
     return bridge._weight_merge_across_tp(name, parts, marked)
@@ -232,15 +249,18 @@ class Part(NamedTuple):
     partition_dim: int  # -1: replicated over TP
     rank: int
     size: int
-    """Its rank in the group whose ranks hold other parts of it, and their number."""
+    """Number of ranks in the group whose ranks hold other parts of the parameter. `rank` is this rank's number there."""
 
 
 def parts_of(
     named: Iterable[tuple[str, torch.Tensor]], *, dense: tuple[int, int], expert: tuple[int, int]
 ) -> Iterator[Part]:
-    """Megatron's parameters under their names in the whole model, as parts.
+    """Yield Megatron's parameters as parts of the whole model's parameters.
 
-    `dense` and `expert` are (rank, size) in the groups that split all others and the experts.
+    Args:
+        named: parameters under their names in the whole model.
+        dense: (rank, size) in the group that splits all parameters but the experts.
+        expert: (rank, size) in the group that splits the experts.
     """
     for name, weight in named:
         dim = _partition_dim(weight) if getattr(weight, "parallel_mode", "") != "duplicated" else -1
@@ -248,8 +268,16 @@ def parts_of(
 
 
 def merged_tp(name: str, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-    """Megatron's parts as one: each rank has a part of the gate and one of the up projection; grouped experts name the wrong
-    dimension of the down projection."""
+    """Merge Megatron's parts of a parameter into one.
+
+    Each rank has a part of the gate and one of the up projection. Grouped experts name the wrong dimension of the down
+    projection.
+
+    Args:
+        name: Megatron's name.
+        parts: the parts of all ranks.
+        dim: the dimension that is split.
+    """
     if "linear_fc1." in name:
         halves = [part.chunk(2) for part in parts]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves], dim)
@@ -257,17 +285,22 @@ def merged_tp(name: str, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 Merge = Callable[[str, list[torch.Tensor], int], torch.Tensor]
-"""(name, the parts of all ranks, the dimension that is split) -> the whole parameter."""
+"""Takes a name, the parts of all ranks and the dimension that is split. Returns the whole parameter."""
 Convert = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
-"""(name, whole parameter) -> checkpoint tensors by name."""
+"""Takes a name and a whole parameter. Returns checkpoint tensors by name."""
 
 
 def hf_shards(
     bridge: Any, chunks: Sequence[torch.nn.Module], *, dtype: torch.dtype | None = None
 ) -> list[Shard]:
-    """This rank's part of every checkpoint tensor, for `WeightSync.sharded`. No communication, no copy.
+    """Return this rank's part of every checkpoint tensor.
 
-    Arguments as of `hf_weights`; see `shards_of`.
+    It is for `WeightSync.sharded`. There is no communication and no copy; see `shards_of`.
+
+    Args:
+        bridge: as of `hf_weights`.
+        chunks: as of `hf_weights`.
+        dtype: as of `hf_weights`.
     """
     mpu, parts = bridge.mpu, list[Part]()
     dense, expert = (mpu.tp_rank, mpu.tp_size), (mpu.etp_rank, mpu.etp_size)
@@ -285,12 +318,22 @@ _learned = WeakKeyDictionary[Any, dict[Any, Any]]()
 def shards_of(
     parts: Iterable[Part], merge: Merge, convert: Convert, *, dtype: torch.dtype | None = None, owner: Any = None,
 ) -> list[Shard]:  # fmt: skip
-    """What parts become in the checkpoint, as views of them.
+    """Return what parts become in the checkpoint, as views of them.
 
-    Where a parameter's elements go is learned from `merge` and `convert` themselves: once per kind of parameter (its name
-    without numbers, its shape and cut) they move tensors that hold each element's index along one axis. It depends on no value
-    and no memory: a call with the same `owner` and functions that do the same learns only kinds that are new. It is forgotten
-    with the owner. Raises ConfigError where they compute instead of moving.
+    Where a parameter's elements go is learned from `merge` and `convert` themselves: once per kind of parameter (its name without
+    numbers, its shape and cut) they move tensors that hold each element's index along one axis. The result depends on no value
+    and no memory.
+
+    Args:
+        parts: this rank's parts.
+        merge: joins all ranks' parts of a parameter.
+        convert: makes checkpoint tensors of a whole parameter.
+        dtype: the dtype that is sent, as of `hf_weights`.
+        owner: keeps what was learned. A later call with the same owner, and functions that do the same, learns only kinds that
+            are new. What was learned is forgotten with the owner.
+
+    Raises:
+        ConfigError: `merge` or `convert` computes instead of moving.
     """
     known: dict[Any, Any] = {} if owner is None else _learned.setdefault(owner, {})
     shards: list[Shard] = []
@@ -304,7 +347,7 @@ def shards_of(
             whole, shapes, places = known[kind]
             named = convert(part.name, whole)
             metas = [TensorMeta(name=name, dtype=sent, shape=tuple(made.shape)) for name, made in named]
-            if [meta.shape for meta in metas] != shapes:  # not of that kind after all
+            if [meta.shape for meta in metas] != shapes:  # this parameter is not of that kind after all
                 places = _places(part, merge, convert)[2]
             known[key] = [(metas[place.tensor], place) for place in places]
         shards += [Shard(meta, place.box, place.view(weight)) for meta, place in known[key]]
@@ -312,7 +355,10 @@ def shards_of(
 
 
 def _places(part: Part, merge: Merge, convert: Convert) -> tuple[torch.Tensor, list[Any], list[Place]]:
-    """A whole parameter without values, the shapes that `convert` makes of it, and where our part of it goes."""
+    """Return where our part of a parameter goes in the checkpoint.
+
+    The result is the whole parameter without values, the shapes that `convert` makes of it, and the places of our part.
+    """
     shape, size = part.tensor.shape, 1 if part.partition_dim < 0 else part.size
     passes = [[torch.tensor(size == 1 or rank == part.rank).expand(shape) for rank in range(size)]]
     for axis, n in enumerate(shape):
@@ -329,12 +375,15 @@ def _places(part: Part, merge: Merge, convert: Convert) -> tuple[torch.Tensor, l
 
 
 _MOVES = {"stack", "index", "index_select", "flip", "roll", "repeat", "copy_", "empty", "empty_like"}
-"""What moves or makes memory, beside views."""
+"""Operators that move or make memory, beside views."""
 
 
 class _Moving(TorchDispatchMode):
-    """Lets views and copies pass, and nothing else. Axes along which a tensor repeats stay views of one item when it is copied:
-    the whole indexes of a large parameter would not fit."""
+    """Lets views and copies pass, and nothing else.
+
+    An axis along which a tensor repeats stays a view of one item when the tensor is copied: the whole indexes of a large
+    parameter would not fit into memory.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -342,7 +391,7 @@ class _Moving(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # it would be imported for that, in 2 s
+        return False  # to skip it torch would import dynamo, which takes 2 s
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, returns = func.overloadpacket.__name__, func._schema.returns
@@ -370,14 +419,15 @@ def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 
 def _thin(tensor: torch.Tensor, axes: Iterable[int]) -> torch.Tensor:
-    """One item of each of these axes along which it repeats."""
+    """Keep one item of each of these axes that only repeats."""
     return tensor[tuple(slice(1 if a in axes and not s else None) for a, s in enumerate(tensor.stride()))]
 
 
 def _boxes(tensor: int, part: Part, ours: torch.Tensor, *along: torch.Tensor) -> Iterator[Place]:
-    """Boxes of our elements of a tensor, such that each steps evenly through the part.
+    """Yield our elements of a tensor as boxes.
 
-    `ours` says which elements come from our part, `along` their index along each axis of it.
+    Each box steps evenly through the part. `ours` says which elements come from our part, `along` their index along each axis of
+    it.
     """
     axes, offset = range(ours.dim()), 0
     if not ours.numel():
@@ -407,7 +457,10 @@ def _boxes(tensor: int, part: Part, ours: torch.Tensor, *along: torch.Tensor) ->
 
 
 def _runs(at: np.ndarray, values: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
-    """Neighbours whose values step evenly upwards: (first, end, first's value, step)."""
+    """Yield neighbours whose values step evenly upwards.
+
+    Each run is (first, end, first's value, step).
+    """
     steps, begin = np.where(np.diff(at) == 1, np.diff(values), -1), 0
     while begin < len(at):
         step, end = 1, begin + 1

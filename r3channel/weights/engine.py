@@ -1,8 +1,8 @@
-"""One SGLang engine as a session sees it: its HTTP routes, what is known of it, and our links to its ranks; and a set of them.
+"""SGLang engines as a session sees them: HTTP routes, what is known of each engine, and our links to its ranks.
 
-Read against SGLang 0.5.23 (`srt/entrypoints/http_server.py`, `srt/managers/io_struct.py`, `srt/utils/weight_checker.py`), and
-the only place that knows its routes and field names. SGLang itself is not imported. `transaction` decides what is called, and
-which state an answer, or none, leaves.
+Written against SGLang 0.5.23 (`srt/entrypoints/http_server.py`, `srt/managers/io_struct.py`, `srt/utils/weight_checker.py`).
+No other module knows SGLang's routes and field names, and SGLang itself is not imported. `transaction` decides what is called,
+and which state an answer or a missing answer leaves.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ PauseMode = Literal["retract", "in_place", "abort"]
 Body = Mapping[str, Any]
 
 _NO_PLUGIN = ("must run between", "init_weights_update_group", "does not exist")
-"""What SGLang itself says to our order: that begin comes first, or, inside of it, that it knows no group of this name; or has
-none to leave."""
+"""How SGLang itself answers our order: an update must begin first; in a begun update, no group has this name; or there is no
+group to leave."""
 _LEAVE = "/destroy_weights_update_group"
-"""Harmless with any name, so an engine before 0.5.23 is asked here, with our half or without."""
+"""This route is harmless with any name, so orders to an engine before 0.5.23 go here, with our half or without."""
 _UNTOLD = errors.DeadlineExceeded, errors.EngineRefused, errors.FrameCorrupt
-"""What an engine without a plug-in makes of our question, or one that stands still."""
+"""What our question ends with at an engine without a plug-in, or at one that hangs."""
 _MAX_REPLY_BYTES = 64 << 20
 _SHOWN_CHARS = 500
 
 
 class EngineHandle:
-    """One engine, by its base URL. Every call opens a connection; one thread at a time makes calls that change the engine, any
-    thread may ask.
+    """One engine, by its base URL.
+
+    Every call opens a connection. One thread at a time makes calls that change the engine; any thread may make calls that read.
 
     Each call ends within about its `timeout_s` and raises EngineUnavailable (no connection, connection lost),
     DeadlineExceeded (no answer in time) or EngineRefused (an answer that says no), naming engine and route.
@@ -67,50 +68,64 @@ class EngineHandle:
         self._headers = {"Content-Type": "application/json"}
         self._headers |= {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self.size = 1
-        """Its tensor-parallel size, once the engine was asked (`meet`), or a trainer rank that does not ask itself was told."""
+        """Its tensor-parallel size, once the engine was asked (`meet`), or once rank 0 has told this trainer rank."""
         self.unstaged, self.takes_orders = "", True
-        """Why it takes no staged bytes, and whether it may be given orders, as far as its settings tell (`meet`)."""
+        """Why it takes no staged bytes, and whether orders may be sent to it, as far as its settings tell (`meet`)."""
         self.torch = self.nccl = ""
-        """The versions that it runs; empty is unknown. SGLang 0.5.23 tells neither over HTTP, our plug-in both."""
+        """The versions that it runs; empty if unknown. Our plug-in tells both; SGLang 0.5.23 tells neither over HTTP."""
         self.now = Engine(self.url)
-        """What the last update left."""
+        """Its state after the last update."""
         self.found: EngineState | None = None
-        """What the last answer said of its weights, where it did: FENCED or PAUSED, as an event's `found`."""
+        """The state of its weights that the last answer told: FENCED or PAUSED, as an event's `found`; else None."""
         self.begun = False
-        """Whether a bracket of ours may be open."""
+        """Whether our `begin` may still be open there."""
         self.groups: list[str] = []
         """Names of the groups of broadcasts that it may be in."""
         self.ranks: list[rank_link.RankLink] = []
         """The links of staged updates, by rank."""
         self.metas: tuple[TensorMeta, ...] = ()
-        """The tensors that its ranks were told when they linked; what they need refers to these by index."""
+        """The tensors that its ranks were told when they linked; the ranks' needs refer to these by index."""
         self.gives: int | None = None
-        """The version that was committed over these links, and can be read back; rank 0 knows."""
+        """The version that was committed over these links and can be read back; known at rank 0."""
         self.boot_id = ""
-        """The engine's life that was met; empty before, and where another one is known to have begun."""
+        """Which life of the engine was met; empty before that, and once the engine is known to have restarted."""
         self.names: frozenset[str] = frozenset()
-        """The tensor names that this life of the engine was told of by a broadcast, and takes."""
+        """The tensor names that a broadcast told this life of the engine, and that the engine takes."""
         self.unheld = False
-        """Whether the engine has no plug-in of ours that keeps other sessions out."""
+        """Whether the engine runs without our plug-in, which keeps other sessions out."""
 
     # -- what it is, holds and takes -----------------------------------------------------------------------------------
 
     def learn_versions(self, *, timeout_s: float) -> None:
-        """Ask the engine's plug-in which torch and NCCL it runs, by a request of two tokens. Both stay unknown without a plug-in,
-        and where no answer comes within `timeout_s`: a session that died in its change-over has left the engine paused.
-        Call it before the handshake (`WeightSync.connect`), because the requests of a paused engine wait."""
+        """Ask the engine's plug-in which torch and NCCL it runs.
+
+        The question is a request of two tokens. Both versions stay unknown without a plug-in, and if no answer comes in time: a
+        session that died in its change-over has left the engine paused. Call it before the handshake (`WeightSync.connect`),
+        because the requests of a paused engine wait.
+
+        Args:
+            timeout_s: Seconds to wait for the answer.
+        """
         try:
             reply = self._call("/generate", probe_body(), timeout_s=timeout_s)
             hello, _ = Hello.split(base64.b64decode(reply["meta_info"]["routed_experts"], validate=True))
         except (*_UNTOLD, KeyError, TypeError, ValueError):
-            return  # silent; or without a plug-in: it refuses the question, or answers it with something else
+            return  # no answer; or no plug-in: the engine refuses the question, or answers something else
         if hello is not None:
             self.torch, self.nccl = hello.torch, hello.nccl
 
     def meet(self, timeout_s: float) -> None:
-        """Ask the engine whether it is there, for its ranks and for its boot id. What was known of another life is forgotten.
+        """Check that the engine is there; fetch its ranks and boot id.
 
-        ConfigError where it was started with what an update would leave old (`refusals`)."""
+        What was known of another life of the engine is forgotten.
+
+        Args:
+            timeout_s: Seconds for the call.
+
+        Raises:
+            ConfigError: The engine was started with a setting with which an update would leave something old (`refusals`).
+            EngineRefused: Its `tp_size` is not a number.
+        """
         self.unlink()
         info = self._call("/server_info", timeout_s=timeout_s)
         if why := refused(info, ANY_WAY):
@@ -122,15 +137,16 @@ class EngineHandle:
         self.boot_id, self.begun = _boot_id(info), False
 
     def lives(self, timeout_s: float) -> str:
-        """Names this life of the engine: a digest of what `/server_info` says of its start, which took its own time.
+        """Return a name of this life of the engine.
 
-        SGLang has no such name itself. Of the stages' seconds (`startup_time`) and the random seed at least one differs
-        after a restart, unless somebody fixed the seed and every stage took as many microseconds as before.
+        SGLang has no such name itself. The name is a digest of what `/server_info` says of the start: the seconds that its
+        stages took (`startup_time`), and the random seed. At least one of them differs after a restart, unless somebody fixed
+        the seed and every stage took as many microseconds as before.
         """
         return _boot_id(self._call("/server_info", timeout_s=timeout_s))
 
     def healthy(self, *, timeout_s: float) -> bool:
-        """Whether the engine answers its health route with 200."""
+        """Return whether the engine answers its health route with 200."""
         try:
             with urlopen(Request(f"{self.url}/health", headers=self._headers), timeout_s=timeout_s) as reply:
                 return reply.status == 200
@@ -138,23 +154,37 @@ class EngineHandle:
             return False
 
     def weight_version(self, *, timeout_s: float) -> str:
-        """The version that the engine puts into replies, as its own text."""
+        """Return the version that the engine puts into replies.
+
+        Returns:
+            The version as the engine's own text.
+
+        Raises:
+            EngineRefused: The engine tells no version.
+        """
         version = self._call("/model_info", timeout_s=timeout_s).get("weight_version")
         if not isinstance(version, str):
             raise self._refusal("/model_info", "has no weight_version; is it SGLang 0.5.23?")
         return version
 
     def version_now(self) -> str:
-        """The version that the engine serves, asked just now, for an error."""
+        """Return the version that the engine serves now, for an error text.
+
+        The engine is asked just now and has one second; the text is "unknown" with the error's name where it does not tell.
+        """
         try:
             return f"version {self.weight_version(timeout_s=1.0)}"
         except errors.R3Error as error:
             return f"unknown ({type(error).__name__})"
 
     def weight_checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
-        """By rank the engine's own checksum of each of its parameters, by its own names (fused ones included).
+        """Return the engine's own checksums of its parameters, by rank.
 
-        On a CPU engine it equals `checksums.tensor_checksum` of the bytes; on CUDA the engine uses another hash.
+        Names are the engine's own (fused parameters included). On a CPU engine a checksum equals `checksums.tensor_checksum` of
+        the bytes; on CUDA the engine uses another hash.
+
+        Raises:
+            EngineRefused: The answer holds no checksums.
         """
         reply = self._command("/weights_checker", timeout_s, action="checksum")
         try:
@@ -164,28 +194,39 @@ class EngineHandle:
             raise self._refusal("/weights_checker:", f"no checksums in {_shown(reply)}") from error
 
     def staged(self, metas: tuple[TensorMeta, ...]) -> bool:
-        """Whether links to all of its ranks stand, for these tensors."""
+        """Return whether all of its ranks are linked for these tensors."""
         return self.metas == metas and bool(self.ranks) and all(rank.link.alive for rank in self.ranks)
 
     # -- SGLang's own loading ------------------------------------------------------------------------------------------
 
     def init_group(self, where: Body, *, rank_offset: int = 1, timeout_s: float) -> None:
-        """Join a weight group (`WeightGroup.where`) with ranks from `rank_offset` on; returns when all members have joined."""
+        """Join a weight group; return when all members have joined.
+
+        Args:
+            where: The group, as `WeightGroup.where`.
+            rank_offset: The number of the engine's first rank in the group.
+            timeout_s: Seconds for the call.
+        """
         self.groups.append(where["group_name"])
         self._command("/init_weights_update_group", timeout_s, **where, rank_offset=rank_offset)
 
     def leave_groups(self, timeout_s: float) -> None:
-        """Leave all weight groups, also when the engine does not answer; the engine's sockets close, which ends broadcasts that
-        its peers wait in."""
+        """Leave all weight groups, even if the engine does not answer.
+
+        The engine's sockets close, which ends broadcasts that its peers wait in.
+        """
         names, self.groups = self.groups, []
         for name in names:
             with contextlib.suppress(errors.R3Error):  # it has not joined, or does not answer
                 self._command(_LEAVE, timeout_s / len(names), group_name=name)
 
     def begin(self, timeout_s: float) -> None:
-        """Open the bracket in which buckets are accepted, on a paused engine. If it is open already, somebody failed in it, and
-        these weights are unknown (`found`): that bracket is closed, and one of ours opened."""
-        if not self.takes_orders:  # nor has it a begin
+        """Begin an update in which the engine accepts buckets.
+
+        The engine must be paused. If an update is open already, somebody failed in it, and these weights are unknown (`found`):
+        the open one is ended, and ours begins. An engine that takes no orders has no begin either: nothing is sent.
+        """
+        if not self.takes_orders:  # such an engine has no begin
             return
         self.begun = True
         try:
@@ -197,30 +238,51 @@ class EngineHandle:
             self._command("/begin_weight_update", timeout_s)
 
     def update_tensors(self, tensors: Sequence[TensorMeta], timeout_s: float, **how: Any) -> None:
-        """Receive one broadcast of the flat bytes of a bucket's tensors from rank 0 and load them; returns when they are loaded.
+        """Load one broadcast bucket; return when it is loaded.
 
-        No version travels here: SGLang would record it as soon as this bucket is in. `how`: `group_name`; `flush_cache`, which
-        drops the KV cache of the old weights; `load_format`: with None a broadcast for each tensor is expected.
+        The engine receives the flat bytes of the bucket's tensors from rank 0 of the group. No version travels here: SGLang
+        would record it as soon as this bucket is in.
+
+        Args:
+            tensors: The tensors of the bucket.
+            timeout_s: Seconds for the call.
+            **how: `group_name`; `flush_cache`, which drops the KV cache of the old weights; `load_format`: with None the engine
+                expects a broadcast for each tensor.
         """
         rows = [(meta.name, meta.dtype_name, list(meta.shape)) for meta in tensors]
         body = dict(zip(("names", "dtypes", "shapes"), zip(*rows, strict=True), strict=True))
         self._put_in({"load_format": "flattened_bucket", **body, **how}, timeout_s)
 
     def end(self, timeout_s: float) -> None:
-        """Close the bracket. Refused when none is open."""
+        """End the update that `begin` opened.
+
+        The engine refuses when none is open.
+        """
         if self.takes_orders:
             self._command("/end_weight_update", timeout_s)
 
     def commit(self, version: int, timeout_s: float) -> None:
-        """Name the weights that SGLang has loaded; running requests go on (SGLang's default would abort them)."""
+        """Name the version of the weights that SGLang has loaded.
+
+        Running requests go on (SGLang's default would abort them).
+        """
         self._command("/update_weight_version", timeout_s, new_version=str(version), abort_all_requests=False)
 
     # -- our half in the engine ----------------------------------------------------------------------------------------
 
     def open(self, order: Body, timeout_s: float) -> None:
-        """Have its ranks connect to us, under a short pause that keeps every request's cache. CannotStage without our half, and
-        where bytes beside its parameters would leave something old. An update that is found begun was left by somebody who failed
-        or died, or belongs to another session (`found`): then the engine stays paused."""
+        """Make the engine's ranks connect to us, under a short pause.
+
+        The pause keeps every request's cache. An update that is found begun was left by somebody who failed or died, or belongs
+        to another session (`found`): then the engine stays paused.
+
+        Args:
+            order: The order to open, for our half in the engine.
+            timeout_s: Seconds for the order.
+
+        Raises:
+            CannotStage: The engine runs without our half, or bytes beside its parameters would leave something old.
+        """
         if self.unstaged:
             raise errors.CannotStage(f"engine {self.url} takes no staged bytes: {self.unstaged}")
         self.unlink()
@@ -241,8 +303,14 @@ class EngineHandle:
             raise errors.CannotStage(f"engine {self.url} runs without our half; set R3CHANNEL_WEIGHTS=1")
 
     def hold(self, order: Body, timeout_s: float) -> bool:
-        """Keep other sessions from this engine, and return whether our half could. Raises EngineRefused while another session
-        holds it, and where an update would leave something old."""
+        """Keep other sessions from this engine.
+
+        Returns:
+            Whether our half in the engine could do it.
+
+        Raises:
+            EngineRefused: Another session holds the engine, or an update would leave something old.
+        """
         try:
             self._look(self.order(order, timeout_s))
         except errors.EngineRefused as error:
@@ -253,8 +321,19 @@ class EngineHandle:
         return True
 
     def change_over(self, order: Body, version: int, flush_cache: bool, timeout_s: float) -> None:
-        """Let the parameters become what is staged, under the new version. There is no way back. `found` tells of a refusal
-        whether a parameter changed."""
+        """Make the staged bytes the engine's parameters, under the new version.
+
+        There is no way back.
+
+        Args:
+            order: The commit order.
+            version: The new version.
+            flush_cache: Whether the engine drops the KV cache of the old weights.
+            timeout_s: Seconds for the order.
+
+        Raises:
+            EngineRefused: The engine refused; `found` tells whether a parameter changed.
+        """
         try:
             answer = self.order(order, timeout_s, flush_cache=flush_cache, weight_version=str(version))
             if rank_link.FLUSH_REFUSED in answer:  # then SGLang has not told its front of the version
@@ -265,8 +344,16 @@ class EngineHandle:
         self.gives = version
 
     def order(self, order: Body, timeout_s: float, **served: Any) -> str:
-        """Send an order to our half in the engine and return the answer. `served`: `flush_cache`, and `weight_version`, which
-        names the weights that are served once it is carried out."""
+        """Send an order to our half in the engine.
+
+        Args:
+            order: The order, as plain JSON.
+            timeout_s: Seconds for the call.
+            **served: `flush_cache`; `weight_version`, which names the weights that are served once the order is carried out.
+
+        Returns:
+            The answer's text.
+        """
         if not self.takes_orders:
             return str(self._command(_LEAVE, timeout_s, group_name=json.dumps(order)))
         form = rank_link.COMMIT_FORMAT if order["op"] == "commit" else rank_link.OPEN_FORMAT
@@ -275,7 +362,10 @@ class EngineHandle:
         return self._put_in(body, timeout_s)
 
     def _put_in(self, body: Body, timeout_s: float) -> str:
-        """Returns the answer. SGLang may refuse to flush while requests wait for their grammar: the weights are in."""
+        """Post to SGLang's update route; return the answer's text.
+
+        SGLang may refuse to flush while requests wait for their grammar: the weights are in then, and the refusal is the answer.
+        """
         try:
             reply = self._command("/update_weights_from_distributed", timeout_s, **body)
         except errors.EngineRefused as error:
@@ -290,9 +380,13 @@ class EngineHandle:
     # -- what it does --------------------------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        """Stop generating; new requests wait. `retract` recomputes running ones later, `in_place` keeps their KV cache.
+        """Stop generating; new requests wait.
 
         Pausing a paused engine is harmless.
+
+        Args:
+            mode: `retract` recomputes running requests later; `in_place` keeps their KV cache.
+            timeout_s: Seconds for the call.
         """
         self._command("/pause_generation", timeout_s, mode=mode)
 
@@ -301,40 +395,44 @@ class EngineHandle:
         self.begun = False
 
     def undo(self, timeout_s: float) -> None:
-        """Serve again, with the weights untouched."""
+        """Resume the engine with its weights untouched.
+
+        An update that `begin` may have opened is ended first.
+        """
         if self.begun:
-            with contextlib.suppress(errors.EngineRefused):  # none is open: it never got our begin
+            with contextlib.suppress(errors.EngineRefused):  # no update is open: it never got our begin
                 self.end(timeout_s)
         self.resume(timeout_s)
 
     def unlink(self) -> None:
-        """Forget the links and the groups, without a call to the engine."""
+        """Forget the links and the groups, without calling the engine."""
         ranks, self.names, self.unheld = self.ranks, frozenset(), False
         self.ranks, self.metas, self.gives, self.groups = [], (), None, []  # at once: closing takes its time
         for rank in ranks:
             rank.close()
 
     def leave(self, timeout_s: float = 2 * REPAIR_S) -> None:
-        """End our hold on both sides, also when the engine is stuck in a broadcast; nothing else changes there."""
+        """End our hold on both sides; nothing else changes there.
+
+        It also works while the engine is stuck in a broadcast.
+        """
         self.leave_groups(timeout_s)
         self.forget()
 
     def forget(self) -> None:
-        """Know nothing of it until it is met again."""
+        """Forget the engine until it is met again."""
         self.boot_id = ""
         self.unlink()
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
     def _command(self, route: str, timeout_s: float, **body: Any) -> dict[str, Any]:
-        """Make a call whose answer must not say `success: false`."""
         reply = self._call(route, body, timeout_s=timeout_s)
         if reply.get("success", True) is not True:
             raise self._refusal(route, f"answered {_shown(reply)}")
         return reply
 
     def _call(self, route: str, body: Body | None = None, *, timeout_s: float) -> dict[str, Any]:
-        """The answer to a GET, or with a body to a POST."""
         payload = None if body is None else json.dumps(body).encode()
         request, where = Request(self.url + route, payload, self._headers), f"engine {self.url} {route}"
         try:
@@ -377,19 +475,27 @@ def _shown(reply: Any) -> str:
 
 
 class Engines:
-    """The engines of a session: who belongs, in which versions of torch and NCCL, and who may serve. One thread calls."""
+    """The engines of a session: the members, their versions of torch and NCCL, and who may serve. One thread calls."""
 
     def __init__(self, engines: Sequence[EngineHandle | str], backend: str) -> None:
-        """Raises ConfigError for no engine, or for one given twice."""
-        if isinstance(engines, str):  # whose letters would be taken for engines
+        """Make the set of engines of a session.
+
+        Raises:
+            ConfigError: No engine is given, or one is given twice.
+        """
+        if isinstance(engines, str):  # its letters would be taken for engines
             raise errors.ConfigError(f"engines is {engines!r}, one address; expected a list of them")
         self.all = _distinct([handle_of(engine) for engine in engines])
         self.version: int | None = None
-        """The newest version that any of them has committed."""
+        """The newest version that any engine has committed."""
         self._ours = {"torch": torch_version(), "nccl": nccl_version() if backend == "nccl" else ""}
 
     def at(self, url: str) -> EngineHandle:
-        """The engine of this address. Raises ConfigError for one that is not in the session."""
+        """Return the engine of this address.
+
+        Raises:
+            ConfigError: The engine is not in the session.
+        """
         for engine in self.all:
             if engine.url == url.rstrip("/"):
                 return engine
@@ -399,14 +505,24 @@ class Engines:
         self.all = _distinct([*self.all, engine])
 
     def drop(self, engine: EngineHandle) -> None:
-        """Leave this engine and forget it. ConfigError for the last one."""
+        """Leave this engine and forget it.
+
+        Raises:
+            ConfigError: It is the last engine.
+        """
         rest = _distinct([other for other in self.all if other is not engine])
         engine.leave()
         self.all = rest
 
     def meet(self, engine: EngineHandle, timeout_s: float) -> None:
-        """Let it join. RegistryRefused, with both values, if it runs other versions: NCCL hangs or fails between them, and
-        torch's wire formats follow its own. One that is not known is not compared."""
+        """Let one engine join.
+
+        A version that is not known is not compared.
+
+        Raises:
+            RegistryRefused: The engine runs another version of torch or NCCL; names both values. NCCL hangs or fails between
+                versions, and torch's wire formats follow its version.
+        """
         engine.meet(timeout_s)
         for name, ours in self._ours.items():
             theirs = getattr(engine, name)
@@ -415,8 +531,13 @@ class Engines:
                 raise errors.RegistryRefused(f"engine {engine.url} runs {name} {theirs}, the trainer {ours}")
 
     def routable(self, timeout_s: float) -> tuple[str, ...]:
-        """Engines that serve the newest version, of those that answer within `timeout_s`; 0 asks none. One that was restarted
-        has unknown weights, and is met anew by the next update. Any thread."""
+        """Return the URLs of engines that serve the newest version.
+
+        An engine that was restarted has unknown weights, and the next update meets it anew. Any thread may call.
+
+        Args:
+            timeout_s: Seconds that an engine has for an answer; engines that do not answer are left out. 0 asks none.
+        """
         version = self.version
         able = [engine for engine in self.all if engine.boot_id and engine.now.serves(version)]
         if timeout_s:

@@ -56,12 +56,15 @@ class Box(NamedTuple):
         return math.prod(self.shape)
 
     def holds(self, other: Box) -> bool:
-        """Whether the other one is a box, and lies within."""
+        """Return whether `other` is a box and lies within this one."""
         corners = zip(self.start, other.start, other.stop, self.stop, strict=True)
         return all(first <= start <= stop <= end for first, start, stop, end in corners)
 
     def cut(self, most: int) -> Iterator[Box]:
-        """Boxes of at most `most` items, in C order, or of one item where that is less."""
+        """Cut this box into boxes of at most `most` items.
+
+        They come in C order. Where `most` is less than one, each has one item.
+        """
         axis = next((axis for axis, size in enumerate(self.shape) if size > 1), None)
         if axis is None or self.numel <= most:
             yield self
@@ -74,7 +77,11 @@ class Box(NamedTuple):
             yield from part.cut(most) if lines == 1 else (part,)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Slices that cut this box out of a tensor that holds exactly `outer`."""
+        """Return slices that cut this box out of an outer one.
+
+        Args:
+            outer: the box that a tensor holds exactly.
+        """
         spans = zip(self.start, self.stop, outer.start, strict=True)
         return tuple(slice(start - base, stop - base) for start, stop, base in spans)
 
@@ -86,11 +93,15 @@ class Layout(NamedTuple):
     held: tuple[tuple[Box, tuple[int, ...]], ...]
     """Distinct boxes in ascending order, and the ranks that hold each."""
     digest: str
-    """Over shape, boxes and ranks."""
+    """A hash over shape, boxes and ranks."""
 
     @classmethod
     def of(cls, shape: Sequence[int], held: Iterable[tuple[int, Box]]) -> Layout:
-        """From (rank, box) pairs. Raises ManifestMismatch for a box that is not within the shape."""
+        """Make a layout of (rank, box) pairs.
+
+        Raises:
+            ManifestMismatch: a box is not within the shape.
+        """
         ranks: dict[Box, set[int]] = {}
         for rank, box in held:
             if len(box.start) != len(shape) or not Box.whole(shape).holds(box):
@@ -108,7 +119,7 @@ class ShardMap:
         placed = list(tensors)
         self.metas = tuple(meta for meta, _ in placed)
         self.layouts = tuple(layout for _, layout in placed)
-        """By tensor."""
+        """The layouts, by tensor."""
         rows = [[*meta.row(), layout.digest] for meta, layout in placed]
         self.digest = xxhash.xxh3_128_hexdigest(json.dumps(rows, separators=(",", ":")).encode())
 
@@ -116,7 +127,12 @@ class ShardMap:
     def of_holders(
         cls, tensors: Iterable[tuple[TensorMeta, Sequence[int]]], holders: Sequence[tuple[Sequence[int], Box]]
     ) -> ShardMap:
-        """From the indexes, for each tensor, into `holders`: ranks that hold a box, and the box."""
+        """Make a map of tensors and the boxes that ranks hold.
+
+        Args:
+            tensors: each tensor with indexes into `holders`.
+            holders: ranks that hold a box, and the box.
+        """
 
         @cache
         def layout(shape: tuple[int, ...], *indexes: int) -> Layout:
@@ -126,9 +142,13 @@ class ShardMap:
 
     @classmethod
     def gathered(cls, reports: Sequence[bytes]) -> ShardMap:
-        """From what each rank says it holds (`report_of`), by rank. The first rank that has a tensor decides its place.
+        """Make a map of what each rank says it holds.
 
-        Raises ManifestMismatch when two ranks disagree about a tensor, with both values.
+        Args:
+            reports: by rank, what `report_of` returned there. The first rank that has a tensor decides the tensor's place.
+
+        Raises:
+            ManifestMismatch: two ranks disagree about a tensor; the text has both values.
         """
         held: dict[str, list[int]] = {}
         kinds, holders = list[list[Any]](), list[tuple[list[int], Box]]()
@@ -148,7 +168,10 @@ class ShardMap:
 
 
 def report_of(held: Iterable[tuple[TensorMeta, Box]]) -> bytes:
-    """What a rank holds, for `ShardMap.gathered`: names by kind, since a model has thousands of one kind; packed."""
+    """Pack what a rank holds, for `ShardMap.gathered`.
+
+    Names are listed by kind, since a model has thousands of one kind.
+    """
     kinds: dict[tuple[Any, ...], list[str]] = {}
     for meta, box in held:
         kinds.setdefault((meta.dtype_name, meta.shape, box.start, box.stop), []).append(meta.name)
@@ -169,17 +192,25 @@ class Part(NamedTuple):
     strides: tuple[int, ...]
 
     def start(self, box: Box) -> int:
-        """The first item of a box within the part, in the parameter."""
+        """Return the parameter's item at which a box within the part begins."""
         steps = zip(box.start, self.box.start, self.strides, strict=True)
         return self.offset + sum((start - base) * stride for start, base, stride in steps)
 
     def gaps(self, box: Box) -> bool:
-        """Whether the box's items do not lie one after the other in the parameter."""
+        """Return whether the box's items lie with gaps in the parameter.
+
+        They do if they do not lie one after the other.
+        """
         dims = zip(box.shape, self.strides, steps_of(box.shape), strict=True)
         return any(size != 1 and stride != step for size, stride, step in dims)
 
     def view(self, flat: torch.Tensor, box: Box | None = None) -> torch.Tensor:
-        """The part (or a box within it) inside the parameter's memory, given as a flat tensor of its dtype."""
+        """Return the part as a view of the parameter's memory.
+
+        Args:
+            flat: the parameter as a flat tensor of its dtype.
+            box: a box within the part; None for the whole part.
+        """
         box = box or self.box
         return torch.as_strided(flat, box.shape, self.strides, flat.storage_offset() + self.start(box))
 
@@ -188,7 +219,12 @@ class PartTable(Sequence[Part]):
     """Parts in columns, since a model has many of few kinds. A `Part` is made when it is asked for, and kept."""
 
     def __init__(self, columns_CP: np.ndarray, kinds: Sequence[tuple[Box, tuple[int, ...]]]) -> None:
-        """`kinds`: boxes and strides."""
+        """Keep the columns.
+
+        Args:
+            columns_CP: int64 rows of tensor, parameter, offset and kind, one column for each part.
+            kinds: boxes and strides.
+        """
         self.columns_CP, self.kinds = columns_CP, kinds
         self.tensor_P, self.param_P, self.offset_P, self.kind_P = columns_CP
         self._made: dict[int, Part] = {}
@@ -221,11 +257,11 @@ class Needs:
     missing: tuple[str, ...] = ()
     """Parameters that the tensors leave empty or fill in part."""
     padding: tuple[tuple[Part, float], ...] = ()
-    """What no tensor fills (`tensor` -1), and the loader's constant that is not there yet, as after `--load-format dummy`. The
-    rank fills it; no trainer is told."""
+    """Places that no tensor fills (`tensor` -1), with the loader's constant where it is not there yet, as after `--load-format
+    dummy`. The rank fills them; no trainer is told."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         packed = zlib.compress(self.parts.columns_CP.astype("<i8").tobytes(), 1)
         return {
             "params": [meta.row() for meta in self.params],
@@ -236,9 +272,18 @@ class Needs:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any], tensors: int) -> Needs:
-        """The same object again while one of equal content lives: ranks at the same place of several engines share it.
+        """Read the needs that another process made with `to_dict`.
 
-        Raises ValueError, TypeError, LookupError, OverflowError and zlib.error for what no rank needs of so many `tensors`."""
+        The call returns the same object again while one of equal content lives: ranks at the same place of several engines share
+        it.
+
+        Args:
+            value: what `to_dict` returned.
+            tensors: the number of tensors that the needs may name.
+
+        Raises:
+            ValueError, TypeError, LookupError, OverflowError, zlib.error: no rank needs such parts of so many tensors.
+        """
         key = xxhash.xxh3_128_digest(json.dumps(value).encode())
         if (needs := _alive.get(key)) is None:
             data = zlib.decompressobj().decompress(base64.b64decode(value["parts"]), 1 << 28)
@@ -254,7 +299,11 @@ _alive = WeakValueDictionary[bytes, Needs]()
 
 
 def _check_parts(table: PartTable, sizes: Sequence[int], tensors: int) -> None:
-    """ValueError for a part of no tensor, or one that does not lie within its parameter."""
+    """Check that each part names a tensor and lies within its parameter.
+
+    Raises:
+        ValueError: a part does not.
+    """
     axes = [list(zip(box.start, box.stop, strides, strict=True)) for box, strides in table.kinds]
     ends_K = np.array([1 + sum((b - a - 1) * step for a, b, step in spans) for spans in axes], np.int64)
     sizes_M, most_C = np.array(sizes, np.int64), np.array([tensors, len(sizes), 1 << 62, len(axes)])
@@ -265,7 +314,7 @@ def _check_parts(table: PartTable, sizes: Sequence[int], tensors: int) -> None:
 
 
 def steps_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Items between neighbours along each axis."""
+    """Return the items between neighbours along each axis."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
@@ -273,10 +322,17 @@ def steps_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def deal(loads_R: np.ndarray, batch: Batch) -> np.ndarray:
-    """Give a batch's items to the least loaded of its holders, one after the other.
+    """Assign a batch's items to their least loaded holders.
 
-    Returns the sender of each item and adds to `loads_R` (int64, bytes per rank). The items fill the holders like water:
-    everybody below the final level is raised to it in whole items, and what is left goes to the lowest.
+    The result is as if items were given one after the other. The items fill the holders like water: every holder below the final
+    level is raised to it in whole items, and what is left goes to the lowest.
+
+    Args:
+        loads_R: int64, bytes per rank. The batch is added to it.
+        batch: items of one size with the same holders.
+
+    Returns:
+        The sender of each item.
     """
     holders_H, nbytes = np.array(batch.holders), batch.nbytes
     count = len(batch.tensors) * len(batch.items)
@@ -308,13 +364,22 @@ class RankPlan(NamedTuple):
 
 
 def plan_reshard(source: ShardMap, target: ShardMap, *, rank: int, world_size: int) -> RankPlan:
-    """The plan of one rank. Ranks of both maps are numbers of one joint group, and no rank is in both.
+    """Return the plan of one rank.
 
-    Every tensor of `target` must be in `source` with the same whole shape and be held completely, each element by one box
-    or by replicas of that box; tensors that only `source` has are not sent. Raises ManifestMismatch, naming the tensor.
-    Memory: what this rank sends, and the items of each pair of layouts that occurs.
+    Every tensor of `target` must be in `source` with the same whole shape and be held completely, each element by one box or by
+    replicas of that box. Tensors that only `source` has are not sent. Memory: what this rank sends, and the items of each pair of
+    layouts that occurs.
+
+    Args:
+        source: what trainer ranks hold.
+        target: what engines' ranks need. Ranks of both maps are numbers of one joint group, and no rank is in both.
+        rank: the rank whose plan is made.
+        world_size: ranks of the joint group.
+
+    Raises:
+        ManifestMismatch: a tensor breaks these rules; the text names it.
     """
-    # It begins with the rules, so that processes with other rules do not agree.
+    # The hash begins with a version of the rules, so that processes with other rules do not agree.
     digest = xxhash.xxh3_128(f"r3channel reshard 1{source.digest} {target.digest} {world_size}".encode())
     loads_R, sends = np.zeros(world_size, dtype=np.int64), dict[int, list[tuple[int, Box]]]()
     for batch in batches(source, target):
@@ -338,7 +403,13 @@ class Batch(NamedTuple):
 
 
 def batches(source: ShardMap, target: ShardMap) -> list[Batch]:
-    """The batches, largest items first; equal ones in the order in which the target first needs them."""
+    """Return all batches, largest items first.
+
+    Equal ones come in the order in which the target first needs them.
+
+    Raises:
+        ManifestMismatch: a tensor is missing, has another shape, is not held completely, or is held in boxes that overlap.
+    """
     given = {meta.name: (meta, layout) for meta, layout in zip(source.metas, source.layouts, strict=True)}
     alike: dict[tuple[str, str, int], tuple[Layout, Layout, list[int]]] = {}
     for index, (meta, needed) in enumerate(zip(target.metas, target.layouts, strict=True)):
@@ -364,11 +435,14 @@ _Items = dict[tuple[tuple[int, ...], int], list[tuple[Box, int]]]
 
 
 def _items(meta: TensorMeta, src: Layout, dst: Layout) -> _Items:
-    """What is sent of tensors that are cut as `meta`, which errors name."""
+    """Return what is sent of tensors that are cut as `meta`.
+
+    Errors name `meta`.
+    """
     starts, stops, numel_SD = _common(src, dst)
     _, _, again_SS = _common(src, src)
     np.fill_diagonal(again_SS, 0)
-    for first, second in np.argwhere(again_SS)[:1].tolist():  # nobody could say whose value counts
+    for first, second in np.argwhere(again_SS)[:1].tolist():  # no rule says whose value counts
         who = f"tensor {meta}: rank {src.held[first][1][0]} and rank {src.held[second][1][0]}"
         raise ManifestMismatch(f"{who} hold different boxes that overlap; expected equal or disjoint")
     for (box, ranks), numel in zip(dst.held, numel_SD.sum(axis=0).tolist(), strict=True):
@@ -386,7 +460,10 @@ def _items(meta: TensorMeta, src: Layout, dst: Layout) -> _Items:
 
 
 def _common(first: Layout, second: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What each pair of boxes has in common: starts, stops, elements."""
+    """Return what each pair of boxes has in common.
+
+    The result is starts, stops and numbers of elements.
+    """
     mine, theirs = (
         np.array([box for box, _ in layout.held], np.int64).reshape(len(layout.held), 2, len(layout.shape))
         for layout in (first, second)

@@ -1,8 +1,8 @@
-"""The groups in which weights travel to engines' ranks: a trainer rank's that broadcasts to SGLang's own, and the joint one.
+"""The groups in which weights travel to engines' ranks: a trainer rank's broadcasts to SGLang's ranks, and the joint group.
 
 In the joint group (`wire="nccl"`) all trainer ranks send to our half in engines, from GPU to GPU. NCCL carries out a group's
-calls one after another, and each waits for its partner. All members therefore take one order: record by record, in rounds in
-which nobody has two partners (the circle method of round-robin tournaments).
+calls one after another, and each call waits for its partner. All members therefore take one order: record by record, in rounds
+in which no member has two partners (the circle method of round-robin tournaments).
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.staged_copy import new_memory
 
 _DEPTH = 2
-"""Records under way, each with memory of its own: one is gathered or placed while another one travels."""
+"""How many records are under way, each with memory of its own: one is gathered or placed while another one travels."""
 _SHARE = 0.8
-"""How long an engine waits for the others, of its time for an order: it must answer itself, or it counts as lost."""
+"""The part of its time for an order that an engine waits for other members: it must still answer, or it counts as lost."""
 
 
 class WeightGroup:
-    """Rank 0 of a group that broadcasts to SGLang's own ranks. LISTENING -> JOINED (`join`) -> CLOSED (`close`, often).
+    """Rank 0 of a group that broadcasts to SGLang's own ranks. LISTENING -> JOINED (`join`) -> CLOSED (`close`, any number of
+    times).
 
     >>> group = WeightGroup("doc-1", world_size=1)
     >>> group.join(timeout_s=20.0)
@@ -45,28 +46,44 @@ class WeightGroup:
     """
 
     def __init__(self, name: str, *, world_size: int, host: str = "127.0.0.1", backend: str = "gloo") -> None:
-        """Listen on `host` (an address of this machine that the engines reach) at a port given by the system.
+        """Listen for members at a port given by the system.
 
-        ConfigError for a wildcard host: store and gloo have no authentication, so only the configured interface may see them.
+        Args:
+            name: The group's name.
+            world_size: The number of members, this one included.
+            host: An address of this machine that the engines reach.
+            backend: `gloo` or `nccl`.
+
+        Raises:
+            ConfigError: `host` is a wildcard. Store and gloo have no authentication, so only the configured interface may see
+                them.
         """
         self.name, self.host, self.world_size, self.backend = name, host, world_size, backend
         self._store = RendezvousStore(host)
         self.where = {"master_address": host, "master_port": self._store.port, "group_name": name}
         self.where |= {"backend": backend, "world_size": world_size}
-        """What another member must be told to join."""
+        """What another member must know to join."""
         self._sending = threading.Lock()
         self.wire: ProcessGroupTransport | None = None
         self._stand_ins = list[ProcessGroupTransport]()
         self._closed = False
 
     def join(self, rank: int = 0, *, timeout_s: float) -> None:
-        """Wait until all members have joined. Raises DeadlineExceeded. Another `rank`: in its place, until `close`."""
+        """Wait until all members have joined.
+
+        Args:
+            rank: With a rank other than 0, join in place of that member, until `close`.
+            timeout_s: Seconds to wait.
+
+        Raises:
+            DeadlineExceeded: A member has not joined in time.
+        """
         where = Rendezvous(
             backend=self.backend, name=self.name, connection=0, rank=rank, world_size=self.world_size, host=self.host,
             port=self._store.port,
         )  # fmt: skip
         wire = ProcessGroupTransport(where, timeout_s=timeout_s, members="foreign")
-        if rank:  # one that left at once would fail a member that has not met it yet
+        if rank:  # a stand-in that left at once would fail a member that has not met it yet
             self._stand_ins.append(wire)
         else:
             self.wire = wire
@@ -74,10 +91,19 @@ class WeightGroup:
             self.close()
 
     def broadcast(self, payload: torch.Tensor, *, timeout_s: float) -> None:
-        """Send `payload` (uint8, contiguous) to every member; its memory may be reused on return.
+        """Send `payload` to every member.
 
-        The members must expect exactly as many bytes: gloo aborts the process of a smaller receiver. After an error the
-        group is dead on every side. Raises DeadlineExceeded after `timeout_s`, TransportError if a member is gone.
+        The members must expect exactly as many bytes: gloo aborts the process of a smaller receiver. After an error the group is
+        dead on every side.
+
+        Args:
+            payload: uint8, contiguous; its memory may be reused on return.
+            timeout_s: Seconds for the broadcast.
+
+        Raises:
+            DeadlineExceeded: The broadcast has not ended after `timeout_s`.
+            TransportError: A member is gone.
+            UsageError: The group is not joined, or is closed.
         """
         if self.wire is None:
             raise UsageError(f"weight group {self.name} is not joined, or is closed")
@@ -85,7 +111,10 @@ class WeightGroup:
             self.wire.broadcast(0, payload, timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Leave the group: members that wait in a broadcast fail at once. Never blocks on a broadcast under way."""
+        """Leave the group; members that wait in a broadcast fail at once.
+
+        It never blocks on a broadcast under way. Any thread may call, any number of times.
+        """
         self._closed = True
         wire, self.wire = self.wire, None
         self._store.close()
@@ -124,7 +153,10 @@ def turns(mine: int, step: int, records: Sequence[int], size: int) -> Iterator[t
 
 
 class JointGroup:
-    """A trainer rank's end, for all updates of a session: OUT -> `join` -> `send`, often -> `leave` -> OUT. One thread."""
+    """A trainer rank's end of the joint group, for all updates of a session. One thread calls.
+
+    OUT -> `join` -> `send`, any number of times -> `leave` -> OUT
+    """
 
     def __init__(self, ranks: TrainerRanks, config: SyncConfig) -> None:
         self._ranks, self._config = ranks, config
@@ -133,12 +165,14 @@ class JointGroup:
         self._joining: Future[ProcessGroupTransport] | None = None
 
     def join(self, links: Sequence[RankLink], host: str, deadline: Deadline) -> dict[str, Any]:
-        """Begin to join a group with these, the same on every trainer rank, unless all are in it.
+        """Begin to join a group with these engine ranks.
+
+        Nothing changes if all trainer ranks are in that group. The call is the same on every trainer rank.
 
         Args:
             links: All engine ranks, in the order in which they are numbered after the trainer ranks.
             host: The first trainer rank's address.
-            deadline: The update's.
+            deadline: The update's deadline.
 
         Returns:
             What engines must be told; empty where nothing changes.
@@ -157,12 +191,22 @@ class JointGroup:
         return {"where": where, "timeout_s": most_s, "trainers": ranks.size}
 
     def send(self, update: int, shards: Sequence[torch.Tensor], deadline: Deadline) -> int:
-        """Send what each rank needs of the shards; return the bytes. After a failure the group is left.
+        """Send each engine rank what it needs of the shards.
+
+        After a failure the group is left.
+
+        Args:
+            update: The update's number.
+            shards: This rank's shards.
+            deadline: The update's deadline.
+
+        Returns:
+            The bytes sent.
 
         Raises:
             NonFiniteWeights: A tensor holds NaN or Inf.
-            TransportError: A member is gone, or silent for `engine_timeout_s`: names the engine's rank at which it ended, and
-                why, as that one says.
+            TransportError: A member is gone, or silent for `engine_timeout_s`. Names the engine's rank at which the group ended,
+                and the reason that this rank tells.
         """
         self._partner: RankLink | None = None
         try:
@@ -200,7 +244,10 @@ class JointGroup:
         return sent
 
     def leave(self) -> None:
-        """Leave the group: members that wait for this one, or for its turn, fail. Idempotent."""
+        """Leave the group; calling again changes nothing.
+
+        Members that wait for this one, or for its turn, fail.
+        """
         joining, self._joining = self._joining, None
         if joining is not None:
             for link in self._links:
@@ -212,7 +259,7 @@ class JointGroup:
 
 
 def _asked(link: RankLink) -> str:
-    """Return why an engine's rank has left the group: as it says itself, or that it is gone."""
+    """Return why an engine's rank says it has left the group."""
     where, why = f"engine {link.engine} rank {link.rank}: ", "it has left"
     try:
         link.end(timeout_s=REPAIR_S)
@@ -222,22 +269,33 @@ def _asked(link: RankLink) -> str:
 
 
 class JointReceiver:
-    """An engine rank's end. NEW -> JOINED -> CLOSED. The links' threads call, each for its trainer; any may close."""
+    """An engine rank's end of the joint group. NEW -> JOINED -> CLOSED.
+
+    The links' threads call, each for its trainer. Any thread may close.
+    """
 
     def __init__(self, **order: Any) -> None:
-        """`order`: what `JointGroup.join` returns, and this rank's `rank`; without one nothing can be received."""
+        """Make the end of one group.
+
+        Args:
+            **order: What `JointGroup.join` returns, and this rank's `rank`. Without an order nothing can be received.
+        """
         self._told, self.name = order, order["where"]["name"] if order else ""
         self._wire: ProcessGroupTransport | None = None
         self._rooms = SimpleQueue[torch.Tensor]()
         self._changed = threading.Condition()
-        """Guards what is below."""
+        """Guards the attributes below."""
         self._update, self._records = -1, dict[int, int]()
         self._order = deque[int]()
-        """Whose records come, once all trainers have said how many."""
+        """The trainers whose records come next, in order; known once all trainers have said how many they send."""
         self._ended = "" if order else "there is none"
 
     def join(self) -> None:
-        """Wait until all members are there. DeadlineExceeded."""
+        """Wait until all members have joined.
+
+        Raises:
+            DeadlineExceeded: A member has not joined in time.
+        """
         where = Rendezvous(**self._told["where"], rank=self._told["rank"])
         wire = ProcessGroupTransport(where, timeout_s=self._told["timeout_s"], members="joint")
         for _ in range(_DEPTH):
@@ -249,7 +307,7 @@ class JointReceiver:
             wire.abort()
 
     def begin(self, update: int, trainer: int, records: int) -> None:
-        """Take in how many records a trainer sends in an update."""
+        """Note how many records a trainer sends in an update."""
         with self._changed:
             if update > self._update:
                 self._update, self._records, self._order = update, {}, deque()
@@ -262,11 +320,22 @@ class JointReceiver:
 
     @contextmanager
     def landed(self, update: int, trainer: int, nbytes: int, *, timeout_s: float) -> Iterator[torch.Tensor]:
-        """Receive a trainer's next record at its turn; its memory is used again after the block.
+        """Receive a trainer's next record at its turn.
 
-        WeightsCorrupt where the group has ended: of the link, which goes on, only this update is void."""
+        Args:
+            update: The update's number.
+            trainer: The trainer's rank.
+            nbytes: Bytes of the record.
+            timeout_s: Seconds for the record, from its turn on.
+
+        Yields:
+            The bytes, flat uint8; the memory is used again after the block.
+
+        Raises:
+            WeightsCorrupt: The group has ended. Only this update is void: the link goes on.
+        """
         wire = self._at_turn(update, trainer)
-        room = self._rooms.get()  # at its turn, or those of later turns would hold all of them
+        room = self._rooms.get()  # taken at the turn: records of later turns could hold all of them
         try:
             room = room if len(room) >= nbytes else new_memory(nbytes, wire.device)
             wire.recv(trainer, room[:nbytes], timeout_s=timeout_s)
@@ -282,7 +351,7 @@ class JointReceiver:
 
     def _at_turn(self, update: int, trainer: int) -> ProcessGroupTransport:
         with self._changed:
-            # A late thread may come with a record of the group before.
+            # A late thread may come with a record of an earlier update.
             while not self._ended and update == self._update and trainer in self._records:
                 if self._wire is not None and self._order and self._order[0] == trainer:
                     return self._wire
@@ -290,7 +359,13 @@ class JointReceiver:
             raise WeightsCorrupt(f"the joint group has ended: {self._ended or 'the update was given up'}")
 
     def close(self, why: str) -> None:
-        """Leave the group, also in the middle of a call. Idempotent."""
+        """Leave the group, also in the middle of a call.
+
+        Calling again changes nothing.
+
+        Args:
+            why: The reason; the first one is kept for errors.
+        """
         with self._changed:
             self._ended, wire = self._ended or why, self._wire
             self._changed.notify_all()

@@ -1,7 +1,7 @@
-"""One trainer session's hold on an engine's rank: its links, the staged copy, and how the parameters become what is staged.
+"""One trainer session's hold on an engine's rank: its links, the staged copy, and how staged bytes become the parameters.
 
-Each link has a thread of its own, which writes staged memory only; the scheduler's thread alone writes parameters. The parameters
-decide how much is allocated, never what a trainer says.
+Each link has a thread of its own, which writes staged memory only; the scheduler's thread alone writes parameters. The size of
+the parameters decides how much is allocated, never what a trainer says.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from r3channel.weights.staged_copy import Room, StagedCopy, make_copy
 
 _CONNECT_S = 10.0
 WORD_BYTES = 1024
-"""Bytes of a reason at most, when it is sent to the trainer."""
+"""Most bytes of a reason that is sent to the trainer."""
 
 
 _Runs = dict[tuple[int, int], list[rank_link.Run]]
-"""Where each record of a trainer's table lies (by first entry and number of them): the same at every update."""
+"""Where each record of a trainer's table lies, by first entry and number of entries. It is the same at every update."""
 
 
 @dataclass(slots=True)
@@ -49,9 +49,9 @@ class _Stage:
 
     update: int = -1
     digests: dict[str, str] = field(default_factory=dict)
-    """By parameter, once everything has come."""
+    """By parameter, once everything has been placed."""
     came: dict[int, int] = field(default_factory=dict)
-    """By link: items placed."""
+    """The number of items placed, by link."""
     committed: bool = False
 
 
@@ -61,10 +61,18 @@ class Hold:
     def __init__(
         self, model: torch.nn.Module, order: Mapping[str, Any], learned: Learned, *, rank: int, run_token: str, room: Room
     ) -> None:  # fmt: skip
-        """Allocates the staged copy and opens the links, whose threads hold it: it goes with the trainers. Where there is no
-        room for it, the links tell so.
+        """Allocate the staged copy and open the links to the trainers.
 
-        Links of an order that stages nothing tell what was `learned`, and keep other sessions out.
+        The links' threads hold the copy: it is freed once the trainers are gone. Where there is no room for the copy, the links
+        tell so. Links of an order that stages nothing tell what was `learned`, and keep other sessions out.
+
+        Args:
+            model: The engine's model.
+            order: The trainer's order, with `op` "open" to stage, or "hold".
+            learned: The result of the dry run.
+            rank: This rank's number in its engine.
+            run_token: The run's secret; may be empty.
+            room: This rank's share of the free memory.
         """
         self.name: str = order["session"]
         told, stages = {"needs": learned.needs.to_dict(), "whole": learned.refused}, order["op"] == "open"
@@ -73,13 +81,13 @@ class Hold:
         self._lock = threading.Lock()
         self._stage = _Stage()
         self._until_s = math.inf
-        """When the update that was begun last is over, on the clock of `time.monotonic`."""
+        """When the time of the update that began last is over, on the clock of `time.monotonic`."""
         self._joint = JointReceiver()
         self._mapped = set[int]()
         self._ready: tuple[StagedCopy, list[torch.Tensor]] | None = None
-        """The copy, and parameters that were looked at just before they change."""
+        """The copy, and the parameters that `check` found unchanged."""
         self._serving: tuple[int, Mapping[str, str], Sequence[torch.Tensor]] | None = None
-        """The version, digests and flat parameters that a trainer may read back; None: nothing was committed over these links."""
+        """The version, digests and flat parameters that a trainer may read back; None before a commit over these links."""
         self._items = sum(part.box.numel for part in self._needs.parts)
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
         where: dict[str, Any] = {"device": device, "wire": order["wire"] if stages else "tcp", "room": room}
@@ -101,33 +109,53 @@ class Hold:
 
     @property
     def ended(self) -> bool:
-        """Whether the trainers are gone, so that nobody holds the engine. Links that something between keeps alive count as gone
-        where an update was begun, not committed, and is past its limit."""
+        """Return whether the trainers are gone: nobody holds the engine.
+
+        Links that something in between keeps alive count as gone, too, if an update was begun, not committed, and is past its
+        limit.
+        """
         given_up = time.monotonic() > self._until_s and not self._stage.committed
         return given_up or not any(link.alive for link in self._links)
 
     @property
     def staging(self) -> bool | None:
-        """Whether an update is on its way: from the linking, or its first byte, to its commit. None where nothing is staged."""
+        """Return whether an update is on its way.
+
+        An update is on its way from the linking, or from its first byte, to its commit. None where nothing is staged.
+        """
         return not (self._stage.committed or self.ended) if self._items else None
 
     def close(self) -> None:
-        """End the links and their threads, and with these the staged copy. Not on a link's thread."""
+        """End the links and their threads, which free the staged copy.
+
+        A link's own thread must not call it.
+        """
         self._joint.close("the session has ended")
         for link in self._links:
             link.close()
         wait(self._threads, timeout=_CONNECT_S)
 
     def regroup(self, joint: dict[str, Any], rank: int) -> None:
-        """End what is under way in the joint group, on any thread; then join another, if that is wanted: `joint` has the number
-        there of the engine's first rank."""
+        """Leave the joint group, then join another if one is given.
+
+        Calls under way in the old group end, on any thread.
+
+        Args:
+            joint: What `JointReceiver` takes; its `rank` is the number of the engine's first rank in the group. Empty to join
+                none.
+            rank: This rank's number in its engine.
+        """
         self._joint.close("a trainer has given it up")
         if joint:
             self._joint = JointReceiver(**joint | {"rank": joint["rank"] + rank})
             self._joint.join()
 
     def _fill(self, copy: StagedCopy, model: torch.nn.Module) -> dict[str, Any]:
-        """What no tensor covers keeps its values. Returns what the trainer is told about the copy."""
+        """Fill the copy before any tensor comes.
+
+        It gets the parameters' present values, which stay where no tensor comes, and the constants that a loader pads with.
+        Returns what the trainer is told about the copy.
+        """
         for view, param in zip(copy.views, () if self._whole else model.parameters(), strict=not self._whole):
             view.copy_(param.detach().flatten())
         for place, constant in self._needs.padding:
@@ -138,9 +166,12 @@ class Hold:
     # -- a link's thread -----------------------------------------------------------------------------------------------
 
     def _serve(self, number: int, link: Connection, reply: dict[str, Any], copy: StagedCopy) -> None:
-        """Serve the link until the trainer leaves or dies; what was staged is then never committed."""
+        """Serve the link until the trainer leaves or dies.
+
+        What was staged is never committed after that.
+        """
         try:
-            # after any of them no byte can be told from another
+            # after any of these errors the stream is out of step: the link must end
             with suppress(R3Error, ValueError, IndexError, struct.error):
                 self._listen(number, link, reply, copy)
         finally:
@@ -220,7 +251,7 @@ class Hold:
             )
 
     def _land(self, number: int, update: int, runs: Sequence[rank_link.Run], seen: xxhash.xxh3_64) -> None:
-        """Receive a record in the joint group, and put its pieces where they lie."""
+        """Receive a record in the joint group, and place its pieces."""
         views, left_s = [run.view for run in runs], self._until_s - time.monotonic()
         sizes = [view.nbytes for view in views]
         with self._joint.landed(update, number, sum(sizes), timeout_s=max(left_s, 0.0)) as flat_N:
@@ -229,8 +260,10 @@ class Hold:
                 view.copy_(part_N.view(view.dtype).view(view.shape))
 
     def _verify(self, copy: StagedCopy, update: int, checksums: bool) -> dict[str, Any]:
-        """Digests of the parameters as they will be, computed when every trainer has sent everything. Without those
-        of experts that move: another engine has them elsewhere."""
+        """Compute the digests of the parameters as they will be.
+
+        Every trainer must have sent everything. Experts that move are left out: another engine has them elsewhere.
+        """
         if moved := self._learned.moved():
             return {"error": moved}
         with self._lock:
@@ -245,7 +278,10 @@ class Hold:
         return {kind: {name: sums[name] for name in alike if name in sums} for kind, sums in both.items()}
 
     def _given(self, version: int, param: int) -> tuple[dict[str, str], list[memoryview]]:
-        """A parameter's bytes now and its digest at the commit; the trainer compares them."""
+        """Return a parameter's digest at the commit, and its bytes now.
+
+        The trainer compares the two.
+        """
         held, digests, params = self._serving or (None, {}, ())
         if held != version:
             last = "nothing" if held is None else f"version {held}"
@@ -255,7 +291,17 @@ class Hold:
     # -- the scheduler's thread ----------------------------------------------------------------------------------------
 
     def check(self, model: torch.nn.Module, update: int) -> None:
-        """The update is staged and verified, and the parameters are those of the dry run. Nothing is touched yet."""
+        """Check that the update is ready to be committed.
+
+        The update is staged and verified, and the parameters are those of the dry run. Nothing is touched yet.
+
+        Args:
+            model: The engine's model.
+            update: The update's number.
+
+        Raises:
+            WeightsError: The update is not staged and verified here, a parameter is not what it was, or experts have moved.
+        """
         stage, copy = self._stage, self._copy()
         if stage.update != update or not stage.digests or copy is None:
             raise WeightsError(f"update {update} is not staged and verified here; {stage.update} is staged")
@@ -265,7 +311,17 @@ class Hold:
         self._ready = copy, [] if self._whole else self._targets(model)
 
     def change_over(self, model: torch.nn.Module, version: int) -> None:
-        """The parameters become what is staged. The staged copy stays as it is: the order may come again."""
+        """Make the staged bytes the parameters.
+
+        The staged copy stays as it is: the order may come again. `check` must come first.
+
+        Args:
+            model: The engine's model.
+            version: The version that the parameters have then.
+
+        Raises:
+            WeightsError: A parameter holds other values than were staged.
+        """
         assert self._ready is not None
         (copy, targets), self._ready, self._serving = self._ready, None, None
         self._stage.committed = True
@@ -279,7 +335,7 @@ class Hold:
         self._serving = version, self._stage.digests, targets
 
     def _compare(self, model: torch.nn.Module, views: Sequence[torch.Tensor]) -> None:
-        """Check that what the model's own loader copies unchanged has arrived unchanged."""
+        """Check that what the model's loader copies has arrived unchanged."""
         params, at = list(model.named_parameters()), {part.tensor: part.param for part in self._needs.parts}
         for part in self._learned.copied:
             name, param = params[part.param]

@@ -32,7 +32,7 @@ _POST_LOAD = "post_load_weights"
 
 
 class NotReplayable(Exception):
-    """The model's own loader does something that copies cannot repeat; then whole tensors are staged, and it places them."""
+    """The model's own loader does something that copies cannot repeat. Whole tensors are staged, and the loader places them."""
 
 
 class Learned(NamedTuple):
@@ -40,7 +40,7 @@ class Learned(NamedTuple):
 
     tensors: tuple[TensorMeta, ...] = ()
     memory: Any = ("", {})
-    """Where experts and parameters lay."""
+    """Where experts and parameters lay in the dry run."""
     placed: Callable[[], str] = str
     """Digests where experts lie now; empty where they always lie alike."""
     needs: Needs = Needs()
@@ -52,14 +52,27 @@ class Learned(NamedTuple):
     """Modules whose `post_load_weights` the loader calls, and with which arguments."""
 
     def moved(self) -> str:
-        """Why what is placed by this would land at the wrong experts; empty where it would not."""
+        """Return why a placement would land at the wrong experts.
+
+        Returns:
+            The reason; empty where experts lie as they did in the dry run.
+        """
         return "" if self.placed() == self.memory[0] else "relink: experts have moved since it was linked"
 
 
 def learn(model: torch.nn.Module, tensors: tuple[TensorMeta, ...], before: Learned) -> Learned:
-    """A dry run's result, or `before` if it still holds: a run takes the loader's time, 0.7 ms a tensor, in a paused engine.
+    """Run the loader dry and return what it does.
 
-    The model is as before in any case. ManifestMismatch where its loader refuses a name."""
+    A run takes the loader's time in a paused engine, 0.7 ms a tensor. The model is as before in any case.
+
+    Args:
+        model: the engine's model.
+        tensors: the checkpoint's tensors.
+        before: the last result; it is returned if it still holds.
+
+    Raises:
+        ManifestMismatch: the model's loader refuses a name.
+    """
     memory = before.placed(), _memory(model)
     if (before.tensors, before.memory) == (tensors, memory):
         return before
@@ -78,7 +91,10 @@ def learn(model: torch.nn.Module, tensors: tuple[TensorMeta, ...], before: Learn
 
 
 def derive(model: torch.nn.Module, learned: Learned) -> None:
-    """Have the model make again, from its parameters, the tensors that are none, as its loader does at the end."""
+    """Make the model compute its derived tensors from its parameters again.
+
+    The model's own loader does so at its end.
+    """
     for path, args, kwargs in learned.derived:
         getattr(model.get_submodule(path), _POST_LOAD)(*args, **kwargs)
 
@@ -91,17 +107,22 @@ def _whole_tensors(tensors: Sequence[TensorMeta], used: Sequence[int], missing: 
 
 
 def dry_run(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> _Recorder:
-    """Run the loader and return what it does. Raises NotReplayable where not even the names that it takes can be known."""
+    """Run the loader without copying and return what it does.
+
+    Raises:
+        NotReplayable: not even the names that the loader takes can be known.
+        ManifestMismatch: the loader looks up a name that is not there.
+    """
     before, attributes = _memory(model), _tensor_attributes(model)
     recorder = _Recorder(model, tensors)
     deriving = {path: module for path, module in model.named_modules() if hasattr(module, _POST_LOAD)}
     try:
-        for path, module in deriving.items():  # it would derive from weights that are old
+        for path, module in deriving.items():  # the method would derive tensors from old weights
             vars(module)[_POST_LOAD] = partial(recorder.derives, path)
         with torch.no_grad(), recorder:
             named = zip((meta.name for meta in tensors), recorder.given, strict=True)
             model.load_weights(named)  # pyright: ignore[reportCallIssue]
-    except KeyError as error:  # it looks names up, and would fail so at the commit
+    except KeyError as error:  # a loader that looks names up would fail so at the commit
         raise ManifestMismatch(f"load_weights has no place for {error}; is it misspelt?") from error
     except Exception as error:  # whatever a loader raises on a tensor without values
         raise NotReplayable(f"load_weights does more than copy: {type(error).__name__}: {error}") from error
@@ -132,9 +153,9 @@ class _Recorder(TorchDispatchMode):
         self.refused = ""
         """The first thing that is more than a copy."""
         self.parts = defaultdict[int, list[Part]](list)
-        """By parameter, as the next two."""
+        """Plain copies, by parameter; the next two are by parameter, too."""
         self.made = defaultdict[int, list[tuple[Part, bool]]](list)
-        """Where, and whether something was put there: what is not a plain copy."""
+        """Writes that are no plain copies: where, and whether something was put there."""
         self.padding = defaultdict[int, list[tuple[Part, torch.Tensor, float]]](list)
         """(place, view of it, constant) that a loader fills itself."""
         self.derived: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
@@ -148,17 +169,24 @@ class _Recorder(TorchDispatchMode):
         """Keeps storages alive, so that none gets another's number."""
 
     def _place(self, view: torch.Tensor) -> Part:
-        """Where a view lies in the parameter, of no tensor."""
+        """Return where a view lies in its parameter.
+
+        The part names no tensor (-1).
+        """
         param = self._index[_storage(view)]
         offset = int(view.storage_offset()) - int(self.named[param][1].storage_offset())
         return Part(-1, Box.whole(view.shape), param, offset, view.stride())
 
     def coverage(self) -> tuple[tuple[str, ...], tuple[tuple[Part, float], ...], tuple[Part, ...]]:
-        """Parameters with items that no tensor fills, and that are no padding; padding that is to be filled; parts of parameters
-        that are made of parts alone."""
+        """Return what the copies leave open in the model's parameters.
+
+        Returns:
+            Parameters with items that neither a tensor nor padding fills; padding that is still to be filled; parts of parameters
+            that are made of plain copies alone.
+        """
         missing, padding, alone = list[str](), list[tuple[Part, float]](), list[Part]()
         for index, (name, param) in enumerate(self.named):
-            # One at a time: a host may have no room for all.
+            # one parameter at a time: a host may have no room for all
             counts = torch.zeros(param.numel(), dtype=torch.uint8)
             for part in self.parts[index]:
                 part.view(counts).add_(1)
@@ -181,12 +209,19 @@ class _Recorder(TorchDispatchMode):
         return tuple(missing), tuple(padding), tuple(alone)
 
     def refuse(self, why: str) -> None:
-        """Note why parts cannot be placed, and go on watching names."""
+        """Note why parts cannot be placed, and go on watching names.
+
+        Only the first reason is kept.
+        """
         self.refused = self.refused or why
 
     def derives(self, path: str, *args: Any, **kwargs: Any) -> None:
-        """Takes the place of a module's `post_load_weights`."""
-        if any(param.itemsize == 1 for _, param in self.named):  # these it may change too, with their scales
+        """Record a call of a module's `post_load_weights`.
+
+        It replaces that method during the dry run.
+        """
+        # the method may change quantised weights too, with their scales
+        if any(param.itemsize == 1 for _, param in self.named):
             self.refuse("load_weights derives other tensors from quantised ones")
         self.derived.append((path, args, kwargs))
 
@@ -208,7 +243,8 @@ class _Recorder(TorchDispatchMode):
             self.refuse(f"load_weights does more than copy: it looks at values of {names}")
             return args[0].dtype.is_floating_point * 0.0
         written = list(_written(func, args, kwargs))
-        if sum(self._keeps(func, value, sources) for value in written):  # of all
+        # `sum`, not `any`: `_keeps` must run for each
+        if sum(self._keeps(func, value, sources) for value in written):
             return written[0] if len(func._schema.returns) == 1 else None
         if not sources:
             return func(*args, **kwargs)
@@ -224,7 +260,10 @@ class _Recorder(TorchDispatchMode):
         return made
 
     def _keeps(self, func: Any, value: torch.Tensor, sources: set[int]) -> bool:
-        """Whether this is written to memory of the model or of the caller, and so must not happen."""
+        """Return whether an operator must not write to this tensor.
+
+        It must not if the memory is the model's or the caller's. The write is noted.
+        """
         param = self._index.get(_storage(value))
         self._joined.pop(_storage(value), None)
         if param is None and (not sources or (value.is_meta and _storage(value) not in self._tensor_of)):
@@ -244,15 +283,20 @@ class _Recorder(TorchDispatchMode):
             self._alive.append(value)
 
     def _is_padding(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
-        """Whether this copies what the parameter holds already, as loaders pad: it is noted as covered, and not done."""
+        """Return whether this copies what the parameter holds already.
+
+        Loaders pad so. The place is noted as covered, and the copy is not done.
+        """
         if _storage(dst) not in self._index or src.is_meta or not bool((dst == src).all()):
             return False
         self.made[self._index[_storage(dst)]].append((self._place(dst), True))
         return True
 
     def _copies(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
-        """Whether this is a copy of the checkpoint into a parameter, made of boxes: it is noted, and not done. What else becomes
-        of the checkpoint is refused."""
+        """Return whether this copies boxes of the checkpoint into a parameter.
+
+        Such a copy is noted and not done. Any other use of the checkpoint as a source is refused.
+        """
         if _storage(src) not in self._tensor_of and _storage(src) not in self._joined:
             return False
         try:
@@ -282,7 +326,10 @@ class _Recorder(TorchDispatchMode):
 
 
 def _strided(tensor: int, meta: TensorMeta, src: torch.Tensor, place: Part) -> list[Part]:
-    """A copy of a view of a tensor to a place of a parameter, as boxes of the tensor."""
+    """Return a copy of a strided view as boxes of the tensor.
+
+    `src` is the view of the tensor, `place` where it goes in a parameter.
+    """
     steps = steps_of(meta.shape)
     # Of one item any stride is right, but torch gives no bytes of a view without a step.
     sizes, strides = [1] * len(steps), [1] * len(steps)
@@ -298,9 +345,9 @@ def _strided(tensor: int, meta: TensorMeta, src: torch.Tensor, place: Part) -> l
             if size % length:
                 raise NotReplayable(f"{meta.name} is read across its rows' ends")
             work += [(length, step, stride), (size // length, step * length, stride * length)]
-        elif axis is not None and sizes[axis] == 1:  # it walks the axis item by item
+        elif axis is not None and sizes[axis] == 1:  # the view walks the axis item by item
             sizes[axis], strides[axis] = size, stride
-        elif len(begins) * size > MOST_PIECES:  # it jumps, as of every second row of a large tensor
+        elif len(begins) * size > MOST_PIECES:  # the view jumps, as over every second row of a large tensor
             raise NotReplayable(f"{meta.name} is taken in too many pieces")
         else:
             begins = [(at + n * step, to + n * stride) for at, to in begins for n in range(size)]
@@ -315,12 +362,10 @@ def _strided(tensor: int, meta: TensorMeta, src: torch.Tensor, place: Part) -> l
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's arguments or results, also in lists."""
     return (value for value in tree_leaves([*values]) if isinstance(value, torch.Tensor))
 
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that an operator writes to."""
     for at, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
         if argument.alias_info and argument.alias_info.is_write:
             yield from _tensors([args[at] if at < len(args) else kwargs.get(argument.name, ())])
@@ -332,7 +377,7 @@ def _memory(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _tensor_attributes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
-    """Every tensor that a module holds as a buffer or a plain attribute: (address, version)."""
+    """Return address and version of every buffer and plain tensor attribute."""
     return {
         f"{path}.{name}": (value.data_ptr(), 0 if value.is_inference() else value._version)
         for path, module in model.named_modules()

@@ -1,6 +1,6 @@
 """What travels: names, dtypes and shapes of tensors, their places in flat buckets.
 
-Built once. Both ends compute offsets from it by the same rule, so no offset ever travels: SGLang's flattened bucket
+A manifest is built once. Both ends compute offsets from it by the same rule, so no offset ever travels: SGLang's flattened bucket
 (0.5.23, `srt/weight_sync/tensor_bucket.py`) knows no gaps. Nothing here knows a tensor's values, a rank or an engine.
 """
 
@@ -41,7 +41,11 @@ class TensorMeta:
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> TensorMeta:
-        """From `row()` of another process; ManifestMismatch for anything that no `row()` gives."""
+        """Read a row that another process made with `row`.
+
+        Raises:
+            ManifestMismatch: no `row` gives such values.
+        """
         try:
             name, dtype_name, shape = row
             dtype = _DTYPES[dtype_name]
@@ -58,12 +62,12 @@ class TensorMeta:
         return cls(name=name, dtype=dtype, shape=tuple(shape))
 
     def row(self) -> list[Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return [self.name, self.dtype_name, list(self.shape)]
 
     @property
     def dtype_name(self) -> str:
-        """`bfloat16`, not `torch.bfloat16`."""
+        """Return `bfloat16`, not `torch.bfloat16`."""
         return str(self.dtype).removeprefix("torch.")
 
     def __str__(self) -> str:
@@ -87,18 +91,28 @@ class Bucket(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[TensorMeta]) -> Bucket:
-        """Lay the tensors out for the receiver; equal item sizes keep the order in which they came."""
+        """Place the tensors in the bucket as the receiver expects them.
+
+        Larger items come first; equal item sizes keep the order in which they came.
+        """
         ordered = tuple(sorted(tensors, key=lambda meta: -meta.dtype.itemsize))
         *offsets, end = accumulate((meta.nbytes for meta in ordered), initial=0)
         return cls(ordered, tuple(offsets), end)
 
     @property
     def placed(self) -> Iterator[tuple[TensorMeta, int]]:
-        """Each tensor with its first byte."""
+        """Return each tensor with its first byte."""
         return zip(self.tensors, self.offsets, strict=True)
 
     def views(self, buffer_N: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors inside a flat uint8 buffer that holds this bucket, in wire order. No copy."""
+        """Return the bucket's tensors as views of a flat buffer.
+
+        Args:
+            buffer_N: uint8 memory that holds this bucket.
+
+        Returns:
+            The tensors in wire order. Nothing is copied.
+        """
         return [buffer_N[at : at + m.nbytes].view(m.dtype).view(m.shape) for m, at in self.placed]
 
     def __str__(self) -> str:
@@ -114,7 +128,12 @@ class Manifest(NamedTuple):
 
     @classmethod
     def of(cls, buckets: Sequence[Bucket], order: Iterable[TensorMeta] = ()) -> Manifest:
-        """`order` holds the tensors as the caller gives them; without it they come as they lie in the buckets."""
+        """Make a manifest of filled buckets.
+
+        Args:
+            buckets: the buckets, in sending order.
+            order: the tensors as the caller gives them; without it they come as they lie in the buckets.
+        """
         numbered = enumerate(buckets)
         placed = {m.name: (m, n, at) for n, bucket in numbered for at, m in enumerate(bucket.tensors)}
         return cls(tuple(buckets), tuple(placed[meta.name] for meta in order) or tuple(placed.values()))
@@ -135,12 +154,18 @@ _PACKED_NAME = re.compile(r"\.(input_scale|qweight|qzeros|scales|weight_packed)$
 
 
 def fill_buckets(metas: Iterable[TensorMeta], *, cap_bytes: int) -> Manifest:
-    """Group tensors into buckets of at most `cap_bytes`, by units, in the order in which the last of each comes.
+    """Place tensors in buckets of at most `cap_bytes`, by units.
 
-    A unit larger than the cap gets a bucket of its own. Members of a unit may come apart: whoever fills buckets from a stream in
-    this order holds those that wait for others.
+    Buckets are ordered by the arrival of each unit's last tensor. A unit larger than the cap gets a bucket of its own. Members of
+    a unit may come apart: whoever fills buckets from a stream in this order holds those that wait for others.
 
-    Raises ConfigError for a cap < 1, and ManifestMismatch for a name given twice or a tensor of a packed format (GPTQ, AWQ).
+    Args:
+        metas: the tensors in the order in which they come.
+        cap_bytes: a bucket's size at most.
+
+    Raises:
+        ConfigError: the cap is less than 1.
+        ManifestMismatch: a name is given twice, or a tensor is of a packed format (GPTQ, AWQ).
     """
     if cap_bytes < 1:
         raise ConfigError(f"bucket size of {cap_bytes} bytes: expected at least 1")
@@ -168,12 +193,12 @@ def fill_buckets(metas: Iterable[TensorMeta], *, cap_bytes: int) -> Manifest:
 
 
 def is_scale(name: str) -> bool:
-    """Does a float8 weight need this tensor to mean anything?"""
+    """Return whether a float8 weight needs this tensor to mean anything."""
     return name.endswith(_SCALE_NAMES)
 
 
 def unit_of(name: str) -> str:
-    """The key of the unit that this tensor belongs to.
+    """Return the key of the unit that this tensor belongs to.
 
     >>> unit_of("model.layers.3.self_attn.k_proj.weight")
     'model.layers.3.self_attn.qkv_proj.weight'
@@ -192,7 +217,9 @@ def _fused(name: str) -> str:
 
 
 def fused_name(name: str) -> str:
-    """The engine's parameter into which it fuses a tensor with others; the tensor's own name where it keeps it as it is.
+    """Return the engine's parameter that takes this tensor.
+
+    The engine may fuse the tensor with others. Where it keeps the tensor as it is, this is the tensor's own name.
 
     >>> fused_name("model.layers.3.mlp.experts.7.up_proj.weight")
     'model.layers.3.mlp.experts.w13_weight'
@@ -205,7 +232,9 @@ def fused_name(name: str) -> str:
 
 
 def engine_names(names: Iterable[str]) -> frozenset[str]:
-    """Return the parameters that tensors of these names fill, in the families that the table knows: where no loader can be asked.
+    """Return the parameters that tensors of these names fill.
+
+    It serves where no loader can be asked, for the families that the table knows.
 
     >>> sorted(engine_names(["a.q_proj.weight", "a.k_proj.weight", "b.q_proj.weight", "norm.weight"]))
     ['a.qkv_proj.weight', 'b.q_proj.weight', 'norm.weight']

@@ -1,4 +1,4 @@
-"""One limit for everything that a public call waits for, and the wait for several calls at once. Knows no engine."""
+"""The deadline of a public call, calls in threads, and the report of an update. This module does not know engines."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from r3channel.errors import DeadlineExceeded
 from r3channel.transport.process_group import in_background
 from r3channel.weights.manifest import Manifest
 
-# Waits within waits: each has the same deadline, and the innermost must speak first, because it knows who is late.
-GRACE_S = 0.3  # of one call in a thread, which may make several
+# Nested waits have the same deadline. The innermost must end first, because it knows who is late: outer ones wait longer.
+GRACE_S = 0.3  # for one call in a thread, which may make several calls
 
 CONTROL_S = 10.0
-"""How long an engine may take to say that it is there."""
+"""Seconds that an engine may take to answer that it is there."""
 
 AGAIN_S = 2.0
-"""The same, of one that the last update went on without: the others wait for it at each update."""
+"""The same for an engine that the last update left out: the others wait for it at each update."""
 
 
 REPAIR_S = 5.0
-"""The limit of each clean-up call after a failure, beyond the update's own deadline."""
+"""Seconds for each clean-up call after a failure, beyond the update's own deadline."""
 
 T = TypeVar("T")
 
 
 def background(call: Callable[[], T]) -> Future[T]:
-    """`call` in a thread of its own."""
+    """Start `call` in a thread of its own."""
     return in_background(call, name="weights-call")
 
 
 class Deadline:
-    """Counts from its creation."""
+    """The end of a time limit, which counts from this object's creation."""
 
     def __init__(self, timeout_s: float, what: str) -> None:
         self._begun_s = time.monotonic()
@@ -47,19 +47,26 @@ class Deadline:
         return time.monotonic() - self._begun_s
 
     def over(self) -> DeadlineExceeded | None:
-        """The error that says that no time is left; None while there is some."""
+        """Return the error that says that no time is left, else None."""
         if self.elapsed_s < self._timeout_s:
             return None
         return DeadlineExceeded(f"{self._what} did not end within {self._timeout_s:.1f} s")
 
     def left_s(self) -> float:
-        """Seconds left, more than 0; DeadlineExceeded when there are none."""
+        """Return the seconds left, more than 0.
+
+        Raises:
+            DeadlineExceeded: No time is left.
+        """
         if (over := self.over()) is not None:
             raise over
         return max(self._timeout_s - self.elapsed_s, 1e-6)
 
     def at_least(self, seconds: float) -> Deadline:
-        """This deadline, or one that ends in `seconds` if that is later: for work that must not stay undone for want of time."""
+        """Return this deadline, or one `seconds` from now if that is later.
+
+        It is for work that must not stay undone for want of time.
+        """
         enough = self._timeout_s - self.elapsed_s >= seconds
         return self if enough else Deadline(seconds, self._what)
 
@@ -72,7 +79,7 @@ class UpdateReport:
     tensors: int = 0
     buckets: int = 0
     payload_bytes: int = 0
-    """Bytes of the model, however many engines received it."""
+    """Bytes of the model, counted once for all engines."""
     verified: int = 0
     """Parameters of the engine whose checksum every engine confirmed; 0 without verification."""
     sent_bytes: int = 0
@@ -82,17 +89,17 @@ class UpdateReport:
     loaded: str = ""
     """Why the model's own loader placed the staged tensors, which cannot be undone; empty where we placed them."""
     evicted: dict[str, str] = field(default_factory=dict)
-    """Engines that this update was made without, and why. The next one tries them again, or `update_one`."""
+    """Engines that this update left out, and why. The next update tries them again, or `update_one` does."""
     rounded: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that engines keep in another dtype: name -> `float32 -> bfloat16`. Known of staged updates only."""
+    """Tensors that engines keep in another dtype: name -> `float32 -> bfloat16`. Only staged updates know it."""
     skipped: tuple[str, ...] = ()
-    """Tensors that no rank of any engine has a place for. Known of staged updates only."""
+    """Tensors that no rank of any engine has a place for. Only staged updates know it."""
     wall_s: float = 0.0
     paused_s: float = 0.0
-    """From the call that pauses engines to the last answer of those that serve again; 0 where another rank pauses them."""
+    """Seconds from the call that pauses engines to the last answer of engines that serve again; 0 if another rank pauses them."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Adding up to the wall: join pause convert plan pack digest wait_send verify commit resume; end of a broadcast. `convert` is
-    the caller's iterator."""
+    """Seconds by stage, which add up to `wall_s`: join pause convert plan pack digest wait_send verify commit resume; in a
+    broadcast also end. `convert` is the caller's iterator."""
 
 
 @dataclass(slots=True)
@@ -102,7 +109,7 @@ class Run:
     deadline: Deadline
     version: int = -1
     alone: bool = False
-    """The version is committed already, and these engines alone get it."""
+    """Whether the version is committed already, and only these engines get it."""
     report: UpdateReport = field(default_factory=UpdateReport)
     checksums: Mapping[str, Sequence[Mapping[str, str]]] = field(default_factory=dict)
     """What the engines' own checksums will be: by number of ranks, then by rank."""

@@ -55,36 +55,42 @@ UNTOUCHED = "nothing was touched: "
 FLUSH_REFUSED = "cache was not flushed"
 """SGLang's words when requests wait for their grammar; the weights are in nevertheless."""
 UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, OSError, zlib.error)
-"""What reading a peer's words raises where it meant others."""
+"""Errors that reading a peer's message raises where the peer meant something else."""
 _BLOB = struct.Struct("<QQ")
-"""What announces a blob, at a record's end: its bytes, and their xxh3."""
+"""The announcement of a blob, at a record's end: its number of bytes, and their xxh3."""
 _MOST_BYTES = 256 << 20
 """A blob's bytes at most: the needs of 100,000 tensors are 15 MB."""
 
 
 class Entry(NamedTuple):
-    """One piece that a trainer sends, as the rank is told it: a box within a part."""
+    """One piece that a trainer sends, as the rank is told of it: a box within a part."""
 
     part: int
     box: Box
 
 
 class Piece(NamedTuple):
-    """The same, and what it is cut from."""
+    """One piece that a trainer sends, and what it is cut from."""
 
     part: int
     box: Box
     dtype: torch.dtype
-    """The rank's."""
+    """The dtype that the rank keeps."""
     meta: TensorMeta
     """The whole tensor's name and shape, and the dtype that is sent."""
     shard: int
     """Index among what this trainer has for the bucket."""
     cut: tuple[slice, ...]
-    """Where in the shard; () is all of it."""
+    """The piece's slices in the shard; () is all of it."""
 
     def of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The values, on the shard's device, contiguous or not: in the dtype that is sent, then in the rank's."""
+        """Return the piece's values, cast to the dtype sent, then the rank's.
+
+        They lie on the shard's device, contiguous or not.
+
+        Args:
+            shards: what this trainer has for the bucket.
+        """
         return shards[self.shard][self.cut].detach().to(self.meta.dtype).to(self.dtype)
 
 
@@ -92,9 +98,9 @@ class Run(NamedTuple):
     """Entries that lie side by side in a parameter."""
 
     entries: slice
-    """Which of those that were asked for."""
+    """Their indexes among the entries that were asked for."""
     view: torch.Tensor
-    """In the staged copy: flat, or of one entry with gaps in it, of its shape."""
+    """A view of the staged copy: flat, or, for one entry with gaps, of the entry's shape."""
 
 
 class Record(NamedTuple):
@@ -107,7 +113,13 @@ class Record(NamedTuple):
 
 
 def runs_of(entries: Sequence[Entry | Piece], needs: Needs, staged: Sequence[torch.Tensor]) -> list[Run]:
-    """Where entries lie in the staged copy (flat, by parameter)."""
+    """Return where entries lie in the staged copy.
+
+    Args:
+        entries: pieces by their place at the rank.
+        needs: the rank's needs.
+        staged: the staged copy, one flat tensor for each parameter.
+    """
     runs, param, begun, end = list[Run](), -1, 0, 0
     for at, entry in enumerate(entries):
         part, first = needs.parts[entry.part], at
@@ -126,7 +138,10 @@ def runs_of(entries: Sequence[Entry | Piece], needs: Needs, staged: Sequence[tor
 
 
 def session_token(run_token: str, nonce: str) -> bytes:
-    """The secret that both ends of a link prove to know: the run's, where there is one, and the session's own."""
+    """Return the secret that both ends of a link prove to know.
+
+    It is made of the run's token, where there is one, and the session's nonce.
+    """
     return hashlib.sha256(f"{run_token} {nonce}".encode()).digest()
 
 
@@ -136,7 +151,11 @@ def table_bytes(entries: Iterable[Entry | Piece]) -> bytes:
 
 
 def read_table(blob: bytes, parts: Sequence[Part]) -> list[Entry]:
-    """WeightsCorrupt for an entry that lies outside its part."""
+    """Read the entries of a table that `table_bytes` wrote.
+
+    Raises:
+        ValueError: an entry names no part, lies outside its part, or is empty. The rank that reads it ends the link.
+    """
     entries, values = list[Entry](), iter(np.frombuffer(blob, dtype=np.int64).tolist())
     for part in values:
         axes = next(values, -1)
@@ -150,14 +169,26 @@ def read_table(blob: bytes, parts: Sequence[Part]) -> list[Entry]:
 
 
 def send_blob(link: Connection, kind: int, value: Any, *, head: bytes = b"", timeout_s: float | None) -> None:
-    """Bytes, or plain values as JSON, of any length, after a record that begins with `head`."""
+    """Send bytes or JSON of any length after a record.
+
+    Args:
+        link: the connection.
+        kind: the record's kind.
+        value: bytes, or plain values that are sent as JSON.
+        head: the beginning of the record's body.
+        timeout_s: limit of each of the two sends; None for no limit.
+    """
     data = value if isinstance(value, bytes) else json.dumps(value, separators=(",", ":")).encode()
     link.send_record(kind, head + _BLOB.pack(len(data), xxhash.xxh3_64_intdigest(data)), timeout_s=timeout_s)
     link.send([data], timeout_s=timeout_s)
 
 
 def receive_blob(link: Connection, body: bytes, *, timeout_s: float | None = None) -> bytes:
-    """The blob that a record's `body` announced. TransportError where it comes damaged: the link is of no use any more."""
+    """Receive the blob that a record's `body` announced.
+
+    Raises:
+        TransportError: the blob is too long or came damaged. The link is of no use any more.
+    """
     length, digest = _BLOB.unpack(body.ljust(_BLOB.size, b"\xff")[: _BLOB.size])
     if length > _MOST_BYTES:
         raise TransportError(f"{length} bytes are announced, at most {_MOST_BYTES} are taken")
@@ -169,7 +200,17 @@ def receive_blob(link: Connection, body: bytes, *, timeout_s: float | None = Non
 
 
 def expect_json(link: Connection, kind: int, *names: str, timeout_s: float) -> dict[str, Any]:
-    """The next record, which must be a blob of this kind, with values of these names or an error."""
+    """Receive the next record, a JSON blob of this kind.
+
+    Args:
+        link: the connection.
+        kind: the kind that the record must have.
+        names: keys that the JSON object must have, unless it has `error`.
+        timeout_s: limit of each receive.
+
+    Raises:
+        WeightsCorrupt: anything else came.
+    """
     came, body = link.recv_record(timeout_s=timeout_s)
     if came == kind:
         with suppress(*UNREADABLE):
@@ -181,7 +222,7 @@ def expect_json(link: Connection, kind: int, *names: str, timeout_s: float) -> d
 
 @dataclass(slots=True, eq=False)
 class RankLink:
-    """One rank of an engine. One thread at a time."""
+    """A trainer's link to one rank of an engine. One thread at a time."""
 
     engine: str
     rank: int
@@ -196,14 +237,17 @@ class RankLink:
     shared: list[torch.Tensor] = field(default_factory=list)
     """The rank's staged copy itself, by parameter, where both are on one machine: bytes are put there, none is sent."""
     record_bytes: int = RECORD_BYTES
-    """A record's bytes at most: more where a GPU is waited for at each, or a group's turns."""
+    """A record's bytes at most: more where each record waits for a GPU or for a turn in a group."""
     buckets: list[list[Record]] = field(default_factory=list)
     aimed: object = None
     """What the rank was told of: the trainers' boxes and buckets (`SendPlanner.aim`)."""
 
     def records(self, buckets: Sequence[Sequence[Piece]]) -> tuple[list[list[Record]], bytes]:
-        """Bucket by bucket in the order of the rank's memory, and what the rank is told of them. Links of equal needs whose
-        memory is not shared may be told the same."""
+        """Return each bucket's records, and the table that describes them.
+
+        Within a bucket the records are in the order of the rank's memory. The table is what the rank is told. Links of equal
+        needs whose memory is not shared may be told the same.
+        """
         table, made = list[Piece](), list[list[Record]]()
         for pieces in buckets:
             in_order = sorted(pieces, key=self._place)
@@ -212,20 +256,42 @@ class RankLink:
         return made, table_bytes(table)
 
     def close(self) -> None:
-        """Let go of the rank's memory, then end the link: the rank frees its copy when it sees the end."""
+        """Release the rank's memory, then end the link.
+
+        The rank frees its copy when it sees the end.
+        """
         self.shared, self.buckets, self.aimed = [], [], None
         self.link.close()
 
     def begin(self, update: int, records: int, *, timeout_s: float) -> None:
-        """Say that an update begins, which ends within `timeout_s`; `records`: as BEGIN has them."""
+        """Send the rank word that an update begins.
+
+        Args:
+            update: the update's number.
+            records: records that this trainer sends in the joint group; -1 if it sends none.
+            timeout_s: seconds within which the update ends.
+        """
         self.link.send_record(BEGIN, LIMIT.pack(update, records, timeout_s), timeout_s=timeout_s)
 
     def send(
         self, update: int, bucket: int, shards: Sequence[torch.Tensor], *, deadline: Deadline, record_timeout_s: float
     ) -> int:  # fmt: skip
-        """One bucket's pieces of what this trainer holds; returns the bytes. Cast to the rank's dtypes here.
+        """Send one bucket's pieces of what this trainer holds.
 
-        NonFiniteWeights, naming the tensor, before its record leaves.
+        The values are cast to the rank's dtypes here.
+
+        Args:
+            update: the update's number.
+            bucket: the bucket's number; before bucket 0 the update's begin is sent.
+            shards: what this trainer has for the bucket.
+            deadline: limits the whole call.
+            record_timeout_s: limits each record.
+
+        Returns:
+            The number of bytes.
+
+        Raises:
+            NonFiniteWeights: a tensor, named in the text, holds NaN or Inf; its record has not left.
         """
         sent = 0
         if not bucket:
@@ -244,7 +310,22 @@ class RankLink:
     def sealed(
         self, update: int, bucket: int, record: Record, shards: Sequence[torch.Tensor], room: torch.Tensor
     ) -> tuple[bytes, list[torch.Tensor]]:
-        """A record's head, and its values: flat, put where the rank has them, or together in `room`. NonFiniteWeights."""
+        """Return a record's head and its values.
+
+        Args:
+            update: the update's number.
+            bucket: the bucket's number, which errors name.
+            record: which pieces.
+            shards: what this trainer has for the bucket.
+            room: uint8 memory for one record. Pieces are put together there, unless the rank's memory is shared or one piece
+                needs none.
+
+        Returns:
+            The packed `HEAD`, and flat tensors. Where memory is shared, the values are already where the rank has them.
+
+        Raises:
+            NonFiniteWeights: a tensor holds NaN or Inf.
+        """
         pieces = [piece.of(shards) for piece in record.pieces]
         if self.shared:
             flats = [_joined(pieces[run.entries], run.view) for run in record.runs]
@@ -262,14 +343,27 @@ class RankLink:
         return HEAD.pack(update, record.first, len(record.pieces), digest.intdigest()), flats
 
     def end(self, *, timeout_s: float) -> None:
-        """Wait until the rank has placed everything; WeightsCorrupt with its reason if not."""
+        """Wait until the rank has placed everything.
+
+        Raises:
+            WeightsCorrupt: the rank has not; the text is its reason.
+        """
         self.link.send_record(END, timeout_s=timeout_s)
         kind, word = self.link.recv_record(timeout_s=timeout_s)
         if kind != END or word:
             raise WeightsCorrupt(f"engine {self.engine} rank {self.rank}: {word.decode(errors='replace')}")
 
     def verify(self, update: int, *, checksums: bool, timeout_s: float) -> Digests:
-        """Digests, and checksums as SGLang's own if asked, by parameter, of what the rank would hold."""
+        """Return digests of what the rank would hold, by parameter.
+
+        Args:
+            update: the update's number.
+            checksums: whether checksums as SGLang's own are wanted too.
+            timeout_s: limit of the request and of each receive.
+
+        Raises:
+            WeightsError: the rank answered with an error.
+        """
         self.link.send_record(VERIFY, ASK.pack(update, checksums), timeout_s=timeout_s)
         reply = expect_json(self.link, VERIFY, "digests", "checksums", timeout_s=timeout_s)
         if "error" in reply:
@@ -277,7 +371,20 @@ class RankLink:
         return reply["digests"], reply["checksums"]
 
     def fetch(self, version: int, param: int, *, timeout_s: float) -> torch.Tensor:
-        """A parameter of the committed version out of the rank's memory, flat, on the host."""
+        """Read a parameter of the committed version from the rank's memory.
+
+        Args:
+            version: the committed version.
+            param: the parameter's number at the rank.
+            timeout_s: limit of the request and of each receive.
+
+        Returns:
+            A flat tensor on the host.
+
+        Raises:
+            WeightsError: the rank cannot give it. The link is aborted, so that the next rank is asked.
+            GiverChanged: the bytes are not those that were committed, or they came damaged. The link is aborted.
+        """
         self.link.send_record(GIVE, PARAM.pack(version, param), timeout_s=timeout_s)
         reply = expect_json(self.link, GIVE, "digest", timeout_s=timeout_s)
         where, meta = f"engine {self.engine} rank {self.rank}", self.needs.params[param]
@@ -299,7 +406,10 @@ class RankLink:
         return part.param, part.start(piece.box)
 
     def _records(self, pieces: Sequence[Piece], first: int) -> Iterable[Record]:
-        """The pieces as records: cut where the dtype changes or a record is full."""
+        """Yield the pieces as records.
+
+        A new record begins where the dtype changes or a record is full.
+        """
         begins, nbytes = list[int](), 0
         for at, piece in enumerate(pieces):
             size = piece.box.numel * piece.dtype.itemsize
@@ -312,8 +422,11 @@ class RankLink:
 
 
 def _joined(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """Put pieces, flat, one after the other into `out`, of another device in one copy, and return it. As bytes: torch joins no
-    float8. Where `out` has gaps it takes one piece, of its shape, and a copy without them is returned."""
+    """Write flat pieces one after the other into `out`.
+
+    Pieces of another device than `out` come in one copy. They are joined as bytes, because torch joins no float8. The call
+    returns `out`. If `out` has gaps, it takes one piece of its own shape, and the call returns a copy without gaps.
+    """
     if not out.is_contiguous():
         return out.copy_(pieces[0]).contiguous().view(-1)
     flat = [piece.reshape(-1).view(torch.uint8) for piece in pieces]

@@ -1,8 +1,8 @@
 """The trainer ranks of a session, and how they agree: over links of our own, with rank 0 as the hub.
 
-Each message carries the number of its update and of its step there. A rank that comes late finds that its update has failed; what
-it still says of it is dropped, and the next update is another one. A rank that fails alone says so at once, whoever is waiting
-for what. Nothing here travels on the caller's process group, whose collectives have no number.
+Each message carries the number of its update and of its step in that update. A rank that comes late finds that its update has
+failed: its messages about that update are dropped, and the next update has another number. A rank that fails alone says so at
+once, whatever other ranks wait for. Nothing here travels on the caller's process group, whose collectives have no number.
 """
 
 from __future__ import annotations
@@ -31,45 +31,60 @@ from r3channel.weights.rank_link import receive_blob, send_blob, session_token
 
 WELCOME, VALUE, FAILED, GONE, WORD = range(5)
 _HEAD = struct.Struct("<qII")
-"""Update, step, and the rank that says it; the length of what it says follows."""
+"""Update, step, and the sending rank; the length of the message follows."""
 _NO_STEP = (1 << 32) - 1
-"""The step of a word, which belongs to none."""
+"""The step number of a word, which belongs to no step."""
 _SILENT_S = 2.0
-"""After so long a wait it is said in the log who is waited for."""
+"""Seconds of waiting after which the log names the ranks that are waited for."""
 _RETRY_S = 0.1
 _KINDS = {kind.__name__: kind for kind in (errors.NonFiniteWeights, errors.CannotStage, errors.GiverChanged)}
-"""Failures of another rank that are raised under their own class."""
+"""Errors of other ranks that keep their own class when they are raised here."""
 
 log = logging.getLogger(__name__)
 
 
 class TrainerRanks:
-    """The ranks of a torch process group; without a group this rank alone. NEW -> `connect` -> `close`. One thread calls."""
+    """The ranks of a torch process group; without a group this rank alone. NEW -> `connect` -> `close`.
+
+    One thread calls, except where a call says otherwise.
+    """
 
     def __init__(self, group: Any = None) -> None:
         self._key, self.rank, self.size = "", 0, 1
-        if group is not None:  # which is not kept: gloo's threads would outlive it
+        if group is not None:  # the group is not kept: gloo's threads would outlive it
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             self._key = f"r3channel/weights/{dist.get_process_group_ranks(group)}"
         self.update = 0
-        """The number of the update under way, the same on every rank: each counts the calls."""
+        """The number of the update under way; it is the same on every rank, because each rank counts the calls."""
         self._step = 0
         self._outgoing: dict[int, queue.SimpleQueue[tuple[int, bytes, bytes] | None]] = {}
         self._changed = threading.Condition()
-        """Guards what is below."""
+        """Guards the attributes below."""
         self._said: dict[tuple[int, int], list[tuple[int, bytes]]] = {}
-        """By update and step: who said what."""
+        """By update and step: the rank that said something, and its bytes."""
         self._failed: dict[tuple[int, int], BaseException] = {}
-        """By update and rank: why it will say no more in this update, this one too."""
+        """By update and rank: the error with which the rank has given the update up; this rank is included."""
         self._gone: dict[int, str] = {}
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks to engines."""
+        """Return whether this rank speaks to engines."""
         return self.rank == 0
 
     def connect(self, host: str, run_token: str, deadline: Deadline) -> tuple[str, str, Listener]:
-        """Link all ranks. Returns the session's name, its secret, and where this rank listens, for engines too."""
+        """Connect all ranks to one another.
+
+        Args:
+            host: The address on which this rank listens.
+            run_token: The run's secret; may be empty.
+            deadline: The deadline of the whole call.
+
+        Returns:
+            The session's name, its secret, and this rank's listener, which also takes engines.
+
+        Raises:
+            DeadlineExceeded: Not all ranks have met in time.
+        """
         hub = {"session": f"r3channel-weights-{secrets.token_hex(4)}", "nonce": secrets.token_hex(16)}
         links: dict[int, Connection] = {}
         if not self.leads:
@@ -81,7 +96,7 @@ class TrainerRanks:
             link = listener.accept(deadline.left_s())
             link.send_record(WELCOME, timeout_s=deadline.left_s())
             links[json.loads(link.hello)["trainer"]] = link
-        # before any link is read: to whom words are passed on
+        # filled before any link is read: rank 0 passes messages on to these
         self._outgoing = {rank: queue.SimpleQueue() for rank in links}
         for rank, link in links.items():
             for call in (self._send, self._receive):
@@ -90,8 +105,11 @@ class TrainerRanks:
         return hub["session"], hub["nonce"], listener
 
     def _to_hub(self, run_token: str, deadline: Deadline) -> tuple[dict[str, Any], Connection]:
-        """The link to rank 0, whose address lies in the store in which the caller's ranks met: no collective is needed. A session
-        that was closed may have left its own there: until this one's is there, ask again."""
+        """Connect to rank 0 and return what it published, and the link.
+
+        Rank 0's address lies in the store in which the caller's ranks met: no collective is needed. A closed session may have
+        left its own address there, so the store is asked again until the address of this session is there.
+        """
         store = _get_default_store()
         while True:
             try:
@@ -115,15 +133,24 @@ class TrainerRanks:
     # -- what ranks tell one another -----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The next update begins on this rank; what was said of those before is void."""
+        """Begin the next update on this rank.
+
+        What was said of earlier updates is dropped.
+        """
         with self._changed:
             self.update, self._step = self.update + 1, 0
             self._said = {key: said for key, said in self._said.items() if key[0] >= self.update}
             self._failed = {key: why for key, why in self._failed.items() if key[0] >= self.update}
 
     def fail(self, error: BaseException, *, update: int = 0) -> None:
-        """Say that this rank has given the update up, once; the others raise where they wait for it, or `check`. Nothing where
-        another one has begun than the `update` named. Any thread."""
+        """Send the other ranks this rank's failure, once for each update.
+
+        The others raise it where they wait for this rank, or in `check`. Any thread may call.
+
+        Args:
+            error: Why this rank has given the update up.
+            update: Does nothing if another update than this one is under way; 0 means the one under way.
+        """
         with self._changed:
             if (self.update, self.rank) in self._failed or update not in (0, self.update):
                 return
@@ -134,13 +161,27 @@ class TrainerRanks:
         self._pass_on(FAILED, head, json.dumps(failure).encode(), came_from=self.rank)
 
     def check(self) -> None:
-        """Raise what a rank has failed with."""
+        """Raise the error of a rank that has failed.
+
+        Raises:
+            WeightsError: A rank has failed; other classes as in `exchange`. This rank's own error is raised as it is.
+            PeerFailed: A rank has died.
+        """
         with self._changed:
             self._raise_for(range(self.size))
 
     def exchange(self, value: Any, deadline: Deadline) -> list[Any]:
-        """Every rank's value (plain, as JSON), by rank. Raises DeadlineExceeded naming who did not come along, PeerFailed when a
-        rank has died, WeightsError (or NonFiniteWeights, CannotStage, GiverChanged) when one has failed."""
+        """Gather every rank's value, by rank.
+
+        Args:
+            value: This rank's value, plain as JSON.
+            deadline: The deadline of the call.
+
+        Raises:
+            DeadlineExceeded: Names the ranks that did not come along.
+            PeerFailed: A rank has died.
+            WeightsError: A rank has failed (or NonFiniteWeights, CannotStage, GiverChanged).
+        """
         return [json.loads(raw) for raw in self.exchange_bytes(json.dumps(value).encode(), deadline)]
 
     def exchange_bytes(self, raw: bytes, deadline: Deadline) -> list[bytes]:
@@ -152,7 +193,7 @@ class TrainerRanks:
             while late := sorted({*range(self.size)} - {rank for rank, _ in said}):
                 self._raise_for(late)
                 try:
-                    # first: once it is over nobody waits, and the log has nothing to tell
+                    # before the warning: after the deadline nobody waits, and the log has nothing to tell
                     left_s = deadline.left_s()
                 except errors.DeadlineExceeded as error:
                     raise errors.DeadlineExceeded(f"ranks {late} did not come along: {error}") from error
@@ -164,7 +205,15 @@ class TrainerRanks:
             return [raw for _, raw in sorted(said)]
 
     def tell(self, update: int, word: Any, *, to: int) -> None:
-        """Say something (plain, as JSON) to rank 0, or as rank 0 to any; `words` gives it there. Any thread."""
+        """Send a word to rank 0, or from there to any.
+
+        The other rank reads it with `words`. Any thread may call.
+
+        Args:
+            update: The number of the update that the word belongs to.
+            word: The word, plain as JSON.
+            to: The rank that gets it; may be this one.
+        """
         head, raw = _HEAD.pack(update, _NO_STEP, self.rank), json.dumps(word).encode()
         if to == self.rank:
             self._note(WORD, head, raw, came_from=to)
@@ -172,8 +221,18 @@ class TrainerRanks:
             self._outgoing[to].put((WORD, head, raw))
 
     def words(self, update: int, deadline: Deadline) -> Iterator[tuple[int, Any]]:
-        """Who told this rank what in an update, from its first word on, waiting for the next one. Every call gives all of them.
-        Raises what a rank has failed with, this one too, and DeadlineExceeded. Any thread."""
+        """Yield the words that this rank was told in an update.
+
+        Each call starts at the update's first word and waits for the next one. Any thread may call.
+
+        Yields:
+            The rank that said the word, and the word.
+
+        Raises:
+            WeightsError: A rank has failed, or the update is over. This rank's own error is raised as it is.
+            PeerFailed: A rank has died.
+            DeadlineExceeded: No word has come before the deadline.
+        """
         for at in itertools.count():
             with self._changed:
                 while len(said := self._said.get((update, _NO_STEP), [])) <= at:
@@ -185,7 +244,7 @@ class TrainerRanks:
             yield rank, json.loads(raw)
 
     def _raise_for(self, ranks: Iterable[int]) -> None:
-        hub = (0,) if 0 in self._gone else ()  # what others say comes through it
+        hub = (0,) if 0 in self._gone else ()  # messages of other ranks come through rank 0
         for rank in (self.rank, *ranks, *hub):
             if (self.update, rank) in self._failed:
                 raise self._failed[self.update, rank]
@@ -199,14 +258,20 @@ class TrainerRanks:
             self._outgoing[other].put((kind, head, raw))
 
     def _send(self, rank: int, link: Connection) -> None:
-        """A link's own thread: a rank that stands still keeps nobody from telling the others."""
+        """Send what is queued for a rank, in its own thread.
+
+        A rank that hangs keeps no rank from telling the others.
+        """
         with suppress(errors.TransportError):
             for kind, head, raw in iter(self._outgoing[rank].get, None):
                 send_blob(link, kind, raw, head=head, timeout_s=None)
         link.close()
 
     def _receive(self, rank: int, link: Connection) -> None:
-        """A link's own thread: notes what comes, and passes it on at the hub."""
+        """Receive what a rank says, in a thread of its own.
+
+        At the hub it is passed on.
+        """
         try:
             while True:
                 kind, head = link.recv_record(timeout_s=None)
@@ -218,7 +283,7 @@ class TrainerRanks:
         update, step, rank = _HEAD.unpack(head)
         with self._changed:
             if update < self.update:
-                return  # a late rank's word of an update that has failed
+                return  # a late rank's message about an update that has failed
             if kind in (VALUE, WORD):
                 self._said.setdefault((update, step), []).append((rank, raw))
             elif kind == FAILED:

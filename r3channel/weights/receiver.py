@@ -1,16 +1,17 @@
-"""The half inside an engine's rank: it stages bytes beside the parameters while the engine serves, and changes over on order.
+"""Our half inside an engine's rank: it stages bytes beside the parameters while the engine serves, and changes over on order.
 
     open (dry run, links to the trainers) -> staged by update -> commit under a pause
                                           -> dropped: nothing was touched
 
-An order comes from the scheduler's thread and may read and write parameters. A rank answers it after all ranks of its engine
-have agreed, because SGLang passes on the word of the first rank alone. No pickle, no port: a rank connects to its trainers.
-SGLang itself is not imported here.
+An order comes from the scheduler's thread and may read and write parameters. A rank answers an order after all ranks of its
+engine have agreed, because SGLang passes on the answer of the first rank alone. Nothing is unpickled, and no port is opened: a
+rank connects to its trainers. SGLang itself is not imported at the top of this module.
 
-Before a broadcast, which SGLang loads, the dry run alone is made: it tells which names the model takes, also in 0.5.15.post1.
+Before a broadcast, which SGLang loads itself, only the dry run is made: it tells which names the model takes, also in
+0.5.15.post1.
 
-SGLang takes an update between two calls, begin and end. A commit comes without them and gets them here, since each call lengthens
-the pause; an order that loads nothing gets none, since end processes weights anew. A bracket that stays open is the mark of an
+SGLang takes an update between two calls, begin and end. A commit arrives without them, since each call lengthens the pause: both
+calls are made here. An order that loads nothing gets neither, since end processes weights anew. A begin without an end marks an
 engine whose weights nobody knows.
 """
 
@@ -38,16 +39,30 @@ from r3channel.weights.staged_copy import Room
 
 
 class Receiver:
-    """One engine rank's receiving half. Orders come from one thread."""
+    """Our half in one engine rank. Orders come from one thread."""
 
     def __init__(self, *, rank: int, run_token: str, agree: Callable[[str], Sequence[str]]) -> None:
-        """`agree` gathers every rank's word, which is empty where all is well."""
+        """Make the half of one rank.
+
+        Args:
+            rank: This rank's number in its engine.
+            run_token: The run's secret; may be empty.
+            agree: Gathers every rank's word, by rank; a word is empty where all is well.
+        """
         self._rank, self._run_token, self._agree = rank, run_token, agree
         self._hold: Hold | None = None
         self.learned = Learned()
 
     def order(self, model: torch.nn.Module, order: Mapping[str, Any]) -> None:
-        """Raises WeightsError with every rank's reason unless all ranks did it."""
+        """Handle an order from a session, on all ranks.
+
+        Args:
+            model: The engine's model.
+            order: The order: `op` is `commit`, `regroup`, `look`, or opens a session's hold.
+
+        Raises:
+            WeightsError: Not all ranks did it; has every failed rank's reason.
+        """
         if order["op"] == "commit":
             self._together(lambda: self._mine(order).check(model, order["update"]), UNTOUCHED)
             self._together(lambda: self._mine(order).change_over(model, order["version"]))
@@ -60,7 +75,10 @@ class Receiver:
             self._together(lambda: self._open(model, order, room))
 
     def holder(self) -> str:
-        """The name of the session that holds this engine; empty where none does."""
+        """Return the name of the session that holds this engine.
+
+        It is empty where no session holds the engine.
+        """
         return "" if self._hold is None or self._hold.ended else self._hold.name
 
     def leave(self) -> None:
@@ -70,8 +88,11 @@ class Receiver:
             self._hold = None
 
     def may_move(self) -> bool:
-        """Whether experts may change their places now; not while an update is on its way at some rank. Links that were made for
-        these places end, so that the next update learns new ones. All ranks ask at the same pass."""
+        """Return whether experts may change their places now.
+
+        They may not while an update is on its way at some rank. If they may, links that were made for the places so far are
+        ended, so that the next update learns the new places. All ranks ask at the same pass.
+        """
         staging = None if self._hold is None else self._hold.staging
         waits = any(self._agree("staging" if staging else ""))
         if staging is False and not waits:
@@ -79,7 +100,10 @@ class Receiver:
         return not waits
 
     def _together(self, step: Callable[[], None], failing: str = "") -> None:
-        """All ranks do the step, or all raise; `failing` says what that means."""
+        """Take a step on all ranks, or raise on all of them.
+
+        `failing` begins the error's text and says what the failure means.
+        """
         word = ""
         try:
             step()
@@ -114,17 +138,21 @@ _HOOKED = {
     f"{_MANAGER}.update_weights_from_distributed": {"recv_req"},
     "sglang.srt.eplb.eplb_manager.EPLBManager.rebalance": set[str](),
 }  # fmt: skip
-"""Method of SGLang -> parameters that its hook relies on; hooked are `receive`, `update` and `rebalance`."""
+"""Method of SGLang -> parameters that its hook relies on. The hooks are `receive`, `update` and `rebalance`, in this order."""
 _ASKED = {f"{_MANAGER}.destroy_weights_update_group": {"recv_req"}}
-"""The same of a release without begin and end, by `ask`: any other order would end an engine without our half."""
+"""The same for a release without begin and end, whose hook is `ask`: any other order would end an engine without our half."""
 
 RELEASED = "weights"
-"""SGLang's tag of memory that was released (`release_memory_occupation`)."""
+"""SGLang's tag for released memory of weights (`release_memory_occupation`)."""
 _run_token = ""
 
 
 def hooks() -> list[tuple[str, Callable[..., Any]]]:
-    """Return what is hooked in this SGLang, each with its hook; nothing where it has no such places."""
+    """Return the methods that are hooked in this SGLang.
+
+    Returns:
+        (dotted name, hook) pairs; nothing where this SGLang has no such methods.
+    """
     for hooked, wraps in ((_HOOKED, (receive, update, rebalance)), (_ASKED, (ask,))):
         with suppress(ImportError, AttributeError):
             if all(wanted <= {*signature(resolve_name(name)).parameters} for name, wanted in hooked.items()):
@@ -133,7 +161,11 @@ def hooks() -> list[tuple[str, Callable[..., Any]]]:
 
 
 def apply(run_token: str) -> None:
-    """Register the hooks. `run_token`: the run's secret, which a trainer must know too; empty: the session's own is enough."""
+    """Register the hooks with SGLang.
+
+    Args:
+        run_token: The run's secret, which a trainer must know, too. Empty: the session's own secret is enough.
+    """
     global _run_token
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -143,8 +175,19 @@ def apply(run_token: str) -> None:
 
 
 def opened(receiver: Receiver, manager: Any, model: torch.nn.Module, names: Any) -> tuple[bool, str]:
-    """Carries out an order that loads nothing, without begin and end. Returns whether it did, and the answer: what is raised here
-    ends the engine. `names`: as the request has them, the first is the order."""
+    """Handle an order that loads nothing, without begin and end.
+
+    Nothing is raised, since an exception here ends the engine.
+
+    Args:
+        receiver: This rank's half.
+        manager: SGLang's manager of weight updates.
+        model: The engine's model.
+        names: The names of the request; the first is the order, as JSON.
+
+    Returns:
+        Whether the order was carried out, and the answer.
+    """
     begun = FOUND_OPEN if getattr(manager, "_session", None) is not None else ""
     if RELEASED in manager.offload_tags:
         return False, f"{begun}the engine has released the memory of its weights; resume it first"
@@ -156,7 +199,10 @@ def opened(receiver: Receiver, manager: Any, model: torch.nn.Module, names: Any)
 
 
 def ask(original: Any, manager: Any, recv_req: Any) -> Any:
-    """Wraps the leaving of a group, whose name may be an order that only asks; SGLang says that it knows no such group."""
+    """Wrap the leaving of a group, whose name may be an order.
+
+    Such an order only asks. Without this hook SGLang answers that it knows no such group.
+    """
     if not recv_req.group_name.startswith("{"):
         return original(manager, recv_req)
     from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqOutput
@@ -166,7 +212,10 @@ def ask(original: Any, manager: Any, recv_req: Any) -> Any:
 
 
 def update(original: Any, manager: Any, recv_req: Any) -> Any:
-    """Wraps the scheduler's update: a commit gets begin and end, an order that loads nothing does not; other updates pass."""
+    """Wrap the scheduler's update.
+
+    A commit gets begin and end. An order that loads nothing gets neither. Other updates pass unchanged.
+    """
     if recv_req.load_format == OPEN_FORMAT:
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
 
@@ -178,13 +227,19 @@ def update(original: Any, manager: Any, recv_req: Any) -> Any:
     begun = manager.begin_weight_update(recv_req).success  # of the request only `selector` is read
     done = original(manager, recv_req)
     if done.success or FLUSH_REFUSED in done.message or (begun and UNTOUCHED in done.message):
-        # on all ranks or on none: it is collective, and they agree on their words
+        # end is collective; all ranks come here or none does, because they agree on their words
         manager.end_weight_update(recv_req)
     return done
 
 
 def receive(original: Any, updater: Any, **request: Any) -> Any:
-    """Wraps a rank's update. It carries out a commit of ours; other updates pass, unless a session holds this engine."""
+    """Wrap a rank's update.
+
+    A commit of ours is carried out. Other updates pass, unless a session holds this engine.
+
+    Raises:
+        WeightsError: Another session holds the engine, or not all ranks carried out the commit.
+    """
     receiver = _own()
     if request.get("load_format") != COMMIT_FORMAT:
         holder = receiver.holder()
@@ -196,19 +251,18 @@ def receive(original: Any, updater: Any, **request: Any) -> Any:
 
 
 def rebalance(original: Any, manager: Any) -> Iterator[None]:
-    """Wraps EPLB's rebalancing, which is left out while an update is on its way."""
+    """Wrap EPLB's rebalancing; skip it while an update is on its way."""
     if _own().may_move():
         yield from original(manager)
 
 
 @cache
 def _own() -> Receiver:
-    """Return this rank's half, made at the first call."""
     from sglang.srt import runtime_context as runtime
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata as locations
 
     parallel = runtime.get_parallel()
-    # where the older release has its settings
+    # an older release has its settings in the server arguments
     settings: Any = runtime.get_exec().moe if hasattr(runtime, "get_exec") else runtime.get_server_args()
 
     def placed() -> str:  # the logical expert of each slot

@@ -1,7 +1,7 @@
-"""Engines in which an update would be verified and committed and yet leave something old: setting, reason and remedy.
+"""Settings with which an update would be verified and committed, and would still leave something old; each with its remedy.
 
-Pure: `ANY_WAY` and `STAGED` are judged by what `/server_info` says, before a link opens; a model by what our half sees.
-Read against SGLang 0.5.23 and 0.5.15.post1.
+Nothing here has side effects. `ANY_WAY` and `STAGED` are checked with what `/server_info` says, before a link opens; a model is
+checked by our half in the engine. Written against SGLang 0.5.23 and 0.5.15.post1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from r3channel.weights.manifest import TensorMeta
 
 
 class Setting(NamedTuple):
-    """A server argument, and values of it that an update is refused for."""
+    """A server argument, and the values with which an update is refused."""
 
     name: str
     covers: Callable[[Any], bool]
@@ -64,17 +64,28 @@ STAGED: tuple[Setting, ...] = (
     Setting("moe_runner_backend", lambda v: "_trtllm" in str(v), "experts are kept repacked", _OURSELVES),
     Setting("load_format", lambda v: v == "flash_rl", "its loader quantises what it is given", _OURSELVES),
 )
-"""Refused where bytes are staged beside the parameters; SGLang's own loading is right with these."""
+"""Settings that are refused where bytes are staged beside the parameters; SGLang's own loading is right with these."""
 
 
 def refused(values: Mapping[str, Any], settings: tuple[Setting, ...]) -> str:
-    """Why an update of an engine with these server arguments would be wrong, and what to do; empty where it would not."""
+    """Return why an update of such an engine would be wrong.
+
+    Args:
+        values: The engine's server arguments.
+        settings: The settings to refuse.
+
+    Returns:
+        The reasons and what to do; empty where an update would be right.
+    """
     wrong = ((row, values.get(row.name)) for row in settings if row.covers(values.get(row.name)))
     return "; ".join(f"{row.name}={value}: {row.why} ({row.remedy})" for row, value in wrong)
 
 
 def refused_model(model: torch.nn.Module) -> Iterator[str]:
-    """What cannot be updated in the model that a rank has built, whatever it was started with. Changes nothing."""
+    """Yield why the model that a rank has built cannot be updated.
+
+    The engine's settings do not matter for this. Nothing is changed.
+    """
     modules = list(model.modules())
     methods = [getattr(module, "quant_method", None) for module in modules]
     configs = {id(config): config for method in methods if (config := getattr(method, "quant_config", None))}
@@ -94,7 +105,8 @@ _SERIALISED = re.compile(r"is_checkpoint_\w+_serialized")
 
 
 def _before(version: Any, first: tuple[int, ...]) -> bool:
-    """
+    """Return whether a release is older, or unknown.
+
     >>> [_before(version, (0, 5, 23)) for version in ("0.5.15.post1", None, "0.5.23", "0.6.0.dev1")]
     [True, True, False, False]
     """

@@ -29,12 +29,13 @@ from r3channel.weights.staged_copy import shared_views
 
 _SHOWN = 3
 _RECORD_BYTES: dict[str, int] = {"gloo": 4 << 20, "cuda_ipc": 64 << 20, "nccl": 64 << 20}
-"""By wire, where it is not `rank_link.RECORD_BYTES`: a GPU is waited for at each record, and in a group a turn."""
+"""A record's bytes at most, by wire, where it is not `rank_link.RECORD_BYTES`: each record waits for a GPU, or in a group for a
+turn."""
 Held = tuple[tuple[tuple[TensorMeta, Box], ...], ...]
 Links = dict[str, list[RankLink]]
-"""By engine, in the order of its ranks."""
+"""By an engine's URL, the links to its ranks in their order."""
 Sums = list[Digests]
-"""What an engine would hold, by rank."""
+"""Digests of what an engine would hold, by rank."""
 Push = Callable[[Sequence[torch.Tensor]], None]
 """Takes the next bucket's tensors, in order. They may be overwritten once the next call but one has returned."""
 Feed = Callable[[Push], object]
@@ -49,7 +50,7 @@ class UpdateSpec(NamedTuple):
     manifest: Manifest | None
     """The buckets of whole tensors; None where shards are sent."""
     metas: tuple[TensorMeta, ...] = ()
-    """What engines are told of; (): what all trainer ranks hold together."""
+    """The tensors that engines are told of; () stands for all that the trainer ranks hold together."""
     rounded: Mapping[str, str] = {}
     """Tensors that are held rounded, and may only go where they are rounded alike."""
 
@@ -60,7 +61,7 @@ class UpdateSpec(NamedTuple):
 
 
 class SendPlanner:
-    """OPEN -> CLOSED. One thread."""
+    """Plans what a trainer rank sends to engines' ranks, and keeps the links to these. OPEN -> CLOSED. One thread."""
 
     def __init__(self, ranks: TrainerRanks, config: SyncConfig) -> None:
         self.session = self.nonce = ""
@@ -74,16 +75,19 @@ class SendPlanner:
         self.trainers: list[tuple[str, int]] = []
         self._source = ShardMap(())
         self._held: tuple[str, Held] = "", ()
-        """What all trainers hold, as a digest, and this one."""
+        """A digest of what all trainers hold, and what this trainer holds."""
         self._shards: dict[str, list[tuple[int, int, TensorMeta, Box]]] = {}
         """By tensor, the boxes of it that are held, with their bucket and place there."""
         self.committed: dict[int, tuple[str, Sums]] = {}
-        """By an engine's number of ranks, what the committed version is there, and who says so."""
+        """By an engine's number of ranks: the committed version's name in errors, and its digests by rank."""
 
     # -- links ---------------------------------------------------------------------------------------------------------
 
     def connect(self, deadline: Deadline) -> None:
-        """Let all trainers listen, with the first one's secret, and exchange their addresses."""
+        """Start listening on all trainers and exchange their addresses.
+
+        All trainers use the first one's secret.
+        """
         config = self._config
         run_token = read_token(config.token_file) if config.token_file else ""
         self.session, self.nonce, self._listener = self.ranks.connect(config.host, run_token, deadline)
@@ -91,7 +95,13 @@ class SendPlanner:
         self.trainers = [tuple(where) for where in self.ranks.exchange(mine, deadline)]
 
     def order(self, engine: str, *, op: str = "open") -> dict[str, Any]:
-        """The order that makes every rank of `engine` connect to all trainers, or be held by the first."""
+        """Return the order that makes every rank of `engine` connect.
+
+        Args:
+            engine: the engine's URL. Its attempt number rises by one.
+            op: with `open` each rank connects to all trainers; with any other it connects to the first trainer alone, which holds
+                it.
+        """
         self.attempts[engine] = self.attempts.get(engine, 0) + 1
         trainers = self.trainers if op == "open" else self.trainers[:1]
         order = {"op": op, "session": self.session, "nonce": self.nonce, "trainers": trainers}
@@ -101,8 +111,20 @@ class SendPlanner:
         return order | {"tensors": [meta.row() for meta in self.metas]}
 
     def accept(self, wanted: Mapping[str, int], deadline: Deadline, told: Sequence[TensorMeta]) -> Links:
-        """The links of these engines (url -> ranks), which were `told` of tensors, once they are open. CannotStage tells why a
-        rank cannot receive."""
+        """Return the links of the `wanted` engines once all are open.
+
+        Args:
+            wanted: by an engine's URL, its number of ranks.
+            deadline: limits the whole call.
+            told: the tensors that these engines were told of.
+
+        Returns:
+            By an engine's URL, its links in the order of its ranks.
+
+        Raises:
+            CannotStage: a rank cannot receive; the text says why.
+            WeightsCorrupt: a rank reported needs that cannot be read.
+        """
         links: Links = {url: [] for url in wanted}
         refused = ""
         while any(len(links[url]) < ranks for url, ranks in wanted.items()):
@@ -123,7 +145,10 @@ class SendPlanner:
         return {url: sorted(ranks, key=lambda rank: rank.rank) for url, ranks in links.items()}
 
     def _next(self, wanted: Mapping[str, int], deadline: Deadline) -> tuple[dict[str, Any], Connection]:
-        """The next link of one of these engines, of its last order."""
+        """Return hello and link of the next rank that connects.
+
+        A link of another engine or of an earlier order is closed.
+        """
         assert self._listener is not None
         while True:
             link = self._listener.accept(deadline.left_s())
@@ -142,7 +167,10 @@ class SendPlanner:
     # -- what is sent --------------------------------------------------------------------------------------------------
 
     def survey(self, spec: UpdateSpec, deadline: Deadline) -> None:
-        """Exchange what each rank holds, if that changed anywhere since the last call."""
+        """Gather what all ranks hold, if it changed anywhere.
+
+        One rank's change since the last call is enough: then all ranks exchange what they hold.
+        """
         if any(self.ranks.exchange(spec.held != self._held[1], deadline)):
             report = report_of(chain.from_iterable(spec.held))
             self._source = ShardMap.gathered(self.ranks.exchange_bytes(report, deadline))
@@ -153,15 +181,25 @@ class SendPlanner:
                     self._shards.setdefault(meta.name, []).append((bucket, at, meta, box))
 
     def due(self, links: Sequence[RankLink]) -> list[int]:
-        """Which of them were not told what they get of what is held now."""
+        """Return the indexes of links whose ranks need a new plan.
+
+        These ranks were not told what they get of what is held now.
+        """
         return [at for at, link in enumerate(links) if link.aimed != self._held]
 
     def aim(self, links: Sequence[RankLink], deadline: Deadline) -> None:
-        """Plan for those of these engine ranks (the same order on every trainer) that are due, and tell them what will come, by
-        bucket. What others were told stays.
+        """Send ranks that are due a plan of what will come.
 
-        ManifestMismatch with both hashes unless every trainer planned the same."""
-        # asked of all: a trainer that failed alone, or came late, has told less than the others
+        Each rank gets a table, bucket by bucket. A rank that is not due keeps the table that it has.
+
+        Args:
+            links: the engines' ranks, in the same order on every trainer.
+            deadline: limits the whole call.
+
+        Raises:
+            ManifestMismatch: two trainers planned differently; the text has both hashes.
+        """
+        # every trainer is asked: one that failed alone, or came late, has told ranks less than the others
         due = set[int]().union(*self.ranks.exchange(self.due(links), deadline))
         if not due:
             return
@@ -180,7 +218,8 @@ class SendPlanner:
 
     def _tell(self, links: Sequence[RankLink], plan: RankPlan, target: ShardMap, deadline: Deadline) -> None:
         index_of = {meta.name: index for index, meta in enumerate(self.metas)}
-        for needs, numbers in _alike(links).items():  # of ranks at the same place of several engines
+        # ranks at the same place of several engines share their needs
+        for needs, numbers in _alike(links).items():
             made: dict[tuple[tuple[int, Box], ...], tuple[list[list[Record]], bytes]] = {}
             for number in numbers:
                 link, sent = links[number], tuple(plan.sends.get(self.ranks.size + number, ()))
@@ -195,9 +234,13 @@ class SendPlanner:
                 rank_link.send_blob(link.link, TABLE, table, timeout_s=deadline.left_s())
 
     def _pieces(self, needs: Needs, tensor: int, box: Box, record_bytes: int) -> Iterator[tuple[int, Piece]]:
-        """A box that a rank needs, cut from what is held, in pieces of a record at most; each with its bucket."""
+        """Yield a needed box in pieces of at most one record.
+
+        Each piece is cut from what this trainer holds, and comes with its bucket.
+        """
         held = (shard for shard in self._shards[self.metas[tensor].name] if shard[3].holds(box))
-        bucket, shard, meta, whole = next(held)  # it is there: the plan was made of what all said they hold
+        # a holder exists: the plan was made of what all ranks reported
+        bucket, shard, meta, whole = next(held)
         for at in range(*np.searchsorted(needs.parts.tensor_P, (tensor, tensor + 1)).tolist()):
             part = needs.parts[at]
             if part.box.holds(box):
@@ -208,12 +251,16 @@ class SendPlanner:
 
 @lru_cache
 def _cuts(box: Box, held: Box, most: int) -> list[tuple[Box, tuple[slice, ...]]]:
-    """A box in pieces of at most so many items, and where they lie in what is held: the same for all experts of a model."""
+    """Cut a box into pieces of at most `most` items.
+
+    Each piece comes with its slices in `held`; `()` is all of it. The result is cached: it is the same for all experts of a
+    model.
+    """
     return [(small, () if small == held else small.within(held)) for small in box.cut(most)]
 
 
 def _alike(links: Sequence[RankLink]) -> dict[Needs, list[int]]:
-    """Different needs, and which of the links have them."""
+    """Return the links' indexes by the needs that they share."""
     numbers: dict[Needs, list[int]] = {}
     for number, link in enumerate(links):
         numbers.setdefault(link.needs, []).append(number)
@@ -221,7 +268,10 @@ def _alike(links: Sequence[RankLink]) -> dict[Needs, list[int]]:
 
 
 def _target_map(metas: Sequence[TensorMeta], links: Sequence[RankLink], *, first: int) -> ShardMap:
-    """What the engines' ranks need, numbered after the trainers, in the dtypes that they keep."""
+    """Return what engines' ranks need, in the dtypes they keep.
+
+    These ranks are numbered after the trainers, from `first`.
+    """
     held: dict[int, tuple[torch.dtype, list[int]]] = {}
     holders = list[tuple[list[int], Box]]()
     for needs, numbers in _alike(links).items():
@@ -238,9 +288,20 @@ def _target_map(metas: Sequence[TensorMeta], links: Sequence[RankLink], *, first
 def check_complete(
     ranks: Sequence[RankLink], metas: Sequence[TensorMeta], *, names: bool
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """ManifestMismatch, naming what, unless these tensors fill every parameter of every rank.
+    """Check that these tensors fill every parameter of every rank.
 
-    Returns what the engines keep in another dtype (tensor -> `float32 -> bfloat16`), and what has no place there.
+    Args:
+        ranks: the engines' ranks.
+        metas: the tensors that the trainers give.
+        names: whether a parameter that no tensor fills is an error.
+
+    Returns:
+        Tensors that the engines keep in another dtype (tensor -> `float32 -> bfloat16`), and the tensors that have no place
+        there.
+
+    Raises:
+        ManifestMismatch: parameters would keep old values, a scale has no place, or a cast is refused (`cast_by`). The text names
+            which.
     """
     rounded = cast_by(ranks, metas)
     missing = sorted({name for rank in ranks for name in rank.needs.missing})
@@ -262,8 +323,15 @@ def check_complete(
 
 
 def cast_by(ranks: Sequence[RankLink], metas: Sequence[TensorMeta]) -> dict[str, str]:
-    """Tensors that engines keep in another dtype. ManifestMismatch where that is float8 (a cast alone lands under
-    old scales), or integers, as exponents of scales are."""
+    """Return the tensors that engines keep in another dtype.
+
+    Returns:
+        By a tensor's name, both dtypes, as `float32 -> bfloat16`.
+
+    Raises:
+        ManifestMismatch: an engine keeps float8, where a cast alone would land under old scales, or integers in place of floats,
+            as exponents of scales are.
+    """
     casts = {}
     dtype_T = np.array([meta.dtype for meta in metas], dtype=object)
     for needs, (first, *_) in _alike(ranks).items():

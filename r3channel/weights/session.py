@@ -182,7 +182,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                 call.result()
 
     def update(self, named_tensors: Tensors, *, version: int, timeout_s: float) -> UpdateReport:
-        """Bring all engines to these weights, or keep the old version.
+        """Publish these weights to all engines, or keep the old version.
 
         The tensors are read once, and sent while they come. The first update fixes the manifest: later updates must give the
         same names, dtypes and shapes in the same order. The manifest is packed whole before any engine is asked.
@@ -241,7 +241,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             return self._bring(members, run, lambda: self._what(given, run))
 
     def update_one(self, engine: str, *, timeout_s: float) -> UpdateReport:
-        """Bring one engine to the committed version from another engine.
+        """Update one engine to the committed version from another engine.
 
         The engine was restarted, evicted or quarantined. The weights come from another engine's memory (`staged`), which is read
         while that engine serves. No other engine gets a call or pauses.
@@ -270,6 +270,10 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
 
         Returns:
             The report of the engine's update; None if the engine waits for the next version.
+
+        Raises:
+            ConfigError: The engine is in the session already.
+            R3Error: The engine's own error; it is not added then.
         """
         member = handle_of(engine)
         deadline = Deadline(timeout_s, f"joining of {member.url}")
@@ -406,7 +410,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
     def _bring(
         self, members: Sequence[EngineHandle], run: Run, source: Callable[[], Given | None]
     ) -> UpdateReport:
-        """Bring engines to the run's version.
+        """Update engines to the run's version.
 
         A failure is raised with what it means and with each engine's state. UsageError: the source does not hold the version.
         """
@@ -438,7 +442,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         return run.ended(spec.manifest or Manifest.of([Bucket.of(self._planner.metas)]))
 
     def _from_peer(self, member: EngineHandle, deadline: Deadline) -> UpdateReport:
-        """Bring one engine to the committed version from another engine's memory.
+        """Update one engine to the committed version from another's memory.
 
         UsageError: no other engine holds the version.
         """

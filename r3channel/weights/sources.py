@@ -32,7 +32,21 @@ Given = tuple[UpdateSpec, Feed]
 
 
 def read_first(named_tensors: Iterator[Named], run: Run, *, cap_bytes: int) -> tuple[Manifest, list[Named]]:
-    """All that comes, copied to the host. Raises ManifestMismatch, NonFiniteWeights, and what the iterator raises."""
+    """Copy all tensors to the host and group them into buckets.
+
+    Args:
+        named_tensors: read once, in the caller's thread.
+        run: the update; its deadline is checked between two tensors.
+        cap_bytes: a bucket's size at most.
+
+    Returns:
+        The manifest, and the copies in the order in which they came.
+
+    Raises:
+        ManifestMismatch: `fill_buckets` refuses a tensor.
+        NonFiniteWeights: a tensor holds NaN or Inf.
+        Exception: whatever the iterator raises.
+    """
     copies = list[Named]()
     for name, tensor in _in_time(named_tensors, run):
         with run.stage("pack"):
@@ -45,7 +59,19 @@ def read_first(named_tensors: Iterator[Named], run: Run, *, cap_bytes: int) -> t
 
 
 def read_again(named_tensors: Iterator[Named], manifest: Manifest, run: Run, push: Push) -> None:
-    """Give `push` each bucket's tensors, in its order, once all have come. ManifestMismatch names what came otherwise."""
+    """Give `push` each bucket's tensors once all have come.
+
+    They are given in the bucket's order.
+
+    Args:
+        named_tensors: read once, in the caller's thread.
+        manifest: what the first update gave.
+        run: the update; its deadline is checked between two tensors.
+        push: takes a bucket's tensors.
+
+    Raises:
+        ManifestMismatch: other tensors came than the first time; the text names which.
+    """
     rows: list[dict[int, torch.Tensor]] = [{} for _ in manifest.buckets]
     due, come = 0, 0
     for come, (name, tensor) in enumerate(_in_time(named_tensors, run), start=1):
@@ -77,14 +103,22 @@ def _in_time(named_tensors: Iterator[Named], run: Run) -> Iterator[Named]:
 
 
 def from_peer(members: Sequence[EngineHandle], planner: SendPlanner, run: Run) -> Given | None:
-    """What this trainer rank gives of the run's version, and its values, out of one of `members`; None where none can give it.
+    """Return what this trainer rank gives, read from another engine.
 
-    Every trainer rank calls. The values come parameter by parameter; giving them raises GiverChanged where the engine has other
-    bytes than were committed, TransportError where it dies.
+    Every trainer rank calls. The values come parameter by parameter.
+
+    Args:
+        members: engines that may be read.
+        planner: the links' planner.
+        run: the update; its version is read.
+
+    Returns:
+        What this rank gives of that version, and the call that gives its values; None if no engine can give them. That call
+        raises GiverChanged where the engine has other bytes than were committed, and TransportError where it dies.
     """
     if (peer := _chosen(members, planner, run)) is None:
         return None
-    # one parameter of one rank, by its number there, and the checkpoint's parts in it
+    # each: a rank, a parameter's number there, and the checkpoint's parts in the parameter
     reads, param_of = list[tuple[RankLink, int, list[Part]]](), attrgetter("param")
     for rank in peer.ranks[planner.ranks.rank :: planner.ranks.size]:
         parts = sorted((part for part in rank.needs.parts if part.box.numel), key=param_of)
@@ -101,7 +135,10 @@ def from_peer(members: Sequence[EngineHandle], planner: SendPlanner, run: Run) -
 
 
 def _chosen(members: Sequence[EngineHandle], planner: SendPlanner, run: Run) -> EngineHandle | None:
-    """The engine to read, the same on every trainer rank: all have links to it, and the first knows what it serves."""
+    """Return the engine to read, the same on every trainer rank.
+
+    All trainers have links to it, and the first one knows what it serves. None if there is no such engine.
+    """
     able = [m for m in members if m.staged(m.metas) and not any(rank.whole for rank in m.ranks)]
     if planner.ranks.leads:
         able = [m for m in able if m.now.state is EngineState.SERVING and m.gives == run.version]

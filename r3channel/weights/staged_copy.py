@@ -1,15 +1,14 @@
-"""A rank's staged copy: where an update lies beside the parameters, and how they become what it holds. Knows no link.
+"""A rank's staged copy: the memory of an update beside the parameters, and the copying into the parameters. Knows no link.
 
-All ranks of a host look for room before the first of them takes any. What is free is the least of what the machine has and of
-what each control group around this process may still take (v2 and v1); for memory that trainers map too, /dev/shm has its own
-limit.
+All ranks of a host look for room before the first rank allocates. Free memory is the least of what the machine has and of what
+each control group around this process may still take (v2 and v1). Memory that trainers map, too, has the limit of /dev/shm.
 
-GPU memory goes by torch's handles (CUDA IPC), without its pickles; a rank makes one for each trainer. torch uses the memory for
-nothing else until each has let go of it: a trainer that is late writes into nobody's. One that was killed never lets go, and its
-engine keeps that memory until it ends.
+GPU memory is shared by torch's handles (CUDA IPC), without torch's pickles; a rank makes one handle for each trainer. torch uses
+the memory for nothing else until every trainer has unmapped it, so a late trainer writes into nobody else's memory. A trainer
+that was killed never unmaps it: its engine keeps that memory until the engine ends.
 
-Parameters on a GPU are written out of memory that CUDA has locked. What they hold then is summed there, and only the sums come
-back. Two threads with a stream each keep the way to the GPU busy: one copies while the other's sums are awaited. Where the whole
+Parameters on a GPU are written from memory that CUDA has locked. Their new content is summed on the GPU, and only the sums come
+back. Two threads with a stream each keep the way to the GPU busy: one copies while the other waits for sums. Where the whole
 copy cannot be locked, each thread has a locked buffer.
 """
 
@@ -40,17 +39,17 @@ Wire = Literal["tcp", "shared_memory", "cuda_ipc", "nccl", "gloo"]
 JOINT = "nccl", "gloo"
 """Wires that are a group of all ranks."""
 ON_GPU = "cuda_ipc", "nccl"
-"""Wires whose staged copy lies on the GPU (nccl's: where there is room), and whose digests are those of its sums."""
+"""Wires whose staged copy lies on the GPU (nccl's: where there is room), and whose digests are those of the GPU's sums."""
 SHM = "/dev/shm"
 SHARED = f"{SHM}/r3channel-weights-"
-"""How the path of a staged copy in shared memory begins: a rank that names another file of this machine is refused."""
+"""The prefix of a staged copy's path in shared memory: a rank that names another file of this machine is refused."""
 _V2 = "", "", "memory.max", "memory.current", "inactive_file"
 _V1 = "memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-"""Controller in /proc/self/cgroup, its mount, a group's limit and use, and in `memory.stat` the file cache that is given back."""
+"""Controller in /proc/self/cgroup; its mount; a group's limit; its use; the name in `memory.stat` of cache that can be freed."""
 ALIGNMENT = 256
 """A parameter in a staged copy begins at a multiple of this many bytes, as in checkpoint-engine: every vector width fits."""
 _UUID, _HANDLES = 0, (1, 4, 6)
-"""Where a handle names its GPU, and where it has bytes."""
+"""Positions in a handle: of the GPU's name, and of values that are bytes."""
 
 
 class Room(NamedTuple):
@@ -61,17 +60,28 @@ class Room(NamedTuple):
 
     @classmethod
     def shared(cls, agree: Callable[[str], Sequence[str]], root: Path = Path("/")) -> Room:
-        """Each rank of the engine calls it before any of them allocates: `agree` gathers their words, and so waits until all have
-        looked. Reads files below `root`; what the system does not tell is no limit."""
-        # of memory the engine takes some, too
+        """Return this rank's share of the free memory on its host.
+
+        Each rank of the engine calls it before any of them allocates.
+
+        Args:
+            agree: Gathers every rank's word, and so waits until all ranks have looked.
+            root: Files are read below this folder; what the system does not tell is no limit.
+        """
+        # the engine needs some of the memory, too
         free = free_bytes(root) * 4 // 5, shutil.disk_usage(SHM).free if Path(SHM).is_dir() else 0
         host = _text(root / "proc/sys/kernel/random/boot_id") or "this host"
         ranks = list(agree(host)).count(host)
         return cls(*(nbytes // ranks for nbytes in free))
 
     def lacks(self, nbytes: int, *, insist: bool, shared: bool) -> str:
-        """Why a staged copy of so many bytes does not fit; empty if it does. `shared`: in /dev/shm, where memory that is short
-        ends the engine. `insist`: only that counts."""
+        """Return why a staged copy does not fit; empty if it does.
+
+        Args:
+            nbytes: Bytes of the copy.
+            insist: Check only the room in /dev/shm.
+            shared: The copy lies in /dev/shm, where a shortage of memory ends the engine.
+        """
         if nbytes > self.memory_bytes and not insist:
             where, share = "the host's memory and the engine's control groups", self.memory_bytes
             remedy = "give it more memory, spread it over more hosts, or staged=False"
@@ -84,12 +94,15 @@ class Room(NamedTuple):
 
 
 def free_bytes(root: Path = Path("/")) -> int:
-    """What this process can take without swapping, and without being killed at the limit of a control group."""
+    """Return the bytes of memory that this process can take.
+
+    The process can take them without swapping, and without being killed at the limit of a control group.
+    """
     free = [kib << 10 for kib in _values(root / "proc/meminfo", "MemAvailable:")]
     for line in _text(root / "proc/self/cgroup").splitlines():
         controllers, path = line.split(":", 2)[1:]
         for controller, mount, limit, used, cache in (_V2, _V1):
-            # in a container often not there: the mount is the group itself
+            # in a container this folder is often missing: the mount is the group itself
             group = root / "sys/fs/cgroup" / mount / path.strip("/")
             for folder in (group, *group.parents) if controller in controllers.split(",") else ():
                 most, now = _text(folder / limit), _text(folder / used)
@@ -108,12 +121,12 @@ def _text(path: Path) -> str:
 
 
 def staged_bytes(params: Sequence[TensorMeta]) -> int:
-    """Bytes of a staged copy of these parameters."""
+    """Return the bytes of a staged copy of these parameters."""
     return sum(map(_aligned, params))
 
 
 def staged_views(params: Sequence[TensorMeta], flat: torch.Tensor) -> list[torch.Tensor]:
-    """Each parameter's memory in a staged copy, flat, in its dtype."""
+    """Return each parameter's memory in a staged copy, flat, in its dtype."""
     starts = accumulate(map(_aligned, params), initial=0)
     return [flat[at : at + meta.nbytes].view(meta.dtype) for meta, at in zip(params, starts, strict=False)]
 
@@ -123,8 +136,15 @@ def _aligned(meta: TensorMeta) -> int:
 
 
 def new_memory(nbytes: int, device: torch.device | None = None) -> torch.Tensor:
-    """uint8 of any content. The host's comes from numpy, which asks Linux for huge pages: packing and hashing 64 MB took 13 %
-    less CPU time (AMD EPYC, numpy 2.4.6)."""
+    """Return uint8 memory of any content.
+
+    The host's memory comes from numpy, which asks Linux for huge pages: packing and hashing 64 MB took 13 % less CPU time (AMD
+    EPYC, numpy 2.4.6).
+
+    Args:
+        nbytes: The number of bytes.
+        device: Where the memory lies; None for the host.
+    """
     if device is None or device.type == "cpu":
         return torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -134,8 +154,17 @@ def new_memory(nbytes: int, device: torch.device | None = None) -> torch.Tensor:
 
 
 def shared_views(params: Sequence[TensorMeta], where: Any) -> list[torch.Tensor]:
-    """A rank's staged copy by parameter: behind CUDA's handle, or a path, which the rank takes away once all trainers have it.
-    WeightsCorrupt, or OSError, for another file."""
+    """Map a rank's staged copy; return each parameter's memory.
+
+    Args:
+        params: The rank's parameters.
+        where: CUDA's handle, or a path, which the rank removes once all trainers have mapped the memory.
+
+    Raises:
+        WeightsCorrupt: The path is no staged copy of this size.
+        OSError: The file cannot be opened.
+        WeightsError: This process cannot map the GPU's memory.
+    """
     nbytes = staged_bytes(params)
     if not isinstance(where, str):
         return staged_views(params, ipc_memory(where))
@@ -145,7 +174,15 @@ def shared_views(params: Sequence[TensorMeta], where: Any) -> list[torch.Tensor]
 
 
 def mapped(handle: int, nbytes: int) -> torch.Tensor:
-    """Shared memory as a tensor, made as large as needed; OSError without room for it. The descriptor is closed in any case."""
+    """Map shared memory as a tensor, made as large as needed.
+
+    Args:
+        handle: A file descriptor, which is closed in any case.
+        nbytes: The bytes to map.
+
+    Raises:
+        OSError: There is no room for the memory.
+    """
     try:
         os.posix_fallocate(handle, 0, max(nbytes, 1))  # shared memory that is short at its first touch kills
         return torch.from_numpy(np.frombuffer(mmap.mmap(handle, max(nbytes, 1)), dtype=np.uint8)[:nbytes])
@@ -154,10 +191,16 @@ def mapped(handle: int, nbytes: int) -> torch.Tensor:
 
 
 def gpu_lacks(nbytes: int, device: torch.device, wire: Wire) -> str:
-    """Why a copy of so many bytes cannot lie on this device; empty if it can."""
+    """Return why the device takes no staged copy; empty if it does.
+
+    Args:
+        nbytes: Bytes of the copy.
+        device: The engine's device.
+        wire: The wire that asks for the copy, named in the answer.
+    """
     if device.type != "cuda":
         return f'wire="{wire}" asks for a GPU, and this engine is on {device}: take "shared_memory", "gloo" or "tcp"'
-    torch.cuda.ipc_collect()  # of an earlier copy that its trainers have left
+    torch.cuda.ipc_collect()  # frees an earlier copy that its trainers have unmapped
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]
     if nbytes <= free:
@@ -167,7 +210,10 @@ def gpu_lacks(nbytes: int, device: torch.device, wire: Wire) -> str:
 
 
 def ipc_handle(flat: torch.Tensor) -> list[Any]:
-    """What one process needs to map this memory, as JSON. The GPU goes by its UUID: each process numbers those that it sees."""
+    """Return what one process needs to map this memory.
+
+    The result is plain JSON. It names the GPU by its UUID, because each process numbers the GPUs that it sees.
+    """
     storage: Any = flat.untyped_storage()
     handle = list(storage._share_cuda_())
     handle[_UUID] = str(torch.cuda.get_device_properties(handle[_UUID]).uuid)
@@ -175,7 +221,11 @@ def ipc_handle(flat: torch.Tensor) -> list[Any]:
 
 
 def ipc_memory(handle: Sequence[Any]) -> torch.Tensor:
-    """The memory behind a handle: flat, uint8. WeightsError where this process does not see its GPU."""
+    """Return the memory behind a handle: flat, uint8.
+
+    Raises:
+        WeightsError: This process does not see the handle's GPU, or cannot map the memory.
+    """
     seen = [str(torch.cuda.get_device_properties(at).uuid) for at in range(torch.cuda.device_count())]
     if handle[_UUID] not in seen:
         raise WeightsError(
@@ -196,16 +246,16 @@ def ipc_memory(handle: Sequence[Any]) -> torch.Tensor:
 
 
 _Lane = tuple[torch.cuda.Stream, torch.Tensor | None]
-"""A thread's way to the GPU: its stream, and a locked buffer where it needs one."""
+"""A thread's stream on the GPU, and its locked buffer if it needs one."""
 _BLOCK_BYTES = 1 << 20
-"""The fastest on a host (AMD EPYC, torch 2.13): a digest finds the block in the cache."""
+"""The fastest block size on a host (AMD EPYC, torch 2.13): a digest finds the block in the cache."""
 _SLOT_BYTES = 64 << 20
 _THREADS = 2
 """Threads that go over all of a rank's memory: one core does not use all of a host's bandwidth."""
 
 
 class StagedCopy:
-    """Memory for one update. It goes with this object and its views; shared memory, once all have unmapped it, too.
+    """Memory for one update. It is freed with this object and its views; shared memory once all have unmapped it, too.
 
     Links' threads write `views`, each its own parts. `change_over` runs on the scheduler's thread.
     """
@@ -213,13 +263,22 @@ class StagedCopy:
     def __init__(
         self, params: Sequence[TensorMeta], *, device: torch.device, wire: Wire = "tcp", summed: bool = False
     ) -> None:
-        """`device`: where the parameters lie, and with `ON_GPU` the copy, too. `summed`: digests are of a GPU's sums. OSError, or
-        CUDA's, without room."""
+        """Allocate the memory.
+
+        Args:
+            params: The parameters that the copy holds.
+            device: Where the parameters lie; with a wire of `ON_GPU` the copy lies there, too.
+            wire: How bytes reach the copy.
+            summed: Whether digests are of a GPU's sums.
+
+        Raises:
+            OSError: There is no room in shared memory. CUDA raises its own error without room on the GPU.
+        """
         self._params, nbytes, self.summed = params, staged_bytes(params), summed
         self.shared: Callable[[], Any] = str
-        """What one trainer of this machine needs to map the copy; "" where bytes travel."""
+        """Returns what one trainer of this machine needs to map the copy; "" where bytes travel."""
         self.hide: Callable[[], object] = str
-        """`hide` takes a path away: once all trainers have the memory, or with this object."""
+        """Removes the path of shared memory: call it once all trainers have mapped it. It goes with this object at the latest."""
         if wire == "shared_memory":
             handle, path = tempfile.mkstemp(prefix=os.path.basename(SHARED), dir=SHM)
             self.hide, self.shared = weakref.finalize(self, os.unlink, path), lambda: path
@@ -230,19 +289,26 @@ class StagedCopy:
         else:
             flat = new_memory(nbytes)
         self.views = staged_views(params, flat)
-        """Each parameter's memory, flat, in its dtype. Of any content at first."""
+        """Each parameter's memory, flat, in its dtype. At first its content is arbitrary."""
         self._sealed: Sequence[str] = ()
-        """What each parameter must give once it holds what was sealed: xxh3, on a GPU that of its sums."""
+        """The digest of each parameter once it holds what was sealed: xxh3 of its bytes, on a GPU of its sums."""
         self._lanes = list[_Lane]()
         if params and device.type == "cuda":
             slots: Sequence[torch.Tensor | None] = [None] * _THREADS
             if not flat.is_cuda and not _locked(self, flat):
                 slots = new_memory(_THREADS * _SLOT_BYTES).split(_SLOT_BYTES)
-                all(_locked(self, slot) for slot in slots)  # else CUDA copies once more: right, and slow
+                all(_locked(self, slot) for slot in slots)  # unlocked: CUDA copies once more, which is slow
             self._lanes.extend((torch.cuda.Stream(device), slot) for slot in slots)
 
     def seal(self, *, checksums: bool = False) -> tuple[dict[str, str], dict[str, str]]:
-        """Digests of what is staged by parameter, and what the engine's own checksums will be. While the engine serves."""
+        """Compute digests of what is staged, while the engine serves.
+
+        Args:
+            checksums: Whether to compute also what the engine's own checksums will be.
+
+        Returns:
+            Parameter name -> digest, and parameter name -> checksum (empty without `checksums`).
+        """
         names = [meta.name for meta in self._params]
         with ThreadPoolExecutor(_THREADS) as pool:
             read = pool.map(partial(hashed_bytes, summed=self.summed), self.views)
@@ -253,8 +319,16 @@ class StagedCopy:
             return dict(zip(names, digests, strict=True)), dict(zip(names, sums, strict=False))
 
     def change_over(self, targets: Sequence[torch.Tensor]) -> None:
-        """The parameters (flat) become what was sealed last. Returns when they are; WeightsError names one that holds something
-        else. The copy stays as it is."""
+        """Copy what was sealed last into the parameters.
+
+        It returns once the parameters hold it. The copy stays as it is. The scheduler's thread calls.
+
+        Args:
+            targets: The parameters, flat.
+
+        Raises:
+            WeightsError: A parameter holds something else afterwards; names it.
+        """
         if self._lanes:
             torch.cuda.synchronize()  # no pass reads parameters any more
         move = partial(_into_device, [*self._lanes]) if self._lanes else _copied
@@ -268,9 +342,20 @@ class StagedCopy:
 def make_copy(
     params: Sequence[TensorMeta], *, device: torch.device, wire: Wire, room: Room, insist: bool
 ) -> tuple[StagedCopy, str]:
-    """Return memory for one update of these parameters; where there is none, a copy of nothing, and why.
+    """Return memory for one update of these parameters.
 
-    `insist`: as `Room.lacks` has it. The copy of `nccl` lies in the host's memory where the GPU has no room for it."""
+    The copy of `nccl` lies in the host's memory if the GPU has no room for it.
+
+    Args:
+        params: The parameters that the copy holds.
+        device: Where the parameters lie.
+        wire: How bytes reach the copy.
+        room: This rank's share of the free memory on its host.
+        insist: As in `Room.lacks`.
+
+    Returns:
+        The copy, and an empty text. Without room: a copy of nothing, and the reason.
+    """
     nbytes, summed = staged_bytes(params), wire in ON_GPU
     full = gpu_lacks(nbytes, device, wire) if summed else ""
     why = room.lacks(nbytes, insist=insist, shared=wire == "shared_memory")
@@ -281,9 +366,10 @@ def make_copy(
 
 
 def _locked(owner: StagedCopy, flat: torch.Tensor) -> bool:
-    """Have CUDA lock memory until `owner` goes. False where that is refused, as where memory is short.
+    """Have CUDA lock memory until `owner` goes.
 
-    Not torch's own pinned memory: that is rounded up to a power of two, and stays with the process.
+    False if that is refused, for example because memory is short. torch's own pinned memory is not used: it is rounded up to a
+    power of two, and stays with the process.
     """
     runtime: Any = torch.cuda.cudart()
     if int(runtime.cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)):
@@ -296,7 +382,10 @@ def _locked(owner: StagedCopy, flat: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _copied(target: torch.Tensor, staged: torch.Tensor) -> str:
-    """Copy what is staged into a parameter; return the digest of what it holds then. By blocks that stay in a core's cache."""
+    """Copy staged bytes into a parameter; return the digest of its content.
+
+    It copies by blocks that stay in a core's cache.
+    """
     seen, items = xxhash.xxh3_64(), _BLOCK_BYTES // target.itemsize
     for new, kept in zip(target.split(items), staged.split(items), strict=True):
         new.copy_(kept)
@@ -306,7 +395,10 @@ def _copied(target: torch.Tensor, staged: torch.Tensor) -> str:
 
 @torch.no_grad()
 def _into_device(lanes: list[_Lane], target: torch.Tensor, staged: torch.Tensor) -> str:
-    """The same on a GPU; the digest is that of its sums. There are as many lanes as threads."""
+    """Copy staged bytes into a GPU parameter; return its sums' digest.
+
+    There are as many lanes as threads.
+    """
     stream, slot_N = lane = lanes.pop()
     blocks = (flat.view(torch.uint8).split(_SLOT_BYTES) for flat in (target, staged))
     with torch.cuda.stream(stream):

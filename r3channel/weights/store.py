@@ -1,4 +1,4 @@
-"""Weights in files: checkpoints, and what engines hold. Nothing here knows an engine."""
+"""Files of weights: checkpoints, and what engines hold. This module does not know engines."""
 
 from __future__ import annotations
 
@@ -15,10 +15,18 @@ from r3channel.weights.manifest import unit_of
 
 
 def checkpoint_tensors(folder: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor on the CPU) of all tensors of the folder, in its dtypes; one is read from disk at a time.
+    """Yield all tensors of a checkpoint folder.
 
-    Tensors that an engine fuses follow one another, also when they lie in different files. Raises ConfigError for a
-    folder without safetensors files, a file that is none, and a name in two files.
+    One tensor is read from disk at a time. Tensors that an engine fuses follow one another, also if they lie in different files.
+
+    Args:
+        folder: A folder of safetensors files.
+
+    Yields:
+        (name, tensor), on the CPU, in the folder's dtypes.
+
+    Raises:
+        ConfigError: The folder has no safetensors files, a file is not one, or a name is in two files.
     """
     place = _opened(folder)
     for name in sorted(place, key=lambda name: (unit_of(name), name)):
@@ -26,17 +34,25 @@ def checkpoint_tensors(folder: str | os.PathLike[str]) -> Iterator[tuple[str, to
 
 
 def checkpoint_names(folder: str | os.PathLike[str]) -> list[str]:
-    """The names of all tensors of the folder; raises as `checkpoint_tensors`."""
+    """Return the names of all tensors of the folder.
+
+    Raises:
+        ConfigError: As in `checkpoint_tensors`.
+    """
     return list(_opened(folder))
 
 
 def dtype_of(folder: str | os.PathLike[str], name: str) -> str:
-    """Return a tensor's dtype as safetensors writes it ("F32", "BF16"); raises as `checkpoint_tensors`."""
+    """Return a tensor's dtype as safetensors writes it ("F32", "BF16").
+
+    Raises:
+        ConfigError: As in `checkpoint_tensors`.
+    """
     return _opened(folder)[name].get_slice(name).get_dtype()
 
 
 def _opened(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Tensor name -> its opened file."""
+    """Open the folder's files; return tensor name -> its file."""
     from safetensors import SafetensorError, safe_open
 
     place: dict[str, Any] = {}
@@ -61,24 +77,35 @@ class HeldWeights(NamedTuple):
 
     version: int
     engine: Mapping[str, Sequence[Mapping[str, str]]]
-    """By an engine's number of ranks, then by rank: its own parameter name -> checksum, 16 hex digits of SHA-256 (checksums.py);
-    fused parameters included."""
+    """By an engine's number of ranks, then by rank: the engine's own parameter name -> checksum, 16 hex digits of SHA-256
+    (checksums.py). Fused parameters are included."""
 
     def of_ranks(self, ranks: int) -> Sequence[Mapping[str, str]]:
-        """By rank, of an engine with so many; ManifestMismatch where no such one took part."""
+        """Return the checksums of an engine with so many ranks, by rank.
+
+        Raises:
+            ManifestMismatch: No such engine took part.
+        """
         if str(ranks) not in self.engine:
             raise ManifestMismatch(f"the file tells of {', '.join(self.engine)} ranks, not of {ranks}")
         return self.engine[str(ranks)]
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Replace the file whole: a reader sees the old version or the new one."""
+        """Write the weights and replace the file whole.
+
+        A reader sees the old version or the new one.
+        """
         new = Path(f"{os.fspath(path)}.new")
         new.write_text(json.dumps({"r3channel_weights": _FORMAT, **self._asdict()}, indent=0) + "\n")
         new.replace(path)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> HeldWeights:
-        """ManifestMismatch for anything but such a file."""
+        """Read a file written by `write`.
+
+        Raises:
+            ManifestMismatch: The file is not one written by `write`.
+        """
         try:
             values: dict[str, Any] = json.loads(Path(path).read_bytes())
             if values["r3channel_weights"] != _FORMAT:

@@ -1,14 +1,16 @@
-"""One update of some engines as a pure state machine: a state and an event in, a state and actions out. No I/O, thread or clock.
+"""One update of some engines as a pure state machine. It takes a state and an event, returns a state and actions, and has no
+I/O, threads or clock.
 
     IDLE -> LINK -> STAGE -> VOTE -> PAUSE -> COMMIT -> RESUME -> DONE     staged: the engines serve until PAUSE
     IDLE -> LINK -> PAUSE -> STAGE -> VOTE -> COMMIT -> RESUME -> DONE     broadcast: SGLang loads in place; grouped: staged, too
             a failure before the first engine is NEW -> ABORT
 
-`ORDER` is the whole order: a call is made once no answer to the one before is missing. Every trainer rank has such a machine;
-rank 0's also speaks to engines, and the others take over what it says of them. `update` carries out the actions.
+`ORDER` is the order of all calls: a call is made once every answer to the call before is there. Every trainer rank has such a
+machine. Rank 0's machine also speaks to engines, and the others take over what rank 0 says of them. `update` carries out the
+actions.
 
-The first engine that is NEW decides for all, and nothing that happens later undoes it: an engine that does not follow is FENCED.
-An engine that is lost sooner is left out, and the update goes on with the others. FENCED becomes clean only by a commit.
+The first engine that is NEW decides for all, and nothing later undoes that: an engine that does not follow is FENCED. An engine
+that is lost before that is left out, and the update goes on with the others. Only a commit ends the state FENCED.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class EngineState(Enum):
 
 
 class UpdateState(Enum):
-    """Where an update is."""
+    """The phase of an update."""
 
     IDLE, LINK, STAGE, VOTE, PAUSE, COMMIT, RESUME, DONE, ABORT = range(9)
 
@@ -48,9 +50,9 @@ class Call(NamedTuple):
     during: UpdateState
     by: str
     done: EngineState | None = None
-    """What an engine that did it is in; None: what it was in."""
+    """The state of an engine that did it; None: the state stays."""
     failed: EngineState | None = None
-    """The same, of one that refused or gave no answer."""
+    """The state of an engine that refused or gave no answer; None: the state stays, or is OUT if the engine is left out."""
 
 
 CALLS = {
@@ -71,13 +73,16 @@ ORDER = {
                   "resume", "tell"),
 }  # fmt: skip
 BESIDE = {"staged": ("send", "undo"), "grouped": ("send", "undo"), "broadcast": ("load", "undo", "leave")}
-"""What else is called: for each bucket while it is given; then, after a failure."""
+"""Calls outside the order. The first is made for each bucket while buckets are given; the others after a failure."""
 
 
 class Kind(Enum):
-    """What an event says: the update may begin; an engine, or this rank, did what was asked; an engine gave no answer, or
-    answered that it does not; the next bucket is there; a rank has sent everything, but to some engines; what rank 0 knows of
-    the engines; a rank has failed."""
+    """What an event says.
+
+    BEGIN: the update may begin. ANSWERED: an engine, or this rank, did what was asked. LOST: an engine gave no answer. REFUSED:
+    an engine answered that it does not. BUCKET: the next bucket is there. VOTED: a rank has sent everything, except to the
+    engines that it names. TOLD: what rank 0 knows of the engines. FAILED: a rank has failed.
+    """
 
     BEGIN, ANSWERED, LOST, REFUSED, BUCKET, VOTED, TOLD, FAILED = range(8)
 
@@ -90,21 +95,24 @@ class Engine(NamedTuple):
     why: str = ""
     """Why it is FENCED, or was left out."""
     holds: int | None = None
-    """The version that it committed, as long as nothing says that it holds other weights."""
+    """The version that it committed; None once its weights may be others."""
     member: bool = True
     """Whether the update goes on with it."""
     asked: str = ""
-    """The call whose answer is missing."""
+    """The call that it has not answered yet."""
 
     def __str__(self) -> str:
         return f"{self.url}: {self.state.value}" + (f" ({self.why})" if self.why else "")
 
     def serves(self, version: int | None) -> bool:
-        """Whether requests may go to it: it serves this version."""
+        """Return whether requests may go to it: it serves this version."""
         return self.state in (SERVING, LINKED, STAGED) and self.holds == version is not None
 
     def enter(self, state: EngineState, why: str = "") -> Engine:
-        """In another state. A FENCED engine becomes clean only by a commit."""
+        """Return the engine in another state.
+
+        A FENCED engine becomes clean only by a commit.
+        """
         if self.state is FENCED and state is not NEW:
             return self._replace(why=self.why or why)
         holds = None if state in (OUT, FENCED) else self.holds
@@ -112,7 +120,8 @@ class Engine(NamedTuple):
 
 
 class Action(NamedTuple):
-    """A call to make; without an engine, by this rank itself. `fail` tells the other ranks, `forget` ends links: no answer."""
+    """A call to make; without an engine, this rank itself makes it. `fail` tells the other ranks, and `forget` ends links;
+    neither has an answer."""
 
     call: str
     engine: str = ""
@@ -126,15 +135,16 @@ class Event(NamedTuple):
     call: str = ""
     engine: str = ""
     rank: int = 0
-    """Who has voted."""
+    """The rank that has voted."""
     error: BaseException | None = None
     found: EngineState | None = None
-    """FENCED: it held parts of somebody's update. PAUSED: it refused a commit before a parameter changed."""
+    """FENCED: the engine held parts of somebody's update. PAUSED: the engine refused a commit before a parameter changed."""
     lost: tuple[tuple[str, str], ...] = ()
     """Engines that a rank could not reach, and why."""
     engines: tuple[Engine, ...] = ()
     over: BaseException | None = None
-    """The deadline has passed: before the commit nothing more is begun. Calls under way have limits, and are LOST by then."""
+    """The error once the deadline has passed: before the commit no more calls are made. Calls under way have limits of their own,
+    and are LOST by then."""
 
 
 class Transaction(NamedTuple):
@@ -147,20 +157,20 @@ class Transaction(NamedTuple):
     rank: int = 0
     ranks: int = 1
     alone: bool = False
-    """The version counts already, and no engine may be left out of it."""
+    """Whether the version is committed already; then no engine may be left out."""
     state: UpdateState = IDLE
     at: int = -1
-    """Which call of the order."""
+    """The index of the current call in the order."""
     busy: str = ""
-    """The call that this rank itself is in."""
+    """The call that this rank itself is making."""
     votes: frozenset[int] = frozenset()
     """Ranks that have sent everything."""
     error: BaseException | None = None
-    """What failed the update; of one that is DONE, why other ranks were not told."""
+    """What failed the update. In a DONE update: why other ranks were not told."""
 
     @property
     def waits(self) -> bool:
-        """Whether something is under way."""
+        """Return whether a call is under way."""
         return bool(self.busy) or any(engine.asked for engine in self.engines)
 
     @property
@@ -169,7 +179,10 @@ class Transaction(NamedTuple):
 
     @property
     def decided(self) -> bool:
-        """Whether the update counts, as rank 0 knows: an engine has the version."""
+        """Return whether the update counts: an engine has the new version.
+
+        This is what rank 0 knows.
+        """
         return (self.state in (RESUME, DONE) and not self.rank) or any(e.state is NEW for e in self.engines)
 
     @property
@@ -187,7 +200,10 @@ Stepped = tuple[Transaction, tuple[Action, ...]]
 
 
 def step(now: Transaction, event: Event) -> Stepped:
-    """What becomes of the update, and what is to be done. An event of another update, or of an ended one, changes nothing."""
+    """Return the update's next state, and the actions to carry out.
+
+    An event of another update, or of an ended one, changes nothing.
+    """
     if event.number != now.number or now.ended or (now.state is IDLE) != (event.kind is Kind.BEGIN):
         return now, ()
     actions: tuple[Action, ...] = ()
@@ -197,7 +213,7 @@ def step(now: Transaction, event: Event) -> Stepped:
         case Kind.ANSWERED if not event.engine:
             now = now._replace(busy="" if now.busy == event.call else now.busy)
         case Kind.ANSWERED | Kind.LOST | Kind.REFUSED:
-            for engine in now.engines:  # none, where the answer comes too late
+            for engine in now.engines:  # none matches if the answer comes too late
                 if (engine.url, engine.asked) == (event.engine, event.call):
                     now, actions = _answer(now, engine, event)
         case Kind.BUCKET:
@@ -226,7 +242,10 @@ def _answer(now: Transaction, engine: Engine, event: Event) -> Stepped:
 
 
 def _drop(now: Transaction, engine: Engine, event: Event) -> Stepped:
-    """An engine did not do what was asked. One that is lost is left out, unless it is the last, or the version counts already."""
+    """Handle an engine that did not do what was asked.
+
+    A lost engine is left out, unless it is the last one, or the version counts already.
+    """
     call, why, lost = CALLS[engine.asked or "send"], _text(event.error), event.kind is Kind.LOST
     failed = event.found or (call.failed if lost or call.during is not LINK else None)
     engine = engine._replace(asked="")
@@ -241,16 +260,22 @@ def _drop(now: Transaction, engine: Engine, event: Event) -> Stepped:
 
 
 def _fail(now: Transaction, error: BaseException | None) -> Transaction:
-    """A rank has failed. Once an engine is NEW, that is only why ranks were not told."""
+    """Record that a rank has failed.
+
+    Once an engine is NEW, the error says only why ranks were not told.
+    """
     if now.busy == "tell" and not now.rank:
         return now._replace(busy="", error=error)
-    if now.busy in ("vote", "tell") and now.rank:  # rank 0 may commit, or has
+    if now.busy in ("vote", "tell") and now.rank:  # rank 0 may commit, or has committed
         now = now._replace(engines=tuple(engine.enter(OUT, _text(error)) for engine in now.engines))
     return now.failing(error)._replace(busy="")
 
 
 def _count(now: Transaction, event: Event) -> Stepped:
-    """A rank has voted: engines that it could not reach are lost to all."""
+    """Count a rank's vote.
+
+    Engines that the rank could not reach are lost to all ranks.
+    """
     now, actions, lost = now._replace(votes=now.votes | {event.rank}), list[Action](), dict(event.lost)
     for engine in [engine for engine in now.engines if engine.member and engine.url in lost]:
         error = EngineUnavailable(f"engine {engine.url}: {lost[engine.url]}")
@@ -260,7 +285,7 @@ def _count(now: Transaction, event: Event) -> Stepped:
 
 
 def _go_on(now: Transaction) -> Stepped:
-    """The next call, once nothing is under way."""
+    """Make the next call, once nothing is under way."""
     actions: tuple[Action, ...] = ()
     if now.busy == "vote" and len(now.votes) == now.ranks:
         now = now._replace(busy="")
@@ -289,13 +314,16 @@ def _ask(now: Transaction, call: str) -> Stepped:
 
 
 def _abort(now: Transaction) -> Stepped:
-    """Let engines that hold whole weights serve; those that do not are FENCED already."""
+    """Let engines that hold whole weights serve.
+
+    The other engines are FENCED already.
+    """
     engines, undone = list[Engine](), dict(zip((PAUSED, FENCED), BESIDE[now.way][1:], strict=False))
     for engine in now.engines:
         asked = undone.get(engine.state, "") if engine.member or engine.state is PAUSED else ""
         if engine.state in (LINKED, STAGED, FENCED):
             engine = engine.enter(SERVING, _text(now.error) if engine.state is FENCED else "")
-        if now.rank and asked == "undo":  # how that ends rank 0 knows
+        if now.rank and asked == "undo":  # only rank 0 knows how that ends
             engine = engine.enter(OUT, _text(now.error))
         engines.append(engine._replace(asked="" if now.rank else asked))
     asked = (Action(engine.asked, engine.url) for engine in engines if engine.asked)
@@ -303,7 +331,10 @@ def _abort(now: Transaction) -> Stepped:
 
 
 def _done(now: Transaction) -> Transaction:
-    """The update counts. An engine that was lost while it paused is met again; one that refused before it changed is fenced."""
+    """End an update that counts.
+
+    An engine that was lost while it paused is met again. An engine that refused before it changed is fenced.
+    """
     engines = (e.enter(FENCED if e.member else OUT, e.why) if e.state is PAUSED else e for e in now.engines)
     return now._replace(state=DONE, engines=tuple(engines))
 

@@ -1,11 +1,13 @@
-"""Carries out what an update's transaction says, and tells it what came of it: calls to engines, at the same time, with limits.
+"""Carries out the actions of an update's transaction and reports their results to it.
 
-Decides nothing (`transaction` does); knows not where weights come from, or which version comes next. The calls of a staged update
-are here, over links or in a joint group; `broadcast` has its own.
+Calls to several engines run at the same time, each with a limit. `transaction` decides; this module does not know where weights
+come from, or which version comes next. The calls of a staged update are here, over links or in a joint group; `broadcast` has
+its own calls.
 
-All trainer ranks make the same calls; one rank alone is the smallest case, and no rank needs the whole model. The first speaks to
-engines over HTTP; bytes go from each trainer straight to each engine rank. What the ranks tell one another: what changed (first:
-what each holds), who has no links; what rank 0 linked; the plan; whom each could not reach; how it ended.
+All trainer ranks make the same calls; one rank alone is the smallest case, and no rank needs the whole model. Rank 0 speaks to
+engines over HTTP; bytes go from each trainer straight to each engine rank. The ranks tell one another what changed (the first
+time: what each holds), which engines have no links, what rank 0 linked, the plan, which engines each rank could not reach, and
+how the update ended.
 """
 
 from __future__ import annotations
@@ -34,16 +36,16 @@ from r3channel.weights.transaction import UpdateState as State
 
 LOSSES = (errors.EngineUnavailable, errors.TransportError)  # which DeadlineExceeded is one of
 _STAGES = {State.LINK: "join", State.PAUSE: "pause", State.STAGE: "wait_send"}
-"""What waiting for calls to engines is counted as; in other states, as the call."""
+"""The stage of a report that waiting for engines counts as; in other states, the stage has the call's name."""
 _GROWING = ("link", "join", "send", "load", "hold", "check")
-"""Calls that take the longer the more tensors there are: they have all the time that is left."""
+"""Calls whose time grows with the number of tensors: they have all the time that is left."""
 
 
 class Update:
-    """One update of some engines. `run` once. One thread.
+    """One update of some engines. Call `run` once; one thread calls.
 
-    `_NAME` carries out the call NAME of the transaction; with an engine, in a thread of its own. Without such a method it is the
-    engine's own."""
+    The method `_NAME` carries out the transaction's call NAME; a call to an engine runs in a thread of its own. Without such a
+    method the engine's own method NAME is called."""
 
     way = ""
     _push: Push
@@ -52,7 +54,15 @@ class Update:
         self, members: Sequence[EngineHandle], run: Run, *,
         engines: Engines, config: SyncConfig, planner: SendPlanner,
     ) -> None:  # fmt: skip
-        """`planner` says what goes over which link."""
+        """Make an update of these engines.
+
+        Args:
+            members: The engines to update.
+            run: The update's version, deadline and report.
+            engines: All engines of the session.
+            config: The session's settings.
+            planner: Says which tensors go over which link.
+        """
         self._handles = {member.url: member for member in members}
         self._engines, self._config, self._run, self._planner = engines, config, run, planner
         self._version, self._ranks = run.version, planner.ranks
@@ -60,22 +70,31 @@ class Update:
         parts = {"number": self._ranks.update, "version": run.version, "way": self.way, "alone": run.alone}
         self.now = Transaction(**parts, engines=tuple(known), rank=self._ranks.rank, ranks=self._ranks.size)
         self._again = {member.url for member in members if not member.now.member}
-        """Engines that the last update went on without: the others wait for them at each update."""
+        """Engines that the last update left out: the others wait for these at each update."""
         self._due: list[str] = []
-        """This rank's own calls."""
+        """This rank's own calls that are still to be made."""
         self._calls: dict[Future[None], tuple[Action, float]] = {}
-        """Calls to engines, and until when they are waited for."""
+        """Calls to engines that are under way: the action, and when waiting for it ends (`time.monotonic`)."""
         self._paused_s = 0.0
 
     @property
     def members(self) -> list[EngineHandle]:
-        """The engines that the update goes on with."""
+        """Return the engines that the update goes on with."""
         return [self._handles[engine.url] for engine in self.now.engines if engine.member]
 
     def run(self, spec: UpdateSpec, feed: Feed) -> None:
-        """Bring the engines to the version. Raises what failed the update, once nothing waits any more and whole engines serve.
+        """Run the update, which brings the engines to the version.
 
-        An interrupt ends it as a failure does; after the commit the engines are resumed first."""
+        It returns or raises once no call is under way and engines with whole weights serve. An interrupt ends the update as a
+        failure does; after the commit the engines are resumed first.
+
+        Args:
+            spec: What the update gives.
+            feed: Gives the update's tensors, bucket by bucket.
+
+        Raises:
+            Exception: What failed the update.
+        """
         self._spec, self._feed = spec, feed
         try:
             self._happen(Kind.BEGIN)
@@ -92,7 +111,12 @@ class Update:
             raise self.now.error
 
     def check_all_follow(self) -> None:
-        """Raise where engines or trainer ranks do not follow an update that counts."""
+        """Check that all engines and trainer ranks follow an update that counts.
+
+        Raises:
+            EngineLeftBehind: An engine does not serve the committed version.
+            TrainerRankLost: Not every trainer rank was told of the commit.
+        """
         left = [e for e in self.now.engines if e.member and e.state is not EngineState.SERVING]
         if left:
             raise errors.EngineLeftBehind(
@@ -113,7 +137,7 @@ class Update:
         for engine in self.now.engines:
             self._handles[engine.url].now = engine
         for action in actions:
-            if action.call == "fail":  # the others need not wait for the cleaning up
+            if action.call == "fail":  # first, so that the other ranks do not wait for the cleaning up
                 self._ranks.fail(self.now.error or errors.R3Error())
             elif action.call == "forget":
                 self._handles[action.engine].boot_id = ""
@@ -135,19 +159,17 @@ class Update:
         self._calls[begun] = action, time.monotonic() + left_s + GRACE_S
 
     def _limit_s(self, action: Action) -> float:
-        """How long an engine may take for a call."""
         most_s, left_s = self._config.engine_timeout_s, self._run.deadline.at_least(GRACE_S).left_s()
         # "resume": also where an engine that did not answer has used up the update's time
         limits_s = {"undo": REPAIR_S, "leave": 2 * REPAIR_S, "resume": most_s}
         limits_s["meet"] = min(left_s, AGAIN_S if action.engine in self._again else CONTROL_S)
-        # Through a rank's bytes once: a core copies and hashes 4.9 GB/s (AMD EPYC), and all ranks of a host share its memory's
-        # bandwidth. A link that falls silent meanwhile must not cost the others the update.
+        # These calls read a rank's bytes once: a core copies and hashes 4.9 GB/s (AMD EPYC), and all ranks of a host share its
+        # memory's bandwidth. A link that falls silent meanwhile must not fail the update for the other engines.
         sizes = (staged_bytes(rank.needs.params) for rank in self._handles[action.engine].ranks)
         limits_s |= dict.fromkeys(("commit", "verify"), min(left_s, max(most_s, max(sizes, default=0) / 1e9)))
         return limits_s.get(action.call, left_s if action.call in _GROWING else min(left_s, most_s))
 
     def _carry_on(self) -> None:
-        """Until nothing is under way."""
         while self._calls or self._due:
             self._answers()
             for call in self._due[:1]:
@@ -160,11 +182,14 @@ class Update:
                     self._happen(Kind.ANSWERED, call=call)
 
     def _answers(self) -> None:
-        """Take in what engines answer, until no answer is missing. One that comes later is dropped."""
+        """Wait for engines until no answer is missing.
+
+        An answer that comes later is dropped.
+        """
         while self._calls:
             call = next(iter(self._calls.values()))[0].call
             during, until_s = CALLS[call].during, max(limit_s for _, limit_s in self._calls.values())
-            if self.now.error is not None and during is State.STAGE:  # a healthy bucket has the time to end
+            if self.now.error is not None and during is State.STAGE:  # healthy buckets have time to end
                 until_s = min(until_s, time.monotonic() + REPAIR_S)
             with self._run.stage(_STAGES.get(during, call)):
                 done, _ = wait(self._calls, max(until_s - time.monotonic(), 0), FIRST_COMPLETED)
@@ -208,7 +233,10 @@ class Update:
             self._happen(Kind.VOTED, rank=rank, lost=tuple(lost.items()))
 
     def _tell(self) -> None:
-        """Let all ranks know how it ended. TrainerRankLost where rank 0 does not come to say it; the others ask the engines."""
+        """Let all ranks know how the update ended.
+
+        If rank 0 does not come to say it, the other ranks ask the engines and raise TrainerRankLost.
+        """
         try:
             self._hear({})
         except errors.TransportError as gone:
@@ -220,7 +248,7 @@ class Update:
             ) from gone
 
     def _hear(self, word: dict[str, Any]) -> dict[str, Any]:
-        """What rank 0 says, with all that it knows of the engines."""
+        """Return what rank 0 says, and take over its engine states."""
         known = [(e.url, e.state.name, e.why, e.holds, e.member) for e in self.now.engines]
         word = word | {"engines": known} if self._ranks.leads else {}
         word = self._ranks.exchange(word, self._run.deadline.at_least(GRACE_S * 10))[0]
@@ -230,16 +258,16 @@ class Update:
 
 
 class Staged(Update):
-    """A staged update on one rank."""
+    """A staged update, as one trainer rank carries it out."""
 
     way = "staged"
 
     def __init__(self, *work: Any, **options: Any) -> None:
         super().__init__(*work, **options)
         self._coming = dict(self._planner.committed) if self.now.alone else {}
-        """By an engine's number of ranks: who staged it first, and what."""
+        """By an engine's number of ranks: which engine staged first, and its digests."""
         self._fresh: dict[str, tuple[int, int]] = {}
-        """Engines that were linked just now: the order's number, and their ranks."""
+        """Engines that were linked in this update: the order's number, and the engine's number of ranks."""
         self._bucket, self._adding = 0, threading.Lock()
 
     # -- links ---------------------------------------------------------------------------------------------------------
@@ -252,13 +280,19 @@ class Staged(Update):
             self._unlinked = set(itertools.chain(*self._ranks.exchange(mine, self._run.deadline)))
 
     def _link(self, handle: EngineHandle, left_s: float) -> None:
-        """Have the engine connect if it has no links to every trainer. A dry run may take all the time there is."""
+        """Make the engine connect unless every trainer has its links.
+
+        The engine's dry run may take all the time that is left.
+        """
         if handle.url in self._unlinked or not handle.staged(self._planner.metas):
             handle.open(self._planner.order(handle.url), left_s)
             self._fresh[handle.url] = self._planner.attempts[handle.url], handle.size
 
     def _plan(self) -> None:
-        """Accept the links, and plan unless every rank did for these. ManifestMismatch where parameters are not given."""
+        """Set up the new links, and plan unless every rank has.
+
+        ManifestMismatch: the update does not give some parameters.
+        """
         planner, deadline = self._planner, self._run.deadline
         with self._run.stage("join"):
             linked = self._hear({"fresh": self._fresh})["fresh"]
@@ -275,8 +309,10 @@ class Staged(Update):
             planner.aim(ranks, deadline)
 
     def _check(self, ranks: Sequence[RankLink]) -> None:
-        """Refuse what leaves a parameter old, and tensors that the engine that is read keeps rounded, unless they are rounded
-        alike where they go."""
+        """Refuse updates that would leave a parameter old.
+
+        Tensors that the engine that is read keeps rounded are refused, too, unless the engines that they go to round them alike.
+        """
         report, names = self._run.report, self._config.expected is not None
         report.rounded, report.skipped = check_complete(ranks, self._planner.metas, names=names)
         report.loaded = next((rank.whole for rank in ranks if rank.whole), "")
@@ -291,7 +327,7 @@ class Staged(Update):
 
     def _give(self) -> None:
         super()._give()
-        # No longer than that: one silent link would end the update for all engines.
+        # Not all the time that is left: one silent link would end the update for all engines.
         most_s = self._config.engine_timeout_s
         self._bucket_call = lambda link, left_s: link.end(timeout_s=min(left_s, most_s)) or 0
         self._happen(Kind.BUCKET)
@@ -314,7 +350,10 @@ class Staged(Update):
     # -- rank 0 alone --------------------------------------------------------------------------------------------------
 
     def _verify(self, handle: EngineHandle, left_s: float) -> None:
-        """Every trainer has sent everything, and every rank has placed it. Engines of equal ranks must agree."""
+        """Verify that the engine's ranks hold everything.
+
+        By now every trainer has sent everything, and every rank has placed it. Engines with equal numbers of ranks must agree.
+        """
         how = {"checksums": self._config.verify, "timeout_s": left_s}
         sums: Sums = _at_once(handle, lambda link: link.verify(self._ranks.update, **how))
         other, wanted = self._coming.setdefault(len(sums), (f"engine {handle.url}", sums))
@@ -337,12 +376,12 @@ class Staged(Update):
 
 
 class Grouped(Staged):
-    """The same over a joint group: engines are paused before its first call and until its last, which NCCL asks for."""
+    """A staged update over a joint group. NCCL needs the engines paused from the group's first call to its last."""
 
     way = "grouped"
 
     def _group(self) -> None:
-        """Begin to join the group of all trainer ranks and of the engines that are left."""
+        """Begin to join the group of all trainers and engines left."""
         self._hear({})
         self._links = [link for member in self.members for link in member.ranks]
         self._told = self._planner.joint.join(self._links, self._planner.trainers[0][0], self._run.deadline)
@@ -362,20 +401,26 @@ class Grouped(Staged):
         self._run.report.sent_bytes += sent
 
     def _undo(self, handle: EngineHandle, left_s: float) -> None:
-        """Nothing of a group may be under way in an engine that serves."""
+        """End the group's calls in the engine, then resume it.
+
+        An engine that serves may have no call of a group under way.
+        """
         with suppress(errors.R3Error):
             self._regroup(handle, left_s, {})
         handle.undo(left_s)
 
 
 def _at_once(handle: EngineHandle, call: Callable[[RankLink], T]) -> list[T]:
-    """Make a call over all links to an engine."""
+    """Make a call over all links to an engine at once."""
     calls = [background(partial(_letting_go, call, link)) for link in handle.ranks]
     return [call.result() for call in calls]
 
 
 def _letting_go(call: Callable[[RankLink], T], link: RankLink) -> T:
-    """An error is kept longer than the link, and its frames hold views of the rank's memory: they are emptied."""
+    """Make the call; on an error clear its frames.
+
+    The error is kept longer than the link, and its frames hold views of the rank's memory.
+    """
     try:
         return call(link)
     except BaseException as error:

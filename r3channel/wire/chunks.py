@@ -30,13 +30,18 @@ def chunk_count(rows: int) -> int:
 
 
 def _blocks(rows: int) -> Iterator[tuple[int, int]]:
-    """(row, rows) of every chunk, in order."""
+    """Yield (row, rows) of every chunk, in order."""
     for row in range(0, rows, CHUNK_ROWS):
         yield row, min(CHUNK_ROWS, rows - row)
 
 
 def encode_chunks(ids_TLK: Ids, *, codecs: Sequence[Codec]) -> tuple[list[Entry], list[Wire]]:
-    """The table and the bytes of all chunks, which may be views of `ids_TLK` where it is contiguous."""
+    """Return the table and the bytes of all chunks.
+
+    Args:
+        ids_TLK: The ids; where they are contiguous, the bytes may be views of them.
+        codecs: The codecs that each chunk is tried with.
+    """
     entries, wires = [], []
     for row, rows in _blocks(len(ids_TLK)):
         codec_id, wire = encode_chunk(np.ascontiguousarray(ids_TLK[row : row + rows]), codecs=codecs)
@@ -55,7 +60,7 @@ class Entry(NamedTuple):
 
 
 def stored_entries(rows: int, *, row_bytes: int) -> list[Entry]:
-    """The table of rows that are stored as they are."""
+    """Return the table of rows that are stored as they are."""
     return [Entry(row, size, STORED.codec_id, size * row_bytes) for row, size in _blocks(rows)]
 
 
@@ -68,7 +73,18 @@ def table_of(entries: Sequence[Entry], *, layers: int) -> bytes:
 def read_table(
     table: memoryview, *, wire_bytes: int, rows: int, spec: RoutingSpec, where: str
 ) -> tuple[Entry, ...]:
-    """The chunks, which must tile the rows and `wire_bytes` exactly. `table` ends with the padding before them."""
+    """Read and check the table of a frame's chunks.
+
+    Args:
+        table: The table, and the padding behind it.
+        wire_bytes: Bytes of all chunks, which the chunks must fill exactly.
+        rows: Rows of the frame, which the chunks must tile exactly.
+        spec: The model's spec.
+        where: Names the frame in error texts.
+
+    Raises:
+        FrameCorrupt: The table or the padding is not what `rows` and `wire_bytes` demand.
+    """
     entries, left = [], wire_bytes
     if any(table[chunk_count(rows) * CHUNK_BYTES :]):
         raise errors.FrameCorrupt(f"{where}: bytes of the padding before the chunks are not 0")

@@ -31,12 +31,19 @@ from r3channel.wire.validate import counted, item_bytes, items_of, kernels, summ
 
 
 def item_bytes_of(spec: RoutingSpec) -> int:
-    """Bytes of an item of this model's rows."""
+    """Return the bytes of an item of this model's rows."""
     return item_bytes(spec.top_k * spec.id_dtype.itemsize)
 
 
 def layer_digests(expert_ids_TLK: Ids, *, first_row: int, valid_T: Ids | None = None) -> Words:
-    """[L]: of rows at `first_row`, `first_row` + 1, ...; `validate.checked` gives the same, and judges the ids.
+    """Return the digest of each layer, [L].
+
+    `validate.checked` gives the same digests, and judges the ids, too.
+
+    Args:
+        expert_ids_TLK: Rows at positions `first_row`, `first_row` + 1, ...
+        first_row: Position of the first row in its sample.
+        valid_T: Which rows count; None where all do.
 
     >>> ids = np.arange(48, dtype=np.uint8).reshape(3, 2, 8)
     >>> parts = [layer_digests(ids[row : row + 1], first_row=row) for row in range(3)]
@@ -48,8 +55,15 @@ def layer_digests(expert_ids_TLK: Ids, *, first_row: int, valid_T: Ids | None = 
 
 
 def range_digests(rows: Sequence[Ids], first_A: Ids, edges_P: Ids) -> Words:
-    """[P, L]: digests of the ranges [edges_P[i], edges_P[i + 1]) of rows that lie one after another in some arrays [T, L, K],
-    each at its own first row. Arrays are joined, so that many small ones are one call."""
+    """Return the digests of ranges of rows, [P, L].
+
+    The arrays are joined, so that many small arrays are one call.
+
+    Args:
+        rows: Arrays [T, L, K], whose rows lie one after another.
+        first_A: Position of the first row of each array.
+        edges_P: Range i is [edges_P[i], edges_P[i + 1]) of all rows.
+    """
     count_A, low = np.asarray([*map(len, rows)]), int(first_A.min())
     begin_A = first_A - low - np.cumsum(count_A) + count_A
     position_T = np.repeat(begin_A, count_A) + np.arange(count_A.sum())
@@ -59,7 +73,10 @@ def range_digests(rows: Sequence[Ids], first_A: Ids, edges_P: Ids) -> Words:
 
 
 def fold(digests_L: Words) -> int:
-    """64 bits that stand for all layers of a sample: xxh3 of the digests, little endian."""
+    """Return 64 bits that stand for all layers of a sample.
+
+    They are the xxh3 of the digests, little endian.
+    """
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(digests_L, "<u8").tobytes())
 
 
@@ -68,7 +85,10 @@ def fold(digests_L: Words) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HostRuns:
-    """Whose rows a micro-batch's are; made once, used for each layer, which costs 2 us beside its rows instead of 10."""
+    """Which sample each row of a micro-batch belongs to.
+
+    It is built once and used for each layer. A layer then costs 2 us beside its rows instead of 10.
+    """
 
     runs_N5: Ids
     """int64 columns sample, position of the first row, its index in R, step between rows (1 for packs, b for [b, s]), rows."""
@@ -80,6 +100,13 @@ class HostRuns:
 
     @classmethod
     def of(cls, runs_N5: Ids, *, samples: int, spec: RoutingSpec) -> HostRuns:
+        """Build the runs of one micro-batch.
+
+        Args:
+            runs_N5: The columns that `HostRuns.runs_N5` names.
+            samples: The number of samples.
+            spec: The model's spec.
+        """
         runs_N5, compiled, item = np.ascontiguousarray(runs_N5, np.int64), kernels(), item_bytes_of(spec)
         end = int((runs_N5[:, 1] + runs_N5[:, 4]).max(initial=0))
         items, size = spec.top_k * spec.id_dtype.itemsize // item, spec.id_dtype.itemsize
@@ -92,9 +119,15 @@ _NOTHING = np.empty((0, 0), np.int32)
 
 
 def column_digests(rows_RK: Ids, runs: HostRuns, wide_RK: Ids | None = None) -> Words:
-    """[samples]: the digest of each sample's rows among `rows_RK` [R, K].
+    """Return the digest of each sample's rows of one layer, [samples].
 
-    The same pass writes all ids to `wide_RK`, C-contiguous [R, K] of int32 or int64.
+    Args:
+        rows_RK: The ids of one layer's rows, [R, K].
+        runs: Which row belongs to which sample.
+        wide_RK: All ids are written to it in the same pass: C-contiguous [R, K] of int32 or int64.
+
+    Raises:
+        UsageError: `wide_RK` has another shape or dtype, or a run lies outside of the rows or samples.
     """
     if wide_RK is not None and (wide_RK.shape != rows_RK.shape or wide_RK.dtype not in _WIDE):
         raise UsageError(
@@ -118,7 +151,7 @@ def column_digests(rows_RK: Ids, runs: HostRuns, wide_RK: Ids | None = None) -> 
 
 
 def _check_runs(runs_N5: Ids, *, rows: int, samples: int) -> None:
-    """As the compiled loop checks them itself."""
+    """Check runs as the compiled loop checks them itself."""
     sample, _, first, step, count = runs_N5.T
     inside = (sample < samples) & (step > 0) & (first + step * (count - 1) < rows)
     if not inside.all() or (runs_N5 < 0).any():
@@ -131,8 +164,10 @@ def _outside(runs_N5: Ids, *, rows: int, samples: int) -> UsageError:
 
 @dataclass(frozen=True, slots=True)
 class TorchRuns:
-    """Whose rows a micro-batch's are, as tensors on the device of its rows; made once, used for each pass. An item has 8 bytes,
-    or is an id where items are smaller."""
+    """Which sample each row of a micro-batch belongs to, as tensors on the device of the rows.
+
+    It is built once and used for each pass. An item has 8 bytes, or is an id where items are smaller.
+    """
 
     samples: int
     sample_N: Any
@@ -146,7 +181,18 @@ class TorchRuns:
     def of(
         cls, runs_N5: Ids, *, rows: int, samples: int, spec: RoutingSpec, tensor: Callable[[Ids], Any]
     ) -> TorchRuns:
-        """`runs_N5` as those of `HostRuns`; `tensor` brings an int64 array to the device."""
+        """Build the runs of one micro-batch as tensors on a device.
+
+        Args:
+            runs_N5: The columns that `HostRuns.runs_N5` names.
+            rows: The number of rows, R.
+            samples: The number of samples.
+            spec: The model's spec.
+            tensor: Brings an int64 array to the device.
+
+        Raises:
+            UsageError: A run lies outside of the rows or samples.
+        """
         _check_runs(runs_N5, rows=rows, samples=samples)
         sample_R, coefficient_R = np.full(rows, samples, np.int64), np.zeros(rows, np.uint64)
         for sample, position, first, step, count in runs_N5.tolist():
@@ -165,8 +211,17 @@ class TorchRuns:
 
 
 def column_digests_torch(rows_RK: Any, runs: TorchRuns) -> Any:
-    """[samples] int64: as `column_digests`, the same bits, of a tensor of the spec's id dtype; of [layer, row, K] a line each.
-    Does not wait for the device."""
+    """Return the digest of each sample's rows, as `column_digests` does.
+
+    This call does not wait for the device.
+
+    Args:
+        rows_RK: A tensor of the spec's id dtype, [row, K] or [layer, row, K].
+        runs: Which row belongs to which sample.
+
+    Returns:
+        [samples] int64 with the same bits as those of `column_digests`; of [layer, row, K] a line for each layer.
+    """
     words_N = rows_RK.contiguous().flatten(-2)
     if len(runs.sample_N) < words_N.shape[-1]:
         if words_N.storage_offset() * words_N.itemsize % 8:

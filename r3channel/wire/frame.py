@@ -39,7 +39,11 @@ __all__ = ["FRAME_MAGIC", "HEADER_BYTES", "Frame", "encode_frame", "parse_frame"
 
 
 def sample_key(request_id: str) -> int:
-    """64-bit key that ties a frame to the engine's request id; of any string, as JSON may name lone surrogates."""
+    """Return the 64-bit key that ties a frame to a request.
+
+    Args:
+        request_id: The engine's request id; any string, as JSON may name lone surrogates.
+    """
     return xxhash.xxh3_64_intdigest(request_id.encode("utf-8", "surrogatepass"))
 
 
@@ -48,11 +52,26 @@ def encode_frame(
     valid_T: np.ndarray[Any, np.dtype[np.bool_]] | None = None, provenance: Sequence[ProvenanceSpan] | None = None,
     sample_key: int = 0, kept_rows: int = 0, codec: str = "auto",
 ) -> bytes:  # fmt: skip
-    """Bytes of one frame. `expert_ids_TLK` is [rows, L, K] in `spec.id_dtype` and is copied once.
+    """Return the bytes of one frame.
 
-    Without `provenance` all rows are decoded rows of weight version 0. Ids are hashed and not checked here: the engine's
-    scheduler thread pays for this call, and the relay checks every id. Ids of invalid rows may be anything, and a codec
-    that drops the order of a row replaces them.
+    Ids are hashed and not checked here: the engine's scheduler thread pays for this call, and the relay checks every id.
+
+    Args:
+        spec: The model's spec.
+        expert_ids_TLK: [rows, L, K] in `spec.id_dtype`, copied once. Ids of invalid rows may be anything; a codec that drops the
+            order of a row replaces them.
+        first_row: Position of the first row in its sample.
+        valid_T: Which rows are valid; None where all are.
+        provenance: Without it all rows are decoded rows of weight version 0.
+        sample_key: Key of the request, as `sample_key` makes it.
+        kept_rows: How many of the rows a retraction did not lose.
+        codec: Name of a codec, or `auto`.
+
+    Raises:
+        RoutingError: The ids have another shape or dtype, the spans do not tile the rows, or there are more than `MAX_SPANS`
+            spans.
+        SpecMismatch: The ids have other layers or another top-k than `spec`.
+        ConfigError: No codec has this name, or its package is not installed.
     """
     check_shape(expert_ids_TLK, spec=spec, where="encode_frame")
     rows = len(expert_ids_TLK)
@@ -81,7 +100,20 @@ def frame_head(
     spec: RoutingSpec, chunks: Sequence[Entry], *, first_row: int, valid_T: np.ndarray[Any, np.dtype[np.bool_]] | None,
     provenance: Sequence[ProvenanceSpan] | Sequence[Run], digests_L: Ids, sample_key: int, kept_rows: int = 0,
 ) -> bytes:  # fmt: skip
-    """A frame up to its chunks, which follow; of rows whose digests are known, so none is read."""
+    """Return a frame up to its chunks, which follow.
+
+    The digests of the rows are known, so no row is read.
+
+    Args:
+        spec: The model's spec.
+        chunks: The table of the chunks that follow.
+        first_row: Position of the first row in its sample.
+        valid_T: Which rows are valid; None where all are.
+        provenance: The spans of the rows.
+        digests_L: The digest of each MoE layer.
+        sample_key: Key of the request.
+        kept_rows: How many of the rows a retraction did not lose.
+    """
     codecs, rows = [chunk.codec for chunk in chunks], sum([chunk.rows for chunk in chunks])
     flags = 0 if all(CODECS[codec].keeps_order for codec in codecs) else head.FLAG_UNORDERED
     parts = [head.SPAN.pack(*span) for span in provenance]
@@ -103,7 +135,10 @@ def header_fields(
     spec: RoutingSpec, *, rows: int, first_row: int, chunks: int, spans: int, sections_bytes: int, wire_bytes: int,
     newest: int, sample_key: int, kept_rows: int, codec: int = 0, flags: int = 0,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return the fields of `Header` as they are: an engine's scheduler pays this for each request. `newest`: weight version."""
+    """Return the fields of `Header` but for its hashes.
+
+    The fields are a plain tuple: an engine's scheduler pays for this call at each request. `newest` is a weight version.
+    """
     return (
         FRAME_MAGIC, head.WIRE_VERSION, head.KIND_EXPERT_IDS, codec, flags,
         spec.digest, spec.num_experts, spec.top_k, spec.num_moe_layers, spec.id_dtype.itemsize, 0,
@@ -113,7 +148,10 @@ def header_fields(
 
 
 def encode_error(message: str, *, sample_key: int = 0) -> bytes:
-    """A frame that says why the engine has no rows; `parse_frame` raises it as `EngineReported`."""
+    """Return a frame that says why the engine has no rows.
+
+    `parse_frame` raises the text as `EngineReported`.
+    """
     text = message.encode("utf-8", "replace")[: head.MAX_ERROR_BYTES]
     return head.assemble(
         Header(kind=head.KIND_ERROR, sections_bytes=len(text), sample_key=sample_key)[:-2], text
@@ -121,14 +159,20 @@ def encode_error(message: str, *, sample_key: int = 0) -> bytes:
 
 
 def _with_sets_in_invalid_rows(ids_TLK: Ids, valid_T: np.ndarray[Any, np.dtype[np.bool_]] | None) -> Ids:
-    """Ids 0..K-1 in invalid rows, whose ids mean nothing, so that one such row does not cost a chunk its set."""
+    """Return the ids with 0..K-1 in invalid rows.
+
+    Ids of invalid rows mean nothing. Without this, one such row would cost a chunk its `set` coding.
+    """
     if valid_T is None or valid_T.all():
         return ids_TLK
     return np.where(valid_T[:, None, None], ids_TLK, np.arange(ids_TLK.shape[-1], dtype=ids_TLK.dtype))
 
 
 def _as_decoded(ids_TLK: Ids, entries: Sequence[Entry], wires: Sequence[Wire]) -> Ids:
-    """The ids as the other end will see them: sorted within each row of a chunk that lost its order."""
+    """Return the ids as the other end will see them.
+
+    They are sorted within each row of a chunk that lost its order.
+    """
     seen_TLK = np.array(ids_TLK)
     for (row, rows, codec, _), wire in zip(entries, wires, strict=True):
         if not CODECS[codec].keeps_order:
@@ -143,7 +187,17 @@ def parse_frame(
     data: bytes | bytearray | memoryview, *, spec: RoutingSpec, sample_id: str = "?", engine: str = "?",
     max_rows: int = MAX_ROWS,
 ) -> Frame:  # fmt: skip
-    """As `read_frame`, for a frame that is in hand: its ids can be asked for. `data` must not change while the frame is used."""
+    """Read a frame that is in hand, up to its ids.
+
+    This checks what `read_frame` checks, and raises the same errors. The frame's ids can be asked for.
+
+    Args:
+        data: The frame; it must not change while the frame is used.
+        spec: The local spec.
+        sample_id: Names the sample in error texts.
+        engine: Names the engine in error texts.
+        max_rows: Bound on the frame's rows.
+    """
     source = InHand(data)
     frame = read_frame(source, spec=spec, where=f"sample {sample_id} from engine {engine}", max_rows=max_rows)
     frame.payload = source.take(source.left)
@@ -154,11 +208,18 @@ def read_frame(
     source: Source, *, spec: RoutingSpec, where: str, max_rows: int = MAX_ROWS, begun: memoryview | bytes = b"",
     more: bool = False,
 ) -> Frame:  # fmt: skip
-    """Read one frame up to its ids, which `Frame.fill` reads next, and verify it against the local `spec`.
+    """Read and verify one frame up to its ids.
 
-    Raises the typed error of the first check that fails, and names `where`. Memory that is taken here and later is bounded by
-    `max_rows` x `spec.bytes_per_token`, whatever the bytes say. `begun`: bytes of the header that were read already. `more`:
-    something may lie behind the frame.
+    `Frame.fill` reads the ids next. Memory that is taken here and later is bounded by `max_rows` x `spec.bytes_per_token`,
+    whatever the bytes say. The first check that fails raises its typed error, which names `where`.
+
+    Args:
+        source: Bytes of the frame that were not read yet.
+        spec: The local spec that the frame must fit.
+        where: Names the frame in error texts.
+        max_rows: Bound on the frame's rows.
+        begun: Bytes of the header that were read already.
+        more: Whether something may lie behind the frame.
     """
     nbytes = len(begun) + source.left
     rest = source.take(min(HEADER_BYTES - len(begun), source.left))
@@ -172,7 +233,7 @@ def read_frame(
 
 
 def _read_sections(header: Header, sections: memoryview, *, spec: RoutingSpec, where: str) -> Frame:
-    """The frame behind a header whose numbers, and sections whose hash, were checked."""
+    """Return the frame of a checked header and hashed sections."""
     at, rows, valid_T = 0, header.rows, None
     if header.flags & head.FLAG_VALIDITY:
         at = -(-rows // 8)
@@ -193,7 +254,10 @@ def _read_sections(header: Header, sections: memoryview, *, spec: RoutingSpec, w
 
 
 def _ordered(header: Header, chunks: Sequence[Entry], *, where: str) -> bool:
-    """True where no chunk has lost the order within its rows; the header must say the same, and the highest codec."""
+    """Return whether all chunks keep the order within their rows.
+
+    The header must say the same, and must name the highest codec.
+    """
     ordered = all(CODECS[chunk.codec].keeps_order for chunk in chunks)
     highest = max((chunk.codec for chunk in chunks), default=0)
     if ordered == bool(header.flags & head.FLAG_UNORDERED) or header.codec != highest:

@@ -55,11 +55,15 @@ class Frame:
 
     @property
     def valid_T(self) -> Valid:
+        """Return for each row whether it is valid, [rows] bool."""
         return np.ones(self.rows, bool) if self.partly_valid_T is None else self.partly_valid_T
 
     @property
     def invalid_edges(self) -> Ids:
-        """Positions where rows without routing begin and end, in turn; ascending."""
+        """Return the positions where rows without routing begin and end.
+
+        The positions ascend: a begin, its end, the next begin, and so on.
+        """
         if self.partly_valid_T is None:
             return _NO_EDGES
         beside_T = np.concatenate([[True], self.partly_valid_T, [True]])
@@ -67,13 +71,25 @@ class Frame:
 
     @property
     def scratch_bytes(self) -> int:
-        """The largest chunk that is coded; 0 where all rows lie in the frame as they are."""
+        """Return the bytes of the largest coded chunk.
+
+        This is 0 where all rows lie in the frame as they are.
+        """
         return max((entry.nbytes for entry in self.entries if not CODECS[entry.codec].as_is), default=0)
 
     def fill(self, source: Source, out_TLK: Ids, scratch_N: memoryview | None = None) -> None:
-        """Read the ids, the next bytes of `source`, into [rows, L, K], and check every one while it is in a cache.
+        """Read the ids and check every one of them.
 
-        Coded chunks go through `scratch_N` of `scratch_bytes`, where it is given. Raises as `verify`, and what the source raises.
+        Ids are checked while they are in a cache. Errors of `source` pass through.
+
+        Args:
+            source: Its next bytes are the frame's ids.
+            out_TLK: [rows, L, K], filled with the ids.
+            scratch_N: `scratch_bytes` that coded chunks go through, where it is given.
+
+        Raises:
+            FrameCorrupt: As in `verify`.
+            ExpertIdInvalid: As in `verify`.
         """
         sound, digests_L = True, np.zeros(self.spec.num_moe_layers, np.uint64)
         most = max(1, _SLICE_BYTES // self.spec.bytes_per_token)
@@ -91,12 +107,20 @@ class Frame:
         self._judge(out_TLK, sound, digests_L)
 
     def verify(self, out_TLK: Ids | None = None) -> Ids:
-        """[rows, L, K] of a frame in hand, every id checked: in range, distinct within its row, and what the engine hashed.
+        """Check every id of a frame in hand, and return the ids.
 
-        A read-only view of the frame's bytes where that is possible (see `ids`); else `out_TLK`, or fresh memory, is filled.
+        An id must be in range, distinct within its row, and what the engine hashed. Invalid rows are not judged.
 
-        Raises FrameCorrupt for ids that were damaged: another copy of the frame may be whole. ExpertIdInvalid is
-        a fault of the engine: another copy is no better. Invalid rows are not judged.
+        Args:
+            out_TLK: Filled where a view is not possible; without it fresh memory is filled.
+
+        Returns:
+            [rows, L, K], read-only: a view of the frame's bytes where that is possible (see `ids`), else the array that was
+            filled.
+
+        Raises:
+            FrameCorrupt: The ids were damaged; another copy of the frame may be whole.
+            ExpertIdInvalid: It is a fault of the engine; another copy is no better.
         """
         ids_TLK = self._view()
         if ids_TLK is not None:
@@ -108,8 +132,17 @@ class Frame:
         return out_TLK
 
     def leave_out_unsound(self, ids_TLK: Ids) -> bool:
-        """After `fill` has raised ExpertIdInvalid: rows whose ids no router can have chosen (padding, memory that nobody wrote)
-        become invalid rows of kind MISSING, and the digests those of the rest. False where that leaves too many runs to keep."""
+        """Make rows with impossible ids invalid rows of kind MISSING.
+
+        Call this after `fill` has raised ExpertIdInvalid. No router can have chosen such ids: they are padding, or memory that
+        nobody wrote. The digests become those of the other rows.
+
+        Args:
+            ids_TLK: The array that `fill` filled.
+
+        Returns:
+            False where too many runs are left to keep the frame.
+        """
         sound_T = sound_rows(ids_TLK, num_experts=self.spec.num_experts).all(1)
         self.partly_valid_T = self.valid_T & sound_T
         before = len(self.provenance)
@@ -118,18 +151,27 @@ class Frame:
         return len(self.provenance) <= before + _MOST_NEW_RUNS
 
     def decode_into(self, out_TLK: Ids) -> None:
-        """Fill a C-contiguous array [rows, L, K] with ids that are not checked. Raises `FrameCorrupt` where a chunk does not
-        decode."""
+        """Fill a C-contiguous array [rows, L, K] with unchecked ids.
+
+        Args:
+            out_TLK: The array to fill.
+
+        Raises:
+            FrameCorrupt: A chunk does not decode.
+        """
         source = InHand(self.payload)
         for entry in self.entries:
             self._decode(entry, source, out_TLK)
 
     def ids(self) -> Ids:
-        """[rows, L, K] of a frame in hand, not checked: a read-only view of its own bytes where they are stored and aligned, else
-        decoded.
+        """Return the ids of a frame in hand, not checked.
 
-        A view is valid as long as the buffer that was parsed. Ids that start at an odd address are copied once (40 ms per raw
-        GB): checking and placing them in 8-byte words where they lie would cost several times as much.
+        Ids that are not aligned are copied once (40 ms per raw GB): checking and placing them in 8-byte words where they lie
+        would cost several times as much.
+
+        Returns:
+            [rows, L, K], read-only: a view of the frame's bytes where ids are stored and aligned, else a decoded copy. A view is
+            valid as long as the buffer that was parsed.
         """
         view_TLK = self._view()
         if view_TLK is None:
@@ -158,7 +200,6 @@ class Frame:
         return checked(ids_TLK, num_experts=self.spec.num_experts, first_row=first_row, valid_T=own_T)
 
     def _judge(self, ids_TLK: Ids, sound: bool, digests_L: Words) -> None:
-        """Raise what `verify` does: by what was found of all ids."""
         if digests_L.tobytes() != self.digests_L.tobytes():
             differing = np.flatnonzero(digests_L != self.digests_L)
             layers = [self.spec.moe_layers[index] for index in differing[:_NAMED_LAYERS]]
@@ -178,7 +219,13 @@ class Frame:
         return view if view.ctypes.data % _WORD_BYTES == 0 else None
 
     def routing(self, *, sample_id: str) -> SampleRouting:
-        """Decode and check every id, as `verify` does. The ids may be a view of the frame's bytes."""
+        """Decode and check every id, and return the sample's routing.
+
+        This checks as `verify` does. The ids may be a view of the frame's bytes.
+
+        Args:
+            sample_id: Names the sample, in error texts too.
+        """
         self.where = f"sample {sample_id}"
         return SampleRouting(
             spec=self.spec, sample_id=sample_id, tokens=self.first_row + self.rows + 1, first_row=self.first_row,

@@ -42,7 +42,7 @@ SPAN_BYTES = SPAN.size
 
 
 class Header(NamedTuple):
-    """The fields, in order."""
+    """The fields of a frame's header, in order."""
 
     magic: bytes = FRAME_MAGIC
     version: int = WIRE_VERSION
@@ -75,32 +75,58 @@ class Header(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """All bytes of the frame."""
+        """Return the bytes of the whole frame."""
         return HEADER_BYTES + self.sections_bytes + self.wire_bytes
 
 
 def sealed_header(fields: tuple[Any, ...], sections: bytes | bytearray | memoryview) -> bytes:
-    """Return the header, both hashes in place. `fields`: those of `Header` but for its hashes."""
+    """Return a frame's header with both hashes in place.
+
+    Args:
+        fields: The fields of `Header` but for its hashes.
+        sections: The bytes that the first hash covers.
+    """
     packed = _HEADER.pack(*fields, xxhash.xxh3_64_intdigest(sections), 0)[:-8]
     return packed + xxhash.xxh3_64_intdigest(packed).to_bytes(8, "little")
 
 
 def assemble(fields: tuple[Any, ...], sections: bytes | bytearray) -> bytes:
-    """The header and the sections."""
+    """Return the header and the sections in one piece.
+
+    Args:
+        fields: The fields of `Header` but for its hashes.
+        sections: The sections that follow the header.
+    """
     return b"".join((sealed_header(fields, sections), sections))
 
 
 def announced_bytes(head: memoryview | bytes) -> int:
-    """The size that the header at the beginning of `head` announces, unchecked; 0 where there is none."""
+    """Return the frame's size as its header announces it, unchecked.
+
+    Args:
+        head: Bytes that begin with the header.
+
+    Returns:
+        Bytes of the whole frame; 0 where `head` does not begin with a header.
+    """
     if bytes(head[:4]) != FRAME_MAGIC or len(head) < HEADER_BYTES:
         return 0
     return Header(*_HEADER.unpack_from(head)).nbytes
 
 
 def read_header(head: memoryview, *, nbytes: int, where: str, more: bool = False) -> Header:
-    """The header of `nbytes` bytes that begin with `head`: its magic, version, hash, kind and size are right.
+    """Check magic, version, hash, kind and size, and return the header.
 
-    `more`: something may lie behind what it announces.
+    Args:
+        head: The first bytes of the frame.
+        nbytes: How many bytes begin with `head`.
+        where: Names the frame in error texts.
+        more: Whether something may lie behind what the header announces.
+
+    Raises:
+        FrameMagicMismatch: The bytes do not begin with a frame's magic.
+        FrameVersionMismatch: The wire version or the kind is another one.
+        FrameCorrupt: The size or the header's hash does not fit.
     """
     header = _header_in(head, nbytes=nbytes, where=where)
     if nbytes != header.nbytes and not (more and nbytes > header.nbytes):
@@ -137,8 +163,19 @@ def _header_in(view: memoryview, *, nbytes: int, where: str) -> Header:
 
 
 def check_kind(header: Header, source: Source, *, kind: int, where: str) -> None:
-    """FrameVersionMismatch for a frame of another kind; EngineReported for that of an engine that could not build another one,
-    whose text is the next of `source`."""
+    """Check that a frame is of the expected kind.
+
+    Args:
+        header: The frame's header.
+        source: Its next bytes are the frame's sections, read only for the frame of an error.
+        kind: The expected kind.
+        where: Names the frame in error texts.
+
+    Raises:
+        EngineReported: The engine could not build the frame; the error holds the engine's text, read from `source`.
+        FrameVersionMismatch: The frame is of another kind.
+        FrameCorrupt: The hash of the engine's text does not match.
+    """
     if header.kind == KIND_ERROR and header.sections_bytes <= MAX_ERROR_BYTES:
         text = source.take(header.sections_bytes)
         check_sections(header, text, where=where)
@@ -151,7 +188,20 @@ def check_kind(header: Header, source: Source, *, kind: int, where: str) -> None
 
 
 def check_fields(header: Header, *, spec: RoutingSpec, max_rows: int, where: str) -> None:
-    """Every number against the local spec and the caller's bound, before any of them sizes anything."""
+    """Check every number of a header before it sizes anything.
+
+    Args:
+        header: A header whose hash was checked.
+        spec: The local spec that the numbers must fit.
+        max_rows: The caller's bound on rows.
+        where: Names the frame in error texts.
+
+    Raises:
+        SpecMismatch: The frame is of another model.
+        FrameVersionMismatch: The frame uses what is reserved.
+        RowCountMismatch: The frame has more than `max_rows` rows.
+        FrameCorrupt: The numbers are impossible.
+    """
     _check_spec(header, spec=spec, where=where)
     _check_reserved(header, where=where)
     if header.rows > max_rows:
@@ -191,20 +241,29 @@ def _check_spec(header: Header, *, spec: RoutingSpec, where: str) -> None:
 
 
 def _counts_fit(header: Header, *, spec: RoutingSpec) -> bool:
-    """The numbers of chunks and section bytes follow from the others."""
+    """Return whether chunks and section bytes follow from the other numbers."""
     bitmap = -(-header.rows // 8) if header.flags & FLAG_VALIDITY else 0
     expected = sections_size(header.rows, spans=header.spans, layers=spec.num_moe_layers, bitmap=bitmap)
     return header.chunks == chunk_count(header.rows) and header.sections_bytes == expected
 
 
 def sections_size(rows: int, *, spans: int, layers: int, bitmap: int = 0) -> int:
-    """Bytes of the sections, the padding too."""
+    """Return the bytes of a frame's sections, padding included.
+
+    Args:
+        rows: Rows of the frame.
+        spans: Provenance spans.
+        layers: MoE layers.
+        bitmap: Bytes of the validity bitmap.
+    """
     size = bitmap + spans * SPAN_BYTES + 8 * layers + chunk_count(rows) * CHUNK_BYTES
     return size + padding(size)
 
 
 def padding(sections_bytes: int) -> int:
-    """Zero bytes after the sections, so that the first chunk starts at a multiple of `ALIGNMENT` of the frame.
+    """Return the number of zero bytes after the sections.
+
+    The first chunk then starts at a multiple of `ALIGNMENT` of the frame.
 
     >>> padding(24), padding(25)
     (0, 15)
@@ -213,7 +272,13 @@ def padding(sections_bytes: int) -> int:
 
 
 def check_sections(header: Header, sections: memoryview, *, where: str) -> None:
-    """What lies between the header and the chunks. Ids are covered by the digests, where they are decoded."""
+    """Check the hash of the bytes between header and chunks.
+
+    The digests cover the ids, which are checked where they are decoded.
+
+    Raises:
+        FrameCorrupt: The hash does not match.
+    """
     if xxhash.xxh3_64_intdigest(sections) != header.sections_hash:
         raise errors.FrameCorrupt(
             f"{where}: the hash of the {header.sections_bytes} bytes of the sections does not match; damaged on the way"

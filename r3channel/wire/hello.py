@@ -1,9 +1,9 @@
-"""What an engine says about itself: before its first frame when it delivers directly, in the reply to a probe otherwise. No I/O.
+"""What an engine says about itself: before its first frame if it delivers directly, else in the reply to a probe. No I/O.
 
     hello    magic, bytes u32, JSON           in front of the probe's own frame when it is in a reply
 
-A probe is an ordinary request of few tokens whose id begins with `PROBE_PREFIX`; any engine with the plug-in answers it so,
-whichever way its frames travel and whatever is between.
+A probe is an ordinary request of few tokens whose id begins with `PROBE_PREFIX`. Any engine with the plug-in answers a probe with
+its hello, whichever way the engine's frames travel and whatever is between.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Hello:
     page: str = ""
     """host:port of its /metrics; empty where it serves none."""
     replica: int = 0
-    """Which of the engine's processes that reply this is."""
+    """The number of this process among the engine's processes that reply."""
 
     def to_bytes(self) -> bytes:
         text = json.dumps(asdict(self), sort_keys=True).encode()
@@ -73,7 +73,14 @@ class Hello:
 
     @classmethod
     def split(cls, data: bytes | memoryview) -> tuple[Hello | None, bytes]:
-        """(hello, what follows it); no hello when `data` does not begin with one."""
+        """Split bytes into a hello and what follows it.
+
+        Returns:
+            (hello, rest); the hello is None where `data` does not begin with one.
+
+        Raises:
+            FrameCorrupt: The hello is incomplete or cannot be read.
+        """
         data = bytes(data)
         if data[:4] != HELLO_MAGIC:
             return None, data
@@ -105,7 +112,11 @@ class Hello:
 
 
 def probe_body(input_ids: tuple[int, ...] = (5, 6)) -> dict[str, Any]:
-    """Body of a /generate request that asks for an engine's hello and a frame of `len(input_ids)` rows."""
+    """Return a /generate request that asks for an engine's hello.
+
+    Args:
+        input_ids: The engine also returns a frame of `len(input_ids)` rows.
+    """
     return {
         "rid": PROBE_PREFIX + uuid.uuid4().hex,
         "input_ids": list(input_ids),

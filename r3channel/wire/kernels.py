@@ -55,10 +55,10 @@ def _jit(*signature: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def _form(function: Callable[..., Any], signature: tuple[Any, ...]) -> str:
-    """What tells this form of a loop from all others: a name of its own in the cache.
+    """Return a cache name that no other form of a loop has.
 
-    numba keeps the forms of one name in one index and numbers them without a lock. Two processes that compile different forms
-    at once take the same number, and later ones run one form's code on the other's rows.
+    numba keeps the forms of one name in one index and numbers them without a lock. Two processes that compile different forms at
+    once take the same number, and later processes run one form's code on the other's rows.
     """
     fixed = [cell.cell_contents for cell in function.__closure__ or ()]
     context: Any = cpu_target.target_context
@@ -67,7 +67,10 @@ def _form(function: Callable[..., Any], signature: tuple[Any, ...]) -> str:
 
 
 def _inlined(function: Callable[..., Any]) -> Any:
-    """Part of the loops that call it, and cached with them."""
+    """Make `function` a part of the loops that call it.
+
+    Its compiled code is cached with those loops.
+    """
     return numba.njit(nogil=True)(function)
 
 
@@ -84,9 +87,10 @@ def _item_type(item_bytes: int) -> Any:
 
 @_intrinsic(prefer_literal=True)
 def _copy(_typing: Any, _to: Any, _from: Any, size: Any, streamed: Any) -> Any:
-    """Copy as many bytes as the code says, wherever they lie.
+    """Copy `size` bytes from one address to another.
 
-    Streamed: a whole line, past the caches, which is not read first: a third of the traffic.
+    `size` and `streamed` are literals in the calling code. Streamed bytes are written past the caches, and their target begins a
+    line. A streamed line is not read first; that read is a third of the traffic. Other addresses need no alignment.
     """
 
     def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
@@ -108,7 +112,7 @@ def _copy(_typing: Any, _to: Any, _from: Any, size: Any, streamed: Any) -> Any:
 
 @_intrinsic(prefer_literal=True)
 def _stack(_typing: Any, size: Any) -> Any:
-    """The address of so many bytes that are the loop's own."""
+    """Return the address of `size` bytes on the loop's own stack."""
 
     def generate(_context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
         return builder.ptrtoint(
@@ -120,7 +124,7 @@ def _stack(_typing: Any, size: Any) -> Any:
 
 @_intrinsic
 def _fence(_typing: Any) -> Any:
-    """Streamed lines are seen by other threads from here on."""
+    """Make streamed lines visible to other threads."""
 
     def generate(context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
         builder.fence("seq_cst")
@@ -140,7 +144,11 @@ def _mixed(item: Any) -> Any:
 
 @_inlined
 def _add_rows(items_N: Any, coefficients_T: Any, sums_C: Any) -> None:
-    """Rows of C items, mixed, each times its coefficient; two rows at once, for half the traffic with the sums."""
+    """Add rows of C items to the sums of the items.
+
+    Each item is mixed and multiplied by its row's coefficient. Two rows are added at once, which halves the traffic with the
+    sums.
+    """
     width, rows = sums_C.shape[0], coefficients_T.shape[0]
     for row in range(0, rows - 1, 2):
         first_C = items_N[row * width : (row + 1) * width]
@@ -158,7 +166,10 @@ def _add_rows(items_N: Any, coefficients_T: Any, sums_C: Any) -> None:
 
 @_inlined
 def _add_up(sums_C: Any, coefficients_T: Any, multipliers_I: Any, digests_L: Any) -> None:
-    """From the sums of each item to the digests: the definition is linear in both, and this is the least work for each row."""
+    """Compute the digests of all layers from the sums of items.
+
+    The digest is linear in coefficients and in multipliers. This order of the sums takes the least work for each row.
+    """
     items, factors, coefficients = multipliers_I.shape[0], np.uint64(0), np.uint64(0)
     for factor in multipliers_I:
         factors += factor
@@ -172,7 +183,10 @@ def _add_up(sums_C: Any, coefficients_T: Any, multipliers_I: Any, digests_L: Any
 
 @_inlined
 def _counted_until(coefficients_T: Any, first: int, most: int) -> int:
-    """The end of the rows from `first` on, `most` of them at most, whose coefficient is not 0."""
+    """Return the end of the counted rows that begin at `first`.
+
+    A row counts if its coefficient is not 0. At most `most` rows are looked at.
+    """
     end, last = first, min(coefficients_T.shape[0], first + most)
     while end < last and coefficients_T[end] != np.uint64(0):
         end += 1
@@ -181,8 +195,14 @@ def _counted_until(coefficients_T: Any, first: int, most: int) -> int:
 
 @lru_cache(maxsize=4)
 def piece_sums(item_bytes: int) -> Any:
-    """f(items_N, coefficients_T, multipliers_I, edges_P, sums_C, digests_PL): the digests of pieces of rows of all layers, each
-    from the row at its own edge to the next edge. `sums_C`: a word for each item of a row, for the loop's own use."""
+    """Return a compiled loop that computes the digests of row ranges.
+
+    The loop is f(items_N, coefficients_T, multipliers_I, edges_P, sums_C, digests_PL). A piece has rows of all layers, from the
+    row at its own edge to the row at the next edge. `sums_C` has a word for each item of a row, for the loop's own use.
+
+    Args:
+        item_bytes: Bytes of one item.
+    """
 
     def run(
         items_N: Any, coefficients_T: Any, factors_I: Any, edges_P: Any, sums_C: Any, out_PL: Any
@@ -200,11 +220,17 @@ def piece_sums(item_bytes: int) -> Any:
 
 @lru_cache(maxsize=16)
 def row_sums(item_bytes: int, id_bytes: int, *, slots: int) -> Any:
-    """f(items_TLI, coefficients_T, multipliers_I, words_W, num_experts): are all ids in range and distinct, and their digests.
+    """Return a compiled loop that checks ids and computes their digests.
 
-    Digests of all layers are the first of `words_W`; behind them it has a word for each item of a row, for the loop's own use.
-    Rows of coefficient 0 count for nothing. A block of rows is checked as one, and then summed while it is in the cache.
-    `slots`: ids of a line.
+    The loop is f(items_TLI, coefficients_T, multipliers_I, words_W, num_experts). It returns whether all ids are in range and
+    distinct. It writes the digests of all layers to the first words of `words_W`. Behind these digests `words_W` has a word for
+    each item of a row, for the loop's own use. Rows of coefficient 0 count for nothing. A block of rows is checked as one, and
+    then summed while the block is in the cache.
+
+    Args:
+        item_bytes: Bytes of one item.
+        id_bytes: Bytes of one id.
+        slots: Ids of a line.
     """
     id_of: Any = getattr(np, f"uint{8 * id_bytes}")
     lanes = max(_VECTOR_BYTES, 1 << (slots * id_bytes - 1).bit_length()) // id_bytes
@@ -246,7 +272,10 @@ def _is_sound(ids_K: Any, num_experts: int) -> Any:
 
 @_intrinsic(prefer_literal=True)
 def _all_sound(_typing: Any, ids_N: Any, loads: Any, num_experts: Any, slots: Any, lanes: Any) -> Any:
-    """Whether all ids of so many vectors are in range and distinct within their line. A vector has whole lines, and a rest."""
+    """Return whether all ids of `loads` vectors are sound.
+
+    A sound id is in range and distinct within its line. A vector has whole lines, and a rest that is not judged.
+    """
     width, used = lanes.literal_value, lanes.literal_value // slots.literal_value * slots.literal_value
     item: Any = ir.IntType(ids_N.dtype.bitwidth)
     vector = ir.VectorType(item, width)
@@ -277,17 +306,18 @@ def _all_sound(_typing: Any, ids_N: Any, loads: Any, num_experts: Any, slots: An
 
 
 def _differences(builder: Any, ids: Any, slots: int) -> Iterator[Any]:
-    """Vectors that have a 0 where two ids of a line are equal; a line is `slots` ids.
+    """Yield vectors with the differences of ids within each line.
 
-    A line beside itself, turned by one id, by two, ... up to half: that makes every pair. Turning goes fastest within 16 bytes,
-    so a line is turned in units of up to 16 bytes that divide it, and then unit past unit.
+    A difference is 0 where two ids of a line are equal; a line is `slots` ids. Each line is compared with itself, rotated by one
+    id, by two, and so on up to half of the line: that makes every pair. Rotating is fastest within 16 bytes. A line is therefore
+    rotated within units of up to 16 bytes that divide the line, and then by whole units.
     """
     lanes, id_bytes = ids.type.count, ids.type.element.width // 8
     unit = min(16, slots * id_bytes & -(slots * id_bytes)) // id_bytes
     units = slots // unit
 
     def turned(source: Callable[[int], int]) -> Any:
-        """Each line with lane `source(i)` of its own in lane i."""
+        """Return each line with lane `source(i)` moved to lane i."""
         whole = lanes - lanes % slots
         places = [i - i % slots + source(i % slots) if i < whole else i for i in range(lanes)]
         return builder.shuffle_vector(ids, ids, ir.Constant(ir.VectorType(ir.IntType(32), lanes), places))
@@ -306,9 +336,10 @@ def _differences(builder: Any, ids: Any, slots: int) -> Iterator[Any]:
 
 @_inlined
 def _write_sections(words_H: Any, spans: int, end: Any, digests_L: Any, sizes: tuple[int, int, int]) -> None:
-    """Write what ends a frame's head, as `wire.frame` lays it out: spans, digests, table of stored chunks, zeros.
+    """Write the sections that end a frame's head.
 
-    Spans lie behind the header's room, each with its first row, and are moved to where they stay; the last one ends at `end`.
+    `wire.frame` describes their layout: spans, digests, table of stored chunks, zeros. At first the spans lie behind the header's
+    room, each with its first row. This call moves the spans to where they stay; the last span ends at `end`.
     """
     rows, row_bytes, chunk_rows = sizes
     layers, chunks = digests_L.shape[0], -(-rows // chunk_rows)
@@ -330,10 +361,11 @@ def _write_sections(words_H: Any, spans: int, end: Any, digests_L: Any, sizes: t
 
 @lru_cache(maxsize=4)
 def gather_frame(item_bytes: int, *, row_bytes: int, weights_at: int, weight_bytes: int) -> Any:
-    """f(bytes_SN, stamps_S, makers_M2, slots_T, coefficients_T, multipliers_I, head_H, bytes_N, words_W, facts_3, first_row,
-    room, chunk_rows): copy the rows of slots into a frame that stores them, and write its sections before them.
+    """Return a compiled loop that gathers rows of slots into a frame.
 
-    IndexError for a slot that there is not.
+    The loop is f(bytes_SN, stamps_S, makers_M2, slots_T, coefficients_T, multipliers_I, head_H, bytes_N, words_W, facts_3,
+    first_row, room, chunk_rows). It copies the rows into a frame that stores ids as they are, and writes the frame's sections
+    before the ids. It raises IndexError for a slot that does not exist.
 
     bytes_SN        rows of slots: ids, and from `weights_at` on their weights
     makers_M2       of each stamp: weight version, kind
@@ -342,6 +374,12 @@ def gather_frame(item_bytes: int, *, row_bytes: int, weights_at: int, weight_byt
     bytes_N         the ids of all rows, and at the end the weights of all rows
     words_W         as in `row_sums`
     facts_3         spans, newest weight version, oldest one; no sections are written where `room` is for fewer spans
+
+    Args:
+        item_bytes: Bytes of one item.
+        row_bytes: Bytes of the ids of one row.
+        weights_at: Offset of a row's weights in its slot, in bytes.
+        weight_bytes: Bytes of the weights of one row.
     """
     items, block_rows = row_bytes // item_bytes, _GATHERED_ROWS
     item_of: Any = getattr(np, f"uint{8 * item_bytes}")
@@ -387,8 +425,14 @@ def gather_frame(item_bytes: int, *, row_bytes: int, weights_at: int, weight_byt
 
 @lru_cache(maxsize=4)
 def scatter_rows(row_bytes: int) -> Any:
-    """f(bytes_TN, slots_T, bytes_SN, stamps_S, stamp): copy rows, each contiguous, to their slots; stamp these. IndexError for a
-    slot that there is not; those before it have been written."""
+    """Return a compiled loop that copies rows to slots and stamps them.
+
+    The loop is f(bytes_TN, slots_T, bytes_SN, stamps_S, stamp). Each row is contiguous. The loop raises IndexError for a slot
+    that does not exist; the rows before that slot have been written.
+
+    Args:
+        row_bytes: Bytes of one row.
+    """
 
     def run(bytes_TN: Any, slots_T: Any, bytes_SN: Any, stamps_S: Any, stamp: int) -> None:
         rows, source, target = slots_T.shape[0], bytes_TN.ctypes.data, bytes_SN.ctypes.data
@@ -423,13 +467,19 @@ def _widen(ids_N: Any, wide_N: Any) -> None:
 
 @lru_cache(maxsize=4)
 def column_sums(item_bytes: int, id_bytes: int, *, items: int) -> Any:
-    """f(items_RI, runs_N5, weights_PI, digests_S, words_RW): add each run of rows to the digest of its sample; widen all ids.
+    """Return a compiled loop that adds runs of rows to digests.
 
-    False where a run lies outside of the arrays.
+    The loop is f(items_RI, runs_N5, weights_PI, digests_S, words_RW). It adds each run of rows to the digest of the run's sample,
+    and widens all ids. It returns False where a run lies outside of the arrays.
 
     runs_N5     sample, position of the first row, first row, rows between two of the run, rows; see `wire.digest.HostRuns`
     weights_PI  of each position and item: the coefficient times the multiplier
     words_RW    int32: no words, or one or two for each id, which are then that id as int32 or int64
+
+    Args:
+        item_bytes: Bytes of one item.
+        id_bytes: Bytes of one id.
+        items: Items of one row.
     """
     id_of: Any = {1: np.uint8, 2: np.int16}[id_bytes]
 
@@ -471,15 +521,16 @@ def column_sums(item_bytes: int, id_bytes: int, *, items: int) -> Any:
 
 @_inlined
 def _line_from(address: int, row: int, row_bytes: int) -> int:
-    """The first row from `row` on that begins a cache line (or lies in one that begins in the row before)."""
+    """Return the first row, from `row` on, in which a line begins."""
     return row + ((-(address + row * row_bytes)) & (_LINE_BYTES - 1)) // row_bytes
 
 
 @lru_cache(maxsize=8)
 def place_runs(item_bytes: int, *, items: int) -> Callable[..., None]:
-    """f(items_TCI, runs_R8, sources_L, target_N, pads_EI, coefficients_P, multipliers_I, digests_SL, words_W): place rows.
+    """Return a compiled loop that places runs of rows by layer.
 
-    Nothing is checked: rows, columns, places and positions are within the arrays.
+    The loop is f(items_TCI, runs_R8, sources_L, target_N, pads_EI, coefficients_P, multipliers_I, digests_SL, words_W). It checks
+    nothing: rows, columns, places and positions must be within the arrays.
 
     items_TCI       rows of C source columns
     runs_R8         first row in T, rows to copy, rows in all, where the first row of the first layer goes in `target_N`, bytes
@@ -489,6 +540,10 @@ def place_runs(item_bytes: int, *, items: int) -> Callable[..., None]:
     coefficients_P  those of `wire.digest`, of all positions
     digests_SL      [sample, target layer], added to: the digest of the rows that were copied
     words_W         as in `row_sums`
+
+    Args:
+        item_bytes: Bytes of one item.
+        items: Items of one row of one layer.
     """
     row_bytes, block_rows = items * item_bytes, _BLOCK_ROWS
     scratch_bytes = (block_rows + _LINE_BYTES) * row_bytes + 2 * _LINE_BYTES
@@ -551,7 +606,10 @@ def place_runs(item_bytes: int, *, items: int) -> Callable[..., None]:
 
 @_intrinsic
 def _unpack(_typing: Any, low: Any, bits: Any, to: Any) -> Any:
-    """As many ids as one instruction makes: where their low bytes lie, their ninth bits, and where they go, by address."""
+    """Decode as many nine-bit ids as one instruction makes.
+
+    The arguments are addresses: of the low bytes, of the ninth bits, and of the decoded ids.
+    """
     count = _NINE_BITS_AT_ONCE
     ids, lows = (ir.VectorType(ir.IntType(bits), count) for bits in (16, 8))
 
@@ -570,9 +628,14 @@ def _unpack(_typing: Any, low: Any, bits: Any, to: Any) -> Any:
 
 @_jit(types.void(_read_only(types.uint8), _read_only(types.uint8), types.Array(types.int16, 1, "C")))
 def unpack9(low_N: Any, bits_B: Any, out_N: Any) -> None:
-    """Ids of nine bits from their plane of low bytes and their plane of ninth bits, neither of which is aligned.
+    """Decode nine-bit ids from low bytes and ninth bits.
 
-    The second vector may begin within the first, so that from there on none is written across two cache lines.
+    The second vector may begin within the first, so that from there on no vector is written across two cache lines.
+
+    Args:
+        low_N: The plane of low bytes; it need not be aligned.
+        bits_B: The plane of ninth bits; it need not be aligned.
+        out_N: int16, filled with the ids.
     """
     low, bits, out, ids = low_N.ctypes.data, bits_B.ctypes.data, out_N.ctypes.data, out_N.shape[0]
     at, aligned = 0, (-out & (_LINE_BYTES - 1)) // 2

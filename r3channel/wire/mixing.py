@@ -16,7 +16,7 @@ _KEPT_POSITIONS = 1 << 20
 
 
 def coefficients(first: int, count: int) -> Words:
-    """The coefficients of positions [first, first + count), read-only."""
+    """Return the coefficients of positions [first, first + count), read-only."""
     global _coefficients
     end = first + count
     if end > _KEPT_POSITIONS:
@@ -30,7 +30,7 @@ def coefficients(first: int, count: int) -> Words:
 
 @lru_cache(maxsize=64)
 def multipliers(items: int) -> Words:
-    """M_0, M_1, ...: read-only."""
+    """Return M_0, M_1, ... for this many items, read-only."""
     found = _odd(~np.arange(items, dtype=np.uint64))
     found.flags.writeable = True
     found[:1] = 1
@@ -39,13 +39,20 @@ def multipliers(items: int) -> Words:
 
 
 def mixed(items: Ids) -> Words:
-    """Changes of the last slots reach the lower half, too; items of 4 bytes or less have no upper half."""
+    """Return the items mixed, as words.
+
+    A change of the last slots then reaches the lower half of a word, too. Items of 4 bytes or less have no upper half, and are
+    not changed.
+    """
     words = items.astype(np.uint64, copy=False)
     return words ^ (words >> np.uint64(32)) if items.itemsize == 8 else words
 
 
 def _odd(states: Words) -> Words:
-    """SplitMix64 (Steele et al. 2014) of each state, its lowest bit set."""
+    """Return SplitMix64 of each state, its lowest bit set.
+
+    SplitMix64 is that of Steele et al. 2014.
+    """
     words = states + OFFSET
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

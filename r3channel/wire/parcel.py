@@ -1,13 +1,14 @@
-"""What a reply holds when its frame travels by another way, the parcel that the frame travels in, and how an engine sends it to a
-relay over HTTP. No I/O.
+"""Direct delivery: what a reply holds instead of its frame, the parcel of the frame, and how an engine sends parcels. No I/O.
 
     frame reference (40 B, 56 in base64)   magic, zero, first_row u32, rows u32, sample_key u64, boot_id u64, serial u64
     parcel                         magic, count u32, boot_id u64, then count x
                                    {serial u64, bytes u32, check u32, frame, zeros to a multiple of 16}
     check                          the low 32 bits of xxh3_64 of boot_id u64, serial u64, bytes u64
 
-(boot_id, serial) names one frame of one life of an engine: sending it twice does no harm, and the relay can say which one
-it has not got. Frames carry their own hashes; `check` covers the name, so that no frame is kept under another one's.
+(boot_id, serial) names one frame of one life of an engine. Sending a frame twice does no harm, and the relay can say which frame
+it has not got. Frames carry their own hashes; `check` covers the name, so that no frame is kept under another frame's name.
+
+An engine sends parcels to a relay over HTTP:
 
     POST /v1/hello     a hello (`wire.hello`); the answer's text names a session
     POST /v1/frames    a parcel of frames, with `R3-Session` of the hello of their engine
@@ -44,7 +45,7 @@ FrameName = tuple[int, int]
 
 
 class FrameReference(NamedTuple):
-    """Stands for a frame of `rows` rows from `first_row` on, sent directly.
+    """A stand-in for a frame of `rows` rows from `first_row` on; the frame itself is sent directly.
 
     >>> reference = FrameReference(sample_key=7, boot_id=1, serial=2, first_row=0, rows=30)
     >>> FrameReference.from_bytes(reference.to_bytes()) == reference, len(reference.to_bytes())
@@ -67,7 +68,11 @@ class FrameReference(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> FrameReference:
-        """Raises FrameReferenceInvalid."""
+        """Read a frame reference.
+
+        Raises:
+            FrameReferenceInvalid: `data` has another size, or does not begin with the magic of a reference.
+        """
         if len(data) != REFERENCE_BYTES or bytes(data[:4]) != REFERENCE_MAGIC:
             raise FrameReferenceInvalid(
                 f"{len(data)} bytes beginning with {bytes(data[:4])!r}, expected {REFERENCE_BYTES} with {REFERENCE_MAGIC!r}"
@@ -76,7 +81,14 @@ class FrameReference(NamedTuple):
 
 
 def pack_parcel(boot_id: int, frames: Sequence[tuple[int, bytes]]) -> list[bytes]:
-    """The body that carries (serial, frame) pairs, as parts to be sent one after another: no frame is copied."""
+    """Return the body that carries frames, in parts.
+
+    The parts are to be sent one after another: no frame is copied.
+
+    Args:
+        boot_id: The life of the engine that made the frames.
+        frames: (serial, frame) pairs.
+    """
     parts = [_PARCEL.pack(PARCEL_MAGIC, len(frames), boot_id)]
     for serial, frame in frames:
         entry = _ENTRY.pack(serial, len(frame), _check(boot_id, serial, len(frame)))
@@ -85,7 +97,17 @@ def pack_parcel(boot_id: int, frames: Sequence[tuple[int, bytes]]) -> list[bytes
 
 
 def open_parcel(source: Source) -> tuple[int, int]:
-    """(boot_id, number of frames) from the beginning of a parcel. Raises `FrameReferenceInvalid`."""
+    """Read the beginning of a parcel.
+
+    Args:
+        source: The parcel.
+
+    Returns:
+        (boot_id, number of frames).
+
+    Raises:
+        FrameReferenceInvalid: `source` holds no parcel, or one that announces more than `MAX_PARCEL_FRAMES` frames.
+    """
     size = source.left
     head = bytes(source.take(min(size, _PARCEL.size)))
     if size < _PARCEL.size or head[:4] != PARCEL_MAGIC:
@@ -97,10 +119,21 @@ def open_parcel(source: Source) -> tuple[int, int]:
 
 
 def frames_in(source: Source, count: int, *, boot_id: int) -> Iterator[tuple[int, Part]]:
-    """(serial, the frame's bytes) of each frame of a parcel that was opened, in order; what was not read of one is skipped.
+    """Yield the frames of a parcel that was opened, in order.
 
-    A name or a length is used only once its check agrees, a length only where so many bytes are left. Raises
-    `FrameReferenceInvalid`, and what the source raises.
+    A name or a length is used only once its check agrees, a length only where so many bytes are left. What the caller does not
+    read of a frame is skipped. Errors of `source` pass through.
+
+    Args:
+        source: The parcel behind its beginning.
+        count: The number of frames, as `open_parcel` returned it.
+        boot_id: As `open_parcel` returned it.
+
+    Yields:
+        (serial, the frame's bytes).
+
+    Raises:
+        FrameReferenceInvalid: The parcel is damaged or incomplete, or bytes follow its last frame.
     """
     for index in range(count):
         if source.left < _ENTRY.size:
@@ -136,7 +169,7 @@ Its last frame may exceed it."""
 PARCEL_FRAMES = 256
 """Requests whose frames an engine puts into one parcel."""
 MAX_PARCEL_FRAMES = 1024
-"""A parcel that announces more is none."""
+"""A parcel that announces more frames is refused."""
 
 
 class Status(IntEnum):
@@ -145,15 +178,15 @@ class Status(IntEnum):
     TAKEN = 200
     """The hello is known; or every frame of the parcel is kept until a reply claims it or it expires."""
     NO_PARCEL = 400
-    """What was sent is no HTTP, no hello, no parcel, or a parcel that cannot be used. Worth one more try, encoded anew."""
+    """What was sent is no HTTP, no hello, no parcel, or a parcel that cannot be used. One more try, encoded anew, may help."""
     NO_TOKEN = 401
     """The bearer token is missing or another one. The body was not read."""
     NO_SUCH_PATH = 404
     NO_SUCH_METHOD = 405
     TOO_SLOW = 408
-    """The body stood still, or took too long in all. Come again."""
+    """The body stood still, or took too long in all. Send it again."""
     HELLO_FIRST = 409
-    """The session is none of this engine's: the relay began anew, the engine said another hello since, or it was refused."""
+    """The session is not this engine's: the relay was restarted, or the engine sent another hello, or its hello was refused."""
     NO_LENGTH = 411
     """Content-Length is missing. The body was not read."""
     TOO_LARGE = 413
@@ -163,6 +196,6 @@ class Status(IntEnum):
     FRAME_DAMAGED = 425
     """A frame of the parcel came damaged: send the parcel again. Its other frames were kept, and are known by their names."""
     FAILED = 500
-    """A defect of the relay, in its log. Come again."""
+    """A defect of the relay, in its log. Send the request again."""
     COME_AGAIN = 503
-    """No room. What was not kept must come again; it may have been read or not."""
+    """The relay has no room. What was not kept must be sent again; it may have been read or not."""

@@ -1,5 +1,6 @@
-"""The routing of one sample, as plain checked values, and token ids with their hash: two sequences with one hash are the same.
-Knows nothing about wires, ranks or engines.
+"""The routing of one sample as plain checked values, and token ids with their hash.
+
+Two sequences with one hash are the same. This module knows nothing about wires, ranks or engines.
 
 Shape legend, for the whole package: S samples, T rows, L MoE layers, K top-k, E experts, N bytes.
 A row is one token with routing; a sample of n tokens has n-1 rows, because the last sampled token never enters the model.
@@ -35,7 +36,7 @@ class RowKind(IntEnum):
 
 
 class ProvenanceSpan(NamedTuple):
-    """Rows [start, end) of a sample were made by this weight version, in this way. In the order of the section on the wire."""
+    """Rows [start, end) of a sample that one weight version made, in one way. The fields have the order of the wire."""
 
     start: int
     end: int
@@ -89,7 +90,12 @@ class SampleRouting:
 
 
 def check_shape(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str) -> None:
-    """Raise the typed error of the first axis that does not fit the spec."""
+    """Check shape and dtype of expert ids against the spec.
+
+    Raises:
+        RoutingError: The ids are of another dtype or have other than three axes.
+        SpecMismatch: The ids have another number of layers, or another top-k.
+    """
     if expert_ids_TLK.ndim != 3 or expert_ids_TLK.dtype != spec.id_dtype:
         raise RoutingError(
             f"{where}: ids are {expert_ids_TLK.dtype}{list(expert_ids_TLK.shape)}, expected {spec.id_dtype}[rows, "
@@ -103,7 +109,19 @@ def check_shape(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str) -> None:
 
 
 def raise_unsound(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str, valid_T: Ids | None) -> NoReturn:
-    """Name the first valid row that has an id outside of [0, E), or one twice in one layer, of ids of which some have."""
+    """Raise an error that names the first valid row with wrong ids.
+
+    A wrong id is outside of [0, E), or stands twice in one layer of a row. Some row must have such ids.
+
+    Args:
+        expert_ids_TLK: The ids.
+        spec: The model's spec.
+        where: Names the sample or the frame in the error text.
+        valid_T: Which rows are valid; None where all are.
+
+    Raises:
+        ExpertIdInvalid: Always.
+    """
     unsound_TL = ~sound_rows(expert_ids_TLK, num_experts=spec.num_experts)
     row, moe_index = np.argwhere(unsound_TL if valid_T is None else unsound_TL & valid_T[:, None])[0]
     ids, place = expert_ids_TLK[row, moe_index].tolist(), f"row {row}, layer {spec.moe_layers[moe_index]}"
@@ -118,7 +136,11 @@ def raise_unsound(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str, valid_T
 
 
 def check_spans(spans: Iterable[ProvenanceSpan], *, first_row: int, rows: int, where: str) -> None:
-    """Spans tile [first_row, first_row + rows) in order, none empty."""
+    """Check that spans tile [first_row, first_row + rows) in order.
+
+    Raises:
+        RoutingError: The spans leave a gap, overlap, or one is empty.
+    """
     at = first_row
     for span in spans:
         if span.start != at or span.end <= span.start:
@@ -129,7 +151,13 @@ def check_spans(spans: Iterable[ProvenanceSpan], *, first_row: int, rows: int, w
 
 
 def spans_of(versions_T: Ids, kinds_T: Ids, *, first_row: int = 0) -> tuple[ProvenanceSpan, ...]:
-    """Run-length form of per-row weight versions (int64) and kinds (uint8)."""
+    """Return the provenance spans of per-row versions and kinds.
+
+    Args:
+        versions_T: The weight version of each row, int64.
+        kinds_T: The kind of each row, uint8.
+        first_row: Position of the first row.
+    """
     if not len(versions_T):
         return ()
     change = np.flatnonzero((np.diff(versions_T) != 0) | (np.diff(kinds_T.astype(np.int16)) != 0)) + 1
@@ -141,13 +169,21 @@ def spans_of(versions_T: Ids, kinds_T: Ids, *, first_row: int = 0) -> tuple[Prov
 
 
 def columns_of(spans: Iterable[ProvenanceSpan] | Iterable[Run]) -> tuple[Ids, Ids]:
-    """What `spans_of` was given: the weight version and the kind of each row."""
+    """Return the weight version and the kind of each row.
+
+    This is the inverse of `spans_of`: versions are int64, kinds uint8.
+    """
     starts, ends, versions, kinds = np.array([*spans], np.int64).reshape(-1, 4).T
     return np.repeat(versions, ends - starts), np.repeat(kinds.astype(np.uint8), ends - starts)
 
 
 def marked_missing(spans: Iterable[ProvenanceSpan], missing: Ids) -> tuple[ProvenanceSpan, ...]:
-    """The spans where the rows of these numbers, from the first on, are of kind MISSING and of no version."""
+    """Return the spans with some rows marked as MISSING.
+
+    Args:
+        spans: At least one span.
+        missing: Numbers of the rows, counted from the first row on; they get no version (-1).
+    """
     (first_row, *_), *_ = spans = [*spans]
     versions_T, kinds_T = columns_of(spans)
     versions_T[missing], kinds_T[missing] = -1, RowKind.MISSING
@@ -158,8 +194,16 @@ Tokens = np.ndarray[Any, np.dtype[np.int32]]
 
 
 def as_tokens(tokens: Sequence[int] | np.ndarray[Any, Any] | Any) -> Tokens:
-    """A copy as int32 that the caller cannot change. Raises UsageError for what are no token ids: other numbers than integers of
-    32 bits, and what has no order."""
+    """Return a copy of token ids as int32.
+
+    A later change of `tokens` does not change the copy.
+
+    Args:
+        tokens: A sequence, a range or an array of integers.
+
+    Raises:
+        UsageError: `tokens` are no token ids: other numbers than integers of 32 bits, or something that has no order.
+    """
     if type(tokens) is list:  # as nearly all are
         return _packed(tokens)
     if isinstance(tokens, range):
@@ -185,7 +229,7 @@ def _packed(tokens: Sequence[int]) -> Tokens:
 
 
 def hash_tokens(tokens: Tokens) -> int:
-    """xxh3_64 of the ids as little-endian int32.
+    """Return xxh3_64 of the ids as little-endian int32.
 
     >>> hash_tokens(as_tokens([1, 2])) == hash_tokens(as_tokens(range(1, 3)))
     True
@@ -194,6 +238,9 @@ def hash_tokens(tokens: Tokens) -> int:
 
 
 def hashes_of(tokens_T: Tokens) -> tuple[int, int]:
-    """The hash of all tokens, and of those with rows: all but the last."""
+    """Return the hash of all tokens, and of all but the last.
+
+    The last token has no row.
+    """
     data = tokens_T.data.cast("B")
     return xxhash.xxh3_64_intdigest(data), xxhash.xxh3_64_intdigest(data[:-4])

@@ -43,7 +43,19 @@ def pack(**values: Any) -> bytes:
 
 
 def unpack(kind: int, body: bytes, *, expected: int, names: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The values of a record of the expected kind. Raises what an ERROR record carries, TransportError for anything else."""
+    """Return the values of a record of the expected kind.
+
+    An ERROR record raises the error that it carries.
+
+    Args:
+        kind: The kind of the record.
+        body: Its bytes.
+        expected: The kind that the caller waits for.
+        names: Values that the record must have.
+
+    Raises:
+        TransportError: The record is of another kind, cannot be read, or lacks a value.
+    """
     try:
         values = json.loads(body) if body else {}
         if kind == ERROR:
@@ -58,17 +70,20 @@ def unpack(kind: int, body: bytes, *, expected: int, names: tuple[str, ...] = ()
 
 
 def seal_of(identity: Seal) -> dict[str, Any]:
-    """A seal's identity as a record has it."""
+    """Return a seal's identity as a record has it."""
     return dict(zip(SEAL, identity, strict=True))
 
 
 def seal_in(values: dict[str, Any]) -> Seal:
-    """The same, read."""
+    """Return the identity of the seal that a record names."""
     return values["run"], values["step"], values["seal"]
 
 
 def values_of(error: R3Error) -> dict[str, Any]:
-    """An error as plain values, of which `pack` makes 64 kB at most: longer texts and lists are cut, their counts kept."""
+    """Return an error as plain values for an ERROR record.
+
+    The record that `pack` makes of them has at most 64 kB: longer texts and lists are cut, and the counts of cut lists are kept.
+    """
     ranks, cut = [list(rank) for rank in error.ranks], list[str]()
     values: dict[str, Any] = {"samples": list(error.samples), "engines": list(error.engines), "ranks": ranks}
     for kind, items in values.items():
@@ -82,7 +97,10 @@ def values_of(error: R3Error) -> dict[str, Any]:
 
 
 def error_of(values: dict[str, Any]) -> R3Error:
-    """By name, of this package's own classes only."""
+    """Return the error that an ERROR record carries.
+
+    Only classes of this package are made, by name; another name becomes a TransportError.
+    """
     kind = getattr(errors, str(values["error"]), None)
     if not (isinstance(kind, type) and issubclass(kind, R3Error)):
         kind = TransportError

@@ -1,4 +1,4 @@
-"""Bytes of a known number that come one after another, wherever they come from: memory here, others elsewhere.
+"""Sources of a known number of bytes that come one after another, from memory or from elsewhere.
 
 Whoever reads a frame takes its few numbers first, and lets the rows be written where they are to stay.
 """
@@ -11,17 +11,28 @@ _SKIPPED_BYTES = 1 << 16
 
 
 class Source(ABC):
-    """One thread at a time."""
+    """A source of bytes, for one thread at a time."""
 
     left: int
     """Bytes that were not taken yet."""
 
     @abstractmethod
     def fill(self, out_N: memoryview) -> None:
-        """Write the next `len(out_N)` bytes, at most `left`, into contiguous bytes of the caller's."""
+        """Write the next `len(out_N)` bytes into memory of the caller.
+
+        Args:
+            out_N: Contiguous bytes, at most `left`.
+        """
 
     def take(self, nbytes: int) -> memoryview:
-        """The next `nbytes`, at most `left`: in fresh memory, or as they lie where they are here."""
+        """Return the next `nbytes` bytes.
+
+        Args:
+            nbytes: At most `left`.
+
+        Returns:
+            Fresh memory, or the bytes as they lie where they are in memory already.
+        """
         out_N = memoryview(bytearray(nbytes))
         self.fill(out_N)
         return out_N
@@ -34,7 +45,7 @@ class Source(ABC):
 
 
 class InHand(Source):
-    """Bytes that are here; they must not change meanwhile.
+    """Bytes in memory; they must not change while they are read.
 
     >>> source = InHand(b"abcdef")
     >>> bytes(source.take(2)), source.left, bytes(Part(source, 3).take(3)), source.left

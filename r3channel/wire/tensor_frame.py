@@ -34,7 +34,7 @@ Numbers = np.ndarray[Any, np.dtype[Any]]
 
 
 class TensorRows(NamedTuple):
-    """Rows [first_row, end_row) of one request, views of the bytes that were parsed."""
+    """Rows [first_row, end_row) of one request; views of the bytes that were parsed."""
 
     tensor: TokenTensor
     first_row: int
@@ -49,7 +49,11 @@ class TensorRows(NamedTuple):
         return self.first_row + len(self.lengths_T)
 
     def part(self, rows: slice) -> TensorRows:
-        """So many rows, counted from this one's first, as if they were a whole request's."""
+        """Return some of the rows as if they were a whole request's.
+
+        Args:
+            rows: Which rows; they are counted from the first row of this object.
+        """
         begin, own_T = int(self.lengths_T[: rows.start].sum()), self.lengths_T[rows]
         return self._replace(lengths_T=own_T, entries_N=self.entries_N[begin : begin + int(own_T.sum())])
 
@@ -59,7 +63,15 @@ class TensorRows(NamedTuple):
 
 
 def row_lengths(turns: Sequence[TensorRows], rows: int) -> Numbers:
-    """[rows] int64: the entries of each of a sample's rows, of all its turns; 0 where none brought one."""
+    """Return the number of entries of each row of a sample.
+
+    Args:
+        turns: The rows of all turns of the sample.
+        rows: The number of rows.
+
+    Returns:
+        [rows] int64; 0 where no turn brought the row.
+    """
     length_T = np.zeros(rows, np.int64)
     for turn in turns:
         length_T[turn.first_row : turn.end_row] = turn.lengths_T
@@ -67,12 +79,16 @@ def row_lengths(turns: Sequence[TensorRows], rows: int) -> Numbers:
 
 
 def entries_of(tensor: TokenTensor, turns: Sequence[TensorRows]) -> Numbers:
-    """Those of all turns, a copy."""
+    """Return the entries of all turns, copied."""
     return np.concatenate([np.empty(0, tensor.entry), *(turn.entries_N for turn in turns)])
 
 
 def encode_tensor(rows: TensorRows) -> bytes:
-    """A frame. Raises RoutingError for a row that its length cannot say."""
+    """Return the frame of a request's rows.
+
+    Raises:
+        RoutingError: A row has more entries than its length can say.
+    """
     name, lengths_T = rows.tensor.name, rows.lengths_T
     if len(lengths_T) and int(lengths_T.max()) > MOST_ENTRIES:
         raise errors.RoutingError(
@@ -90,7 +106,15 @@ def encode_tensor(rows: TensorRows) -> bytes:
 def encode_in_place(
     tensor: TokenTensor, memory_N: Numbers, lengths_T: Numbers, *, first_row: int, sample_key: int
 ) -> None:
-    """Write header and lengths around the values of a frame, which lie in its memory."""
+    """Write header and lengths around the values of a frame.
+
+    Args:
+        tensor: What the values are.
+        memory_N: The memory of the frame, in which the values lie.
+        lengths_T: Entries of each row.
+        first_row: Position of the first row in its sample.
+        sample_key: Key of the request.
+    """
     data, behind = memory_N.data, len(memory_N) - lengths_T.nbytes
     memory_N[behind:] = lengths_T.view(np.uint8)
     fields = Header(
@@ -101,8 +125,18 @@ def encode_in_place(
 
 
 def parse_tensors(data: Any, tensors: Sequence[TokenTensor], *, where: str) -> tuple[TensorRows, ...]:
-    """The frames of these tensors, which lie one after the other in bytes. Raises what `parse_frame` raises for a frame that is
-    damaged or of another kind, and RoutingMissing for a tensor without one."""
+    """Read the frames of tensors, which lie one after the other.
+
+    A damaged frame, or one of another kind, raises what `parse_frame` raises.
+
+    Args:
+        data: The frames.
+        tensors: The tensors in the order of their frames.
+        where: Names the reply in error texts.
+
+    Raises:
+        RoutingMissing: A tensor has no frame.
+    """
     rest, found = memoryview(data), list[TensorRows]()
     for tensor in tensors:
         if not rest:

@@ -26,13 +26,19 @@ Values = np.ndarray[Any, np.dtype[Any]]
 
 
 def _fields(entries_N: Values) -> tuple[Values, ...]:
-    """The fields of entries, each an array; unsigned ones as int32, as torch can do little with those of more than a byte."""
+    """Return the fields of entries, each an array.
+
+    Unsigned fields become int32, as torch can do little with unsigned numbers of more than a byte.
+    """
     values = (entries_N[name] for name in entries_N.dtype.names or ())
     return tuple(value.astype(np.int32 if value.dtype.kind == "u" else value.dtype) for value in values)
 
 
 def _likeliest(entries_N: Values) -> tuple[Values, ...]:
-    """(token ids [N, k] int32, log-probs [N, k], the mass of all other tokens [N] float32)."""
+    """Return the likeliest tokens of entries, and the mass of the rest.
+
+    These are token ids [N, k] int32, log-probs [N, k], and the mass of all other tokens [N] float32.
+    """
     high_NQ = entries_N["high"][..., None].astype(np.int32) >> np.arange(0, 8, 2) & 3
     ids_NK = entries_N["low"] | high_NQ.reshape(entries_N["low"].shape) << 16
     return ids_NK, entries_N["logprob"].copy(), entries_N["tail"].copy()
@@ -40,30 +46,30 @@ def _likeliest(entries_N: Values) -> tuple[Values, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TokenTensor:
-    """One tensor per token."""
+    """One kind of tensor that tokens bring."""
 
     option: str
-    """As the option `token_tensors` says it: its name, then parameters."""
+    """Its name, then its parameters, as the option `token_tensors` has them."""
     kind: int
     """The kind of its frames: 3 to 254, never given to another tensor."""
     entry: np.dtype[Any]
     """One entry, little endian, a field for each of its values."""
     asked_by: str
-    """What makes an engine return it, told where a reply has none."""
+    """The request settings that make an engine return it; the error for a reply without it names them."""
     made_by: str = ""
-    """What of an engine's it is made from: `mask_rows`, `top_logprobs`, `router_weights`."""
+    """The data of an engine that it is made from: `mask_rows`, `top_logprobs`, `router_weights`."""
     dense: bool = False
-    """Whether a row has one entry, if it is there."""
+    """Whether each row that is there has exactly one entry."""
     by_layer: bool = False
     """Whether the row of a token goes with its expert ids: a value for each of them, [layers, K]. Prompts have rows too."""
     entries: int = 1
-    """Entries that a row has on average: what a plan reckons with."""
+    """Entries that a row has on average; plans use this number."""
     chosen: str = ""
-    """The field whose values in a row have the token that was sampled among them; empty where that is not sure."""
+    """The field whose values in a row include the sampled token; empty where that is not certain."""
     stage: Literal["last", "every"] = "last"
     """Pipeline stages that get it: the one with the logits, or all."""
     values: Callable[[Values], tuple[Values, ...]] = _fields
-    """What a trainer sees of [N] entries: [N, ...] each."""
+    """Turns [N] entries into what a trainer sees: arrays [N, ...]."""
 
     @property
     def name(self) -> str:
@@ -71,23 +77,33 @@ class TokenTensor:
 
     @property
     def digest(self) -> int:
-        """Tells a frame of other parameters."""
+        """Return the number that tells frames of other parameters apart."""
         return xxh3_64_intdigest(self.option.encode())
 
     @property
     def bytes_per_token(self) -> int:
-        """About; of a token that has a row."""
+        """Return about how many bytes a token with a row takes."""
         return self.entry.itemsize * self.entries + LENGTH_BYTES
 
     def shaped(self, layers: int, top_k: int) -> TokenTensor:
-        """As routers of so many layers have it."""
+        """Return the tensor as routers of this model have it.
+
+        Args:
+            layers: MoE layers of the routers.
+            top_k: Ids that each router chooses.
+        """
         if not self.by_layer:
             return self
         fields = [(name, self.entry[name].base, (layers, top_k)) for name in self.entry.names or ()]
         return replace(self, entry=np.dtype(fields))
 
     def reaches(self, pp: int, stages: int) -> bool:
-        """Whether pipeline stage `pp` of so many gets it."""
+        """Return whether a pipeline stage gets the tensor.
+
+        Args:
+            pp: The stage.
+            stages: The number of stages.
+        """
         return self.stage == "every" or pp == stages - 1
 
 
@@ -106,7 +122,10 @@ def _sampling_support() -> TokenTensor:
 
 
 def _topk_logprobs(k: str = "128", dtype: str = "float16") -> TokenTensor:
-    """The k likeliest tokens, a multiple of 4, of the distribution that sampled; float16 or float32."""
+    """Return the tensor of the k likeliest tokens.
+
+    The tokens are those of the distribution that sampled. `k` is a multiple of 4; `dtype` is float16 or float32.
+    """
     count = int(k) if k.isdigit() else 0
     if not 0 < count <= MOST_TOPK or count % 4 or dtype not in ("float16", "float32"):
         raise ConfigError(
@@ -120,7 +139,10 @@ def _topk_logprobs(k: str = "128", dtype: str = "float16") -> TokenTensor:
 
 
 def _combine_weights() -> TokenTensor:
-    """What a router weighs its choices with, as it hands them to the experts."""
+    """Return the tensor of the weights of a router's choices.
+
+    A router hands these weights to the experts.
+    """
     made: dict[str, Any] = {"made_by": "router_weights", "dense": True, "by_layer": True, "stage": "every"}
     entry = np.dtype([("weight", "<f2")])
     return TokenTensor("combine_weights", 6, entry, "return_routed_experts", **made)
@@ -135,14 +157,24 @@ LABELS["tensor"] = tuple(REGISTRY)
 
 
 def kind_names() -> dict[int, str]:
-    """The kinds of frames, of expert ids and errors too."""
+    """Return the names of all kinds of frames.
+
+    Expert ids and errors are among them.
+    """
     tensors = [declare() for declare in REGISTRY.values()]
     return {KIND_EXPERT_IDS: "expert_ids", KIND_ERROR: "error"} | {t.kind: t.name for t in tensors}
 
 
 def tensors_of(options: str | Iterable[str], spec: RoutingSpec | None = None) -> tuple[TokenTensor, ...]:
-    """The tensors that an option names, with commas, as tokens of a model have them; frames lie in this order. Raises ConfigError
-    for an unknown name or parameter, and for a name that comes twice."""
+    """Return the tensors that an option names; frames lie in this order.
+
+    Args:
+        options: Names with their parameters; commas separate them in a text.
+        spec: The tensors then have the shape that tokens of this model have.
+
+    Raises:
+        ConfigError: A name or parameter is unknown, or a name comes twice.
+    """
     words = options.split(",") if isinstance(options, str) else options
     wanted = [word.strip().split(":") for word in words if word.strip()]
     names = [name for name, *_ in wanted]

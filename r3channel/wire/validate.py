@@ -1,4 +1,4 @@
-"""Are the ids of every row in range and distinct? And what do they add up to? Exact, in one pass; knows arrays only.
+"""Checks that the ids of every row are in range and distinct, and adds them up. Exact, in one pass; knows arrays only.
 
 A zero-filled row, or one of stale memory, names an expert twice, and Megatron-core would then silently use k-1 experts.
 
@@ -26,7 +26,10 @@ _WORDS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 @lru_cache(maxsize=1)
 def kernels() -> ModuleType | None:
-    """`r3channel.wire.kernels`, or None without numba. The first call imports it."""
+    """Return `r3channel.wire.kernels`, or None without numba.
+
+    The first call imports the module.
+    """
     try:
         from r3channel.wire import kernels as compiled_kernels
     except ImportError:
@@ -37,9 +40,16 @@ def kernels() -> ModuleType | None:
 def checked(
     expert_ids_TLK: Ids, *, num_experts: int, first_row: int, valid_T: Ids | None = None
 ) -> tuple[bool, Words]:
-    """(whether every id is in 0..num_experts - 1 and no row of a layer repeats one, the digest of each layer).
+    """Check all ids, and compute the digest of each layer.
 
-    The rows' positions are `first_row`, `first_row` + 1, ...; rows that are not valid count for neither answer.
+    Args:
+        expert_ids_TLK: Rows at positions `first_row`, `first_row` + 1, ...
+        num_experts: Ids must be in 0..num_experts - 1.
+        first_row: Position of the first row in its sample.
+        valid_T: Which rows count for both answers; None where all do.
+
+    Returns:
+        (whether every id is in range and no row of a layer repeats one, the digest of each layer).
 
     >>> ids = np.array([[[1, 2, 3]], [[4, 5, 4]]], np.uint8)
     >>> checked(ids, num_experts=6, first_row=0)[0], checked(ids[:1], num_experts=6, first_row=0)[0]
@@ -57,14 +67,20 @@ def checked(
 
 
 def warm(spec: RoutingSpec) -> None:
-    """Compile what a relay does with rows of this model, now and not while a frame waits or a step is sealed."""
+    """Compile what a relay does with rows of this model.
+
+    This is done now, and not while a frame waits or a step is sealed.
+
+    Args:
+        spec: The model's spec.
+    """
     ids_TLK = np.zeros((1, spec.num_moe_layers, spec.top_k), spec.id_dtype)
     checked(ids_TLK, num_experts=spec.num_experts, first_row=0)
     summed(items_of(ids_TLK), coefficients(0, 1))
 
 
 def sound(expert_ids_TLK: Ids, *, num_experts: int, valid_T: Ids | None = None) -> bool:
-    """The first answer of `checked`.
+    """Return whether all ids are sound, the first answer of `checked`.
 
     >>> sound(np.array([[[1, 2, 6]]], np.uint8), num_experts=6)
     False
@@ -73,8 +89,12 @@ def sound(expert_ids_TLK: Ids, *, num_experts: int, valid_T: Ids | None = None) 
 
 
 def sound_rows(expert_ids_TLK: Ids, *, num_experts: int) -> Ids:
-    """[T, L] bool: for each row of each layer the first answer of `checked`. Slot against slot: K (K - 1) / 2 vectorised
-    comparisons.
+    """Return for each row of each layer whether its ids are sound.
+
+    This compares slot against slot: K (K - 1) / 2 vectorised comparisons.
+
+    Returns:
+        [T, L] bool, each the first answer of `checked`.
 
     >>> sound_rows(np.array([[[1, 2, 3]], [[4, 5, 4]]], np.uint8), num_experts=6).tolist()
     [[True], [False]]
@@ -96,7 +116,9 @@ def sound_rows(expert_ids_TLK: Ids, *, num_experts: int) -> Ids:
 
 
 def item_bytes(row_bytes: int) -> int:
-    """The largest power of two that divides the bytes of one layer's row, at most 8.
+    """Return the bytes of an item of one layer's row.
+
+    This is the largest power of two that divides the bytes of the row, at most 8.
 
     >>> [item_bytes(size) for size in (8, 16, 20, 6, 7)]
     [8, 8, 4, 2, 1]
@@ -105,23 +127,44 @@ def item_bytes(row_bytes: int) -> int:
 
 
 def items_of(ids: Ids) -> Ids:
-    """[..., items]: each row's ids as unsigned words; a view where they are contiguous and aligned."""
+    """Return each row's ids as unsigned words, [..., items].
+
+    The words are a view where the ids are contiguous and aligned, else a copy.
+    """
     items = np.ascontiguousarray(ids).view(_WORDS[item_bytes(ids.shape[-1] * ids.itemsize)])
     return items if items.flags.aligned else items.copy()
 
 
 def row_words(items: Ids) -> Words:
-    """[...] of [..., items]: what stands for each row in the digest of its layer."""
+    """Return what stands for each row in its layer's digest.
+
+    Args:
+        items: [..., items], as `items_of` makes them.
+
+    Returns:
+        [...] uint64.
+    """
     return (mixed(items) + OFFSET) @ multipliers(items.shape[-1])
 
 
 def summed(items_TLI: Ids, coefficients_T: Words) -> Words:
-    """[L]: the digest of each layer; rows whose coefficient is 0 do not count."""
+    """Return the digest of each layer, [L].
+
+    Args:
+        items_TLI: As `items_of` makes them.
+        coefficients_T: A row whose coefficient is 0 does not count.
+    """
     return summed_pieces(items_TLI, coefficients_T, np.array([0, len(items_TLI)]))[0]
 
 
 def summed_pieces(items_TLI: Ids, coefficients_T: Words, edges_P: Ids) -> Words:
-    """[P, L]: the same of the rows between each edge and the next; edges are int64."""
+    """Return the digest of each layer of each piece, [P, L].
+
+    Args:
+        items_TLI: As `items_of` makes them.
+        coefficients_T: A row whose coefficient is 0 does not count.
+        edges_P: int64; a piece has the rows between an edge and the next.
+    """
     compiled, (_, layers, items) = kernels(), items_TLI.shape
     factors_I, digests_PL = multipliers(items), np.empty((len(edges_P) - 1, layers), np.uint64)
     if not layers:  # a stage whose layers are all dense
@@ -141,6 +184,6 @@ def summed_pieces(items_TLI: Ids, coefficients_T: Words, edges_P: Ids) -> Words:
 
 
 def counted(rows: int, *, first_row: int, valid_T: Ids | None) -> Words:
-    """[T]: the rows' coefficients, 0 where a row is not valid."""
+    """Return the rows' coefficients, 0 where a row is not valid, [T]."""
     found = coefficients(first_row, rows)
     return found if valid_T is None or valid_T.all() else np.where(valid_T, found, np.uint64(0))

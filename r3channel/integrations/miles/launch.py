@@ -37,12 +37,24 @@ _CHANNEL = {
 
 
 def run(argv: Sequence[str]) -> int:
-    """As `r3channel.integrations.slime.launch.run`."""
+    """Run miles' script in this process.
+
+    Args:
+        argv: The script and its arguments.
+
+    Returns:
+        The exit status, as `r3channel.integrations.slime.launch.run` returns it.
+    """
     return run_script(argv, hook, add_channel, help=__doc__ or "")
 
 
 def hook() -> None:
-    """Put the channel where miles' script will look for its own. Refuses a miles whose names have moved."""
+    """Put the channel where miles' script looks for its own.
+
+    Raises:
+        UsageError: If miles is missing.
+        ConfigError: If names that we use have moved in miles.
+    """
     check_importable("miles")
     guard.allow()
     import miles.ray.placement_group as placement  # pyright: ignore[reportMissingImports]
@@ -56,7 +68,17 @@ def hook() -> None:
 
 
 def prepared(args: Namespace) -> Namespace:
-    """miles' parsed arguments, checked and with what the channel needs set. Raises `ConfigError` with the arguments to change."""
+    """Check miles' parsed arguments and set what the channel needs.
+
+    Args:
+        args: miles' parsed arguments, which are changed.
+
+    Returns:
+        The same arguments.
+
+    Raises:
+        ConfigError: With every argument to change.
+    """
     channel = asdict(channel_of(args))
     given = vars(args) | {f"r3_{name}": value for name, value in channel.items()}
     preflight.refuse(

@@ -17,7 +17,7 @@ from r3channel.integrations.slime.relay_manager import RelayManager, config_of
 
 
 class ChannelManager(RelayManager, rollout_manager.RolloutManager.__ray_metadata__.modified_class):
-    """An asyncio actor, as miles' is: it answers trainers while generate() waits for engines."""
+    """miles' manager, an asyncio actor: it answers trainers while generate() waits for engines."""
 
     def __init__(self, args: Namespace, pg: Any) -> None:
         preflight.refuse([memory_fault(args)])
@@ -35,5 +35,8 @@ class ChannelManager(RelayManager, rollout_manager.RolloutManager.__ray_metadata
         return self.sealed(split, self.converted(samples, data), self.rollout_id)
 
     def put_beside(self, box: dict[str, Any], ticket: Any) -> None:
-        """With the manager, which miles' trainers do not know. A pair, because miles averages whatever else it does not know."""
+        """Put a step's ticket and the manager beside a rank's data.
+
+        miles' trainers do not know the manager. The two are a pair, because miles averages other entries that it does not know.
+        """
         box["r3_ticket"] = ray.get_runtime_context().current_actor, ticket

@@ -1,6 +1,7 @@
-"""miles' trainers: what its routers replay comes from this rank's shard. Imported where miles and Megatron are.
+"""miles' trainers: their routers replay this rank's shard. Imported where miles and Megatron are.
 
-Routers, replay and its order stay miles' own; `start` replaces the function that fills the replay. On the actor's main thread.
+Routers, replay and its order stay miles' own; `start` replaces the function that fills the replay. All calls are on the actor's
+main thread.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from r3channel.transport.tp_fanout import TensorParallelFanout
 
 
 def start(args: Namespace) -> None:
-    """miles calls it in each trainer, once Megatron's groups are there: `--custom-megatron-init-path`."""
+    """Replace the function that fills miles' replay.
+
+    miles calls this in each trainer, once Megatron's groups exist: `--custom-megatron-init-path`.
+    """
     from miles.backends.megatron_utils import actor, model  # pyright: ignore[reportMissingImports]
 
     if args.r3_megatron_init:
@@ -38,23 +42,23 @@ def start(args: Namespace) -> None:
 
 
 class ShardReplay:
-    """In the place of miles' `fill_replay_data`: a step's experts come from the relay, and all else as before."""
+    """Replaces miles' `fill_replay_data`: a step's experts come from the relay, and all else as before."""
 
     receiver: Receiver | None = None
-    """From the first step on."""
+    """Set from the first step on."""
     _tokens: ModelTokens | None = None
-    """Holds what the model is given in the step under way against its ticket."""
+    """Compares the tokens that the model is given in this step with the ticket."""
 
     def __init__(self, args: Namespace, fill: Any) -> None:
         self._args, self._fill = args, fill
         self._unseen = set[int]()
-        """Micro-batches of the step that no pass was given yet; miles gives later passes the same."""
+        """Micro-batches of the step that no pass has been given yet. miles gives later passes the same ones."""
 
     def get_batch(self, get_batch: Any, iterator: Any, *given: Any, **words: Any) -> Any:
-        """Call miles' own, and check the token ids that it lays out for the model.
+        """Call miles' `get_batch`, and check the token ids of its batch.
 
         Raises:
-            TicketMismatch: rows of other tokens would be replayed; on a GPU when the next pass or step begins.
+            TicketMismatch: If rows of other tokens would be replayed. On a GPU it is raised when the next pass or step begins.
         """
         microbatch, batch = iterator.offset, get_batch(iterator, *given, **words)
         if self._tokens is not None:
@@ -66,7 +70,7 @@ class ShardReplay:
         return batch
 
     def __call__(self, *, data_key: str, models: Any, rollout_data: dict[str, Any], **given: Any) -> None:
-        if data_key != "rollout_routed_experts":  # the choices of an indexer
+        if data_key != "rollout_routed_experts":  # the replay of an indexer's choices
             return self._fill(data_key=data_key, models=models, rollout_data=rollout_data, **given)
         manager, sealed = rollout_data.pop("r3_ticket", (None, None))
         if sealed is None:
@@ -90,9 +94,12 @@ class ShardReplay:
                 receiver.metrics.inc(name, count)
 
     def _joined(self, manager: Any, config: Any) -> Receiver:
-        """Rows stay in host memory, where miles keeps them; a GPU sees them only where a TP group hands them on over NCCL.
+        """Return a receiver that has joined the relay.
 
-        Raises ConfigError where the model lies on its stages otherwise than the relay cuts: miles registers by `config`.
+        Rows stay in host memory, where miles keeps them. A GPU sees them only if a TP group hands them on over NCCL.
+
+        Raises:
+            ConfigError: If the model lies on its stages otherwise than the relay cuts it: miles registers replays by `config`.
         """
         layout = layout_of(self._args)
         megatron.check_layout(layout, config=config)
@@ -110,8 +117,11 @@ class ShardReplay:
 
 
 def _rows(shard: RankShard, microbatch: int) -> torch.Tensor:
-    """[rows, layers, K] int32 of all decoder layers, as miles has them: -1 in padding, at a sample's last token, and in layers of
-    other stages. Verified on a CPU; on a GPU by `shard.verified`."""
+    """Return a micro-batch's rows of all decoder layers.
+
+    The ids are [rows, layers, K] int32, as miles has them: -1 in padding, at a sample's last token, and in layers of other
+    stages. They are verified here on a CPU; on a GPU `shard.verified` verifies them.
+    """
     spec, padding_R = shard.shard.spec, shard.padding_rows(microbatch)
     shape = len(padding_R), spec.num_layers, spec.top_k
     whole = torch.full(shape, -1, dtype=torch.int32, device=padding_R.device)

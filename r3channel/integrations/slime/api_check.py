@@ -1,7 +1,7 @@
 """The names of slime and of miles that the integrations rely on, looked up in sources without importing them.
 
-The `seams.json` of each holds names and signatures only: of each known version, by the commit at which a file was read, by file.
-`unread` are names that are used and whose parameters could not be read at that version: they have to be there.
+The `seams.json` of each framework holds only names and signatures, by known version, by the commit at which a file was read, and
+by file. `unread` holds names that are used and whose parameters could not be read at that version: these names have to exist.
 """
 
 from __future__ import annotations
@@ -18,21 +18,26 @@ from r3channel.errors import ConfigError, UsageError
 from r3channel.observe.check import Check, CheckContext
 
 RUN, NEWER = "0.3.1", "0.4.0"
-"""The version that runs in the tests, and the one of which only files were read."""
+"""The version that the tests run, and the version of which only files were read."""
 _READ = "its files were read and the hooks ran against a stand-in of them; no job of it was run, nor its trainer side"
 
 
 class Found(NamedTuple):
-    """What a checkout is."""
+    """What a checkout was found to be."""
 
     version: str
-    """The known version that it differs least from."""
+    """The known version from which the checkout differs least."""
     moved: list[str]
-    """One line per name that it lacks or has with other parameters: what was found, what was expected."""
+    """One line for each name that is missing or has other parameters: what was found, what was expected."""
 
 
 def check_importable(package: str = "slime") -> str:
-    """The version of the slime or miles that is there. Refuses to start where it is missing, or is one whose names have moved."""
+    """Return the version of slime or miles that can be imported.
+
+    Raises:
+        UsageError: If the package is missing.
+        ConfigError: If names that we use have moved.
+    """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise UsageError(
@@ -47,8 +52,10 @@ def check_importable(package: str = "slime") -> str:
 
 
 def check_checkout(context: CheckContext) -> Iterator[Check]:
-    """Which version the checkout of `--slime DIR` is, whether it has every name that the integration uses, and which these are.
-    Nothing of slime is imported."""
+    """Check which version the checkout of `--slime DIR` is.
+
+    The checks say whether it has every name that the integration uses, and which names these are. Nothing of slime is imported.
+    """
     root = Path(context.slime or "")
     found = nearest(root)
     known = _known(found.version)
@@ -65,7 +72,12 @@ def check_checkout(context: CheckContext) -> Iterator[Check]:
 
 
 def nearest(root: Path, package: str = "slime") -> Found:
-    """The known version that a checkout is, or differs least from."""
+    """Return the known version from which a checkout differs least.
+
+    Args:
+        root: Folder of the checkout.
+        package: "slime" or "miles".
+    """
     found = [Found(version, [*_moved(root, version, package)]) for version in _listed(package)]
     return min(found, key=lambda each: len(each.moved))
 
@@ -89,7 +101,14 @@ def _moved(root: Path, version: str, package: str) -> Iterator[str]:
 
 @cache
 def signatures(path: Path) -> dict[str, str]:
-    """Function or Class.method -> its parameters, `*args` and `**kwargs` included; classes have none."""
+    """Return the parameters of each function of a file.
+
+    Args:
+        path: A Python file.
+
+    Returns:
+        Parameters, `*args` and `**kwargs` included, by function or Class.method; classes have an empty text.
+    """
     found: dict[str, str] = {}
 
     def visit(body: list[ast.stmt], before: str) -> None:
@@ -112,12 +131,20 @@ def _parameters(args: ast.arguments) -> list[str]:
 
 
 def files_of(version: str, package: str = "slime") -> Iterator[tuple[str, dict[str, str | None]]]:
-    """File, and name -> its parameters: None for a class, and where they were not read."""
+    """Yield each file of a version with its names.
+
+    Args:
+        version: A known version.
+        package: "slime" or "miles".
+
+    Returns:
+        An iterator of (file, name -> parameters). The parameters are None for a class, and where they were not read.
+    """
     for files in _listed(package)[version].values():
         yield from files.items()
 
 
 @cache
 def _listed(package: str) -> dict[str, dict[str, dict[str, dict[str, str | None]]]]:
-    """Version -> commit -> file -> name -> parameters."""
+    """Return parameters by version, commit, file and name."""
     return json.loads(Path(__file__).parents[1].joinpath(package, "seams.json").read_text())

@@ -1,6 +1,6 @@
-"""The channel's arguments in slime's command line: which there are, and what of slime's does not go with them.
+"""The channel's arguments in slime's command line, and a check of the slime arguments that do not go with them.
 
-The launcher asks with what slime has parsed, the doctor with a text.
+The launcher passes what slime has parsed; the doctor passes a text.
 """
 
 from __future__ import annotations
@@ -27,18 +27,28 @@ _NUMBERS = "num-experts rollout-batch-size over-sampling-batch-size"
 _LENGTHS = "rollout-max-response-len rollout-max-prompt-len rollout-max-context-len"
 """slime's own arguments that the channel asks about."""
 _LEAST_BYTES, _SPARE = 64 << 20, 1 / 8
-"""What `store_bytes` takes at least; the store's share for rows of evaluated, aborted and dropped samples."""
+"""Least value of `store_bytes`, and the store's share for rows of evaluated, aborted and dropped samples."""
 
 
 def add_channel(parser: Any) -> Any:
-    """The arguments that every framework's command has."""
+    """Add the arguments that every framework's command has.
+
+    Returns:
+        The parser.
+    """
     config.add_arguments(parser)
     add_options(parser.add_argument_group("recordings of r3channel"), prefix="r3-")
     return parser
 
 
 def add_arguments(parser: Any) -> Any:
-    """The channel's options and slime's further ones. What `prepared` always refuses is parsed all the same, but in no help."""
+    """Add the channel's options and those that only slime has.
+
+    An option that `prepared` always refuses is parsed as well, but is in no help text.
+
+    Returns:
+        The parser.
+    """
     for action in add_channel(parser)._actions:
         told = re.sub(",? `mask`[^,.]*", "", action.help or "")
         action.help = SUPPRESS if action.dest == "r3_token_tensors" else told
@@ -61,7 +71,17 @@ def add_arguments(parser: Any) -> Any:
 
 
 def refusals_of(arguments: Sequence[str], *, detached: bool = False) -> list[str]:
-    """What `prepared` refuses of a job's arguments, none where it would start. Knows of slime's own those that matter here."""
+    """Return what `prepared` refuses of a job's arguments.
+
+    Of slime's own arguments only those that matter here are known.
+
+    Args:
+        arguments: The command line of a job.
+        detached: As in `prepared`.
+
+    Returns:
+        Reasons; empty if the job would start.
+    """
     parser = add_arguments(ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False))
     for name in (*_SWITCHES.split(), "debug-train-only", "debug-rollout-only"):
         parser.add_argument(f"--{name}", action="store_true")
@@ -81,11 +101,20 @@ def refusals_of(arguments: Sequence[str], *, detached: bool = False) -> list[str
 
 
 def prepared(args: Namespace, *, detached: bool = False) -> Namespace:
-    """slime's parsed arguments, checked and with what the channel needs set. Raises `ConfigError` with every argument to change.
-    `detached`: engines start before the manager and outlive it (slime 0.4.0).
+    """Check slime's parsed arguments and set what the channel needs.
 
-    Engines and requests are to give routing, so `use_rollout_routing_replay` is on; slime's own replay, which
+    Engines and requests have to give routing, so `use_rollout_routing_replay` is on. slime's own replay, which
     `use_routing_replay` turns on, is off: Megatron's routers replay.
+
+    Args:
+        args: slime's parsed arguments, which are changed.
+        detached: Whether engines start before the manager and outlive it (slime 0.4.0).
+
+    Returns:
+        The same arguments.
+
+    Raises:
+        ConfigError: With every argument to change.
     """
     channel = channel_of(args)
     updates, exact = args.r3_weights != "off", args.r3_weights not in ("off", "broadcast")
@@ -122,7 +151,7 @@ def prepared(args: Namespace, *, detached: bool = False) -> Namespace:
     )  # fmt: skip
     preflight.refuse(str(text) for wrong, text in refusals if wrong)
     if updates:
-        args.update_weight_transport = "nccl"  # of slime's ways the one whose updater does it all
+        args.update_weight_transport = "nccl"  # the one of slime's ways whose updater does everything
     args.r3_channel = asdict(channel) | {"trace": channel.trace and str(Path(channel.trace).absolute())}
     args.use_rollout_routing_replay = args.moe_enable_routing_replay = True
     args.use_routing_replay = False
@@ -130,8 +159,13 @@ def prepared(args: Namespace, *, detached: bool = False) -> Namespace:
 
 
 def channel_of(args: Namespace) -> config.ChannelConfig:
-    """The channel's settings, with a store as large as the job needs where none is given. Raises `ConfigError` for one that
-    cannot hold a step."""
+    """Return the channel's settings from a framework's arguments.
+
+    If no size of the store is given, the store is as large as the job needs.
+
+    Raises:
+        ConfigError: If the given store cannot hold a step.
+    """
     size = step_size(args)
     defaults = {"run_name": time.strftime("%Y%m%d-%H%M%S")} | ({"store_bytes": size.store} if size else {})
     channel = config.ChannelConfig.from_args(args, **defaults)
@@ -142,10 +176,17 @@ def channel_of(args: Namespace) -> config.ChannelConfig:
 
 
 def faults(args: Namespace, *, detached: bool = False) -> Iterator[str]:
-    """What in `prepared` arguments would end the run later. Raises ConfigError for a layout that its ranks do not fill.
+    """Yield what in prepared arguments would end the run later.
 
-    Ports and folders are this machine's only where all that speak to the relay are on it, as loopback says. A `detached` manager
-    that outlived its script holds its ports, and is used again.
+    Ports and folders are checked only if the interface is loopback: then all processes that speak to the relay are on this
+    machine.
+
+    Args:
+        args: Arguments from `prepared`.
+        detached: Whether the manager may have outlived its script. Such a manager holds its ports, and is used again.
+
+    Raises:
+        ConfigError: If the ranks do not fill the layout.
     """
     layout, channel = layout_of(args), config.ChannelConfig(**args.r3_channel)
     channel = replace(channel, ingest_port=0, metrics_port=0) if detached else channel
@@ -156,19 +197,20 @@ def faults(args: Namespace, *, detached: bool = False) -> Iterator[str]:
 
 
 class StepSize(NamedTuple):
-    """Bytes of rows and of what lies beside them, every response as long as slime lets it be."""
+    """Bytes of rows and of what lies beside them, if every response is as long as slime allows."""
 
     step: int
-    """One step's, no prompt counted whose length slime does not bound: less cannot hold such a step."""
+    """Bytes of one step, without prompts whose length slime does not bound. A smaller store cannot hold such a step."""
     store: int
-    """What lives at once, unbounded prompts counted as long as a response, and an eighth more."""
+    """Bytes that live at once, with unbounded prompts as long as a response, and an eighth more."""
     counted: str
 
 
 def step_size(args: Namespace) -> StepSize | None:
-    """None where slime's arguments do not say how long a response may be, or nothing is known of the model.
+    """Return the sizes of a job's steps, or None.
 
-    One step is held until its trainers have it, and `train_async.py` generates the next meanwhile. slime samples
+    The sizes are unknown if slime's arguments do not say how long a response may be, or if nothing is known of the model. One
+    step is held until its trainers have it, and `train_async.py` generates the next one meanwhile. slime samples
     `--over-sampling-batch-size` prompts at a time, and once more while a filter drops groups.
     """
     response, prompt = args.rollout_max_response_len, args.rollout_max_prompt_len
@@ -179,8 +221,8 @@ def step_size(args: Namespace) -> StepSize | None:
     sure, longest = (min(context, response + more) for more in (prompt or 0, prompt or response))
     live = args.over_sampling_batch_size or groups
     live += groups * (not args.colocate) + groups * (args.dynamic_sampling_filter_path is not None)
-    # Beside the rows of a sample that is continued once, by a turn or from the buffer: two frames, and of each a span of rows
-    # that were prefilled and one of rows that were decoded. More turns, and weights that change meanwhile, take more.
+    # A sample that is continued once, by a turn or from the buffer, has two frames beside its rows. Each frame has a span of
+    # prefilled rows and a span of decoded rows. More turns, and weights that change meanwhile, take more.
     row, beside = spec.bytes_per_token, 2 * beside_bytes(spec, spans=2)
     return StepSize(
         step=groups * each * (sure * row + beside),
@@ -191,7 +233,10 @@ def step_size(args: Namespace) -> StepSize | None:
 
 
 def memory_fault(args: Namespace) -> str:
-    """A fault if this machine, the rollout manager's, has no memory for what its store may come to hold."""
+    """Return a fault if this machine lacks memory for the store.
+
+    The store is on this machine, the rollout manager's, and needs memory for what it may come to hold.
+    """
     size, given = step_size(args), args.r3_channel["store_bytes"]
     if size is None:
         return ""
@@ -200,12 +245,18 @@ def memory_fault(args: Namespace) -> str:
 
 
 def spec_of(args: Namespace) -> RoutingSpec:
-    """The model's routing shape. `--hf-checkpoint` is what slime takes: a folder, or an id of the Hub, of which `config.json`
-    is fetched or in the cache already. Raises ConfigError for what is neither."""
+    """Return the model's routing shape.
+
+    `--hf-checkpoint` is what slime takes: a folder, or an id of the Hub, of which `config.json` is fetched or already in the
+    cache.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
     name = args.hf_checkpoint
     if Path(name).exists():
         return RoutingSpec.from_hf_config(name)
-    from huggingface_hub import hf_hub_download  # where slime is, transformers and it are
+    from huggingface_hub import hf_hub_download  # installed with transformers, which slime needs
 
     try:
         return RoutingSpec.from_hf_config(hf_hub_download(name, "config.json"))
@@ -214,7 +265,11 @@ def spec_of(args: Namespace) -> RoutingSpec:
 
 
 def layout_of(args: Namespace) -> TrainerLayout:
-    """slime's rows: packs; each sequence cut zigzag over CP, or the whole pack (`--allgather-cp`); the tail padded per rank."""
+    """Return the layout of slime's trainers.
+
+    Rows are packed. Each sequence is cut zigzag over CP, or with `--allgather-cp` the whole pack is cut. The tail is padded per
+    rank.
+    """
     return TrainerLayout.from_megatron_args(
         args, world_size=args.actor_num_nodes * args.actor_num_gpus_per_node, packing="thd", uniform=False,
         cp_split="contiguous" if args.allgather_cp else "zigzag", pad_multiple=args.data_pad_size_multiplier,
@@ -222,8 +277,11 @@ def layout_of(args: Namespace) -> TrainerLayout:
 
 
 def _weights_problem(args: Namespace) -> str:
-    """slime's broadcast updater calls neither begin_ nor end_weight_update, and an SGLang that has them refuses broadcasts
-    without; slime then waits in the broadcast for ever. Empty where that cannot happen."""
+    """Return a fault if slime's weight updates would hang.
+
+    slime's broadcast updater calls neither begin_weight_update nor end_weight_update. An SGLang that has these calls refuses
+    broadcasts without them, and slime then waits in the broadcast for ever.
+    """
     transport = getattr(args, "update_weight_transport", "")
     if args.colocate or args.debug_train_only or args.debug_rollout_only or transport != "nccl":
         return ""
@@ -236,7 +294,10 @@ def _weights_problem(args: Namespace) -> str:
 
 
 def _takes_staged() -> bool | None:
-    """Whether the SGLang that is installed here has begin_weight_update; None where there is none, or another one."""
+    """Return whether the installed SGLang has begin_weight_update.
+
+    Return None if no SGLang is installed, or one with other files.
+    """
     found = importlib.util.find_spec("sglang")
     if found is None or not found.submodule_search_locations:
         return None

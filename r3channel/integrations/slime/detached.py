@@ -1,6 +1,7 @@
-"""slime 0.4.0, where engines are started by a detached actor, before the manager, and outlive it and the script.
+"""slime 0.4.0, where a detached actor starts the engines, before the manager. The engines outlive the manager and the script.
 
-Read in slime's files; run against a stand-in of them (`tests/dist/slime_040`), not with slime. Imported where slime 0.4.0 is.
+slime's files were read; the code was run against a stand-in of them (`tests/dist/slime_040`), not with slime. Imported where
+slime 0.4.0 is.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from r3channel.transport.network import local_address
 
 
 class DetachedServing(slime.ray.serving.ServingCluster.__ray_metadata__.modified_class):
-    """Starts the engines, and starts them again."""
+    """Starts the engines, also after a failure."""
 
     def __init__(self, args: Namespace, restore_plan: Any) -> None:
         engine_group.SGLangEngine = ChannelEngine
@@ -43,14 +44,20 @@ class DetachedManager(ChannelManager):
         counted = Sample.get_rollout_routed_experts_length
 
         def get_rollout_routed_experts_length(sample: Any) -> int:
-            """A request for the rest of a sample names the rows that the engine need not send again: the relay has them."""
+            """Return how many rows the engine need not send again.
+
+            A request for the rest of a sample names this number, because the relay already has the rows.
+            """
             rows = rows_of(sample)
             return len(rows.tokens) - 1 if rows else counted(sample)
 
         Sample.get_rollout_routed_experts_length = get_rollout_routed_experts_length
 
     def tell_engines(self, args: Namespace) -> None:
-        """They run, and were told where this opens."""
+        """Open the relay's ingest if engines deliver there.
+
+        The engines already run, and were told its address.
+        """
         if token_file := args.r3_engine.get("R3CHANNEL_TOKEN_FILE"):
             self.relay.serve(token_file=token_file)
 
@@ -72,7 +79,13 @@ class SealingBuilder(slime.data.batch_builder.BatchBuilder):
         return self._manager.sealed(super().split_by_dp, data, self.rollout_id)
 
     def replay_converted(self, data: Any, batch_id: Any) -> list[Any]:
-        """What slime kept of a rollout when its manager or its trainers died. The rows went with the samples."""
+        """Replay what slime kept of a rollout when an actor died.
+
+        The rows went with the samples, when slime's manager or its trainers died. So all tokens are left to the live router.
+
+        Raises:
+            StepError: If `--r3-on-missing` is not live.
+        """
         if self._manager.relay.config.on_missing != "live":
             text = f"rollout {self.rollout_id} comes back from what slime converted, and its rows went with the process that "
             text += "died; expected --r3-on-missing live and --r3-max-live 1, or a start from a checkpoint before it"
@@ -83,8 +96,11 @@ class SealingBuilder(slime.data.batch_builder.BatchBuilder):
 
 
 def remote_manager(args: Namespace) -> Any:
-    """The class in place of `slime.ray.rollout.RolloutManager`, with another in place of `ServingCluster`, and what engines are
-    told in `args.r3_engine`: with direct delivery an address on this script's node, where the manager is then bound to be."""
+    """Return the class that replaces `slime.ray.rollout.RolloutManager`.
+
+    The call also replaces `ServingCluster`, and sets the engines' variables in `args.r3_engine`. With direct delivery these name
+    an address on this script's node, and the manager is bound to that node.
+    """
 
     def serve(token_file: str) -> str:
         obtain_token(token_file)
@@ -92,7 +108,7 @@ def remote_manager(args: Namespace) -> Any:
         return f"http://{f'[{host}]' if ':' in host else host}:{args.r3_channel['ingest_port']}"
 
     if not ray.is_initialized():
-        ray.init()  # as slime's first call of Ray would
+        ray.init()  # as slime's first call of Ray would do
     remote: Any = ray.remote
     slime.ray.serving.ServingCluster = remote(DetachedServing)
     config = config_of(args, interface=local_address(interface_of(args)))

@@ -1,4 +1,6 @@
-"""Variables that an engine's process needs. No secret is among them, because frameworks log, pickle and send all they hold."""
+"""Variables that an engine's process needs. No secret is among them, because frameworks log, pickle and send all that they
+hold.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,19 @@ from r3channel.transport.network import AUTO
 
 
 def engine_variables(relay: Any, args: Namespace, *, nodes: int) -> dict[str, str]:
-    """The plug-in's variables for engines on `nodes` machines. With direct delivery it opens the relay's ingest. Where the relay
-    serves /metrics they do too, each at a port that is free on its machine.
+    """Return the plug-in's environment variables for engines.
 
-    The token's path is among them, and every process reads the file itself. Without `--r3-token-file` that file is in this
-    process's memory, where no other machine can read it: ConfigError with more than one.
+    With direct delivery the call opens the relay's ingest. If the relay serves /metrics, engines serve them too, each at a port
+    that is free on its machine. The token's path is among the variables, and every process reads the file itself. Without
+    `--r3-token-file` that file is in this process's memory, where no other machine can read it.
+
+    Args:
+        relay: The relay that engines deliver to.
+        args: Prepared arguments.
+        nodes: Number of machines of the job.
+
+    Raises:
+        ConfigError: For direct delivery on several machines without `--r3-token-file`.
     """
     channel, page, given = args.r3_channel, relay.config, args.r3_channel["interface"]
     found = {

@@ -10,7 +10,7 @@ slime 0.3.1 is run on CPUs in the tests. Of slime 0.4.0 (train.py) only its file
 them. There --r3-delivery direct asks for --r3-ingest-port and --r3-token-file, and --r3-weights stays off.
 """
 
-# Nothing of slime is edited: its script imports three names late enough to be replaced.
+# No file of slime is edited: its script imports three names late enough that they can be replaced.
 
 from __future__ import annotations
 
@@ -31,16 +31,36 @@ from r3channel.integrations.slime.arguments import add_arguments, faults, prepar
 _Add = Callable[[Any], Any]
 _Call = Callable[..., Any]
 _RELAYS: list[tuple[Any, str]] = []
-"""The rollout manager's, and its run."""
+"""The rollout manager's relay, and its run."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run slime's script in this process. 2, with one line, for what is wrong before or while it runs; else its own status."""
+    """Run slime's script in this process.
+
+    Args:
+        argv: The script and its arguments.
+
+    Returns:
+        The exit status: 2, with one line, for what is wrong before or while the script runs; otherwise the script's own.
+    """
     return run_script(argv, hook, add_arguments, help=__doc__ or "")
 
 
 def run_script(argv: Sequence[str], hook: Callable[[], None], add: _Add, *, help: str) -> int:
-    """Run a framework's script, hooked where the flag is given. `add` gives a parser the channel's arguments."""
+    """Run a framework's script, with hooks if the flag is given.
+
+    Args:
+        argv: The script and its arguments.
+        hook: Installs the hooks.
+        add: Adds the channel's arguments to a parser.
+        help: Text that is printed before the arguments.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        UsageError: If the script is not a file.
+    """
     if not argv or argv[0] in ("-h", "--help"):
         options = add(ArgumentParser(usage="", add_help=False)).format_help()
         print(help.lstrip("\n") + "\n" + options.removeprefix("usage: \n\n"))
@@ -59,7 +79,16 @@ def run_script(argv: Sequence[str], hook: Callable[[], None], add: _Add, *, help
 
 
 def with_channel(parse: _Call, add: _Add, prepare: _Call, *, detached: bool = False) -> _Call:
-    """A framework's `parse_args` with the channel's arguments among its own. What was parsed is checked and prepared."""
+    """Return a `parse_args` that takes the channel's arguments, too.
+
+    The parsed arguments are checked and prepared.
+
+    Args:
+        parse: The framework's `parse_args`.
+        add: Adds the channel's arguments to a parser.
+        prepare: Checks the parsed arguments and returns them.
+        detached: Whether engines start before the manager and outlive it (slime 0.4.0).
+    """
 
     @wraps(parse)
     def parse_args(add_custom_arguments: _Add | None = None, **options: Any) -> Any:
@@ -68,7 +97,7 @@ def with_channel(parse: _Call, add: _Add, prepare: _Call, *, detached: bool = Fa
         args, *plan = given if isinstance(given, tuple) else (given,)
         args = prepare(args)
         preflight.refuse(faults(args, detached=detached))
-        if journal := args.r3_channel["journal"]:  # what another job left there is not this one's
+        if journal := args.r3_channel["journal"]:  # a folder for this job: others may have left files there
             args.r3_channel["journal"] = str(Path(journal, uuid.uuid4().hex[:12]))
         return (args, *plan) if plan else args
 
@@ -83,16 +112,19 @@ def _run_hooked(script: Path) -> None:
         runpy.run_path(str(script), run_name="__main__")
     except RayError as error:
         cause = error.cause if isinstance(error, RayTaskError) else error
-        # of a relay or a trainer: its own words, not Ray's
+        # an error of a relay or a trainer is reported in its own words, not in Ray's
         reason = cause if isinstance(cause, R3Error) else _lost_manager()
         if reason is None:
             raise
-        ray.shutdown()  # it goes on printing what workers said: the reason is to be the last line
+        ray.shutdown()  # Ray goes on printing workers' output, and the reason has to be the last line
         raise reason from error
 
 
 def _lost_manager() -> R3Error | None:
-    """What to say where the rollout manager was killed: slime's own error may come from any call. None where it was not."""
+    """Return the error to report if the rollout manager was killed.
+
+    slime's own error may then come from any call. Return None if the manager was not killed.
+    """
     text = "the rollout manager was killed, and with it went slime's engines, its router and its place in the data. What was "
     text += "sealed was trained, from --r3-journal. Start the job again from its last checkpoint"
     for relay, run in _RELAYS:
@@ -108,7 +140,12 @@ def _lost_manager() -> R3Error | None:
 
 
 def hook() -> None:
-    """Put the channel's classes where slime's script will look for its own. Refuses a slime whose seams have moved."""
+    """Put the channel's classes where slime's script looks for its own.
+
+    Raises:
+        UsageError: If slime is missing.
+        ConfigError: If names that we use have moved in slime.
+    """
     detached = api_check.check_importable() == api_check.NEWER
     guard.allow()
     import ray

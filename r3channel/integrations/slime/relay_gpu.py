@@ -14,7 +14,7 @@ from r3channel.plan.capacity import relay_gpu_bytes
 
 _TCP = "or --r3-transport tcp"
 SEES_ALL = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-"""Else Ray hides every GPU from an actor that asks for none."""
+"""Without this variable Ray hides every GPU from an actor that asks for none."""
 
 
 class SharedGpu(NamedTuple):
@@ -28,12 +28,12 @@ def shared(nodes: Mapping[int, str], bundles: Sequence[int], gpus: Sequence[Any]
     """Return the first engine's GPU.
 
     Args:
-        nodes: the node of each bundle of slime's placement group.
-        bundles: those of engines.
-        gpus: their GPUs, as slime numbers them.
+        nodes: The node of each bundle of slime's placement group.
+        bundles: The bundles of engines.
+        gpus: The GPUs of these bundles, as slime numbers them.
 
     Raises:
-        ConfigError: slime starts no engine that has one.
+        ConfigError: If slime starts no engine that has a GPU.
     """
     if not bundles:
         text = "--r3-relay-gpu shared: slime starts no engine whose GPU the relay could share (external ones, or none); "
@@ -42,14 +42,29 @@ def shared(nodes: Mapping[int, str], bundles: Sequence[int], gpus: Sequence[Any]
 
 
 def check_own(there: int, taken: int) -> None:
-    """Raise ConfigError where slime leaves the relay no GPU: Ray would wait for one without end."""
+    """Check that slime leaves the relay a GPU.
+
+    Args:
+        there: Number of the cluster's GPUs.
+        taken: Number of GPUs that slime takes.
+
+    Raises:
+        ConfigError: If no GPU is left. Ray would wait for one without end.
+    """
     if there <= taken:
         text = f"--r3-relay-gpu own: the rollout manager needs a GPU of its own, and slime takes {taken} of {there}; give "
         raise ConfigError(f"{text}the cluster one more, --r3-relay-gpu shared, {_TCP}")
 
 
 def device_of(gpu: str, visible: str | None) -> int:
-    """Return which of a process's devices a GPU is; `visible` is its CUDA_VISIBLE_DEVICES.
+    """Return the index of a GPU among a process's devices.
+
+    Args:
+        gpu: Number of the GPU on its node.
+        visible: The process's CUDA_VISIBLE_DEVICES.
+
+    Raises:
+        ConfigError: If the process does not see the GPU.
 
     >>> device_of("5", None), device_of("5", "4,5")
     (5, 1)
@@ -64,7 +79,16 @@ def device_of(gpu: str, visible: str | None) -> int:
 
 
 def check_room(args: Namespace, total_bytes: int, *, receivers: int) -> None:
-    """Raise ConfigError where the engine's `--sglang-mem-fraction-static` leaves no room on a GPU of `total_bytes`."""
+    """Check that an engine leaves the relay room on a shared GPU.
+
+    Args:
+        args: Prepared arguments.
+        total_bytes: Memory of the GPU.
+        receivers: Number of receivers that the relay sends to.
+
+    Raises:
+        ConfigError: If `--sglang-mem-fraction-static` leaves no room.
+    """
     fraction = getattr(args, "sglang_mem_fraction_static", None)
     needs = relay_gpu_bytes(args.r3_channel["bucket_bytes"], receivers=receivers)
     if fraction and (1 - fraction) * total_bytes < needs:

@@ -1,4 +1,4 @@
-"""What slime's rollout managers and miles' have of ours: a relay, and the split that is sealed. Knows no version of either."""
+"""The part that slime's and miles' rollout managers share: a relay, and a split that is sealed. Knows no version of either."""
 
 from __future__ import annotations
 
@@ -21,16 +21,26 @@ from r3channel.transport.network import AUTO
 
 
 class RelayManager(RelayHost):
-    """Stands before a framework's own manager among the bases of a class. Seals what its split makes, and nothing else."""
+    """Stands before a framework's own manager among the bases of a class. It seals what the manager's split makes, and nothing
+    else.
+    """
 
     args: Namespace
-    """The framework's."""
+    """The framework's arguments."""
     _samples: Sequence[Any] = ()
     _schedule: Any = None
 
     def start_relay(self, args: Namespace, config: ChannelConfig, module: Any) -> None:
-        """`module` is the one whose split calls `build_dp_schedule`: the schedule is kept there, and the boxes that slime returns
-        are in Ray's store, so that to read it there would fetch the whole batch."""
+        """Start the relay, and keep each schedule that the split builds.
+
+        The schedule is kept at its call, because the boxes that slime returns are in Ray's store: to read the schedule there
+        would fetch the whole batch.
+
+        Args:
+            args: Prepared arguments.
+            config: The channel's settings.
+            module: The module whose split calls `build_dp_schedule`.
+        """
         self.relay = Relay(spec_of(args), layout_of(args), config, recorder=recorder_of(args, prefix="r3_"))
         self.rows = SampleRows(self.relay)
         schedule_of = module.build_dp_schedule
@@ -43,17 +53,38 @@ class RelayManager(RelayHost):
         module.build_dp_schedule = build_dp_schedule
 
     def converted(self, samples: Sequence[Any], data: dict[str, Any]) -> dict[str, Any]:
-        """What the framework made of samples, without the routing that it decoded itself; that goes the channel's way too."""
+        """Keep the samples, and return their data without routing.
+
+        The framework decoded that routing itself. The channel carries it, too.
+
+        Args:
+            samples: The samples.
+            data: What the framework made of them, in order.
+        """
         self._samples = list(samples)
         data.pop("rollout_routed_experts", None)
         return data
 
     def sealed(self, split: Callable[[Any], list[Any]], data: dict[str, Any], step: int) -> list[Any]:
-        """What `split` makes for each rank. Without tickets while only a critic trains, on what its own router chooses."""
+        """Split the data by rank, seal the step and add its ticket.
+
+        No ticket is added while only a critic trains, which uses what its own router chooses.
+
+        Args:
+            split: The framework's own split.
+            data: What the framework made of the samples.
+            step: Number of the step.
+
+        Returns:
+            What `split` returns, for each rank.
+
+        Raises:
+            ConfigError: If the data does not have one entry for each sample.
+        """
         samples, self._samples = self._samples, ()
         if len(samples) != (made := len(data["tokens"])):
             raise ConfigError(f"{made} samples were made of {len(samples)}; expected one for each, in order")
-        self._schedule = None  # an old one would fit no longer
+        self._schedule = None  # a schedule of an earlier step would not fit
         boxes = split(data)
         partitions, microbatches, steps, _ = self._schedule
         if self.args.use_critic and step < self.args.num_critic_only_steps:
@@ -66,7 +97,7 @@ class RelayManager(RelayHost):
         return boxes
 
     def put_beside(self, box: Any, ticket: Any) -> None:
-        """A step's ticket beside the data of a rank."""
+        """Put a step's ticket beside the data of a rank."""
         box.r3_ticket = ticket
 
     def dispose(self, *limit: Any) -> None:
@@ -75,13 +106,21 @@ class RelayManager(RelayHost):
 
 
 def config_of(args: Namespace, **here: Any) -> ChannelConfig:
-    """The channel's settings in this process, and what is known only `here`."""
+    """Return the channel's settings in this process.
+
+    Args:
+        args: Prepared arguments.
+        here: Settings that are known only in this process.
+    """
     return ChannelConfig(**args.r3_channel | {"interface": interface_of(args)} | here)
 
 
 def interface_of(args: Namespace) -> str:
-    """What this process binds: `--r3-interface`; Ray's own address of the node for `auto`, and in the place of loopback, which
-    reaches no other node, where there are several."""
+    """Return the address that this process binds: `--r3-interface`.
+
+    For `auto` it is Ray's own address of the node. Loopback reaches no other node, so with several nodes it is replaced by that
+    address, too.
+    """
     given = args.r3_channel["interface"]
     several = given == LOOPBACK and node_count() > 1
     return ray.util.get_node_ip_address() if several or given == AUTO else given

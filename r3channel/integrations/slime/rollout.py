@@ -1,7 +1,8 @@
 """slime's rollout side: its manager with a relay in it, its engines with the plug-in on. Imported where slime is.
 
-slime gives every seam: `RolloutManager` is subclassed, `Sample._apply_meta_info` sees each reply before slime decodes it as
-int32, `_split_train_data_by_dp` has slime's own split. `launch` puts these classes in their places; slime 0.4.0's: `detached`.
+slime offers every place to hook into: `RolloutManager` is subclassed, `Sample._apply_meta_info` sees each reply before slime
+decodes it as int32, and `_split_train_data_by_dp` has slime's own split. `launch` puts these classes in their places; those of
+slime 0.4.0 are in `detached`.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ log = logging.getLogger(__name__)
 GROUPS = {"r3channel": 8}
 _PROBE_TOKENS = 3
 _PROBE_S = 120.0
-"""An engine's first request may compile."""
+"""Seconds to wait for a probe: an engine's first request may compile."""
 
 
 class ChannelManager(RelayManager, slime.ray.rollout.RolloutManager.__ray_metadata__.modified_class):
-    """The rollout manager. The relay is here before the engines start, so that they know where to deliver.
+    """The rollout manager. Its relay opens before the engines start, so that the engines know where to deliver.
 
-    With a journal Ray starts it again where it was killed, and then it is a relay alone: trainers get the rows of the steps that
-    were sealed. slime's part ended with its engines, its router, and how far it was in the data.
+    If the manager is killed and has a journal, Ray starts it again as a relay alone: trainers get the rows of the steps that were
+    sealed. slime's part ended with its engines, its router and its place in the data.
     """
 
     splits: ModuleType = slime.ray.rollout
-    """Where slime's split is."""
+    """The module that has slime's split."""
 
     def __init__(self, args: Namespace, pg: Any, **startup: Any) -> None:
         preflight.refuse([memory_fault(args)])
@@ -61,19 +62,22 @@ class ChannelManager(RelayManager, slime.ray.rollout.RolloutManager.__ray_metada
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self.relay, found = Relay.recover(spec_of(args), layout_of(args), config)
             self.relay.resume(found)
-            self.relay.discard(found.pending)  # those of no step, whose objects were the killed process's
+            self.relay.discard(found.pending)  # rows of no step: their samples were in the killed process
             log.error("r3channel: the rollout manager was killed; its journal has steps %s", [*found.steps])
             return
         self.start_relay(args, config, self.splits)
         self._asked: set[Any] = set()
-        """Engines and the router, once they have answered."""
+        """Engines and the router that have answered."""
         self.tell_engines(args)
         _watch_replies(self.rows)
         http_utils.run_router = run_router
         super().__init__(args, pg, **startup)  # pyright: ignore[reportCallIssue]
 
     def _device(self, args: Namespace) -> dict[str, int]:
-        """Return which GPU the relay uses, where Ray does not hide all others."""
+        """Return which GPU the relay uses.
+
+        It is empty if Ray hides all other GPUs or gives this actor none.
+        """
         gpu = getattr(args, "r3_gpu", None)
         counted = ray.get_gpu_ids() if ray_noset_visible_devices() else ()
         if gpu is None:
@@ -81,14 +85,16 @@ class ChannelManager(RelayManager, slime.ray.rollout.RolloutManager.__ray_metada
         import torch
 
         device = relay_gpu.device_of(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        if device < torch.cuda.device_count():  # else the relay says so
+        if device < torch.cuda.device_count():  # otherwise the relay raises
             total, layout = torch.cuda.get_device_properties(device).total_memory, layout_of(args)
             relay_gpu.check_room(args, total, receivers=layout.dp * layout.pp * layout.cp)
         return {"device": device}
 
     def tell_engines(self, args: Namespace) -> None:
-        """Open the relay's ingest, and say to engines that slime starts what they need beside the job's environment; external
-        ones were told by who started them."""
+        """Open the relay's ingest, and set the engines' variables.
+
+        Engines that slime starts get these variables beside the job's environment. Whoever starts external engines sets theirs.
+        """
         args.r3_engine = engine_variables(self.relay, args, nodes=node_count())
         slime.ray.rollout.SGLangEngine = ChannelEngine
 
@@ -97,8 +103,15 @@ class ChannelManager(RelayManager, slime.ray.rollout.RolloutManager.__ray_metada
         return RelayHost.r3channel_control(self, call, arguments)
 
     def r3channel_start(self) -> None:
-        """Ask every engine of the trained model, and the router, for one token with its routing, so that a fault shows at the
-        start: each once, all at the same time. One that answers late is busy, and asked again before the next update."""
+        """Probe each new engine of the trained model, and the router.
+
+        A request for one token with its routing shows a fault at the start. Each is asked once, all at the same time. An engine
+        that answers late is busy, and is asked again before the next update.
+
+        Raises:
+            EngineUnavailable: If an engine or the router cannot be asked.
+            RoutingMissing: If the router does not pass the engines' routing on.
+        """
         if self.args.debug_train_only or self.args.load_debug_rollout_data:
             return
         server = self._get_updatable_server()
@@ -123,7 +136,7 @@ class ChannelManager(RelayManager, slime.ray.rollout.RolloutManager.__ray_metada
         super().recover_updatable_engines()
         recovers = self.args.use_fault_tolerance or getattr(self, "serving", None)
         if recovers and not self.args.offload_rollout and self.rollout_id >= 0:
-            with suppress(EngineUnavailable):  # slime's own checks find it, and start it again
+            with suppress(EngineUnavailable):  # slime's own checks find such an engine, and start it again
                 self.r3channel_start()  # a restarted engine says hello, or is refused, before it is asked for samples
 
     def _convert_samples_to_train_data(self, samples: Sequence[Any]) -> Any:
@@ -134,11 +147,11 @@ class ChannelManager(RelayManager, slime.ray.rollout.RolloutManager.__ray_metada
 
 
 _GENERATED: ContextVar[tuple[Any, bool]] = ContextVar("generated", default=(None, True))
-"""The sample that slime generates in this task and in those that it starts, and whether it is trained on."""
+"""The sample that slime generates in this task and in the tasks that it starts, and whether it is trained on."""
 
 
 class ChannelEngine(SGLangEngine):
-    """slime hands its engines a fixed list of variables; ours reach the server's process through this actor's environment."""
+    """An engine whose server gets our variables through this actor's environment; slime hands engines a fixed list of them."""
 
     def init(self, *args: Any, **options: Any) -> Any:
         os.environ.update(self.args.r3_engine)
@@ -146,8 +159,17 @@ class ChannelEngine(SGLangEngine):
 
 
 def remote_manager(args: Namespace, pg: Any) -> Any:
-    """The class in place of `slime.ray.rollout.RolloutManager`; over NCCL with a GPU (`relay_gpu`), although slime asks for none.
-    Raises ConfigError where there is none."""
+    """Return the class that replaces `slime.ray.rollout.RolloutManager`.
+
+    Over NCCL it has a GPU (`relay_gpu`), although slime asks for none.
+
+    Args:
+        args: Prepared arguments.
+        pg: slime's placement group, bundles and GPUs of the engines.
+
+    Raises:
+        ConfigError: If there is no GPU for the relay.
+    """
     remote: Any = ray.remote
     kind = remote(concurrency_groups=GROUPS, max_restarts=int(bool(args.r3_channel["journal"])))(
         ChannelManager
@@ -170,8 +192,11 @@ def remote_manager(args: Namespace, pg: Any) -> Any:
 
 
 def _watch_replies(rows: SampleRows) -> None:
-    """Every reply passes `_apply_meta_info` with its sample, whatever generate function asked for it; requests wait while there
-    is no room for what they bring."""
+    """Wrap slime's calls that see replies, samples and requests.
+
+    Every reply passes `_apply_meta_info` with its sample, whichever generate function asked for it. Requests wait while there is
+    no room for the rows that they bring.
+    """
     inner = Sample._apply_meta_info
 
     @wraps(inner)
@@ -209,12 +234,14 @@ _run_router = http_utils.run_router
 
 
 def run_router(args: Any) -> Any:
-    """slime's router, in the process that slime forks for it: without this process's sockets. It may outlive a manager that is
-    killed, and would then hold the relay's ports, where trainers would wait and the next relay could not listen.
+    """Run slime's router without this process's sockets.
 
-    Nor with its journal's lock, by which the next relay sees that this one has ended. Nothing else of the relay's matters there:
-    no other thread comes along, and the router takes none of their locks. Numbers stay taken, so that no object that still has
-    one can close another's file.
+    slime forks a process for the router. The router may outlive a manager that is killed. It would then hold the relay's ports,
+    where trainers would wait and where the next relay could not listen.
+
+    The router does not get the lock of the relay's journal either, by which the next relay sees that this one has ended. Nothing
+    else of the relay matters in the router's process: no other thread exists there, and the router takes none of its locks. Each
+    file number stays taken, so that no object that still has the number can close another file.
     """
     with open(os.devnull) as nothing:
         for path in Path("/proc/self/fd").iterdir():

@@ -1,8 +1,8 @@
 """Which rows of the relay belong to a framework's sample object. Knows neither slime nor Ray.
 
-A sample may be copied, fed back into a buffer, finished two rollouts later, filtered or simply forgotten; nobody tells. So a
-sample holds its rows as an object, and when the last sample that holds them is gone, the relay discards them. What was wrong with
-them matters only once a step names the sample.
+A sample may be copied, fed back into a buffer, finished two rollouts later, filtered or simply forgotten, and nothing reports it.
+So a sample holds its rows as an object, and the relay discards the rows when the last sample that holds them is gone. A fault of
+the rows matters only once a step names the sample.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ START = f"{_FIELD}_start_len"
 """A field of requests, and of a reply's `meta_info`, into which SGLang does not put it."""
 _ATTRIBUTE = "r3_rows"
 _BACKLOG = 32
-"""Replies that may wait to be kept before requests wait for them: far more than wait while there is room."""
+"""Replies that may wait to be kept before requests wait for them. Far fewer wait while there is room."""
 _LOOK_S = 0.05
 _REFERENCE_CHARACTERS = 4 * -(-REFERENCE_BYTES // 3)
 
@@ -46,16 +46,16 @@ _KEPT.set_result(None)
 
 
 class Rows:
-    """The relay's rows of one sample, by name. Copies of the sample share it."""
+    """The relay's rows of one sample, by name. Copies of the sample share this object."""
 
     def __init__(self, name: str) -> None:
         self.name, self.fault = name, _KEPT
         self.tokens: list[int] = []
-        """Those that the rows belong to; the last one has none. `fault` of the last reply, once it is kept: None, or why it
-        could not be."""
+        """Tokens that the rows belong to; the last token has no row. `fault` is that of the last reply, once the reply is kept:
+        None, or why it could not be kept."""
 
         self.copied = False
-        """Another turn that is added would be the copies', too."""
+        """Whether copies of the sample share the rows: another turn that is added would then be the copies', too."""
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Rows:
         self.copied = True
@@ -66,9 +66,14 @@ class Rows:
 
 
 def names_at(ticket: Ticket, dp: int, batches: Sequence[Sequence[Any]]) -> list[list[str]]:
-    """Return the names of the samples of a DP rank's micro-batches, by slime's index at each place.
+    """Return the names of the samples of a DP rank's micro-batches.
 
-    Several samples may have one index, or None, so a name is that of the ticket's place, where the index is of it.
+    Several samples may have one index, or None. So a name is the ticket's name at the same place, if that name has the index.
+
+    Args:
+        ticket: The step's ticket.
+        dp: The DP rank.
+        batches: slime's index of each sample, by micro-batch.
     """
     planned = itertools.chain.from_iterable(ticket.assignment.ranks[dp])
     found = [[(f"{index}.", next(planned, "")) for index in batch] for batch in batches]
@@ -76,10 +81,10 @@ def names_at(ticket: Ticket, dp: int, batches: Sequence[Sequence[Any]]) -> list[
 
 
 class SampleRows:
-    """Takes the rows out of replies, and seals those of the samples that are trained on.
+    """Takes the rows out of replies, and seals the rows of the samples that are trained on.
 
     `take` and `room` run on the thread of the framework's event loop, `seal` on its main thread. A thread of this object verifies
-    and keeps what was taken, in that order; it alone waits for room in the store, until the relay is closed.
+    and keeps what was taken, in that order. Only that thread waits for room in the store, until the relay is closed.
     """
 
     def __init__(self, relay: Relay) -> None:
@@ -90,12 +95,19 @@ class SampleRows:
         self._handed: deque[Future[R3Error | None]] = deque()
 
     def take(self, sample: Any, meta_info: Mapping[str, Any], *, trained: bool = True) -> dict[str, Any]:
-        """Keep what a reply says of a sample's routing, and give the rest of `meta_info`. Waits for nothing and refuses nothing:
-        `seal` says what could not be kept of the samples that it is given.
+        """Keep what a reply says of a sample's routing.
 
-        `sample.tokens` is the whole sequence, this reply's tokens included. A reply replaces the rows of the one before, because
-        it holds those of all tokens; with `routed_experts_start_len` it adds to them. Rows of a sample that is not `trained` on
-        (an evaluation) are discarded at once, also those that are still on their way here.
+        The call waits for nothing and refuses nothing: `seal` reports what could not be kept of its samples. A reply replaces the
+        rows of the reply before, because it holds the rows of all tokens; with `routed_experts_start_len` it adds to them.
+
+        Args:
+            sample: The framework's sample. `sample.tokens` is the whole sequence, this reply's tokens included.
+            meta_info: The reply's `meta_info`.
+            trained: Whether the sample is trained on. Rows of any other sample (an evaluation) are discarded at once, also rows
+                that are still on their way here.
+
+        Returns:
+            The rest of `meta_info`.
         """
         self.tidy()
         rest = {name: value for name, value in meta_info.items() if name != _FIELD}
@@ -106,19 +118,28 @@ class SampleRows:
         return rest
 
     async def room(self) -> None:
-        """Before a request is sent: while the store is full requests wait, so that replies do not pile up here. At most
-        `step_timeout_s`; discards go on meanwhile."""
+        """Wait while the store is full; call it before each request.
+
+        Requests wait so that replies do not pile up here. The wait takes `step_timeout_s` at most; discards go on meanwhile.
+        """
         deadline_s = time.monotonic() + self.relay.config.step_timeout_s
         while self._backlog() > _BACKLOG and time.monotonic() < deadline_s:
             self.tidy()
             await asyncio.sleep(_LOOK_S)
 
     async def request(self, sample: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """A request for a sample's next tokens, as it is to be sent: for routing from the first row on that is not here, so that
-        the rows that are here stay those of the pass that made them.
+        """Return a request that asks only for rows that are not here.
 
-        For all rows where none are here of the first of its `input_ids`, where copies of the sample hold them too, and where it
-        asks for a `routed_experts_start_len` of its own. Waits up to `step_timeout_s` for what was taken of it to be kept.
+        The rows that are here then stay those of the pass that made them. The request asks for all rows if none of its first
+        `input_ids` has a row here, or if copies of the sample hold the rows, too. A request with a `routed_experts_start_len` of
+        its own is not changed. The call waits up to `step_timeout_s` until the sample's last reply is kept.
+
+        Args:
+            sample: The framework's sample.
+            payload: A request for the sample's next tokens.
+
+        Returns:
+            The payload to send, a new dictionary.
         """
         rows, ids = rows_of(sample), payload.get("input_ids")
         if not payload.get(f"return_{_FIELD}") or not ids or START in payload or rows is None or rows.copied:
@@ -134,12 +155,24 @@ class SampleRows:
     def seal(
         self, step: int, samples: Sequence[Any], ranks: Sequence[Sequence[Sequence[int]]], *, steps: Sequence[int]
     ) -> Ticket:  # fmt: skip
-        """Seal a step. `ranks[dp][microbatch]` are places in `samples`, `steps` the micro-batches of each optimizer step.
+        """Seal a step.
 
-        Waits up to `step_timeout_s` for what was taken to be kept; raises `StoreFull` with the samples for which there was no
-        room, what `Relay.seal` raises, and one error, of the first one's kind, for all samples that cannot be used and that no
-        policy leaves to the live router: `on_missing` those that came without rows or whose rows were refused, `on_changed` those
-        whose tokens are not those of their rows.
+        The call waits up to `step_timeout_s` until the replies that were taken are kept.
+
+        Args:
+            step: Number of the step.
+            samples: The framework's samples.
+            ranks: `ranks[dp][microbatch]` are places in `samples`.
+            steps: Number of micro-batches of each optimizer step.
+
+        Returns:
+            The step's ticket.
+
+        Raises:
+            StoreFull: With the samples for which there was no room.
+            R3Error: One error, of the first one's kind, for all samples that cannot be used and that no policy leaves to the live
+                router. `on_missing` is the policy for samples that came without rows or whose rows were refused, `on_changed` the
+                one for samples whose tokens are not those of their rows. Also what `Relay.seal` raises.
         """
         places = [place for rank in ranks for batch in rank for place in batch]
         named = {place: rows_of(samples[place]) or self._without_reply(samples[place]) for place in places}
@@ -150,7 +183,7 @@ class SampleRows:
         assignment = Assignment.given(cut, steps=steps)
         try:
             return self.relay.seal(step, assignment)
-        except RoutingError as error:  # of frames that came directly and cannot be used
+        except RoutingError as error:  # frames that came directly cannot be used
             if isinstance(error, FrameMissing) or self.relay.config.on_missing != "live":
                 raise
             for place in (place for place, rows in named.items() if rows.name in error.samples):
@@ -164,7 +197,10 @@ class SampleRows:
                 log.warning(said, step, counts, left[0])
 
     def tidy(self) -> None:
-        """Discard the rows of samples that are gone. Not done at the moment they go, which may be inside any lock."""
+        """Discard the rows of samples that are gone.
+
+        This is not done at the moment when they go, because that may be inside any lock.
+        """
         gone = [self._gone.popleft() for _ in range(len(self._gone))]
         if gone:
             self.relay.discard(gone)
@@ -184,7 +220,10 @@ class SampleRows:
             raise StoreFull(text, samples=names, step=step)
 
     def _judge(self, step: int, samples: Sequence[Any], named: Mapping[int, Rows]) -> list[R3Error]:
-        """Leave to the live router what a policy leaves to it -> why; raises for all others."""
+        """Leave samples to the live router where a policy allows it.
+
+        Return why each of them was left, and raise for all others that cannot be replayed.
+        """
         bad, left = list[R3Error](), list[R3Error]()
         for place, rows in named.items():
             error, policy = self._fault(samples[place], rows)
@@ -199,7 +238,7 @@ class SampleRows:
         return left
 
     def _fault(self, sample: Any, rows: Rows) -> tuple[R3Error | None, str]:
-        """Why a sample cannot be replayed, None where it can; and the policy for it."""
+        """Return why a sample cannot be replayed, or None, and the policy."""
         error, config = rows.fault.result(), self.relay.config
         if error is not None or rows.tokens == (tokens := list(sample.tokens)):
             return error, config.on_missing
@@ -210,7 +249,10 @@ class SampleRows:
         return StepError(text, samples=[rows.name]), config.on_changed
 
     def _leave_live(self, sample: Any, rows: Rows, *, behind: bool = False) -> None:
-        """All rows of a sample, or those `behind` its last reply; all, too, where earlier tokens changed."""
+        """Leave a sample's rows to the live router.
+
+        With `behind` these are only the rows behind its last reply. If earlier tokens changed, these are all rows nevertheless.
+        """
         try:
             if not behind:
                 self.relay.discard([rows.name])
@@ -222,7 +264,10 @@ class SampleRows:
         rows.tokens, rows.fault = list(sample.tokens), _KEPT
 
     def _without_reply(self, sample: Any) -> Rows:
-        """Rows that the framework decoded itself (a dump that it loaded), or none: then the relay says what that means."""
+        """Take the rows that the framework decoded itself, if any.
+
+        A dump that the framework loaded has such rows. Without rows the relay decides what that means.
+        """
         decoded, spec = getattr(sample, "rollout_routed_experts", None), self.relay.spec
         if decoded is None:
             return self._hand(sample, self.relay.add, {"meta_info": {}})
@@ -234,7 +279,10 @@ class SampleRows:
     def _hand(
         self, sample: Any, add: Callable[..., Any], what: Any, *, more: bool = False, trained: bool = True
     ) -> Rows:
-        """To the thread, which asks whether somebody still holds the sample."""
+        """Hand rows to the thread that keeps them.
+
+        The thread asks whether a sample still holds the rows.
+        """
         rows = rows_of(sample) if more else None
         if rows is None:
             rows = Rows(f"{sample.index}.{next(self._serial)}")
@@ -249,21 +297,23 @@ class SampleRows:
         return rows
 
     def _keep(self, whose: Callable[[], Rows | None], add: partial[Any]) -> R3Error | None:
-        while (held := whose()) is not None:  # held meanwhile: it is discarded once it is here, not before
+        # `held` keeps the rows alive: they are discarded once they are here, and not before.
+        while (held := whose()) is not None:
             try:
                 add()
                 return None
             except (RoutingError, StepError) as error:
                 error.__cause__ = error.__context__ = None
-                told = error.with_traceback(None)  # it is kept; what was refused is not
+                # The error is kept; without its traceback the refused rows are not.
+                told = error.with_traceback(None)
             del held
             if not isinstance(told, StoreFull):
                 return told
             log.warning("r3channel: the store is full, and requests wait: %s", told)
         name, what, tokens = add.args
         text = what["meta_info"].get(_FIELD) or "" if isinstance(what, dict) else ""  # else a frame
-        with suppress(RoutingError, StepError):  # nobody holds it, so it needs no room
-            if 0 < len(text) <= _REFERENCE_CHARACTERS:  # its frame is to be refused
+        with suppress(RoutingError, StepError):  # nobody holds the sample, so its rows need no room
+            if 0 < len(text) <= _REFERENCE_CHARACTERS:  # a reference: its frame has to be refused
                 self.relay.add(name, what, tokens)
             else:
                 self.relay.add_live(name, tokens)
@@ -277,6 +327,6 @@ class SampleRows:
 
 
 def rows_of(sample: Any) -> Rows | None:
-    """The rows that a sample of this process holds."""
+    """Return the rows that a sample of this process holds, or None."""
     held = getattr(sample, _ATTRIBUTE, None)
     return held if isinstance(held, Rows) else None

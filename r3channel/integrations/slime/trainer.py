@@ -1,6 +1,6 @@
 """slime's Megatron actor, replaying what the channel delivers. Imported where slime and Megatron are.
 
-Routers are Megatron's own, with their RouterReplay; slime's `RoutingReplay` stays off. All on the actor's main thread.
+Routers are Megatron's own, with their RouterReplay; slime's `RoutingReplay` stays off. All calls are on the actor's main thread.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ChannelActor(MegatronTrainRayActor):
         slime_loss._maybe_capture_log_probs = lambda *given: (self._compare(*given), seen(*given))
         start = super().init(args, role, *rest, **options)
         if args.r3_weights != "off" and not args.debug_rollout_only:
-            # its names are not looked for in slime 0.4.0
+            # imported here: slime 0.4.0 need not have the names that it uses
             from r3channel.integrations.slime.weights import ChannelUpdater
 
             self.weight_updater = ChannelUpdater(self)
@@ -62,7 +62,10 @@ class ChannelActor(MegatronTrainRayActor):
             self._attach()
 
     def _attach(self) -> TrainerChannel:
-        """Attach at the start, or in the first step if the model sleeps until then."""
+        """Attach to the relay once, and return the channel.
+
+        That is at the start, or in the first step if the model sleeps until then.
+        """
         if self.channel is None:
             relay, layout = RayRelay(self.rollout_manager), layout_of(self.args)
             self.channel = TrainerChannel.attach(
@@ -72,7 +75,10 @@ class ChannelActor(MegatronTrainRayActor):
         return self.channel
 
     def train(self, rollout_id: int, rollout_data_ref: Sequence[Any], external_data: Any = None) -> Any:
-        """The rows begin to travel now, before slime fetches the batch and wakes the model."""
+        """Start to fetch the step's rows, then train as slime does.
+
+        The rows begin to travel before slime fetches the batch and wakes the model.
+        """
         sealed = getattr(rollout_data_ref[0], "r3_ticket", None)
         self._ticket = None if sealed is None else Ticket.from_bytes(ray.get(sealed))
         if self.channel is not None and self._ticket is not None:
@@ -99,7 +105,10 @@ class ChannelActor(MegatronTrainRayActor):
             log_step(self.args, rollout_id, channel.log_dict())
 
     def update_weights(self) -> None:
-        """slime's own updater is counted, too: `WeightSync` counts its updates itself."""
+        """Update the weights, and count an update by slime's own updater.
+
+        `WeightSync` counts its updates itself.
+        """
         result = "failed"
         try:
             super().update_weights()
@@ -109,7 +118,10 @@ class ChannelActor(MegatronTrainRayActor):
                 self.channel.metrics.inc("r3channel_weight_updates_total", result=result)
 
     def _compare(self, batch: dict[str, Any], ours: list[torch.Tensor]) -> None:
-        """Beside the engines' log-probs, for the audit: only slime's loss has those of the training pass of a micro-batch."""
+        """Add a micro-batch's log-probs and the engines' own to the audit.
+
+        Only slime's loss has the log-probs of the training pass.
+        """
         audit, engine = self._step and self._step.audit, batch.get("rollout_log_probs")
         if audit and audit.chosen and engine:
             sizes = zip(batch["loss_masks"], batch["total_lengths"], batch["response_lengths"], strict=True)
@@ -117,7 +129,10 @@ class ChannelActor(MegatronTrainRayActor):
             audit.add_logprobs(torch.cat(ours), torch.cat(engine), torch.cat(masks))
 
     def fill_routing_replay(self, *_args: Any, **_options: Any) -> None:
-        """slime would copy the ids into its own replay here; the step has them."""
+        """Ignore the call: the step has the ids.
+
+        slime would copy them into its own replay here.
+        """
 
     def compute_log_prob(self, *given: Any, store_prefix: str = "", **options: Any) -> Any:
         compute = partial(super().compute_log_prob, *given, store_prefix=store_prefix, **options)
@@ -134,7 +149,10 @@ class ChannelActor(MegatronTrainRayActor):
 
 
 def log_step(args: Namespace, rollout_id: int, figures: dict[str, float]) -> None:
-    """Hand a step's figures to slime's own logger, beside its `rollout/` and `perf/`; for the one rank on which slime logs."""
+    """Log a step's figures through slime's own logger.
+
+    They stand beside slime's `rollout/` and `perf/`. Call it on the one rank on which slime logs.
+    """
     log.info("r3channel %d: %s", rollout_id, figures)
     if args.use_wandb:
         logging_utils.wandb.define_metric("r3channel/*", step_metric="rollout/step")
@@ -143,7 +161,7 @@ def log_step(args: Namespace, rollout_id: int, figures: dict[str, float]) -> Non
 
 
 def _tokens(rollout_data: dict[str, Any]) -> list[list[list[int]]]:
-    """Token ids of each sample of each micro-batch, fetched from the device at once."""
+    """Return each sample's token ids by micro-batch, in one device fetch."""
     tokens = rollout_data["tokens"]
     flat = torch.cat(tokens).tolist()
     ends = torch.tensor([len(one) for one in tokens]).cumsum(0).tolist()

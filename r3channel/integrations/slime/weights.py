@@ -22,11 +22,19 @@ from r3channel.weights.session import WeightSync
 
 
 class ChannelUpdater:
-    """Tensors that slime's own conversion gives: whole ones from each pipeline stage's first rank, or every rank's part of them.
-    Every rank calls."""
+    """Sends the tensors of slime's own conversion with `WeightSync`: whole ones from each pipeline stage's first rank, or every
+    rank's part of them. Every rank calls it.
+    """
 
     def __init__(self, actor: Any) -> None:
-        """`actor` is a `ChannelActor` that has slime's updater."""
+        """Take over from slime's updater.
+
+        Args:
+            actor: A `ChannelActor` that has slime's updater.
+
+        Raises:
+            ConfigError: If parts of a quantised checkpoint would be moved.
+        """
         replaced, self._actor = actor.weight_updater, actor
         args, model, name = replaced.args, replaced.model, replaced.model_name
         self.args, self.weight_version = args, replaced.weight_version
@@ -42,7 +50,10 @@ class ChannelUpdater:
             self._tensors = partial(shards, args, model, name)
 
     def connect_rollout_engines(self, rollout_engines: Sequence[Any], _lock: Any, **_options: Any) -> None:
-        """Connect anew whenever slime has started engines: a restarted engine has the weights of its checkpoint."""
+        """Connect to the engines whenever slime has started some.
+
+        A restarted engine has the weights of its checkpoint.
+        """
         self.disconnect_rollout_engines()
         urls = ray.get([engine.get_url.remote() for engine in rollout_engines])
         make = WeightSync.sharded if self._exact else WeightSync.whole
@@ -71,8 +82,14 @@ class ChannelUpdater:
 
 
 def stage_tensors(updater: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The whole tensors of this rank's pipeline stage, as `updater`, slime's `UpdateWeightFromDistributed`, gathers and converts
-    them (with a quantised checkpoint, quantised); none but on the stage's first rank. Collective within the stage."""
+    """Return the whole tensors of this rank's pipeline stage.
+
+    The call is collective within the stage. Ranks other than the stage's first rank get no tensors.
+
+    Args:
+        updater: slime's `UpdateWeightFromDistributed`, which gathers and converts the tensors. With a quantised checkpoint it
+            also quantises them.
+    """
     mpu = common.mpu
     first = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
     updater._is_pp_src_rank = first and mpu.get_tensor_model_parallel_rank() == 0
@@ -81,8 +98,11 @@ def stage_tensors(updater: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def shards(args: Namespace, model: Any, model_name: str) -> list[Shard]:
-    """This rank's part of every tensor of the checkpoint, by slime's names and its converter."""
-    # slime keeps one tensor back until its pair comes
+    """Return this rank's part of every tensor of the checkpoint.
+
+    Names and conversion are slime's.
+    """
+    # otherwise slime keeps one tensor back until its pair comes
     paired = Namespace(**{**vars(args), "q_lora_rank": None})
     mpu = common.mpu
     dense = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()

@@ -8,5 +8,5 @@ from r3channel.observe.check import Check, CheckContext
 
 
 def check_adapters(context: CheckContext) -> Iterator[Check]:
-    """Whether the installed Megatron has the names that its adapter uses."""
+    """Yield the check of the Megatron names that the adapter uses."""
     yield context.ask("Megatron names", f"from {__name__}.megatron import check_names as check")

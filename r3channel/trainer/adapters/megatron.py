@@ -1,8 +1,9 @@
-"""The one place of the trainer room that touches Megatron: routers, parallel state, and the names we rely on.
+"""The only module of the trainer room that touches Megatron: routers, parallel state, and the names we rely on.
 
-Read against the releases in `READ_AGAINST` (`NAMES` lists what is used; `check_names()` says what has gone). It binds routers by
-`layer_number`, never by construction order or through the class-level registry of `RouterReplay`. Megatron is imported
-inside the functions, so that a missing name is reported and not an ImportError. Nothing here knows about steps or ids.
+The names in `NAMES` were read in the releases of `READ_AGAINST`; `check_names()` says which ones the installed release lacks.
+Routers are bound by `layer_number`, never by construction order or through the class-level registry of `RouterReplay`. Megatron
+is imported inside the functions, so that a missing name is reported and not an ImportError. Nothing here knows about steps or
+ids.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ NAMES: tuple[tuple[str, str], ...] = (
 )
 """(module, dotted name) of each thing that this room uses."""
 _AXES = {"dp": "data", "pp": "pipeline_model", "cp": "context", "tp": "tensor_model", "ep": "expert_model"}
-"""Megatron's words for a layout's axes."""
+"""Megatron's names for a layout's axes."""
 
 
 def version() -> str:
-    """The installed megatron-core."""
+    """Return the version of the installed megatron-core."""
     return str(importlib.import_module("megatron.core").__version__)
 
 
@@ -52,7 +53,13 @@ def _numbers(release: str) -> list[int]:
 
 
 def check_names() -> list[str]:
-    """One line per name that the installed Megatron lacks; [] when all are there. Imports Megatron."""
+    """Return the names that the installed Megatron lacks.
+
+    The call imports Megatron.
+
+    Returns:
+        A line for each name; [] when all are there.
+    """
     return [f"{module}.{name} is missing" for module, name in NAMES if not _exists(module, name)]
 
 
@@ -67,7 +74,7 @@ def _exists(module: str, name: str) -> bool:
 
 
 def routers(chunks: Sequence[torch.nn.Module], layout: TrainerLayout) -> dict[int, RouterHandle]:
-    """See `trainer.router.Adapter`."""
+    """Return this rank's routers; see `trainer.router.Adapter`."""
     check_layout(layout, config=config_of(chunks))
     if _numbers(version()) > _numbers(READ_AGAINST[-1]):
         log.warning(
@@ -77,13 +84,17 @@ def routers(chunks: Sequence[torch.nn.Module], layout: TrainerLayout) -> dict[in
 
 
 def routers_by_layer(chunks: Sequence[torch.nn.Module], *, mtp_layers: int = 0) -> dict[int, RouterHandle]:
-    """This rank's routers by global 0-based layer, ascending.
+    """Return this rank's routers by global 0-based layer, ascending.
 
-    Routers of MTP layers are left out and choose for themselves, unless `mtp_layers` says how many there are to bind: MTP
-    layer i is then layer num_layers + i. They are bound by their place: their `layer_number` differs between versions.
+    Routers of MTP layers are left out and choose for themselves, unless `mtp_layers` is given.
+
+    Args:
+        chunks: This rank's model chunks.
+        mtp_layers: How many MTP layers to bind. MTP layer i is then layer num_layers + i. They are bound by their place: their
+            `layer_number` differs between versions.
 
     Raises:
-        RouterUnsupported: the config would make a router ignore or drop replayed ids, or two routers claim one layer.
+        RouterUnsupported: The config would make a router ignore or drop replayed ids, or two routers claim one layer.
     """
     found: dict[int, RouterHandle] = {}
     refuse_unsupported(config_of(chunks))
@@ -106,7 +117,10 @@ def _unwrap(chunk: torch.nn.Module) -> Any:
 
 
 def _language_model(chunk: torch.nn.Module) -> Any:
-    """The module with the decoder. A wrapper of several models is refused, because it decides which tokens its decoder sees."""
+    """Return the module with the decoder.
+
+    A wrapper of several models is refused, because it decides which tokens its decoder sees.
+    """
     model = _unwrap(chunk)
     if hasattr(model, "decoder"):
         return model
@@ -168,34 +182,43 @@ def _handle(chunk: int, layer: int, module: Any, *, recomputed: bool) -> RouterH
 
 
 def _is_recomputed(config: Any, index: int) -> bool:
-    """Whether full or selective recompute runs the router of the chunk's layer `index` a second time."""
+    """Return whether the router of the chunk's layer `index` is recomputed.
+
+    Full or selective recompute runs it a second time.
+    """
     if config.recompute_granularity == "full":
         return config.recompute_method == "uniform" or index < config.recompute_num_layers
     return _recomputes_moe(config)
 
 
 def _recomputes_moe(config: Any) -> bool:
-    """Whether selective recompute runs the router again: of its modules only `moe` does (not moe_act, mlp, layernorm)."""
+    """Return whether selective recompute runs the router again.
+
+    Of its modules only `moe` does (not moe_act, mlp, layernorm).
+    """
     return config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
 
 
 def config_of(chunks: Sequence[torch.nn.Module]) -> Any:
-    """The TransformerConfig of the model that the chunks belong to."""
+    """Return the TransformerConfig of the chunks' model."""
     return _language_model(chunks[0]).config
 
 
 def spec_from_config(chunks: Sequence[torch.nn.Module]) -> RoutingSpec:
-    """The routing shape of the model that the chunks belong to."""
+    """Return the routing shape of the chunks' model."""
     return RoutingSpec.from_megatron(config_of(chunks))
 
 
 def parallel_coords() -> RankCoords:
-    """Where Megatron placed this process."""
+    """Return where Megatron placed this process."""
     return RankCoords(**_of_axes("rank", "dp", "pp", "cp", "tp"))
 
 
 def _of_axes(what: str, *names: str) -> dict[str, int]:
-    """Return this process's rank, or the size of the world, along each of these axes of the layout."""
+    """Return this process's rank or the world size along these axes.
+
+    `what` is `rank` or `world_size`; the axes are the layout's.
+    """
     from megatron.core import parallel_state
 
     return {name: getattr(parallel_state, f"get_{_AXES[name]}_parallel_{what}")() for name in names}
@@ -204,22 +227,29 @@ def _of_axes(what: str, *names: str) -> dict[str, int]:
 def input_ids(
     input_ids: torch.Tensor | None = None, _positions: Any = None, _mask: Any = None, decoder_input: Any = None, **_: Any
 ) -> torch.Tensor | None:  # fmt: skip
-    """Return the token ids of a call of GPTModel; None where it is given embeddings, which it prefers."""
+    """Return the token ids of a call of GPTModel.
+
+    The result is None where the call has embeddings, which GPTModel prefers.
+    """
     return input_ids if decoder_input is None else None
 
 
 def tp_group() -> Any:
-    """Megatron's tensor-parallel process group of this rank."""
+    """Return Megatron's tensor-parallel process group of this rank."""
     from megatron.core import parallel_state
 
     return parallel_state.get_tensor_model_parallel_group()
 
 
 def check_layout(layout: TrainerLayout, *, config: Any) -> None:
-    """Compare `layout` with Megatron's parallel state and with the model's config.
+    """Compare `layout` with Megatron's parallel state and the model's config.
+
+    Args:
+        layout: The trainer's layout.
+        config: The model's TransformerConfig.
 
     Raises:
-        ConfigError: names each size that differs, with both values, or a rank order that is not Megatron's default.
+        ConfigError: Sizes differ, each named with both values, or the rank order is not Megatron's default.
     """
     theirs = _sizes(config)
     ours = {name: getattr(layout, name) for name in theirs}
@@ -235,7 +265,10 @@ def check_layout(layout: TrainerLayout, *, config: Any) -> None:
 
 
 def _check_stages(layout: TrainerLayout, config: Any) -> None:
-    """Every rank looks at every stage: a rank whose own layers fit would otherwise wait for one that raised."""
+    """Check every stage on every rank.
+
+    Otherwise a rank whose own layers fit would wait for one that raised.
+    """
     planned = [size // layout.vpp for size in layout.stage_sizes(config.num_layers)]
     for stage, chunk in itertools.product(range(layout.pp), range(layout.vpp)):
         theirs = _decoder_layers(config, stage, chunk if layout.vpp > 1 else None)

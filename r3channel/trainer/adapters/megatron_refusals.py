@@ -1,4 +1,4 @@
-"""Settings of a Megatron config that routing replay cannot work with, as data, and the one check that walks them.
+"""Settings of a Megatron config that routing replay cannot work with, as data, and the one check that reads them.
 
 This module reads attributes and imports no Megatron.
 """
@@ -34,7 +34,10 @@ def _is_given(value: Any) -> bool:
 
 
 def _holds(kind: str) -> Callable[[Any], bool]:
-    """The setting is a word or a list of words."""
+    """Return a check that finds `kind` in a setting.
+
+    The setting is a word or a list of words.
+    """
     return lambda value: kind in value
 
 
@@ -72,9 +75,15 @@ REFUSALS = (
 
 
 def refuse_unsupported(config: Any) -> None:
-    """Raise `RouterUnsupported` that names every setting under which replayed ids are ignored, dropped, stale or blurred.
+    """Raise `RouterUnsupported` if a setting makes replay impossible.
 
     A setting that the installed release lacks is passed over.
+
+    Args:
+        config: Megatron's TransformerConfig.
+
+    Raises:
+        RouterUnsupported: Names every setting under which replayed ids are ignored, dropped, stale or blurred.
     """
     bad = [
         f"{row.setting}={value!r} ({row.why})"

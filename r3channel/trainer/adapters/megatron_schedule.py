@@ -2,7 +2,7 @@
 
     forward_backward = replayed(get_forward_backward_func(), lambda: step)
 
-Knows Megatron's calling convention (keywords `forward_step_func`, `forward_only`), and imports nothing of it.
+This module knows Megatron's calling convention (keywords `forward_step_func`, `forward_only`) and imports no Megatron.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from r3channel.trainer.step import ReplayStep
 
 
 def _offset(iterator: Any) -> int:
-    """The micro-batch that comes next: slime's iterators count through all optimizer steps of a rollout."""
+    """Return the index of the micro-batch that comes next.
+
+    slime's iterators count through all optimizer steps of a rollout.
+    """
     return iterator.offset
 
 
@@ -24,11 +27,16 @@ def replayed(
     *,
     index_of: Callable[[Any], int] = _offset,
 ) -> Callable[..., Any]:
-    """The schedule `run` with a step in it, or `run` as it is where `step_of` gives None. `index_of` says from a chunk's data
-    iterator which micro-batch comes next: a count of calls would fail with interleaved chunks or several runs of the schedule.
+    """Return the schedule `run` with a step's replay in it.
 
     When the schedule returns, the rows that routers got are known to be those that the engines hashed (`ReplayStep.verified`),
     so no optimizer uses other gradients. Call it on the trainer's main thread.
+
+    Args:
+        run: Megatron's schedule.
+        step_of: Gives the open step; where it gives None, `run` runs as it is.
+        index_of: Gives from a chunk's data iterator the micro-batch that comes next. A count of calls would fail with interleaved
+            chunks or several runs of the schedule.
     """
 
     def schedule(*, forward_step_func: Callable[..., Any], forward_only: bool = False, **options: Any) -> Any:

@@ -37,9 +37,11 @@ __all__ = [
 ]
 
 _PROBE_IDS = 32 << 10
-"""Twice: 0.02 ms where nothing repeats, 0.2 ms where much does. Half as much misses repeats 100 tokens apart in 48 layers."""
+"""Ids of each of the two parts that are probed. Both take 0.02 ms where nothing repeats, 0.2 ms where much does. Half as many ids
+miss repeats 100 tokens apart in 48 layers."""
 _DOUBTFUL = 0.65
-"""lz4 may come below packed9's 9/16 of a chunk of which it leaves less than this in the probe, which sees fewer repeats."""
+"""Where lz4 leaves less than this share of the probe, it may leave less of the chunk than packed9's 9/16: the probe has fewer
+repeats."""
 
 STORED, LZ4, PACKED9, SET = Stored(), Lz4(), Packed9(), ExpertSet()
 CODECS: dict[int, Codec] = {codec.codec_id: codec for codec in (STORED, LZ4, PACKED9, SET)}
@@ -47,7 +49,11 @@ AUTO = "auto"
 
 
 def codec_named(name: str) -> Codec | None:
-    """None for `auto`. Raises ConfigError for an unknown name, or one whose package is not installed."""
+    """Return the codec of this name, or None for `auto`.
+
+    Raises:
+        ConfigError: No codec has this name, or its package is not installed.
+    """
     if name == AUTO:
         return None
     for codec in CODECS.values():
@@ -59,17 +65,29 @@ def codec_named(name: str) -> Codec | None:
 
 
 def written_as_is(name: str, *, num_experts: int) -> bool:
-    """Does the codec of this name store valid ids as they are, without a look at them?
+    """Return whether a codec stores valid ids as they are.
 
-    Where ids fill their bytes `auto` does: asking whether lz4 would gain takes as long as all of a frame's head, and to
-    take the gain, a quarter at best, 30 times as long (measured), which one thread pays for all requests.
+    Such a codec does not look at the ids.
+
+    `auto` does where ids fill their bytes. To ask whether lz4 would gain takes as long as all of a frame's head. To take the
+    gain, a quarter at best, takes 30 times as long (measured). One thread pays that for all requests.
+
+    Args:
+        name: The codec's name, or `auto`.
+        num_experts: Experts of the model.
     """
     codec = codec_named(name)
     return num_experts <= 256 if codec is None else codec.as_is
 
 
 def codecs_for(ids_TLK: Ids, *, codec: str) -> tuple[Codec, ...]:
-    """The codecs that a frame's chunks are tried with, by the ids of its first chunk; the shortest is kept.
+    """Return the codecs that each chunk of a frame is tried with.
+
+    The shortest result is kept.
+
+    Args:
+        ids_TLK: The ids of the frame's first chunk, which decide for `auto`.
+        codec: The codec's name, or `auto`.
 
     >>> [codec.name for codec in codecs_for(np.zeros((9000, 3, 8), np.uint8), codec="auto")]
     ['lz4']
@@ -84,7 +102,17 @@ def codecs_for(ids_TLK: Ids, *, codec: str) -> tuple[Codec, ...]:
 
 
 def encode_chunk(ids_TLK: Ids, *, codecs: Sequence[Codec]) -> tuple[int, Wire]:
-    """(codec id, bytes) of a C-contiguous chunk. Falls back to `stored`; the bytes may be a view of the chunk."""
+    """Encode a chunk with the codec that makes it shortest.
+
+    A chunk that no codec makes short enough is `stored`.
+
+    Args:
+        ids_TLK: The chunk, C-contiguous.
+        codecs: The codecs to try.
+
+    Returns:
+        (codec id, bytes); the bytes may be a view of the chunk.
+    """
     wires = [(codec, codec.encode(ids_TLK)) for codec in codecs if len(ids_TLK) and not codec.as_is]
     worth = [(c.codec_id, w) for c, w in wires if w is not None and len(w) < c.worth_it * ids_TLK.nbytes]
     stored: tuple[int, Wire] = STORED.codec_id, STORED.encode(ids_TLK)
@@ -92,7 +120,10 @@ def encode_chunk(ids_TLK: Ids, *, codecs: Sequence[Codec]) -> tuple[int, Wire]:
 
 
 def _lz4_share(ids_TLK: Ids) -> float:
-    """What lz4 leaves of some of the first rows and some from the middle on; 0 where there are few."""
+    """Return the share of bytes that lz4 leaves of sampled rows.
+
+    The sample has some of the first rows and some from the middle on. The share is 0 where there are few rows.
+    """
     rows = _PROBE_IDS // max(1, ids_TLK[:1].size) + 1
     if len(ids_TLK) <= 2 * rows:
         return 0.0

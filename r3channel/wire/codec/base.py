@@ -22,9 +22,9 @@ class Codec(ABC):
     keeps_order: bool = True
     """False where the order of the ids within a row is lost; invalid rows are then written as sets."""
     as_is: bool = False
-    """Are the bytes the ids as they lie in memory, so that a frame may be filled in place and read without a copy?"""
+    """Whether the bytes are the ids as they lie in memory; a frame can then be filled in place and read without a copy."""
     costly: bool = False
-    """Does it cost more than a scheduler's thread can pay per request (about 1 GB/s of int16: `r3channel bench wire`)?"""
+    """Whether it costs more than a scheduler's thread can pay per request (about 1 GB/s of int16: `r3channel bench wire`)."""
     worth_it: float = 1.0
     """A chunk is kept in this coding only when it shrinks below this share."""
     needs: str = ""
@@ -33,18 +33,36 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, ids_TLK: Ids) -> Wire | None:
-        """Bytes of a C-contiguous chunk of uint8 or int16 ids; None where this codec cannot hold these ids."""
+        """Return the bytes of a chunk of ids.
+
+        Args:
+            ids_TLK: C-contiguous uint8 or int16 ids.
+
+        Returns:
+            The bytes; None where this codec cannot hold these ids.
+        """
 
     @abstractmethod
     def decode_into(self, wire: memoryview, out_TLK: Ids) -> None:
-        """Fill a C-contiguous `out_TLK` entirely or raise `FrameCorrupt`.
+        """Fill `out_TLK` entirely, or raise.
 
         The output's size bounds the work: no size is taken from the wire, and nothing is written past `out_TLK`.
+
+        Args:
+            wire: The bytes of one chunk.
+            out_TLK: C-contiguous.
+
+        Raises:
+            FrameCorrupt: `wire` does not decode to exactly `out_TLK`.
         """
 
 
 def needed_by(codec: Codec) -> Any:
-    """The module that a codec needs. ConfigError where its extra is not installed."""
+    """Return the module that a codec needs.
+
+    Raises:
+        ConfigError: The extra that brings the module is not installed.
+    """
     try:
         return import_module(codec.needs)
     except ImportError as error:
@@ -54,5 +72,5 @@ def needed_by(codec: Codec) -> Any:
 
 
 def bytes_of(ids_TLK: Ids) -> memoryview:
-    """The memory of a C-contiguous array."""
+    """Return the memory of a C-contiguous array."""
     return ids_TLK.reshape(-1).view(np.uint8).data

@@ -61,9 +61,9 @@ class ExpertSet(Codec):
 
 
 def _decompress(zstd: Any, wire: memoryview, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Exactly `nbytes` of plain data.
+    """Return exactly `nbytes` of plain data.
 
-    `max_output_size` is ignored by the library when the data declare a size, so the declared size is compared first.
+    The library ignores `max_output_size` when the data declare a size, so the declared size is compared first.
     """
     try:
         declared = zstd.get_frame_parameters(wire)
@@ -78,7 +78,10 @@ def _decompress(zstd: Any, wire: memoryview, nbytes: int) -> np.ndarray[Any, np.
 
 
 def _steps(ids_TLK: Ids) -> Ids | None:
-    """[K, N] unsigned: the smallest id and the steps of each sorted set, or None where some row repeats an id."""
+    """Return the smallest id and the steps of each sorted set.
+
+    The result is [K, N] unsigned; it is None where some row repeats an id.
+    """
     slots = ids_TLK.shape[-1]
     ids_NK = ids_TLK.view(f"u{ids_TLK.dtype.itemsize}").reshape(-1, slots)
     steps_KN = np.empty((slots, len(ids_NK)), ids_NK.dtype)
@@ -94,7 +97,10 @@ def _steps(ids_TLK: Ids) -> Ids | None:
 
 
 def _sorted_planes(planes_KN: Ids) -> list[Ids]:
-    """The planes, ascending at each position. Overwrites its argument."""
+    """Sort the planes, ascending at each position.
+
+    This overwrites its argument.
+    """
     planes, spare = list(planes_KN), np.empty_like(planes_KN[0])
     for low, high in _network(len(planes)):
         np.minimum(planes[low], planes[high], out=spare)
@@ -105,7 +111,9 @@ def _sorted_planes(planes_KN: Ids) -> list[Ids]:
 
 @cache
 def _network(slots: int) -> tuple[tuple[int, int], ...]:
-    """Comparators of Batcher's odd-even merge sort for any number of slots (Knuth, vol. 3, 5.2.2, algorithm M).
+    """Return the comparators of a sorting network for `slots` items.
+
+    It is Batcher's odd-even merge sort for any number of slots (Knuth, vol. 3, 5.2.2, algorithm M).
 
     >>> _network(3)
     ((0, 1), (0, 2), (1, 2))
@@ -124,7 +132,10 @@ def _network(slots: int) -> tuple[tuple[int, int], ...]:
 
 
 def _accumulate(planes_BKN: Ids, *, out_NK: Ids) -> None:
-    """Running sums over the slots of steps given as byte planes. A repeated id or an overflow does not increase: refused."""
+    """Write the running sums over the slots into `out_NK`.
+
+    The steps come as byte planes. Sums that do not increase, because an id repeats or a sum overflows, are refused.
+    """
     _, slots, sets = planes_BKN.shape
     for at in range(0, sets, _BLOCK_SETS):
         part = slice(at, at + _BLOCK_SETS)

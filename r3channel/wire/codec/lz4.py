@@ -13,7 +13,8 @@ from r3channel.wire.routing import Ids
 
 
 class Lz4(Codec):
-    """
+    """The block format of lz4.
+
     >>> import numpy as np
     >>> out = np.empty((1, 100, 8), np.uint8)
     >>> Lz4().decode_into(memoryview(Lz4().encode(np.zeros_like(out))), out)

@@ -32,7 +32,10 @@ class Packed9(Codec):
     name = "packed9"
 
     def holds(self, ids_TLK: Ids) -> bool:
-        """Return whether all ids are of nine bits: no -1 of a row that the engine does not have, no other model's."""
+        """Return whether all ids have nine bits.
+
+        A -1 of a row that the engine does not have, or an id of another model, has more.
+        """
         return ids_TLK.dtype == np.int16 and (not ids_TLK.size or int(ids_TLK.view(np.uint16).max()) < 512)
 
     def encode(self, ids_TLK: Ids) -> memoryview | None:
