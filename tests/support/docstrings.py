@@ -1,12 +1,25 @@
-"""Refuses docstrings that begin with "Of", which name no subject: `make lint` runs it."""
+"""Refuses docstrings that are hard to read: `make lint` runs it.
+
+No docstring begins with "Of", which names no subject. In the package a function's begins with a verb, and its first paragraph has
+at most twelve words.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support.code_lines import ROOT, ROOTS, docstrings
+
+_MOST_WORDS = 12
+_NO_VERB = re.compile(
+    r"[\"'`]*(a|all|an|and|another|any|as|at|both|by|each|every|for|from|how|if|in|it|its|many|more|most|no|none|not|of|on|one|only"
+    r"|other|raises|some|such|that|the|their|these|they|this|those|to|under|until|what|when|where|whether|which|who|whose|with)\b",
+    re.IGNORECASE,
+)
 
 
 def without_subject(source: str) -> list[int]:
@@ -21,11 +34,42 @@ def without_subject(source: str) -> list[int]:
     return [text.lineno for text in docstrings(source) if re.match(r"\s*Of\b", str(text.value))]
 
 
+def without_verb(source: str) -> Iterator[int]:
+    '''Yield the lines of functions whose docstring begins with no verb, or with a long paragraph.
+
+    >>> list(without_verb("""def size():
+    ...     'The bytes of a row.'
+    ... def send():
+    ...     'Send a row.'
+    ... """))
+    [1]
+    '''
+    functions = (
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    for node in functions:
+        text = ast.get_docstring(node) or "Do"
+        if _NO_VERB.match(text) or len(text.split("\n\n")[0].split()) > _MOST_WORDS:
+            yield node.lineno
+
+
 def refusals(root: Path) -> str:
     """A line for each such docstring below `root`; empty where there is none."""
-    files = [path for top in ROOTS for path in sorted((root / top).rglob("*.py"))]
-    found = [f"{path}:{line}" for path in files for line in without_subject(path.read_text())]
-    return "\n".join(f'{place}: a docstring begins with "Of"; begin with what it is' for place in found)
+    files = {path: path.read_text() for top in ROOTS for path in sorted((root / top).rglob("*.py"))}
+    found = [
+        f'{path}:{line}: a docstring begins with "Of"; begin with what it is'
+        for path, source in files.items()
+        for line in without_subject(source)
+    ]
+    found += [
+        f"{path}:{line}: a function's docstring begins with a verb, in a sentence of {_MOST_WORDS} words at most"
+        for path, source in files.items()
+        if path.is_relative_to(root / "r3channel")
+        for line in without_verb(source)
+    ]
+    return "\n".join(found)
 
 
 if __name__ == "__main__":
