@@ -3,7 +3,8 @@
     R3TEST_UPSTREAM=FOLDER make bench-slime ARGS="--layers 49 --top-k 8 --dp 2 --samples 16 --response-length 256"
 
 Seconds are slime's own (`perf/step_time` and its parts), CPU is counted from outside, both without each run's first two steps,
-in which processes warm up. `--picture FILE` draws the steps as bars.
+in which processes warm up; seconds without the last step, too, beside which nothing is generated. `--picture FILE` draws steps
+as bars.
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ def main(argv: list[str]) -> int:
 
 def _add(figures: Figures, result: dict[str, Any]) -> None:
     """Add a run's figures: of each step, its seconds; of the run, CPU a step and the largest sizes."""
-    steps = result["perf"][WARM_STEPS:]
+    steps = result["perf"][WARM_STEPS:-1]  # beside the last one nothing is generated
     for name in figures:
         if name.startswith("perf/"):
             figures[name] += [step[name] for step in steps]
         else:
-            figures[name].append(result["use"][name] / (len(steps) if name.endswith("cpu_s") else 1))
+            figures[name].append(result["use"][name] / (len(steps) + 1 if name.endswith("cpu_s") else 1))
 
 
 def _interval(values: list[float]) -> tuple[float, float]:
