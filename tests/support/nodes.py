@@ -55,9 +55,9 @@ class Nodes:
         subprocess.run(self.on("manager", "sh", "-ec", program), check=True)
 
     def end(self) -> tuple[int, str]:
-        """Return the exit status, and the last line that the run said."""
+        """Return the exit status, and the last line that is not empty."""
         until(lambda: self.child.poll() is not None, "the run's end", limit_s=RUN_S, log=self._log)
-        return self.child.returncode, self._log.read_text().splitlines()[-1]
+        return self.child.returncode, list(filter(str.strip, self._log.read_text().splitlines()))[-1]
 
     def close(self) -> None:
         kill_family(self.child)
