@@ -107,8 +107,8 @@ class TrainerRanks:
     def _to_hub(self, run_token: str, deadline: Deadline) -> tuple[dict[str, Any], Connection]:
         """Connect to rank 0 and return what it published, and the link.
 
-        Rank 0's address lies in the store in which the caller's ranks met: no collective is needed. A closed session may have
-        left its own address there, so the store is asked again until the address of this session is there.
+        Rank 0's address lies in the store in which the caller's ranks met: no collective is needed. A closed `WeightSync` may
+        have left its own address there, so the store is asked again until rank 0 answers.
         """
         store = _get_default_store()
         while True:
