@@ -297,6 +297,9 @@ def test_a_frame_of_an_engine_that_never_said_hello_is_named_with_the_reason(ope
         said = "never said hello to this relay; are R3CHANNEL_RELAY_URL"
         with pytest.raises(errors.FrameMissing, match=said):
             place.seal("s1")
+        place.relay.samples.engines.greet(engine.hello)  # which its reply to a probe brought
+        with pytest.raises(errors.FrameMissing, match=f"has not reached {place.url}; does a firewall drop"):
+            place.seal("s1")
 
 
 def test_a_frame_of_an_engine_that_lives_is_waited_for_and_of_one_that_died_no_longer(
