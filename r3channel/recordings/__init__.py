@@ -1,0 +1,1 @@
+"""Steps on disk: recorded as a relay sealed them, read, compared, replayed and judged."""

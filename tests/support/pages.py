@@ -19,7 +19,7 @@ from r3channel.integrations.slime import arguments
 from r3channel.tools.errors import every_error, happened
 from r3channel.trainer.adapters import megatron_refusals
 from r3channel.weights import transaction
-from tests.support import figures
+from tests.support import figures, rooms
 
 PACKAGE = Path(__file__).parents[2] / "r3channel"
 _MIB, _UNITS = 1 << 20, {"_s": "s", "_bytes": "bytes"}
@@ -198,6 +198,7 @@ def transaction_lines() -> list[str]:
 
 
 TABLES = {
+    "rooms": Table(PACKAGE / "DESIGN.md", rooms.room_lines),
     "layouts": Table(PACKAGE / "plan" / "README.md", layout_lines),
     "options": Table(PACKAGE / "tools" / "README.md", option_lines),
     "errors": Table(PACKAGE / "errors.md", error_lines),

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,6 @@ from r3channel.tools.commands import COMMANDS
 from r3channel.tools.errors import every_error, happened
 from r3channel.trainer.adapters import megatron_refusals as refusals
 from tests.support.pages import TABLES, options, put_into
-from tests.unit.test_imports import LEVELS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "r3channel"
@@ -32,8 +31,6 @@ PAGES = {
 }
 SCRIPTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "examples").rglob("*.sh")}
 MAKEFILE = (ROOT / "Makefile").read_text()
-DESIGN = PAGES["r3channel/DESIGN.md"]
-ROOMS = DESIGN.split("## The rooms")[1].split("```")[1]
 SNIPPETS = [
     (page, text) for page in PAGES for text in re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)
 ]
@@ -125,34 +122,6 @@ def test_what_a_page_names_and_was_deleted_is_noticed() -> None:
         "tests/unit/test_gone.py",
     }
     assert missing(code_of("# make gone of it\nmake gone\n", shell=True)) == {"gone"}
-
-
-def misnamed(rooms: str, modules: Iterable[str]) -> list[str]:
-    """Modules without one line of their own, and lines without their module; those of a room are indented below it."""
-    named, room = Counter[str](), ""
-    for indent, name in re.findall(r"^( *)([\w/]+) +\S", rooms, re.MULTILINE):
-        room = room if indent else name
-        named[room + name if indent else name] += not name.endswith("/")
-    there = Counter(modules)
-    return sorted(((there - named) + (named - there)).elements())
-
-
-def test_the_design_page_has_a_line_for_each_module_and_each_line_its_module() -> None:
-    files = (path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
-    assert misnamed(ROOMS, (file.with_suffix("").as_posix() for file in files)) == []
-
-
-def test_a_module_without_its_line_is_noticed() -> None:
-    rooms = "errors  all\nwire/  bytes\n  frame  rows\n  codec/lz4  a codec\n"
-    modules = ["errors", "wire/frame"]
-    assert misnamed(rooms, [*modules, "wire/codec/lz4"]) == []
-    assert misnamed(rooms, [*modules, "wire/new"]) == ["wire/codec/lz4", "wire/new"]
-    assert misnamed(rooms + "  frame  again\n", [*modules, "wire/codec/lz4"]) == ["wire/frame"]
-
-
-def test_the_design_page_has_the_levels_that_imports_are_held_to() -> None:
-    levels = re.findall(r"^(\w+)/? +level (\d+):", ROOMS, re.MULTILINE)
-    assert {name: int(level) for name, level in levels} == LEVELS and len(levels) == len(LEVELS)
 
 
 def _namespace() -> dict[str, Any]:
@@ -249,11 +218,11 @@ def test_the_pages_are_short_enough_to_be_read() -> None:
     """Generated tables are not counted."""
     generated = re.compile(r"<!-- (\w+): generated -->.*?<!-- /\1 -->", re.DOTALL)
     words = {page: len(generated.sub("", text).split()) for page, text in PAGES.items()}
-    assert sum(count for page, count in words.items() if page != "tests/README.md") <= 16_750
+    assert sum(count for page, count in words.items() if page != "tests/README.md") <= 15_500
     limits = {
         "examples/slime/README.md": 1_500,
         "README.md": 1_300,
-        "r3channel/DESIGN.md": 2_000,
+        "r3channel/DESIGN.md": 900,
         "r3channel/DECISIONS.md": 3_000,
     }
     assert {page: count for page, count in words.items() if count > limits.get(page, 900)} == {}

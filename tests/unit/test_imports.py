@@ -16,16 +16,9 @@ import pytest
 import r3channel
 from r3channel import bench
 from tests.support.children import ROOT, said_by
+from tests.support.rooms import LEVELS
 
 PACKAGE = ROOT / "r3channel"
-
-ROOMS = (
-    *("errors", "model typed", "observe", "transport", "config", "wire", "plan", "recordings"),
-    *("engine relay trainer weights", "integrations", "cli pytest_plugin bench tools"),
-)
-LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms.split()}
-"""Level of each room, as DESIGN.md draws them. A room imports itself and lower levels only; what people type (the highest
-level) may also import its own level."""
 TOP = max(LEVELS.values())
 DOORS = {("engine/sglang_plugin.py", "r3channel.weights.receiver")}
 """SGLang's processes have one door, and both rooms that live there are entered by it."""
@@ -92,7 +85,7 @@ def wrong_direction(found: Import) -> bool:
     here, there = room_of_file(found.file), room_of(found.module)
     if here == there or here == "__init__" or (found.file, found.module) in DOORS:
         return False
-    assert here in LEVELS, f"{found.file}: give its room a level in this test and in DESIGN.md"
+    assert here in LEVELS, f"{found.file}: give its room a level in tests/support/rooms.py"
     if there not in LEVELS:  # a name of the package's face, such as __version__
         return LEVELS[here] < TOP
     same_is_fine = LEVELS[here] == TOP

@@ -1,4 +1,5 @@
-"""
+"""Run miles' own script: rows go from its rollout manager to its trainers.
+
   r3channel miles train_async.py $ARGUMENTS --use-rollout-routing-replay --use-r3-channel
 
 usage: r3channel miles SCRIPT [ARGUMENTS of miles ...] --use-r3-channel [--r3-... ]
@@ -45,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
     Returns:
         The exit status, as `r3channel.integrations.slime.launch.run` returns it.
     """
-    return run_script(argv, hook, add_channel, help=__doc__ or "")
+    return run_script(argv, hook, add_channel, help=(__doc__ or "").partition("\n")[2])
 
 
 def hook() -> None:

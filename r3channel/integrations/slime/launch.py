@@ -1,4 +1,5 @@
-"""
+"""Run slime's own script with the channel in it.
+
   r3channel slime train_async.py $MODEL_ARGS $ROLLOUT_ARGS --use-r3-channel --r3-delivery direct
 
 usage: r3channel slime SCRIPT [ARGUMENTS of slime ...] --use-r3-channel [--r3-... ]
@@ -43,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
     Returns:
         The exit status: 2, with one line, for what is wrong before or while the script runs; otherwise the script's own.
     """
-    return run_script(argv, hook, add_arguments, help=__doc__ or "")
+    return run_script(argv, hook, add_arguments, help=(__doc__ or "").partition("\n")[2])
 
 
 def run_script(argv: Sequence[str], hook: Callable[[], None], add: _Add, *, help: str) -> int:
