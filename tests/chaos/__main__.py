@@ -33,9 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=str(__doc__).splitlines()[0])
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--minutes", type=float, default=2.0)
-    parser.add_argument(
-        "--cells", type=int, default=0, help="so many of the 63 cells of the matrix, and no schedule"
-    )
+    parser.add_argument("--cells", type=int, default=0, help="so many of the matrix's 63 cells, no schedule")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     args = parser.parse_args()
     if "R3CHAOS_FOLDER" in os.environ:
@@ -44,11 +42,9 @@ def main() -> int:
         print(json.dumps(report, indent=None if args.json else 1), flush=True)
         return 1 if any(report[key] for key in BAD) or not report["rows_compared"] else 0
     with scratch() as folder:  # all processes end as one family
-        environment = {"TMPDIR": str(folder), "R3CHAOS_FOLDER": str(folder), "R3TEST_TAP": f"{folder}/tap"}
-        environment |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.chaos.models"}
-        return family(
-            [sys.executable, "-m", "tests.chaos", *sys.argv[1:]], environment=os.environ | environment
-        )
+        ours = {"TMPDIR": str(folder), "R3CHAOS_FOLDER": str(folder), "R3TEST_TAP": f"{folder}/tap"}
+        ours |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.chaos.models"}
+        return family([sys.executable, "-m", "tests.chaos", *sys.argv[1:]], environment=os.environ | ours)
 
 
 def _run(folder: Path, seed: int, minutes: float, cells: int) -> dict[str, Any]:

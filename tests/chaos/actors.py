@@ -83,9 +83,8 @@ class Manager(AuditedManager):
 
     def _usable(self, requests: list[Request], samples: dict[str, Sample]) -> dict[str, Sample]:
         kept = super()._usable(requests, samples)
-        left = {
-            name: "evaluated" if "/eval/" in name else "group not whole" for name in samples.keys() - kept
-        }
+        gone = samples.keys() - kept
+        left = {name: "evaluated" if "/eval/" in name else "group not whole" for name in gone}
         note(named=left, sealed=dict.fromkeys(kept))
         return kept
 

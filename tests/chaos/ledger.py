@@ -74,9 +74,8 @@ class Ledger:
         notes = {kind: own.pop(name, "") for kind, own in self._notes.items()}
         made = self._made.pop(notes["asked"][0], None)
         known = {"made": made, "received": notes["received"], "sealed": notes["sealed"] is None}
-        self.samples.update(
-            stage for stage, is_known in (known | {"delivered": used, "used": used}).items() if is_known
-        )
+        known |= {"delivered": used, "used": used}
+        self.samples.update(stage for stage, is_known in known.items() if is_known)
         self.named.update([notes["named"]] if notes["named"] else ())
 
     def _take_notes(self) -> None:

@@ -1,4 +1,4 @@
-"""One of two or three trainer ranks, each with half of the rows of every tensor; the third has what the second has."""
+"""One of several trainer ranks: each has half of the rows of every tensor, the third what the second has; or whole tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -27,13 +27,15 @@ from r3channel.weights import ranks
 from r3channel.weights.convert import Shard
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.geometry import Box
+from r3channel.weights.groups import WeightGroup
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.rank_link import RankLink
 from r3channel.weights.send_planner import _RECORD_BYTES, SendPlanner
 from r3channel.weights.session import WeightSync
 from r3channel.weights.update import Staged
 from tests.dist.ranks import write_result
-from tests.support.waits import UPDATE_S
+from tests.support import weights as whole
+from tests.support.waits import UPDATE_S, until
 
 NAMES = [f"model.layers.{index}.mlp.gate.weight" for index in range(4)]
 
@@ -53,10 +55,7 @@ def plain() -> torch.Tensor:
 def shards(rank: int, version: int) -> list[Shard]:
     at = 4 * min(rank, 1)
     box = Box((at, 0), (at + 4, 8))
-    return [
-        Shard(TensorMeta.of(name, tensor), box, tensor[at : at + 4])
-        for name, tensor in weights(version).items()
-    ]
+    return [Shard(TensorMeta.of(n, t), box, t[at : at + 4]) for n, t in weights(version).items()]
 
 
 def die_after_the_commit(job: dict[str, Any], version: int) -> None:
@@ -74,10 +73,8 @@ def die_after_the_commit(job: dict[str, Any], version: int) -> None:
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     gc.disable()  # a session without an error must not need it to end
-    dist.init_process_group(
-        "gloo", init_method=job["init_method"], rank=job["rank"], world_size=job["world_size"]
-    )
-    what = {"like": float8, "stops": stopping, "late": late, "kills": grouped}
+    dist.init_process_group("gloo", **{key: job[key] for key in ("init_method", "rank", "world_size")})
+    what = {"like": float8, "stops": stopping, "late": late, "kills": grouped, "hows": in_stages}
     result = next((call for key, call in what.items() if key in job), plain_weights)(job)
     if "like" not in job:
         gc.collect()  # a kept error's traceback holds the session
@@ -93,24 +90,22 @@ def plain_weights(job: dict[str, Any]) -> dict[str, Any]:
     rank, result = job["rank"], dict[str, Any]()
     with WeightSync.sharded(job["engines"], group=dist.group.WORLD, verify=True) as sync:
         sync.connect(timeout_s=UPDATE_S)
-        report = sync.update(shards(rank, 1), version=1, timeout_s=UPDATE_S)
+        update = partial(sync.update, timeout_s=UPDATE_S)
+        report = update(shards(rank, 1), version=1)
         result["sent"] = report.sent_bytes
         spoiled = shards(rank, 2)
         if rank:
             spoiled[0].tensor[0, 0] = float("nan")
-        result["spoiled"] = failure(lambda: sync.update(spoiled, version=2, timeout_s=UPDATE_S))
+        result["spoiled"] = failure(lambda: update(spoiled, version=2))
         short = shards(rank, 2)[rank:]  # nobody has the lower half of the first tensor
-        result["short"] = [
-            failure(lambda: sync.update(short, version=2, timeout_s=UPDATE_S)) for _ in range(2)
-        ]
+        result["short"] = [failure(lambda: update(short, version=2)) for _ in range(2)]
         result["version"] = sync.version
-        result["other"] = failure(
-            lambda: sync.republish(shards(rank, 3), engines=job["engines"], timeout_s=UPDATE_S)
-        )
-        sync.republish(shards(rank, 1), engines=job["engines"][:1], timeout_s=UPDATE_S)
+        republish = partial(sync.republish, timeout_s=UPDATE_S)
+        result["other"] = failure(lambda: republish(shards(rank, 3), engines=job["engines"]))
+        republish(shards(rank, 1), engines=job["engines"][:1])
         if rank == job["dies"]:
             die_after_the_commit(job, 2)
-        result["lost"] = failure(lambda: sync.update(shards(rank, 2), version=2, timeout_s=UPDATE_S))
+        result["lost"] = failure(lambda: update(shards(rank, 2), version=2))
         result |= {"after": sync.version, "held": sync.held.version if sync.held else None}
     return result
 
@@ -125,10 +120,8 @@ def stopping(job: dict[str, Any]) -> dict[str, Any]:
             dist.barrier()  # the test's own
             begun_s = time.monotonic()
             with stopped(how) if rank == 1 else nullcontext():
-                given = failing(job, how, shards(rank, version)) if rank == 1 else shards(rank, version)
-                said = failure(
-                    lambda given=given, v=version: sync.update(given, version=v, timeout_s=UPDATE_S)
-                )
+                given = failing(job, how, shards(rank, version), at=2) if rank == 1 else shards(rank, version)
+                said = failure(partial(sync.update, given, version=version, timeout_s=UPDATE_S))
             told[how] = [time.monotonic() - begun_s, *said]
             if how != "kill":
                 dist.barrier()
@@ -140,11 +133,11 @@ def stopping(job: dict[str, Any]) -> dict[str, Any]:
 def stopped(how: str) -> Iterator[None]:
     """Something of this rank that an update uses is in use, or fails."""
     if how == "slot":
-        busy = Slot()
+        busy, use = Slot(), Slot.use
         with ThreadPoolExecutor(1) as pool, patch("r3channel.weights.session.PROCESS_SLOT", busy):
             held = busy.use("routing", "step 3", timeout_s=1)
             pool.submit(held.__enter__).result()
-            with patch.object(busy, "use", partial(_soon, busy.use)):
+            with patch.object(Slot, "use", lambda *what, timeout_s: use(*what, timeout_s=0.2)):
                 yield
     elif how == "link":
         with patch.object(RankLink, "send", side_effect=OSError("no buffer space")):
@@ -169,18 +162,20 @@ def forgetful(aim: Callable[..., None]) -> Callable[..., None]:
     return aimed
 
 
-def _soon(use: Any, kind: str, what: str, *, timeout_s: float) -> Any:
-    return use(kind, what, timeout_s=0.2)
-
-
-def failing(job: dict[str, Any], how: str, given: list[Shard]) -> Iterator[Shard]:
-    for number, shard in enumerate(given):
-        if number == 2 and how == "convert":
+def failing(
+    job: dict[str, Any], how: str, given: Iterable[Any], *, at: int, sent: Sequence[int] = (0,)
+) -> Iterator[Any]:
+    """What this rank gives, of which one does not come as it should; it is killed once something was sent."""
+    for number, one in enumerate(given):
+        if number == at and how == "convert":
             raise ValueError("gather failed")
-        if number == 2 and how == "kill":
+        if number == at and how == "slow":
+            time.sleep(1.2 * job["engine_timeout_s"])
+        if number == at and how == "kill":
+            until(lambda: sent)
             write_result(job, {})
             os._exit(0)
-        yield shard
+        yield one
 
 
 def late(job: dict[str, Any]) -> dict[str, Any]:
@@ -240,6 +235,34 @@ def die_at_send(job: dict[str, Any], result: dict[str, Any]) -> None:
         return inner(self, *arguments)
 
     setattr(ProcessGroupTransport, "start_send", dying)  # noqa: B010
+
+
+def in_stages(job: dict[str, Any]) -> dict[str, Any]:
+    """Updates by whole tensors of each rank's own, as of its pipeline stage; the last rank has none, and the second one fails."""
+    rank, sources, broadcast = job["rank"], job["world_size"] - 1, WeightGroup.broadcast
+    sent, told, version = list[int](), dict[str, Any](), 0
+
+    def counted(self: WeightGroup, payload: torch.Tensor, *, timeout_s: float) -> None:
+        broadcast(self, payload, timeout_s=timeout_s)
+        sent.append(len(payload))
+
+    WeightGroup.broadcast = counted
+    options = {"staged": job.get("staged", False), "engine_timeout_s": job["engine_timeout_s"]}
+    options |= {"group": dist.group.WORLD, "bucket_bytes": 1024}
+    with WeightSync.whole(job["engines"], **options) as sync:
+        sync.connect(timeout_s=UPDATE_S)
+        for how in job["hows"]:
+            version += 1
+            stage = [*whole.weights(version).items()][rank::sources] if rank < sources else []
+            if rank == 1 and how == "nan":
+                stage[1] = stage[1][0], torch.full_like(stage[1][1], float("nan"))
+            given = failing(job, how, stage, at=1, sent=sent) if rank == 1 else stage
+            sent.clear()
+            said = failure(partial(sync.update, given, version=version, timeout_s=UPDATE_S))
+            version -= bool(said)
+            told[how] = {"said": said, "sent": list(sent), "routable": sync.routable()}
+    write_result(job, told)
+    os._exit(0)  # gloo's threads that still wait for a lost rank would abort it (`transport/README.md`)
 
 
 def float8(job: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from r3channel.config import EngineConfig
 from r3channel.engine.frame_sender import Outlet
 from r3channel.observe.metrics import Metrics
 from r3channel.plan.assignment import Assignment
+from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.sealed_steps import Steps
 from r3channel.tools.run_model import Look, Series
@@ -68,16 +70,33 @@ class Place:
 
     def work(self) -> None:
         """A step as it should be."""
-        name, self.number = f"s{self.number}", self.number + 1
-        self.relay.add(name, reply_for(name, 20), range(20))
-        self.receiver.receive(self.relay.seal(self.number, Assignment.given([[[name]]])))
+        self.number += 1
+        self.add(f"s{self.number}", tokens=20)
+        self.receiver.receive(self.seal(self.number, f"s{self.number}"))
         self.relay.join_previous(timeout_s=UPDATE_S)
         audited(self, shift=0)
-        until(
-            lambda: (
-                not (self.relay.metrics.value("r3channel_samples_in_flight") or len(self.relay.samples.store))
-            )
-        )
+        held = self.relay.samples.store
+        until(lambda: not self.relay.metrics.value("r3channel_samples_in_flight") and not len(held))
+
+    def add(self, name: str = "x", *, tokens: int = 9) -> None:
+        self.relay.add(name, reply_for(name, tokens), range(tokens))
+
+    def seal(self, step: int = 99, name: str = "x") -> Ticket:
+        return self.relay.seal(step, Assignment.given([[[name]]]))
+
+    def engine(self, token: str = "token", **options: Any) -> Engine:
+        """One that sends its frames here, with this file's token."""
+        url = self.relay.serve(token_file=self.folder / "token")
+        engine = Engine(url, self.folder / token, metrics_port=0, run_name="r", **options)
+        self.stack.callback(engine.close)
+        self.served.append(engine.outlet.metrics)
+        return engine
+
+    def weights_to(self, *engines: FakeEngine, **options: Any) -> WeightSync:
+        urls = [engine.url for engine in engines]
+        sync = self.stack.enter_context(WeightSync.whole(urls, metrics=self.receiver.metrics, **options))
+        sync.connect(timeout_s=UPDATE_S)
+        return sync
 
     def look(self) -> None:
         """At every page that there was, as Prometheus does."""
@@ -97,27 +116,27 @@ def refused(place: Place) -> None:
 
 def left_to_the_live_router(place: Place) -> None:
     place.relay.add("x", {"meta_info": {"id": "x"}}, range(9))
-    place.receiver.receive(place.relay.seal(99, Assignment.given([[["x"]]])))
+    place.receiver.receive(place.seal())
     place.relay.join_previous(timeout_s=UPDATE_S)
 
 
 def never_asked_for(place: Place) -> None:
-    place.relay.add("x", reply_for("x", 9), range(9))
+    place.add()
     place.relay.samples.config = replace(place.relay.config, expiry_s=1e-9)
     place.relay.samples.expire()
 
 
 def no_trainer_comes(place: Place) -> None:
-    place.relay.add("x", reply_for("x", 9), range(9))
-    place.relay.seal(99, Assignment.given([[["x"]]]))
+    place.add()
+    place.seal()
     (sealed,) = place.relay.steps._steps.values()
     sealed.sealed_s -= 1200  # twenty minutes ago
 
 
 def thread_ends(place: Place) -> None:
     place.patch.setattr(Steps, "_prepare", lambda *_: 1 // 0)
-    place.relay.add("x", reply_for("x", 9), range(9))
-    place.relay.seal(99, Assignment.given([[["x"]]]))
+    place.add()
+    place.seal()
     until(lambda: place.relay.samples.broken is not None)
 
 
@@ -126,7 +145,7 @@ def store_fills(place: Place) -> None:
     for number in range(99):
         if place.relay.samples.store.live_bytes > 0.92 * limit:
             return
-        place.relay.add(f"x{number}", reply_for(f"x{number}", 20), range(20))
+        place.add(f"x{number}", tokens=20)
 
 
 def relay_is_slow(place: Place) -> None:
@@ -139,14 +158,11 @@ def engine_cannot_greet(place: Place) -> None:
     place.relay.expect_engines(["http://e:1"], timeout_s=60.0)
     (place.folder / "wrong").write_text("not_the_token_" * 4)
     (place.folder / "wrong").chmod(0o600)
-    url = place.relay.serve(token_file=place.folder / "token")
-    engine = Engine(url, place.folder / "wrong", metrics_port=0, run_name="r")
-    place.stack.callback(engine.close)
-    place.served.append(engine.outlet.metrics)
+    place.engine("wrong")
 
 
 def sample_is_nowhere(place: Place) -> None:
-    place.relay.add("x", reply_for("x", 9), range(9))
+    place.add()
     place.relay.samples.table.samples.pop("x")
 
 
@@ -168,26 +184,16 @@ def audited(place: Place, *, shift: int, logprob: float = -1.0) -> None:
     publish(audit.report(), place.receiver.metrics)
 
 
-def rows_are_shifted(place: Place) -> None:
-    audited(place, shift=1)
-
-
 def engine_hangs_while_others_are_updated(place: Place) -> None:
     place.patch.setattr("r3channel.weights.update.CONTROL_S", busy())
     weight = {"model.layers.0.mlp.gate.weight": torch.zeros(4, 4)}
     engines = [FakeEngine(receives={name: one.clone() for name, one in weight.items()}) for _ in range(2)]
     for engine in engines:
-        place.stack.callback(engine.die)
         outlet = Outlet(EngineConfig(metrics_port=0, run_name="r"), hello_of(engine.url))
         outlet.metrics.watch("r3channel_weight_version", lambda engine=engine: int(engine.version))
         place.stack.callback(outlet.close)
         place.served.append(outlet.metrics)
-    sync = place.stack.enter_context(
-        WeightSync.whole(
-            [one.url for one in engines], metrics=place.receiver.metrics, engine_timeout_s=2 * busy()
-        )
-    )
-    sync.connect(timeout_s=UPDATE_S)
+    sync = place.weights_to(*engines, engine_timeout_s=2 * busy())
     hung = engines[1]
     for version in (1, 2, 3):
         sync.update(weight.items(), version=version, timeout_s=UPDATE_S)
@@ -202,8 +208,8 @@ def engine_hangs_while_others_are_updated(place: Place) -> None:
 def rows_are_damaged_in_a_trainer(place: Place) -> None:
     channel = TrainerChannel(ReplayDriver({}, [], spec=SPEC), place.receiver, place.relay.config)
     place.look_again()
-    place.relay.add("x", reply_for("x", 9), range(9))
-    ticket = place.relay.seal(99, Assignment.given([[["x"]]]))
+    place.add()
+    ticket = place.seal()
     with pytest.raises(errors.DigestMismatch), channel.step(ticket):
         assert channel.shard is not None
         layer = channel.shard.shard.layers[0]
@@ -213,27 +219,15 @@ def rows_are_damaged_in_a_trainer(place: Place) -> None:
     place.relay.join_previous(timeout_s=UPDATE_S)
 
 
-def engines_log_probs_are_of_other_weights(place: Place) -> None:
-    audited(place, shift=0, logprob=-3.0)
-
-
 def an_update_has_no_numbers(place: Place) -> None:
-    engine = FakeEngine(receives={"model.norm.weight": torch.zeros(4)})
-    place.stack.callback(engine.die)
-    sync = place.stack.enter_context(WeightSync.whole([engine.url], metrics=place.receiver.metrics))
-    sync.connect(timeout_s=UPDATE_S)
+    sync = place.weights_to(FakeEngine(receives={"model.norm.weight": torch.zeros(4)}))
     place.look_again()
     with pytest.raises(errors.R3Error):
         sync.update([("model.norm.weight", torch.full((4,), torch.nan))], version=1, timeout_s=UPDATE_S)
 
 
 def relay_takes_no_frames(place: Place) -> None:
-    token = place.folder / "token"
-    engine = Engine(
-        place.relay.serve(token_file=token), token, metrics_port=0, run_name="r", deliver_timeout_s=0.1
-    )
-    place.stack.callback(engine.close)
-    place.served.append(engine.outlet.metrics)
+    engine = place.engine(deliver_timeout_s=0.1)
     until(lambda: engine.outlet.metrics.value("r3channel_engine_greeted"))
     place.look_again()
     assert place.relay._door is not None
@@ -260,9 +254,9 @@ FAULTS: dict[str, tuple[Fault, dict[str, Any]]] = {
     "R3ChannelEngineSilent": (engine_cannot_greet, {}),
     "R3ChannelUnbalanced": (sample_is_nowhere, {}),
     "R3ChannelPageGone": (process_is_killed, {}),
-    "R3ChannelMismatchJumped": (rows_are_shifted, {}),
+    "R3ChannelMismatchJumped": (partial(audited, shift=1), {}),
     "R3ChannelMismatch": (rows_are_damaged_in_a_trainer, {}),
-    "R3ChannelLogprobsApart": (engines_log_probs_are_of_other_weights, {}),
+    "R3ChannelLogprobsApart": (partial(audited, shift=0, logprob=-3.0), {}),
     "R3ChannelWeightsFailed": (an_update_has_no_numbers, {}),
     "R3ChannelFramesGivenUp": (relay_takes_no_frames, {}),
     "R3ChannelRecordingLost": (folder_of_a_recording_is_gone, {}),

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from r3channel import errors
 from r3channel.plan.assignment import Assignment
+from r3channel.plan.capacity import beside_bytes
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
-from tests.support.delivery import receivers_of, relays
-from tests.support.samples import reply_for
+from tests.support.delivery import MakeRelay, receivers_of
+from tests.support.samples import SPEC, reply_for
 from tests.support.waits import SOON_S, until
 
 TOKENS = 1000  # 24 kB of ids
 
 
 @pytest.fixture
-def relay() -> Iterator[Relay]:
+def relay(make_relay: MakeRelay) -> Relay:
     """Room for 4 samples."""
-    with relays(backpressure_timeout_s=0.1) as make:
-        relay = make("dp=2")
-        relay.samples.store.ceiling_bytes = 4 * frame_bytes() + 1000
-        yield relay
-
-
-def frame_bytes() -> int:
-    with relays() as make:
-        relay = make()
-        add(relay, "a")
-        return relay.status()["store"]["bytes"]
+    relay = make_relay("dp=2", backpressure_timeout_s=0.1)
+    frame_bytes = (TOKENS - 1) * SPEC.bytes_per_token + beside_bytes(SPEC, spans=2)
+    relay.samples.store.ceiling_bytes = 4 * frame_bytes + 1000
+    return relay
 
 
 def add(relay: Relay, *names: str) -> None:
@@ -79,20 +72,18 @@ def test_add_goes_on_when_a_step_is_delivered(relay: Relay) -> None:
 
 
 @pytest.mark.parametrize(("transport", "buckets"), [("tcp", 1), ("gloo", 2)])
-def test_staged_bytes_are_a_bucket_or_two_whatever_the_tokens(transport: str, buckets: int) -> None:
+def test_staged_bytes_do_not_grow_with_tokens(make_relay: MakeRelay, transport: str, buckets: int) -> None:
     peaks, sizes = [], []
     for tokens in (400, 2000):
-        with relays(transport=transport) as make:
-            relay = make("pp=2")
-            relay.add("a", reply_for("a", tokens), range(tokens))
-            ticket = relay.seal(0, Assignment.given([[["a"]]]))
-            for receiver in receivers_of(relay):
-                receiver.receive(ticket)
-            peaks.append(relay.row_server.peak_staging_bytes)
-            sizes.append(min(shard.nbytes for shard in ticket.plan.shards))
+        relay = make_relay("pp=2", transport=transport)
+        relay.add("a", reply_for("a", tokens), range(tokens))
+        ticket = relay.seal(0, Assignment.given([[["a"]]]))
+        for receiver in receivers_of(relay):
+            receiver.receive(ticket)
+        peaks.append(relay.row_server.peak_staging_bytes)
+        sizes.append(min(shard.nbytes for shard in ticket.plan.shards))
     assert sizes[1] > sizes[0] > buckets * 1024 >= peaks[0] == peaks[1] > (buckets - 1) * 1024
-    with relays() as make:
-        relay = make("dp=2")
-        add(relay, "a", "b")
-        deliver(relay, seal(relay, 0, "a", "b"), 0, 1)
-        assert relay.row_server.peak_staging_bytes == 0, "with one stage rows go from where they lie"
+    relay = make_relay("dp=2")
+    add(relay, "a", "b")
+    deliver(relay, seal(relay, 0, "a", "b"), 0, 1)
+    assert relay.row_server.peak_staging_bytes == 0, "with one stage rows go from where they lie"

@@ -130,9 +130,7 @@ def test_a_pack_in_another_order_is_refused_before_a_router_of_either_pass(token
 @pytest.mark.parametrize(
     ("adapter", "said"), [(Embedding, "is given embeddings"), (Older, "the adapter has no input_ids")]
 )
-def test_what_an_adapter_cannot_see_is_said_once(
-    adapter: Any, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_no_adapter_sees_is_said_once(adapter: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
     say_once.cache_clear()
     with planned_step(adapter(), None) as (step, model):
         for mode in ("logprob", "train"):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import base64
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,7 @@ from tests.support.delivery import (
     receive,
     receivers_of,
     recorded,
-    relays,
     sealed,
-    start,
     threads,
     ticket_of,
 )
@@ -43,9 +41,8 @@ ROWS = 3 * sum(n - 1 for n in TOKENS.values())
 
 
 @pytest.fixture(params=["tcp", "gloo"])
-def make_relay_over(request: pytest.FixtureRequest) -> Iterator[MakeRelay]:
-    with relays(transport=request.param) as make:
-        yield make
+def make_relay_over(request: pytest.FixtureRequest, make_relay: MakeRelay) -> MakeRelay:
+    return partial(make_relay, transport=request.param)
 
 
 def memory_of(receiver: Receiver) -> list[int]:
@@ -84,31 +81,6 @@ def test_every_stage_context_and_tensor_rank_receives_its_own_rows(make_relay: M
     relay.join_previous(timeout_s=SOON_S)
 
 
-def test_rows_without_routing_travel_by_name_when_the_policy_allows_them(make_relay: MakeRelay) -> None:
-    valid = np.ones(29, dtype=bool)
-    valid[[3, 4, 20]] = False
-    relay = make_relay("dp=2", invalid_rows="live")
-    for index, (name, tokens) in enumerate(TOKENS.items()):
-        own = {"valid_T": valid} if name == "s1" else {}
-        relay.add(name, reply_for(name, tokens, seed=index, **own), range(tokens))
-    ticket = relay.seal(0, assignment())
-    assert ticket.sample("s1").invalid == ((3, 5), (20, 21))
-    shard = start(receivers_of(relay)[1:], ticket)[0].result(SOON_S)
-    live = shard.live_rows(0)
-    assert live is not None and int(live.sum()) == 3
-    sample, position = shard.shard.row_map(0, tp=0)
-    assert position[live.numpy()].tolist() == [3, 4, 20] and set(sample[live.numpy()]) == {0}
-    for row in shard.layer_ids(0, 2).numpy()[live.numpy()]:
-        assert len(set(row.tolist())) == 8  # placeholders that would be harmless
-
-    strict = make_relay("dp=2")
-    with pytest.raises(errors.RowsInvalid, match="3 of 29 rows"):
-        strict.add("s1", reply_for("s1", 30, seed=1, valid_T=valid), range(30))
-
-
-# -- when --------------------------------------------------------------------------------------------------------------
-
-
 # -- connections -------------------------------------------------------------------------------------------------------
 
 
@@ -117,10 +89,7 @@ def test_a_receiver_that_comes_twice_is_served_on_its_newest_connection(make_rel
     relay = make_relay_over("dp=1")
     first, second = receivers_of(relay)[0], receivers_of(relay)[0]
     first.join(timeout_s=SOON_S)
-    until(
-        lambda: relay.status()["receivers"]["connected"],
-        "the relay knows of a connection a moment after its peer does",
-    )
+    until(lambda: relay.status()["receivers"]["connected"], "a moment after its peer the relay knows")
     second.join(timeout_s=SOON_S)
     check_rows(second.receive(sealed(relay)))
     assert relay.status()["receivers"] == {"connected": [(0, 0, 0)], "lives": {(0, 0, 0): 2}}
@@ -216,7 +185,7 @@ def test_a_recording_holds_the_step_as_it_was_sent(make_relay: MakeRelay, tmp_pa
     assert recording.tokens["s1"].tolist() == list(range(30))
 
 
-def test_a_step_is_recorded_before_its_rows_may_be_given_away(
+def test_a_step_is_recorded_first(
     make_relay: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     relay, write, released = make_relay(recorder=Recorder(tmp_path)), Recorder.write, threading.Event()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import json
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,35 +14,21 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
 import pytest
 
 from r3channel import errors
-from r3channel.config import ChannelConfig
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.capacity import beside_bytes
-from r3channel.plan.layout import TrainerLayout
 from r3channel.relay import samples
 from r3channel.relay.relay import Relay
 from r3channel.transport.auth import obtain_token, read_token
 from r3channel.wire.frame import FRAME_MAGIC
 from r3channel.wire.parcel import FRAMES_PATH, HELLO_PATH, REFERENCE_MAGIC
-from tests.support.direct import (
-    Engine,
-    ask,
-    deliver,
-    draft_of,
-    headers_of,
-    hello_of,
-    parcel_of,
-    post,
-    reference_reply,
-    rows_here,
-    said_hello,
-    turns_here,
-)
-from tests.support.samples import SPEC, random_ids, reply_for
+from tests.support import direct
+from tests.support.delivery import MakeRelay
+from tests.support.direct import Engine
+from tests.support.samples import SPEC, reply_for
 from tests.support.waits import SOON_S, until
 
 
@@ -69,42 +53,30 @@ class Place:
         """A connection on which a parcel of so many bytes is announced."""
         target = urlsplit(self.url)
         peer = socket.create_connection((target.hostname or "", target.port or 0), timeout=SOON_S)
-        head = "".join(f"{name}: {value}\r\n" for name, value in self.headers().items())
-        peer.sendall(
-            f"POST {FRAMES_PATH} HTTP/1.1\r\nHost: x\r\n{head}Content-Length: {nbytes}\r\n\r\n".encode()
-        )
+        headers = {"Host": "x", "Content-Length": nbytes} | self.headers()
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        peer.sendall(f"POST {FRAMES_PATH} HTTP/1.1\r\n{head}\r\n".encode())
         return peer
 
     def headers(self) -> dict[str, str]:
         """Those of an engine that has said hello."""
-        return headers_of(self.token_file, said_hello(self.url, self.token_file))
+        return direct.headers_of(self.token_file, direct.said_hello(self.url, self.token_file))
 
     def hello(self, body: bytes) -> int:
         """The answer to a hello."""
-        return ask(self.url, HELLO_PATH, body, headers_of(self.token_file))[0]
-
-    def post(self, body: bytes) -> int:
-        """The answer to a parcel."""
-        return post(self.url, self.token_file, body)
+        return direct.ask(self.url, HELLO_PATH, body, direct.headers_of(self.token_file))[0]
 
 
 Open = Callable[..., Place]
 
 
 @pytest.fixture
-def open_place(tmp_path: Path) -> Iterator[Open]:
-    places: list[Place] = []
-
+def open_place(make_relay: MakeRelay, tmp_path: Path) -> Open:
     def make(*, port: int = 0, **changes: Any) -> Place:
-        config = ChannelConfig(ingest_port=port, **{"frame_timeout_s": SOON_S, **changes})
-        relay = Relay(SPEC, TrainerLayout(), config)
-        places.append(Place(relay, relay.serve(token_file=tmp_path / "token"), tmp_path / "token"))
-        return places[-1]
+        relay = make_relay(ingest_port=port, **{"frame_timeout_s": SOON_S, **changes})
+        return Place(relay, relay.serve(token_file=tmp_path / "token"), tmp_path / "token")
 
-    yield make
-    for place in places:
-        with suppress(errors.StepError):
-            place.relay.close()
+    return make
 
 
 @pytest.fixture
@@ -113,25 +85,11 @@ def place(open_place: Open) -> Place:
 
 
 def frame(request_id: str, rows: int, **options: Any) -> bytes:
-    return draft_of(request_id, rows, **options).encode().tobytes()
+    return direct.draft_of(request_id, rows, **options).encode().tobytes()
 
 
 def unclaimed(place: Place) -> int:
     return place.relay.status()["unclaimed"]["frames"]
-
-
-def answers(engine: Engine) -> list[int]:
-    """What the relay answers to this engine's parcels from now on."""
-    statuses: list[int] = []
-    post = engine.sender._post
-
-    def listen(path: str, parts: Sequence[bytes]) -> tuple[int, str]:
-        status, reason = post(path, parts)
-        statuses.extend([status] if path == FRAMES_PATH else [])
-        return status, reason
-
-    engine.sender._post = listen  # type: ignore[method-assign]
-    return statuses
 
 
 # -- the frame gets there ------------------------------------------------------------------------------------------------
@@ -141,7 +99,7 @@ def test_the_caller_may_go_on_with_its_list_of_tokens_before_the_frame_is_there(
     with place.engine() as engine:
         reply = engine.finish("r1", 9)
         until(lambda: unclaimed(place) == 1, "the frame is there")
-        for name, its in (("early", reply), ("late", reference_reply("r2", 9, serial=2))):
+        for name, its in (("early", reply), ("late", direct.reference_reply("r2", 9, serial=2))):
             tokens = list(range(9))
             place.relay.add(name, its, tokens)
             tokens += [1, 2, 3]  # the next turn's prompt
@@ -158,9 +116,7 @@ def test_tokens_that_are_no_ids_are_refused_and_the_frame_waits(place: Place) ->
         place.seal("s1")
 
 
-def test_the_ingest_goes_on_after_a_connection_for_which_there_was_no_thread(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_without_a_thread_costs_no_other(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     start, refused = threading.Thread.start, []
 
     def refuse_one(thread: threading.Thread) -> None:
@@ -171,8 +127,8 @@ def test_the_ingest_goes_on_after_a_connection_for_which_there_was_no_thread(
 
     monkeypatch.setattr(threading.Thread, "start", refuse_one)
     with pytest.raises(OSError):
-        place.hello(hello_of().to_bytes())
-    assert place.hello(hello_of().to_bytes()) == 200
+        place.hello(direct.hello_of().to_bytes())
+    assert place.hello(direct.hello_of().to_bytes()) == 200
 
 
 def test_relays_that_start_at_once_share_the_token_that_one_of_them_creates(tmp_path: Path) -> None:
@@ -203,12 +159,12 @@ def test_a_body_that_comes_after_the_end_is_refused_as_every_other_call_is(place
 
 def test_a_response_that_was_cut_is_refused_by_name_where_its_rows_come_directly(place: Place) -> None:
     with pytest.raises(errors.UsageError, match=r"sample s1 from engine .*cut=True, and rows come directly"):
-        place.relay.add("s1", reference_reply("r1", 9, serial=1), range(5), cut=True)
+        place.relay.add("s1", direct.reference_reply("r1", 9, serial=1), range(5), cut=True)
     assert not place.relay.status()["pending"]
 
 
 def test_a_seal_does_not_wait_for_a_sample_that_is_discarded_meanwhile(place: Place) -> None:
-    place.add("s1", reference_reply("r1", 9, serial=1), 9)
+    place.add("s1", direct.reference_reply("r1", 9, serial=1), 9)
     wait = place.relay.samples.changed.wait
     waits: list[float | None] = []
 
@@ -238,39 +194,6 @@ def test_a_relay_that_restarts_hears_the_hello_again(open_place: Open) -> None:
         assert second.relay.status()["engines"]["http://e:1"].startswith("SGLang 0.5.23")
 
 
-def test_the_event_loop_goes_on_while_a_body_is_added(place: Place) -> None:
-    """The thread that adds goes on only when the loop has turned ten times: on the loop's own thread it never would."""
-    turned, turns = threading.Event(), 0
-
-    def tokens(reply: Any) -> Sequence[int]:
-        assert turned.wait(SOON_S), "the event loop stood still"
-        return reply["output_ids"]
-
-    async def turn() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            if turns == 10:
-                turned.set()
-            await asyncio.sleep(0)
-
-    async def add(bodies: dict[str, bytes]) -> None:
-        turning = asyncio.create_task(turn())
-        for name, body in bodies.items():
-            turned.clear()
-            nonlocal turns
-            turns = 0
-            await asyncio.to_thread(place.relay.add_body, name, body, tokens, engine="http://e:1")
-        turning.cancel()
-
-    with place.engine() as engine:
-        replies = {"direct": engine.finish("r1", 40, seed=1), "inband": reply_for("inband", 40, seed=1)}
-        output = {"output_ids": list(range(40))}
-        asyncio.run(add({name: json.dumps(reply | output).encode() for name, reply in replies.items()}))
-        place.seal("direct", "inband")
-    assert place.relay.metrics.value("r3channel_samples_total", outcome="received") == 2
-
-
 # -- the frame does not get there ----------------------------------------------------------------------------------------
 
 
@@ -278,7 +201,7 @@ def test_one_error_names_every_lost_frame_so_that_one_discard_clears_them(open_p
     place = open_place(frame_timeout_s=0.1)
     lost = [f"s{number}" for number in range(40)]
     for number, name in enumerate(lost):
-        reply = reference_reply(name, 9, serial=number + 1, boot_id=number % 4)
+        reply = direct.reference_reply(name, 9, serial=number + 1, boot_id=number % 4)
         place.relay.add(name, reply, range(9), engine=f"http://e{number % 4}:1")
     place.add("good", reply_for("good", 9), 9)
     said = r"step 0: waited 0.1 s for 40 frames .*sample s1 from engine http://e1:1, frame 2.*; and 35 more"
@@ -302,22 +225,18 @@ def test_a_frame_of_an_engine_that_never_said_hello_is_named_with_the_reason(ope
             place.seal("s1")
 
 
-def test_a_frame_of_an_engine_that_lives_is_waited_for_and_of_one_that_died_no_longer(
-    open_place: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_engines_frames_are_not_awaited(open_place: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "_GONE_S", 0.1)
     place = open_place(frame_timeout_s=SOON_S)
     with place.engine() as engine, ThreadPoolExecutor(1) as pool:
         until(lambda: place.relay.samples.engines.knows(engine.hello.boot_id))
-        place.add("s1", reference_reply("s1", 9, serial=99), 9)
+        place.add("s1", direct.reference_reply("s1", 9, serial=99), 9)
         sealed = pool.submit(place.seal, "s1")
         with pytest.raises(TimeoutError):
             sealed.result(1.0)
         assert engine.sender._connection is not None
         engine.sender._connection.close()
-        said = (
-            r"sample s1 from engine http://e:1, frame 99, .* died, or was started anew, before its frame came"
-        )
+        said = r"sample s1 from engine http://e:1, frame 99, .* died, or was started anew, before its frame"
         with pytest.raises(errors.FrameMissing, match=said):
             sealed.result(SOON_S / 2)
 
@@ -333,26 +252,6 @@ def test_a_full_queue_sends_the_frame_in_the_reply(place: Place) -> None:
 # -- the frame is damaged, or another one --------------------------------------------------------------------------------
 
 
-def test_a_damaged_frame_is_sent_again_and_its_good_copy_is_used(place: Place) -> None:
-    with place.engine() as engine:
-        post, damaged = engine.sender._post, []
-
-        def damage_one(path: str, parts: Sequence[bytes]) -> tuple[int, str]:
-            if path == FRAMES_PATH and not damaged:
-                damaged.append(parts)
-                head, entry, data, *rest = parts
-                parts = [head, entry, bytes(data[:-1]), bytes([data[-1] ^ 4]), *rest]
-            return post(path, parts)
-
-        engine.sender._post = damage_one  # type: ignore[method-assign]
-        statuses = answers(engine)
-        place.add("s1", engine.finish("r1", 40, seed=3), 40)
-        until(lambda: 200 in statuses, "the good copy was taken")
-        assert statuses == [425, 200] and engine.frames("given_up") == 0
-        place.seal("s1")
-    assert np.array_equal(rows_here(place.relay, "s1"), random_ids(39, seed=3))
-
-
 def test_swapped_references_are_refused(place: Place) -> None:
     with place.engine() as engine:
         first, second = engine.finish("r1", 9), engine.finish("r2", 9)
@@ -364,15 +263,15 @@ def test_swapped_references_are_refused(place: Place) -> None:
 @pytest.mark.parametrize("frame_first", [True, False])
 def test_a_reference_of_a_reply_without_a_name_takes_no_others_frame(place: Place, frame_first: bool) -> None:
     """The key of request a with the serial of b's frame; both have 8 rows."""
-    place.relay.samples.engines.greet(hello_of())
-    reply = reference_reply("a", 9, serial=2)
+    place.relay.samples.engines.greet(direct.hello_of())
+    reply = direct.reference_reply("a", 9, serial=2)
     del reply["meta_info"]["id"]
     if not frame_first:
         place.add("a", reply, 9)
-    deliver(place.relay, (2, frame("b", 8)))
+    direct.deliver(place.relay, (2, frame("b", 8)))
     with pytest.raises(errors.FrameCorrupt, match="were replies swapped") as raised:
         place.add("a", reply, 9) if frame_first else place.seal("a")
-    assert raised.value.samples == ("a",) and turns_here(place.relay, "a") == []
+    assert raised.value.samples == ("a",) and direct.turns_here(place.relay, "a") == []
 
 
 # -- the store is full ---------------------------------------------------------------------------------------------------
@@ -382,8 +281,13 @@ def test_frames_that_no_reply_claims_fill_no_more_than_the_store(place: Place) -
     size = 40 * SPEC.bytes_per_token + beside_bytes(SPEC, spans=1)
     place.relay.samples.store.ceiling_bytes = 3 * size
     with place.engine() as engine:
-        statuses = answers(engine)
-        replies = []
+        replies, statuses, post = list[Any](), list[int](), engine.sender._post
+
+        def heard(*request: Any) -> tuple[int, str]:
+            statuses.append((answer := post(*request))[0])
+            return answer
+
+        engine.sender._post = heard  # type: ignore[method-assign]
         for index in range(3):
             replies.append(engine.finish(f"r{index}", 41))
             until(lambda index=index: unclaimed(place) == index + 1, "the frame is there")
@@ -400,25 +304,14 @@ def test_frames_that_no_reply_claims_fill_no_more_than_the_store(place: Place) -
         place.seal("s1", "s2", "s3")
 
 
-def test_frames_for_which_there_is_no_room_come_again_and_those_before_are_kept_once(place: Place) -> None:
-    frames = [(n, frame(f"r{n}", 18, seed=n)) for n in range(1, 101)]
-    place.relay.samples.store.ceiling_bytes = 90 * (17 * SPEC.bytes_per_token + beside_bytes(SPEC, spans=1))
-    assert place.post(parcel_of(*frames)) == 503
-    kept = unclaimed(place)
-    assert 80 < kept < 100 and place.relay.status()["store"]["frames"] == kept
-    place.relay.samples.store.ceiling_bytes *= 2
-    assert place.post(parcel_of(*frames)) == 200
-    assert unclaimed(place) == place.relay.status()["store"]["frames"] == 100
-
-
 def test_a_body_that_is_cut_leaves_nothing_of_itself(place: Place) -> None:
-    place.relay.samples.engines.greet(hello_of())
-    body = parcel_of((1, frame("r1", 400)))
+    place.relay.samples.engines.greet(direct.hello_of())
+    body = direct.parcel_of((1, frame("r1", 400)))
     with place.begin(len(body)) as peer:
         peer.sendall(body[:-100])
         until(lambda: len(place.relay.samples.store) == 1, "its place is taken")
     until(lambda: len(place.relay.samples.store) == 0, "its place is given back")
-    assert place.post(body) == 200 and unclaimed(place) == 1
+    assert direct.post(place.url, place.token_file, body) == 200 and unclaimed(place) == 1
 
 
 # -- the door ------------------------------------------------------------------------------------------------------------
@@ -441,9 +334,7 @@ def test_a_token_file_is_made_for_its_owner_and_the_door_is_on_loopback_by_defau
     ("content", "mode", "said"),
     [("x" * 64, 0o640, "mode 0640, expected 0600"), ("secret123", 0o600, "9 characters")],
 )
-def test_a_token_that_others_can_read_or_guess_is_refused_and_not_printed(
-    tmp_path: Path, content: str, mode: int, said: str
-) -> None:
+def test_a_token_that_is_no_secret_is_not_printed(tmp_path: Path, content: str, mode: int, said: str) -> None:
     (file := tmp_path / "token").write_text(content)
     file.chmod(mode)
     with pytest.raises(errors.ConfigError, match=said) as refused:
@@ -471,7 +362,7 @@ def test_an_expected_engine_that_said_hello_is_used(place: Place) -> None:
 def test_an_engine_of_another_model_is_refused_with_the_field(place: Place) -> None:
     other = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=64, top_k=8)
     place.relay.expect_engines(["http://e:1"], timeout_s=SOON_S)
-    assert place.hello(hello_of(spec=other).to_bytes()) == 422
+    assert place.hello(direct.hello_of(spec=other).to_bytes()) == 422
     said = r"routing has {'num_experts': 64}, expected {'num_experts': 128}"
     with pytest.raises(errors.PluginNotApplied, match=said):
         place.add("s1", reply_for("s1", 9), 9)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ import torch
 
 from r3channel import errors
 from r3channel.plan.assignment import Assignment
-from r3channel.relay.row_server import _Served
 from r3channel.relay.send_buffers import HostPool
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.relay_connection import RelayConnection
@@ -26,9 +25,9 @@ from r3channel.transport.base import Pending, Rendezvous, Transport
 from r3channel.transport.connection import Connection
 from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
 from r3channel.transport.select import join
-from tests.support.delivery import MakeRelay, check_rows, hand, lives, receive, receivers_of, relays, sealed
+from tests.support.delivery import MakeRelay, check_rows, hand, lives, receive, receivers_of, sealed
 from tests.support.samples import reply_for
-from tests.support.waits import SOON_S, until
+from tests.support.waits import SOON_S, busy, until
 
 
 class Cable:
@@ -38,11 +37,15 @@ class Cable:
         self.cuts, self.only = 0, ""
         """`only`: the thread of one receiver's connection, else whichever sends first."""
         self.cut: list[object] = []
+        self.grouped = set[str]()
+        """Whose rows went over a process group: threads of the relay's connections."""
         start_send, send = ProcessGroupTransport.start_send, Connection.send
 
         def group(transport: ProcessGroupTransport, dst: int, data_N: torch.Tensor) -> Pending:
-            if len(data_N) > 1 and self._cuts(transport):  # not the byte of a join
-                transport.abort()  # gloo closes its sockets; the peer is in the middle of its receives
+            if len(data_N) > 1:  # not the byte of a join
+                self.grouped.add(threading.current_thread().name)
+                if self._cuts(transport):
+                    transport.abort()  # gloo closes its sockets; the peer is in the middle of its receives
             return start_send(transport, dst, data_N)
 
         def link(link: Connection, parts: Any, *, timeout_s: float | None) -> None:
@@ -68,32 +71,15 @@ def cable(monkeypatch: pytest.MonkeyPatch) -> Cable:
 
 
 @pytest.fixture
-def make_relay() -> Iterator[MakeRelay]:
-    with relays(transport="gloo") as make:
-        yield make
-
-
-@pytest.fixture
-def staged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which receivers' rows went over a process group, by their connection's thread."""
-    found: list[str] = []
-    send = _Served._send_over_group
-
-    def seen(served: _Served, out: Any, staging: Any) -> None:
-        found.append(served.thread.name.removeprefix("r3channel-send-"))
-        send(served, out, staging)
-
-    monkeypatch.setattr(_Served, "_send_over_group", seen)
-    return found
+def make_relay(make_relay: MakeRelay) -> MakeRelay:
+    return partial(make_relay, transport="gloo")
 
 
 def fallbacks(receiver: Receiver) -> float:
     return receiver.metrics.value("r3channel_fallback_shards_total")
 
 
-def test_without_a_fallback_the_step_fails_by_name_after_as_many_connections_and_is_kept(
-    make_relay: MakeRelay, cable: Cable
-) -> None:
+def test_without_a_fallback_the_step_fails_by_name_and_is_kept(make_relay: MakeRelay, cable: Cable) -> None:
     relay = make_relay("dp=1", max_group_failures=2, fallback="")
     ticket, receiver = sealed(relay), receivers_of(relay)[0]
     cable.cuts = 2
@@ -130,11 +116,12 @@ def test_a_connection_that_has_ended_leaves_no_key_in_any_store(
 @pytest.mark.parametrize("transport", ["gloo", "tcp"])
 @pytest.mark.parametrize("text", ["dp=2", "dp=1,pp=2", "dp=1,cp=2"])
 def test_the_failure_of_one_receiver_touches_no_other(
-    make_relay: MakeRelay, cable: Cable, staged: list[str], transport: str, text: str
+    make_relay: MakeRelay, cable: Cable, transport: str, text: str
 ) -> None:
     relay = make_relay(text, transport=transport, max_group_failures=2)
     receivers = receivers_of(relay)
     for step in range(2):
+        cable.grouped.clear()
         cable.cuts, cable.only = (2 if transport == "gloo" else 1) * (step == 0), "r3channel-send-0-0-0"
         for shard in receive(receivers, sealed(relay, step, prefix=f"{step}-")):
             check_rows(shard, prefix=f"{step}-")
@@ -142,11 +129,7 @@ def test_the_failure_of_one_receiver_touches_no_other(
     assert len(cable.cut) == (2 if transport == "gloo" else 1)
     assert lives(relay) == ([3, 1] if transport == "gloo" else [2, 1])
     assert [fallbacks(receiver) for receiver in receivers] == [float(transport == "gloo"), 0]
-    own, others = staged.count("0-0-0"), [key for key in staged if key != "0-0-0"]
-    assert own == (3 if transport == "gloo" else 0), (
-        "after two failures over TCP, and in the next step a group again"
-    )
-    assert len(others) == (2 if transport == "gloo" else 0), "the other one never left its group"
+    assert len(cable.grouped) == (2 if transport == "gloo" else 0), "in the next step both in a group again"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +140,7 @@ def test_a_receiver_that_hangs_in_its_turn_holds_up_the_others_for_a_moment(
 ) -> None:
     """Before its first receive is posted, or behind it. One turn for all, as where staging is one GPU's: who posts receives
     before its turn would occupy a trainer's GPU."""
-    monkeypatch.setattr("r3channel.relay.row_server._TAKEN_S", 1.0)
+    monkeypatch.setattr("r3channel.relay.row_server._TAKEN_S", busy())
     relay, go_on, told, inner = make_relay("dp=2"), threading.Event(), list[int](), getattr(*hangs)
     relay.row_server.staging = HostPool(1)
     for name in "ab":
@@ -207,7 +190,7 @@ def test_a_relay_without_the_device_that_it_is_to_use_is_refused_at_once(make_re
 
 
 def test_a_group_is_made_when_a_receiver_joins_and_its_first_step_makes_none(
-    make_relay: MakeRelay, staged: list[str], monkeypatch: pytest.MonkeyPatch
+    make_relay: MakeRelay, cable: Cable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     relay = make_relay("dp=1")
     (receiver,) = receivers_of(relay)
@@ -215,12 +198,10 @@ def test_a_group_is_made_when_a_receiver_joins_and_its_first_step_makes_none(
     monkeypatch.setattr("r3channel.trainer.relay_connection.join", None)  # whoever joins now fails
     for step, prefix in enumerate("ab"):
         check_rows(receiver.receive(sealed(relay, step, prefix=prefix)), prefix=prefix)
-    assert staged == ["0-0-0"] * 2 and lives(relay) == [1] and fallbacks(receiver) == 0
+    assert cable.grouped and lives(relay) == [1] and fallbacks(receiver) == 0
 
 
-def test_a_group_that_is_not_there_by_the_joins_deadline_fails_the_join(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_that_is_late_fails_the_join(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
     relay, ended = make_relay("dp=1"), threading.Event()
 
     def hangs(*_: Any, **__: Any) -> Any:
@@ -229,10 +210,8 @@ def test_a_group_that_is_not_there_by_the_joins_deadline_fails_the_join(
 
     monkeypatch.setattr("r3channel.relay.row_server.join", hangs)
     (receiver,) = receivers_of(relay)
-    begin = time.monotonic()
     with pytest.raises(errors.DeadlineExceeded, match=r"rank 1 of 2 could not join"):
         receiver.join(timeout_s=0.5)
-    assert time.monotonic() - begin < 5
     ended.set()
     monkeypatch.undo()
     check_rows(receiver.receive(sealed(relay)))
@@ -260,9 +239,7 @@ def test_rows_go_over_nccl_where_both_ends_ask_for_it(
     assert backends == joined and fallbacks(receiver) == 0
 
 
-def test_a_receiver_on_the_relays_own_gpu_is_refused_by_name(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_receiver_on_the_relays_gpu_fails(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL itself would fail on both sides, without naming either."""
     monkeypatch.setattr("r3channel.relay.row_server.DeviceStaging", lambda device: HostPool())
     monkeypatch.setattr("r3channel.relay.row_server.gpu_of", lambda device: f"GPU-{device}")

@@ -63,9 +63,7 @@ def fill_journal() -> None:
             with pytest.raises(StoreFull, match="step 0: no room for its ticket"):
                 relay.seal(0, Assignment.given([[["a"]]]))
             assert relay.status()["pending"] == ["a"] and relay.status()["store"]["frames"] == 1
-            assert len(list(Path(staged_copy.SHM).glob("journal/*/*.frame"))) == 1, (
-                "nothing half written is left"
-            )
+            assert len([*Path(staged_copy.SHM).glob("journal/*/*.frame")]) == 1, "nothing half written"
             relay.samples.config = replace(relay.config, backpressure_timeout_s=SOON_S)
             (waiting := threading.Thread(target=relay.add, args=calls[1])).start()
             until(lambda: relay.status()["store"]["frames"] == 2)

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Event, current_thread, local, main_thread
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from r3channel.tools.report_page import verdict_of
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.shard_buffer import ShardBuffer
 from r3channel.transport.http import urlopen
-from tests.support.delivery import MakeRelay, receivers_of, relays
+from tests.support.delivery import MakeRelay, receivers_of
 from tests.support.direct import Engine
 from tests.support.samples import reply_for
 from tests.support.waits import SOON_S, until
@@ -34,10 +35,9 @@ from tests.unit.test_report_page import result
 
 
 @pytest.fixture
-def make_relay() -> Iterator[MakeRelay]:
+def make_relay(make_relay: MakeRelay) -> MakeRelay:
     """That leave what is missing to the live router."""
-    with relays(on_missing="live", on_lost="live", max_live=1.0, frame_timeout_s=0.05) as make:
-        yield make
+    return partial(make_relay, on_missing="live", on_lost="live", max_live=1.0, frame_timeout_s=0.05)
 
 
 def pages(relay: Relay, receiver: Receiver, engine: Engine) -> dict[str, str]:

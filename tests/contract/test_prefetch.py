@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -11,15 +10,14 @@ import pytest
 from r3channel import errors
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
-from tests.support.delivery import MakeRelay, Slowly, check_rows, lives, receive, receivers_of, relays
+from tests.support.delivery import MakeRelay, Slowly, check_rows, lives, receive, receivers_of
 from tests.support.delivery import sealed as sealed_with
 from tests.support.waits import SOON_S, until
 
 
 @pytest.fixture
-def relay() -> Iterator[Relay]:
-    with relays() as make:
-        yield make("dp=1")
+def relay(make_relay: MakeRelay) -> Relay:
+    return make_relay("dp=1")
 
 
 def sealed(relay: Relay, step: int) -> Ticket:
@@ -70,9 +68,7 @@ def test_an_error_of_the_transfer_surfaces_at_the_receive(relay: Relay) -> None:
     check_rows(receiver.receive(sealed(relay, 1)), prefix="1-")
 
 
-def test_what_was_prefetched_of_an_older_seal_gives_way_to_the_new_ticket(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_seal_replaces_a_prefetch(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
     relay, slowly = make_relay("dp=1"), Slowly(monkeypatch)
     (receiver,) = receivers_of(relay)
     receiver.prefetch(old := sealed(relay, 0))
@@ -86,9 +82,7 @@ def test_what_was_prefetched_of_an_older_seal_gives_way_to_the_new_ticket(
     check_rows(shard, prefix="0-")
 
 
-def test_a_relay_that_was_not_there_for_a_prefetch_is_asked_again_by_the_receive(
-    relay: Relay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_receive_asks_again_where_a_prefetch_failed(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
     (receiver,) = receivers_of(relay, replace(relay.config, step_timeout_s=0.4))
     ticket = sealed(relay, 0)
     with monkeypatch.context() as patch:

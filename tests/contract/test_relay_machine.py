@@ -213,10 +213,8 @@ class Wire:
                         return
 
     def _answer(self, receiver: socket.socket, data: bytes) -> None:
-        room, self.room = (
-            self.room,
-            max(0, self.room - len(data)),
-        )  # before it is sent: more may be asked then
+        room = self.room
+        self.room = max(0, room - len(data))  # before it is sent: more may be asked then
         if 0 < room <= len(data):
             receiver.sendall(data[:room])
             self.stands.set()
@@ -411,9 +409,7 @@ class RelayMachine(RuleBasedStateMachine):
     def pick(self, which: int, back: int, *, live: bool) -> list[tuple[ShardKey, int]]:
         """A receiver that is not busy and the number of a seal, where there are any; `live`: of one under way."""
         keys = [key for key in self.keys if key not in self.slow]
-        seals = [
-            number for number, (ticket, _) in enumerate(self.sealed) if not live or self.model.live(ticket)
-        ]
+        seals = [at for at, (ticket, _) in enumerate(self.sealed) if not live or self.model.live(ticket)]
         return [(keys[which % len(keys)], seals[-1 - back % len(seals)])] if keys and seals else []
 
     @rule(which=WHICH, back=BACK, live=FLAG, lost=RARELY)

@@ -16,16 +16,11 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.relay import Relay
 from r3channel.trainer.rank_shard import RankShard
-from r3channel.trainer.receiver import Receiver
 from r3channel.wire.frame import encode_frame
 from tests.support.delivery import MakeRelay, receivers_of, threads
 from tests.support.direct import deliver, draft_of, hello_of, reference_reply
 from tests.support.samples import SPEC, frame_of, random_ids, reply_for, reply_of
 from tests.support.waits import SOON_S, until
-
-
-def receiver_of(relay: Relay) -> Receiver:
-    return receivers_of(relay)[0]
 
 
 def one_batch(*names: str) -> Assignment:
@@ -71,9 +66,7 @@ def test_a_relay_that_cannot_start_leaves_no_folder_thread_or_lock(tmp_path: Pat
 # -- samples that nobody asks for ----------------------------------------------------------------------------------------
 
 
-def test_samples_that_expire_are_counted_said_once_with_their_names_and_shown(
-    make_relay: MakeRelay, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_samples_that_expire_are_named_once(make_relay: MakeRelay, caplog: pytest.LogCaptureFixture) -> None:
     relay = make_relay(expiry_s=1e-6, unclaimed_timeout_s=1e-6)
     relay.samples.engines.greet(hello_of())
     with caplog.at_level(logging.WARNING):
@@ -100,9 +93,7 @@ def test_a_late_turn_keeps_its_sample_young(make_relay: MakeRelay) -> None:
 # -- left to the live router ---------------------------------------------------------------------------------------------
 
 
-def test_a_reply_without_routing_and_a_frame_that_never_came_leave_exactly_their_rows_to_the_live_router(
-    make_relay: MakeRelay,
-) -> None:
+def test_exactly_the_rows_that_did_not_come_are_left_to_the_live_router(make_relay: MakeRelay) -> None:
     """Five samples: whole; no routing; an empty field; a lost frame; a second turn without routing."""
     relay = make_relay(on_missing="live", on_lost="live", max_live=1.0, frame_timeout_s=0.05)
     relay.add("whole", reply_for("whole", 30, seed=1), range(30))
@@ -117,7 +108,7 @@ def test_a_reply_without_routing_and_a_frame_that_never_came_leave_exactly_their
     ticket = relay.seal(0, one_batch(*names))
     left = [sample.invalid for sample in ticket.samples]
     assert left == [(), ((0, 11),), ((0, 6),), ((0, 20),), ((10, 15),)]
-    shard = receiver_of(relay).receive(ticket)
+    shard = receivers_of(relay)[0].receive(ticket)
     sample_R, position_R = shard.shard.row_map(0, tp=0)
     live_R = shard.live_rows(0)
     assert live_R is not None
@@ -136,15 +127,13 @@ def test_a_reply_without_routing_and_a_frame_that_never_came_leave_exactly_their
     until(lambda: relay.metrics.value("r3channel_samples_total", outcome="live") == 4)
 
 
-def test_a_frame_that_comes_once_its_rows_were_left_to_the_live_router_is_freed_with_its_sample(
-    make_relay: MakeRelay,
-) -> None:
+def test_a_frame_that_comes_too_late_for_its_rows_is_freed_with_its_sample(make_relay: MakeRelay) -> None:
     relay = make_relay(on_lost="live", max_live=1.0, frame_timeout_s=0.05)
     relay.samples.engines.greet(hello_of())
     relay.add("late", reference_reply("r", 9, serial=1), range(9))
     ticket = relay.seal(0, one_batch("late"))
     deliver(relay, (1, draft_of("r", 8).encode().tobytes()))
-    shard = receiver_of(relay).receive(ticket)
+    shard = receivers_of(relay)[0].receive(ticket)
     assert shard.live_counts()["invalid"] == 8
     relay.join_previous(timeout_s=SOON_S)
     assert relay.status()["store"]["frames"] == 0
@@ -158,13 +147,6 @@ def test_rows_that_came_and_are_wrong_are_never_left_to_the_live_router(make_rel
         with pytest.raises(errors.RoutingError):
             relay.add("s", reply, range(9))
     assert relay.status()["pending"] == []
-
-
-def test_without_that_policy_a_reply_without_routing_is_refused(make_relay: MakeRelay) -> None:
-    with pytest.raises(errors.RoutingMissing, match="sample s from engine http://e:1") as raised:
-        make_relay().add("s", {"meta_info": {}, "error": "out of memory"}, range(9), engine="http://e:1")
-    assert raised.value.samples == ("s",) and raised.value.engines == ("http://e:1",)
-    assert "out of memory" in str(raised.value)
 
 
 def test_tokens_that_the_loop_appends_are_refused_with_the_way_to_add_them(make_relay: MakeRelay) -> None:

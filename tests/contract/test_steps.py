@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from r3channel import errors
 from r3channel.plan.assignment import Assignment
@@ -19,23 +21,18 @@ from r3channel.relay.relay import Relay
 from r3channel.relay.samples import Samples
 from r3channel.relay.sealed_steps import SealedStep
 from r3channel.trainer.rank_shard import RankShard
-from r3channel.transport.process_group import RendezvousStore
 from r3channel.wire import row_protocol as wire
-from r3channel.wire.frame import encode_frame, sample_key
-from r3channel.wire.parcel import FrameReference
-from r3channel.wire.routing import ProvenanceSpan, RowKind
-from r3channel.wire.source import InHand
-from tests.support.delivery import MakeRelay, Slowly, check_rows, receive, receivers_of, relays, sealed
-from tests.support.samples import SPEC, random_ids, reply_for, reply_of
+from tests.support.delivery import MakeRelay, Slowly, check_rows, connected, receive, receivers_of, sealed
+from tests.support.direct import deliver, draft_of, hello_of, reference_reply
+from tests.support.samples import SPEC, reply_for
 from tests.support.waits import SOON_S, until
 
 TOKENS = 100
 
 
 @pytest.fixture
-def make_relay(tmp_path: Path) -> Iterator[MakeRelay]:
-    with relays(journal=str(tmp_path)) as make:
-        yield make
+def make_relay(make_relay: MakeRelay, tmp_path: Path) -> MakeRelay:
+    return partial(make_relay, journal=str(tmp_path))
 
 
 def add(relay: Relay, *names: str) -> None:
@@ -61,49 +58,23 @@ def check_untouched(relay: Relay, *names: str) -> None:
 # -- all or nothing ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", [["a", "b", "gone"], ["gone", "a", "b"], ["a", "b", "taken"]])
-def test_a_step_that_cannot_be_taken_leaves_nothing(make_relay: MakeRelay, names: Sequence[str]) -> None:
-    relay = make_relay()
-    add(relay, "a", "b", "gone", "taken")
-    relay.seal(0, each("taken"))
-    relay.discard(["gone"])
-    with pytest.raises(errors.SampleUnknown) as told:
-        relay.seal(1, each(*names))
-    missing = set(names) - {"a", "b"}
-    assert set(told.value.samples) == missing and told.value.step == 1
-    assert relay.abandon(0) == 1 and relay.discard(["taken"]) == 1
-    check_untouched(relay, "a", "b")  # while the error, and what its traceback refers to, is in hand
-    relay.seal(1, each("a", "b"))
-    assert relay.status()["steps"].keys() == {1} and relay.status()["pending"] == []
-
-
-def test_a_step_whose_plan_is_refused_leaves_nothing_behind(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=2")
-    add(relay, "a", "b")
-    with pytest.raises(errors.ConfigError):
-        relay.seal(0, each("a", "b"))  # of one DP rank
+def test_what_is_no_assignment_and_no_layout_is_named(make_relay: MakeRelay) -> None:
     with pytest.raises(errors.ConfigError, match=r"\['a'\] is a list, expected Assignment"):
-        relay.seal(0, ["a"])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(
-        errors.ConfigError, match=r"'dp=2' is a str, expected TrainerLayout. .*TrainerLayout.parse\(text\)"
-    ):
+        make_relay().seal(0, ["a"])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(errors.ConfigError, match=r"'dp=2' is a str, expected TrainerLayout. .*parse\(text\)"):
         Relay(SPEC, "dp=2")  # pyright: ignore[reportArgumentType]
-    check_untouched(relay, "a", "b")
 
 
-def test_a_sample_that_grew_while_it_was_sealed_is_refused_by_name(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_that_grows_is_named(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another turn, whose frame is to come directly, is announced between the wait for frames and the taking."""
     relay = make_relay()
     add(relay, "a", "b")
-    wait = Samples.await_frames
-    key = sample_key("r1")
-    late = FrameReference(sample_key=key, boot_id=1, serial=1, first_row=TOKENS - 1, rows=10).to_bytes()
+    relay.samples.engines.greet(hello_of())
+    wait, late = Samples.await_frames, reference_reply("r1", TOKENS + 10, serial=1, first_row=TOKENS - 1)
 
     def grows(samples: Samples, *arguments: Any, **options: Any) -> None:
         wait(samples, *arguments, **options)
-        relay.add("a", reply_of(late, request_id="r1"), range(TOKENS + 10), append=True)
+        relay.add("a", late, range(TOKENS + 10), append=True)
 
     with monkeypatch.context() as patched:
         patched.setattr(Samples, "await_frames", grows)
@@ -112,13 +83,7 @@ def test_a_sample_that_grew_while_it_was_sealed_is_refused_by_name(
     assert told.value.samples == ("a",)
     status = relay.status()
     assert (status["waiting"], status["pending"], status["steps"]) == (["a"], ["b"], {})
-    rows = random_ids(TOKENS + 9, seed=1)[TOKENS - 1 :]
-    span = ProvenanceSpan(start=TOKENS - 1, end=TOKENS + 9, weight_version=0, kind=RowKind.DECODED)
-    frame = encode_frame(
-        SPEC, expert_ids_TLK=rows, provenance=[span], first_row=TOKENS - 1, sample_key=key, codec="stored"
-    )
-    held = relay.intake.verifier.keep(InHand(frame), where="a", max_rows=TOKENS)
-    relay.intake.arrive((1, 1), held)
+    deliver(relay, (1, draft_of("r1", 10, first_row=TOKENS - 1).encode().tobytes()))
     ticket = relay.seal(0, each("a", "b"))
     assert ticket.sample("a").tokens == TOKENS + 10
 
@@ -133,9 +98,7 @@ def check_delivered(relay: Relay, ticket: Ticket) -> list[RankShard]:
 # -- given up ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_receiver_that_waits_for_a_step_is_told_when_it_is_abandoned(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_is_told_of_an_abandon(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
     relay, slowly = make_relay(), Slowly(monkeypatch)
     add(relay, "a")
     with ThreadPoolExecutor(1) as pool:
@@ -180,18 +143,14 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize(("layout", "journal"), list(product(CUTS, [False, True])))
-def test_what_cannot_be_cut_is_refused_before_a_sample_is_taken(
-    make_relay: MakeRelay, tmp_path: Path, layout: str, journal: bool
-) -> None:
-    relay = make_relay(layout, journal=str(tmp_path) if journal else "")
-    add(relay, "a", "b", "c")
+@pytest.mark.parametrize("layout", CUTS)
+def test_what_cannot_be_cut_is_refused_before_a_sample_is_taken(make_relay: MakeRelay, layout: str) -> None:
+    relay = make_relay(layout)
+    add(relay, *"abc")
     with pytest.raises(errors.ConfigError):
         relay.seal(0, Assignment.given(CUTS[layout]))
-    status = relay.status()
-    assert (status["pending"], status["steps"]) == (["a", "b", "c"], {})
-    add(relay, "d")
-    assert relay.discard([*"abcd"]) == 4 and relay.status()["store"]["bytes"] == 0
+    check_untouched(relay, *"abc")
+    assert relay.discard([*"abc"]) == 3 and relay.status()["store"]["bytes"] == 0
 
 
 def test_of_two_seals_at_once_one_wins(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,9 +176,7 @@ def test_of_two_seals_at_once_one_wins(make_relay: MakeRelay, monkeypatch: pytes
 @pytest.mark.parametrize(
     "error", [ValueError, KeyboardInterrupt, SystemExit]
 )  # Ctrl-C, and what a SIGTERM is made
-def test_what_ends_the_users_block_comes_through_and_undelivered_steps_are_a_note_on_it(
-    make_relay: MakeRelay, error: type[BaseException]
-) -> None:
+def test_the_users_error_notes_undelivered_steps(make_relay: MakeRelay, error: type[BaseException]) -> None:
     with pytest.raises(error, match="the user's") as told, make_relay() as relay:
         add(relay, "a")
         relay.seal(7, each("a"))
@@ -232,9 +189,8 @@ def test_an_error_that_names_thousands_reaches_its_receiver(make_relay: MakeRela
     add(relay, "a")
     ticket, (receiver,) = relay.seal(0, each("a")), receivers_of(relay)
     names = [f"rollout-{number:08d}-{'x' * 24}" for number in range(26_000)]
-    relay.steps._steps[0].error = errors.FrameCorrupt(
-        "step 0: " + "ids at rest " * 9_000, samples=names, step=0
-    )
+    said = "step 0: " + "ids at rest " * 9_000
+    relay.steps._steps[0].error = errors.FrameCorrupt(said, samples=names, step=0)
     with pytest.raises(errors.FrameCorrupt, match=r"step 0: ids at rest .*26000 samples in all") as told:
         receiver.receive(ticket)
     assert 0 < len(told.value.samples) < len(names)
@@ -275,9 +231,7 @@ def test_all_go_on_while_a_step_is_prepared(make_relay: MakeRelay, monkeypatch: 
     assert slowly.prepared == [1, 2]
 
 
-def test_rows_of_the_first_dp_rank_leave_before_those_of_the_last_are_prepared(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dp_rank_waits_for_its_own_rows(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
     relay, slowly = make_relay("dp=2"), Slowly(monkeypatch, dp=1)
     ticket, (first, second) = sealed(relay), receivers_of(relay)
     assert relay.steps.outgoing(ticket.identity, (1, 0, 0), timeout_s=0) is None
@@ -312,23 +266,15 @@ def test_closing_ends_waits_and_frees_memory(make_relay: MakeRelay, monkeypatch:
         relay.undelivered(wait_s=10 * SOON_S)
 
 
-def test_closing_ends_a_group_whose_receiver_asked_for_it_and_never_joined(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_ends_a_group_whose_receiver_asked_for_it_and_never_joined(make_relay: MakeRelay) -> None:
     relay = make_relay(transport="gloo", join_timeout_s=10 * SOON_S)
     add(relay, "a")
-    receiver = receivers_of(relay)[0]
     relay.seal(0, each("a"))
-    member = receiver._member
-    member._connect(timeout_s=SOON_S)
-    member._say(wire.GROUP, gpu="")
-    assert member._link is not None
-    assert member._link.recv_record(timeout_s=SOON_S)[0] == wire.GROUP, "and nobody comes"
-    (served,) = relay.row_server._serving.values()
-    until(lambda: served._store is not None)
-    store: Any = served._store
-    assert isinstance(store, RendezvousStore)
-    until(lambda: store._store is None or store._store.num_keys() > 0)
-    with pytest.raises(errors.StepError, match=r"still running: \[\]"):
-        relay.close(timeout_s=SOON_S)
-    receiver.close()
+    with closing(connected(relay, (0, 0, 0))) as link:
+        link.send_record(wire.GROUP, wire.pack(gpu=""), timeout_s=SOON_S)
+        kind, body = link.recv_record(timeout_s=SOON_S)
+        where = wire.unpack(kind, body, expected=wire.GROUP)  # and nobody comes
+        store = TCPStore(where["host"], where["port"], is_master=False, wait_for_workers=False)
+        until(lambda: store.num_keys() > 0, "the relay waits for it there")
+        with pytest.raises(errors.StepError, match=r"still running: \[\]"):
+            relay.close(timeout_s=SOON_S)

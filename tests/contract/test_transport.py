@@ -21,7 +21,7 @@ import torch
 from r3channel.config import ChannelConfig
 from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.transport.base import Rendezvous, Transport
-from r3channel.transport.process_group import UNLIMITED, ProcessGroupTransport, RendezvousStore
+from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
 from r3channel.transport.select import TRANSPORTS, Kind, join
 from r3channel.weights.groups import WeightGroup
 from tests.support.waits import SOON_S
@@ -73,63 +73,44 @@ def data(nbytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def received(member: Transport, nbytes: int) -> torch.Tensor:
-    out = torch.zeros(nbytes, dtype=torch.uint8)
-    member.recv(0, out, timeout_s=SOON_S)
-    return out
+def check_next_message(sender: Transport, member: Transport) -> None:
+    done = in_thread(lambda: sender.send(1, data(100), timeout_s=SOON_S))
+    member.recv(0, out := torch.zeros(100, dtype=torch.uint8), timeout_s=SOON_S)
+    done()
+    assert torch.equal(out, data(100))
 
 
-@pytest.mark.parametrize("nbytes", [1, 64, 1 << 16, 1 << 20])
-def test_bytes_arrive_as_they_were_sent_and_memory_may_be_reused_after(group: Joiner, nbytes: int) -> None:
+def test_messages_arrive_in_order_as_they_were_sent_and_memory_may_be_reused_after(group: Joiner) -> None:
     relay, member = group()
+    sizes = [1, 64, 1 << 16, 1 << 20]
 
     def send() -> None:
-        buffer = data(nbytes)
-        relay.send(1, buffer, timeout_s=SOON_S)
-        buffer.fill_(0)
+        buffers = [data(nbytes) for nbytes in sizes]
+        for pending in [relay.start_send(1, buffer) for buffer in buffers]:
+            pending.wait(timeout_s=SOON_S)
+        for buffer in buffers:
+            buffer.fill_(0)
 
     done = in_thread(send)
-    assert torch.equal(received(member, nbytes), data(nbytes))
+    out = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in sizes]
+    for pending in [member.start_recv(0, part) for part in out]:
+        pending.wait(timeout_s=SOON_S)
+    assert all(torch.equal(part, data(len(part))) for part in out)
     done()
 
 
 @pytest.mark.parametrize("side", ["send", "recv"])
-def test_a_wait_ends_by_its_deadline_with_peer_and_seconds(group: Joiner, side: str) -> None:
+def test_after_a_deadline_with_peer_and_seconds_the_group_is_dead_and_the_next_connection_works(
+    group: Joiner, side: str
+) -> None:
     relay, member = group()
-    begin = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match=r"connection 1.*rank [01].*0\.5 s"):
-        if side == "send":
-            relay.send(1, data(1 << 20), timeout_s=0.5)
-        else:
-            member.recv(0, torch.empty(8, dtype=torch.uint8), timeout_s=0.5)
-    assert time.monotonic() - begin < 5
-
-
-def test_after_a_deadline_the_group_is_dead_and_the_next_connection_works(group: Joiner) -> None:
-    relay, member = group()
-    for _ in range(2):
-        with pytest.raises(TransportError):
-            member.recv(0, torch.empty(8, dtype=torch.uint8), timeout_s=0.2)
+    call = (relay.send, 1, data(1 << 20)) if side == "send" else (member.recv, 0, data(8))
+    for said in (r"connection 1.*rank [01].*0\.5 s", "abandoned"):
+        with pytest.raises(TransportError, match=said) as told:
+            call[0](*call[1:], timeout_s=0.5)
+        assert isinstance(told.value, DeadlineExceeded) is (said != "abandoned")
     relay.abort()
-    relay, member = group(connection=2)
-    done = in_thread(lambda: relay.send(1, data(8), timeout_s=SOON_S))
-    assert torch.equal(received(member, 8), data(8))
-    done()
-
-
-def test_threads_that_abort_at_once_end_the_group_once(group: Joiner) -> None:
-    """The thread that a wait wakes aborts too: a descriptor closed twice is perhaps another file's by then."""
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for connection in range(1, 11):
-            relay = group(connection=connection)[0]
-            start = threading.Barrier(4)
-            threads = [in_thread(lambda b=start, t=relay: (b.wait(SOON_S), t.abort())) for _ in range(4)]
-            for ended in threads:
-                ended()
-    finally:
-        sys.setswitchinterval(interval_s)
+    check_next_message(*group(connection=2))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -147,34 +128,18 @@ def test_an_own_transport_needs_its_class_and_a_line_in_the_registry(monkeypatch
     assert joined == [(where, 1.0)] and ChannelConfig(transport="pigeon").fallback == "tcp"
 
 
-def test_several_messages_may_be_under_way(group: Joiner) -> None:
-    relay, member = group()
-
-    def send() -> None:
-        for pending in [relay.start_send(1, data(1 << 16, i)) for i in range(4)]:
-            pending.wait(timeout_s=SOON_S)
-
-    done = in_thread(send)
-    out = [torch.empty(1 << 16, dtype=torch.uint8) for _ in range(4)]
-    for i, pending in enumerate([member.start_recv(0, part) for part in out]):
-        pending.wait(timeout_s=SOON_S)
-        assert torch.equal(out[i], data(1 << 16, i))
-    done()
-
-
 @pytest.mark.parametrize("side", ["send", "recv"])
 def test_an_abort_with_messages_under_way_frees_the_peer_at_once(group: Joiner, side: str) -> None:
     relay, member = group()
     out = torch.zeros(1 << 16, dtype=torch.uint8)
     started = [member.start_recv(0, out) for _ in range(2)]
     threading.Timer(0.3, member.abort).start()
-    begin = time.monotonic()
-    with pytest.raises(TransportError):
+    with pytest.raises(TransportError) as told:
         if side == "recv":
             relay.recv(1, torch.empty(8, dtype=torch.uint8), timeout_s=SOON_S)
         for _ in range(8):
             relay.send(1, data(1 << 16), timeout_s=SOON_S)
-    assert time.monotonic() - begin < SOON_S / 2
+    assert not isinstance(told.value, DeadlineExceeded)
     with pytest.raises(TransportError):
         started[1].wait(timeout_s=SOON_S)
 
@@ -197,48 +162,35 @@ def test_the_rendezvous_store_listens_on_loopback_only() -> None:
     assert hosts == {socket.inet_aton("127.0.0.1")[::-1].hex().upper()}
 
 
-def test_joining_a_process_group_brings_a_first_byte_to_and_from_the_peer(
-    monkeypatch: pytest.MonkeyPatch, group: Joiner
-) -> None:
-    """What connects at a first byte would else connect inside a step, out of reach of its deadlines. Over gloo, for NCCL."""
-    pairs, recv = list[tuple[int, int]](), ProcessGroupTransport.recv
-
-    def heard(transport: ProcessGroupTransport, src: int, out_N: torch.Tensor, *, timeout_s: float) -> None:
-        recv(transport, src, out_N, timeout_s=timeout_s)
-        pairs.append((src, transport.rank))
-
-    monkeypatch.setattr(ProcessGroupTransport, "recv", heard)
-    group()
-    assert sorted(pairs) == [(0, 1), (1, 0)]
-
-
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_peer_that_joins_and_never_says_a_byte_ends_the_join_by_its_deadline(
+def test_a_peer_that_joins_and_stops_after_the_first_byte_ends_the_join_by_its_deadline(
     monkeypatch: pytest.MonkeyPatch, meeting: Meeting, rank: int
 ) -> None:
-    begin, warm = time.monotonic(), ProcessGroupTransport._warm
+    """What connects at a first byte would else connect inside a step, out of reach of its deadlines. Over gloo, for NCCL."""
+    warm = ProcessGroupTransport._warm
 
-    def one_sided(transport: ProcessGroupTransport, limit: Any) -> Any:
-        return warm(transport, limit) if transport.rank == rank else None
+    def one_sided(transport: ProcessGroupTransport, limit: Any) -> None:
+        """A byte goes each way, the lower rank's first."""
+        if transport.rank == rank:
+            return warm(transport, limit)
+        return (transport.recv if rank == 0 else transport.send)(rank, data(1), timeout_s=SOON_S)
 
     monkeypatch.setattr(ProcessGroupTransport, "_warm", one_sided)
     silent = in_thread(lambda: meeting.join(1 - rank))
     with pytest.raises(DeadlineExceeded, match=rf"rank {rank} of 2 could not join within 1\.0 s"):
         meeting.join(rank, timeout_s=1.0)
-    assert time.monotonic() - begin < 5
     silent().close()
 
 
 class NcclGroup:
     """As torch 2.13's `ProcessGroupNCCL`, as far as its failures reach others: settings are read from the environment when one
-    is made, an operation beyond the group's timeout is an error for its watchdog, and a watchdog that may dump sets a flag that
-    the monitor of the default group looks at, and then aborts the process."""
+    is made; an operation beyond the group's timeout is an error for its watchdog, which then ends the process, and where it may
+    dump has the monitor of the default group end it."""
 
     @staticmethod
     def Options() -> Any:
         return types.SimpleNamespace(config=types.SimpleNamespace(blocking=None, max_ctas=None))
 
-    monitors_abort = False
     made: ClassVar[list[NcclGroup]] = []
     shuts_down = True
     peer_comes = True
@@ -258,13 +210,8 @@ class NcclGroup:
 
     def broadcast(self, _tensors: list[torch.Tensor], options: Any) -> Any:
         """Its peer is gone: the operation never ends."""
-        if min(self.timeout, options.timeout).total_seconds() < 3600:
-            self.watchdog_finds_an_error()
+        assert min(self.timeout, options.timeout) > timedelta(days=1)
         return types.SimpleNamespace(is_completed=lambda: False, wait=lambda: None)
-
-    def watchdog_finds_an_error(self) -> None:
-        assert not self.ends_process
-        NcclGroup.monitors_abort |= self.dumps
 
     def abort(self) -> None:
         self.aborted += 1
@@ -282,30 +229,21 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NcclGroup, raising=False)
     monkeypatch.setattr("r3channel.transport.process_group.device_of", lambda _: torch.device("cpu"))
-    monkeypatch.setattr(NcclGroup, "monitors_abort", False)
     monkeypatch.setattr(NcclGroup, "made", [])
     yield lambda **limits: Meeting().join(0, 1, backend="nccl", **limits)
     assert not {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"} & set(os.environ)
-
-
-def test_an_nccl_communicator_is_made_at_join_small_and_without_blocking(nccl: Callable[[], Any]) -> None:
-    nccl().close()
-    (group,) = NcclGroup.made
-    assert group.connected == [(torch.device("cpu"), "r3channel-nccl-connect")]
-    assert (group.config.blocking, group.config.max_ctas) == (0, 4)
 
 
 def test_an_nccl_communicator_whose_peer_does_not_come_ends_the_join_by_its_deadline(
     nccl: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NcclGroup, "peer_comes", False)
-    begin = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"within 0\.5 s: .*while NCCL connects"):
         nccl(timeout_s=0.5)
-    assert time.monotonic() - begin < 3 and NcclGroup.made[0].aborted == 1
+    assert NcclGroup.made[0].aborted == 1
 
 
-def test_nccl_groups_that_form_at_once_all_leave_their_errors_to_us(nccl: Callable[[], Any]) -> None:
+def test_nccl_groups_that_form_at_once_are_quiet_and_do_not_block(nccl: Callable[[], Any]) -> None:
     """A relay joins one group per receiver, each on its own thread; torch reads how from the process's environment."""
 
     def form(number: int) -> None:
@@ -314,23 +252,18 @@ def test_nccl_groups_that_form_at_once_all_leave_their_errors_to_us(nccl: Callab
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(form, range(3)))
-    assert [(group.ends_process, group.dumps) for group in NcclGroup.made] == [(False, False)] * 3
-
-
-def test_an_error_of_our_nccl_group_leaves_the_default_groups_monitor_alone(nccl: Callable[[], Any]) -> None:
-    transport = nccl()
-    NcclGroup.made[0].watchdog_finds_an_error()
-    assert not NcclGroup.monitors_abort
-    default = NcclGroup(None, 0, 1, types.SimpleNamespace(_timeout=UNLIMITED, config=None))
-    assert default.dumps and default.ends_process, "what others make is as they want it"
-    transport.close()
+    assert len(NcclGroup.made) == 3
+    for made in NcclGroup.made:
+        assert (made.ends_process, made.dumps) == (False, False)
+        assert made.connected == [(torch.device("cpu"), "r3channel-nccl-connect")]
+        assert (made.config.blocking, made.config.max_ctas) == (0, 4)
 
 
 def test_what_was_left_of_a_join_is_no_limit_of_an_nccl_groups_operations(nccl: Callable[..., Any]) -> None:
     transport = nccl(timeout_s=0.5)
     with pytest.raises(DeadlineExceeded, match=r"broadcast .* within 0\.2 s"):
         transport.broadcast(0, torch.zeros(8, dtype=torch.uint8), timeout_s=0.2)
-    assert NcclGroup.made[0].timeout > timedelta(days=1) and NcclGroup.made[0].aborted == 1
+    assert NcclGroup.made[0].aborted == 1
     with pytest.raises(TransportError, match="abandoned"):
         transport.broadcast(0, torch.zeros(8, dtype=torch.uint8), timeout_s=0.2)
 
@@ -341,7 +274,7 @@ def test_a_weight_group_whose_member_dies_does_not_end_the_trainer(nccl: Callabl
     with pytest.raises(DeadlineExceeded, match=r"could not broadcast 4 bytes of rank 0 within 0\.2 s"):
         group.broadcast(torch.zeros(4, dtype=torch.uint8), timeout_s=0.2)
     group.close()
-    assert not NcclGroup.made[0].ends_process and NcclGroup.made[0].ended.wait(5)
+    assert not NcclGroup.made[0].ends_process and NcclGroup.made[0].ended.wait(SOON_S)
 
 
 def test_a_hanging_nccl_group_is_aborted(nccl: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,6 +303,4 @@ def test_an_abort_beside_a_waits_end_raises_nothing(monkeypatch: pytest.MonkeyPa
 
     one, two = group()
     monkeypatch.setattr(one, "_started", Started())
-    sent = in_thread(lambda: one.send(1, data(100), timeout_s=SOON_S))
-    received(two, 100)
-    sent()
+    check_next_message(one, two)

@@ -86,10 +86,8 @@ def main(folder: Path) -> dict[str, Any]:
         relay.add("a", engines[0].finish("a", 9), range(9))
         receiver.receive(relay.seal(0, Assignment.given([[["a"]]])))
         listed = relay.metrics.url.replace("/metrics", "/targets")
-        seen = {
-            "discovered": len(discovered(folder, listed)),
-            "pages": other.submit(pages_at, listed).result(),
-        }
+        seen: dict[str, Any] = {"discovered": len(discovered(folder, listed))}
+        seen["pages"] = other.submit(pages_at, listed).result()
         engines.append(engine(2, 13, "eth0"))
         seen["anew"] = len(urls_of(listed))
         receiver.close()

@@ -1,4 +1,5 @@
-"""The exact plan on two trainer processes: each sends its own rows, and what one of them suffers the other one is told."""
+"""Several trainer processes: each sends its own rows, or its own tensors to all engines: each bucket once, in one order, and
+without an engine that is lost. What one of them suffers the others are told."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.session import WeightSync
 from tests.contract.exact_rank import FLOAT8, plain, weights
 from tests.dist.ranks import run_ranks
-from tests.support.fake_engine import FakeEngine, Model
+from tests.support import weights as whole
+from tests.support.fake_engine import UPDATE, FakeEngine, Model
 from tests.support.waits import SOON_S, UPDATE_S, busy
-from tests.support.weights import holds
+from tests.support.weights import holds, serving
 
 RANK = "tests.contract.exact_rank"
 
@@ -111,9 +113,7 @@ def test_a_rank_that_is_to_leave_while_it_joins_leaves_once_it_has() -> None:
 
 
 def empty(count: int) -> list[FakeEngine]:
-    return [
-        FakeEngine(receives={n: torch.zeros_like(t) for n, t in weights(1).items()}) for _ in range(count)
-    ]
+    return [FakeEngine(receives={n: 0 * t for n, t in weights(1).items()}) for _ in range(count)]
 
 
 def test_rank_that_stops_alone_is_named_to_others_at_once_and_next_update_succeeds(tmp_path: Path) -> None:
@@ -159,3 +159,45 @@ def test_shards_of_two_trainer_ranks_become_float8_at_an_engine_and_at_one_that_
     for engine in pair:
         assert all(torch.equal(engine.tensors[n].float(), t.float()) for n, t in wanted.items())
         assert engine.version == "1" and not engine.paused
+
+
+# -- whole tensors, each rank its own -----------------------------------------------------------------------------------
+
+
+def test_a_bucket_is_broadcast_once_and_no_rank_that_fails_leaves_a_mixture(tmp_path: Path) -> None:
+    engines = [FakeEngine() for _ in range(3)]
+    engines[1].settings |= {"tp_size": 2}
+    hows = ["good", "slow", "nan", "convert", "again", "kill"]
+    job: dict[str, Any] = {"engines": [engine.url for engine in engines], "hows": hows}
+    # a source that is slow takes longer; an engine does not, on a machine with much to do either
+    job["engine_timeout_s"] = 2 * busy()
+    first, second, *_, silent = run_ranks(RANK, tmp_path, world_size=4, job=job)
+    for how in ("good", "slow", "again"):
+        assert first[how]["said"] == [] and first[how]["sent"] == [1024] * 3  # of its kilobytes
+        assert silent[how]["said"] == silent[how]["sent"] == []
+        assert len(first[how]["routable"]) == 3
+    assert "holds NaN" in first["nan"]["said"][1] and "gather failed" in silent["convert"]["said"][1]
+    assert "trainer rank 1 is gone" in first["kill"]["said"][1] and second == {}
+    for engine in engines:
+        assert engine.paused and engine.version == "3"
+        assert all(one == other for one, other in zip(engine.received, engines[0].received, strict=False))
+
+
+def test_an_engine_that_is_lost_on_the_way_ends_no_update_of_the_others(tmp_path: Path) -> None:
+    good, bad, other = (FakeEngine() for _ in range(3))
+    bad.script[UPDATE, 3] = "die"
+    job = {"engines": [good.url, bad.url, other.url], "hows": ["lost", "next"], "engine_timeout_s": UPDATE_S}
+    found = run_ranks(RANK, tmp_path, world_size=3, job=job)
+    assert holds(good, 2) and holds(other, 2)
+    assert all(told["lost"]["said"] == told["next"]["said"] == [] for told in found)
+    assert found[0]["lost"]["routable"] == sorted([good.url, other.url])
+    assert good.calls.count(UPDATE) == 2 * len(whole.NAMES) + 1  # the bucket under way came again
+
+
+def test_engines_with_our_half_get_the_ranks_tensors_staged(tmp_path: Path) -> None:
+    engines = [serving(), serving()]
+    job = {"engines": [engine.url for engine in engines], "hows": ["good", "again"], "staged": True}
+    job["engine_timeout_s"] = UPDATE_S
+    found = run_ranks(RANK, tmp_path, world_size=3, job=job)
+    assert all(holds(engine, 2) and UPDATE not in engine.calls for engine in engines)
+    assert [told["again"]["said"] for told in found] == [[]] * 3

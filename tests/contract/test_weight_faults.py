@@ -20,22 +20,11 @@ from r3channel.weights.send_planner import _RECORD_BYTES
 from r3channel.weights.session import WeightSync
 from r3channel.weights.transaction import EngineState
 from tests.support.fake_engine import UPDATE, FakeEngine
-from tests.support.waits import UPDATE_S
-from tests.support.weights import (
-    BUCKETS,
-    NAMES,
-    again_to,
-    broadcasting,
-    give,
-    holds,
-    refused,
-    serving,
-    session,
-    weights,
-)
+from tests.support.waits import SOON_S, UPDATE_S, busy
+from tests.support.weights import NAMES, broadcasting, give, holds, refused, serving, session, weights
 
 GOOD = [
-    "/pause_generation", "/begin_weight_update", *[UPDATE] * BUCKETS, "/end_weight_update", "/update_weight_version",
+    "/pause_generation", "/begin_weight_update", *[UPDATE] * (len(NAMES) // 2), "/end_weight_update", "/update_weight_version",
     "/continue_generation",
 ]  # fmt: skip
 Pair = tuple[FakeEngine, FakeEngine]
@@ -97,7 +86,9 @@ def left_behind(phase: str, fault: str) -> bool:
     return phase == "resume" or (phase == "commit" and fault == "refuse")
 
 
-def strike(bad: FakeEngine, way: str, phase: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def strike(
+    bad: FakeEngine, way: str, phase: str, fault: str, limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     struck = PHASES[way][phase]
     if struck.startswith(("/", "order/")):
         # linking pauses a staged engine once, and resumes it; its life was asked for just now
@@ -105,7 +96,7 @@ def strike(bad: FakeEngine, way: str, phase: str, fault: str, monkeypatch: pytes
         bad.script[struck, int(again)] = fault
         return
     if struck.startswith("_"):
-        strike_landing(bad, fault, 2 * (phase == "later"), monkeypatch)
+        strike_landing(bad, fault, 2 * (phase == "later"), limit_s, monkeypatch)
         return
     inner, record = getattr(RankLink, struck), Connection.send_record
 
@@ -131,7 +122,9 @@ def strike(bad: FakeEngine, way: str, phase: str, fault: str, monkeypatch: pytes
     monkeypatch.setattr(RankLink, struck, spoiled)
 
 
-def strike_landing(bad: FakeEngine, fault: str, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def strike_landing(
+    bad: FakeEngine, fault: str, first: int, limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When a record lands: in the engine's own half, on a link's thread."""
     inner, count = Hold._land, itertools.count()
 
@@ -143,7 +136,7 @@ def strike_landing(bad: FakeEngine, fault: str, first: int, monkeypatch: pytest.
         elif fault == "drop":
             hold._links[0].close()
         elif fault == "hang":
-            bad.dead.wait(3)
+            bad.dead.wait(1.5 * limit_s)
         if fault == "refuse":
             words[-1].update(b"another byte")
         return inner(hold, *words)
@@ -158,30 +151,23 @@ def test_a_fault_in_any_phase_leaves_every_engine_with_one_version_or_fenced_by_
     """The update's own time is longer than an engine's: who waited it out would take the healthy engine's with it."""
     monkeypatch.setitem(_RECORD_BYTES, "gloo", 2048)
     good, bad = engines_of(way), engines_of(way)
-    wire: Any = way if way in ("shared_memory", "gloo") else "tcp"
-    with session(good, bad, staged=way != "broadcast", wire=wire, engine_timeout_s=2) as sync:
+    wire, limit_s = way if way in ("shared_memory", "gloo") else "tcp", min(20.0, 2 * busy())
+    with session(good, bad, staged=way != "broadcast", wire=wire, engine_timeout_s=limit_s) as sync:
         give(sync, 1)
         bad = bad.restarted()  # it has to be met again
-        assert sync.routable(timeout_s=5) == (good.url,)
+        assert sync.routable(timeout_s=SOON_S) == (good.url,)
         said = ""
         with monkeypatch.context() as context:
-            strike(bad, way, phase, fault, context)
+            strike(bad, way, phase, fault, limit_s, context)
             in_group = way == "gloo" and phase in ("group", *BYTES)
             fails = not left_behind(phase, fault) and (fault == "refuse" or in_group)
             if left_behind(phase, fault):
-                with pytest.raises(
-                    errors.EngineLeftBehind, match=f"version 2 is committed, but 1 of 2 .*{bad.url}"
-                ):
-                    give(sync, 2)
+                said = f"version 2 is committed, but 1 of 2 .*{bad.url}"
+                refused(sync, 2, said, error=errors.EngineLeftBehind)
             elif fails:
-                why = (
-                    NAMES[4 * (phase == "later")]
-                    if "damaged" in (said := refused(sync, 2, "version 1 stays"))
-                    else bad.url
-                )
-                assert why in said and ("damaged" in said) == (
-                    fault == "refuse" and phase in BYTES and way != "broadcast"
-                )
+                said, damages = refused(sync, 2, "version 1 stays"), phase in BYTES and way != "broadcast"
+                assert ("damaged" in said) == (fault == "refuse" and damages)
+                assert (NAMES[4 * (phase == "later")] if "damaged" in said else bad.url) in said
             else:
                 assert give(sync, 2).evicted.keys() == {bad.url} == sync.evicted.keys()
         if way == "gloo" and phase in BYTES:  # joined, and left before it serves again
@@ -227,10 +213,7 @@ def test_a_cache_that_is_not_flushed_because_requests_wait_fails_no_update() -> 
     load = engine._update
 
     def unflushed(body: dict[str, object]) -> dict[str, object] | None:
-        said = {
-            "success": False,
-            "message": "Weights were updated, but the cache was not flushed because ...",
-        }
+        said = {"success": False, "message": "Weights were updated, but the cache was not flushed because"}
         return load(body) and (said if body["flush_cache"] else {"success": True})
 
     engine._update = unflushed
@@ -261,9 +244,7 @@ def test_an_engine_that_cannot_join_is_not_taken_in(sync: WeightSync, pair: Pair
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_an_interrupt_while_weights_are_given_again_leaves_an_engine_as_any_failure_does(
-    sync: WeightSync, pair: Pair, first: bool
-) -> None:
+def test_an_interrupt_leaves_an_engine_as_any_failure_does(sync: WeightSync, pair: Pair, first: bool) -> None:
     engine = pair[1]
 
     def interrupted() -> Iterator[tuple[str, torch.Tensor]]:
@@ -274,5 +255,5 @@ def test_an_interrupt_while_weights_are_given_again_leaves_an_engine_as_any_fail
         sync.republish(interrupted(), engines=[engine.url], timeout_s=UPDATE_S)
     state = EngineState.SERVING if first else EngineState.FENCED
     assert sync.engine_states[engine.url] is state and engine.paused is not first
-    again_to(sync, engine, version=1)
+    sync.republish(weights(1).items(), engines=[engine.url], timeout_s=UPDATE_S)
     assert holds(engine, 1)

@@ -13,18 +13,8 @@ from r3channel.weights.rank_link import RankLink
 from r3channel.weights.session import WeightSync
 from tests.contract.test_weight_staged import loading
 from tests.support.fake_engine import FakeEngine
-from tests.support.waits import UPDATE_S
-from tests.support.weights import (
-    COMMIT,
-    NAMES,
-    again_to,
-    give,
-    holds,
-    in_gpu_memory,
-    serving,
-    session,
-    weights,
-)
+from tests.support.waits import SOON_S, UPDATE_S
+from tests.support.weights import COMMIT, NAMES, give, holds, in_gpu_memory, serving, session, weights
 
 __all__ = ["loading"]
 Trio = tuple[WeightSync, FakeEngine, FakeEngine, FakeEngine]
@@ -61,9 +51,7 @@ def test_a_restarted_engine_is_filled_while_the_others_get_no_call(trio: Trio) -
         assert all(holds(engine, 2) for engine in (one, other, again))
 
 
-def test_weights_that_somebody_changed_are_not_passed_on_and_their_engine_is_not_routable(
-    trio: Trio, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_that_somebody_changed_go_no_further(trio: Trio, capsys: pytest.CaptureFixture[str]) -> None:
     sync, one, _, lost = trio
     again = lost.restarted()
     one.tensors[NAMES[5]][3, 3] += 1
@@ -74,9 +62,7 @@ def test_weights_that_somebody_changed_are_not_passed_on_and_their_engine_is_not
         assert failure.value.__cause__.engines == (one.url,)
         assert again.version == "0" and not again.tensors[NAMES[0]].any() and not again.paused
         assert again.url not in sync.routable()
-        assert one.url not in sync.routable() and one.url not in sync.routable(timeout_s=5), (
-            "it serves nothing"
-        )
+        assert one.url not in sync.routable() and one.url not in sync.routable(timeout_s=SOON_S)
         sync.update_one(again.url, timeout_s=UPDATE_S)  # from the other one
         assert holds(again, 1)
         assert main(["weights", "verify", "--engine", one.url, "--engine", again.url]) == 1
@@ -125,17 +111,14 @@ def test_an_engine_with_another_version_is_asked_for_nothing(trio: Trio) -> None
             link.fetch(2, 0, timeout_s=5)
 
 
-@pytest.mark.parametrize("why", ["left behind", "before any update"])
-def test_where_nothing_holds_the_version_the_caller_is_told(why: str) -> None:
-    pair = serving(), serving()
-    with session(*pair) as sync:
-        if why == "left behind":
-            pair[0].script["/continue_generation", 1] = "refuse"
-            with pytest.raises(EngineLeftBehind):
-                give(sync, 1)
-        url = pair[0].url if why != "left behind" else pair[1].restarted().url
-        with pytest.raises(UsageError, match=f"nothing holds version.*for engine {url}"):
-            sync.update_one(url, timeout_s=UPDATE_S)
+def test_an_engine_that_was_left_behind_gives_nothing() -> None:
+    behind, lost = serving(), serving()
+    with session(behind, lost) as sync:
+        behind.script["/continue_generation", 1] = "refuse"
+        with pytest.raises(EngineLeftBehind):
+            give(sync, 1)
+        with pytest.raises(UsageError, match=f"nothing holds version.*for engine {lost.url}"):
+            sync.update_one(lost.restarted().url, timeout_s=UPDATE_S)
 
 
 @pytest.mark.parametrize("staged", [True, "auto"])
@@ -211,7 +194,7 @@ def test_engines_that_were_all_killed_get_the_committed_version_again(staged: bo
     engines = [serving() for _ in range(count)]
     with session(*engines, staged=staged) as sync:
         with pytest.raises(UsageError, match="of version None"):
-            again_to(sync, engines[0], version=1)
+            sync.republish(backwards(1), engines=[engines[0].url], timeout_s=UPDATE_S)
         give(sync, 1, backwards(1))
         engines = [engine.restarted() for engine in engines]
         with pytest.raises(UsageError, match=r"nothing holds version 1.*republish\(\)"):

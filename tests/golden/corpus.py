@@ -80,10 +80,8 @@ def record(source: Source, folder: Path) -> None:
         model = source.write(Path(work) / "model")
         layout = TrainerLayout.parse(source.layout)
         recorder = Recorder(folder / "engine")
-        options, spec = (
-            EngineOptions(model=model, weight_version="3", **source.options),
-            RoutingSpec.from_hf_config(model),
-        )
+        spec = RoutingSpec.from_hf_config(model)
+        options = EngineOptions(model=model, weight_version="3", **source.options)
         relay = Relay(spec, layout, ChannelConfig(), recorder=recorder)
         with EngineServer(options) as server, closing(relay):
             server.wait_ready(ENGINE_S)

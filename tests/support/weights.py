@@ -17,7 +17,6 @@ from tests.support.waits import UPDATE_S
 
 Weights = dict[str, torch.Tensor]
 NAMES = [f"model.layers.{index}.mlp.gate.weight" for index in range(8)]
-BUCKETS = 4
 COMMIT = ["/pause_generation", "order/commit", "/continue_generation"]
 
 
