@@ -25,12 +25,12 @@ import torch
 
 from r3channel.errors import ManifestMismatch, R3Error, WeightsError
 from r3channel.transport.process_group import device_of
-from r3channel.weights.checksums import finite, nonfinite
+from r3channel.weights.checksums import finite
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.groups import WeightGroup
 from r3channel.weights.loader_map import NAMES_UNKNOWN
-from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, engine_names, is_scale
+from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, engine_names, is_scale, nonfinite
 from r3channel.weights.progress import REPAIR_S, Run, background
 from r3channel.weights.send_planner import check_complete
 from r3channel.weights.staged_copy import new_memory

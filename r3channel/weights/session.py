@@ -29,11 +29,10 @@ from r3channel.weights.config import SyncConfig
 from r3channel.weights.convert import Shard
 from r3channel.weights.engine import EngineHandle, Engines, handle_of
 from r3channel.weights.geometry import Box
-from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
+from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, read_again, read_first
 from r3channel.weights.progress import CONTROL_S, REPAIR_S, Deadline, Run, UpdateReport, background
 from r3channel.weights.ranks import TrainerRanks
-from r3channel.weights.send_planner import Feed, SendPlanner, UpdateSpec
-from r3channel.weights.sources import Given, from_peer, read_again, read_first
+from r3channel.weights.send_planner import Feed, Given, SendPlanner, UpdateSpec, from_peer
 from r3channel.weights.staged_copy import JOINT
 from r3channel.weights.store import HeldWeights
 from r3channel.weights.transaction import EngineState
@@ -439,7 +438,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             self.version, self._spec = version, spec
             self.held = HeldWeights(version, run.checksums) if run.checksums else None
         work.check_all_follow()
-        return run.ended(spec.manifest or Manifest.of([Bucket.of(self._planner.metas)]))
+        return run.ended(*(spec.manifest or Manifest.of([Bucket.of(self._planner.metas)])).size)
 
     def _from_peer(self, member: EngineHandle, deadline: Deadline) -> UpdateReport:
         """Update one engine to the committed version from another's memory.

@@ -27,9 +27,10 @@ import torch
 from r3channel import errors
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.engine import EngineHandle, Engines
+from r3channel.weights.manifest import Push
 from r3channel.weights.progress import AGAIN_S, CONTROL_S, GRACE_S, REPAIR_S, Run, T, background
 from r3channel.weights.rank_link import RankLink
-from r3channel.weights.send_planner import Feed, Push, SendPlanner, Sums, UpdateSpec, check_complete
+from r3channel.weights.send_planner import Feed, SendPlanner, Sums, UpdateSpec, check_complete
 from r3channel.weights.staged_copy import staged_bytes
 from r3channel.weights.transaction import CALLS, Action, Engine, EngineState, Event, Kind, Transaction, step
 from r3channel.weights.transaction import UpdateState as State
