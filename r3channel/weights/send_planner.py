@@ -27,7 +27,7 @@ from r3channel.weights import rank_link
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.geometry import Box, Needs, Part, RankPlan, ShardMap, plan_reshard, report_of
-from r3channel.weights.groups import JointGroup
+from r3channel.weights.groups import JointGroup, Source
 from r3channel.weights.manifest import Manifest, Push, TensorMeta, is_scale, unit_of
 from r3channel.weights.progress import Deadline, Run
 from r3channel.weights.rank_link import NEEDS, TABLE, Digests, Piece, RankLink, Record
@@ -75,8 +75,9 @@ class SendPlanner:
 
     def __init__(self, ranks: TrainerRanks, config: SyncConfig) -> None:
         self.session = self.nonce = ""
-        self.joint = JointGroup(ranks, config)
-        self.ranks, self._config = ranks, config
+        self.joint, self.source = JointGroup(ranks, config), Source(config)
+        """This rank's ends of the joint group and of broadcasts."""
+        self.ranks, self.config = ranks, config
         self._listener: Listener | None = None
         self.attempts: dict[str, int] = {}
         """The last order to connect, by engine. Links of an order that was given up may still come."""
@@ -98,7 +99,7 @@ class SendPlanner:
 
         All trainers use the first one's secret.
         """
-        config = self._config
+        config = self.config
         run_token = read_token(config.token_file) if config.token_file else ""
         self.session, self.nonce, self._listener = self.ranks.connect(config.host, run_token, deadline)
         mine = (config.host, self._listener.port)
@@ -115,9 +116,9 @@ class SendPlanner:
         self.attempts[engine] = self.attempts.get(engine, 0) + 1
         trainers = self.trainers if op == "open" else self.trainers[:1]
         order = {"op": op, "session": self.session, "nonce": self.nonce, "trainers": trainers}
-        order |= {"engine": engine, "attempt": self.attempts[engine], "wire": self._config.wire}
+        order |= {"engine": engine, "attempt": self.attempts[engine], "wire": self.config.wire}
         # `auto` lets a rank without memory for a staged copy refuse
-        order["staged"] = "auto" if self._config.staged == "auto" else "yes"
+        order["staged"] = "auto" if self.config.staged == "auto" else "yes"
         return order | {"tensors": [meta.row() for meta in self.metas]}
 
     def accept(self, wanted: Mapping[str, int], deadline: Deadline, told: Sequence[TensorMeta]) -> Links:
@@ -146,7 +147,7 @@ class SendPlanner:
                 shared = shared_views(needs.params, reply["shared"]) if reply.get("shared") else []
                 how = str(reply.get("whole", "")), int(reply.get("compared", 0)), bool(reply.get("summed"))
                 rank = RankLink(hello["engine"], int(hello["rank"]), link, needs, *how, shared)
-                rank.record_bytes = _RECORD_BYTES.get(self._config.wire, rank.record_bytes)
+                rank.record_bytes = _RECORD_BYTES.get(self.config.wire, rank.record_bytes)
                 links[rank.engine].append(rank)
             except rank_link.UNREADABLE as error:
                 raise WeightsCorrupt(f"engine {hello['engine']} has no such needs: {error!r:.300}") from error
@@ -168,8 +169,14 @@ class SendPlanner:
                     return hello, link
             link.close()
 
-    def close(self) -> None:
+    def leave(self) -> None:
+        """Leave all groups; members that wait in one fail at once."""
+        self.source.leave()
         self.joint.leave()
+
+    def close(self) -> None:
+        self.leave()
+        self.source = Source(self.config)  # frees the buffers
         self.ranks.close()
         if self._listener is not None:
             self._listener.close()
