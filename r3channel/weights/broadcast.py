@@ -15,25 +15,21 @@ update.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, as_completed, wait
 from functools import partial
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 
 from r3channel.errors import ManifestMismatch, R3Error, WeightsError
-from r3channel.transport.process_group import device_of
-from r3channel.weights.checksums import finite, nonfinite
-from r3channel.weights.config import SyncConfig
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.groups import WeightGroup
 from r3channel.weights.loader_map import NAMES_UNKNOWN
-from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, engine_names, is_scale
-from r3channel.weights.progress import REPAIR_S, Run, background
+from r3channel.weights.manifest import Bucket, TensorMeta, engine_names, is_scale
+from r3channel.weights.progress import REPAIR_S, background
 from r3channel.weights.send_planner import check_complete
-from r3channel.weights.staged_copy import new_memory
 from r3channel.weights.transaction import Action, EngineState, Kind
 from r3channel.weights.update import LOSSES, Update
 
@@ -49,9 +45,9 @@ class Broadcast(Update):
 
     way = "broadcast"
 
-    def __init__(self, *work: Any, source: Source, **options: Any) -> None:
-        super().__init__(*work, **options)
-        self._source, self._say = source, partial(self._ranks.tell, self.now.number)
+    def __init__(self, *work: Any) -> None:
+        super().__init__(*work)
+        self._source, self._say = self._planner.source, partial(self._ranks.tell, self.now.number)
         self._payloads: dict[int, torch.Tensor] = {}
         self._packed = self._loaded = 0
         """How many buckets of this rank are packed, and how many are loaded."""
@@ -342,85 +338,3 @@ class Broadcast(Update):
         """Return the next word of this kind, and its rank."""
         words = self._words.setdefault(what, self._ranks.words(self.now.number, self._run.deadline))
         return next((rank, arguments) for rank, (kind, *arguments) in words if kind == what)
-
-
-# -- a trainer rank's end: the buckets that it packs, and its group ----------------------------------------------------------
-
-
-class Packer:
-    """Packs buckets into two buffers in turn and checks what it packs; one leaves while the other is packed. One thread."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._rooms = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
-
-    def pack(self, number: int, bucket: Bucket, tensors: Sequence[torch.Tensor], run: Run) -> torch.Tensor:
-        """Pack one bucket and check that its numbers are finite.
-
-        Returns:
-            Flat uint8, valid until bucket `number + 2` is packed.
-
-        Raises:
-            NonFiniteWeights: A tensor holds NaN or Inf; names bucket and tensor.
-        """
-        with run.stage("pack"):
-            payload_N = self._room(number, bucket.payload_bytes)[: bucket.payload_bytes]
-            for view, tensor in zip(bucket.views(payload_N), tensors, strict=True):
-                view.copy_(tensor.detach())
-            if payload_N.is_cuda:  # another thread sends it, whose current stream is the default one
-                torch.cuda.current_stream(payload_N.device).synchronize()
-        with run.stage("digest"):
-            if bad := first_nonfinite(bucket.placed, payload_N):
-                raise nonfinite(f"bucket {number}", bad)
-        return payload_N
-
-    def _room(self, number: int, nbytes: int) -> torch.Tensor:
-        if len(self._rooms[number % 2]) < nbytes:
-            self._rooms[number % 2] = new_memory(nbytes, self._device)
-        return self._rooms[number % 2]
-
-
-def first_nonfinite(placed: Iterable[tuple[TensorMeta, int]], payload: torch.Tensor) -> TensorMeta | None:
-    """Return the first tensor that holds NaN or Inf.
-
-    Neighbours of equal dtype are checked together, because each check waits for a device and costs 16 us. Single tensors are
-    checked only to name one.
-
-    Args:
-        placed: Neighbours in a packed bucket with their offsets in bytes; equal dtypes lie without a gap.
-        payload: The bucket's memory, on any device.
-
-    Returns:
-        The tensor; None if all numbers are finite.
-    """
-    for dtype, run in groupby(placed, key=lambda pair: pair[0].dtype):
-        metas = list(run)
-        start, end = metas[0][1], metas[-1][1] + metas[-1][0].nbytes
-        if not finite(payload[start:end].view(dtype)):
-            views = ((meta, payload[at : at + meta.nbytes].view(dtype)) for meta, at in metas)
-            return next(meta for meta, view in views if not finite(view))
-    return None
-
-
-class Source:
-    """This trainer rank's end of broadcasts, for all updates of a session."""
-
-    def __init__(self, config: SyncConfig) -> None:
-        self.packer = Packer(device_of(config.backend))
-        self.group: WeightGroup | None = None
-        self.joining: Future[None] = Future()
-        self.manifest: Manifest | None = None
-        """The manifest that rank 0 was told."""
-        self.buckets: dict[int, list[Bucket]] = {}
-        """Each source's buckets, by its rank."""
-        self.formed: tuple[Sequence[tuple[str, str]], dict[int, str]] = (), {}
-        """At rank 0: the engines in the groups as (URL, boot id), and the groups' names by source."""
-
-    def leave(self) -> None:
-        """Leave the group; engines that wait in it fail at once.
-
-        Any thread may call.
-        """
-        group, self.group = self.group, None
-        if group is not None:
-            group.close()

@@ -7,9 +7,6 @@ import hashlib
 import torch
 import xxhash
 
-from r3channel.errors import NonFiniteWeights
-from r3channel.weights.manifest import TensorMeta
-
 _ROW_BYTES = 16 << 10
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -109,13 +106,3 @@ def _finite_on_host(values: torch.Tensor) -> bool:
         return bool(torch.isfinite(values.detach().float()).all())
     signed = values.detach().view(_SIGNED[dtype.itemsize]).numpy()
     return int(signed.max()) < first and int(signed.view(f"u{dtype.itemsize}").max()) < first + sign
-
-
-def nonfinite(where: str, meta: TensorMeta) -> NonFiniteWeights:
-    """Return the error for a tensor with NaN or Inf.
-
-    Args:
-        where: the place where it was found.
-        meta: the tensor.
-    """
-    return NonFiniteWeights(f"{where}: tensor {meta} holds NaN or Inf. Did the last train step diverge?")

@@ -114,18 +114,20 @@ def hf_weights(
     mpu = bridge.mpu
     everywhere = source is None and mpu.pp_size > 1
     with torch.no_grad():
-        local = list(_local_shards(bridge, chunks))
+        local = list(_local(bridge, chunks))
         device = local[0][1].device
         yielded = set[str]()
-        mine = [shard for shard, _ in local]
+        mine = [(mpu.pp_rank, TensorMeta.of(name, weight), _partition_dim(weight)) for name, weight in local]
         for stage, meta, dim in _all_stages(mine, group=mpu.pp_group, device=device) if everywhere else mine:
             # a stage's shards come in the order in which the stage listed them
             is_here = stage == mpu.pp_rank
             weight = local.pop(0)[1] if is_here else torch.empty(meta.shape, dtype=meta.dtype, device=device)
             if everywhere:
-                dist.broadcast(weight, dist.get_global_rank(mpu.pp_group, stage), group=mpu.pp_group)
+                dist.broadcast(weight.detach(), dist.get_global_rank(mpu.pp_group, stage), group=mpu.pp_group)
             gives = source if experts is None or _EXPERT not in meta.name else experts
-            for name, tensor in _converted(bridge, meta.name, weight, dim, apart=experts is not None):
+            for name, tensor in _converted(
+                bridge, meta.name, weight.detach(), dim, apart=experts is not None
+            ):
                 if name not in yielded and gives is not False:  # the last stage has tied embeddings too
                     yielded.add(name)
                     yield name, tensor.to(_sent_dtype(meta.name, tensor.dtype, dtype))
@@ -141,7 +143,7 @@ def _sent_dtype(name: str, kept: torch.dtype, wanted: torch.dtype | None) -> tor
     return wanted
 
 
-def _local_shards(bridge: Any, chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[_Shard, torch.Tensor]]:
+def _local(bridge: Any, chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     for view in map(NamedView, chunks):
         names = bridge._weight_name_mapping_mcore_local_to_global(view, consider_ep=False)
         # Megatron keeps the experts' biases as buffers
@@ -149,8 +151,7 @@ def _local_shards(bridge: Any, chunks: Sequence[torch.nn.Module]) -> Iterator[tu
         for name, weight in [*view.named_parameters(), *biases]:
             if name not in names:
                 raise ConfigError(f"{name}: not known to {type(bridge).__name__}; is it this model's bridge?")
-            meta = TensorMeta.of(names[name], weight)
-            yield (bridge.mpu.pp_rank, meta, _partition_dim(weight)), weight.detach()
+            yield names[name], weight
 
 
 def _partition_dim(weight: torch.Tensor) -> int:
@@ -302,11 +303,9 @@ def hf_shards(
         chunks: as of `hf_weights`.
         dtype: as of `hf_weights`.
     """
-    mpu, parts = bridge.mpu, list[Part]()
-    dense, expert = (mpu.tp_rank, mpu.tp_size), (mpu.etp_rank, mpu.etp_size)
-    for (_, meta, dim), weight in _local_shards(bridge, chunks):
-        whole_model = _global_expert(bridge, meta.name, mpu.ep_rank) if _EXPERT in meta.name else meta.name
-        parts.append(Part(whole_model, weight, dim, *(expert if _EXPERT in meta.name else dense)))
+    mpu, named = bridge.mpu, _local(bridge, chunks)
+    whole = ((_global_expert(bridge, n, mpu.ep_rank) if _EXPERT in n else n, weight) for n, weight in named)
+    parts = parts_of(whole, dense=(mpu.tp_rank, mpu.tp_size), expert=(mpu.etp_rank, mpu.etp_size))
     return shards_of(parts, partial(_merged, bridge), partial(_named, bridge), dtype=dtype, owner=bridge)
 
 

@@ -20,9 +20,10 @@ import torch
 
 from r3channel.errors import TransportError, UsageError, WeightsCorrupt
 from r3channel.transport.base import Pending, Rendezvous
-from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore, in_background
+from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore, device_of, in_background
 from r3channel.weights.config import SyncConfig
-from r3channel.weights.progress import GRACE_S, REPAIR_S, Deadline, background
+from r3channel.weights.manifest import Bucket, Manifest, first_nonfinite, nonfinite
+from r3channel.weights.progress import GRACE_S, REPAIR_S, Deadline, Run, background
 from r3channel.weights.rank_link import LANDS, LEAVES, RankLink
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.staged_copy import new_memory
@@ -125,6 +126,63 @@ class WeightGroup:
         elif wire is not None:
             # gloo's group ends with the operation under way, by its deadline; NCCL's kernel waits on the device
             in_background(wire.abort, name="weights-bury")
+
+
+class Packer:
+    """Packs buckets into two buffers in turn and checks what it packs; one leaves while the other is packed. One thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rooms = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def pack(self, number: int, bucket: Bucket, tensors: Sequence[torch.Tensor], run: Run) -> torch.Tensor:
+        """Pack one bucket and check that its numbers are finite.
+
+        Returns:
+            Flat uint8, valid until bucket `number + 2` is packed.
+
+        Raises:
+            NonFiniteWeights: A tensor holds NaN or Inf; names bucket and tensor.
+        """
+        with run.stage("pack"):
+            payload_N = self._room(number, bucket.payload_bytes)[: bucket.payload_bytes]
+            for view, tensor in zip(bucket.views(payload_N), tensors, strict=True):
+                view.copy_(tensor.detach())
+            if payload_N.is_cuda:  # another thread sends it, whose current stream is the default one
+                torch.cuda.current_stream(payload_N.device).synchronize()
+        with run.stage("digest"):
+            if bad := first_nonfinite(bucket.placed, payload_N):
+                raise nonfinite(f"bucket {number}", bad)
+        return payload_N
+
+    def _room(self, number: int, nbytes: int) -> torch.Tensor:
+        if len(self._rooms[number % 2]) < nbytes:
+            self._rooms[number % 2] = new_memory(nbytes, self._device)
+        return self._rooms[number % 2]
+
+
+class Source:
+    """This trainer rank's end of broadcasts, for all updates of a session."""
+
+    def __init__(self, config: SyncConfig) -> None:
+        self.packer = Packer(device_of(config.backend))
+        self.group: WeightGroup | None = None
+        self.joining: Future[None] = Future()
+        self.manifest: Manifest | None = None
+        """The manifest that rank 0 was told."""
+        self.buckets: dict[int, list[Bucket]] = {}
+        """Each source's buckets, by its rank."""
+        self.formed: tuple[Sequence[tuple[str, str]], dict[int, str]] = (), {}
+        """At rank 0: the engines in the groups as (URL, boot id), and the groups' names by source."""
+
+    def leave(self) -> None:
+        """Leave the group; engines that wait in it fail at once.
+
+        Any thread may call.
+        """
+        group, self.group = self.group, None
+        if group is not None:
+            group.close()
 
 
 # -- the joint group: its order, and both ends -----------------------------------------------------------------------------

@@ -1,26 +1,34 @@
-"""What travels: names, dtypes and shapes of tensors, their places in flat buckets.
+"""What travels: names, dtypes and shapes of the caller's tensors, their places in flat buckets, and how buckets are filled.
 
 A manifest is built once. Both ends compute offsets from it by the same rule, so no offset ever travels: SGLang's flattened bucket
-(0.5.23, `srt/weight_sync/tensor_bucket.py`) knows no gaps. Nothing here knows a tensor's values, a rank or an engine.
+(0.5.23, `srt/weight_sync/tensor_bucket.py`) knows no gaps. Nothing here knows a rank or an engine.
+
+The caller's tensors are read once and in the caller's thread: their iterator may be collective. Between two tensors the update's
+deadline is looked at. How long the next one may take is the affair of who gives it: a gathering has the timeout of its own group.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
-from r3channel.errors import ConfigError, ManifestMismatch
+from r3channel.errors import ConfigError, ManifestMismatch, NonFiniteWeights
+from r3channel.weights.checksums import finite
+from r3channel.weights.progress import Run
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 _NAMES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 _DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in (*_NAMES, *_FLOAT8)}
 """What may be named on the wire; nothing is looked up in torch by a name that came from outside."""
+Named = tuple[str, torch.Tensor]
+Push = Callable[[Sequence[torch.Tensor]], None]
+"""Takes the next bucket's tensors, in order. They may be overwritten once the next call but one has returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +104,7 @@ class Bucket(NamedTuple):
         Larger items come first; equal item sizes keep the order in which they came.
         """
         ordered = tuple(sorted(tensors, key=lambda meta: -meta.dtype.itemsize))
-        *offsets, end = accumulate((meta.nbytes for meta in ordered), initial=0)
+        *offsets, end = itertools.accumulate((meta.nbytes for meta in ordered), initial=0)
         return cls(ordered, tuple(offsets), end)
 
     @property
@@ -137,6 +145,46 @@ class Manifest(NamedTuple):
         numbered = enumerate(buckets)
         placed = {m.name: (m, n, at) for n, bucket in numbered for at, m in enumerate(bucket.tensors)}
         return cls(tuple(buckets), tuple(placed[meta.name] for meta in order) or tuple(placed.values()))
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Return the numbers of tensors, of buckets and of bytes."""
+        return len(self.arrivals), len(self.buckets), sum(bucket.payload_bytes for bucket in self.buckets)
+
+
+def nonfinite(where: str, meta: TensorMeta) -> NonFiniteWeights:
+    """Return the error for a tensor with NaN or Inf.
+
+    Args:
+        where: the place where it was found.
+        meta: the tensor.
+    """
+    return NonFiniteWeights(f"{where}: tensor {meta} holds NaN or Inf. Did the last train step diverge?")
+
+
+def first_nonfinite(placed: Iterable[tuple[TensorMeta, int]], payload: torch.Tensor) -> TensorMeta | None:
+    """Return the first tensor that holds NaN or Inf.
+
+    Neighbours of equal dtype are checked together, because each check waits for a device and costs 16 us. Single tensors are
+    checked only to name one.
+
+    Args:
+        placed: Neighbours in a packed bucket with their offsets in bytes; equal dtypes lie without a gap.
+        payload: The bucket's memory, on any device.
+
+    Returns:
+        The tensor; None if all numbers are finite.
+    """
+    for dtype, run in itertools.groupby(placed, key=lambda pair: pair[0].dtype):
+        metas = list(run)
+        start, end = metas[0][1], metas[-1][1] + metas[-1][0].nbytes
+        if not finite(payload[start:end].view(dtype)):
+            views = ((meta, payload[at : at + meta.nbytes].view(dtype)) for meta, at in metas)
+            return next(meta for meta, view in views if not finite(view))
+    return None
+
+
+# -- which bucket a tensor goes to -----------------------------------------------------------------------------------------
 
 
 _FUSED_INTO: Mapping[str, str] = {
@@ -246,3 +294,77 @@ def engine_names(names: Iterable[str]) -> frozenset[str]:
     alone = {key for key, parts in fused.items() if len(parts) == 1 and not key.endswith(stacked)}
     # a part without its fellows keeps its own name
     return frozenset(parts[0] if key in alone else key for key, parts in fused.items())
+
+
+# -- the caller's tensors ---------------------------------------------------------------------------------------------------
+
+
+def read_first(named_tensors: Iterator[Named], run: Run, *, cap_bytes: int) -> tuple[Manifest, list[Named]]:
+    """Copy all tensors to the host and group them into buckets.
+
+    Args:
+        named_tensors: read once, in the caller's thread.
+        run: the update; its deadline is checked between two tensors.
+        cap_bytes: a bucket's size at most.
+
+    Returns:
+        The manifest, and the copies in the order in which they came.
+
+    Raises:
+        ManifestMismatch: `fill_buckets` refuses a tensor.
+        NonFiniteWeights: a tensor holds NaN or Inf.
+        Exception: whatever the iterator raises.
+    """
+    copies = list[Named]()
+    for name, tensor in _in_time(named_tensors, run):
+        with run.stage("pack"):
+            copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        with run.stage("digest"):
+            if not finite(copy):
+                raise nonfinite(f"after {len(copies)} tensors", TensorMeta.of(name, copy))
+        copies.append((name, copy))
+    return fill_buckets(itertools.starmap(TensorMeta.of, copies), cap_bytes=cap_bytes), copies
+
+
+def read_again(named_tensors: Iterator[Named], manifest: Manifest, run: Run, push: Push) -> None:
+    """Give `push` each bucket's tensors once all have come.
+
+    They are given in the bucket's order.
+
+    Args:
+        named_tensors: read once, in the caller's thread.
+        manifest: what the first update gave.
+        run: the update; its deadline is checked between two tensors.
+        push: takes a bucket's tensors.
+
+    Raises:
+        ManifestMismatch: other tensors came than the first time; the text names which.
+    """
+    rows: list[dict[int, torch.Tensor]] = [{} for _ in manifest.buckets]
+    due, come = 0, 0
+    for come, (name, tensor) in enumerate(_in_time(named_tensors, run), start=1):
+        if come > len(manifest.arrivals):
+            raise ManifestMismatch(f"the update gives more tensors than the first one did: {name}")
+        meta, bucket, slot = manifest.arrivals[come - 1]
+        if name != meta.name or tensor.dtype != meta.dtype or tensor.shape != meta.shape:
+            raise ManifestMismatch(
+                f"tensor {come}: expected {meta}, got {TensorMeta.of(name, tensor)}; did model, layout or cast change since?"
+            )
+        rows[bucket][slot] = tensor
+        while due < len(rows) and len(rows[due]) == len(manifest.buckets[due].tensors):
+            full, rows[due] = rows[due], {}
+            due += 1
+            push([full[slot] for slot in range(len(full))])
+    if come < len(manifest.arrivals):
+        missing, total = manifest.arrivals[come][0], len(manifest.arrivals)
+        raise ManifestMismatch(f"the update ended after {come} of {total} tensors; expected {missing} next")
+
+
+def _in_time(named_tensors: Iterator[Named], run: Run) -> Iterator[Named]:
+    while True:
+        with run.stage("convert"):
+            named = next(named_tensors, None)
+        if named is None:
+            return
+        run.deadline.left_s()
+        yield named

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from r3channel.errors import DeadlineExceeded
 from r3channel.transport.process_group import in_background
-from r3channel.weights.manifest import Manifest
 
 # Nested waits have the same deadline. The innermost must end first, because it knows who is late: outer ones wait longer.
 GRACE_S = 0.3  # for one call in a thread, which may make several calls
@@ -115,11 +114,10 @@ class Run:
     """What the engines' own checksums will be: by number of ranks, then by rank."""
     _inner_s: float = 0.0
 
-    def ended(self, manifest: Manifest) -> UpdateReport:
+    def ended(self, tensors: int, buckets: int, payload_bytes: int) -> UpdateReport:
         report = self.report
         report.version, report.wall_s = self.version, self.deadline.elapsed_s
-        report.tensors, report.buckets = len(manifest.arrivals), len(manifest.buckets)
-        report.payload_bytes = sum(bucket.payload_bytes for bucket in manifest.buckets)
+        report.tensors, report.buckets, report.payload_bytes = tensors, buckets, payload_bytes
         return report
 
     @contextlib.contextmanager

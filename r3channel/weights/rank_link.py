@@ -23,9 +23,9 @@ import xxhash
 
 from r3channel.errors import GiverChanged, TransportError, WeightsCorrupt, WeightsError
 from r3channel.transport.connection import Connection
-from r3channel.weights.checksums import cross_sums, finite, hashed_bytes, host_bytes, nonfinite, tensor_digest
+from r3channel.weights.checksums import cross_sums, finite, hashed_bytes, host_bytes, tensor_digest
 from r3channel.weights.geometry import Box, Needs, Part
-from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.manifest import TensorMeta, nonfinite
 from r3channel.weights.progress import Deadline
 
 Digests = tuple[dict[str, str], dict[str, str]]

@@ -54,6 +54,8 @@ class TrainerRanks:
         if group is not None:  # the group is not kept: gloo's threads would outlive it
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             self._key = f"r3channel/weights/{dist.get_process_group_ranks(group)}"
+        self.leads = self.rank == 0
+        """Whether this rank speaks to engines."""
         self.update = 0
         """The number of the update under way; it is the same on every rank, because each rank counts the calls."""
         self._step = 0
@@ -65,11 +67,6 @@ class TrainerRanks:
         self._failed: dict[tuple[int, int], BaseException] = {}
         """By update and rank: the error with which the rank has given the update up; this rank is included."""
         self._gone: dict[int, str] = {}
-
-    @property
-    def leads(self) -> bool:
-        """Return whether this rank speaks to engines."""
-        return self.rank == 0
 
     def connect(self, host: str, run_token: str, deadline: Deadline) -> tuple[str, str, Listener]:
         """Connect all ranks to one another.

@@ -1,4 +1,9 @@
-"""The trainer ranks' ends of the links to engines' ranks, for all updates of a session: who connects, who sends what."""
+"""The trainer ranks' ends of the links to engines' ranks, for all updates of a session: who connects, who sends what.
+
+An engine that lost its weights gets those of another one that serves on, so that no copy need be kept. Trainer ranks divide that
+engine's ranks among themselves and read parameters over the links that stand. They hold what they read like shards of their own,
+and the exact plan sends it (`from_peer`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,13 +25,15 @@ from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
 from r3channel.weights import rank_link
 from r3channel.weights.config import SyncConfig
-from r3channel.weights.geometry import Box, Needs, RankPlan, ShardMap, plan_reshard, report_of
-from r3channel.weights.groups import JointGroup
-from r3channel.weights.manifest import Manifest, TensorMeta, is_scale, unit_of
-from r3channel.weights.progress import Deadline
+from r3channel.weights.engine import EngineHandle
+from r3channel.weights.geometry import Box, Needs, Part, RankPlan, ShardMap, plan_reshard, report_of
+from r3channel.weights.groups import JointGroup, Source
+from r3channel.weights.manifest import Manifest, Push, TensorMeta, is_scale, unit_of
+from r3channel.weights.progress import Deadline, Run
 from r3channel.weights.rank_link import NEEDS, TABLE, Digests, Piece, RankLink, Record
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.staged_copy import shared_views
+from r3channel.weights.transaction import EngineState
 
 _SHOWN = 3
 _RECORD_BYTES: dict[str, int] = {"gloo": 4 << 20, "cuda_ipc": 64 << 20, "nccl": 64 << 20}
@@ -36,8 +44,6 @@ Links = dict[str, list[RankLink]]
 """By an engine's URL, the links to its ranks in their order."""
 Sums = list[Digests]
 """Digests of what an engine would hold, by rank."""
-Push = Callable[[Sequence[torch.Tensor]], None]
-"""Takes the next bucket's tensors, in order. They may be overwritten once the next call but one has returned."""
 Feed = Callable[[Push], object]
 """Gives an update's values, bucket by bucket."""
 
@@ -60,13 +66,18 @@ class UpdateSpec(NamedTuple):
         return cls(tuple(map(tuple, buckets)), manifest)
 
 
+Given = tuple[UpdateSpec, Feed]
+"""What one trainer rank gives in an update, and its values."""
+
+
 class SendPlanner:
     """Plans what a trainer rank sends to engines' ranks, and keeps the links to these. OPEN -> CLOSED. One thread."""
 
     def __init__(self, ranks: TrainerRanks, config: SyncConfig) -> None:
         self.session = self.nonce = ""
-        self.joint = JointGroup(ranks, config)
-        self.ranks, self._config = ranks, config
+        self.joint, self.source = JointGroup(ranks, config), Source(config)
+        """This rank's ends of the joint group and of broadcasts."""
+        self.ranks, self.config = ranks, config
         self._listener: Listener | None = None
         self.attempts: dict[str, int] = {}
         """The last order to connect, by engine. Links of an order that was given up may still come."""
@@ -88,7 +99,7 @@ class SendPlanner:
 
         All trainers use the first one's secret.
         """
-        config = self._config
+        config = self.config
         run_token = read_token(config.token_file) if config.token_file else ""
         self.session, self.nonce, self._listener = self.ranks.connect(config.host, run_token, deadline)
         mine = (config.host, self._listener.port)
@@ -105,9 +116,9 @@ class SendPlanner:
         self.attempts[engine] = self.attempts.get(engine, 0) + 1
         trainers = self.trainers if op == "open" else self.trainers[:1]
         order = {"op": op, "session": self.session, "nonce": self.nonce, "trainers": trainers}
-        order |= {"engine": engine, "attempt": self.attempts[engine], "wire": self._config.wire}
+        order |= {"engine": engine, "attempt": self.attempts[engine], "wire": self.config.wire}
         # `auto` lets a rank without memory for a staged copy refuse
-        order["staged"] = "auto" if self._config.staged == "auto" else "yes"
+        order["staged"] = "auto" if self.config.staged == "auto" else "yes"
         return order | {"tensors": [meta.row() for meta in self.metas]}
 
     def accept(self, wanted: Mapping[str, int], deadline: Deadline, told: Sequence[TensorMeta]) -> Links:
@@ -136,7 +147,7 @@ class SendPlanner:
                 shared = shared_views(needs.params, reply["shared"]) if reply.get("shared") else []
                 how = str(reply.get("whole", "")), int(reply.get("compared", 0)), bool(reply.get("summed"))
                 rank = RankLink(hello["engine"], int(hello["rank"]), link, needs, *how, shared)
-                rank.record_bytes = _RECORD_BYTES.get(self._config.wire, rank.record_bytes)
+                rank.record_bytes = _RECORD_BYTES.get(self.config.wire, rank.record_bytes)
                 links[rank.engine].append(rank)
             except rank_link.UNREADABLE as error:
                 raise WeightsCorrupt(f"engine {hello['engine']} has no such needs: {error!r:.300}") from error
@@ -158,8 +169,14 @@ class SendPlanner:
                     return hello, link
             link.close()
 
-    def close(self) -> None:
+    def leave(self) -> None:
+        """Leave all groups; members that wait in one fail at once."""
+        self.source.leave()
         self.joint.leave()
+
+    def close(self) -> None:
+        self.leave()
+        self.source = Source(self.config)  # frees the buffers
         self.ranks.close()
         if self._listener is not None:
             self._listener.close()
@@ -347,3 +364,50 @@ def cast_by(ranks: Sequence[RankLink], metas: Sequence[TensorMeta]) -> dict[str,
                 )
             casts[sent.name] = f"{sent.dtype_name} -> {kept.dtype_name}"
     return casts
+
+
+# -- another engine's memory -----------------------------------------------------------------------------------------------
+
+
+def from_peer(members: Sequence[EngineHandle], planner: SendPlanner, run: Run) -> Given | None:
+    """Return what this trainer rank gives, read from another engine.
+
+    Every trainer rank calls. The values come parameter by parameter.
+
+    Args:
+        members: engines that may be read.
+        planner: the links' planner.
+        run: the update; its version is read.
+
+    Returns:
+        What this rank gives of that version, and the call that gives its values; None if no engine can give them. That call
+        raises GiverChanged where the engine has other bytes than were committed, and TransportError where it dies.
+    """
+    if (peer := _chosen(members, planner, run)) is None:
+        return None
+    # each: a rank, a parameter's number there, and the checkpoint's parts in the parameter
+    reads, param_of = list[tuple[RankLink, int, list[Part]]](), attrgetter("param")
+    for rank in peer.ranks[planner.ranks.rank :: planner.ranks.size]:
+        parts = sorted((part for part in rank.needs.parts if part.box.numel), key=param_of)
+        reads += [(rank, param, list(same)) for param, same in groupby(parts, key=param_of)]
+    held = tuple(tuple((peer.metas[part.tensor], part.box) for part in parts) for *_, parts in reads)
+
+    def feed(push: Push) -> None:
+        for rank, param, parts in reads:
+            with run.stage("convert"):
+                flat = rank.fetch(run.version, param, timeout_s=run.deadline.left_s())
+            push([part.view(flat) for part in parts])
+
+    return UpdateSpec(held, None, peer.metas, cast_by(peer.ranks, peer.metas)), feed
+
+
+def _chosen(members: Sequence[EngineHandle], planner: SendPlanner, run: Run) -> EngineHandle | None:
+    """Return the engine to read, the same on every trainer rank.
+
+    All trainers have links to it, and the first one knows what it serves. None if there is no such engine.
+    """
+    able = [m for m in members if m.staged(m.metas) and not any(rank.whole for rank in m.ranks)]
+    if planner.ranks.leads:
+        able = [m for m in able if m.now.state is EngineState.SERVING and m.gives == run.version]
+    said = planner.ranks.exchange([m.url for m in able], run.deadline)
+    return next((m for m in able if all(m.url in urls for urls in said)), None)

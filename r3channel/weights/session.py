@@ -24,16 +24,15 @@ import torch
 from r3channel import errors
 from r3channel.observe.metrics import Metrics
 from r3channel.transport.collective_lock import PROCESS_SLOT
-from r3channel.weights.broadcast import Broadcast, Source
+from r3channel.weights.broadcast import Broadcast
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.convert import Shard
 from r3channel.weights.engine import EngineHandle, Engines, handle_of
 from r3channel.weights.geometry import Box
-from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
+from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, read_again, read_first
 from r3channel.weights.progress import CONTROL_S, REPAIR_S, Deadline, Run, UpdateReport, background
 from r3channel.weights.ranks import TrainerRanks
-from r3channel.weights.send_planner import Feed, SendPlanner, UpdateSpec
-from r3channel.weights.sources import Given, from_peer, read_again, read_first
+from r3channel.weights.send_planner import Feed, Given, SendPlanner, UpdateSpec, from_peer
 from r3channel.weights.staged_copy import JOINT
 from r3channel.weights.store import HeldWeights
 from r3channel.weights.transaction import EngineState
@@ -84,8 +83,6 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         self._way = "" if config.staged else "broadcast: not wanted"
         self._ranks = TrainerRanks(group)
         self._planner = SendPlanner(self._ranks, config)
-        self._source = Source(config)
-        """This rank's end of broadcasts."""
         self._spec: UpdateSpec | None = None
         """What the last committed update gave."""
         self.metrics = config.metrics or Metrics("trainer")
@@ -314,8 +311,6 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         if self._phase != "closed":
             self._phase = "closed"
             wait([background(member.leave) for member in self._engines.all], timeout=2 * REPAIR_S)
-            self._source.leave()
-            self._source = Source(self._config)  # frees the buffers
             self._planner.close()
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -352,8 +347,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                 yield
         except BaseException as error:
             self._ranks.fail(error)
-            self._source.leave()  # members that wait in a group fail at once
-            self._planner.joint.leave()
+            self._planner.leave()
             raise
         finally:
             self._busy.release()
@@ -439,7 +433,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             self.version, self._spec = version, spec
             self.held = HeldWeights(version, run.checksums) if run.checksums else None
         work.check_all_follow()
-        return run.ended(spec.manifest or Manifest.of([Bucket.of(self._planner.metas)]))
+        return run.ended(*(spec.manifest or Manifest.of([Bucket.of(self._planner.metas)])).size)
 
     def _from_peer(self, member: EngineHandle, deadline: Deadline) -> UpdateReport:
         """Update one engine to the committed version from another's memory.
@@ -452,12 +446,12 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
 
     def _deliver(self, members: Sequence[EngineHandle], run: Run, spec: UpdateSpec, feed: Feed) -> Update:
         """Send staged if wanted and possible, else broadcast; return the update."""
-        room: Any = {"engines": self._engines, "config": self._config, "planner": self._planner}
+        given = members, run, self._engines, self._planner
         run.report.way = self._way or "staged"
         if not self._way or spec.manifest is None:
             # One engine alone is brought over its links: the others need not pause.
             way = Grouped if self._config.wire in JOINT and not run.alone else Staged
-            work = way(members, run, **room)
+            work = way(*given)
             try:
                 work.run(spec, feed)
                 return work
@@ -466,7 +460,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                     raise
                 run.report.way = self._way = f"broadcast: {error}"
             self._ranks.begin()  # another update
-        work = Broadcast(members, run, **room, source=self._source)
+        work = Broadcast(*given)
         work.run(spec, feed)
         return work
 

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from r3channel import errors
-from r3channel.weights.config import SyncConfig
 from r3channel.weights.engine import EngineHandle, Engines
+from r3channel.weights.manifest import Push
 from r3channel.weights.progress import AGAIN_S, CONTROL_S, GRACE_S, REPAIR_S, Run, T, background
 from r3channel.weights.rank_link import RankLink
-from r3channel.weights.send_planner import Feed, Push, SendPlanner, Sums, UpdateSpec, check_complete
+from r3channel.weights.send_planner import Feed, SendPlanner, Sums, UpdateSpec, check_complete
 from r3channel.weights.staged_copy import staged_bytes
 from r3channel.weights.transaction import CALLS, Action, Engine, EngineState, Event, Kind, Transaction, step
 from r3channel.weights.transaction import UpdateState as State
@@ -51,20 +51,18 @@ class Update:
     _push: Push
 
     def __init__(
-        self, members: Sequence[EngineHandle], run: Run, *,
-        engines: Engines, config: SyncConfig, planner: SendPlanner,
-    ) -> None:  # fmt: skip
+        self, members: Sequence[EngineHandle], run: Run, engines: Engines, planner: SendPlanner
+    ) -> None:
         """Make an update of these engines.
 
         Args:
             members: The engines to update.
             run: The update's version, deadline and report.
             engines: All engines of the session.
-            config: The session's settings.
-            planner: Says which tensors go over which link.
+            planner: Says which tensors go over which link; has the session's settings.
         """
         self._handles = {member.url: member for member in members}
-        self._engines, self._config, self._run, self._planner = engines, config, run, planner
+        self._engines, self._config, self._run, self._planner = engines, planner.config, run, planner
         self._version, self._ranks = run.version, planner.ranks
         known = [Engine(m.url, m.now.state, m.now.why, m.now.holds if m.boot_id else None) for m in members]
         parts = {"number": self._ranks.update, "version": run.version, "way": self.way, "alone": run.alone}
@@ -262,8 +260,8 @@ class Staged(Update):
 
     way = "staged"
 
-    def __init__(self, *work: Any, **options: Any) -> None:
-        super().__init__(*work, **options)
+    def __init__(self, *work: Any) -> None:
+        super().__init__(*work)
         self._coming = dict(self._planner.committed) if self.now.alone else {}
         """By an engine's number of ranks: which engine staged first, and its digests."""
         self._fresh: dict[str, tuple[int, int]] = {}

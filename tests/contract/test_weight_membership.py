@@ -26,7 +26,7 @@ def test_awex_handshake_refuses_an_engine_of_other_versions_before_a_group_is_fo
     what: str, theirs: str, ours: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("r3channel.weights.engine.nccl_version", lambda: "2.27.3")
-    monkeypatch.setattr("r3channel.weights.broadcast.device_of", lambda _: torch.device("cpu"))
+    monkeypatch.setattr("r3channel.weights.groups.device_of", lambda _: torch.device("cpu"))
     good, bad = FakeEngine(), FakeEngine()
     other = EngineHandle(bad.url)
     setattr(other, what, theirs)

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3channel.errors import ConfigError, ManifestMismatch
-from r3channel.weights import broadcast, progress
-from r3channel.weights.broadcast import Packer
+from r3channel.weights import groups, progress
+from r3channel.weights.groups import Packer
 from r3channel.weights.manifest import Bucket, TensorMeta, fill_buckets, unit_of
 from r3channel.weights.progress import Deadline, Run
 
@@ -120,7 +120,7 @@ def test_the_real_receiver_reads_back_every_byte(receiver: ModuleType, model: Mo
     received: dict[str, torch.Tensor] = {}
     packer, run = Packer(torch.device("cpu")), Run(Deadline(20, "test"))
     for number, bucket in enumerate(fill_buckets(metas, cap_bytes=cap_bytes).buckets):
-        with patch.object(broadcast, "first_nonfinite", lambda *_: None):  # random bytes may be none
+        with patch.object(groups, "first_nonfinite", lambda *_: None):  # random bytes may be none
             payload = packer.pack(number, bucket, [sent[name] for name in names_of(bucket)], run)
         tensors = bucket.tensors
         shapes = [list(m.shape) for m in tensors]

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from r3channel.cli import main
 from r3channel.errors import ManifestMismatch
 from r3channel.tools.weights import compare
-from r3channel.weights.broadcast import first_nonfinite
 from r3channel.weights.checksums import _finite_on_device, cross_sums, finite
 from r3channel.weights.convert import te_name
-from r3channel.weights.manifest import Bucket, TensorMeta, engine_names
+from r3channel.weights.manifest import Bucket, TensorMeta, engine_names, first_nonfinite
 from r3channel.weights.store import HeldWeights
 from tests.support.fake_engine import FakeEngine
 
