@@ -57,7 +57,7 @@ BATCH = 32
 """Requests that decode together: a request's decoded rows lie this many slots apart."""
 Ways = Mapping[str, Callable[[Any], object]]
 _PASSES = 64
-_NAME = "r3channel.bench.capture"
+_NAME = "examples.embedded.bench.capture"
 _TIMEOUT_S, _TRAIL_S = 600.0, 0.02
 """The second is the time for work that an engine does after its reply."""
 _PROMPT_TOKENS, _NEW_TOKENS = 480, 4
