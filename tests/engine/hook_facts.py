@@ -174,7 +174,7 @@ def routers_of_a_model() -> list[list[Any]]:
     from sglang.srt.layers.moe import hash_topk, topk
     from sglang.srt.layers.moe.utils import MoeRunnerBackend, RoutingMethodType
 
-    from r3channel.engine import sglang as room
+    from r3channel.engine import sglang_engine as room
 
     shared = topk.SharedExpertsConfig()  # no model is served here that would say
     topk.get_model = hash_topk.get_model = lambda: SimpleNamespace(shared_experts=shared)

@@ -30,7 +30,7 @@ DOORS = {("engine/sglang_plugin.py", "r3channel.weights.receiver")}
 """SGLang's processes have one door, and both rooms that live there are entered by it."""
 
 PLACES = {
-    "sglang": ("engine/sglang.py", "weights/receiver.py"),
+    "sglang": ("engine/sglang.py", "engine/sglang_engine.py", "weights/receiver.py"),
     "megatron": ("trainer/adapters/megatron.py",),
     "ray": ("relay/ray_host.py", "integrations/", "bench/relay.py", "bench/relay_paths.py"),
     "torch.distributed": ("transport/", "weights/", "recordings/run_ranks.py"),

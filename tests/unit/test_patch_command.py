@@ -188,6 +188,6 @@ def test_each_patch_of_this_project_names_every_file_with_both_hashes() -> None:
 
 def test_every_hook_of_our_patches_is_a_function_of_the_engine_room() -> None:
     patches = "".join(path.read_text() for path in (ROOT / "patches").glob("sglang-*.patch"))
-    rooms = "".join((ROOT / "r3channel/engine" / f).read_text() for f in ("sglang.py", "sglang_tensors.py"))
+    rooms = "".join(path.read_text() for path in (ROOT / "r3channel/engine").glob("sglang*.py"))
     names = set(re.findall(r'@r3channel_hook\("(\w+)"', patches))
     assert len(names) >= 8 and names <= set(re.findall(r"^def (\w+)", rooms, re.MULTILINE))

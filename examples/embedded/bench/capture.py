@@ -266,8 +266,9 @@ class SchedulerThread:
         self._ids_TLK = ids.repeat(max(PASS_ROWS) // len(ids), 1, 1)
         kinds = {"stock": RoutedExpertsCapturer, "r3channel": room.FrameCapturer}
         self._capturers = {name: _capturer(kind, config, slots, requests=1) for name, kind in kinds.items()}
-        room._config, room._runner = EngineConfig(token_tensors="combine_weights"), Mock()
-        room._runner.model.modules.return_value = ()
+        engine, runner = room.engine, Mock()
+        engine.engine_config, engine.model_runner = EngineConfig(token_tensors="combine_weights"), runner
+        runner.model.modules.return_value = ()
         self._capturers["weights"] = _capturer(room.FrameCapturer, config, slots, requests=1)
         for name, end in self.passes().items():
             self._capturers[name].device_cache.buffer.copy_(self._ids_TLK)
