@@ -19,12 +19,13 @@ from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer, get_
 from r3channel.config import EngineConfig
 from r3channel.engine import capture, sglang_tensors
 from r3channel.engine import sglang_engine as engine
-from r3channel.engine import sglang_hooks as hooks
-from r3channel.engine.capture import LayerSelection, SlotRows, UnfinishedFrame, parse_weight_version
+from r3channel.engine.capture import LayerSelection, SlotRows, UnfinishedFrame
 from r3channel.engine.copy_stream import PassCopies, Restored
 from r3channel.engine.frame_sender import Outlet, report
+from r3channel.engine.refusals import parse_weight_version
 from r3channel.engine.retraction import Kept, KeptStore
 from r3channel.engine.sglang_engine import note_weight_version, refuse_engine, set_up, weight_version
+from r3channel.engine.sglang_hooks import hooks_of, path_of
 from r3channel.engine.token_tensors import KeptWeights
 from r3channel.errors import ConfigError, R3Error
 from r3channel.wire.frame import sample_key
@@ -49,24 +50,9 @@ def apply(config: EngineConfig) -> None:
         ConfigError: If `set_up` refuses the settings.
     """
     set_up(config)
-    HookRegistry.register(hooks.CAPTURER, FrameCapturer, HookType.REPLACE)
-    HookRegistry.register(hooks.COLLECT, collect_frame, HookType.AROUND)
-    HookRegistry.register(hooks.INIT_BATCH, note_batch, HookType.AFTER)
-    HookRegistry.register(hooks.RELEASE, keep_rows, HookType.BEFORE)
-    HookRegistry.register(hooks.TRANSFERRED, note_transferred, HookType.AFTER)
-    HookRegistry.register(hooks.INIT_CAPTURER, refuse_engine, HookType.BEFORE)
-    if config.token_tensors:
-        HookRegistry.register(
-            hooks.TOP_LOGPROBS[engine.has_bags()], sglang_tensors.take_topk, HookType.AROUND
-        )
-        HookRegistry.register(hooks.STREAM, sglang_tensors.add_tensors, HookType.BEFORE)
-        if "combine_weights" in config.token_tensors:
-            HookRegistry.register(hooks.WEIGHTS, note_weights, HookType.BEFORE)
-        if engine.has_bags():
-            HookRegistry.register(hooks.MASKS, sglang_tensors.keep_masks, HookType.AROUND)
-    if not engine.has_bags():
-        for path in hooks.UPDATES:
-            HookRegistry.register(path, note_weight_version, HookType.AFTER)
+    functions = vars(sglang_tensors) | globals()
+    for hook in hooks_of(bags=engine.has_bags(), token_tensors=config.token_tensors):
+        HookRegistry.register(hook.path, functions[hook.function], HookType[hook.kind])
 
 
 # -- capture ---------------------------------------------------------------------------------------------------------------
@@ -144,7 +130,8 @@ class FrameCapturer(RoutedExpertsCapturer):
             return super().capture(layer_id, topk_indices)
         weights, self.weights = self.weights, None
         if weights is None:
-            raise R3Error(f"layer {layer_id} routes past {hooks.WEIGHTS}, where combine_weights are seen")
+            where = path_of("note_weights")
+            raise R3Error(f"layer {layer_id} routes past {where}, where combine_weights are seen")
         pairs_TK = self.device_cache.buffer[: len(topk_indices), layer_id]
         in_place = topk_indices.shape == pairs_TK.shape and not hasattr(self, "gather_buffer")
         if not in_place:  # ranks gather them first, or columns are added
