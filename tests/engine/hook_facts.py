@@ -128,7 +128,7 @@ def our_forward_end() -> dict[str, Any]:
 
     from r3channel.engine import sglang as room
     from r3channel.engine.capture import LayerSelection, SlotRows
-    from r3channel.engine.copy_stream import HostStream, PassCopies, Streams
+    from r3channel.engine.copy_stream import PassCopies, Stream, Streams
     from r3channel.model.spec import RoutingSpec
 
     spec = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
@@ -143,7 +143,7 @@ def our_forward_end() -> dict[str, Any]:
         _version=("0", 0),
     )  # fmt: skip
     room.weight_version = lambda: "0"
-    forward = HostStream()
+    forward = Stream()
     streams.forward = lambda: forward
     streams.copies.run = lambda call: None  # what the copy stream is given is not the forward's
     return _under_watch(lambda: capturer.on_forward_end(batch, False, None, no_copy_to_cpu=True))
