@@ -32,7 +32,7 @@ DOORS = {("engine/sglang_plugin.py", "r3channel.weights.receiver")}
 PLACES = {
     "sglang": ("engine/sglang.py", "engine/sglang_engine.py", "weights/receiver.py"),
     "megatron": ("trainer/adapters/megatron.py",),
-    "ray": ("relay/ray_host.py", "integrations/", "bench/relay.py", "bench/relay_paths.py"),
+    "ray": ("relay/ray_host.py", "integrations/", "bench/relay.py", "bench/relay_peers.py"),
     "torch.distributed": ("transport/", "weights/", "recordings/run_ranks.py"),
     "prometheus_client": ("observe/metrics.py",),
 }
