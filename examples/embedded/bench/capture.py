@@ -266,7 +266,8 @@ class SchedulerThread:
         self._ids_TLK = ids.repeat(max(PASS_ROWS) // len(ids), 1, 1)
         kinds = {"stock": RoutedExpertsCapturer, "r3channel": room.FrameCapturer}
         self._capturers = {name: _capturer(kind, config, slots, requests=1) for name, kind in kinds.items()}
-        engine, runner = room.engine, Mock()
+        engine: Any = room.engine
+        runner = Mock()
         engine.engine_config, engine.model_runner = EngineConfig(token_tensors="combine_weights"), runner
         runner.model.modules.return_value = ()
         self._capturers["weights"] = _capturer(room.FrameCapturer, config, slots, requests=1)
