@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from examples.async_grpo.grpo import GROUP
@@ -17,8 +17,8 @@ from r3channel.errors import R3Error
 from r3channel.integrations import preflight
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.recorder import add_options, recorder_of
-from r3channel.tools import commands, extras
-from r3channel.tools.extras import ROLES
+from r3channel.tools import commands
+from r3channel.tools.extras import ROLES, check_distribution
 
 VERSIONS = {"sglang": ("0.5.15.post1", "0.5.23"), "megatron-core": ("0.16.1",)}
 """With which the demo was run."""
@@ -146,12 +146,25 @@ def _faults(args: argparse.Namespace) -> Iterator[str]:
     yield from _machine(args, layout)
 
 
+def packages(names: Iterable[str], versions: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """Yield a line for each missing distribution, and each of a version that was not read.
+
+    A distribution that is not in `versions` may have any.
+    """
+    for name in names:
+        check, expected = check_distribution(name), versions.get(name, ())
+        if not check.ok:
+            yield f"{name} is {check.found}; {check.remedy}"
+        elif expected and check.found not in expected:
+            yield f"{name} {check.found} was not read, only {' and '.join(expected)}; pip install {name}=={expected[-1]}"
+
+
 def _machine(args: argparse.Namespace, layout: TrainerLayout) -> Iterator[str]:
     for name in _FOLDERS:
         yield preflight.folder(_flag(name), getattr(args, name) or "")
     for name in _FILES:
         yield preflight.folder(_flag(name), (getattr(args, name) and Path(getattr(args, name)).parent) or "")
-    yield from extras.packages(ROLES["all"].needs, VERSIONS)
+    yield from packages(ROLES["all"].needs, VERSIONS)
     yield _gpus(args.device, layout.world_size)
     base = tempfile.gettempdir()
     yield preflight.folder("TMPDIR", base, room_bytes=_TEMPORARY_BYTES)

@@ -20,7 +20,7 @@ BENCHES = {
 }
 """Name -> what it measures, as its help says."""
 OF_CLONE = ("capture", "e2e", "weights", "replay")
-"""Benchmarks that start real engines or trainers without a GPU, with examples/embedded, which is in no wheel."""
+"""Benchmarks that start real engines or trainers without a GPU. They lie in examples/embedded, which is in no wheel."""
 
 
 def parts_of(name: str) -> Mapping[str, Callable[..., dict[str, Any]]]:
@@ -32,7 +32,8 @@ def parts_of(name: str) -> Mapping[str, Callable[..., dict[str, Any]]]:
         name: A benchmark of `BENCHES`.
     """
     module, table = ("e2e", "REPLAY") if name == "replay" else (name, "PARTS")
-    return getattr(importlib.import_module(f"r3channel.bench.{module}"), table)
+    package = "examples.embedded.bench" if name in OF_CLONE else "r3channel.bench"
+    return getattr(importlib.import_module(f"{package}.{module}"), table)
 
 
 def run(argv: Sequence[str]) -> int:

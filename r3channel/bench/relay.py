@@ -35,8 +35,10 @@ import torch
 
 import r3channel
 from r3channel.bench import relay_paths as paths
+from r3channel.bench import relay_peers as peers
 from r3channel.bench.harness import Effort, Parts, cpu_seconds_of, family_of, interleaved, medians_s, timed
-from r3channel.bench.relay_paths import ALL, DIRECT, LIMIT, NUMPY, OWN, PEERS, Case, Seconds, spent
+from r3channel.bench.relay_paths import OWN, Case, Seconds, spent
+from r3channel.bench.relay_peers import ALL, DIRECT, LIMIT, NUMPY, PEERS
 from r3channel.bench.relay_socket import socket
 from r3channel.bench.wire import generate
 from r3channel.errors import R3Error
@@ -129,9 +131,9 @@ class Manager(RelayHost):
     def __init__(self, case: Case) -> None:
         torch.set_num_threads(1)
         self._work, self._ranks = paths.Workload(case), []
-        self._own, self._raw = paths.ChannelSending(self._work), paths.RawSending(self._work)
+        self._own, self._raw = paths.ChannelSending(self._work), peers.RawSending(self._work)
         self._sending: dict[str, Any] = {OWN: self._own, LIMIT: self._raw}
-        self._sending |= {path: paths.StoreSending(self._work, path) for path in PEERS}
+        self._sending |= {path: peers.StoreSending(self._work, path) for path in PEERS}
         self.relay = self._own.relay
         gc.freeze()  # modules and the step's data need no collecting
 
@@ -206,8 +208,8 @@ class Rank:
     def __init__(self, rank: int, case: Case, manager: Any, rendezvous: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         _, plan = case.plan()
-        self._taking: dict[str, Any] = {LIMIT: paths.RawTaking(plan, rank, Rendezvous(**rendezvous))}
-        self._taking |= {path: paths.ArraysTaking(plan, rank, path) for path in PEERS}
+        self._taking: dict[str, Any] = {LIMIT: peers.RawTaking(plan, rank, Rendezvous(**rendezvous))}
+        self._taking |= {path: peers.ArraysTaking(plan, rank, path) for path in PEERS}
         self._taking[OWN] = self._own = paths.ChannelTaking(case, rank, RayRelay(manager))
         gc.freeze()
 

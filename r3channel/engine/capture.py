@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from r3channel.errors import ConfigError, RoutingError
+from r3channel.errors import RoutingError
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.chunks import CHUNK_ROWS, chunk_count
 from r3channel.wire.codec import written_as_is
@@ -29,42 +29,6 @@ NO_VERSION = -1
 UNREADABLE_VERSION = -2
 """Stamped while the engine's version is not a number; a request with such rows gets an error frame."""
 _MISSING = int(RowKind.MISSING)
-
-
-def parse_weight_version(text: str) -> int:
-    """Return SGLang's weight version string as a count.
-
-    "default" means that the version was never set, and counts as 0.
-
-    Args:
-        text: A decimal count of at most 18 digits, such as "0" or "7", or "default".
-
-    Raises:
-        ConfigError: For any other text.
-
-    >>> parse_weight_version("7"), parse_weight_version("default")
-    (7, 0)
-    """
-    if text == "default":
-        return 0
-    if not (text.isascii() and text.isdigit()) or len(text) > 18:
-        raise ConfigError(
-            f"weight version {text!r}: expected a decimal count such as '0' or '7'. Rows are told apart by it; start the engine "
-            "with --weight-version 0 and count up with each update"
-        )
-    return int(text)
-
-
-def check_representable(spec: RoutingSpec) -> None:
-    """Refuse the shape in which a missing row could look real.
-
-    Raises:
-        ConfigError: For 256 experts with top-1. After narrowing, a padding id (-1) would be the same byte as expert 255.
-    """
-    if spec.num_experts == 256 and spec.top_k == 1:
-        raise ConfigError(
-            "256 experts with top-1: -1 and expert 255 are the same byte, so a missing row would look real"
-        )
 
 
 def torch_id_dtype(spec: RoutingSpec) -> torch.dtype:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -38,14 +38,6 @@ class Event(Protocol):
         ...
 
 
-class Stream(Protocol):
-    """Work that is done in order. `run` issues the work of `call`, which may run at once or later."""
-
-    def run(self, call: Callable[[], object]) -> None: ...
-    def record(self) -> Event: ...
-    def wait(self, event: Event) -> None: ...
-
-
 class _Done:
     def query(self) -> bool:
         return True
@@ -54,37 +46,26 @@ class _Done:
 _DONE = _Done()
 
 
-class HostStream:
-    """A CPU's stream: all work is done at once."""
+class Stream:
+    """Work that is done in order. A CPU's stream, without one of a device, does it at once."""
 
-    def run(self, call: Callable[[], object]) -> None:
-        call()
-
-    def record(self) -> Event:
-        return _DONE
-
-    def wait(self, event: Event) -> None:
-        pass
-
-
-class CudaStream:
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any = None) -> None:
         self.stream = stream
 
     def run(self, call: Callable[[], object]) -> None:
-        with torch.cuda.stream(self.stream):
+        """Issue the work of `call`, which may run at once or later."""
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             call()
 
     def record(self) -> Event:
-        event: Any = torch.cuda.Event()
-        event.record(self.stream)
-        return event
+        return _DONE if self.stream is None else self.stream.record_event()
 
     def wait(self, event: Event) -> None:
-        self.stream.wait_event(event)
+        if self.stream is not None:
+            self.stream.wait_event(event)
 
 
-class CurrentStream(CudaStream):
+class CurrentStream(Stream):
     """The thread's current stream, where work goes in any case."""
 
     def run(self, call: Callable[[], object]) -> None:
@@ -92,34 +73,28 @@ class CurrentStream(CudaStream):
 
 
 class Streams:
-    """The streams of a CPU: one for all work."""
+    """The streams of a device's copies. On a CPU one is for all work."""
 
-    def __init__(self) -> None:
-        self.copies: Stream = HostStream()
-        self.reads: Stream = self.copies
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+        self.copies = self._another()
+        self.reads = self._another()
         """The stream of reads, which must not queue behind the copy of a pass that still runs."""
 
     def forward(self) -> Stream:
         """Return the stream that the pass was launched on."""
-        return self.copies
-
-
-class CudaStreams(Streams):
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.copies, self.reads = self._another(), self._another()
-
-    def forward(self) -> Stream:
+        if self._device is None:
+            return self.copies
         current: Any = torch.cuda.current_stream(self._device)
         # torch hands out 32 streams in turn, so ours may be the forward's stream: copies would then wait in its order.
-        while current.cuda_stream == self.copies.stream.cuda_stream:  # type: ignore[attr-defined]
+        while current.cuda_stream == self.copies.stream.cuda_stream:
             self.copies = self._another()
-        while current.cuda_stream == self.reads.stream.cuda_stream:  # type: ignore[attr-defined]
+        while current.cuda_stream == self.reads.stream.cuda_stream:
             self.reads = self._another()
         return CurrentStream(current)
 
-    def _another(self) -> CudaStream:
-        return CudaStream(torch.cuda.Stream(self._device))
+    def _another(self) -> Stream:
+        return Stream(None if self._device is None else torch.cuda.Stream(self._device))
 
 
 class Ring:
@@ -220,7 +195,7 @@ class PassCopies:
         device = torch.device(device)
         self._rows, self._selection = rows, selection
         self._timed, self._counted = timed, counted
-        self._streams = streams or (CudaStreams(device) if device.type == "cuda" else Streams())
+        self._streams = streams or Streams(device if device.type == "cuda" else None)
         # Each row has its slot behind it, as a word, so one copy brings both. A pass's segment is cut from views made once.
         words = -(-rows.row_bytes // _SLOT_BYTES) + 1
         most = max((ring_bytes or _LEAST_RING_BYTES) // (words * _SLOT_BYTES), 2 * most_rows)
@@ -312,7 +287,7 @@ class PassCopies:
         Raises:
             DeadlineExceeded: If the numbers do not reach the host within `WAIT_S` seconds.
         """
-        if isinstance(self._streams.reads, HostStream):
+        if self._streams.reads.stream is None:
             return table.numpy()[row, :count]
         if count > len(self._read):
             self._read = torch.empty(2 * count, dtype=torch.int32, pin_memory=table.is_cuda)

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from r3channel.config import REFUSALS
-from r3channel.engine.capture import check_representable, parse_weight_version
 from r3channel.engine.sglang_settings import flag, has_dp_attention, judged, refused
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
@@ -31,6 +30,42 @@ class Router(NamedTuple):
     layer: int
     unseen: str = ""
     """Why the router's choices never reach the capturer; empty if they do."""
+
+
+def parse_weight_version(text: str) -> int:
+    """Return SGLang's weight version string as a count.
+
+    "default" means that the version was never set, and counts as 0.
+
+    Args:
+        text: A decimal count of at most 18 digits, such as "0" or "7", or "default".
+
+    Raises:
+        ConfigError: For any other text.
+
+    >>> parse_weight_version("7"), parse_weight_version("default")
+    (7, 0)
+    """
+    if text == "default":
+        return 0
+    if not (text.isascii() and text.isdigit()) or len(text) > 18:
+        raise ConfigError(
+            f"weight version {text!r}: expected a decimal count such as '0' or '7'. Rows are told apart by it; start the engine "
+            "with --weight-version 0 and count up with each update"
+        )
+    return int(text)
+
+
+def check_representable(spec: RoutingSpec) -> None:
+    """Refuse the shape in which a missing row could look real.
+
+    Raises:
+        ConfigError: For 256 experts with top-1. After narrowing, a padding id (-1) would be the same byte as expert 255.
+    """
+    if spec.num_experts == 256 and spec.top_k == 1:
+        raise ConfigError(
+            "256 experts with top-1: -1 and expert 255 are the same byte, so a missing row would look real"
+        )
 
 
 def refusals(

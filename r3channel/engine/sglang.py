@@ -1,4 +1,4 @@
-"""The hooks into SGLang: the only module of this room that imports it. Read against the versions in `sglang_hooks.READ_AGAINST`.
+"""The hooks of capture in SGLang, and what registers all hooks. Read against the versions in `sglang_hooks.READ_AGAINST`.
 
 `TopK` writes int32 ids into SGLang's device buffer. At the end of the pass `PassCopies` narrows the ids of the MoE layers and
 copies them to the host on a stream of its own. When SGLang handles the pass's result, the ids are written, with their
@@ -8,53 +8,34 @@ its frame. All of it runs on the scheduler's thread.
 
 from __future__ import annotations
 
-import inspect
 import logging
-import secrets
 from collections.abc import Callable, Iterator
-from operator import attrgetter
 from typing import Any
 
 import torch
-from sglang.srt import runtime_context
-from sglang.srt.layers.moe import topk as routing
-from sglang.srt.layers.moe.hash_topk import HashTopK
-from sglang.srt.layers.moe.topk import TopK, TopKOutputFormat
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer, get_global_experts_capturer
 
-import r3channel
 from r3channel.config import EngineConfig
-from r3channel.engine import capture, refusals, sglang_tensors
-from r3channel.engine import sglang_hooks as hooks
-from r3channel.engine.capture import LayerSelection, SlotRows, UnfinishedFrame, parse_weight_version
+from r3channel.engine import capture, sglang_tensors
+from r3channel.engine import sglang_engine as engine
+from r3channel.engine.capture import LayerSelection, SlotRows, UnfinishedFrame
 from r3channel.engine.copy_stream import PassCopies, Restored
-from r3channel.engine.frame_sender import Outlet, is_costly, report
+from r3channel.engine.frame_sender import Outlet, report
+from r3channel.engine.refusals import parse_weight_version
 from r3channel.engine.retraction import Kept, KeptStore
-from r3channel.engine.sglang_hooks import check_hooks, hooked, installed_version, matching_table
+from r3channel.engine.sglang_engine import note_weight_version, refuse_engine, set_up, weight_version
+from r3channel.engine.sglang_hooks import hooks_of, path_of
 from r3channel.engine.token_tensors import KeptWeights
 from r3channel.errors import ConfigError, R3Error
-from r3channel.model.spec import RoutingSpec
-from r3channel.transport.process_group import nccl_version, torch_version
 from r3channel.wire.frame import sample_key
-from r3channel.wire.hello import PROBE_PREFIX, Hello
+from r3channel.wire.hello import PROBE_PREFIX
 from r3channel.wire.routing import Ids, RowKind
 from r3channel.wire.token_tensors import tensors_of
 
-__all__ = ["FrameCapturer", "apply", "check_hooks"]
+__all__ = ["FrameCapturer", "apply", "note_weight_version", "refuse_engine", "set_up"]
 
 log = logging.getLogger(__name__)
-_config = EngineConfig()
-_table = ""
-"""The table of `sglang_hooks.TABLES` that this SGLang follows."""
-_runner: Any = None
-"""The model runner whose passes are captured."""
-_scales: Callable[[Any], object] = getattr(
-    routing, "is_routed_scaling_factor_fused_in_topk", attrgetter("apply_routed_scaling_factor_on_output")
-)
-"""Returns whether a router's scaling factor is in its weights. The attribute alone does not decide it: ROCm (0.5.23)."""
-_announced_version: str | None = None
-"""The version of the last weight update, where SGLang does not tell its scheduler of versions (0.5.15.post1)."""
 
 
 def apply(config: EngineConfig) -> None:
@@ -69,113 +50,9 @@ def apply(config: EngineConfig) -> None:
         ConfigError: If `set_up` refuses the settings.
     """
     set_up(config)
-    HookRegistry.register(hooks.CAPTURER, FrameCapturer, HookType.REPLACE)
-    HookRegistry.register(hooks.COLLECT, collect_frame, HookType.AROUND)
-    HookRegistry.register(hooks.INIT_BATCH, note_batch, HookType.AFTER)
-    HookRegistry.register(hooks.RELEASE, keep_rows, HookType.BEFORE)
-    HookRegistry.register(hooks.TRANSFERRED, note_transferred, HookType.AFTER)
-    HookRegistry.register(hooks.INIT_CAPTURER, refuse_engine, HookType.BEFORE)
-    if config.token_tensors:
-        HookRegistry.register(hooks.TOP_LOGPROBS[_has_bags()], sglang_tensors.take_topk, HookType.AROUND)
-        HookRegistry.register(hooks.STREAM, sglang_tensors.add_tensors, HookType.BEFORE)
-        if "combine_weights" in config.token_tensors:
-            HookRegistry.register(hooks.WEIGHTS, note_weights, HookType.BEFORE)
-        if _has_bags():
-            HookRegistry.register(hooks.MASKS, sglang_tensors.keep_masks, HookType.AROUND)
-    if not _has_bags():
-        for path in hooks.UPDATES:
-            HookRegistry.register(path, note_weight_version, HookType.AFTER)
-
-
-def set_up(config: EngineConfig) -> None:
-    """Keep the configuration and the table of SGLang names.
-
-    Call this once per process, before any hook is called.
-
-    Args:
-        config: The engine's settings.
-
-    Raises:
-        ConfigError: If the codec is unknown, lacks its package or is too costly for in-band delivery, or if this SGLang does not
-            return a requested token tensor.
-    """
-    global _config, _table
-    is_costly(config)  # an unknown codec ends the start, not the first request
-    masks = [tensor.name for tensor in tensors_of(config.token_tensors) if tensor.made_by == "mask_rows"]
-    if masks and not _has_bags():
-        raise ConfigError(f"R3CHANNEL_TOKEN_TENSORS: SGLang {installed_version()} returns no {masks}")
-    _config, _table = config, matching_table() or ""  # before a hook changes the names that are looked up
-
-
-# -- what the engine was started with --------------------------------------------------------------------------------------
-
-
-def _has_bags() -> bool:
-    """Return whether SGLang keeps its settings in bags by theme.
-
-    0.5.23 does; 0.5.15.post1 has one object.
-    """
-    return hasattr(runtime_context, "get_serving")
-
-
-def settings() -> dict[str, Any]:
-    """Return the settings that SGLang runs with, by argument name.
-
-    The weight version is the one that the scheduler knows now.
-    """
-    args: Any = runtime_context.get_server_args()
-    values = args.resolved_dict() if _has_bags() else vars(args)
-    return {**values, "weight_version": weight_version()}
-
-
-def asked_for() -> dict[str, Any]:
-    """Return the settings that differ from SGLang's defaults.
-
-    0.5.15.post1 overwrites its arguments with the values that it resolves, so each resolved value is judged, too.
-    """
-    args: Any = runtime_context.get_server_args()
-    plain: Any = type(args)(model_path="none")  # for which 0.5.15.post1 resolves nothing
-    names = args.__struct_fields__ if _has_bags() else vars(plain)
-    shown = [name for name in names if not name.startswith("_")]  # the others are internal to its parser
-    values = settings()
-    return {name: values[name] for name in shown if getattr(args, name) != getattr(plain, name)}
-
-
-def weight_version() -> str:
-    """Return the weight version that SGLang's scheduler knows now."""
-    if _has_bags():
-        return runtime_context.get_serving().weight_version
-    args: Any = runtime_context.get_server_args()
-    return args.weight_version if _announced_version is None else _announced_version
-
-
-def note_weight_version(result: Any, updater: Any, recv_req: Any) -> None:
-    """Keep the version of a successful weight update; hook AFTER it.
-
-    In 0.5.15.post1 the version is in the request and reaches the scheduler nowhere else.
-    """
-    global _announced_version
-    del updater
-    if result.success and recv_req.weight_version is not None:
-        _announced_version = recv_req.weight_version
-
-
-def _streams_replies() -> bool:
-    """Return whether this rank replies to requests.
-
-    Of the ranks that share a request one replies; the others need not gather its rows.
-    """
-    parallel = runtime_context.get_parallel()
-    return parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0
-
-
-def _replica() -> int:
-    """Return the index of this process among those that reply.
-
-    These are data-parallel copies of the engine, or groups of DP attention.
-    """
-    parallel: Any = runtime_context.get_parallel()
-    return getattr(parallel, "dp_rank", None) or getattr(parallel, "attn_dp_rank", None) or 0
+    functions = vars(sglang_tensors) | globals()
+    for hook in hooks_of(bags=engine.has_bags(), token_tensors=config.token_tensors):
+        HookRegistry.register(hook.path, functions[hook.function], HookType[hook.kind])
 
 
 # -- capture ---------------------------------------------------------------------------------------------------------------
@@ -199,13 +76,14 @@ class FrameCapturer(RoutedExpertsCapturer):
     ) -> None:
         # One slot, because SGLang's int32 host cache for all layers is freed at once. SGLang's device buffer holds a chunk, or
         # one token of each request. A pass with more rows than the buffer ends the engine.
-        most = max(max_running_requests * _verified_tokens(), _unchunked_tokens(model_config))
+        most = max(max_running_requests * engine.verified_tokens(), engine.unchunked_tokens(model_config))
         super().__init__(model_config, num_tokens=1, max_running_requests=most, device=device, **kwargs)
         if hasattr(self.host_cache, "destroy"):  # not in 0.5.15.post1
             self.host_cache.destroy()
         self.host_cache: Any = None
-        self.spec = engine_spec(model_config)
-        tensors = tensors_of(_config.token_tensors, self.spec)
+        self.spec = engine.engine_spec(model_config)
+        config = engine.engine_config
+        tensors = tensors_of(config.token_tensors, self.spec)
         self.weighs = any(tensor.made_by == "router_weights" for tensor in tensors)
         self._version = (weight_version(), parse_weight_version(weight_version()))
         self._unfinished: UnfinishedFrame | None = None
@@ -213,17 +91,17 @@ class FrameCapturer(RoutedExpertsCapturer):
         """The request whose rows `get_topk` gathers."""
         self.outlet: Outlet | None = None
         """None on a rank that does not reply; such a rank copies nothing."""
-        if not _streams_replies():
+        if not engine.streams_replies():
             return
-        hello = engine_hello(self.spec, context=getattr(model_config, "context_len", None) or 0)
-        self.outlet = outlet = Outlet(_config, hello, replica=_replica())
+        hello = engine.engine_hello(self.spec, context=getattr(model_config, "context_len", None) or 0)
+        self.outlet = outlet = Outlet(config, hello, replica=engine.replica())
         sglang_tensors.declare(tensors)
         outlet.metrics.watch("r3channel_weight_version", lambda: parse_weight_version(weight_version()))
         self.rows = SlotRows(self.spec, slots=num_tokens, weights=self.weighs)
         log.info("r3channel: %.2f GB of host memory for %d rows", self.rows.nbytes / 1e9, num_tokens)
         count = outlet.metrics.inc
         self.kept = KeptStore(
-            self.rows, limit_bytes=_config.kept_bytes,
+            self.rows, limit_bytes=config.kept_bytes,
             counted=lambda fate, rows: count("r3channel_engine_kept_rows_total", rows, fate=fate),
         )  # fmt: skip
         self.passes = PassCopies(
@@ -252,7 +130,8 @@ class FrameCapturer(RoutedExpertsCapturer):
             return super().capture(layer_id, topk_indices)
         weights, self.weights = self.weights, None
         if weights is None:
-            raise R3Error(f"layer {layer_id} routes past {hooks.WEIGHTS}, where combine_weights are seen")
+            where = path_of("note_weights")
+            raise R3Error(f"layer {layer_id} routes past {where}, where combine_weights are seen")
         pairs_TK = self.device_cache.buffer[: len(topk_indices), layer_id]
         in_place = topk_indices.shape == pairs_TK.shape and not hasattr(self, "gather_buffer")
         if not in_place:  # ranks gather them first, or columns are added
@@ -379,28 +258,6 @@ class FrameCapturer(RoutedExpertsCapturer):
         return self._version[1]
 
 
-def _verified_tokens() -> int:
-    """Return how many tokens of a request one pass verifies at most.
-
-    It is 1 where nothing is drafted.
-    """
-    context: Any = runtime_context
-    if _has_bags():
-        return context.max_speculative_num_draft_tokens() or 1
-    return context.get_server_args().max_speculative_num_draft_tokens or 1
-
-
-def _unchunked_tokens(model_config: Any) -> int:
-    """Return how many tokens a prefill has at most without chunking.
-
-    Such a prefill has several prompts up to a budget, or one prompt. Return 0 where prompts are chunked.
-    """
-    values = settings()
-    if values["chunked_prefill_size"] > 0:
-        return 0
-    return max(values["max_prefill_tokens"], model_config.context_len)
-
-
 def note_batch(made: Any, _class: Any, batch: Any, *_rest: Any, **_more: Any) -> None:
     """Note what a batch's rows need; hook AFTER `ForwardBatch.init_new`.
 
@@ -476,7 +333,7 @@ def _prefill_graph_size(tokens: int) -> int:
 
     A prefill is padded to the smallest graph that holds its tokens.
     """
-    sizes: Any = _runner.prefill_cuda_graph_runner.capture_num_tokens
+    sizes: Any = engine.model_runner.prefill_cuda_graph_runner.capture_num_tokens
     return min(size for size in sizes if size >= tokens)
 
 
@@ -519,88 +376,3 @@ def collect_frame(original: Callable[..., None], processor: Any, req: Any) -> No
         reply = bytearray(reply)  # torch wants memory that may be written
     req.routed_experts = torch.frombuffer(reply, dtype=torch.uint8)
     return None
-
-
-# -- at start --------------------------------------------------------------------------------------------------------------
-
-
-def engine_spec(model_config: Any) -> RoutingSpec:
-    """Return the routing of the model that this engine serves.
-
-    Args:
-        model_config: SGLang's configuration of the model.
-    """
-    return RoutingSpec.from_hf_config(model_config.hf_text_config)
-
-
-def engine_hello(spec: RoutingSpec, *, context: int) -> Hello:
-    args: Any = runtime_context.get_server_args()
-    weighs = "combine_weights" in _config.token_tensors
-    return Hello(
-        engine=_config.name or args.url(), boot_id=secrets.randbits(63), spec_digest=spec.digest, spec=spec.to_dict(),
-        sglang=installed_version(), r3channel=r3channel.__version__, hooks=hooked(_table), delivery=_config.delivery,
-        codec=_config.codec, allowed=tuple(sorted(_config.allowed)), unread=tuple(refusals.unread(asked_for())),
-        weighing=sglang_tensors.weighing(_runner.model, _scales) if weighs else (),
-        torch=torch_version(), nccl=nccl_version(), context=context, kept_bytes=_config.kept_bytes,
-    )  # fmt: skip
-
-
-def refuse_engine(runner: Any) -> None:
-    """End the start, with every reason, if rows would be wrong unseen.
-
-    Hook BEFORE `ModelRunner.init_routed_experts_capturer`. Without --enable-return-routed-experts it only logs a warning; a draft
-    worker is ignored.
-
-    Raises:
-        ConfigError: With every reason that R3CHANNEL_ALLOW does not override.
-    """
-    global _runner
-    if runner.is_draft_worker:
-        return
-    _runner = runner
-    if not settings()["enable_return_routed_experts"]:
-        log.warning(
-            "r3channel is on, but the engine was started without --enable-return-routed-experts: no routing"
-        )
-        return
-    values = settings()
-    found = [
-        *refusals.refusals(values, spec=engine_spec(runner.model_config), routers=_routers(runner.model))
-    ]
-    found += () if _tells_graphs_in_tokens(runner) else refusals.refused_chains(values)
-    if tensors := tensors_of(_config.token_tensors):
-        vocabulary, past = (
-            runner.model_config.vocab_size,
-            sglang_tensors.past_weights(runner.model, routing.__name__),
-        )
-        found += sglang_tensors.refused_tensors(values, tensors, vocabulary=vocabulary, past=past)
-    refusals.refuse([*found, *refusals.refused_unread(refusals.unread(asked_for()))], allowed=_config.allowed)
-
-
-def _tells_graphs_in_tokens(runner: Any) -> bool:
-    """Return whether SGLang tells a capturer a graph's size in tokens.
-
-    slime's image does; other releases tell it in requests.
-    """
-    return "num_tokens_per_bs" in inspect.unwrap(type(runner).forward).__code__.co_consts
-
-
-def _routers(model: Any) -> Iterator[refusals.Router]:
-    for module in model.modules():
-        if isinstance(module, HashTopK):
-            layer = -1 if module.layer_id is None else module.layer_id
-            yield refusals.Router(layer, "HashTopK, a table by token")
-        elif isinstance(module, TopK):
-            yield refusals.Router(module.layer_id, _unseen(module))
-
-
-def _unseen(router: Any) -> str:
-    """Return why a router's choices never reach the capturer, or ""."""
-    config = router.topk_config
-    if not getattr(config, "allow_routed_experts_capture", True):
-        return "its capture is switched off"
-    if config.output_format is not None:
-        return "" if config.output_format is TopKOutputFormat.STANDARD else config.output_format.name
-    backend = "" if _has_bags() else settings()["moe_runner_backend"]
-    standard = backend == "flashinfer_mxfp4" and router.is_fp4_experts
-    return backend if backend in refusals.KERNEL_ROUTING and not standard else ""

@@ -20,27 +20,6 @@ from r3channel.errors import PluginNotApplied
 READ_AGAINST = ("0.5.15.post1", "0.5.23")
 _SRT = "sglang.srt"
 
-CAPTURER = f"{_SRT}.state_capturer.routed_experts.RoutedExpertsCapturer"
-_PROCESSOR = f"{_SRT}.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-COLLECT = f"{_PROCESSOR}._maybe_collect_routed_experts"
-MASKS = f"{_PROCESSOR}.add_sampling_mask_return_values"
-WEIGHTS = f"{_SRT}.layers.moe.topk._post_process_topk_ids"
-STREAM = f"{_SRT}.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"
-TOP_LOGPROBS = (
-    f"{_SRT}.layers.utils.logprob.get_top_logprobs",
-    f"{_SRT}.layers.logprob_processor.get_top_logprobs",
-)
-"""The name in 0.5.15.post1, and the one in 0.5.23."""
-RELEASE = f"{_SRT}.managers.schedule_batch.release_req"
-INIT_BATCH = f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new"
-TRANSFERRED = (
-    f"{_SRT}.disaggregation.decode_schedule_batch_mixin"
-    ".ScheduleBatchDisaggregationDecodeMixin.prepare_for_prebuilt"
-)
-INIT_CAPTURER = f"{_SRT}.model_executor.model_runner.ModelRunner.init_routed_experts_capturer"
-UPDATER = f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-UPDATES = tuple(f"{UPDATER}.update_weights_from_{way}" for way in ("disk", "distributed", "tensor", "ipc"))
-
 
 class Name(NamedTuple):
     """A dotted name and, for a callable, parameters that it must still have."""
@@ -49,9 +28,19 @@ class Name(NamedTuple):
     parameters: tuple[str, ...] = ()
 
 
-_TABLES: Mapping[str, Mapping[str, list[str]]] = tomllib.loads(
-    Path(__file__).with_name("sglang_names.toml").read_text()
-)
+class Hook(NamedTuple):
+    """One row of `hooks` in sglang_names.toml, which says what each column is."""
+
+    path: str
+    function: str
+    kind: str
+    """A name of SGLang's `HookType`."""
+    tensor: str | None = None
+    bags: bool | None = None
+
+
+_TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("sglang_names.toml").read_text())
+_HOOKS = tuple(Hook(**row | {"path": f"{_SRT}.{row['path']}"}) for row in _TABLES["hooks"])
 TABLES: Mapping[str, tuple[Name, ...]] = {
     version: tuple(
         Name(f"{_SRT}.{name}", tuple(parameters))
@@ -77,14 +66,31 @@ def installed_version() -> str:
         return "not installed"
 
 
-def hooked(table: str) -> tuple[str, ...]:
+def hooks_of(*, bags: bool, token_tensors: str = "") -> list[Hook]:
     """Return the names that we replace or wrap.
+
+    Args:
+        bags: Whether SGLang keeps its settings in bags by theme.
+        token_tensors: The engine's setting of that name.
+    """
+    asked = (
+        hook for hook in _HOOKS if hook.tensor is None or (token_tensors and hook.tensor in token_tensors)
+    )
+    return [hook for hook in asked if hook.bags in (None, bags)]
+
+
+def hooked(table: str) -> tuple[str, ...]:
+    """Return the paths that are hooked in any case.
 
     Args:
         table: A table of `TABLES`.
     """
-    updates = UPDATES if table == "0.5.15.post1" else ()
-    return CAPTURER, COLLECT, INIT_BATCH, RELEASE, TRANSFERRED, INIT_CAPTURER, *updates
+    return tuple(hook.path for hook in hooks_of(bags=table != "0.5.15.post1"))
+
+
+def path_of(function: str) -> str:
+    """Return where one of our functions is hooked first."""
+    return next(hook.path for hook in _HOOKS if hook.function == function)
 
 
 def is_patched() -> bool:
@@ -95,7 +101,7 @@ def is_patched() -> bool:
     Raises:
         PluginNotApplied: If the sources have only some of the hooks.
     """
-    paths = [path for path in hooked(matching_table() or "") if path != CAPTURER]
+    paths = [path for path in hooked(matching_table() or "") if path != path_of("FrameCapturer")]
     bare = [path for path in paths if not hasattr(pkgutil.resolve_name(path), "r3channel_hook")]
     if 0 < len(bare) < len(paths):
         raise PluginNotApplied(

@@ -11,8 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import numpy as np
-
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
@@ -262,24 +260,3 @@ def _widened(shard: Shard) -> int:
 
 def _rows_of(shard: Shard) -> int:
     return int(shard.table.of_rank(shard.cp).real.sum())
-
-
-def lognormal_lengths(*, samples: int, tokens: int, seed: int = 0) -> list[int]:
-    """Return uneven lengths that sum to `tokens` exactly.
-
-    They serve simulations. Each length is at least 2.
-
-    Args:
-        samples: The number of lengths.
-        tokens: Their sum.
-        seed: Seed of the random numbers.
-
-    Raises:
-        ConfigError: The tokens do not fill the samples, or there are no samples.
-    """
-    if tokens < 2 * samples or samples < 1:
-        raise ConfigError(f"{tokens} tokens do not fill {samples} samples of at least 2")
-    weights = np.random.default_rng(seed).lognormal(0.0, 0.6, samples)
-    shares = np.floor(weights / weights.sum() * (tokens - 2 * samples)).astype(np.int64) + 2
-    shares[: tokens - int(shares.sum())] += 1
-    return shares.tolist()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from r3channel.observe.check import Check, CheckContext
@@ -75,21 +75,6 @@ ROLES = {
         _FAST | {"h11": "no direct delivery"} | _DENSE,
     ),
 }
-
-
-def packages(names: Iterable[str], versions: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    """Yield a line for each missing distribution or unread version.
-
-    Args:
-        names: distributions.
-        versions: distribution -> the versions that were read. A distribution that is not among these may have any version.
-    """
-    for name in names:
-        check, expected = check_distribution(name), versions.get(name, ())
-        if not check.ok:
-            yield f"{name} is {check.found}; {check.remedy}"
-        elif expected and check.found not in expected:
-            yield f"{name} {check.found} was not read, only {' and '.join(expected)}; pip install {name}=={expected[-1]}"
 
 
 def check_packages(context: CheckContext) -> Iterator[Check]:

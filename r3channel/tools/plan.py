@@ -14,19 +14,17 @@ from typing import Any
 from r3channel.errors import ConfigError
 from r3channel.model.presets import model_named
 from r3channel.model.spec import RoutingSpec
-from r3channel.plan.capacity import Machines, add_up, lognormal_lengths, plan_of
+from r3channel.plan.capacity import Machines, add_up, plan_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.tools import commands
 from r3channel.wire.token_tensors import tensors_of
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
-_SIMULATED = "dp=16,tp=4,cp=2,pp=4,first_layers=14,last_layers=15,packing=thd"
-"""512 ranks."""
 
 
 def run(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    result = simulate(options) if options.simulate else planned(options)
+    result = planned(options)
     print(json.dumps(result) if options.json else _plan_text(result))
     return 0
 
@@ -47,7 +45,6 @@ def _parser() -> argparse.ArgumentParser:
     for field in fields(Machines):
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, type=type(field.default), help=f"default {field.default}")
-    parser.add_argument("--simulate", action="store_true", help="run the planner at 128M tokens on 512 ranks")
     parser.add_argument("--json", action="store_true")
     return parser
 
@@ -78,26 +75,18 @@ def spec_of(model: str) -> RoutingSpec:
 
 
 def planned(options: argparse.Namespace) -> dict[str, Any]:
-    if not options.model or not options.layout:
-        raise ConfigError("plan needs --model and --layout (or --simulate)")
-    layout = TrainerLayout.parse(options.layout)
-    return _plan(options, layout, _lengths(options, layout))
+    """Plan the step that the options describe.
 
+    Returns:
+        The totals by name. `plan_s` is the planner's time in seconds.
 
-def simulate(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the planner at full size.
-
-    The size is 128M tokens, unless the options give another number, in 8,192 uneven samples. `plan_s` is the planner's time in
-    seconds.
+    Raises:
+        ConfigError: the model, the layout or the samples are not given, or do not fit together.
     """
-    options.model = options.model or "deepseek-r1"
-    options.max_tokens = options.max_tokens or 131072
-    lengths = lognormal_lengths(samples=8192, tokens=options.tokens or 128 * 10**6)
-    return _plan(options, TrainerLayout.parse(options.layout or _SIMULATED), lengths)
-
-
-def _plan(options: argparse.Namespace, layout: TrainerLayout, lengths: Sequence[int]) -> dict[str, Any]:
-    spec = spec_of(options.model)
+    if not options.model or not options.layout:
+        raise ConfigError("plan needs --model and --layout")
+    layout = TrainerLayout.parse(options.layout)
+    lengths, spec = _lengths(options, layout), spec_of(options.model)
     values = {field.name: getattr(options, field.name) for field in fields(Machines)}
     machines = Machines(**{name: value for name, value in values.items() if value is not None})
     begin = time.perf_counter()

@@ -17,23 +17,17 @@ import torch
 
 from r3channel.errors import ReplayError, UsageError
 from r3channel.trainer.replay import ReplayDriver
-from r3channel.trainer.router import PassName, RouterCall, RouterHandle, name_of
+from r3channel.trainer.router import RouterCall, RouterHandle, name_of
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Consumed:
-    """One router call."""
+class Consumed(RouterCall):
+    """One router call. Its pass is `natural` where replay was off and the router chose for itself."""
 
-    step: int
-    """-1 outside of a step."""
-    microbatch: int
-    """-1 where no micro-batch was named."""
     layer: int
     """Global 0-based decoder layer."""
-    pass_name: PassName
-    """forward, recompute, logprob; natural where replay was off and the router chose for itself."""
     ids_RK: _Array
     """[rows, K] of the spec's id dtype, in the router's row order; an own copy on the host."""
 
@@ -99,15 +93,9 @@ class RouterTap:
         if ids is None:
             raise ReplayError(f"{name_of(handle)}, {call}: it never asked its RouterReplay for ids")
         _check_map(handle, call, ids, output[1])
-        self._on_call(
-            Consumed(
-                step=call.step,
-                microbatch=call.microbatch,
-                layer=handle.layer,
-                pass_name=call.pass_name,
-                ids_RK=ids.detach().cpu().numpy().astype(self._driver.spec.id_dtype),
-            )
-        )
+        used_RK = ids.detach().cpu().numpy().astype(self._driver.spec.id_dtype)
+        place = call.step, call.microbatch, call.pass_name
+        self._on_call(Consumed(*place, layer=handle.layer, ids_RK=used_RK))
 
 
 def _check_map(handle: RouterHandle, call: RouterCall, ids_RK: torch.Tensor, map_RE: torch.Tensor) -> None:

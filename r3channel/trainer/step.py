@@ -162,20 +162,18 @@ class ReplayStep:
         self._check({*wanted, *self._calls}, wanted)
 
     def _check(self, keys: Iterable[_Key], wanted: Mapping[_Key, int]) -> None:
-        wrong = {key for key in keys if self._calls[key] != wanted.get(key, 0)}
-        if wrong:
-            raise ReplayError(f"step {self.number}: {self._describe(wrong, wanted)}", step=self.number)
-
-    def _describe(self, wrong: set[_Key], wanted: Mapping[_Key, int]) -> str:
+        wrong = sorted({key for key in keys if self._calls[key] != wanted.get(key, 0)})
         lines = [
             f"{name} pass of decoder layer {layer}, micro-batch {index}: consumed {self._calls[name, layer, index]} times, "
             f"expected {wanted.get((name, layer, index), 0)}"
-            for name, layer, index in sorted(wrong)[:4]
+            for name, layer, index in wrong[:4]
         ]
-        more = f" (and {len(wrong) - 4} more)" if len(wrong) > 4 else ""
-        return (
-            "; ".join(lines) + more + ". Was a micro-batch skipped, run twice, or a backward pass left out?"
-        )
+        if wrong:
+            more = f" (and {len(wrong) - 4} more)" if len(wrong) > 4 else ""
+            raise ReplayError(
+                f"step {self.number}: {'; '.join(lines)}{more}. Was a micro-batch skipped, run twice, or a backward pass left "
+                "out?", step=self.number,
+            )  # fmt: skip
 
     # -- entering a micro-batch ----------------------------------------------------------------------------------------
 

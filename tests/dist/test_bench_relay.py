@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from r3channel.bench.relay import MODELS
-from r3channel.bench.relay_paths import ALL
+from r3channel.bench.relay_peers import ALL
 from tests.support.children import ROOT
 from tests.support.waits import RUN_S, until
 

@@ -128,7 +128,7 @@ def our_forward_end() -> dict[str, Any]:
 
     from r3channel.engine import sglang as room
     from r3channel.engine.capture import LayerSelection, SlotRows
-    from r3channel.engine.copy_stream import HostStream, PassCopies, Streams
+    from r3channel.engine.copy_stream import PassCopies, Stream, Streams
     from r3channel.model.spec import RoutingSpec
 
     spec = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
@@ -143,7 +143,7 @@ def our_forward_end() -> dict[str, Any]:
         _version=("0", 0),
     )  # fmt: skip
     room.weight_version = lambda: "0"
-    forward = HostStream()
+    forward = Stream()
     streams.forward = lambda: forward
     streams.copies.run = lambda call: None  # what the copy stream is given is not the forward's
     return _under_watch(lambda: capturer.on_forward_end(batch, False, None, no_copy_to_cpu=True))
@@ -174,7 +174,7 @@ def routers_of_a_model() -> list[list[Any]]:
     from sglang.srt.layers.moe import hash_topk, topk
     from sglang.srt.layers.moe.utils import MoeRunnerBackend, RoutingMethodType
 
-    from r3channel.engine import sglang as room
+    from r3channel.engine import sglang_engine as room
 
     shared = topk.SharedExpertsConfig()  # no model is served here that would say
     topk.get_model = hash_topk.get_model = lambda: SimpleNamespace(shared_experts=shared)

@@ -16,11 +16,10 @@ from r3channel.engine.capture import (
     LayerSelection,
     SlotRows,
     UnfinishedFrame,
-    check_representable,
     pair,
-    parse_weight_version,
     torch_id_dtype,
 )
+from r3channel.engine.refusals import check_representable, parse_weight_version
 from r3channel.engine.retraction import Kept, KeptStore
 from r3channel.engine.token_tensors import KeptWeights, tensor_frame
 from r3channel.errors import ConfigError, ExpertIdInvalid, RoutingError

@@ -50,7 +50,7 @@ class LateStream:
     def __init__(self, seed: int, *, ignored: bool = False) -> None:
         self._work = queue.SimpleQueue[Callable[[], object] | None]()
         self._random, self._ignored = random.Random(seed), ignored
-        self._thread = threading.Thread(target=self._go_on)
+        self.stream = self._thread = threading.Thread(target=self._go_on)
         self._thread.start()
 
     def _go_on(self) -> None:

@@ -10,9 +10,11 @@ import torch
 
 from r3channel.bench import relay
 from r3channel.bench import relay_paths as paths
+from r3channel.bench import relay_peers as peers
 from r3channel.bench.harness import Effort
 from r3channel.bench.relay import CASE, Round, path_of
-from r3channel.bench.relay_paths import ALL, DIRECT, LIMIT, NUMPY, OWN, PEERS, SLIME, Case, Workload, digest
+from r3channel.bench.relay_paths import OWN, Case, Workload, digest
+from r3channel.bench.relay_peers import ALL, DIRECT, LIMIT, NUMPY, PEERS, SLIME
 from r3channel.plan.placement import place_samples
 from r3channel.relay.relay import Relay
 
@@ -23,7 +25,7 @@ SMALL = Case("qwen3-30b-a3b", tokens=1_500, dp=4)
 def test_every_peer_ends_with_the_rows_that_our_placement_makes_and_a_wrong_one_is_seen(path: str) -> None:
     work = Workload(SMALL)
     for dp in range(SMALL.dp):
-        taking = paths.ArraysTaking(work.plan, dp, path)
+        taking = peers.ArraysTaking(work.plan, dp, path)
         blank, ids = digest(taking.tensors()), work.wide if path == SLIME else work.narrow
         samples = [torch.from_numpy(ids[name]) for name in work.of_rank(dp)]
         taking.hold(samples)
@@ -73,7 +75,7 @@ def test_each_part_of_our_path_has_a_cost(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("path", [SLIME, NUMPY])
 def test_a_peer_reads_stock_replies_only_in_rounds_of_the_whole_way(path: str) -> None:
-    sending = paths.StoreSending(Workload(SMALL), path)
+    sending = peers.StoreSending(Workload(SMALL), path)
     assert sending.prepare(whole=False) == (0.0, 0.0)
     assert min(sending.prepare(whole=True)) > 0
 

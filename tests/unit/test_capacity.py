@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from r3channel.bench.harness import Effort
@@ -14,7 +15,7 @@ from r3channel.bench.plan import measure
 from r3channel.cli import main
 from r3channel.config import ChannelConfig
 from r3channel.model.presets import model_named
-from r3channel.plan.capacity import Capacity, Machines, add_up, lognormal_lengths, plan_of
+from r3channel.plan.capacity import Capacity, Machines, add_up, plan_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import Shard
 from r3channel.plan.stream import Stream
@@ -27,6 +28,14 @@ QWEN = model_named("qwen3-30b-a3b").spec
 def capacity(lengths: Sequence[int], layout: TrainerLayout, *, microbatch_size: int = 1) -> Capacity:
     plan = plan_of(lengths, spec=QWEN, layout=layout, microbatch_size=microbatch_size)
     return add_up(plan, machines=Machines())
+
+
+def uneven(*, samples: int, tokens: int) -> list[int]:
+    """Lengths of at least 2 that sum to `tokens`."""
+    weights = np.random.default_rng(0).lognormal(0.0, 0.6, samples)
+    shares = np.floor(weights / weights.sum() * (tokens - 2 * samples)).astype(np.int64) + 2
+    shares[: tokens - int(shares.sum())] += 1
+    return shares.tolist()
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
@@ -54,7 +63,7 @@ def _sent(shard: Shard) -> int:
 
 @pytest.mark.parametrize("text", ["dp=2,tp=2,sp=0", "dp=2,pp=2,cp=2,packing=thd", "tp=4,cp=2"])
 def test_sums_are_those_of_the_shards(text: str) -> None:
-    layout, lengths = TrainerLayout.parse(text), lognormal_lengths(samples=16, tokens=16000)
+    layout, lengths = TrainerLayout.parse(text), uneven(samples=16, tokens=16000)
     plan = plan_of(lengths, spec=QWEN, layout=layout, microbatch_size=2)
     found = capacity(lengths, layout, microbatch_size=2)
     assert found.tokens == 16000 and found.samples == 16
@@ -116,8 +125,13 @@ def test_the_published_scaling_table_is_reproduced(
     assert round(found.wire_s, 1 if transfer_s == round(transfer_s, 1) else 2) == transfer_s
 
 
-def test_a_step_of_128m_tokens_on_512_ranks_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    found = run(capsys, "--simulate")
+def test_a_step_of_128m_tokens_on_512_ranks_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "lengths.json").write_text(json.dumps(uneven(samples=8192, tokens=128 * 10**6)))
+    layout = "dp=16,tp=4,cp=2,pp=4,first_layers=14,last_layers=15,packing=thd"
+    asked = ("--model", "deepseek-r1", "--layout", layout, "--max-tokens", "131072")
+    found = run(capsys, *asked, "--lengths", str(file))
     assert found["ranks"] == 512 and found["tokens"] == 128 * 10**6 and found["samples"] == 8192
     assert found["plan_s"] > 0 and found["node_lacks"] == []
     layout, step = "dp=16,tp=4,cp=2,pp=4,packing=thd", ("--tokens", "128000000", "--step-s", "300")

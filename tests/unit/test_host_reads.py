@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from r3channel.bench.operations import Operations
+from examples.embedded.bench.operations import Operations
 from r3channel.errors import ReplayError
 from r3channel.trainer.mismatch import RoutingAudit
 from r3channel.trainer.rank_shard import RankShard

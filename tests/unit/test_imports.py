@@ -14,7 +14,6 @@ from typing import NamedTuple
 import pytest
 
 import r3channel
-from r3channel import bench
 from tests.support.children import ROOT, said_by
 from tests.support.rooms import LEVELS
 
@@ -24,15 +23,12 @@ DOORS = {("engine/sglang_plugin.py", "r3channel.weights.receiver")}
 """SGLang's processes have one door, and both rooms that live there are entered by it."""
 
 PLACES = {
-    "sglang": ("engine/sglang.py", "weights/receiver.py", "bench/capture.py"),
+    "sglang": ("engine/sglang.py", "engine/sglang_engine.py", "weights/receiver.py"),
     "megatron": ("trainer/adapters/megatron.py",),
-    "ray": ("relay/ray_host.py", "integrations/", "bench/relay.py", "bench/relay_paths.py"),
-    "torch.distributed": ("transport/", "weights/", "recordings/run_ranks.py", "bench/weights.py"),
+    "ray": ("relay/ray_host.py", "integrations/", "bench/relay.py", "bench/relay_peers.py"),
+    "torch.distributed": ("transport/", "weights/", "recordings/run_ranks.py"),
     "prometheus_client": ("observe/metrics.py",),
 }
-
-OF_CLONE = tuple(f"bench/{name}.py" for name in bench.OF_CLONE)
-"""They alone import examples/, which no wheel has, and only when they run."""
 
 HEAVY = ("torch", "ray", "sglang", "megatron", "mbridge", "transformers", "prometheus_client")
 NO_IO = {"socket", "os", "pathlib", "subprocess", "threading", "asyncio", "tempfile", "mmap"}
@@ -169,22 +165,11 @@ def is_of_a_clone(found: Import) -> bool:
     return found.module.split(".")[0] in ("examples", "tests")
 
 
-def imported_at_once(file: str, node: ast.AST) -> Iterator[Import]:
-    """What runs when a module is imported: not the insides of functions, nor what is for type hints."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import | ast.ImportFrom):
-            yield from imports_of(file, ast.Module([child], []))
-        elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
-            continue
-        elif not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            yield from imported_at_once(file, child)
-
-
-def test_only_benchmarks_of_a_clone_import_the_examples_and_none_before_it_runs() -> None:
-    importers = {found.file for found in all_imports() if is_of_a_clone(found)}
-    assert importers and importers <= set(OF_CLONE)
-    at_once = [found for file, tree in sources() for found in imported_at_once(file, tree)]
-    assert at_once and [str(found) for found in at_once if is_of_a_clone(found)] == []
+def test_nothing_of_the_package_imports_what_only_a_clone_has() -> None:
+    assert [str(found) for found in all_imports() if is_of_a_clone(found)] == []
+    assert [
+        is_of_a_clone(found) for found in parsed("cli.py", "def f():\n    from examples import demo")
+    ] == [True]
 
 
 def test_an_upstream_out_of_place_is_noticed() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from examples.embedded.bench.operations import Operations
 from examples.embedded.model import VOCAB_SIZE
-from r3channel.bench.operations import Operations
 from r3channel.errors import TicketMismatch
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.row_order import RowTable

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from r3channel.cli import main
+from r3channel.engine.sglang_hooks import hooks_of
 from r3channel.tools import patch as command
 from tests.support.children import ROOT
 
@@ -186,8 +187,14 @@ def test_each_patch_of_this_project_names_every_file_with_both_hashes() -> None:
         assert patch.title.endswith((".", "path")) and "diff --git" not in patch.title
 
 
-def test_every_hook_of_our_patches_is_a_function_of_the_engine_room() -> None:
+def test_every_hook_of_our_patches_is_one_of_the_plug_in_and_a_function_of_the_engine_room() -> None:
     patches = "".join(path.read_text() for path in (ROOT / "patches").glob("sglang-*.patch"))
-    rooms = "".join((ROOT / "r3channel/engine" / f).read_text() for f in ("sglang.py", "sglang_tensors.py"))
+    rooms = "".join(path.read_text() for path in (ROOT / "r3channel/engine").glob("sglang*.py"))
     names = set(re.findall(r'@r3channel_hook\("(\w+)"', patches))
-    assert len(names) >= 8 and names <= set(re.findall(r"^def (\w+)", rooms, re.MULTILINE))
+    registered = {
+        hook.function
+        for bags in (True, False)
+        for hook in hooks_of(bags=bags, token_tensors="combine_weights")
+    }
+    assert len(names) >= 8 and names < registered
+    assert registered <= set(re.findall(r"^(?:def|class) (\w+)", rooms, re.MULTILINE))

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3channel.bench.operations import Operations
+from examples.embedded.bench.operations import Operations
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.placement import Placement, place_samples, place_shard, spread_ids

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from examples.async_grpo.options import packages
 from examples.embedded.model import ModelShape, config_of
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError
 from r3channel.integrations import preflight
 from r3channel.plan.layout import TrainerLayout
-from r3channel.tools import extras
 from tests.support.children import run
 
 
@@ -73,8 +73,8 @@ def test_a_folder_is_written_in_earnest_and_nothing_stays(tmp_path: Path) -> Non
 
 
 def test_a_package_in_a_version_that_was_not_read_is_named() -> None:
-    assert list(extras.packages(["numpy"], {})) == []
-    (said,) = extras.packages(["numpy"], {"numpy": ("0.1",)})
+    assert list(packages(["numpy"], {})) == []
+    (said,) = packages(["numpy"], {"numpy": ("0.1",)})
     assert said.startswith("numpy ") and said.endswith("was not read, only 0.1; pip install numpy==0.1")
 
 

@@ -98,7 +98,7 @@ if os.environ["R3CHANNEL_ENGINE"] == "1":
     hooks = sglang.HookRegistry._hooks
     registered = {path: (hook.__name__, kind.value) for path, ((kind, hook, _),) in hooks.items()}
     paths = {path: getattr(pkgutil.resolve_name(path), "r3channel_hook", None) for path in registered}
-    del pkgutil.resolve_name(sglang_hooks.COLLECT).r3channel_hook
+    del pkgutil.resolve_name(sglang_hooks.path_of("collect_frame")).r3channel_hook
     told(sglang_hooks.is_patched)
 facts = {"marks": paths, "ours": ours, "loaded": [*loaded], "registered": registered, "refused": refused}
 print("FACTS " + json.dumps(facts))

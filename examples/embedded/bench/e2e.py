@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from examples.embedded.bench.operations import Operations
 from r3channel.bench.harness import Effort, Parts, interleaved, medians_s, ratio, timed
-from r3channel.bench.operations import Operations
 from r3channel.bench.relay import MANAGER_NODE, RANK_NODE, call, start_actor, two_nodes
 from r3channel.bench.relay_paths import receive
 from r3channel.config import ChannelConfig

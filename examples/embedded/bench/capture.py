@@ -57,7 +57,7 @@ BATCH = 32
 """Requests that decode together: a request's decoded rows lie this many slots apart."""
 Ways = Mapping[str, Callable[[Any], object]]
 _PASSES = 64
-_NAME = "r3channel.bench.capture"
+_NAME = "examples.embedded.bench.capture"
 _TIMEOUT_S, _TRAIL_S = 600.0, 0.02
 """The second is the time for work that an engine does after its reply."""
 _PROMPT_TOKENS, _NEW_TOKENS = 480, 4
@@ -266,8 +266,10 @@ class SchedulerThread:
         self._ids_TLK = ids.repeat(max(PASS_ROWS) // len(ids), 1, 1)
         kinds = {"stock": RoutedExpertsCapturer, "r3channel": room.FrameCapturer}
         self._capturers = {name: _capturer(kind, config, slots, requests=1) for name, kind in kinds.items()}
-        room._config, room._runner = EngineConfig(token_tensors="combine_weights"), Mock()
-        room._runner.model.modules.return_value = ()
+        engine: Any = room.engine
+        runner = Mock()
+        engine.engine_config, engine.model_runner = EngineConfig(token_tensors="combine_weights"), runner
+        runner.model.modules.return_value = ()
         self._capturers["weights"] = _capturer(room.FrameCapturer, config, slots, requests=1)
         for name, end in self.passes().items():
             self._capturers[name].device_cache.buffer.copy_(self._ids_TLK)
