@@ -36,6 +36,8 @@ def config(**changes: Any) -> Any:
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         "sequence_parallel": parallel_state.get_tensor_model_parallel_world_size() > 1,
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "pipeline_dtype": torch.float32,
         "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
     }  # fmt: skip
     return MLATransformerConfig(**{**values, **changes})
@@ -81,9 +83,6 @@ def fill(model: torch.nn.Module) -> None:
 
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "norm" in name:
-                weight.fill_(1.0)
-                continue
             name = re.sub(r"^decoder\.layers\.(\d+)\.", layer, name)
             name = re.sub(r"local_experts\.(\d+)\.", expert, name)
             rank, size = etp if "local_experts" in name else tp
@@ -92,7 +91,8 @@ def fill(model: torch.nn.Module) -> None:
             if dim is not None:
                 shape[dim] *= size
             seed = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            whole = torch.randn(shape, generator=seed) * 0.1
+            # norms about 1, or a wrong one would look right
+            whole = torch.randn(shape, generator=seed) * 0.1 + ("norm" in name)
             weight.copy_(whole if dim is None else part(name, whole, dim, rank, size))
         for name, bias in model.named_buffers():
             if name.endswith("expert_bias"):
