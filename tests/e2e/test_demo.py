@@ -69,18 +69,13 @@ def test_the_demo_reports_no_difference_and_every_promised_number(demo: Run) -> 
 
 def test_each_engine_row_was_used_once_per_pass_with_the_same_ids(demo: Run) -> None:
     engine, router = load(demo, "engine"), load(demo, "router")
-    expected = {
-        key: ids.tobytes()
-        for *key_parts, ids in zip(
-            engine["sample"], engine["position"], engine["layer"], engine["ids"], strict=True
-        )
-        for key in [tuple(str(part) for part in key_parts)]
-    }
+    columns = ("sample", "position", "layer")
+    rows = zip(*(engine[name] for name in (*columns, "ids")), strict=True)
+    expected = {tuple(map(str, key)): ids.tobytes() for *key, ids in rows}
     used: Counter[tuple[str, ...]] = Counter()
-    columns = (router["sample"], router["position"], router["layer"], router["pass"], router["ids"])
-    for sample, position, layer, name, ids in zip(*columns, strict=True):
-        assert expected[str(sample), str(position), str(layer)] == ids.tobytes()
-        used[str(sample), str(position), str(layer), str(name)] += 1
+    for *key, name, ids in zip(*(router[name] for name in (*columns, "pass", "ids")), strict=True):
+        assert expected[tuple(map(str, key))] == ids.tobytes()
+        used[*map(str, key), str(name)] += 1
     assert set(used.values()) == {1}
     assert len(used) == 3 * len(expected) == len(router["ids"])
     assert set(router["pass"].tolist()) == {"forward", "recompute", "logprob"}
@@ -194,19 +189,11 @@ def test_the_run_is_a_page_and_a_trace_with_an_arrow_for_each_sample(demo: Run) 
     assert len(demo.result["logprobs"]) > 100 and all(len(token) == 3 for token in demo.result["logprobs"])
 
 
-def ended(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """A small run, however it ends."""
-    small = ("--samples", "8", "--json", "--layout", "dp=1,tp=1,pp=1,cp=1")
-    return children.run("-m", "examples.demo", *small, *options, cwd=folder, limit_s=RUN_S)
-
-
 def samples_of(page: str) -> dict[str, float]:
+    """But for the label that all have."""
+    page = page.replace(',run="demo"', "").replace('run="demo",', "").replace('{run="demo"}', "")
     lines = [line.rsplit(" ", 1) for line in page.splitlines() if line and not line.startswith("#")]
-    return {_without_run(name): float(value) for name, value in lines}
-
-
-def _without_run(name: str) -> str:
-    return name.replace(',run="demo"', "").replace('run="demo",', "").replace('{run="demo"}', "")
+    return {name: float(value) for name, value in lines}
 
 
 def test_metrics_were_served_while_it_ran(demo: Run) -> None:
@@ -244,7 +231,8 @@ def test_every_panel_of_the_dashboard_shows_something_in_a_real_prometheus(demo:
 
 @pytest.mark.long
 def test_one_id_that_was_changed_in_a_trainers_memory_is_refused_by_its_router(tmp_path: Path) -> None:
-    done = ended(tmp_path, "--steps", "1", "--fault", "corrupt-id")
+    small = "--samples 8 --json --layout dp=1,tp=1,pp=1,cp=1 --steps 1 --fault corrupt-id"
+    done = children.run("-m", "examples.demo", *small.split(), cwd=tmp_path, limit_s=RUN_S)
     assert done.returncode == 1 and not done.stdout.strip()
     said = next(line for line in done.stderr.splitlines() if line.startswith("r3channel.errors.DigestMismatch"))  # fmt: skip
     assert f"layer {LAYERS[0]}" in said and "step0/sample/" in said and "(1 in all)" in said
