@@ -98,6 +98,16 @@ def set_weight_version(url: str, version: str) -> None:
 
 
 @contextmanager
+def weight_version(url: str, version: str) -> Iterator[None]:
+    """The engine's in the block; afterwards it is 0 again."""
+    set_weight_version(url, version)
+    try:
+        yield
+    finally:
+        set_weight_version(url, "0")
+
+
+@contextmanager
 def serving(model: Path, log_path: Path | None = None, **options: Any) -> Iterator[EngineServer]:
     """A server that is ready; prompts above 128 tokens are prefilled in chunks."""
     with EngineServer(

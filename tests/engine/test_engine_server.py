@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.embedded.sglang import EngineServer
 from r3channel import cli
 from r3channel.errors import EngineReported, EngineUnavailable, FrameMagicMismatch
 from r3channel.wire.routing import RowKind
@@ -34,9 +33,9 @@ def again(engine_url: str, batch: list[client.Reply]) -> client.Reply:
 
 
 @pytest.fixture(scope="module")
-def stock_server(model_dir: Path) -> Iterator[EngineServer]:
+def stock_url(model_dir: Path) -> Iterator[str]:
     with client.serving(model_dir, r3channel=False) as server:
-        yield server
+        yield server.url
 
 
 def test_ids_equal_the_routers_of_transformers_with_order(
@@ -56,9 +55,8 @@ def test_prompt_rows_are_prefilled_and_the_others_decoded(batch: list[client.Rep
 
 
 def test_an_offset_of_the_whole_prompt_and_one_token_give_a_frame_without_rows(engine_url: str) -> None:
-    reply = client.generate(
-        engine_url, client.random_prompt(20, seed=1), new_tokens=1, routed_experts_start_len=20
-    )
+    prompt = client.random_prompt(20, seed=1)
+    reply = client.generate(engine_url, prompt, new_tokens=1, routed_experts_start_len=20)
     assert (reply.frame().rows, reply.frame().first_row) == (0, 20)
 
 
@@ -69,11 +67,8 @@ def test_a_request_that_did_not_ask_gets_no_routing(engine_url: str) -> None:
 def test_rows_carry_the_weight_version_that_made_them(engine_url: str) -> None:
     prompt = client.random_prompt(60, seed=60)
     client.generate(engine_url, prompt, new_tokens=2)
-    client.set_weight_version(engine_url, "7")
-    try:
+    with client.weight_version(engine_url, "7"):
         reply = client.generate(engine_url, prompt, new_tokens=8)
-    finally:
-        client.set_weight_version(engine_url, "0")
     assert reply.meta["cached_tokens"] == 59
     spans = [(span.start, span.end, span.weight_version) for span in reply.frame().provenance]
     # The prompt's rows are an older request's; the reply's own version spans cannot tell. Row 59 was computed again, but
@@ -83,13 +78,10 @@ def test_rows_carry_the_weight_version_that_made_them(engine_url: str) -> None:
 
 def test_a_version_that_changes_in_mid_generation_splits_the_decoded_rows(engine_url: str) -> None:
     chunks = client.stream(engine_url, client.random_prompt(30, seed=30), new_tokens=200)
-    try:
-        for _ in range(10):
-            next(chunks)
-        client.set_weight_version(engine_url, "3")
+    for _ in range(10):
+        next(chunks)
+    with client.weight_version(engine_url, "3"):
         *_, last = chunks
-    finally:
-        client.set_weight_version(engine_url, "0")
     decoded = [span for span in last.frame().provenance if span.kind is RowKind.DECODED]
     assert [span.weight_version for span in decoded] == [0, 3]
     # SGLang counts output tokens when the update arrives; with overlap up to two forward passes are under way then.
@@ -99,21 +91,16 @@ def test_a_version_that_changes_in_mid_generation_splits_the_decoded_rows(engine
 
 def test_what_cannot_be_framed_is_reported_and_the_engine_goes_on(engine_url: str) -> None:
     prompt = client.random_prompt(25, seed=25)
-    client.set_weight_version(engine_url, "nightly")
-    try:
+    with client.weight_version(engine_url, "nightly"):
         reply = client.generate(engine_url, prompt, new_tokens=4)
-    finally:
-        client.set_weight_version(engine_url, "0")
     with pytest.raises(EngineReported, match="weight version was not a number"):
         reply.frame()
     assert client.generate(engine_url, client.random_prompt(25, seed=26), new_tokens=4).frame().rows == 28
 
 
 @pytest.mark.long
-def test_a_stock_server_is_known_and_has_the_same_ids(
-    stock_server: EngineServer, batch: list[client.Reply]
-) -> None:
-    stock = client.generate(stock_server.url, batch[3].prompt, new_tokens=NEW_TOKENS)
+def test_a_stock_server_is_known_and_has_the_same_ids(stock_url: str, batch: list[client.Reply]) -> None:
+    stock = client.generate(stock_url, batch[3].prompt, new_tokens=NEW_TOKENS)
     with pytest.raises(FrameMagicMismatch):
         stock.frame()
     int32_TAK = np.frombuffer(stock.raw, np.int32).reshape(-1, SPEC.num_layers, SPEC.top_k)
@@ -122,8 +109,8 @@ def test_a_stock_server_is_known_and_has_the_same_ids(
 
 
 @pytest.mark.long
-def test_a_stock_server_has_faults(stock_server: EngineServer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--engine", stock_server.url]) == 1
+def test_a_stock_server_has_faults(stock_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--engine", stock_url]) == 1
     assert "answers with stock int32 routing; install r3channel" in capsys.readouterr().out
 
 

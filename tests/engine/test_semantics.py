@@ -30,15 +30,10 @@ pytestmark = pytest.mark.engine
 NEW_TOKENS = 24
 
 
-def new_relay(**changes: Any) -> Relay:
-    return Relay(SPEC, TrainerLayout(), ChannelConfig(**changes))
-
-
 @pytest.fixture
 def relay() -> Iterator[Relay]:
-    relay = new_relay()
-    yield relay
-    relay.close()
+    with Relay(SPEC, TrainerLayout(), ChannelConfig()) as relay:
+        yield relay
 
 
 # -- requests that are cut, continued, multiplied ------------------------------------------------------------------------
@@ -58,15 +53,12 @@ def test_an_aborted_request_resumed_under_new_weights_keeps_and_stamps_its_old_r
     engine_url: str, relay: Relay, model_dir: Path, tmp_path: Path
 ) -> None:
     prompt = client.random_prompt(50, seed=1000 + 1)
-    try:
-        first = aborted(engine_url, prompt, rid="abort-me", after_chunks=20)
-        assert first.meta["finish_reason"]["type"] == "abort"
-        relay.add("s", first.as_json, first.tokens)
-        client.set_weight_version(engine_url, "2")
-        held = relay.rows_held("s")
+    first = aborted(engine_url, prompt, rid="abort-me", after_chunks=20)
+    assert first.meta["finish_reason"]["type"] == "abort"
+    relay.add("s", first.as_json, first.tokens)
+    held = relay.rows_held("s")
+    with client.weight_version(engine_url, "2"):
         rest = client.generate(engine_url, first.tokens, new_tokens=10, routed_experts_start_len=held)
-    finally:
-        client.set_weight_version(engine_url, "0")
     relay.add("s", rest.as_json, rest.tokens, append=True)
     client.check_relay(relay, {"s": rest.tokens}, model=model_dir, folder=tmp_path)
     first_span, *spans = [span for rows in turns_here(relay, "s") for span in rows.provenance]
@@ -124,36 +116,25 @@ class Direct:
 
 @pytest.fixture(scope="module")
 def direct(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Direct]:
-    relay = new_relay(frame_timeout_s=30.0)
-    env = {"SGLANG_TEST_RETRACT": "1", **client.direct_to(relay, tmp_path_factory.mktemp("token"))}
-    with client.serving(model_dir, extra_args=["--skip-tokenizer-init"], env=env) as server:
-        relay.expect_engines([server.url], timeout_s=ENGINE_S)
-        yield Direct(relay, server)
-    relay.close()
+    with Relay(SPEC, TrainerLayout(), ChannelConfig(frame_timeout_s=30.0)) as relay:
+        env = {"SGLANG_TEST_RETRACT": "1", **client.direct_to(relay, tmp_path_factory.mktemp("token"))}
+        with client.serving(model_dir, extra_args=["--skip-tokenizer-init"], env=env) as server:
+            relay.expect_engines([server.url], timeout_s=ENGINE_S)
+            yield Direct(relay, server)
 
 
-@pytest.fixture(scope="module")
-def replies(direct: Direct) -> list[client.Reply]:
+@pytest.mark.long
+def test_frames_delivered_directly_are_exact_under_retraction_and_replies_carry_64_bytes_at_most(
+    direct: Direct, model_dir: Path, tmp_path: Path
+) -> None:
     prompts = client.prompts_of((3, 40, 90, 130, 300), seed=1060)
-    return client.generate_together(direct.server.url, prompts, new_tokens=NEW_TOKENS)
-
-
-@pytest.mark.long
-def test_frames_delivered_directly_are_exact_under_retraction(
-    direct: Direct, replies: list[client.Reply], model_dir: Path, tmp_path: Path
-) -> None:
+    replies = client.generate_together(direct.server.url, prompts, new_tokens=NEW_TOKENS)
     assert sum(reply.meta["num_retractions"] for reply in replies) > 0
-    samples = client.delivered(direct.relay, replies, engine=direct.server.url)
-    client.check_relay(direct.relay, samples, model=model_dir, folder=tmp_path)
-
-
-@pytest.mark.long
-def test_a_reply_of_direct_delivery_carries_at_most_64_bytes_and_the_engine_said_hello_before(
-    direct: Direct, replies: list[client.Reply]
-) -> None:
     for reply in replies:
         assert len(reply.meta["routed_experts"]) <= 64 and reply.raw[:4] == REFERENCE_MAGIC
     assert direct.relay.status()["engines"][direct.server.url].startswith("SGLang 0.5.23")
+    samples = client.delivered(direct.relay, replies, engine=direct.server.url)
+    client.check_relay(direct.relay, samples, model=model_dir, folder=tmp_path)
 
 
 @pytest.mark.long
