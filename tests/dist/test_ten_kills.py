@@ -134,10 +134,10 @@ def test_a_second_kill_forgets_nobody_who_has_the_step(second: str, tmp_path: Pa
 
 @pytest.fixture(params=["tcp", "gloo"])
 def relay(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Relay]:
-    relay = Relay(SPEC, LAYOUT, ChannelConfig(transport=request.param, journal=str(tmp_path), **CONFIG))
-    fill(relay)
-    yield relay
-    relay.close()
+    config = ChannelConfig(transport=request.param, journal=str(tmp_path), **CONFIG)
+    with Relay(SPEC, LAYOUT, config) as relay:
+        fill(relay)
+        yield relay
 
 
 @pytest.mark.long

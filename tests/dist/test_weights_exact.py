@@ -22,6 +22,7 @@ from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
 from tests.dist.ranks import run_ranks
 from tests.support.waits import ENGINE_S, UPDATE_S
+from tests.support.weights import connected
 
 pytestmark = [pytest.mark.dist, pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -124,15 +125,13 @@ def test_an_engine_of_one_rank_is_filled_from_the_memory_of_two(engines: list[st
         EngineOptions(model=model_dir, extra_args=("--load-format", "dummy"), **PLAIN)
     ) as dummy:
         dummy.wait_ready(ENGINE_S)
-        with WeightSync.whole(engines[:1], staged=True) as sync:
-            sync.connect(timeout_s=UPDATE_S)
+        with connected(engines[:1], staged=True) as sync:
             sync.update(tensors.items(), version=5, timeout_s=UPDATE_S)
             report = sync.add_engine(dummy.url, timeout_s=UPDATE_S)
             assert report is not None and (report.version, report.verified) == (5, PARAMETERS)
             assert set(sync.routable()) == {engines[0], dummy.url}
         got = checksums([dummy.url])
-        with WeightSync.whole([dummy.url], staged=False) as sync:
-            sync.connect(timeout_s=UPDATE_S)
+        with connected([dummy.url], staged=False) as sync:
             sync.update(tensors.items(), version=6, timeout_s=UPDATE_S)
         assert got == checksums([dummy.url])
 

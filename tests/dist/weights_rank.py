@@ -24,6 +24,7 @@ from r3channel.weights.session import WeightSync
 from tests.dist import deepseek, deepseek_export
 from tests.dist.ranks import ROOT, megatron_world
 from tests.support.waits import UPDATE_S, until
+from tests.support.weights import connected
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -44,8 +45,7 @@ def exact(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
     """Publishes to engines, also what is spoilt."""
     model = megatron.build(job["model"], layout, dtype=job["dtype"])
     result: dict[str, Any] = {"reports": [], **broadcast(job, model)}
-    with WeightSync.sharded(job["engines"], group=dist.group.WORLD, verify=True) as sync:
-        sync.connect(timeout_s=UPDATE_S)
+    with connected(job["engines"], group=dist.group.WORLD, verify=True, make=WeightSync.sharded) as sync:
         for version in (1, 2):
             scale(model.chunks, 2.0)
             report = sync.update(hf_shards(model.bridge, model.chunks), version=version, timeout_s=UPDATE_S)
@@ -53,8 +53,9 @@ def exact(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
         report = sync.update_one(job["engines"][0], timeout_s=UPDATE_S)
         result["one"] = [report.version, report.verified]
     result["over_tcp"] = checksums(job)
-    with WeightSync.sharded(job["engines"], group=dist.group.WORLD, verify=True, wire="gloo") as sync:
-        sync.connect(timeout_s=UPDATE_S)
+    with connected(
+        job["engines"], group=dist.group.WORLD, verify=True, wire="gloo", make=WeightSync.sharded
+    ) as sync:
         for version, factor in ((3, 2.0), (4, 2.0), (5, 0.25)):  # the last are those that came over TCP
             scale(model.chunks, factor)
             report = sync.update(hf_shards(model.bridge, model.chunks), version=version, timeout_s=UPDATE_S)

@@ -90,10 +90,9 @@ def test_together_they_are_the_rows_of_transformers_and_a_relay_takes_them(
 ) -> None:
     names = [f"s{length}" for length in LENGTHS]
     expected = reference_ids(model_dir, [decode.tokens for _, decode in halves], folder=tmp_path)
-    relay = Relay(SPEC, TrainerLayout())
-    try:
+    with Relay(SPEC, TrainerLayout()) as relay:
         for name, (prefill, decode), wanted in zip(names, halves, expected, strict=True):
-            replies = [{"meta_info": reply.meta} for reply in (prefill, decode)]
+            replies = [reply.as_json for reply in (prefill, decode)]
             data = merged_frame(*replies, spec=SPEC, sample_id=name)
             frame = parse_frame(data, spec=SPEC)
             assert frame.valid_T.all() and wanted.differing_rows(frame.verify()) == []
@@ -102,5 +101,3 @@ def test_together_they_are_the_rows_of_transformers_and_a_relay_takes_them(
         ticket = relay.seal(0, Assignment.round_robin(names, dp=1, microbatch_size=len(names)))
         assert [sample.invalid for sample in ticket.samples] == [()] * len(names)
         relay.abandon(0)
-    finally:
-        relay.close()

@@ -51,13 +51,12 @@ def test_a_requests_rows_are_own_on_any_rank(engine: EngineServer, model_dir: Pa
 
 
 def test_one_of_two_tensor_ranks_sends_each_frame_and_keeps_the_rows(model_dir: Path, tmp_path: Path) -> None:
-    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(frame_timeout_s=30.0))
-    info, env = ["--log-level", "info"], client.direct_to(relay, tmp_path)
-    with client.serving(model_dir, tmp_path / "log", tp=2, env=env, extra_args=info) as server:
-        samples = client.delivered(relay, answers(server), engine=server.url)
-    client.check_relay(relay, samples, model=model_dir, folder=tmp_path)
-    assert relay.status()["store"]["frames"] == len(samples)
-    relay.close()
+    with Relay(SPEC, TrainerLayout(), ChannelConfig(frame_timeout_s=30.0)) as relay:
+        info, env = ["--log-level", "info"], client.direct_to(relay, tmp_path)
+        with client.serving(model_dir, tmp_path / "log", tp=2, env=env, extra_args=info) as server:
+            samples = client.delivered(relay, answers(server), engine=server.url)
+        client.check_relay(relay, samples, model=model_dir, folder=tmp_path)
+        assert relay.status()["store"]["frames"] == len(samples)
     assert len(re.findall(r"r3channel: .* GB of host memory for", (tmp_path / "log").read_text())) == 1
 
 

@@ -18,11 +18,11 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.weights.engine import EngineHandle
-from r3channel.weights.session import WeightSync
 from r3channel.wire.routing import RowKind
 from tests.engine import client
 from tests.engine.draft import LAYERS, Models, write_models
 from tests.support.waits import ENGINE_S, UPDATE_S
+from tests.support.weights import connected
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
@@ -76,8 +76,7 @@ def test_an_update_that_would_leave_the_draft_old_is_refused_before_the_engine_i
     client, weights = EngineHandle(engine_url), load_file(models.target / "model.safetensors")
     before = client.weight_checksums(timeout_s=UPDATE_S), client.weight_version(timeout_s=UPDATE_S)
     assert any(name.startswith("draft.") for name in before[0][0]), "the engine holds a draft's weights"
-    with WeightSync.whole([client], staged=True) as sync:
-        sync.connect(timeout_s=UPDATE_S)
+    with connected([client], staged=True) as sync:
         said = "speculative_algorithm=EAGLE: the draft would stay old.*without or with NGRAM"
         with pytest.raises(WeightUpdateFailed, match=f"(?s){said}") as failure:
             sync.update(weights.items(), version=7, timeout_s=UPDATE_S)
@@ -140,13 +139,12 @@ def test_a_turn_that_finds_accepted_tokens_in_the_prefix_cache_has_their_rows(
 
 
 def test_direct_rows_without_overlap_are_exact_under_retraction(models: Models, tmp_path: Path) -> None:
-    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(frame_timeout_s=30.0))
-    env = {"SGLANG_TEST_RETRACT": "1", **client.direct_to(relay, tmp_path)}
-    with speculating(models, algorithm="STANDALONE", overlap=False, env=env) as server:
-        relay.expect_engines([server.url], timeout_s=ENGINE_S)
-        replies = client.generate_together(server.url, client.prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
-        samples = client.delivered(relay, replies, engine=server.url)
+    with Relay(SPEC, TrainerLayout(), ChannelConfig(frame_timeout_s=30.0)) as relay:
+        env = {"SGLANG_TEST_RETRACT": "1", **client.direct_to(relay, tmp_path)}
+        with speculating(models, algorithm="STANDALONE", overlap=False, env=env) as server:
+            relay.expect_engines([server.url], timeout_s=ENGINE_S)
+            replies = client.generate_together(server.url, client.prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
+            samples = client.delivered(relay, replies, engine=server.url)
+        client.check_relay(relay, samples, model=models.target, folder=tmp_path)
     assert sum(reply.meta["num_retractions"] for reply in replies) > 0
     assert min(passes_by_accepted(replies)) > 0
-    client.check_relay(relay, samples, model=models.target, folder=tmp_path)
-    relay.close()

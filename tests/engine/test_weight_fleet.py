@@ -15,11 +15,11 @@ import pytest
 from examples.embedded.sglang import EngineServer, kill_family
 from r3channel.cli import main
 from r3channel.weights.engine import EngineHandle
-from r3channel.weights.session import WeightSync
 from r3channel.weights.store import checkpoint_tensors
 from tests.engine.client import greedy, serving
 from tests.engine.conftest import Weights
 from tests.support.waits import UPDATE_S
+from tests.support.weights import connected
 
 pytestmark = pytest.mark.engine
 
@@ -48,19 +48,12 @@ def dummy(model_dir: Path) -> Iterator[EngineServer]:
         yield server
 
 
-def two(url: str, **options: Any) -> tuple[WeightSync, Watched]:
-    watched = Watched(url)
-    session = WeightSync.whole([watched], bucket_bytes=BUCKET_BYTES, **options)
-    session.connect(timeout_s=UPDATE_S)
-    return session, watched
-
-
 @pytest.mark.long
 def test_an_engine_with_dummy_weights_is_filled_alone_while_the_other_serves(
     restored: None, engine_url: str, dummy: EngineServer, original: Weights, changed: Weights
 ) -> None:
-    sync, watched = two(engine_url)
-    with sync:
+    watched = Watched(engine_url)
+    with connected([watched], bucket_bytes=BUCKET_BYTES) as sync:
         sync.update(original.items(), version=1, timeout_s=UPDATE_S)
         tokens, _ = greedy(engine_url)
         assert greedy(dummy.url)[0] != tokens
@@ -83,8 +76,7 @@ def test_checkpoint_engine_a_dummy_engine_is_filled_from_a_checkpoint_alone(
 ) -> None:
     """No trainer and no other engine takes part; the outputs equal those of an engine that loaded the checkpoint itself."""
     tokens, _ = greedy(engine_url)
-    with WeightSync.whole([dummy.url], bucket_bytes=BUCKET_BYTES) as alone:
-        alone.connect(timeout_s=UPDATE_S)
+    with connected([dummy.url], bucket_bytes=BUCKET_BYTES) as alone:
         report = alone.update(checkpoint_tensors(model_dir), version=3, timeout_s=UPDATE_S)
         assert report.verified == 38 and alone.routable() == (dummy.url,)
     assert greedy(dummy.url) == (tokens, "3")
@@ -120,8 +112,7 @@ def test_the_verify_command_names_the_one_tensor_that_differs(
 ) -> None:
     manifest = str(tmp_path / "committed.json")
     one, both = ["--engine", engine_url], ["--engine", engine_url, "--engine", dummy.url]
-    with WeightSync.whole([engine_url, dummy.url], verify=True) as sync:
-        sync.connect(timeout_s=UPDATE_S)
+    with connected([engine_url, dummy.url], verify=True) as sync:
         sync.update(changed.items(), version=5, timeout_s=UPDATE_S)
         assert sync.held is not None
         sync.held.write(manifest)
@@ -182,7 +173,6 @@ def test_a_trainer_that_dies_while_it_stages_leaves_an_engine_that_serves_as_bef
     trainer_that_dies(engine_url, model_dir)
     assert greedy(engine_url) == (tokens, "7") and client.weight_checksums(timeout_s=UPDATE_S) == before
 
-    with WeightSync.whole([engine_url], verify=True, staged=True) as sync:
-        sync.connect(timeout_s=UPDATE_S)
+    with connected([engine_url], verify=True, staged=True) as sync:
         assert sync.update(changed.items(), version=9, timeout_s=UPDATE_S).verified == 38
         assert greedy(engine_url)[1] == "9" and greedy(engine_url)[0] != tokens

@@ -19,7 +19,7 @@ from r3channel.wire.routing import RowKind
 from tests.engine.client import PROMPT, generate, greedy, post, stream
 from tests.engine.conftest import Weights
 from tests.support.waits import ENGINE_S, UPDATE_S
-from tests.support.weights import as_engine_keeps
+from tests.support.weights import as_engine_keeps, connected
 
 pytestmark = pytest.mark.engine
 
@@ -44,9 +44,7 @@ def sync(request: pytest.FixtureRequest, restored: None, engine_url: str) -> Ite
 
 def session(engine_url: str, way: str) -> WeightSync:
     wire: Wire = "shared_memory" if way == "shared_memory" else "tcp"
-    opened = WeightSync.whole([engine_url], bucket_bytes=BUCKET_BYTES, staged=way != "broadcast", wire=wire)
-    opened.connect(timeout_s=UPDATE_S)
-    return opened
+    return connected([engine_url], bucket_bytes=BUCKET_BYTES, staged=way != "broadcast", wire=wire)
 
 
 def test_every_parameter_of_the_engine_equals_the_trainers_bit_for_bit(
@@ -133,8 +131,7 @@ def test_a_running_request_survives_an_update_with_all_its_rows(
     sync: WeightSync, engine_url: str, changed: Weights, mode: PauseMode
 ) -> None:
     new_tokens = 400
-    with WeightSync.whole([engine_url], pause=mode, staged=sync._must_stage) as session:
-        session.connect(timeout_s=UPDATE_S)
+    with connected([engine_url], pause=mode, staged=sync._must_stage) as session:
         chunks = stream(engine_url, PROMPT, new_tokens=new_tokens)
         next(chunks)  # it runs
         session.update(changed.items(), version=1, timeout_s=UPDATE_S)

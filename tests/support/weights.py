@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -33,10 +33,17 @@ def serving() -> FakeEngine:
 
 def session(*engines: Any, **options: Any) -> WeightSync:
     """A connected one that stages."""
-    values: dict[str, Any] = {"bucket_bytes": 2048, "staged": True, **options}
-    urls = [engine.url for engine in engines]
-    joint = values.get("wire") == "gloo"
-    opened = WeightSync.sharded(urls, group=None, **values) if joint else WeightSync.whole(urls, **values)
+    joint: dict[str, Any] = (
+        {"make": WeightSync.sharded, "group": None} if options.get("wire") == "gloo" else {}
+    )
+    values = {"bucket_bytes": 2048, "staged": True, **joint, **options}
+    return connected([engine.url for engine in engines], **values)
+
+
+def connected(
+    urls: list[Any], *, make: Callable[..., WeightSync] = WeightSync.whole, **options: Any
+) -> WeightSync:
+    opened = make(urls, **options)
     opened.connect(timeout_s=UPDATE_S)
     return opened
 

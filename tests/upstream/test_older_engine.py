@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from examples.embedded.sglang import EngineServer, free_port
 from r3channel.errors import EngineUnavailable, WeightUpdateFailed
 from r3channel.relay.reply import frame_bytes_of
-from r3channel.weights.session import WeightSync
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import Hello, probe_body
 from r3channel.wire.routing import RowKind
@@ -22,6 +21,7 @@ from tests.engine.client import Reply, check_replies, generate, generate_togethe
 from tests.engine.draft import Models, write_models
 from tests.engine.test_speculative import LENGTHS, NEW_TOKENS, SPEC, passes_by_accepted, speculating
 from tests.support.waits import UPDATE_S
+from tests.support.weights import connected
 from tests.upstream.wheels import path_with, slimes_sglang, unpacked, without_other_models
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
@@ -95,8 +95,7 @@ def test_a_broadcast_asks_the_loader_of_that_release_for_names(server: EngineSer
     misspelt = {
         name.replace("layers.0.self_attn.o_proj", "layers.0.self_attn.o_prj"): t for name, t in given.items()
     }
-    with WeightSync.whole([server.url]) as sync:
-        sync.connect(timeout_s=UPDATE_S)
+    with connected([server.url]) as sync:
         with pytest.raises(WeightUpdateFailed, match=r"o_prj\.weight"):
             sync.update(misspelt.items(), version=5, timeout_s=UPDATE_S)
         extra = given | {"rotary_emb.inv_freq": torch.ones(4)}
