@@ -44,7 +44,7 @@ _TAIL = 6000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A module of `tests.gpu.checks`, or the tests of this folder."""
+    """A function of a module of `tests.gpu.checks`."""
 
     name: str
     about: str
@@ -103,7 +103,8 @@ CHECKS = (
     Check(name="engine", about="a server's rows", **SERVER, limit_s=170),
     Check(name="peers", about="groups of two and three", apart=True, limit_s=45),
     Check(name="loop", about="the demo", **LOOP, limit_s=150),
-    Check(name="tests", about="tests/gpu", needs=(*PACKAGE, "pytest", "pytest_timeout"), limit_s=20),
+    Check(name="capture_graph", about="narrowing in a CUDA graph", only_on="cuda", limit_s=10),
+    Check(name="device_digests", about="digests on the device", only_on="cuda", limit_s=10),
     Check(name="staging", about="one staging object", only_on="cuda", limit_s=15),
     Check(name="replay_cost", about="a step, of one without replay", needs=MEGATRON, limit_s=55),
     Check(name="capture_cost", about="a pass, of one without capture", needs=SGLANG, limit_s=30),
