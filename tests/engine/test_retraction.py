@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from examples.embedded.sglang import EngineServer
 from r3channel.wire.hello import Hello, probe_body
 from r3channel.wire.routing import Ids, RowKind
 from tests.engine.client import Reply, generate, generate_together, post, prompts_of, serving
+from tests.support.meanwhile import meanwhile
 from tests.support.samples import SPEC
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
@@ -39,23 +38,14 @@ def tapped(model: Path, folder: Path, **options: Any) -> Iterator[EngineServer]:
         yield server
 
 
-@contextmanager
-def paused(url: str) -> Iterator[None]:
+def paused(url: str) -> AbstractContextManager[None]:
     """Meanwhile the engine is stopped again and again, also in mid prefill, and drops what runs."""
-    done = threading.Event()
 
-    def pauses() -> None:
-        while not done.wait(0.04):
-            post(url + "/pause_generation", {"mode": "retract"})
-            post(url + "/continue_generation", {})
+    def pause() -> None:
+        post(url + "/pause_generation", {"mode": "retract"})
+        post(url + "/continue_generation", {})
 
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(pauses)
-        try:
-            yield
-        finally:
-            done.set()
-            running.result()
+    return meanwhile(pause, every_s=0.04)
 
 
 def passes_of(folder: Path) -> dict[str, list[tuple[int, bool, Ids]]]:
