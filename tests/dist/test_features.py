@@ -103,7 +103,7 @@ def test_transformers_loads_the_export_and_has_the_same_log_probs(out: Path) -> 
     """A name that it misses leaves numbers of chance there."""
     expected = load_file((folder := out / "dp=1" / "hf") / "expected.st")
     lists = [[*tokens, 0] for tokens in expected["tokens"].tolist()]  # no row is given of the last one
-    found = torch.stack([torch.from_numpy(one.logits_TV) for one in reference_ids(folder, lists, folder=out)])
+    found = torch.stack([torch.from_numpy(one.logits_TV) for one in reference_ids(folder, lists)])
     assert float((found.log_softmax(-1) - expected["logprobs"]).abs().max()) < 1e-4
 
 

@@ -120,7 +120,7 @@ def test_log_probs_of_both_sides_are_in_the_recording(demo: Run) -> None:
         assert math.isclose(first[own], demo.result["logprob_abs_diff"][name], rel_tol=1e-4)
 
 
-def test_the_engine_answers_as_the_trainers_weights_do(demo: Run, tmp_path: Path) -> None:
+def test_the_engine_answers_as_the_trainers_weights_do(demo: Run) -> None:
     """Greedy tokens equal those of transformers on the exported weights; every byte is the trainer's, routers included."""
     folder = demo.folder / "export"
     (engine,) = json.loads((folder / "engines.json").read_text()).values()
@@ -132,7 +132,7 @@ def test_the_engine_answers_as_the_trainers_weights_do(demo: Run, tmp_path: Path
     held = HeldWeights.read(demo.folder / "committed.json")
     assert held.version == 3 and held.engine == {"1": engine["checksums"]}
 
-    greedy = reference_ids(folder, [prompt + answer for prompt, answer in engine["greedy"]], folder=tmp_path)
+    greedy = reference_ids(folder, [prompt + answer for prompt, answer in engine["greedy"]])
     for (prompt, answer), wanted in zip(engine["greedy"], greedy, strict=True):
         assert wanted.logits_TV[len(prompt) - 1 :].argmax(-1).tolist() == answer
 

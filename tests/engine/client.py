@@ -135,16 +135,16 @@ def delivered(relay: Relay, replies: Sequence[Reply], *, engine: str) -> dict[st
     return samples
 
 
-def check_relay(relay: Relay, samples: Mapping[str, list[int]], *, model: Path, folder: Path) -> None:
+def check_relay(relay: Relay, samples: Mapping[str, list[int]], *, model: Path) -> None:
     """Every row of every sample equals transformers', order included."""
-    expected = reference_ids(model, list(samples.values()), folder=folder)
+    expected = reference_ids(model, list(samples.values()))
     for name, wanted in zip(samples, expected, strict=True):
         assert wanted.differing_rows(rows_here(relay, name)) == [], name
 
 
-def check_replies(replies: Sequence[Reply], *, model: Path, folder: Path, spec: RoutingSpec = SPEC) -> None:
+def check_replies(replies: Sequence[Reply], *, model: Path, spec: RoutingSpec = SPEC) -> None:
     """Every reply has a row for each token but the last, and each equals transformers', order included."""
-    expected = reference_ids(model, [reply.tokens for reply in replies], folder=folder)
+    expected = reference_ids(model, [reply.tokens for reply in replies])
     for reply, wanted in zip(replies, expected, strict=True):
         frame = reply.frame(spec)
         assert frame.rows == len(reply.tokens) - 1 and frame.valid_T.all()

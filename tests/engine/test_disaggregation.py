@@ -86,10 +86,10 @@ def test_neither_engine_has_all_rows_and_says_so(halves: list[tuple[Reply, Reply
 
 
 def test_together_they_are_the_rows_of_transformers_and_a_relay_takes_them(
-    halves: list[tuple[Reply, Reply]], model_dir: Path, tmp_path: Path
+    halves: list[tuple[Reply, Reply]], model_dir: Path
 ) -> None:
     names = [f"s{length}" for length in LENGTHS]
-    expected = reference_ids(model_dir, [decode.tokens for _, decode in halves], folder=tmp_path)
+    expected = reference_ids(model_dir, [decode.tokens for _, decode in halves])
     with Relay(SPEC, TrainerLayout()) as relay:
         for name, (prefill, decode), wanted in zip(names, halves, expected, strict=True):
             replies = [reply.as_json for reply in (prefill, decode)]

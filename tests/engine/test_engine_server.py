@@ -39,10 +39,10 @@ def stock_url(model_dir: Path) -> Iterator[str]:
 
 
 def test_ids_equal_the_routers_of_transformers_with_order(
-    batch: list[client.Reply], again: client.Reply, model_dir: Path, tmp_path: Path
+    batch: list[client.Reply], again: client.Reply, model_dir: Path
 ) -> None:
     assert again.meta["cached_tokens"] > 200
-    client.check_replies([*batch, again], model=model_dir, folder=tmp_path)
+    client.check_replies([*batch, again], model=model_dir)
     ids_TLK = batch[-1].frame().ids()
     assert len(np.unique(ids_TLK.reshape(len(ids_TLK), -1), axis=0)) > 200, "they vary from token to token"
 
@@ -128,10 +128,10 @@ def test_an_engine_whose_rows_would_be_wrong_does_not_start(model_dir: Path) -> 
 
 
 @pytest.mark.full
-def test_rows_of_mixed_passes_are_exact_and_of_unknown_kind(model_dir: Path, tmp_path: Path) -> None:
+def test_rows_of_mixed_passes_are_exact_and_of_unknown_kind(model_dir: Path) -> None:
     with client.serving(model_dir, extra_args=["--enable-mixed-chunk"]) as server:
         replies = client.generate_together(server.url, client.prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
-    client.check_replies(replies, model=model_dir, folder=tmp_path)
+    client.check_replies(replies, model=model_dir)
     prompt_kinds, new_kinds = set[RowKind](), set[RowKind]()
     for reply in replies:
         for span in reply.frame().provenance:

@@ -44,8 +44,8 @@ def answers(server: EngineServer) -> list[client.Reply]:
     return client.generate_together(server.url, client.prompts_of((5, 40, 90, 200, 17, 33)), new_tokens=20)
 
 
-def test_a_requests_rows_are_own_on_any_rank(engine: EngineServer, model_dir: Path, tmp_path: Path) -> None:
-    client.check_replies(replies := answers(engine), model=model_dir, folder=tmp_path)
+def test_a_requests_rows_are_own_on_any_rank(engine: EngineServer, model_dir: Path) -> None:
+    client.check_replies(replies := answers(engine), model=model_dir)
     ranks = {reply.meta.get("dp_rank") for reply in replies}
     assert ranks == ({0, 1} if "--dp-size" in engine.options.extra_args else {None})
 
@@ -55,7 +55,7 @@ def test_one_of_two_tensor_ranks_sends_each_frame_and_keeps_the_rows(model_dir: 
         info, env = ["--log-level", "info"], client.direct_to(relay, tmp_path)
         with client.serving(model_dir, tmp_path / "log", tp=2, env=env, extra_args=info) as server:
             samples = client.delivered(relay, answers(server), engine=server.url)
-        client.check_relay(relay, samples, model=model_dir, folder=tmp_path)
+        client.check_relay(relay, samples, model=model_dir)
         assert relay.status()["store"]["frames"] == len(samples)
     assert len(re.findall(r"r3channel: .* GB of host memory for", (tmp_path / "log").read_text())) == 1
 

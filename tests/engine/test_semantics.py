@@ -49,7 +49,7 @@ def aborted(url: str, prompt: list[int], *, rid: str, after_chunks: int) -> clie
 
 
 def test_an_aborted_request_resumed_under_new_weights_keeps_and_stamps_its_old_rows(
-    engine_url: str, relay: Relay, model_dir: Path, tmp_path: Path
+    engine_url: str, relay: Relay, model_dir: Path
 ) -> None:
     prompt = client.random_prompt(50, seed=1000 + 1)
     first = aborted(engine_url, prompt, rid="abort-me", after_chunks=20)
@@ -59,7 +59,7 @@ def test_an_aborted_request_resumed_under_new_weights_keeps_and_stamps_its_old_r
     with client.weight_version(engine_url, "2"):
         rest = client.generate(engine_url, first.tokens, new_tokens=10, routed_experts_start_len=held)
     relay.add("s", rest.as_json, rest.tokens, append=True)
-    client.check_relay(relay, {"s": rest.tokens}, model=model_dir, folder=tmp_path)
+    client.check_relay(relay, {"s": rest.tokens}, model=model_dir)
     first_span, *spans = [span for rows in turns_here(relay, "s") for span in rows.provenance]
     assert (first_span.start, first_span.end, first_span.weight_version) == (0, 50, 0)
     decoded = [span for span in spans if span.kind is RowKind.DECODED]
@@ -69,7 +69,7 @@ def test_an_aborted_request_resumed_under_new_weights_keeps_and_stamps_its_old_r
     assert len(rest.raw) < len(first.raw)
 
 
-def test_a_chat_sends_each_row_once(engine_url: str, relay: Relay, model_dir: Path, tmp_path: Path) -> None:
+def test_a_chat_sends_each_row_once(engine_url: str, relay: Relay, model_dir: Path) -> None:
     tokens, rows_sent = [], 0
     for turn in range(4):
         asked = [*tokens, *client.random_prompt(15, seed=1000 + 20 + turn)]  # the user's next words
@@ -79,11 +79,11 @@ def test_a_chat_sends_each_row_once(engine_url: str, relay: Relay, model_dir: Pa
         rows_sent += reply.frame().rows
         tokens = reply.tokens
     assert rows_sent == len(tokens) - 1
-    client.check_relay(relay, {"s": tokens}, model=model_dir, folder=tmp_path)
+    client.check_relay(relay, {"s": tokens}, model=model_dir)
 
 
 def test_each_of_n_samples_of_a_prompt_has_its_own_rows(
-    engine_url: str, relay: Relay, model_dir: Path, tmp_path: Path
+    engine_url: str, relay: Relay, model_dir: Path
 ) -> None:
     prompt = client.random_prompt(30, seed=1000 + 4)
     sampling = {"n": 3, "temperature": 1.0, "ignore_eos": True, "max_new_tokens": NEW_TOKENS}
@@ -94,7 +94,7 @@ def test_each_of_n_samples_of_a_prompt_has_its_own_rows(
         samples[f"s{number}"] = prompt + reply["output_ids"]
         relay.add(f"s{number}", reply, samples[f"s{number}"])
     assert len({tuple(tokens) for tokens in samples.values()}) == 3
-    client.check_relay(relay, samples, model=model_dir, folder=tmp_path)
+    client.check_relay(relay, samples, model=model_dir)
 
 
 def test_a_streamed_reply_carries_its_frame_in_the_last_chunk_only(engine_url: str) -> None:
@@ -124,7 +124,7 @@ def direct(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.mark.long
 def test_frames_delivered_directly_are_exact_under_retraction_and_replies_carry_64_bytes_at_most(
-    direct: Direct, model_dir: Path, tmp_path: Path
+    direct: Direct, model_dir: Path
 ) -> None:
     prompts = client.prompts_of((3, 40, 90, 130, 300), seed=1060)
     replies = client.generate_together(direct.server.url, prompts, new_tokens=NEW_TOKENS)
@@ -133,7 +133,7 @@ def test_frames_delivered_directly_are_exact_under_retraction_and_replies_carry_
         assert len(reply.meta["routed_experts"]) <= 64 and reply.raw[:4] == REFERENCE_MAGIC
     assert direct.relay.status()["engines"][direct.server.url].startswith("SGLang 0.5.23")
     samples = client.delivered(direct.relay, replies, engine=direct.server.url)
-    client.check_relay(direct.relay, samples, model=model_dir, folder=tmp_path)
+    client.check_relay(direct.relay, samples, model=model_dir)
 
 
 @pytest.mark.long

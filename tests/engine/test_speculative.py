@@ -94,10 +94,8 @@ def passes_by_accepted(replies: list[client.Reply]) -> list[int]:
     return passes.tolist()
 
 
-def test_accepted_tokens_have_transformers_rows(
-    batch: list[client.Reply], models: Models, tmp_path: Path
-) -> None:
-    client.check_replies(batch, model=models.target, folder=tmp_path, spec=SPEC)
+def test_accepted_tokens_have_transformers_rows(batch: list[client.Reply], models: Models) -> None:
+    client.check_replies(batch, model=models.target, spec=SPEC)
 
 
 def test_chains_were_accepted_whole_and_in_part_and_not_at_all(batch: list[client.Reply]) -> None:
@@ -122,20 +120,20 @@ def cut(engine_url: str) -> list[client.Reply]:
 
 
 def test_a_request_that_ends_inside_a_chain_has_no_row_of_what_follows(
-    cut: list[client.Reply], models: Models, tmp_path: Path
+    cut: list[client.Reply], models: Models
 ) -> None:
-    client.check_replies(cut, model=models.target, folder=tmp_path, spec=SPEC)
+    client.check_replies(cut, model=models.target, spec=SPEC)
 
 
 def test_a_turn_that_finds_accepted_tokens_in_the_prefix_cache_has_their_rows(
-    engine_url: str, models: Models, tmp_path: Path
+    engine_url: str, models: Models
 ) -> None:
     first = client.generate_together(engine_url, client.prompts_of(LENGTHS, seed=5000), new_tokens=NEW_TOKENS)
     prompts = [[*reply.tokens, *client.random_prompt(9, seed=len(reply.prompt))] for reply in first]
     turns = client.generate_together(engine_url, prompts, new_tokens=NEW_TOKENS)
     for turn, before in zip(turns, first, strict=True):
         assert turn.meta["cached_tokens"] > len(before.prompt) + NEW_TOKENS // 2
-    client.check_replies(turns, model=models.target, folder=tmp_path, spec=SPEC)
+    client.check_replies(turns, model=models.target, spec=SPEC)
 
 
 def test_direct_rows_without_overlap_are_exact_under_retraction(models: Models, tmp_path: Path) -> None:
@@ -145,6 +143,6 @@ def test_direct_rows_without_overlap_are_exact_under_retraction(models: Models, 
             relay.expect_engines([server.url], timeout_s=ENGINE_S)
             replies = client.generate_together(server.url, client.prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
             samples = client.delivered(relay, replies, engine=server.url)
-        client.check_relay(relay, samples, model=models.target, folder=tmp_path)
+        client.check_relay(relay, samples, model=models.target)
     assert sum(reply.meta["num_retractions"] for reply in replies) > 0
     assert min(passes_by_accepted(replies)) > 0

@@ -70,7 +70,7 @@ def test_the_tokens_that_could_be_chosen_reach_the_logits_that_chose_them(
     assert not any(row for reply in replies for row in reply.meta["output_token_sampling_mask"])
     assert {len(reply.meta["output_token_sampling_logprobs"]) for reply in replies} == {NEW_TOKENS}
     assert len(plain.raw) < 2000
-    expected = reference_ids(model_dir, [reply.tokens for reply in replies], folder=tmp_path)
+    expected = reference_ids(model_dir, [reply.tokens for reply in replies])
     seen = 0
     for shard in shards:
         both = [shard.tensor("sampling_masks", i) for i in range(shard.num_microbatches)]
@@ -125,7 +125,7 @@ def test_the_likeliest_tokens_are_those_of_the_distribution_that_sampled(
     assert [len(row) for row in plain.meta["output_top_logprobs"]] == [3, 3]  # SGLang's own, as ever
     assert sum(reply.meta["num_retractions"] for reply in replies) > 0
     assert not any(row for reply in replies for row in reply.meta["output_top_logprobs"])
-    expected = reference_ids(model_dir, [reply.tokens for reply in replies], folder=tmp_path)
+    expected = reference_ids(model_dir, [reply.tokens for reply in replies])
     seen = 0
     for shard in (shard for shard in shards if shard.shard.pp):
         both = [shard.tensor("topk_logprobs", i) for i in range(shard.num_microbatches)]
@@ -172,7 +172,7 @@ def test_weights_are_those_of_transformers(delivery: str, model_dir: Path, tmp_p
     assert hello.weighing == ("scoring=softmax renormalize=True scaling=1.0 applied=False dtype=float16",)
     assert sum(reply.meta["num_retractions"] for reply in replies) > 0
     assert replies[3].meta["cached_tokens"] > len(prompts[1])
-    expected = reference_ids(model_dir, [reply.tokens for reply in replies], folder=tmp_path)
+    expected = reference_ids(model_dir, [reply.tokens for reply in replies])
     seen = 0
     for shard in shards:
         for number, batch in enumerate(shard.shard.microbatches):

@@ -80,9 +80,9 @@ def check_update(url: str, model: Path) -> None:
 
 
 def test_ids_equal_the_routers_of_transformers_and_an_update_stamps_later_rows(
-    server: EngineServer, models: Models, tmp_path: Path
+    server: EngineServer, models: Models
 ) -> None:
-    check_replies(answers(server.url), model=models.target, folder=tmp_path, spec=SPEC)
+    check_replies(answers(server.url), model=models.target, spec=SPEC)
     check_update(server.url, models.target)
 
 
@@ -108,7 +108,7 @@ TREES = pytest.mark.parametrize("tree", [unpacked, slimes_sglang], ids=["publish
 
 @TREES
 def test_accepted_tokens_of_a_chain_have_transformers_rows(
-    tree: Callable[[str], Path], models: Models, tmp_path: Path
+    tree: Callable[[str], Path], models: Models
 ) -> None:
     """More rows are verified in a pass than a prefill has, so the buffer must have room for them."""
     algorithm, overlap = ("EAGLE", True) if tree is unpacked else ("STANDALONE", False)
@@ -116,7 +116,7 @@ def test_accepted_tokens_of_a_chain_have_transformers_rows(
     with speculating(models, algorithm=algorithm, overlap=overlap, env=env) as server:
         replies = generate_together(server.url, prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
     assert min(passes_by_accepted(replies)) > 0
-    check_replies(replies, model=models.target, folder=tmp_path, spec=SPEC)
+    check_replies(replies, model=models.target, spec=SPEC)
 
 
 @TREES
