@@ -45,21 +45,22 @@ def exact(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
     """Publishes to engines, also what is spoilt."""
     model = megatron.build(job["model"], layout, dtype=job["dtype"])
     result: dict[str, Any] = {"reports": [], **broadcast(job, model)}
-    with connected(job["engines"], group=dist.group.WORLD, verify=True, make=WeightSync.sharded) as sync:
+    how: dict[str, Any] = {"group": dist.group.WORLD, "verify": True, "make": WeightSync.sharded}
+
+    def publish(sync: WeightSync, version: int, factor: float) -> None:
+        scale(model.chunks, factor)
+        report = sync.update(hf_shards(model.bridge, model.chunks), version=version, timeout_s=UPDATE_S)
+        result["reports"].append([report.version, report.verified, report.sent_bytes])
+
+    with connected(job["engines"], **how) as sync:
         for version in (1, 2):
-            scale(model.chunks, 2.0)
-            report = sync.update(hf_shards(model.bridge, model.chunks), version=version, timeout_s=UPDATE_S)
-            result["reports"].append([report.version, report.verified, report.sent_bytes])
+            publish(sync, version, 2.0)
         report = sync.update_one(job["engines"][0], timeout_s=UPDATE_S)
         result["one"] = [report.version, report.verified]
     result["over_tcp"] = checksums(job)
-    with connected(
-        job["engines"], group=dist.group.WORLD, verify=True, wire="gloo", make=WeightSync.sharded
-    ) as sync:
+    with connected(job["engines"], wire="gloo", **how) as sync:
         for version, factor in ((3, 2.0), (4, 2.0), (5, 0.25)):  # the last are those that came over TCP
-            scale(model.chunks, factor)
-            report = sync.update(hf_shards(model.bridge, model.chunks), version=version, timeout_s=UPDATE_S)
-            result["reports"].append([report.version, report.verified, report.sent_bytes])
+            publish(sync, version, factor)
             result["changed" if version == 3 else "in_a_group"] = checksums(job)
         if sync.held is not None and job["rank"] == 0:
             sync.held.write(job["manifest"])

@@ -280,7 +280,7 @@ def test_a_run_goes_on_without_an_engine_that_was_killed_and_says_so(tmp_path: P
     assert "went without http://" in said and result["engines_routable"][-1] == [3, 1]
 
 
-def test_requests_of_an_engine_that_is_gone_go_to_the_others_and_it_gets_no_more(
+def test_requests_of_an_engine_that_is_gone_go_to_the_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     manager, requests = RolloutManager.__new__(RolloutManager), [Request(str(at), [1], 1) for at in range(5)]

@@ -85,9 +85,7 @@ def test_neither_engine_has_all_rows_and_says_so(halves: list[tuple[Reply, Reply
         assert [span.kind for span in late.provenance] == [RowKind.MISSING, RowKind.DECODED]
 
 
-def test_together_they_are_the_rows_of_transformers_and_a_relay_takes_them(
-    halves: list[tuple[Reply, Reply]], model_dir: Path
-) -> None:
+def test_together_they_are_transformers_rows(halves: list[tuple[Reply, Reply]], model_dir: Path) -> None:
     names = [f"s{length}" for length in LENGTHS]
     expected = reference_ids(model_dir, [decode.tokens for _, decode in halves])
     with Relay(SPEC, TrainerLayout()) as relay:

@@ -38,7 +38,7 @@ def stock_url(model_dir: Path) -> Iterator[str]:
         yield server.url
 
 
-def test_ids_equal_the_routers_of_transformers_with_order(
+def test_ids_and_order_are_transformers(
     batch: list[client.Reply], again: client.Reply, model_dir: Path
 ) -> None:
     assert again.meta["cached_tokens"] > 200

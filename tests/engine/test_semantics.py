@@ -48,7 +48,7 @@ def aborted(url: str, prompt: list[int], *, rid: str, after_chunks: int) -> clie
     return chunks[-1]
 
 
-def test_an_aborted_request_resumed_under_new_weights_keeps_and_stamps_its_old_rows(
+def test_an_aborted_request_that_goes_on_keeps_its_rows(
     engine_url: str, relay: Relay, model_dir: Path
 ) -> None:
     prompt = client.random_prompt(50, seed=1000 + 1)
@@ -82,9 +82,7 @@ def test_a_chat_sends_each_row_once(engine_url: str, relay: Relay, model_dir: Pa
     client.check_relay(relay, {"s": tokens}, model=model_dir)
 
 
-def test_each_of_n_samples_of_a_prompt_has_its_own_rows(
-    engine_url: str, relay: Relay, model_dir: Path
-) -> None:
+def test_each_of_n_samples_has_its_own_rows(engine_url: str, relay: Relay, model_dir: Path) -> None:
     prompt = client.random_prompt(30, seed=1000 + 4)
     sampling = {"n": 3, "temperature": 1.0, "ignore_eos": True, "max_new_tokens": NEW_TOKENS}
     body = {"input_ids": prompt, "sampling_params": sampling, "return_routed_experts": True}
@@ -123,9 +121,7 @@ def direct(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.mark.long
-def test_frames_delivered_directly_are_exact_under_retraction_and_replies_carry_64_bytes_at_most(
-    direct: Direct, model_dir: Path
-) -> None:
+def test_direct_frames_are_exact_under_retraction_and_replies_small(direct: Direct, model_dir: Path) -> None:
     prompts = client.prompts_of((3, 40, 90, 130, 300), seed=1060)
     replies = client.generate_together(direct.server.url, prompts, new_tokens=NEW_TOKENS)
     assert sum(reply.meta["num_retractions"] for reply in replies) > 0

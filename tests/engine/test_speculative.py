@@ -70,9 +70,7 @@ def batch(engine_url: str) -> list[client.Reply]:
     return client.generate_together(engine_url, prompts, new_tokens=NEW_TOKENS)
 
 
-def test_an_update_that_would_leave_the_draft_old_is_refused_before_the_engine_is_linked(
-    engine_url: str, models: Models
-) -> None:
+def test_an_update_that_would_leave_the_draft_old_is_refused(engine_url: str, models: Models) -> None:
     client, weights = EngineHandle(engine_url), load_file(models.target / "model.safetensors")
     before = client.weight_checksums(timeout_s=UPDATE_S), client.weight_version(timeout_s=UPDATE_S)
     assert any(name.startswith("draft.") for name in before[0][0]), "the engine holds a draft's weights"
@@ -119,15 +117,11 @@ def cut(engine_url: str) -> list[client.Reply]:
     return [client.generate(engine_url, prompt, new_tokens=length) for length in inside]
 
 
-def test_a_request_that_ends_inside_a_chain_has_no_row_of_what_follows(
-    cut: list[client.Reply], models: Models
-) -> None:
+def test_a_request_that_ends_inside_a_chain_has_no_later_row(cut: list[client.Reply], models: Models) -> None:
     client.check_replies(cut, model=models.target, spec=SPEC)
 
 
-def test_a_turn_that_finds_accepted_tokens_in_the_prefix_cache_has_their_rows(
-    engine_url: str, models: Models
-) -> None:
+def test_a_turn_that_finds_accepted_tokens_cached_has_their_rows(engine_url: str, models: Models) -> None:
     first = client.generate_together(engine_url, client.prompts_of(LENGTHS, seed=5000), new_tokens=NEW_TOKENS)
     prompts = [[*reply.tokens, *client.random_prompt(9, seed=len(reply.prompt))] for reply in first]
     turns = client.generate_together(engine_url, prompts, new_tokens=NEW_TOKENS)

@@ -59,9 +59,7 @@ def delivered(relay: Relay, replies: list[Reply]) -> list[RankShard]:
 
 
 @DELIVERIES
-def test_the_tokens_that_could_be_chosen_reach_the_logits_that_chose_them(
-    delivery: str, model_dir: Path, tmp_path: Path
-) -> None:
+def test_tokens_that_could_be_chosen_reach_the_logits(delivery: str, model_dir: Path, tmp_path: Path) -> None:
     with channel(model_dir, tmp_path, delivery, "tp=2,cp=2", "sampling_masks") as (relay, url, pool):
         replies = list(pool.map(lambda length: sampled(url, length), (3, 40, 150)))
         replies.append(sampled(url, 20, top_k=1))
@@ -109,9 +107,7 @@ def likeliest(url: str, length: int, **sampling: Any) -> Reply:
 
 
 @DELIVERIES
-def test_the_likeliest_tokens_are_those_of_the_distribution_that_sampled(
-    delivery: str, model_dir: Path, tmp_path: Path
-) -> None:
+def test_the_likeliest_tokens_are_of_what_sampled(delivery: str, model_dir: Path, tmp_path: Path) -> None:
     """Also of requests that were retracted in the middle."""
     forced = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
     option, layout = f"topk_logprobs:{K}", "tp=2,cp=2,pp=2"

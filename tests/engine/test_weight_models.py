@@ -53,9 +53,7 @@ def test_mla_is_staged_in_parts_and_serves_as_loaded_from_disk(family: str, tp: 
         assert report.loaded == "" and report.verified == sum(map(len, updated[0]))
 
 
-def test_experts_that_eplb_moves_are_learned_anew(
-    model_dir: Path, original: Weights, changed: Weights
-) -> None:
+def test_experts_that_eplb_moves_are_learned(model_dir: Path, original: Weights, changed: Weights) -> None:
     """And they stay while an update is on its way."""
     with serving(model_dir, tp=2, extra_args=EPLB, **PLUGIN) as server:
 

@@ -62,7 +62,7 @@ def test_every_parameter_of_the_engine_equals_the_trainers_bit_for_bit(
     assert len(routers) == 3 and all(after[name] != before[name] for name in routers)
 
 
-def test_answers_and_version_change_with_an_update_and_come_back(
+def test_answers_change_and_come_back(
     sync: WeightSync, engine_url: str, original: Weights, changed: Weights
 ) -> None:
     tokens, version = greedy(engine_url)
@@ -117,7 +117,7 @@ def test_a_changed_manifest_is_refused_by_tensor(sync: WeightSync, changed: Weig
     assert isinstance(failure.value.__cause__, errors.ManifestMismatch)
 
 
-def test_a_router_that_an_engine_keeps_in_another_dtype_is_reported(
+def test_a_router_kept_in_another_dtype_is_reported(
     restored: None, engine_url: str, changed: Weights
 ) -> None:
     lossy = {name: w.bfloat16() if name == GATE else w for name, w in changed.items()}
@@ -150,9 +150,7 @@ def test_a_running_request_survives_an_update_with_all_its_rows(
     assert frame.kept_rows == (frame.provenance[1].end if again else 0)
 
 
-def test_an_engine_that_released_its_weights_serves_new_ones_once_it_resumes(
-    sync: WeightSync, engine_url: str, changed: Weights
-) -> None:
+def test_released_weights_come_back_as_new_ones(sync: WeightSync, engine_url: str, changed: Weights) -> None:
     """As slime does around an update where trainers and engines share GPUs."""
     post(engine_url + "/release_memory_occupation", {"tags": ["weights"]})
     with pytest.raises(errors.WeightUpdateFailed, match="released the memory of its weights"):
@@ -162,9 +160,7 @@ def test_an_engine_that_released_its_weights_serves_new_ones_once_it_resumes(
     assert greedy(engine_url)[1] == "1"
 
 
-def test_a_bracket_left_open_by_a_trainer_that_died_is_taken_over(
-    sync: WeightSync, client: EngineHandle, changed: Weights
-) -> None:
+def test_a_bracket_left_open_is_taken_over(sync: WeightSync, client: EngineHandle, changed: Weights) -> None:
     client.pause("retract", timeout_s=UPDATE_S)
     client.begin(timeout_s=UPDATE_S)
     sync.update(changed.items(), version=1, timeout_s=UPDATE_S)

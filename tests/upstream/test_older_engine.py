@@ -79,7 +79,7 @@ def check_update(url: str, model: Path) -> None:
     assert spans == [(20, 4, RowKind.PREFILLED), (24, 4, RowKind.DECODED)]
 
 
-def test_ids_equal_the_routers_of_transformers_and_an_update_stamps_later_rows(
+def test_ids_are_those_of_transformers_and_an_update_stamps_rows(
     server: EngineServer, models: Models
 ) -> None:
     check_replies(answers(server.url), model=models.target, spec=SPEC)
@@ -107,9 +107,7 @@ TREES = pytest.mark.parametrize("tree", [unpacked, slimes_sglang], ids=["publish
 
 
 @TREES
-def test_accepted_tokens_of_a_chain_have_transformers_rows(
-    tree: Callable[[str], Path], models: Models
-) -> None:
+def test_accepted_tokens_have_transformers_rows(tree: Callable[[str], Path], models: Models) -> None:
     """More rows are verified in a pass than a prefill has, so the buffer must have room for them."""
     algorithm, overlap = ("EAGLE", True) if tree is unpacked else ("STANDALONE", False)
     env = {**older(tree), "TRITON_INTERPRET": "1"}
