@@ -125,7 +125,8 @@ def test_padding_stays_out_of_auxiliary_and_z_losses_where_the_model_is_told() -
             spread = torch.arange(pads * SAMPLES * 4, dtype=torch.uint8).view(-1, 4) % 16
             own.routing.whole = {key: torch.cat([ids, spread]) for key, ids in own.routing.whole.items()}
             mask = (torch.arange(LENGTH + pads) >= LENGTH).expand(SAMPLES, -1)
-            own.whole_step(pads=pads, **{"padding_mask": mask} if told else {})
+            given: dict[str, Any] = {"padding_mask": mask} if told else {}
+            own.whole_step(pads=pads, **given)
             return torch.cat([h.module.weight.grad.flatten() for h in own.driver.handles.values()])  # type: ignore[union-attr]
 
     for kind in kinds:

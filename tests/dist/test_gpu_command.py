@@ -17,7 +17,9 @@ from tests.support.children import ROOT, run
 from tests.support.waits import JOB_S
 
 pytestmark = [pytest.mark.dist, pytest.mark.full, pytest.mark.timeout(2 * JOB_S)]
-ON_A_CPU = dict.fromkeys(("imports", "staging", "capture_graph", "device_digests", "device_cost"), "not run")
+ON_A_CPU: dict[str, str] = dict.fromkeys(
+    ("imports", "staging", "capture_graph", "device_digests", "device_cost"), "not run"
+)
 EMULATED = f"{ROOT}/tests/gpu/emulated:{ROOT}"
 ENDS = {
     **dict.fromkeys(("replay", "device"), "NeedsKernel: only a GPU has a profile of its own"),

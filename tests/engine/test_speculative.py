@@ -71,15 +71,15 @@ def batch(engine_url: str) -> list[client.Reply]:
 
 
 def test_an_update_that_would_leave_the_draft_old_is_refused(engine_url: str, models: Models) -> None:
-    client, weights = EngineHandle(engine_url), load_file(models.target / "model.safetensors")
-    before = client.weight_checksums(timeout_s=UPDATE_S), client.weight_version(timeout_s=UPDATE_S)
+    engine, weights = EngineHandle(engine_url), load_file(models.target / "model.safetensors")
+    before = engine.weight_checksums(timeout_s=UPDATE_S), engine.weight_version(timeout_s=UPDATE_S)
     assert any(name.startswith("draft.") for name in before[0][0]), "the engine holds a draft's weights"
-    with connected([client], staged=True) as sync:
+    with connected([engine], staged=True) as sync:
         said = "speculative_algorithm=EAGLE: the draft would stay old.*without or with NGRAM"
         with pytest.raises(WeightUpdateFailed, match=f"(?s){said}") as failure:
             sync.update(weights.items(), version=7, timeout_s=UPDATE_S)
         assert isinstance(failure.value.__cause__, CannotStage)
-    assert (client.weight_checksums(timeout_s=UPDATE_S), client.weight_version(timeout_s=UPDATE_S)) == before
+    assert (engine.weight_checksums(timeout_s=UPDATE_S), engine.weight_version(timeout_s=UPDATE_S)) == before
     assert client.generate(engine_url, client.random_prompt(9, seed=9), new_tokens=2).output, "it serves on"
 
 
