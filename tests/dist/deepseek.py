@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 LAYERS, EXPERTS, TOP_K, VOCAB = 4, 16, 4, 128
+PARALLEL = ("tensor_model", "expert_model", "expert_tensor", "pipeline_model")
 
 
 def config(**changes: Any) -> Any:
@@ -32,11 +33,8 @@ def config(**changes: Any) -> Any:
         "moe_aux_loss_coeff": 0.0, "mtp_num_layers": 1, "add_bias_linear": False, "hidden_dropout": 0.0,
         "attention_dropout": 0.0, "normalization": "RMSNorm", "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        **{f"{kind}_parallel_size": getattr(parallel_state, f"get_{kind}_parallel_world_size")() for kind in PARALLEL},
         "sequence_parallel": parallel_state.get_tensor_model_parallel_world_size() > 1,
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "pipeline_dtype": torch.float32,
         "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
     }  # fmt: skip

@@ -56,8 +56,19 @@ def test_every_known_misuse_of_the_driver_raises_its_typed_error(tmp_path: Path)
     assert result["passed"] == list(facts_of(megatron_traps.__name__))
 
 
-def check(one: dict[str, Any], ranks: list[dict[str, Any]], *, routers: tuple[str, ...]) -> None:
-    """Loss and router gradients of one rank, with the MTP router on its own and mapped."""
+ROUTERS = tuple(f"decoder.layers.{layer}.mlp.router.weight" for layer in (1, 2, 3))
+MTP = "mtp.layers.0.transformer_layer.mlp.router.weight"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "routers"), [("dp=2,ep=2", (*ROUTERS, MTP)), ("tp=2", (MTP,))])
+def test_mla_sigmoid_bias_and_mtp_train_on_two_ranks_as_on_one(
+    one: dict[str, Any], run: Run, layout: str, routers: tuple[str, ...]
+) -> None:
+    """Loss and router gradients, with the MTP router on its own and mapped. With TP it is the gradient of the router that no MLA
+    backward comes before: in megatron-core 0.16.1 the local layer spec's MLA does not sum the gradient of k_pos_emb over TP
+    (multi_latent_attention.py:607), with and without replay."""
+    ranks = run(layout)
     for prefix in ("", "mtp_"):
         loss = sum(rank[f"{prefix}loss"] for rank in ranks) / len(ranks)
         assert loss == pytest.approx(one[f"{prefix}loss"], rel=1e-5)
@@ -67,22 +78,6 @@ def check(one: dict[str, Any], ranks: list[dict[str, Any]], *, routers: tuple[st
             for name in routers:
                 found, expected = np.array(rank[f"{prefix}gradients"][name]), np.array(wanted[name])
                 assert np.linalg.norm(found - expected) < 1e-5 * np.linalg.norm(expected), (prefix, name)
-
-
-ROUTERS = tuple(f"decoder.layers.{layer}.mlp.router.weight" for layer in (1, 2, 3))
-MTP = "mtp.layers.0.transformer_layer.mlp.router.weight"
-
-
-@pytest.mark.full
-def test_mla_sigmoid_bias_and_mtp_train_with_expert_ranks_as_on_one(one: dict[str, Any], run: Run) -> None:
-    check(one, run("dp=2,ep=2"), routers=(*ROUTERS, MTP))
-
-
-@pytest.mark.full
-def test_mla_sigmoid_bias_and_mtp_replay_with_tensor_parallelism(one: dict[str, Any], run: Run) -> None:
-    """Ids, loss, and the gradient of the router that no MLA backward comes before: in megatron-core 0.16.1 the local layer
-    spec's MLA does not sum the gradient of k_pos_emb over TP (multi_latent_attention.py:607), with and without replay."""
-    check(one, run("tp=2"), routers=(MTP,))
 
 
 # -- exported ----------------------------------------------------------------------------------------------------------

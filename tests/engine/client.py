@@ -31,7 +31,6 @@ class Reply:
     prompt: list[int]
     output: list[int]
     meta: dict[str, Any]
-    json_bytes: int
 
     @property
     def tokens(self) -> list[int]:
@@ -83,7 +82,7 @@ def _body(prompt: list[int], new_tokens: int, **extra: Any) -> dict[str, Any]:
 
 def _reply(prompt: list[int], raw: bytes) -> Reply:
     values = json.loads(raw)
-    return Reply(prompt=prompt, output=values["output_ids"], meta=values["meta_info"], json_bytes=len(raw))
+    return Reply(prompt=prompt, output=values["output_ids"], meta=values["meta_info"])
 
 
 def generate_together(url: str, prompts: list[list[int]], *, new_tokens: int) -> list[Reply]:

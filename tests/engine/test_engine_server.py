@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +29,6 @@ def batch(engine_url: str) -> list[client.Reply]:
 def again(engine_url: str, batch: list[client.Reply]) -> client.Reply:
     """The longest prompt a second time: its KV cache is hit."""
     return client.generate(engine_url, batch[-1].prompt, new_tokens=NEW_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def stock_url(model_dir: Path) -> Iterator[str]:
-    with client.serving(model_dir, r3channel=False) as server:
-        yield server.url
 
 
 def test_ids_and_order_are_transformers(
@@ -99,19 +92,18 @@ def test_what_cannot_be_framed_is_reported_and_the_engine_goes_on(engine_url: st
 
 
 @pytest.mark.long
-def test_a_stock_server_is_known_and_has_the_same_ids(stock_url: str, batch: list[client.Reply]) -> None:
-    stock = client.generate(stock_url, batch[3].prompt, new_tokens=NEW_TOKENS)
+def test_a_stock_server_has_the_same_ids_and_is_told_apart(
+    model_dir: Path, batch: list[client.Reply], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with client.serving(model_dir, r3channel=False) as server:
+        stock = client.generate(server.url, batch[3].prompt, new_tokens=NEW_TOKENS)
+        assert cli.main(["doctor", "--engine", server.url]) == 1
+    assert "answers with stock int32 routing; install r3channel" in capsys.readouterr().out
     with pytest.raises(FrameMagicMismatch):
         stock.frame()
     int32_TAK = np.frombuffer(stock.raw, np.int32).reshape(-1, SPEC.num_layers, SPEC.top_k)
     assert np.array_equal(int32_TAK[:, 1:], batch[3].frame().ids())
     assert len(stock.raw) > 4.5 * batch[3].frame().nbytes
-
-
-@pytest.mark.long
-def test_a_stock_server_has_faults(stock_url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--engine", stock_url]) == 1
-    assert "answers with stock int32 routing; install r3channel" in capsys.readouterr().out
 
 
 @pytest.mark.long

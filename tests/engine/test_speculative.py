@@ -93,14 +93,9 @@ def passes_by_accepted(replies: list[client.Reply]) -> list[int]:
 
 
 def test_accepted_tokens_have_transformers_rows(batch: list[client.Reply], models: Models) -> None:
+    """Of chains that were accepted whole, in part and not at all; what was verified is decoded, and the prompt prefilled."""
     client.check_replies(batch, model=models.target, spec=SPEC)
-
-
-def test_chains_were_accepted_whole_and_in_part_and_not_at_all(batch: list[client.Reply]) -> None:
     assert min(passes_by_accepted(batch)) >= 10
-
-
-def test_what_was_verified_is_decoded_and_the_prompt_prefilled(batch: list[client.Reply]) -> None:
     for reply in batch:
         spans = [(span.start, span.end, span.kind) for span in reply.frame(SPEC).provenance]
         prompt = len(reply.prompt)

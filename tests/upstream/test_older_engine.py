@@ -87,14 +87,8 @@ def test_ids_are_those_of_transformers_and_an_update_stamps_rows(
 
 
 def test_a_broadcast_asks_the_loader_of_that_release_for_names(server: EngineServer, models: Models) -> None:
-    given = {
-        name: tensor
-        for file in models.target.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
-    misspelt = {
-        name.replace("layers.0.self_attn.o_proj", "layers.0.self_attn.o_prj"): t for name, t in given.items()
-    }
+    given, name = load_file(models.target / "model.safetensors"), "model.layers.0.self_attn.o_proj.weight"
+    misspelt = {each.replace("o_proj", "o_prj") if each == name else each: t for each, t in given.items()}
     with connected([server.url]) as sync:
         with pytest.raises(WeightUpdateFailed, match=r"o_prj\.weight"):
             sync.update(misspelt.items(), version=5, timeout_s=UPDATE_S)
