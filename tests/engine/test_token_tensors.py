@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 TOP_K = 8
 DELIVERIES = pytest.mark.parametrize("delivery", ["inband", pytest.param("direct", marks=pytest.mark.long)])
+FORCED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
 Channel = tuple[Relay, str, ThreadPoolExecutor]
 NEW_TOKENS = 70  # SGLang streams, also what is not asked to stream, every 50
 
@@ -109,9 +110,8 @@ def likeliest(url: str, length: int, **sampling: Any) -> Reply:
 @DELIVERIES
 def test_the_likeliest_tokens_are_of_what_sampled(delivery: str, model_dir: Path, tmp_path: Path) -> None:
     """Also of requests that were retracted in the middle."""
-    forced = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
     option, layout = f"topk_logprobs:{K}", "tp=2,cp=2,pp=2"
-    with channel(model_dir, tmp_path, delivery, layout, option, **forced) as (relay, url, pool):
+    with channel(model_dir, tmp_path, delivery, layout, option, **FORCED) as (relay, url, pool):
         replies = list(pool.map(lambda length: likeliest(url, length), (3, 40, 150, 20)))
         plain = generate(url, [5, 6, 7], new_tokens=2, return_logprob=True, top_logprobs_num=3)
         refused = likeliest(url, 9, top_p=0.9)
@@ -155,9 +155,8 @@ def is_likeliest(row: tuple[Any, Any, float], reply: Reply, expected: Expected, 
 @DELIVERIES
 def test_weights_are_those_of_transformers(delivery: str, model_dir: Path, tmp_path: Path) -> None:
     """Also of requests that were retracted in the middle, and of those whose prompt lay in the prefix cache."""
-    forced = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
     asked = model_dir, tmp_path, delivery, "tp=2,sp=1,cp=2,pp=2", "combine_weights"
-    with channel(*asked, **forced) as (relay, url, pool):
+    with channel(*asked, **FORCED) as (relay, url, pool):
         probe = generate(url, [5, 6], new_tokens=1, rid=PROBE_PREFIX + "0")
         hello, frame = Hello.split(probe.raw)
         prompts = [random_prompt(length, seed=length) for length in (3, 40, 150)]
