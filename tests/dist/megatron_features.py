@@ -169,9 +169,8 @@ def test_a_live_mtp_router_takes_no_decoder_layers_ids_whatever_its_number_says(
     """It calls itself layer 5 of 4 in 0.16.1 and layer 1 in 0.19.2; among all instances of RouterReplay it is the last."""
     with bench() as own:
         (mtp,) = [m for n, m in own.model.named_modules() if n.startswith("mtp") and n.endswith("router")]
-        assert mtp.layer_number in (1, deepseek.LAYERS + 1) and "get_replay_topk" not in vars(
-            mtp.router_replay
-        )
+        assert mtp.layer_number in (1, deepseek.LAYERS + 1)
+        assert "get_replay_topk" not in vars(mtp.router_replay)
         routed: list[torch.Tensor] = []
         hook = mtp.register_forward_hook(lambda _m, _i, output: routed.append(output[1].bool()))
         used(own.train(), own, "forward", "recompute")
@@ -263,9 +262,8 @@ def test_two_models_replay_in_one_process_at_the_same_time() -> None:
                 with ours.microbatch(index), theirs.microbatch(index):
                     losses = policy.forward(index), critic.forward(index)
                     with torch.no_grad():
-                        assert torch.equal(
-                            reference(tokens, torch.arange(4)[None], None, labels=tokens), alone
-                        )
+                        again = reference(tokens, torch.arange(4)[None], None, labels=tokens)
+                    assert torch.equal(again, alone)
                 for loss in losses:
                     loss.backward()
         used(taps[0].records, policy, "forward", "recompute")

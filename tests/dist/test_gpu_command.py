@@ -21,11 +21,10 @@ ON_A_CPU: dict[str, str] = dict.fromkeys(
     ("imports", "staging", "capture_graph", "device_digests", "device_cost"), "not run"
 )
 EMULATED = f"{ROOT}/tests/gpu/emulated:{ROOT}"
+CAPTURES = ("capture", "capture_weights", "capture_cost")
 ENDS = {
     **dict.fromkeys(("replay", "device"), "NeedsKernel: only a GPU has a profile of its own"),
-    **dict.fromkeys(
-        ("capture", "capture_weights", "capture_cost"), "NeedsKernel: only a GPU has Triton's kernels"
-    ),
+    **dict.fromkeys(CAPTURES, "NeedsKernel: only a GPU has Triton's kernels"),
     **dict.fromkeys(("group", "pair"), "only a GPU has NCCL"),
     "capture_graph": "only a GPU has graphs",
     "device_digests": "only a GPU has waits",

@@ -31,9 +31,7 @@ def again(engine_url: str, batch: list[client.Reply]) -> client.Reply:
     return client.generate(engine_url, batch[-1].prompt, new_tokens=NEW_TOKENS)
 
 
-def test_ids_and_order_are_transformers(
-    batch: list[client.Reply], again: client.Reply, model_dir: Path
-) -> None:
+def test_ids_are_those_and_in_order(batch: list[client.Reply], again: client.Reply, model_dir: Path) -> None:
     assert again.meta["cached_tokens"] > 200
     client.check_replies([*batch, again], model=model_dir)
     ids_TLK = batch[-1].frame().ids()

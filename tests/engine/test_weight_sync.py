@@ -62,9 +62,7 @@ def test_every_parameter_of_the_engine_equals_the_trainers_bit_for_bit(
     assert len(routers) == 3 and all(after[name] != before[name] for name in routers)
 
 
-def test_answers_change_and_come_back(
-    sync: WeightSync, engine_url: str, original: Weights, changed: Weights
-) -> None:
+def test_answers_come_back(sync: WeightSync, engine_url: str, original: Weights, changed: Weights) -> None:
     tokens, version = greedy(engine_url)
     sync.update(changed.items(), version=1, timeout_s=UPDATE_S)
     new_tokens, new_version = greedy(engine_url)
@@ -117,9 +115,7 @@ def test_a_changed_manifest_is_refused_by_tensor(sync: WeightSync, changed: Weig
     assert isinstance(failure.value.__cause__, errors.ManifestMismatch)
 
 
-def test_a_router_kept_in_another_dtype_is_reported(
-    restored: None, engine_url: str, changed: Weights
-) -> None:
+def test_a_router_in_another_dtype_is_reported(restored: None, engine_url: str, changed: Weights) -> None:
     lossy = {name: w.bfloat16() if name == GATE else w for name, w in changed.items()}
     with session(engine_url, "staged") as sync:
         report = sync.update(lossy.items(), version=1, timeout_s=UPDATE_S)

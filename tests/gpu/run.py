@@ -117,13 +117,9 @@ CHECKS = (
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="make gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--small", action="store_true", help="the sizes of a CPU: a first look in two minutes"
-    )
+    parser.add_argument("--small", action="store_true", help="a CPU's sizes: a first look in two minutes")
     parser.add_argument("--wheels", type=Path, help="folder of wheels for what this machine lacks")
-    parser.add_argument(
-        "--out", type=Path, help="gpu.json, with the checks' names in it where some are given"
-    )
+    parser.add_argument("--out", type=Path, help="gpu.json, with names in it where some checks are given")
     parser.add_argument("names", nargs="*", choices=[[], *(check.name for check in CHECKS)])
     options = parser.parse_args(arguments)
     options.small |= options.device == "cpu"

@@ -79,9 +79,7 @@ def check_update(url: str, model: Path) -> None:
     assert spans == [(20, 4, RowKind.PREFILLED), (24, 4, RowKind.DECODED)]
 
 
-def test_ids_are_those_of_transformers_and_an_update_stamps_rows(
-    server: EngineServer, models: Models
-) -> None:
+def test_ids_are_transformers_and_an_update_stamps_rows(server: EngineServer, models: Models) -> None:
     check_replies(answers(server.url), model=models.target, spec=SPEC)
     check_update(server.url, models.target)
 

@@ -28,9 +28,7 @@ _ROUTED = {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}
 NEEDS: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0}},
     "deepseek_ocr2_text": {
-        "num_experts_per_tok": 6,
-        "mlp_layer_types": ["dense"] + ["sparse"] * (LAYERS - 1),
-        "num_hidden_layers": LAYERS,
+        "num_experts_per_tok": 6, "mlp_layer_types": ["dense"] + ["sparse"] * (LAYERS - 1), "num_hidden_layers": LAYERS,
     },
     "deepseek_v2": {"num_experts_per_tok": 6},
     "diffusion_gemma_text": _ROUTED,
@@ -94,9 +92,8 @@ def families() -> dict[str, Any]:
 
     logging.set_verbosity_error()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            huggingface_hub.constants, "HF_HUB_OFFLINE", True
-        )  # a class without experts asks the hub
+        # a class without experts asks the hub
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         found = {name: _config(name) for name in list(CONFIG_MAPPING_NAMES)}
     configs = {name: config for name, config in found.items() if config is not None}
     return {name: config for name, config in configs.items() if _speaks_of_experts(config.to_dict())}
@@ -221,10 +218,8 @@ def test_a_config_without_placement_keys_means_the_defaults_of_its_family(famili
     for name, config in families.items():
         raw = {key: value for key, value in config.to_dict().items() if key not in PLACEMENT_KEYS}
         if name in FAMILIES:
-            default = RoutingSpec.from_hf_config(config)
-            assert RoutingSpec.from_hf_config(raw) == default, (
-                f"{name}: without {config.to_dict().keys() - raw.keys()}"
-            )
+            default, gone = RoutingSpec.from_hf_config(config), config.to_dict().keys() - raw.keys()
+            assert RoutingSpec.from_hf_config(raw) == default, f"{name}: without {gone}"
         elif name not in REFUSED and "text_config" not in raw and "thinker_config" not in raw:
             with pytest.raises(ConfigError, match=r"keys seen: .*expert"):
                 RoutingSpec.from_hf_config(raw)

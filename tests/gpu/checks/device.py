@@ -143,9 +143,7 @@ def check(device: str, facts: Facts) -> None:
         facts.expect(f"{name}: pinned bytes", pinned, pinned <= most, f"{most}: two buckets, and the plan")
         if cuda:
             read = read_bytes(path, 1 + waiting[0])
-            facts.expect(
-                f"{name}: bytes of each read", read, sum(read) <= 64 and len(read) == 1, "one, of 64"
-            )
+            facts.expect(f"{name}: bytes by read", read, sum(read) <= 64 and len(read) == 1, "one, of 64")
         path.close()
     if not cuda:
         facts.left_out.append("pinned memory, late streams, reads: nothing is copied to a device on a CPU")
