@@ -48,13 +48,12 @@ def test_a_second_model_call_in_one_block_is_refused(bench: Bench) -> None:
         bench.forward()
 
 
-def test_a_block_without_a_model_call_is_refused(bench: Bench) -> None:
+def test_a_step_that_lacks_or_repeats_calls_is_refused(bench: Bench) -> None:
     never = refused(ReplayError, "layer 1", "consumed 0 times, expected 1")
     with never, bench.step() as step, step.microbatch(0):
         pass
-
-
-def test_a_skipped_or_repeated_micro_batch_is_refused(bench: Bench) -> None:
+    with refused(ReplayError, "without running any"), bench.step():
+        pass
     for indices, words in (((0, 2), "micro-batch 1: consumed 0 times"), ((0, 1, 2, 2), "consumed 2 times")):
         with refused(ReplayError, words):
             bench.whole_step(indices)
@@ -67,11 +66,6 @@ def test_a_left_out_backward_pass_is_refused(bench: Bench) -> None:
                 loss = bench.forward(index)
             if index:
                 loss.backward()
-
-
-def test_an_empty_step_is_refused(bench: Bench) -> None:
-    with refused(ReplayError, "without running any"), bench.step():
-        pass
 
 
 def test_a_forward_pass_outside_of_a_block_is_refused(bench: Bench) -> None:

@@ -29,17 +29,6 @@ def _register_with(**environment: str) -> str:
     return ""
 
 
-def parameter_renamed() -> list[str]:
-    from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
-
-    from r3channel.engine.sglang_hooks import check_hooks
-
-    def get_topk(self: Any, slot: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0) -> None: ...
-
-    setattr(RoutedExpertsCapturer, "get_topk", get_topk)  # noqa: B010
-    return check_hooks()
-
-
 def plugin_with_a_name_gone() -> str:
     from sglang.srt.state_capturer import base
 

@@ -66,9 +66,8 @@ def wanted_of(passes: list[tuple[int, bool, Ids]], reply: Reply) -> tuple[Ids, I
         last.update(enumerate(ids_TLK, start))
         if makes:
             made[start + len(ids_TLK) - 1] = ids_TLK[-1]
-    return np.stack([made[row] for row in range(first, end)]), np.stack(
-        [last[row] for row in range(first, end)]
-    )
+    made_TLK, last_TLK = (np.stack([of[row] for row in range(first, end)]) for of in (made, last))
+    return made_TLK, last_TLK
 
 
 def answered(reply: Reply) -> Ids:
@@ -133,9 +132,8 @@ def test_rows_that_found_no_room_are_those_of_the_second_prefill_and_say_so(
         passes, first = passes_of(tmp_path)[reply.meta["id"]], len(reply.prompt) - 1
         made_TLK, last_TLK = wanted_of(passes, reply)
         spans = reply.frame().provenance
-        decoded_T = np.concatenate(
-            [[span.kind is RowKind.DECODED] * (span.end - span.start) for span in spans]
-        )
+        kinds = [[span.kind is RowKind.DECODED] * (span.end - span.start) for span in spans]
+        decoded_T = np.concatenate(kinds)
         assert not decoded_T[: first + 1].any()
         wanted_TLK = np.where(decoded_T[first:, None, None], made_TLK, last_TLK)
         # A row that a prefill made (the first answered one, the last one before a retraction) says so, kept or not.

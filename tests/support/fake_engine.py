@@ -216,26 +216,22 @@ class FakeEngine:
         return {"success": True}
 
     def _update(self, body: Answer) -> Answer | None:
-        bucket = Bucket.of(
-            [
-                TensorMeta(name=name, dtype=getattr(torch, dtype), shape=tuple(shape))
-                for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True)
-            ]
-        )
+        told = zip(body["names"], body["dtypes"], body["shapes"], strict=True)
+        metas = [
+            TensorMeta(name=n, dtype=getattr(torch, kind), shape=tuple(shape)) for n, kind, shape in told
+        ]
+        bucket = Bucket.of(metas)
         try:
             groups = self._groups[body["group_name"]]
-            flat, *others = (torch.empty(bucket.payload_bytes, dtype=torch.uint8) for _ in groups)
-            works = [
-                g.broadcast([f], dist.BroadcastOptions())
-                for g, f in zip(groups, (flat, *others), strict=True)
-            ]
+            flats = [torch.empty(bucket.payload_bytes, dtype=torch.uint8) for _ in groups]
+            works = [g.broadcast([f], dist.BroadcastOptions()) for g, f in zip(groups, flats, strict=True)]
             while works:
                 works.pop().wait()
-            assert all(torch.equal(flat, other) for other in others)
+            assert all(torch.equal(flats[0], other) for other in flats)
         except (KeyError, RuntimeError) as error:
             return {"success": False, "message": f"Failed to receive weights: {error}"}
         for meta, at in zip(bucket.tensors, bucket.offsets, strict=True):
-            part = flat[at : at + meta.nbytes].view(meta.dtype).view(meta.shape)
+            part = flats[0][at : at + meta.nbytes].view(meta.dtype).view(meta.shape)
             self.tensors[meta.name] = part.clone()
         self.received.append(body["names"][0])
         self.flushed += bool(body["flush_cache"])

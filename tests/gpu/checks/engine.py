@@ -78,12 +78,10 @@ def asked(url: str, *, few: bool) -> list[client.Reply]:
 def judge(way: str, replies: list[client.Reply], rows: list[Any], tap: Path, facts: Facts) -> None:
     passes, cached = passes_of(tap), sum(reply.meta["cached_tokens"] for reply in replies)
     retracted = sum(reply.meta["num_retractions"] for reply in replies)
-    differ = sum(
-        differing(ids_TLK, reply, passes[reply.meta["id"]])
-        for ids_TLK, reply in zip(rows, replies, strict=True)
-    )
-    known = {tuple(reply.tokens): ids_TLK for reply, ids_TLK in zip(replies, rows, strict=True)}
-    for reply, ids_TLK in zip(replies, rows, strict=True):
+    pairs = [*zip(replies, rows, strict=True)]
+    differ = sum(differing(ids_TLK, reply, passes[reply.meta["id"]]) for reply, ids_TLK in pairs)
+    known = {tuple(reply.tokens): ids_TLK for reply, ids_TLK in pairs}
+    for reply, ids_TLK in pairs:
         if (earlier_TLK := known.get(tuple(reply.prompt[:-1]))) is not None:  # it goes on where that ended
             hit = min(reply.meta["cached_tokens"], len(earlier_TLK))
             differ += int((ids_TLK[:hit] != earlier_TLK[:hit]).any((1, 2)).sum())

@@ -100,9 +100,7 @@ class Groups:
             "world_size": 1 + len(peers), "host": self.store.host, "port": self.store.port,
         }  # fmt: skip
         begin = time.monotonic()
-        theirs = [
-            peer.pool.submit(_join, {**where, "rank": rank}) for rank, peer in enumerate(peers, start=1)
-        ]
+        theirs = [one.pool.submit(_join, {**where, "rank": rank}) for rank, one in enumerate(peers, start=1)]
         group: Any = join(Rendezvous(**where, rank=0), timeout_s=CONNECT_S)
         for one in theirs:
             one.result()
