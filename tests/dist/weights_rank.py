@@ -83,10 +83,8 @@ def broadcast(job: dict[str, Any], model: Any) -> dict[str, Any]:
         send(group, payload, timeout_s=timeout_s)
         sent.append(len(payload))
 
-    first = (
-        mpu.get_data_parallel_rank(with_context_parallel=True) == 0
-        and mpu.get_tensor_model_parallel_rank() == 0
-    )
+    ranks = mpu.get_data_parallel_rank(with_context_parallel=True), mpu.get_tensor_model_parallel_rank()
+    first = ranks == (0, 0)
     own = mpu.get_expert_data_parallel_rank() == 0 and mpu.get_expert_tensor_parallel_rank() == 0
     given = partial(hf_weights, model.bridge, model.chunks, source=first)
     found = dict[str, Any]()

@@ -51,9 +51,8 @@ def run(folder: Path, *options: str, channel: bool = True) -> Run:
     with meanwhile(lambda: _scrape(folder / "report/endpoints.json", pages), every_s=0.5):
         done = children.run(*command, *options, "--json", cwd=folder, limit_s=RUN_S, **OLDER_RAY)
     lines = done.stdout.strip().splitlines()
-    assert lines and lines[-1].startswith("{"), (
-        f"no JSON at the end; {done.returncode}:\n{done.stderr[-4000:]}"
-    )
+    said = f"no JSON at the end; {done.returncode}:\n{done.stderr[-4000:]}"
+    assert lines and lines[-1].startswith("{"), said
     return Run(done.returncode, json.loads(lines[-1]), done.stderr, folder, pages)
 
 

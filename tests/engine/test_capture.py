@@ -183,9 +183,8 @@ def test_rows_of_slots_that_another_engine_filled_are_missing_until_they_are_wri
     rows.write(np.arange(4), ids, weight_version=5, kind=RowKind.DECODED)
     rows.forget(np.array([1, 2]))
     rows.write(np.array([2]), ids[:1], weight_version=6, kind=RowKind.DECODED)
-    frame = parse_frame(
-        rows.unfinished(np.arange(4), first_row=0, sample_key=0).encode().tobytes(), spec=SPEC
-    )
+    unfinished = rows.unfinished(np.arange(4), first_row=0, sample_key=0)
+    frame = parse_frame(unfinished.encode().tobytes(), spec=SPEC)
     assert frame.valid_T.tolist() == [True, False, True, True]
     assert [span.weight_version for span in frame.provenance] == [5, capture.NO_VERSION, 6, 5]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from examples.embedded.sglang import EngineServer
+from examples.embedded.sglang import EngineServer, free_port
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.pd_merge import merged_frame
@@ -31,8 +30,7 @@ SLOTS, EARLIER_TOKENS, ROUNDS = 1024, 60, 3
 
 @pytest.fixture(scope="module")
 def bootstrap_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+    return free_port()
 
 
 @pytest.fixture(scope="module")

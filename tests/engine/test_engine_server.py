@@ -25,13 +25,9 @@ def batch(engine_url: str) -> list[client.Reply]:
     return client.generate_together(engine_url, client.prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
 
 
-@pytest.fixture(scope="module")
-def again(engine_url: str, batch: list[client.Reply]) -> client.Reply:
-    """The longest prompt a second time: its KV cache is hit."""
-    return client.generate(engine_url, batch[-1].prompt, new_tokens=NEW_TOKENS)
-
-
-def test_ids_are_those_and_in_order(batch: list[client.Reply], again: client.Reply, model_dir: Path) -> None:
+def test_ids_are_those_and_in_order(engine_url: str, batch: list[client.Reply], model_dir: Path) -> None:
+    """The longest prompt is asked a second time: its KV cache is hit."""
+    again = client.generate(engine_url, batch[-1].prompt, new_tokens=NEW_TOKENS)
     assert again.meta["cached_tokens"] > 200
     client.check_replies([*batch, again], model=model_dir)
     ids_TLK = batch[-1].frame().ids()

@@ -102,17 +102,13 @@ def test_accepted_tokens_have_transformers_rows(batch: list[client.Reply], model
         assert spans == [(0, prompt, RowKind.PREFILLED), (prompt, len(reply.tokens) - 1, RowKind.DECODED)]
 
 
-@pytest.fixture(scope="module")
-def cut(engine_url: str) -> list[client.Reply]:
-    """A request that ends, each time it is asked, after another token inside a chain that was accepted."""
+def test_a_request_that_ends_inside_a_chain_has_no_later_row(engine_url: str, models: Models) -> None:
+    """Each time it is asked it ends after another token inside a chain that was accepted."""
     prompt = client.random_prompt(60, seed=60)
     ends = [len(chunk.output) for chunk in client.stream(engine_url, prompt, new_tokens=40)]
     inside = sorted(set(range(1, 40)) - set(ends))
     assert len(inside) >= 5, f"passes ended after {ends} tokens"
-    return [client.generate(engine_url, prompt, new_tokens=length) for length in inside]
-
-
-def test_a_request_that_ends_inside_a_chain_has_no_later_row(cut: list[client.Reply], models: Models) -> None:
+    cut = [client.generate(engine_url, prompt, new_tokens=length) for length in inside]
     client.check_replies(cut, model=models.target, spec=SPEC)
 
 

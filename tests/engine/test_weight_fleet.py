@@ -112,7 +112,7 @@ def verify(*arguments: str) -> int:
     return main(["weights", "verify", *arguments])
 
 
-TRAINER = """
+TRAINER = """  # gives the checkpoint as version 7, and half of version 8
 import sys, time
 from safetensors.torch import load_file
 from r3channel.weights.session import WeightSync
@@ -133,23 +133,18 @@ with WeightSync.whole([url], bucket_bytes=1 << 20, staged=True) as sync:
 """
 
 
-def trainer_that_dies(url: str, model_dir: Path) -> None:
-    """It gives the checkpoint as version 7, and half of version 8."""
-    command = [sys.executable, "-c", TRAINER, url, str(model_dir / "model.safetensors")]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    try:
-        assert child.stdout is not None and child.stdout.readline() == "half\n"
-    finally:
-        kill_family(child)
-
-
 @pytest.mark.full
 def test_a_trainer_that_dies_while_it_stages_leaves_an_engine_that_serves_as_before(
     restored: None, engine_url: str, model_dir: Path, changed: Weights
 ) -> None:
     client, (tokens, _) = EngineHandle(engine_url), greedy(engine_url)
     before = client.weight_checksums(timeout_s=UPDATE_S)
-    trainer_that_dies(engine_url, model_dir)
+    command = [sys.executable, "-c", TRAINER, engine_url, str(model_dir / "model.safetensors")]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "half\n"
+    finally:
+        kill_family(child)
     assert greedy(engine_url) == (tokens, "7") and client.weight_checksums(timeout_s=UPDATE_S) == before
 
     with connected([engine_url], verify=True, staged=True) as sync:
