@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,7 @@ def check(status: dict[str, Any], step: int) -> None:
 
 def needed(rank: int) -> list[int]:
     """The rows of each step, over all layers."""
-    samples = [
-        [name for batch in assignment.ranks[rank] for name in batch] for assignment in kills.STEPS.values()
-    ]
+    samples = [chain(*assignment.ranks[rank]) for assignment in kills.STEPS.values()]
     return [SPEC.num_moe_layers * sum(kills.TOKENS[name] - 1 for name in names) for names in samples]
 
 

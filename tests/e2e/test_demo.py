@@ -167,11 +167,8 @@ def test_the_run_is_a_page_and_a_trace_with_an_arrow_for_each_sample(demo: Run) 
     """From the engine that generated it over the relay to the rank that replays it."""
     assert (demo.folder / "report" / "report.html").read_text().count("<svg") == 8
     events = json.loads((demo.folder / "report" / "trace.json").read_text())["traceEvents"]
-    names = {
-        event["pid"]: event["args"]["name"].partition(" ")[0]
-        for event in events
-        if event["name"] == "process_name"
-    }
+    named = [event for event in events if event["name"] == "process_name"]
+    names = {event["pid"]: event["args"]["name"].partition(" ")[0] for event in named}
     ways: dict[str, list[str]] = {}
     for event in events:
         if event["ph"] in "stf":

@@ -41,13 +41,12 @@ def test_prompt_rows_are_prefilled_and_the_others_decoded(batch: list[client.Rep
         assert spans == [(0, prompt, RowKind.PREFILLED), (prompt, prompt + NEW_TOKENS - 1, RowKind.DECODED)]
 
 
-def test_an_offset_of_the_whole_prompt_and_one_token_give_a_frame_without_rows(engine_url: str) -> None:
+def test_an_offset_of_the_whole_prompt_and_one_token_give_no_rows_and_who_did_not_ask_gets_no_frame(
+    engine_url: str,
+) -> None:
     prompt = client.random_prompt(20, seed=1)
     reply = client.generate(engine_url, prompt, new_tokens=1, routed_experts_start_len=20)
     assert (reply.frame().rows, reply.frame().first_row) == (0, 20)
-
-
-def test_a_request_that_did_not_ask_gets_no_routing(engine_url: str) -> None:
     assert "routed_experts" not in client.generate(engine_url, [5, 6], new_tokens=2, routing=False).meta
 
 

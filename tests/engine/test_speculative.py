@@ -63,9 +63,7 @@ def engine_url(models: Models) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def batch(engine_url: str) -> list[client.Reply]:
     """Three times as many requests as run at once: slots that one gives back are another's while passes are under way."""
-    prompts = [
-        client.random_prompt(length, seed=1000 * turn + length) for turn in range(3) for length in LENGTHS
-    ]
+    prompts = [client.random_prompt(n, seed=1000 * turn + n) for turn in range(3) for n in LENGTHS]
     assert len(prompts) > RUNNING and RUNNING * (DRAFTED + 1) > CHUNK
     return client.generate_together(engine_url, prompts, new_tokens=NEW_TOKENS)
 

@@ -155,9 +155,8 @@ def place(device: str, facts: Facts) -> None:
     total, bucket_bytes = nbytes // SPEC.bytes_per_token, min(nbytes, ChannelConfig().bucket_bytes)
     tokens = {f"s{at}": min(SAMPLE_ROWS, total - at) + 1 for at in range(0, total, SAMPLE_ROWS)}
     samples = [TicketSample(name, count, 0, 0, ()) for name, count in tokens.items()]
-    ticket = Ticket(
-        "run", 1, SPEC, TrainerLayout(), Assignment.given([[[name] for name in tokens]]), samples, 1
-    )
+    assignment = Assignment.given([[[name] for name in tokens]])
+    ticket = Ticket("run", 1, SPEC, TrainerLayout(), assignment, samples, 1)
     stream, rows = Stream.of(ticket, ticket.plan.shard(dp=0, pp=0)), bucket_bytes // SPEC.bytes_per_token
     placement = DevicePlacement(stream, torch.empty(stream.shard.nbytes, dtype=torch.uint8, device=where))
     bucket = torch.from_numpy(ids_of(rows, shift=0)).to(where)

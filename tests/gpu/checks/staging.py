@@ -31,9 +31,8 @@ def send(staging: DeviceStaging, thread: int) -> int:
                 torch.cuda._sleep(LATE_CYCLES)
                 sent.append(staging.staged(slot, NBYTES).clone())
             wanted = [xxh3_64_intdigest(buffer_N.tobytes()) for buffer_N in buffers]
-            wrong += sum(
-                xxh3_64_intdigest(one.cpu().numpy()) != two for one, two in zip(sent, wanted, strict=True)
-            )
+            found = [xxh3_64_intdigest(one.cpu().numpy()) for one in sent]
+            wrong += sum(one != two for one, two in zip(found, wanted, strict=True))
     return wrong
 
 
