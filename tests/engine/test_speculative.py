@@ -91,7 +91,7 @@ def passes_by_accepted(replies: list[client.Reply]) -> list[int]:
 
 
 def test_accepted_tokens_have_transformers_rows(batch: list[client.Reply], models: Models) -> None:
-    """Of chains that were accepted whole, in part and not at all; what was verified is decoded, and the prompt prefilled."""
+    """Chains were accepted whole, in part and not at all; what was verified is decoded, and the prompt prefilled."""
     client.check_replies(batch, model=models.target, spec=SPEC)
     assert min(passes_by_accepted(batch)) >= 10
     for reply in batch:

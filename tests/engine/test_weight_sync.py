@@ -76,7 +76,7 @@ def test_answers_come_back(sync: WeightSync, engine_url: str, original: Weights,
 
 
 def test_the_report_counts_every_byte_and_its_stages_add_up(sync: WeightSync, changed: Weights) -> None:
-    """Of six: another process may have had the core between two stages of one."""
+    """The best of six: another process may have had the core between two stages of one."""
     *_, report = reports = [sync.update(changed.items(), version=1, timeout_s=UPDATE_S) for _ in range(6)]
     assert report.payload_bytes == sum(w.nbytes for w in changed.values())
     assert (report.tensors, report.buckets, report.version) == (len(changed), 10, 1)
