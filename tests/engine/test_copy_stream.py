@@ -154,7 +154,7 @@ COUNTS = [("", 1000), ("ready", 1000), ("copied", 1000), pytest.param("", 10_000
 def test_no_row_of_late_passes_differs_and_each_event_is_needed(broken: str, count: int) -> None:
     wrong, waits = run(count, broken=broken)
     assert (wrong > 0) == bool(broken)
-    assert waits["rows"] > 0, "no copy was ever late, so nothing was tried"
+    assert broken or waits["rows"] > 0, "no copy was ever late, so nothing was tried"
 
 
 def test_a_full_ring_waits_and_loses_nothing() -> None:
