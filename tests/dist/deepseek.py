@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 LAYERS, EXPERTS, TOP_K, VOCAB = 4, 16, 4, 128
+PARALLEL = ("tensor_model", "expert_model", "expert_tensor", "pipeline_model")
 
 
 def config(**changes: Any) -> Any:
@@ -32,10 +33,9 @@ def config(**changes: Any) -> Any:
         "moe_aux_loss_coeff": 0.0, "mtp_num_layers": 1, "add_bias_linear": False, "hidden_dropout": 0.0,
         "attention_dropout": 0.0, "normalization": "RMSNorm", "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        **{f"{kind}_parallel_size": getattr(parallel_state, f"get_{kind}_parallel_world_size")() for kind in PARALLEL},
         "sequence_parallel": parallel_state.get_tensor_model_parallel_world_size() > 1,
+        "pipeline_dtype": torch.float32,
         "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
     }  # fmt: skip
     return MLATransformerConfig(**{**values, **changes})
@@ -81,9 +81,6 @@ def fill(model: torch.nn.Module) -> None:
 
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "norm" in name:
-                weight.fill_(1.0)
-                continue
             name = re.sub(r"^decoder\.layers\.(\d+)\.", layer, name)
             name = re.sub(r"local_experts\.(\d+)\.", expert, name)
             rank, size = etp if "local_experts" in name else tp
@@ -92,7 +89,8 @@ def fill(model: torch.nn.Module) -> None:
             if dim is not None:
                 shape[dim] *= size
             seed = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            whole = torch.randn(shape, generator=seed) * 0.1
+            # norms about 1, or a wrong one would look right
+            whole = torch.randn(shape, generator=seed) * 0.1 + ("norm" in name)
             weight.copy_(whole if dim is None else part(name, whole, dim, rank, size))
         for name, bias in model.named_buffers():
             if name.endswith("expert_bias"):

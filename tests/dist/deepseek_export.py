@@ -5,7 +5,6 @@ Every rank writes digests of what it was given; on one rank the folder is writte
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -44,22 +43,6 @@ def bridge_of(config: Any, own: Any) -> Any:
     return Bridge(config, dtype=torch.float32)
 
 
-def build(layout: TrainerLayout, *, tied: bool = False) -> Any:
-    changes: dict[str, Any] = {"mtp_num_layers": None, "layernorm_epsilon": 1e-5, "rotary_base": 10000.0}
-    if layout.pp > 1:
-        changes |= {"pipeline_model_parallel_size": layout.pp, "pipeline_dtype": torch.float32}
-    model = deepseek.build(tied=tied, **changes)
-    offset = model.decoder.layers[0].layer_number - 1
-    for name, weight in model.named_parameters():
-        if "norm" in name:  # or a wrong norm would look right
-            parts = name.split(".")
-            if parts[1] == "layers":
-                parts[2] = str(int(parts[2]) + offset)
-            seed = torch.Generator().manual_seed(zlib.crc32(".".join(parts).encode()))
-            weight.data.add_(0.1 * torch.randn(weight.shape, generator=seed))
-    return model
-
-
 def whole_model(model: Any, config: Any, exported: dict[str, torch.Tensor], folder: Path) -> None:
     """What a reader of the folder needs, and the log-probs that Megatron gives."""
     config.save_pretrained(folder)
@@ -74,7 +57,7 @@ def whole_model(model: Any, config: Any, exported: dict[str, torch.Tensor], fold
 
 def export(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
     """What this rank was given of the model, and the tensors that bfloat16 leaves as they are."""
-    config, model = hf_config(), build(layout)
+    config, model = hf_config(), deepseek.build(mtp_num_layers=None)
     bridge = bridge_of(config, model.config)
     exported = {name: tensor.clone() for name, tensor in hf_weights(bridge, [model])}
     narrow = dict(hf_weights(bridge, [model], dtype=torch.bfloat16))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -118,12 +118,6 @@ def check_rows(rank: Rank, records: list[Consumed], *passes: str) -> dict[str, i
     return dict(compared)
 
 
-def check_clean(rank: Rank) -> None:
-    for handle in rank.channel.driver.handles.values():
-        assert handle.replay.replay_backward_list == []
-        assert handle.replay.target_topk_idx is None and handle.replay.router_replay_action is None
-
-
 def check_export(rank: Rank, job: dict[str, Any]) -> None:
     """Every tensor of the checkpoint, bit for bit in the trainer's dtype."""
     wanted, exported = load_file(f"{job['model']}/model.safetensors"), rank.exported()
@@ -172,29 +166,6 @@ def whole_gradients(rank: Rank) -> dict[str, torch.Tensor]:
     return gradients
 
 
-def action_left_on(rank: Rank) -> dict[str, Any]:
-    """The trap that the driver prevents: Megatron's own recipe without the switch. Gradients only, no optimizer step."""
-    from megatron.core.transformer.moe.router_replay import RouterReplayAction
-
-    handles = rank.channel.driver.handles
-
-    def around(index: int, _chunk: Any) -> Any:
-        for layer, handle in handles.items():
-            ids = oracle_ids(rank, index, layer)
-            ids = np.where(ids < 0, np.arange(ids.shape[1]), ids)  # padding
-            handle.replay.set_target_indices(torch.from_numpy(ids).long())
-            handle.replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        return nullcontext()
-
-    rank.model.zero_grad()
-    losses = rank.run_pass(around, range(len(rank.batches)))
-    for handle in handles.values():
-        handle.replay.clear_indices()
-        handle.replay.clear_router_replay_action()
-    rank.model.optimizer.prepare_grads()
-    return {"trap_losses": losses, "trap_norm": float(rank.model.optimizer.get_grad_norm())}
-
-
 def received(rank: Rank) -> dict[str, float]:
     """Bytes counted by this rank's receiver beside the plan's: on the wire the rows that engines made, and nothing else."""
     count = {leg: rank.metrics.value("r3channel_bytes_total", leg=leg) for leg in ("wire_received", "landed")}
@@ -211,7 +182,6 @@ def train(job: dict[str, Any], run: dict[str, Any], layout: TrainerLayout) -> di
     check_export(rank, job)
     if layout.tp > 1:
         check_vote(rank)
-    trap = action_left_on(rank) if run["trap"] else {}
     rank.model.zero_grad()
     parts, losses = rank.plan.optimizer_steps, list[float]()
     with (
@@ -230,14 +200,12 @@ def train(job: dict[str, Any], run: dict[str, Any], layout: TrainerLayout) -> di
             ]  # fmt: skip
         for part in () if run["eval"] else parts:  # gradients add up, as if the learning rate were 0
             losses += rank.run_pass(lambda index, chunk: step.microbatch(index, chunk=chunk), part)
-    check_clean(rank)
     assert rank.channel.report is not None
     passes = ["logprob"] if run["eval"] else ["logprob", "forward", "recompute"]
-    result = {"ids": check_rows(rank, tap.records, *passes), "layers": rank.shard.layers, **received(rank)}
-    result |= {"pairs": rank.channel.report.pairs, "megatron": megatron.version(), **trap}
+    result = {"ids": check_rows(rank, tap.records, *passes), **received(rank)}
+    result |= {"pairs": rank.channel.report.pairs, "megatron": megatron.version()}
     with torch.no_grad():
         check_live(rank, before)
-    check_clean(rank)
     if not run["eval"]:
         assert before == losses or np.allclose(before, losses)
         result |= learned(rank, f"{job['out']}/{run['name']}.safetensors")
@@ -254,7 +222,7 @@ def learned(rank: Rank, file: str) -> dict[str, Any]:
     done, norm, _ = rank.model.optimizer.step()
     after = rank.exported(dtype=torch.float32)
     assert done and sum(not torch.equal(before[name], after[name]) for name in before) > len(before) / 2
-    return {"norm": norm}
+    return {"norm": norm, "gradients": file}
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:

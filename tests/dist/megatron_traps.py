@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -47,13 +48,12 @@ def test_a_second_model_call_in_one_block_is_refused(bench: Bench) -> None:
         bench.forward()
 
 
-def test_a_block_without_a_model_call_is_refused(bench: Bench) -> None:
+def test_a_step_that_lacks_or_repeats_calls_is_refused(bench: Bench) -> None:
     never = refused(ReplayError, "layer 1", "consumed 0 times, expected 1")
     with never, bench.step() as step, step.microbatch(0):
         pass
-
-
-def test_a_skipped_or_repeated_micro_batch_is_refused(bench: Bench) -> None:
+    with refused(ReplayError, "without running any"), bench.step():
+        pass
     for indices, words in (((0, 2), "micro-batch 1: consumed 0 times"), ((0, 1, 2, 2), "consumed 2 times")):
         with refused(ReplayError, words):
             bench.whole_step(indices)
@@ -66,11 +66,6 @@ def test_a_left_out_backward_pass_is_refused(bench: Bench) -> None:
                 loss = bench.forward(index)
             if index:
                 loss.backward()
-
-
-def test_an_empty_step_is_refused(bench: Bench) -> None:
-    with refused(ReplayError, "without running any"), bench.step():
-        pass
 
 
 def test_a_forward_pass_outside_of_a_block_is_refused(bench: Bench) -> None:
@@ -196,27 +191,22 @@ def test_a_wrapper_of_several_models_is_told_where_its_language_model_is(bench: 
 def test_a_custom_pipeline_is_taken_where_the_plan_can_say_it(bench: Bench) -> None:
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-    config = copy.copy(bench.model.config)
-    given: dict[str, TrainerLayout] = {
-        "Ettt|tL": TrainerLayout(pp=2, first_layers=3),
-        "Et|t|t|tL": TrainerLayout(pp=2, vpp=2),
-    }
-    for text, layout in given.items():
-        config.pipeline_model_parallel_layout = PipelineParallelLayerLayout.from_str(text, 2)
-        megatron._check_stages(layout, config)
-    for text, words in {
-        "Et|tttL": ("stage 0, chunk 0: Megatron builds 1", "plans 2"),
-        "Et|tt|t|L": ("stage 1, chunk 0: Megatron builds 2", "plans 1"),
-    }.items():
-        config.pipeline_model_parallel_layout = PipelineParallelLayerLayout.from_str(text, 2)
-        with refused(ConfigError, *words, "pipeline_model_parallel_layout="):
-            megatron._check_stages(TrainerLayout(pp=2, vpp=text.count("|") // 2 + 1), config)
-    config.pipeline_model_parallel_layout = None
-    config.pipeline_model_parallel_size, config.account_for_loss_in_pipeline_split = 2, True
-    config.num_layers = 5
-    megatron._check_stages(TrainerLayout(pp=2, first_layers=3), config)
-    with refused(ConfigError, "stage 0", "builds 3", "plans 2"):
-        megatron._check_stages(TrainerLayout(pp=2, first_layers=2), config)
+    config, taken = copy.copy(bench.model.config), ()
+    for text, layout, words in (
+        ("Ettt|tL", TrainerLayout(pp=2, first_layers=3), taken),
+        ("Et|t|t|tL", TrainerLayout(pp=2, vpp=2), taken),
+        ("Et|tttL", TrainerLayout(pp=2), ("stage 0, chunk 0: Megatron builds 1", "plans 2")),
+        ("Et|tt|t|L", TrainerLayout(pp=2, vpp=2), ("stage 1, chunk 0: Megatron builds 2", "plans 1")),
+        ("", TrainerLayout(pp=2, first_layers=3), taken),
+        ("", TrainerLayout(pp=2, first_layers=2), ("stage 0", "builds 3", "plans 2")),
+    ):
+        own = PipelineParallelLayerLayout.from_str(text, 2) if text else None
+        if own is None:
+            config.pipeline_model_parallel_size, config.account_for_loss_in_pipeline_split = 2, True
+        config.pipeline_model_parallel_layout, config.num_layers = own, 4 if text else 5
+        said = (*words, "pipeline_model_parallel_layout=") if text else words
+        with refused(ConfigError, *said) if words else nullcontext():
+            megatron._check_stages(layout, config)
 
 
 def test_another_layout_or_spec_is_refused_with_both_values(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""A relay in a Ray actor: two raylets, the relay on one and an engine on the other, trainers in this process."""
+"""A relay in a Ray actor; its engine and its trainers are in this process. On two raylets: `tests/dist/test_bench.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,103 +14,83 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from examples.async_grpo.rays import fetch, start
 from r3channel import errors
+from r3channel.config import ChannelConfig
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recording import Recording
-from r3channel.relay.ray_host import NAME, RayRelay
+from r3channel.relay.ray_host import NAME, RayRelay, RelayHost
+from r3channel.relay.relay import Relay
 from tests.support.children import ROOT, run
 from tests.support.delivery import compare, receive, receivers_of
+from tests.support.direct import Engine
 from tests.support.samples import SPEC, random_ids
 from tests.support.waits import ENGINE_S
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
-LAYOUT = TrainerLayout(dp=2, pp=2)
+LAYOUT, CONFIG = TrainerLayout(dp=2, pp=2), ChannelConfig(bucket_bytes=4096, frame_timeout_s=20.0)
 TOKENS = {f"s{i}": 20 + 7 * i for i in range(12)}
 NAMES = list(TOKENS)
 ASSIGNMENT = Assignment.given([[NAMES[0::4], NAMES[1::4]], [NAMES[2::4], NAMES[3::4]]])
 
 
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[list[str]]:
-    """Ids of two raylets of this machine; the driver is on the first."""
-    with patch.dict(os.environ, RAY_AUTH_MODE="disabled"):  # what Ray writes into it is taken back
-        yield from _two_raylets()
+class Manager(RelayHost):
+    """What a rollout manager does with its relay."""
 
-
-def _two_raylets() -> Iterator[list[str]]:
-    import ray
-    from ray.cluster_utils import Cluster
-
-    common = {"num_cpus": 4, "object_store_memory": 80 << 20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=common)
-    cluster.add_node(num_cpus=4, object_store_memory=80 << 20)
-    environment = {"env_vars": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
-    ray.init(address=cluster.address, runtime_env=environment, logging_level=logging.ERROR)
-    try:
-        here = ray.get_runtime_context().get_node_id()
-        others = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here)
-        assert len(others) == 1
-        yield [here, *others]
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-
-
-@dataclass
-class Places:
-    manager: Any
-    engine: Any
-    name: str
+    def __init__(self) -> None:
+        self.relay = Relay(SPEC, LAYOUT, CONFIG)
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """The relay's."""
-        import ray
-
-        return ray.get(self.manager.call.remote(method, *arguments, **options), timeout=ENGINE_S)
+        return getattr(self.relay, method)(*arguments, **options)
 
 
-def pinned(cls: type, node: str, **options: Any) -> Any:
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+class Places:
+    """The manager's handle, and an engine that delivers directly."""
 
-    remote: Any = ray.remote
-    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    return remote(num_cpus=1, scheduling_strategy=strategy, **options)(cls)
+    def __init__(self, manager: Any, token: Path) -> None:
+        self.manager = manager
+        self.engine = Engine(self.call("serve", token_file=str(token)), token)
+        self.name = self.engine.hello.engine
+        self.call("expect_engines", [self.name], timeout_s=ENGINE_S)
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """The relay's."""
+        return fetch(self.manager.call.remote(method, *arguments, **options), timeout_s=ENGINE_S)
 
 
 @pytest.fixture(scope="module")
-def places(nodes: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
     import ray
 
-    from tests.dist.ray_places import Manager, Node
-
-    token = str(tmp_path_factory.mktemp("ray") / "token")
-    manager = pinned(Manager, nodes[0], max_concurrency=32, name=NAME).remote(LAYOUT.to_dict(), token)
-    engine = pinned(Node, nodes[1]).remote()
-    url = ray.get(manager.address.remote(), timeout=ENGINE_S)
-    made = Places(manager, engine, ray.get(engine.start.remote(url, token), timeout=ENGINE_S))
-    made.call("expect_engines", [made.name], timeout_s=ENGINE_S)
-    yield made
-    for actor in (manager, engine):
-        ray.kill(actor)
+    environment = {"env_vars": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
+    limits = {"num_cpus": 4, "object_store_memory": 80 << 20, "include_dashboard": False}
+    with patch.dict(os.environ, RAY_AUTH_MODE="disabled"):  # what Ray writes into it is taken back
+        start(address="local", runtime_env=environment, logging_level=logging.ERROR, **limits)
+        try:
+            manager: Any = ray.remote(Manager)
+            made = Places(
+                manager.options(max_concurrency=32, name=NAME).remote(),
+                tmp_path_factory.mktemp("ray") / "token",
+            )
+            with made.engine:
+                yield made
+        finally:
+            ray.shutdown()
 
 
 def roll_out(places: Places) -> None:
-    import ray
-
     for index, (name, tokens) in enumerate(TOKENS.items()):
-        reply: Any = ray.get(places.engine.finish.remote(name, tokens, index), timeout=ENGINE_S)
+        reply = places.engine.finish(name, tokens, seed=index)
         assert len(reply["meta_info"]["routed_experts"]) <= 64
         places.call("add", name, reply, range(tokens), engine=places.name)
 
 
 def received(places: Places, ticket: Ticket) -> None:
     """Trainers as threads of this process; every rank must hold what engines made."""
-    from tests.dist.ray_places import config_of
-
-    channel: Any = SimpleNamespace(spec=SPEC, layout=LAYOUT, config=config_of())
+    channel: Any = SimpleNamespace(spec=SPEC, layout=LAYOUT, config=CONFIG)
     ids = {name: random_ids(n - 1, seed=index) for index, (name, n) in enumerate(TOKENS.items())}
     for shard in receive(receivers_of(channel, control=RayRelay(places.manager)), ticket):
         wrong, rows = compare(shard, ids)
@@ -148,11 +127,9 @@ def test_a_recording_begins_and_ends_while_the_channel_runs(places: Places, tmp_
 
 
 def test_a_relay_whose_process_was_killed_is_named_at_once_to_trainers_that_wait(places: Places) -> None:
-    import ray
-
     roll_out(places)
     ticket = places.call("seal", 7, ASSIGNMENT)
-    os.kill(ray.get(places.manager.pid.remote(), timeout=ENGINE_S), signal.SIGKILL)
+    os.kill(fetch(places.manager.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
     with pytest.raises(errors.BackgroundFailed, match=r"relay's actor .* is gone during hello"):
         received(places, ticket)
 

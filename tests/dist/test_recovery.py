@@ -47,15 +47,13 @@ def test_frames_whose_samples_were_not_noted_are_counted_and_may_be_added_again(
 def test_a_frame_that_another_sample_was_put_under_is_not_taken_for_it(tmp_path: Path) -> None:
     """A note speaks of one frame: exchanged notes do not fit the rows that they stand under."""
     left = kill_at("before the seal", tmp_path)
-    (one, two), ends = (frame_of(left, "s0"), frame_of(left, "s2")), []
-    for path in (one, two):
-        (turn,) = [
-            turns[0] for name, turns in read_remains(left).samples.items() if path == frame_of(left, name)
-        ]
-        data, size = path.read_bytes(), announced_bytes(turn.head)
-        ends.append((data[:size], data[size:]))
-    one.write_bytes(ends[0][0] + ends[1][1])
-    two.write_bytes(ends[1][0] + ends[0][1])
+    paths, turns = [frame_of(left, name) for name in ("s0", "s2")], read_remains(left).samples
+    (one, two), (a, b) = (
+        map(Path.read_bytes, paths),
+        (announced_bytes(turns[n][0].head) for n in ("s0", "s2")),
+    )
+    paths[0].write_bytes(one[:a] + two[b:])
+    paths[1].write_bytes(two[:b] + one[a:])
     relay, recovery = Relay.recover(SPEC, LAYOUT, config(tmp_path))
     assert sorted(recovery.pending) == ["s1", "s3", "s4", "s5"]
     assert len(recovery.damaged) == 2 and {text.split()[1] for text in recovery.damaged} == {"s0", "s2"}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -49,15 +47,13 @@ def test_bytes_arrive_and_a_close_frees_a_waiting_peer(pair: tuple[WeightGroup, 
     group.broadcast(payload, timeout_s=SOON_S)
     assert answer.result(SOON_S) == {"success": True} and torch.equal(engine.tensors["w"], payload)
 
-    listening = [c for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    assert {c.laddr.ip for c in listening if c.laddr.port == group.where["master_port"]} == {"127.0.0.1"}
-
     answer = receiving(group, engine, 10)
-    time.sleep(0.3)  # it is in its broadcast now
-    begun_s = time.monotonic()
+    until(lambda: engine.calls.count(UPDATE) == 2)
     group.close()
     group.close()
-    assert "closed by peer" in answer.result(SOON_S)["message"] and time.monotonic() - begun_s < 2
+    assert "closed by peer" in answer.result(SOON_S)["message"]
+    with pytest.raises(UsageError, match="closed"):
+        group.broadcast(payload, timeout_s=SOON_S)
 
 
 def test_who_stands_in_for_a_member_stays_until_all_have_met_it() -> None:
@@ -71,21 +67,10 @@ def test_who_stands_in_for_a_member_stays_until_all_have_met_it() -> None:
     until(lambda: stand_in._dead)
 
 
-def test_a_join_without_the_other_member_ends_at_the_deadline() -> None:
+def test_a_join_without_the_other_member_ends_at_the_deadline_and_a_wildcard_host_is_refused() -> None:
     group = WeightGroup("test-weights-2", world_size=2)
     with pytest.raises(DeadlineExceeded, match=r"rank 0 of 2 could not join within 0\.5 s"):
         group.join(timeout_s=0.5)
     group.close()
-
-
-def test_a_wildcard_host_is_refused() -> None:
     with pytest.raises(ConfigError, match="every interface"):
         WeightGroup("test-weights-3", world_size=1, host="0.0.0.0")
-
-
-def test_use_after_close_is_refused() -> None:
-    group = WeightGroup("test-weights-4", world_size=1)
-    group.join(timeout_s=5)
-    group.close()
-    with pytest.raises(UsageError, match="closed"):
-        group.broadcast(torch.zeros(1, dtype=torch.uint8), timeout_s=1)

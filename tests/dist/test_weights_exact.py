@@ -22,6 +22,7 @@ from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
 from tests.dist.ranks import run_ranks
 from tests.support.waits import ENGINE_S, UPDATE_S
+from tests.support.weights import connected
 
 pytestmark = [pytest.mark.dist, pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -50,6 +51,12 @@ def checksums(urls: list[str]) -> list[list[dict[str, str]]]:
     return [EngineHandle(url).weight_checksums(timeout_s=UPDATE_S) for url in urls]
 
 
+def verified(engines: list[str], manifest: str, capsys: pytest.CaptureFixture[str], *, version: int) -> None:
+    asked = [word for url in engines for word in ("--engine", url)]
+    assert main(["weights", "verify", *asked, "--manifest", manifest]) == 0
+    assert capsys.readouterr().out.count(f"{2 * PARAMETERS} parameters of version {version}: equal") == 2
+
+
 LAYOUTS = [
     pytest.param("tp=2,dp=2,ep=2", "float32", marks=pytest.mark.long, id="tp2-ep2"),
     pytest.param("tp=2", "float32", marks=pytest.mark.full, id="tp2"),
@@ -74,9 +81,7 @@ def test_every_parameter_of_every_rank_equals_what_sglang_loads_itself(
     check_broadcast(results, list(whole), experts - experts // ep)
     check_results(results, sum(tensor.nbytes for tensor in whole.values()), engines=len(engines))
 
-    verify = ["weights", "verify", *(word for url in engines for word in ("--engine", url))]
-    assert main([*verify, "--manifest", manifest]) == 0
-    assert capsys.readouterr().out.count(f"{2 * PARAMETERS} parameters of version 5: equal") == 2
+    verified(engines, manifest, capsys, version=5)
     got = checksums(engines)
 
     expected = {n: 4 * (t if dtype == "float32" else t.to(torch.bfloat16).float()) for n, t in whole.items()}
@@ -124,15 +129,13 @@ def test_an_engine_of_one_rank_is_filled_from_the_memory_of_two(engines: list[st
         EngineOptions(model=model_dir, extra_args=("--load-format", "dummy"), **PLAIN)
     ) as dummy:
         dummy.wait_ready(ENGINE_S)
-        with WeightSync.whole(engines[:1], staged=True) as sync:
-            sync.connect(timeout_s=UPDATE_S)
+        with connected(engines[:1], staged=True) as sync:
             sync.update(tensors.items(), version=5, timeout_s=UPDATE_S)
             report = sync.add_engine(dummy.url, timeout_s=UPDATE_S)
             assert report is not None and (report.version, report.verified) == (5, PARAMETERS)
             assert set(sync.routable()) == {engines[0], dummy.url}
         got = checksums([dummy.url])
-        with WeightSync.whole([dummy.url], staged=False) as sync:
-            sync.connect(timeout_s=UPDATE_S)
+        with connected([dummy.url], staged=False) as sync:
             sync.update(tensors.items(), version=6, timeout_s=UPDATE_S)
         assert got == checksums([dummy.url])
 
@@ -165,8 +168,6 @@ def test_the_lines_of_the_readme_update_two_engines_and_bring_a_killed_one_back(
         assert "the engines are equal" in said
         assert f"2: {2 * PARAMETERS} parameters compared at each engine; lost: {{'{engines[1]}'" in said
         assert f"3: {2 * PARAMETERS} parameters compared at each engine; lost: {{}}" in said
-        verify = ["weights", "verify", "--engine", engines[0], "--engine", engines[1]]
-        assert main([*verify, "--manifest", str(folder / "committed.json")]) == 0
-        assert capsys.readouterr().out.count(f"{2 * PARAMETERS} parameters of version 3: equal") == 2
+        verified(engines, str(folder / "committed.json"), capsys, version=3)
     finally:
         again.close()

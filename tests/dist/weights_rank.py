@@ -21,9 +21,10 @@ from r3channel.weights.convert import hf_shards, hf_weights
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.groups import WeightGroup
 from r3channel.weights.session import WeightSync
-from tests.dist import deepseek_export
+from tests.dist import deepseek, deepseek_export
 from tests.dist.ranks import ROOT, megatron_world
 from tests.support.waits import UPDATE_S, until
+from tests.support.weights import connected
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -44,21 +45,22 @@ def exact(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
     """Publishes to engines, also what is spoilt."""
     model = megatron.build(job["model"], layout, dtype=job["dtype"])
     result: dict[str, Any] = {"reports": [], **broadcast(job, model)}
-    with WeightSync.sharded(job["engines"], group=dist.group.WORLD, verify=True) as sync:
-        sync.connect(timeout_s=UPDATE_S)
+    how: dict[str, Any] = {"group": dist.group.WORLD, "verify": True, "make": WeightSync.sharded}
+
+    def publish(sync: WeightSync, version: int, factor: float) -> None:
+        scale(model.chunks, factor)
+        report = sync.update(hf_shards(model.bridge, model.chunks), version=version, timeout_s=UPDATE_S)
+        result["reports"].append([report.version, report.verified, report.sent_bytes])
+
+    with connected(job["engines"], **how) as sync:
         for version in (1, 2):
-            scale(model.chunks, 2.0)
-            report = sync.update(hf_shards(model.bridge, model.chunks), version=version, timeout_s=UPDATE_S)
-            result["reports"].append([report.version, report.verified, report.sent_bytes])
+            publish(sync, version, 2.0)
         report = sync.update_one(job["engines"][0], timeout_s=UPDATE_S)
         result["one"] = [report.version, report.verified]
     result["over_tcp"] = checksums(job)
-    with WeightSync.sharded(job["engines"], group=dist.group.WORLD, verify=True, wire="gloo") as sync:
-        sync.connect(timeout_s=UPDATE_S)
+    with connected(job["engines"], wire="gloo", **how) as sync:
         for version, factor in ((3, 2.0), (4, 2.0), (5, 0.25)):  # the last are those that came over TCP
-            scale(model.chunks, factor)
-            report = sync.update(hf_shards(model.bridge, model.chunks), version=version, timeout_s=UPDATE_S)
-            result["reports"].append([report.version, report.verified, report.sent_bytes])
+            publish(sync, version, factor)
             result["changed" if version == 3 else "in_a_group"] = checksums(job)
         if sync.held is not None and job["rank"] == 0:
             sync.held.write(job["manifest"])
@@ -81,10 +83,8 @@ def broadcast(job: dict[str, Any], model: Any) -> dict[str, Any]:
         send(group, payload, timeout_s=timeout_s)
         sent.append(len(payload))
 
-    first = (
-        mpu.get_data_parallel_rank(with_context_parallel=True) == 0
-        and mpu.get_tensor_model_parallel_rank() == 0
-    )
+    ranks = mpu.get_data_parallel_rank(with_context_parallel=True), mpu.get_tensor_model_parallel_rank()
+    first = ranks == (0, 0)
     own = mpu.get_expert_data_parallel_rank() == 0 and mpu.get_expert_tensor_parallel_rank() == 0
     given = partial(hf_weights, model.bridge, model.chunks, source=first)
     found = dict[str, Any]()
@@ -150,7 +150,7 @@ def readme(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
 
 def tied(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
     """The names that a rank of a model with tied embeddings gives."""
-    config, model = deepseek_export.hf_config(), deepseek_export.build(layout, tied=True)
+    config, model = deepseek_export.hf_config(), deepseek.build(tied=True, mtp_num_layers=None)
     config.tie_word_embeddings = True
     bridge = deepseek_export.bridge_of(config, model.config)
     names = [name for name, _ in hf_weights(bridge, [model])]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 import urllib.parse
 import urllib.request
@@ -18,6 +17,7 @@ import pytest
 from dashboards.dashboard import dashboard
 from tests.support import children
 from tests.support.children import ROOT
+from tests.support.meanwhile import meanwhile
 from tests.support.prometheus import answer, prometheus
 from tests.support.waits import RUN_S, SOON_S, await_memory
 
@@ -47,28 +47,21 @@ def run(folder: Path, *options: str, channel: bool = True) -> Run:
     """Run the demo as a user would; with `--report` in the options its /metrics are scraped on the way."""
     await_memory(6, "a run of the demo")
     command = ("-m", "examples.demo") if channel else (f"{ROOT}/examples/async_grpo/train_async.py",)
-    pages, over = dict[str, list[str]](), threading.Event()
-    scraper = threading.Thread(target=_scrape, args=(over, folder / "report/endpoints.json", pages))
-    scraper.start()
-    try:
+    pages = dict[str, list[str]]()
+    with meanwhile(lambda: _scrape(folder / "report/endpoints.json", pages), every_s=0.5):
         done = children.run(*command, *options, "--json", cwd=folder, limit_s=RUN_S, **OLDER_RAY)
-    finally:
-        over.set()
-        scraper.join()
     lines = done.stdout.strip().splitlines()
-    assert lines and lines[-1].startswith("{"), (
-        f"no JSON at the end; {done.returncode}:\n{done.stderr[-4000:]}"
-    )
+    said = f"no JSON at the end; {done.returncode}:\n{done.stderr[-4000:]}"
+    assert lines and lines[-1].startswith("{"), said
     return Run(done.returncode, json.loads(lines[-1]), done.stderr, folder, pages)
 
 
-def _scrape(over: threading.Event, endpoints: Path, pages: dict[str, list[str]]) -> None:
-    while not over.wait(0.5):
-        if endpoints.is_file():
-            for name, url in json.loads(endpoints.read_text())["metrics"].items():
-                # a process may end between two looks
-                with suppress(OSError), urllib.request.urlopen(url, timeout=SOON_S) as page:
-                    pages.setdefault(name, []).append(page.read().decode())
+def _scrape(endpoints: Path, pages: dict[str, list[str]]) -> None:
+    urls = json.loads(endpoints.read_text())["metrics"] if endpoints.is_file() else {}
+    for name, url in urls.items():
+        # a process may end between two looks
+        with suppress(OSError), urllib.request.urlopen(url, timeout=SOON_S) as page:
+            pages.setdefault(name, []).append(page.read().decode())
 
 
 def _series(api: str, expr: str, begin_s: float) -> int:

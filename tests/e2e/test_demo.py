@@ -69,27 +69,18 @@ def test_the_demo_reports_no_difference_and_every_promised_number(demo: Run) -> 
 
 def test_each_engine_row_was_used_once_per_pass_with_the_same_ids(demo: Run) -> None:
     engine, router = load(demo, "engine"), load(demo, "router")
-    expected = {
-        key: ids.tobytes()
-        for *key_parts, ids in zip(
-            engine["sample"], engine["position"], engine["layer"], engine["ids"], strict=True
-        )
-        for key in [tuple(str(part) for part in key_parts)]
-    }
+    columns = ("sample", "position", "layer")
+    rows = zip(*(engine[name] for name in (*columns, "ids")), strict=True)
+    expected = {tuple(map(str, key)): ids.tobytes() for *key, ids in rows}
     used: Counter[tuple[str, ...]] = Counter()
-    columns = (router["sample"], router["position"], router["layer"], router["pass"], router["ids"])
-    for sample, position, layer, name, ids in zip(*columns, strict=True):
-        assert expected[str(sample), str(position), str(layer)] == ids.tobytes()
-        used[str(sample), str(position), str(layer), str(name)] += 1
+    for *key, name, ids in zip(*(router[name] for name in (*columns, "pass", "ids")), strict=True):
+        assert expected[tuple(map(str, key))] == ids.tobytes()
+        used[*map(str, key), str(name)] += 1
     assert set(used.values()) == {1}
     assert len(used) == 3 * len(expected) == len(router["ids"])
     assert set(router["pass"].tolist()) == {"forward", "recompute", "logprob"}
     assert set(router["rank"].tolist()) == {0, 1, 2, 3} and set(router["step"].tolist()) == {0, 1, 2}
-
-
-def test_ids_are_real_and_dense_layers_never_travel(demo: Run) -> None:
-    engine = load(demo, "engine")
-    assert set(engine["layer"].tolist()) == set(LAYERS)
+    assert set(engine["layer"].tolist()) == set(LAYERS), "dense layers never travel"
     assert engine["ids"].dtype == np.uint8 and engine["ids"].shape[1] == TOP_K and engine["ids"].max() < 128
     assert (np.diff(np.sort(engine["ids"].astype(int), axis=1), axis=1) > 0).all()
     assert len(np.unique(engine["ids"], axis=0)) > 0.5 * len(engine["ids"])
@@ -125,7 +116,7 @@ def test_log_probs_of_both_sides_are_in_the_recording(demo: Run) -> None:
         assert math.isclose(first[own], demo.result["logprob_abs_diff"][name], rel_tol=1e-4)
 
 
-def test_the_engine_answers_as_the_trainers_weights_do(demo: Run, tmp_path: Path) -> None:
+def test_the_engine_answers_as_the_trainers_weights_do(demo: Run) -> None:
     """Greedy tokens equal those of transformers on the exported weights; every byte is the trainer's, routers included."""
     folder = demo.folder / "export"
     (engine,) = json.loads((folder / "engines.json").read_text()).values()
@@ -137,7 +128,7 @@ def test_the_engine_answers_as_the_trainers_weights_do(demo: Run, tmp_path: Path
     held = HeldWeights.read(demo.folder / "committed.json")
     assert held.version == 3 and held.engine == {"1": engine["checksums"]}
 
-    greedy = reference_ids(folder, [prompt + answer for prompt, answer in engine["greedy"]], folder=tmp_path)
+    greedy = reference_ids(folder, [prompt + answer for prompt, answer in engine["greedy"]])
     for (prompt, answer), wanted in zip(engine["greedy"], greedy, strict=True):
         assert wanted.logits_TV[len(prompt) - 1 :].argmax(-1).tolist() == answer
 
@@ -176,11 +167,8 @@ def test_the_run_is_a_page_and_a_trace_with_an_arrow_for_each_sample(demo: Run) 
     """From the engine that generated it over the relay to the rank that replays it."""
     assert (demo.folder / "report" / "report.html").read_text().count("<svg") == 8
     events = json.loads((demo.folder / "report" / "trace.json").read_text())["traceEvents"]
-    names = {
-        event["pid"]: event["args"]["name"].partition(" ")[0]
-        for event in events
-        if event["name"] == "process_name"
-    }
+    named = [event for event in events if event["name"] == "process_name"]
+    names = {event["pid"]: event["args"]["name"].partition(" ")[0] for event in named}
     ways: dict[str, list[str]] = {}
     for event in events:
         if event["ph"] in "stf":
@@ -194,19 +182,11 @@ def test_the_run_is_a_page_and_a_trace_with_an_arrow_for_each_sample(demo: Run) 
     assert len(demo.result["logprobs"]) > 100 and all(len(token) == 3 for token in demo.result["logprobs"])
 
 
-def ended(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """A small run, however it ends."""
-    small = ("--samples", "8", "--json", "--layout", "dp=1,tp=1,pp=1,cp=1")
-    return children.run("-m", "examples.demo", *small, *options, cwd=folder, limit_s=RUN_S)
-
-
 def samples_of(page: str) -> dict[str, float]:
+    """But for the label that all have."""
+    page = page.replace(',run="demo"', "").replace('run="demo",', "").replace('{run="demo"}', "")
     lines = [line.rsplit(" ", 1) for line in page.splitlines() if line and not line.startswith("#")]
-    return {_without_run(name): float(value) for name, value in lines}
-
-
-def _without_run(name: str) -> str:
-    return name.replace(',run="demo"', "").replace('run="demo",', "").replace('{run="demo"}', "")
+    return {name: float(value) for name, value in lines}
 
 
 def test_metrics_were_served_while_it_ran(demo: Run) -> None:
@@ -244,7 +224,8 @@ def test_every_panel_of_the_dashboard_shows_something_in_a_real_prometheus(demo:
 
 @pytest.mark.long
 def test_one_id_that_was_changed_in_a_trainers_memory_is_refused_by_its_router(tmp_path: Path) -> None:
-    done = ended(tmp_path, "--steps", "1", "--fault", "corrupt-id")
+    small = "--samples 8 --json --layout dp=1,tp=1,pp=1,cp=1 --steps 1 --fault corrupt-id"
+    done = children.run("-m", "examples.demo", *small.split(), cwd=tmp_path, limit_s=RUN_S)
     assert done.returncode == 1 and not done.stdout.strip()
     said = next(line for line in done.stderr.splitlines() if line.startswith("r3channel.errors.DigestMismatch"))  # fmt: skip
     assert f"layer {LAYERS[0]}" in said and "step0/sample/" in said and "(1 in all)" in said
@@ -292,9 +273,7 @@ def test_a_run_goes_on_without_an_engine_that_was_killed_and_says_so(tmp_path: P
     assert "went without http://" in said and result["engines_routable"][-1] == [3, 1]
 
 
-def test_requests_of_an_engine_that_is_gone_go_to_the_others_and_it_gets_no_more(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_requests_of_an_engine_that_is_gone_go_to_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     manager, requests = RolloutManager.__new__(RolloutManager), [Request(str(at), [1], 1) for at in range(5)]
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         Thread(target=server.serve_forever, daemon=True).start()

@@ -31,7 +31,6 @@ class Reply:
     prompt: list[int]
     output: list[int]
     meta: dict[str, Any]
-    json_bytes: int
 
     @property
     def tokens(self) -> list[int]:
@@ -83,7 +82,7 @@ def _body(prompt: list[int], new_tokens: int, **extra: Any) -> dict[str, Any]:
 
 def _reply(prompt: list[int], raw: bytes) -> Reply:
     values = json.loads(raw)
-    return Reply(prompt=prompt, output=values["output_ids"], meta=values["meta_info"], json_bytes=len(raw))
+    return Reply(prompt=prompt, output=values["output_ids"], meta=values["meta_info"])
 
 
 def generate_together(url: str, prompts: list[list[int]], *, new_tokens: int) -> list[Reply]:
@@ -95,6 +94,16 @@ def generate_together(url: str, prompts: list[list[int]], *, new_tokens: int) ->
 def set_weight_version(url: str, version: str) -> None:
     # abort_all_requests is true by default (SGLang 0.5.23, io_struct.py)
     post(url + "/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+
+@contextmanager
+def weight_version(url: str, version: str) -> Iterator[None]:
+    """The engine's in the block; afterwards it is 0 again."""
+    set_weight_version(url, version)
+    try:
+        yield
+    finally:
+        set_weight_version(url, "0")
 
 
 @contextmanager
@@ -125,16 +134,16 @@ def delivered(relay: Relay, replies: Sequence[Reply], *, engine: str) -> dict[st
     return samples
 
 
-def check_relay(relay: Relay, samples: Mapping[str, list[int]], *, model: Path, folder: Path) -> None:
+def check_relay(relay: Relay, samples: Mapping[str, list[int]], *, model: Path) -> None:
     """Every row of every sample equals transformers', order included."""
-    expected = reference_ids(model, list(samples.values()), folder=folder)
+    expected = reference_ids(model, list(samples.values()))
     for name, wanted in zip(samples, expected, strict=True):
         assert wanted.differing_rows(rows_here(relay, name)) == [], name
 
 
-def check_replies(replies: Sequence[Reply], *, model: Path, folder: Path, spec: RoutingSpec = SPEC) -> None:
+def check_replies(replies: Sequence[Reply], *, model: Path, spec: RoutingSpec = SPEC) -> None:
     """Every reply has a row for each token but the last, and each equals transformers', order included."""
-    expected = reference_ids(model, [reply.tokens for reply in replies], folder=folder)
+    expected = reference_ids(model, [reply.tokens for reply in replies])
     for reply, wanted in zip(replies, expected, strict=True):
         frame = reply.frame(spec)
         assert frame.rows == len(reply.tokens) - 1 and frame.valid_T.all()

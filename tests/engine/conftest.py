@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3channel.weights.session import WeightSync
 from tests.support.waits import UPDATE_S
+from tests.support.weights import connected
 
 Weights = dict[str, torch.Tensor]
 
@@ -33,6 +33,5 @@ def changed(original: Weights) -> Weights:
 def restored(engine_url: str, original: Weights) -> Iterator[None]:
     """The shared engine serves its first weights as version 0 again, however a test left it."""
     yield
-    with WeightSync.whole([engine_url], verify=True) as repair:
-        repair.connect(timeout_s=UPDATE_S)
+    with connected([engine_url], verify=True) as repair:
         repair.update(original.items(), version=0, timeout_s=UPDATE_S)

@@ -79,10 +79,7 @@ def standalone_weights(target: dict[str, Any]) -> dict[str, Any]:
         if ".mlp." not in name and not name.startswith(tuple(f"model.layers.{n}." for n in range(1, LAYERS)))
     }
     hidden = weights["model.embed_tokens.weight"].shape[1]
-    for name, shape in {
-        "gate": (2 * hidden, hidden),
-        "up": (2 * hidden, hidden),
-        "down": (hidden, 2 * hidden),
-    }.items():
+    wide = 2 * hidden
+    for name, shape in {"gate": (wide, hidden), "up": (wide, hidden), "down": (hidden, wide)}.items():
         weights[f"model.layers.0.mlp.{name}_proj.weight"] = torch.zeros(shape)
     return weights

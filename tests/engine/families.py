@@ -1,19 +1,13 @@
-"""Tiny random checkpoints of other MoE families, made by transformers itself in a process of its own.
-
-python families.py FOLDER [FAMILY ...]        writes each, or those named, into FOLDER/FAMILY
-"""
+"""Tiny random checkpoints of other MoE families, made by transformers itself in a process of its own."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from examples.embedded.model import VOCAB_SIZE, write_tokenizer
-from examples.embedded.sglang import environment
-from tests.support.waits import PROGRAM_S
+from tests.engine.reference import in_transformers
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -85,32 +79,28 @@ _WHOLE = {"llama4": "Llama4ForConditionalGeneration"}
 
 
 def write_families(folder: Path, *names: str) -> None:
-    """One process for all: importing transformers takes most of the time."""
-    command = [sys.executable, __file__, str(folder), *names]
-    subprocess.run(command, env=environment(r3channel=False), check=True, timeout=PROGRAM_S)
+    """Write each, or those named, into FOLDER/FAMILY."""
+    in_transformers(_write, folder, names or tuple(FAMILIES))
 
 
-def main(folder: str, *names: str) -> None:
+def _write(folder: Path, names: tuple[str, ...]) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    for family in names or FAMILIES:
-        sizes = FAMILIES[family]
+    for family in names:
+        sizes, own = FAMILIES[family], folder / family
         torch.manual_seed(0)
         config = AutoConfig.for_model(family, **_COMMON | sizes)
         model: Any = AutoModelForCausalLM.from_config(config).to(torch.float32)
         _shift(model)
-        model.save_pretrained(Path(folder, family))
+        model.save_pretrained(own)
         if family in _WHOLE:
             config.update({"architectures": [_WHOLE[family]], "dtype": "float32"})
-            config.save_pretrained(Path(folder, family))
-        _keep_words(Path(folder, family, "config.json"), sizes)
-        write_tokenizer(Path(folder, family))
-
-
-def _keep_words(file: Path, sizes: dict[str, Any]) -> None:
-    """Words of a published config.json that transformers translates and SGLang asks for."""
-    file.write_text(json.dumps(sizes | json.loads(file.read_text())))
+            config.save_pretrained(own)
+        # words of a published config.json that transformers translates and SGLang asks for
+        words = sizes | json.loads((own / "config.json").read_text())
+        (own / "config.json").write_text(json.dumps(words))
+        write_tokenizer(own)
 
 
 def _shift(model: Any) -> None:
@@ -121,7 +111,3 @@ def _shift(model: Any) -> None:
     for name, values in model.state_dict().items():
         if name.endswith(("bias", "sinks")):
             values.copy_(values.normal_(std=0.2).bfloat16())
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,6 +1,7 @@
 """Facts about the hooks and about weight updates that need SGLang's classes in the process, so they are gathered in one child.
 
-Every case runs in a fork of one process that has imported SGLang once: what a case patches is gone with its fork.
+Every public function but `main` is a case, and runs in a fork of one process that has imported SGLang once: what it patches is
+gone with its fork.
 """
 
 from __future__ import annotations
@@ -11,18 +12,12 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
-CASES: dict[str, Callable[[], Any]] = {}
+from tests.support.waits import PROGRAM_S
 
 
-def case(function: Callable[[], Any]) -> Callable[[], Any]:
-    CASES[function.__name__] = function
-    return function
-
-
-def register_with(**environment: str) -> str:
+def _register_with(**environment: str) -> str:
     """What `plugin.register` ends the process with, or ''."""
     from r3channel.engine import sglang_plugin as plugin
 
@@ -34,38 +29,23 @@ def register_with(**environment: str) -> str:
     return ""
 
 
-@case
-def parameter_renamed() -> list[str]:
-    from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
-
-    from r3channel.engine.sglang_hooks import check_hooks
-
-    def get_topk(self: Any, slot: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0) -> None: ...
-
-    setattr(RoutedExpertsCapturer, "get_topk", get_topk)  # noqa: B010
-    return check_hooks()
-
-
-@case
 def plugin_with_a_name_gone() -> str:
     from sglang.srt.state_capturer import base
 
     del base.TopkCaptureOutput.finalize
-    return register_with(R3CHANNEL_ENGINE="1")
+    return _register_with(R3CHANNEL_ENGINE="1")
 
 
-@case
 def plugin_with_unknown_codec() -> str:
-    return register_with(R3CHANNEL_ENGINE="1", R3CHANNEL_CODEC="brotli")
+    return _register_with(R3CHANNEL_ENGINE="1", R3CHANNEL_CODEC="brotli")
 
 
-@case
 def plugin_off() -> dict[str, Any]:
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.state_capturer import routed_experts
 
     before = routed_experts.RoutedExpertsCapturer
-    register_with(R3CHANNEL_ENGINE="0")
+    _register_with(R3CHANNEL_ENGINE="0")
     HookRegistry.apply_hooks()
     return {
         "same_class": routed_experts.RoutedExpertsCapturer is before,
@@ -73,9 +53,8 @@ def plugin_off() -> dict[str, Any]:
     }
 
 
-@case
 def plugin_on() -> dict[str, Any]:
-    ended = register_with(R3CHANNEL_ENGINE="1")
+    ended = _register_with(R3CHANNEL_ENGINE="1")
     from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
     from sglang.srt.model_executor import model_runner
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -121,7 +100,6 @@ def _under_watch(function: Callable[[], Any]) -> dict[str, Any]:
     return {"blocking": watch.blocking, "seen": watch.seen, "error": error}
 
 
-@case
 def our_forward_end() -> dict[str, Any]:
     from contextlib import nullcontext
     from types import SimpleNamespace
@@ -149,7 +127,6 @@ def our_forward_end() -> dict[str, Any]:
     return _under_watch(lambda: capturer.on_forward_end(batch, False, None, no_copy_to_cpu=True))
 
 
-@case
 def forward_end_of_a_rank_that_does_not_reply() -> dict[str, Any]:
     from r3channel.engine import sglang as room
 
@@ -157,7 +134,6 @@ def forward_end_of_a_rank_that_does_not_reply() -> dict[str, Any]:
     return _under_watch(lambda: capturer.on_forward_end(batch, False, None, no_copy_to_cpu=True))
 
 
-@case
 def stock_forward_end_without_overlap() -> dict[str, Any]:
     from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
 
@@ -165,7 +141,6 @@ def stock_forward_end_without_overlap() -> dict[str, Any]:
     return _under_watch(lambda: capturer.on_forward_end(batch, False, None, no_copy_to_cpu=False))
 
 
-@case
 def routers_of_a_model() -> list[list[Any]]:
     """What is found in a model whose routers have each kind of output."""
     from types import SimpleNamespace
@@ -191,7 +166,6 @@ def routers_of_a_model() -> list[list[Any]]:
     return [list(router) for router in room._routers(torch.nn.ModuleList(routers))]
 
 
-@case
 def routing_past_the_weights() -> list[str]:
     """What is said at start of models that route past the hook, one of these two."""
     from types import SimpleNamespace
@@ -207,7 +181,6 @@ def routing_past_the_weights() -> list[str]:
     return [text.partition(" routes past")[0] for _, text in found]
 
 
-@case
 def kept_masks() -> Any:
     """What is streamed of two rows and of none more, what is framed, and the frame of a request for no token."""
     import numpy as np
@@ -242,7 +215,6 @@ def kept_masks() -> Any:
     return None
 
 
-@case
 def weight_update() -> dict[str, Any]:
     """What refusals, and an order without a bracket, rely on."""
     import torch
@@ -277,7 +249,6 @@ def weight_update() -> dict[str, Any]:
     }  # fmt: skip
 
 
-@case
 def float8_error() -> list[float]:
     """The largest errors of our float8 blocks as SGLang reads them: in rows of small and of ordinary values."""
     import torch
@@ -292,23 +263,12 @@ def float8_error() -> list[float]:
     return [float((found[rows] - weight[rows]).norm() / weight[rows].norm()) for rows in parts]
 
 
-def answer(function: Callable[[], Any], pipe: Connection) -> None:
-    pipe.send_bytes(json.dumps(function()).encode())
-
-
-def in_a_fork(function: Callable[[], Any]) -> Any:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=answer, args=(function, theirs))
-    process.start()
-    theirs.close()
-    result = json.loads(ours.recv_bytes()) if ours.poll(60) else "no answer within 60 s"
-    process.join(10)
-    return result
-
-
 def main() -> None:
     import sglang.srt.managers.scheduler_components.batch_result_processor
     import sglang.srt.model_executor.model_runner  # noqa: F401
 
-    print("FACTS " + json.dumps({name: in_a_fork(function) for name, function in CASES.items()}))
+    own = {name: case for name, case in globals().items() if getattr(case, "__module__", "") == __name__}
+    cases = {name: case for name, case in own.items() if name != "main" and not name.startswith("_")}
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as forks:
+        facts = {name: forks.apply_async(case).get(PROGRAM_S) for name, case in cases.items()}
+    print("FACTS " + json.dumps(facts))

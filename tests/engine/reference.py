@@ -1,18 +1,17 @@
-"""Expert ids of the same checkpoint by transformers, float32, in a process of its own (no shim of ours in it).
-
-python reference.py    reads one JSON line per call, {"model": FOLDER, "token_lists": [...], "out": FILE.npz}, and answers "DONE"
-"""
+"""Expert ids of the same checkpoint by transformers, float32, in a process of its own."""
 
 from __future__ import annotations
 
-import atexit
+import ctypes
 import functools
-import json
-import selectors
-import subprocess
-import sys
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 
@@ -54,42 +53,27 @@ class Expected(NamedTuple):
         return [at for at, tie in zip(differing[:first], ties, strict=False) if not tie]
 
 
-def reference_ids(model: Path, token_lists: list[list[int]], *, folder: Path) -> list[Expected]:
-    """For each list of n tokens the n - 1 rows that transformers computes in float32.
+def reference_ids(model: Path, token_lists: list[list[int]]) -> list[Expected]:
+    """For each list of n tokens the n - 1 rows that transformers computes in float32."""
+    return in_transformers(_expected, str(model), [tokens[:-1] for tokens in token_lists])
 
-    The process is started once per test run: importing transformers takes most of the time.
-    """
-    out = folder / "reference.npz"
-    child = _process()
-    assert child.stdin is not None
-    jobs = {"model": str(model), "token_lists": [tokens[:-1] for tokens in token_lists], "out": str(out)}
-    child.stdin.write(json.dumps(jobs) + "\n")
-    child.stdin.flush()
-    _wait_for_answer(child)
-    arrays = np.load(out)
-    return [
-        Expected(*(arrays[f"{name}{index}"] for name in ("ids", "gaps", "logits", "scores")))
-        for index in range(len(token_lists))
-    ]
+
+def in_transformers(call: Callable[..., Any], *arguments: Any) -> Any:
+    """What the function of a module gives in the process that imports transformers."""
+    return _process().submit(call, *arguments).result(PROGRAM_S)
 
 
 @functools.cache
-def _process() -> subprocess.Popen[str]:
-    child = subprocess.Popen(
-        [sys.executable, __file__], env=environment(r3channel=False), stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, text=True, bufsize=1,
-    )  # fmt: skip
-    atexit.register(child.kill)
-    return child
+def _process() -> ProcessPoolExecutor:
+    """Once per test run: the imports take most of the time. It has the environment of an engine, and ends with us."""
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_die_with_parent)
+    with patch.dict(os.environ, environment(r3channel=False), clear=True):
+        pool.submit(os.getpid).result(PROGRAM_S)
+    return pool
 
 
-def _wait_for_answer(child: subprocess.Popen[str]) -> None:
-    assert child.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(child.stdout, selectors.EVENT_READ)
-        assert selector.select(PROGRAM_S), f"transformers gave no answer within {PROGRAM_S:g} s"
-    answer = child.stdout.readline()
-    assert answer == "DONE\n", f"the reference process ended, or said {answer!r}"
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 @functools.cache
@@ -126,26 +110,19 @@ def _scores(router: Any, hidden: Any, config: Any) -> Any:
     return (scores_TGE - 1e6 * out_TG.unsqueeze(-1)).flatten(1)
 
 
-def main() -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
+def _expected(folder: str, token_lists: list[list[int]]) -> list[Expected]:
     import torch
 
-    for line in sys.stdin:
-        jobs, results = json.loads(line), {}
-        model, scores = _loaded(jobs["model"])
-        top_k = model.config.num_experts_per_tok
-        for index, tokens in enumerate(jobs["token_lists"]):
-            scores.clear()
-            with torch.no_grad():
-                results[f"logits{index}"] = model(torch.tensor([tokens])).logits[0].numpy()
-            top = [layer.topk(top_k + 1, -1) for layer in scores]
-            results[f"ids{index}"] = torch.stack([layer.indices[:, :top_k] for layer in top], 1).numpy()
-            gaps = [-layer.values.diff(dim=-1).max(dim=-1).values for layer in top]
-            results[f"scores{index}"] = torch.stack(scores, 1).numpy()
-            results[f"gaps{index}"] = torch.stack(gaps, 1).numpy()
-        np.savez(jobs["out"], **results)
-        print("DONE", file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    model, scores = _loaded(folder)
+    found, top_k = list[Expected](), model.config.num_experts_per_tok
+    for tokens in token_lists:
+        scores.clear()
+        with torch.no_grad():
+            logits_TV = model(torch.tensor([tokens])).logits[0]
+        top = [layer.topk(top_k + 1, -1) for layer in scores]
+        ids_TLK = torch.stack([layer.indices[:, :top_k] for layer in top], 1)
+        gaps_TL = torch.stack([-layer.values.diff(dim=-1).max(dim=-1).values for layer in top], 1)
+        found.append(
+            Expected(*(each.numpy() for each in (ids_TLK, gaps_TL, logits_TV, torch.stack(scores, 1))))
+        )
+    return found

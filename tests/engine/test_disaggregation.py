@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from examples.embedded.sglang import EngineServer
+from examples.embedded.sglang import EngineServer, free_port
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.pd_merge import merged_frame
@@ -31,8 +30,7 @@ SLOTS, EARLIER_TOKENS, ROUNDS = 1024, 60, 3
 
 @pytest.fixture(scope="module")
 def bootstrap_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+    return free_port()
 
 
 @pytest.fixture(scope="module")
@@ -85,15 +83,12 @@ def test_neither_engine_has_all_rows_and_says_so(halves: list[tuple[Reply, Reply
         assert [span.kind for span in late.provenance] == [RowKind.MISSING, RowKind.DECODED]
 
 
-def test_together_they_are_the_rows_of_transformers_and_a_relay_takes_them(
-    halves: list[tuple[Reply, Reply]], model_dir: Path, tmp_path: Path
-) -> None:
+def test_together_they_are_transformers_rows(halves: list[tuple[Reply, Reply]], model_dir: Path) -> None:
     names = [f"s{length}" for length in LENGTHS]
-    expected = reference_ids(model_dir, [decode.tokens for _, decode in halves], folder=tmp_path)
-    relay = Relay(SPEC, TrainerLayout())
-    try:
+    expected = reference_ids(model_dir, [decode.tokens for _, decode in halves])
+    with Relay(SPEC, TrainerLayout()) as relay:
         for name, (prefill, decode), wanted in zip(names, halves, expected, strict=True):
-            replies = [{"meta_info": reply.meta} for reply in (prefill, decode)]
+            replies = [reply.as_json for reply in (prefill, decode)]
             data = merged_frame(*replies, spec=SPEC, sample_id=name)
             frame = parse_frame(data, spec=SPEC)
             assert frame.valid_T.all() and wanted.differing_rows(frame.verify()) == []
@@ -102,5 +97,3 @@ def test_together_they_are_the_rows_of_transformers_and_a_relay_takes_them(
         ticket = relay.seal(0, Assignment.round_robin(names, dp=1, microbatch_size=len(names)))
         assert [sample.invalid for sample in ticket.samples] == [()] * len(names)
         relay.abandon(0)
-    finally:
-        relay.close()

@@ -52,12 +52,9 @@ def test_the_model_is_written_once_and_again_when_its_shape_changes(tmp_path: Pa
     assert weights.read_bytes() == first[1]
 
 
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_server_that_was_not_started_says_so(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
         EngineServer(EngineOptions(model=tmp_path))
-
-
-def test_a_server_that_was_not_started_says_so(model_dir: Path) -> None:
     server = EngineServer(EngineOptions(model=model_dir))
     with pytest.raises(UsageError, match="start"):
         server.wait_ready(1)

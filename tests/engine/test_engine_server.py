@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from examples.embedded.sglang import EngineServer
 from r3channel import cli
 from r3channel.errors import EngineReported, EngineUnavailable, FrameMagicMismatch
 from r3channel.wire.routing import RowKind
-from tests.engine.client import (
-    Reply,
-    check_replies,
-    generate,
-    generate_together,
-    prompts_of,
-    random_prompt,
-    serving,
-    set_weight_version,
-    stream,
-)
+from tests.engine import client
 from tests.support.samples import SPEC
 
 pytestmark = pytest.mark.engine
@@ -32,56 +20,41 @@ LENGTHS = (3, 17, 40, 90, 130, 200, 300)
 
 
 @pytest.fixture(scope="module")
-def batch(engine_url: str) -> list[Reply]:
+def batch(engine_url: str) -> list[client.Reply]:
     """Prompts of many lengths at once; the longest are prefilled in three chunks."""
-    return generate_together(engine_url, prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
+    return client.generate_together(engine_url, client.prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
 
 
-@pytest.fixture(scope="module")
-def again(engine_url: str, batch: list[Reply]) -> Reply:
-    """The longest prompt a second time: its KV cache is hit."""
-    return generate(engine_url, batch[-1].prompt, new_tokens=NEW_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def stock_server(model_dir: Path) -> Iterator[EngineServer]:
-    with serving(model_dir, r3channel=False) as server:
-        yield server
-
-
-def test_ids_equal_the_routers_of_transformers_with_order(
-    batch: list[Reply], again: Reply, model_dir: Path, tmp_path: Path
-) -> None:
+def test_ids_are_those_and_in_order(engine_url: str, batch: list[client.Reply], model_dir: Path) -> None:
+    """The longest prompt is asked a second time: its KV cache is hit."""
+    again = client.generate(engine_url, batch[-1].prompt, new_tokens=NEW_TOKENS)
     assert again.meta["cached_tokens"] > 200
-    check_replies([*batch, again], model=model_dir, folder=tmp_path)
+    client.check_replies([*batch, again], model=model_dir)
     ids_TLK = batch[-1].frame().ids()
     assert len(np.unique(ids_TLK.reshape(len(ids_TLK), -1), axis=0)) > 200, "they vary from token to token"
 
 
-def test_prompt_rows_are_prefilled_and_the_others_decoded(batch: list[Reply]) -> None:
+def test_prompt_rows_are_prefilled_and_the_others_decoded(batch: list[client.Reply]) -> None:
     for reply in batch:
         spans = [(span.start, span.end, span.kind) for span in reply.frame().provenance]
         prompt = len(reply.prompt)
         assert spans == [(0, prompt, RowKind.PREFILLED), (prompt, prompt + NEW_TOKENS - 1, RowKind.DECODED)]
 
 
-def test_an_offset_of_the_whole_prompt_and_one_token_give_a_frame_without_rows(engine_url: str) -> None:
-    reply = generate(engine_url, random_prompt(20, seed=1), new_tokens=1, routed_experts_start_len=20)
+def test_an_offset_of_the_whole_prompt_and_one_token_give_no_rows_and_who_did_not_ask_gets_no_frame(
+    engine_url: str,
+) -> None:
+    prompt = client.random_prompt(20, seed=1)
+    reply = client.generate(engine_url, prompt, new_tokens=1, routed_experts_start_len=20)
     assert (reply.frame().rows, reply.frame().first_row) == (0, 20)
-
-
-def test_a_request_that_did_not_ask_gets_no_routing(engine_url: str) -> None:
-    assert "routed_experts" not in generate(engine_url, [5, 6], new_tokens=2, routing=False).meta
+    assert "routed_experts" not in client.generate(engine_url, [5, 6], new_tokens=2, routing=False).meta
 
 
 def test_rows_carry_the_weight_version_that_made_them(engine_url: str) -> None:
-    prompt = random_prompt(60, seed=60)
-    generate(engine_url, prompt, new_tokens=2)
-    set_weight_version(engine_url, "7")
-    try:
-        reply = generate(engine_url, prompt, new_tokens=8)
-    finally:
-        set_weight_version(engine_url, "0")
+    prompt = client.random_prompt(60, seed=60)
+    client.generate(engine_url, prompt, new_tokens=2)
+    with client.weight_version(engine_url, "7"):
+        reply = client.generate(engine_url, prompt, new_tokens=8)
     assert reply.meta["cached_tokens"] == 59
     spans = [(span.start, span.end, span.weight_version) for span in reply.frame().provenance]
     # The prompt's rows are an older request's; the reply's own version spans cannot tell. Row 59 was computed again, but
@@ -90,14 +63,11 @@ def test_rows_carry_the_weight_version_that_made_them(engine_url: str) -> None:
 
 
 def test_a_version_that_changes_in_mid_generation_splits_the_decoded_rows(engine_url: str) -> None:
-    chunks = stream(engine_url, random_prompt(30, seed=30), new_tokens=200)
-    try:
-        for _ in range(10):
-            next(chunks)
-        set_weight_version(engine_url, "3")
+    chunks = client.stream(engine_url, client.random_prompt(30, seed=30), new_tokens=200)
+    for _ in range(10):
+        next(chunks)
+    with client.weight_version(engine_url, "3"):
         *_, last = chunks
-    finally:
-        set_weight_version(engine_url, "0")
     decoded = [span for span in last.frame().provenance if span.kind is RowKind.DECODED]
     assert [span.weight_version for span in decoded] == [0, 3]
     # SGLang counts output tokens when the update arrives; with overlap up to two forward passes are under way then.
@@ -106,20 +76,22 @@ def test_a_version_that_changes_in_mid_generation_splits_the_decoded_rows(engine
 
 
 def test_what_cannot_be_framed_is_reported_and_the_engine_goes_on(engine_url: str) -> None:
-    prompt = random_prompt(25, seed=25)
-    set_weight_version(engine_url, "nightly")
-    try:
-        reply = generate(engine_url, prompt, new_tokens=4)
-    finally:
-        set_weight_version(engine_url, "0")
+    prompt = client.random_prompt(25, seed=25)
+    with client.weight_version(engine_url, "nightly"):
+        reply = client.generate(engine_url, prompt, new_tokens=4)
     with pytest.raises(EngineReported, match="weight version was not a number"):
         reply.frame()
-    assert generate(engine_url, random_prompt(25, seed=26), new_tokens=4).frame().rows == 28
+    assert client.generate(engine_url, client.random_prompt(25, seed=26), new_tokens=4).frame().rows == 28
 
 
 @pytest.mark.long
-def test_a_stock_server_is_known_and_has_the_same_ids(stock_server: EngineServer, batch: list[Reply]) -> None:
-    stock = generate(stock_server.url, batch[3].prompt, new_tokens=NEW_TOKENS)
+def test_a_stock_server_has_the_same_ids_and_is_told_apart(
+    model_dir: Path, batch: list[client.Reply], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with client.serving(model_dir, r3channel=False) as server:
+        stock = client.generate(server.url, batch[3].prompt, new_tokens=NEW_TOKENS)
+        assert cli.main(["doctor", "--engine", server.url]) == 1
+    assert "answers with stock int32 routing; install r3channel" in capsys.readouterr().out
     with pytest.raises(FrameMagicMismatch):
         stock.frame()
     int32_TAK = np.frombuffer(stock.raw, np.int32).reshape(-1, SPEC.num_layers, SPEC.top_k)
@@ -128,18 +100,12 @@ def test_a_stock_server_is_known_and_has_the_same_ids(stock_server: EngineServer
 
 
 @pytest.mark.long
-def test_a_stock_server_has_faults(stock_server: EngineServer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--engine", stock_server.url]) == 1
-    assert "answers with stock int32 routing; install r3channel" in capsys.readouterr().out
-
-
-@pytest.mark.long
 def test_an_engine_whose_rows_would_be_wrong_does_not_start(model_dir: Path) -> None:
     arguments = (
         "--disaggregation-mode decode --disaggregation-transfer-backend nixl --enable-streaming-session"
     )
     with pytest.raises(EngineUnavailable) as refused:
-        serving(model_dir, weight_version="nightly", extra_args=arguments.split()).__enter__()
+        client.serving(model_dir, weight_version="nightly", extra_args=arguments.split()).__enter__()
     assert "r3channel refuses this engine" in str(refused.value)
     assert "--disaggregation-mode decode" in str(refused.value)
     assert "--enable-streaming-session: these settings were neither tested nor read" in str(refused.value)
@@ -147,10 +113,10 @@ def test_an_engine_whose_rows_would_be_wrong_does_not_start(model_dir: Path) -> 
 
 
 @pytest.mark.full
-def test_rows_of_mixed_passes_are_exact_and_of_unknown_kind(model_dir: Path, tmp_path: Path) -> None:
-    with serving(model_dir, extra_args=["--enable-mixed-chunk"]) as server:
-        replies = generate_together(server.url, prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
-    check_replies(replies, model=model_dir, folder=tmp_path)
+def test_rows_of_mixed_passes_are_exact_and_of_unknown_kind(model_dir: Path) -> None:
+    with client.serving(model_dir, extra_args=["--enable-mixed-chunk"]) as server:
+        replies = client.generate_together(server.url, client.prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
+    client.check_replies(replies, model=model_dir)
     prompt_kinds, new_kinds = set[RowKind](), set[RowKind]()
     for reply in replies:
         for span in reply.frame().provenance:
@@ -162,7 +128,7 @@ def test_rows_of_mixed_passes_are_exact_and_of_unknown_kind(model_dir: Path, tmp
 
 @pytest.mark.full
 def test_the_plugin_loads_in_spawned_processes_as_on_a_machine_with_a_gpu(model_dir: Path) -> None:
-    with serving(model_dir, env={"R3DEMO_EMBEDDED_SPAWN": "1"}) as server:
-        assert generate(server.url, [5, 6], new_tokens=1).frame().rows == 2
+    with client.serving(model_dir, env={"R3DEMO_EMBEDDED_SPAWN": "1"}) as server:
+        assert client.generate(server.url, [5, 6], new_tokens=1).frame().rows == 2
         shared = [*Path("/dev/shm").glob(f"sgl*_{server.pid}_*")]
     assert shared and not any(path.exists() for path in shared)

@@ -15,13 +15,13 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.weights.engine import EngineHandle
-from r3channel.weights.session import WeightSync
 from r3channel.wire.routing import Ids
 from tests.engine.client import Reply, generate, generate_together, prompts_of, random_prompt, serving
 from tests.engine.families import FAMILIES, ON_CPU, write_families
 from tests.engine.reference import reference_ids
 from tests.support.direct import rows_here
 from tests.support.waits import UPDATE_S
+from tests.support.weights import connected
 
 REFUSED = r"(has no place for|have no place there:) .*o_prj\.weight.*: (not linked|serving the committed)"
 """By a loader that refuses a name; by us, once it was asked."""
@@ -56,10 +56,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_familys_rows_are_what_transformers_routes(family: str, checkpoints: Path, tmp_path: Path) -> None:
+def test_a_familys_rows_are_what_transformers_routes(family: str, checkpoints: Path) -> None:
     model = checkpoints / family
     replies = _served(model, OPTIONS.get(family, {}))
-    expected = reference_ids(model, [reply.tokens for reply in replies], folder=tmp_path)
+    expected = reference_ids(model, [reply.tokens for reply in replies])
     for ids_TLK, wanted in zip(_rows(RoutingSpec.from_hf_config(model), replies), expected, strict=True):
         if family in UNORDERED:
             ids_TLK, wanted = np.sort(ids_TLK), wanted._replace(ids_TLK=np.sort(wanted.ids_TLK))
@@ -83,8 +83,7 @@ def _hold_weights_to_names(url: str, model: Path) -> None:
     named = next(name for name in given if name.endswith("self_attn.o_proj.weight"))
     misspelt = {name.replace("o_proj", "o_prj") if name == named else name: t for name, t in given.items()}
     for staged in (True, False):
-        with WeightSync.whole([url], staged=staged) as sync:
-            sync.connect(timeout_s=UPDATE_S)
+        with connected([url], staged=staged) as sync:
             with pytest.raises(WeightUpdateFailed, match=REFUSED):
                 sync.update(misspelt.items(), version=1, timeout_s=UPDATE_S)
             sync.update(((name, tensor + 1) for name, tensor in given.items()), version=1, timeout_s=UPDATE_S)
@@ -98,10 +97,7 @@ def _hold_weights_to_names(url: str, model: Path) -> None:
 
 def _rows(spec: RoutingSpec, replies: list[Reply]) -> list[Ids]:
     """Through a relay, which holds each frame against the spec that the checkpoint's own config.json gives."""
-    relay = Relay(spec, TrainerLayout(), ChannelConfig())
-    try:
+    with Relay(spec, TrainerLayout(), ChannelConfig()) as relay:
         for index, reply in enumerate(replies):
-            relay.add(str(index), {"meta_info": reply.meta}, reply.tokens)
+            relay.add(str(index), reply.as_json, reply.tokens)
         return [rows_here(relay, str(index)) for index in range(len(replies))]
-    finally:
-        relay.close()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from examples.embedded.sglang import EngineServer
 from r3channel.wire.hello import Hello, probe_body
 from r3channel.wire.routing import Ids, RowKind
 from tests.engine.client import Reply, generate, generate_together, post, prompts_of, serving
+from tests.support.meanwhile import meanwhile
 from tests.support.samples import SPEC
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
@@ -39,23 +38,14 @@ def tapped(model: Path, folder: Path, **options: Any) -> Iterator[EngineServer]:
         yield server
 
 
-@contextmanager
-def paused(url: str) -> Iterator[None]:
+def paused(url: str) -> AbstractContextManager[None]:
     """Meanwhile the engine is stopped again and again, also in mid prefill, and drops what runs."""
-    done = threading.Event()
 
-    def pauses() -> None:
-        while not done.wait(0.04):
-            post(url + "/pause_generation", {"mode": "retract"})
-            post(url + "/continue_generation", {})
+    def pause() -> None:
+        post(url + "/pause_generation", {"mode": "retract"})
+        post(url + "/continue_generation", {})
 
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(pauses)
-        try:
-            yield
-        finally:
-            done.set()
-            running.result()
+    return meanwhile(pause, every_s=0.04)
 
 
 def passes_of(folder: Path) -> dict[str, list[tuple[int, bool, Ids]]]:
@@ -76,9 +66,8 @@ def wanted_of(passes: list[tuple[int, bool, Ids]], reply: Reply) -> tuple[Ids, I
         last.update(enumerate(ids_TLK, start))
         if makes:
             made[start + len(ids_TLK) - 1] = ids_TLK[-1]
-    return np.stack([made[row] for row in range(first, end)]), np.stack(
-        [last[row] for row in range(first, end)]
-    )
+    made_TLK, last_TLK = (np.stack([of[row] for row in range(first, end)]) for of in (made, last))
+    return made_TLK, last_TLK
 
 
 def answered(reply: Reply) -> Ids:
@@ -143,9 +132,8 @@ def test_rows_that_found_no_room_are_those_of_the_second_prefill_and_say_so(
         passes, first = passes_of(tmp_path)[reply.meta["id"]], len(reply.prompt) - 1
         made_TLK, last_TLK = wanted_of(passes, reply)
         spans = reply.frame().provenance
-        decoded_T = np.concatenate(
-            [[span.kind is RowKind.DECODED] * (span.end - span.start) for span in spans]
-        )
+        kinds = [[span.kind is RowKind.DECODED] * (span.end - span.start) for span in spans]
+        decoded_T = np.concatenate(kinds)
         assert not decoded_T[: first + 1].any()
         wanted_TLK = np.where(decoded_T[first:, None, None], made_TLK, last_TLK)
         # A row that a prefill made (the first answered one, the last one before a retraction) says so, kept or not.

@@ -18,23 +18,11 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.weights.engine import EngineHandle
-from r3channel.weights.session import WeightSync
 from r3channel.wire.routing import RowKind
-from tests.engine.client import (
-    Reply,
-    check_relay,
-    check_replies,
-    delivered,
-    direct_to,
-    generate,
-    generate_together,
-    prompts_of,
-    random_prompt,
-    serving,
-    stream,
-)
+from tests.engine import client
 from tests.engine.draft import LAYERS, Models, write_models
 from tests.support.waits import ENGINE_S, UPDATE_S
+from tests.support.weights import connected
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
@@ -62,7 +50,7 @@ def speculating(
     }  # fmt: skip
     arguments = [f"--speculative-{name}={value}" for name, value in speculation.items()]
     limits = {"chunked_prefill_size": CHUNK, "max_running_requests": RUNNING}
-    return serving(models.target, extra_args=[*arguments, *more], **limits, **changes)
+    return client.serving(models.target, extra_args=[*arguments, *more], **limits, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -73,30 +61,27 @@ def engine_url(models: Models) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def batch(engine_url: str) -> list[Reply]:
+def batch(engine_url: str) -> list[client.Reply]:
     """Three times as many requests as run at once: slots that one gives back are another's while passes are under way."""
-    prompts = [random_prompt(length, seed=1000 * turn + length) for turn in range(3) for length in LENGTHS]
+    prompts = [client.random_prompt(n, seed=1000 * turn + n) for turn in range(3) for n in LENGTHS]
     assert len(prompts) > RUNNING and RUNNING * (DRAFTED + 1) > CHUNK
-    return generate_together(engine_url, prompts, new_tokens=NEW_TOKENS)
+    return client.generate_together(engine_url, prompts, new_tokens=NEW_TOKENS)
 
 
-def test_an_update_that_would_leave_the_draft_old_is_refused_before_the_engine_is_linked(
-    engine_url: str, models: Models
-) -> None:
-    client, weights = EngineHandle(engine_url), load_file(models.target / "model.safetensors")
-    before = client.weight_checksums(timeout_s=UPDATE_S), client.weight_version(timeout_s=UPDATE_S)
+def test_an_update_that_would_leave_the_draft_old_is_refused(engine_url: str, models: Models) -> None:
+    engine, weights = EngineHandle(engine_url), load_file(models.target / "model.safetensors")
+    before = engine.weight_checksums(timeout_s=UPDATE_S), engine.weight_version(timeout_s=UPDATE_S)
     assert any(name.startswith("draft.") for name in before[0][0]), "the engine holds a draft's weights"
-    with WeightSync.whole([client], staged=True) as sync:
-        sync.connect(timeout_s=UPDATE_S)
+    with connected([engine], staged=True) as sync:
         said = "speculative_algorithm=EAGLE: the draft would stay old.*without or with NGRAM"
         with pytest.raises(WeightUpdateFailed, match=f"(?s){said}") as failure:
             sync.update(weights.items(), version=7, timeout_s=UPDATE_S)
         assert isinstance(failure.value.__cause__, CannotStage)
-    assert (client.weight_checksums(timeout_s=UPDATE_S), client.weight_version(timeout_s=UPDATE_S)) == before
-    assert generate(engine_url, random_prompt(9, seed=9), new_tokens=2).output, "it serves on"
+    assert (engine.weight_checksums(timeout_s=UPDATE_S), engine.weight_version(timeout_s=UPDATE_S)) == before
+    assert client.generate(engine_url, client.random_prompt(9, seed=9), new_tokens=2).output, "it serves on"
 
 
-def passes_by_accepted(replies: list[Reply]) -> list[int]:
+def passes_by_accepted(replies: list[client.Reply]) -> list[int]:
     """How many passes accepted none of the drafted tokens, one of them, and so on."""
     passes = np.zeros(DRAFTED + 1, int)
     for reply in replies:
@@ -105,56 +90,42 @@ def passes_by_accepted(replies: list[Reply]) -> list[int]:
     return passes.tolist()
 
 
-def test_accepted_tokens_have_transformers_rows(batch: list[Reply], models: Models, tmp_path: Path) -> None:
-    check_replies(batch, model=models.target, folder=tmp_path, spec=SPEC)
-
-
-def test_chains_were_accepted_whole_and_in_part_and_not_at_all(batch: list[Reply]) -> None:
+def test_accepted_tokens_have_transformers_rows(batch: list[client.Reply], models: Models) -> None:
+    """Chains were accepted whole, in part and not at all; what was verified is decoded, and the prompt prefilled."""
+    client.check_replies(batch, model=models.target, spec=SPEC)
     assert min(passes_by_accepted(batch)) >= 10
-
-
-def test_what_was_verified_is_decoded_and_the_prompt_prefilled(batch: list[Reply]) -> None:
     for reply in batch:
         spans = [(span.start, span.end, span.kind) for span in reply.frame(SPEC).provenance]
         prompt = len(reply.prompt)
         assert spans == [(0, prompt, RowKind.PREFILLED), (prompt, len(reply.tokens) - 1, RowKind.DECODED)]
 
 
-@pytest.fixture(scope="module")
-def cut(engine_url: str) -> list[Reply]:
-    """A request that ends, each time it is asked, after another token inside a chain that was accepted."""
-    prompt = random_prompt(60, seed=60)
-    ends = [len(chunk.output) for chunk in stream(engine_url, prompt, new_tokens=40)]
+def test_a_request_that_ends_inside_a_chain_has_no_later_row(engine_url: str, models: Models) -> None:
+    """Each time it is asked it ends after another token inside a chain that was accepted."""
+    prompt = client.random_prompt(60, seed=60)
+    ends = [len(chunk.output) for chunk in client.stream(engine_url, prompt, new_tokens=40)]
     inside = sorted(set(range(1, 40)) - set(ends))
     assert len(inside) >= 5, f"passes ended after {ends} tokens"
-    return [generate(engine_url, prompt, new_tokens=length) for length in inside]
+    cut = [client.generate(engine_url, prompt, new_tokens=length) for length in inside]
+    client.check_replies(cut, model=models.target, spec=SPEC)
 
 
-def test_a_request_that_ends_inside_a_chain_has_no_row_of_what_follows(
-    cut: list[Reply], models: Models, tmp_path: Path
-) -> None:
-    check_replies(cut, model=models.target, folder=tmp_path, spec=SPEC)
-
-
-def test_a_turn_that_finds_accepted_tokens_in_the_prefix_cache_has_their_rows(
-    engine_url: str, models: Models, tmp_path: Path
-) -> None:
-    first = generate_together(engine_url, prompts_of(LENGTHS, seed=5000), new_tokens=NEW_TOKENS)
-    prompts = [[*reply.tokens, *random_prompt(9, seed=len(reply.prompt))] for reply in first]
-    turns = generate_together(engine_url, prompts, new_tokens=NEW_TOKENS)
+def test_a_turn_that_finds_accepted_tokens_cached_has_their_rows(engine_url: str, models: Models) -> None:
+    first = client.generate_together(engine_url, client.prompts_of(LENGTHS, seed=5000), new_tokens=NEW_TOKENS)
+    prompts = [[*reply.tokens, *client.random_prompt(9, seed=len(reply.prompt))] for reply in first]
+    turns = client.generate_together(engine_url, prompts, new_tokens=NEW_TOKENS)
     for turn, before in zip(turns, first, strict=True):
         assert turn.meta["cached_tokens"] > len(before.prompt) + NEW_TOKENS // 2
-    check_replies(turns, model=models.target, folder=tmp_path, spec=SPEC)
+    client.check_replies(turns, model=models.target, spec=SPEC)
 
 
 def test_direct_rows_without_overlap_are_exact_under_retraction(models: Models, tmp_path: Path) -> None:
-    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(frame_timeout_s=30.0))
-    env = {"SGLANG_TEST_RETRACT": "1", **direct_to(relay, tmp_path)}
-    with speculating(models, algorithm="STANDALONE", overlap=False, env=env) as server:
-        relay.expect_engines([server.url], timeout_s=ENGINE_S)
-        replies = generate_together(server.url, prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
-        samples = delivered(relay, replies, engine=server.url)
+    with Relay(SPEC, TrainerLayout(), ChannelConfig(frame_timeout_s=30.0)) as relay:
+        env = {"SGLANG_TEST_RETRACT": "1", **client.direct_to(relay, tmp_path)}
+        with speculating(models, algorithm="STANDALONE", overlap=False, env=env) as server:
+            relay.expect_engines([server.url], timeout_s=ENGINE_S)
+            replies = client.generate_together(server.url, client.prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
+            samples = client.delivered(relay, replies, engine=server.url)
+        client.check_relay(relay, samples, model=models.target)
     assert sum(reply.meta["num_retractions"] for reply in replies) > 0
     assert min(passes_by_accepted(replies)) > 0
-    check_relay(relay, samples, model=models.target, folder=tmp_path)
-    relay.close()

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 TOP_K = 8
 DELIVERIES = pytest.mark.parametrize("delivery", ["inband", pytest.param("direct", marks=pytest.mark.long)])
+FORCED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
 Channel = tuple[Relay, str, ThreadPoolExecutor]
 NEW_TOKENS = 70  # SGLang streams, also what is not asked to stream, every 50
 
@@ -50,27 +51,26 @@ def channel(model_dir: Path, work: Path, *asked: str, **more: str) -> Iterator[C
         yield relay, server.url, pool
 
 
-def delivered(relay: Relay, replies: list[Reply]) -> list[RankShard]:
-    """A step of them; sample 2 is of reply 2."""
+def delivered(relay: Relay, replies: list[Reply], model: Path) -> tuple[list[RankShard], list[Expected]]:
+    """A step of them, sample 2 of reply 2; and what transformers computes for each."""
     for number, reply in enumerate(replies):
         relay.add(str(number), reply.as_json, reply.tokens)
     names = [str(number) for number in range(len(replies))]
-    return receive(receivers_of(relay), relay.seal(0, Assignment.round_robin(names, dp=1, microbatch_size=2)))
+    ticket = relay.seal(0, Assignment.round_robin(names, dp=1, microbatch_size=2))
+    expected = reference_ids(model, [reply.tokens for reply in replies])
+    return receive(receivers_of(relay), ticket), expected
 
 
 @DELIVERIES
-def test_the_tokens_that_could_be_chosen_reach_the_logits_that_chose_them(
-    delivery: str, model_dir: Path, tmp_path: Path
-) -> None:
+def test_tokens_that_could_be_chosen_reach_the_logits(delivery: str, model_dir: Path, tmp_path: Path) -> None:
     with channel(model_dir, tmp_path, delivery, "tp=2,cp=2", "sampling_masks") as (relay, url, pool):
         replies = list(pool.map(lambda length: sampled(url, length), (3, 40, 150)))
         replies.append(sampled(url, 20, top_k=1))
         plain = generate(url, [5, 6, 7], new_tokens=2)  # no masks asked for: none behind the frame
-        shards = delivered(relay, replies)
+        shards, expected = delivered(relay, replies, model_dir)
     assert not any(row for reply in replies for row in reply.meta["output_token_sampling_mask"])
     assert {len(reply.meta["output_token_sampling_logprobs"]) for reply in replies} == {NEW_TOKENS}
     assert len(plain.raw) < 2000
-    expected = reference_ids(model_dir, [reply.tokens for reply in replies], folder=tmp_path)
     seen = 0
     for shard in shards:
         both = [shard.tensor("sampling_masks", i) for i in range(shard.num_microbatches)]
@@ -109,23 +109,19 @@ def likeliest(url: str, length: int, **sampling: Any) -> Reply:
 
 
 @DELIVERIES
-def test_the_likeliest_tokens_are_those_of_the_distribution_that_sampled(
-    delivery: str, model_dir: Path, tmp_path: Path
-) -> None:
+def test_the_likeliest_tokens_are_of_what_sampled(delivery: str, model_dir: Path, tmp_path: Path) -> None:
     """Also of requests that were retracted in the middle."""
-    forced = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
     option, layout = f"topk_logprobs:{K}", "tp=2,cp=2,pp=2"
-    with channel(model_dir, tmp_path, delivery, layout, option, **forced) as (relay, url, pool):
+    with channel(model_dir, tmp_path, delivery, layout, option, **FORCED) as (relay, url, pool):
         replies = list(pool.map(lambda length: likeliest(url, length), (3, 40, 150, 20)))
         plain = generate(url, [5, 6, 7], new_tokens=2, return_logprob=True, top_logprobs_num=3)
         refused = likeliest(url, 9, top_p=0.9)
         with pytest.raises(EngineReported, match=r"topk_logprobs of a request with top_p=0\.9"):
             relay.add("refused", refused.as_json, refused.tokens)
-        shards = delivered(relay, replies)
+        shards, expected = delivered(relay, replies, model_dir)
     assert [len(row) for row in plain.meta["output_top_logprobs"]] == [3, 3]  # SGLang's own, as ever
     assert sum(reply.meta["num_retractions"] for reply in replies) > 0
     assert not any(row for reply in replies for row in reply.meta["output_top_logprobs"])
-    expected = reference_ids(model_dir, [reply.tokens for reply in replies], folder=tmp_path)
     seen = 0
     for shard in (shard for shard in shards if shard.shard.pp):
         both = [shard.tensor("topk_logprobs", i) for i in range(shard.num_microbatches)]
@@ -159,20 +155,18 @@ def is_likeliest(row: tuple[Any, Any, float], reply: Reply, expected: Expected, 
 @DELIVERIES
 def test_weights_are_those_of_transformers(delivery: str, model_dir: Path, tmp_path: Path) -> None:
     """Also of requests that were retracted in the middle, and of those whose prompt lay in the prefix cache."""
-    forced = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
     asked = model_dir, tmp_path, delivery, "tp=2,sp=1,cp=2,pp=2", "combine_weights"
-    with channel(*asked, **forced) as (relay, url, pool):
+    with channel(*asked, **FORCED) as (relay, url, pool):
         probe = generate(url, [5, 6], new_tokens=1, rid=PROBE_PREFIX + "0")
         hello, frame = Hello.split(probe.raw)
         prompts = [random_prompt(length, seed=length) for length in (3, 40, 150)]
         replies = list(pool.map(lambda prompt: generate(url, prompt, new_tokens=NEW_TOKENS), prompts))
         replies.append(generate(url, [*replies[1].tokens, 7], new_tokens=3))
-        shards = delivered(relay, replies)
+        shards, expected = delivered(relay, replies, model_dir)
     assert hello is not None and parse_frame(frame, spec=SPEC).rows == 2  # and no weights behind it
     assert hello.weighing == ("scoring=softmax renormalize=True scaling=1.0 applied=False dtype=float16",)
     assert sum(reply.meta["num_retractions"] for reply in replies) > 0
     assert replies[3].meta["cached_tokens"] > len(prompts[1])
-    expected = reference_ids(model_dir, [reply.tokens for reply in replies], folder=tmp_path)
     seen = 0
     for shard in shards:
         for number, batch in enumerate(shard.shard.microbatches):

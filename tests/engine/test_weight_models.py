@@ -9,11 +9,11 @@ import pytest
 from safetensors.torch import load_file
 
 from r3channel.weights.engine import EngineHandle
-from r3channel.weights.session import WeightSync
 from tests.engine.client import generate, greedy, post, random_prompt, serving
 from tests.engine.conftest import Weights
 from tests.engine.families import ON_CPU, write_families
 from tests.support.waits import UPDATE_S
+from tests.support.weights import connected
 
 pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(600)]
 
@@ -46,17 +46,14 @@ def test_mla_is_staged_in_parts_and_serves_as_loaded_from_disk(family: str, tp: 
             meta = generate(server.url, random_prompt(40, seed=4), new_tokens=8, **asked).meta
             return meta["input_token_logprobs"], meta["output_token_logprobs"]
 
-        with WeightSync.whole([server.url], staged=True) as sync:
-            sync.connect(timeout_s=UPDATE_S)
+        with connected([server.url], staged=True) as sync:
             report = sync.update(weights.items(), version=1, timeout_s=UPDATE_S)
         updated = checksums(server.url), logprobs()
         assert (checksums_from_disk(server.url, tmp_path / family), logprobs()) == updated
         assert report.loaded == "" and report.verified == sum(map(len, updated[0]))
 
 
-def test_experts_that_eplb_moves_are_learned_anew(
-    model_dir: Path, original: Weights, changed: Weights
-) -> None:
+def test_experts_that_eplb_moves_are_learned(model_dir: Path, original: Weights, changed: Weights) -> None:
     """And they stay while an update is on its way."""
     with serving(model_dir, tp=2, extra_args=EPLB, **PLUGIN) as server:
 
@@ -72,15 +69,12 @@ def test_experts_that_eplb_moves_are_learned_anew(
                 yield named
 
         tokens, _ = greedy(server.url)
-        with WeightSync.whole([server.url], staged=True, bucket_bytes=1 << 20) as sync:
-            sync.connect(timeout_s=UPDATE_S)
+        with connected([server.url], staged=True, bucket_bytes=1 << 20) as sync:
             sync.update(changed.items(), version=1, timeout_s=UPDATE_S)
             assert moved() and greedy(server.url)[0] != tokens
             sync.update(original.items(), version=2, timeout_s=UPDATE_S)
             placed = checksums(server.url)
-            assert checksums_from_disk(server.url, model_dir) == placed and greedy(server.url) == (
-                tokens,
-                "2",
-            )
+            assert checksums_from_disk(server.url, model_dir) == placed
+            assert greedy(server.url) == (tokens, "2")
             sync.update(meanwhile(), version=3, timeout_s=UPDATE_S)
             assert moved()

@@ -10,7 +10,7 @@ import json
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 ANSWER = "R3CHANNEL-GPU "
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 """The runtime's calls in which the host waits for the device."""
-FURTHER = ("cost", "weights")
+FURTHER = ("cost", "weights", "digests", "graph")
 """A check that is called `<module>_<this>` is that function of its module; others are its `check`."""
 
 
@@ -67,6 +67,15 @@ def silence() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def words_of(call: Callable[[], object], kind: type[Exception]) -> str:
+    """What the error says that it ends with; empty where it ends well."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return ""
 
 
 def main(name: str, device: str, *sizes: str) -> int:

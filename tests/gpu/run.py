@@ -44,7 +44,7 @@ _TAIL = 6000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A module of `tests.gpu.checks`, or the tests of this folder."""
+    """A function of a module of `tests.gpu.checks`."""
 
     name: str
     about: str
@@ -103,7 +103,8 @@ CHECKS = (
     Check(name="engine", about="a server's rows", **SERVER, limit_s=170),
     Check(name="peers", about="groups of two and three", apart=True, limit_s=45),
     Check(name="loop", about="the demo", **LOOP, limit_s=150),
-    Check(name="tests", about="tests/gpu", needs=(*PACKAGE, "pytest", "pytest_timeout"), limit_s=20),
+    Check(name="capture_graph", about="narrowing in a CUDA graph", only_on="cuda", limit_s=10),
+    Check(name="device_digests", about="digests on the device", only_on="cuda", limit_s=10),
     Check(name="staging", about="one staging object", only_on="cuda", limit_s=15),
     Check(name="replay_cost", about="a step, of one without replay", needs=MEGATRON, limit_s=55),
     Check(name="capture_cost", about="a pass, of one without capture", needs=SGLANG, limit_s=30),
@@ -116,13 +117,9 @@ CHECKS = (
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="make gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--small", action="store_true", help="the sizes of a CPU: a first look in two minutes"
-    )
+    parser.add_argument("--small", action="store_true", help="a CPU's sizes: a first look in two minutes")
     parser.add_argument("--wheels", type=Path, help="folder of wheels for what this machine lacks")
-    parser.add_argument(
-        "--out", type=Path, help="gpu.json, with the checks' names in it where some are given"
-    )
+    parser.add_argument("--out", type=Path, help="gpu.json, with names in it where some checks are given")
     parser.add_argument("names", nargs="*", choices=[[], *(check.name for check in CHECKS)])
     options = parser.parse_args(arguments)
     options.small |= options.device == "cpu"

@@ -17,16 +17,9 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.relay.relay import Relay
 from r3channel.relay.verify import VerifiedRows
 from r3channel.transport.auth import read_token
+from r3channel.wire import parcel
 from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
-from r3channel.wire.parcel import (
-    FRAMES_PATH,
-    HELLO_PATH,
-    SESSION_HEADER,
-    FrameReference,
-    open_parcel,
-    pack_parcel,
-)
 from r3channel.wire.routing import Ids, RowKind
 from r3channel.wire.source import InHand
 from tests.support.samples import SPEC, random_ids, reply_of
@@ -55,7 +48,7 @@ def reference_reply(
     request_id: str, tokens: int, *, serial: int, boot_id: int = 11, first_row: int = 0
 ) -> dict[str, Any]:
     """The reply of a request whose frame comes directly, or never."""
-    reference = FrameReference(
+    reference = parcel.FrameReference(
         sample_key=sample_key(request_id), boot_id=boot_id, serial=serial, first_row=first_row,
         rows=tokens - 1 - first_row,
     )  # fmt: skip
@@ -63,18 +56,18 @@ def reference_reply(
 
 
 def parcel_of(*frames: tuple[int, bytes], boot_id: int = 11) -> bytes:
-    return b"".join(pack_parcel(boot_id, frames))
+    return b"".join(parcel.pack_parcel(boot_id, frames))
 
 
 def deliver(relay: Relay, *frames: tuple[int, bytes], boot_id: int = 11) -> None:
     """As the door does with a parcel of (serial, frame) that came whole."""
     source = InHand(parcel_of(*frames, boot_id=boot_id))
-    boot_id, count = open_parcel(source)
+    boot_id, count = parcel.open_parcel(source)
     relay.intake.deliver(boot_id, count, source)
 
 
 def headers_of(token_file: Path, session: str = "") -> dict[str, str]:
-    return {"Authorization": f"Bearer {read_token(token_file)}", SESSION_HEADER: session}
+    return {"Authorization": f"Bearer {read_token(token_file)}", parcel.SESSION_HEADER: session}
 
 
 def ask(url: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
@@ -87,12 +80,12 @@ def ask(url: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int,
 
 def said_hello(url: str, token_file: Path) -> str:
     """The session of an engine that has said hello."""
-    return ask(url, HELLO_PATH, hello_of().to_bytes(), headers_of(token_file))[1]
+    return ask(url, parcel.HELLO_PATH, hello_of().to_bytes(), headers_of(token_file))[1]
 
 
-def post(url: str, token_file: Path, parcel: bytes) -> int:
+def post(url: str, token_file: Path, body: bytes) -> int:
     """The status of the answer to a parcel of an engine that has said hello."""
-    return ask(url, FRAMES_PATH, parcel, headers_of(token_file, said_hello(url, token_file)))[0]
+    return ask(url, parcel.FRAMES_PATH, body, headers_of(token_file, said_hello(url, token_file)))[0]
 
 
 def turns_here(relay: Relay, name: str) -> list[VerifiedRows]:

@@ -9,6 +9,7 @@ import itertools
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -18,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from r3channel.transport.process_group import in_background
 from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.manifest import Bucket, TensorMeta
 from r3channel.weights.rank_link import COMMIT_FORMAT, OPEN_FORMAT
@@ -92,10 +92,8 @@ class FakeEngine:
         """A new life at the same address, with other weights."""
         self.die()
         self._server.serving.join(10)  # its poll keeps the port for a moment
-        receives = (
-            None if self.receiver is None else {n: torch.zeros_like(t) for n, t in self.tensors.items()}
-        )
-        return FakeEngine(port=self.port, receives=receives)
+        blank = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
+        return FakeEngine(port=self.port, receives=None if self.receiver is None else blank)
 
     def checksums(self) -> dict[str, str]:
         return {name: tensor_checksum(tensor) for name, tensor in self.tensors.items()}
@@ -120,11 +118,9 @@ class FakeEngine:
             return {"success": False, "message": f"{route} refused"}
         if what == "die":
             self.die()
-            return None
-        if what == "drop":
-            return None
         if what == "hang":
             self.dead.wait(60)
+        if what:
             return None
         if route.startswith("order/"):
             answer = self._ordered(SimpleNamespace(**body))
@@ -139,21 +135,19 @@ class FakeEngine:
             "/model_info": lambda _: {"weight_version": self.version},
             "/init_weights_update_group": self._join,
             "/destroy_weights_update_group": self._leave,
-            "/pause_generation": lambda _: self._set_paused(True),
-            "/continue_generation": lambda _: self._set_paused(False),
+            "/pause_generation": lambda _: self._set(paused=True),
+            "/continue_generation": lambda _: self._set(paused=False),
             "/begin_weight_update": lambda _: self._bracket(True),
             "/end_weight_update": lambda _: self._bracket(False),
             UPDATE: self._update,
             "/weights_checker": lambda _: {"success": True, "ranks": [{"checksums": self.checksums()}]},
-            "/update_weight_version": self._set_version,
+            "/update_weight_version": lambda body: self._set(version=body["new_version"]),
         }
 
     def _join(self, body: Answer) -> Answer:
-        members = [
-            in_background(partial(self._member, body, rank), name="fake-rank")
-            for rank in range(self.settings.get("tp_size", 1))
-        ]
-        self._groups[body["group_name"]] = [member.result() for member in members]
+        with ThreadPoolExecutor() as pool:
+            members = pool.map(partial(self._member, body), range(self.settings.get("tp_size", 1)))
+            self._groups[body["group_name"]] = list(members)
         return {"success": True}
 
     def _member(self, body: Answer, rank: int) -> Any:
@@ -207,14 +201,11 @@ class FakeEngine:
         return SimpleNamespace(**self._bracket(False))
 
     def _leave(self, body: Answer) -> Answer:
-        found = self._groups.pop(body["group_name"], None)
-        return {
-            "success": found is not None,
-            "message": "" if found else "The group to be destroyed does not exist.",
-        }
+        there = self._groups.pop(body["group_name"], None) is not None
+        return {"success": there, "message": "" if there else "The group to be destroyed does not exist."}
 
-    def _set_paused(self, paused: bool) -> Answer:
-        self.paused = paused
+    def _set(self, **values: Any) -> Answer:
+        vars(self).update(values)
         return {"success": True}
 
     def _bracket(self, opening: bool) -> Answer:
@@ -225,31 +216,23 @@ class FakeEngine:
         return {"success": True}
 
     def _update(self, body: Answer) -> Answer | None:
-        bucket = Bucket.of(
-            [
-                TensorMeta(name=name, dtype=getattr(torch, dtype), shape=tuple(shape))
-                for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True)
-            ]
-        )
+        told = zip(body["names"], body["dtypes"], body["shapes"], strict=True)
+        metas = [
+            TensorMeta(name=n, dtype=getattr(torch, kind), shape=tuple(shape)) for n, kind, shape in told
+        ]
+        bucket = Bucket.of(metas)
         try:
             groups = self._groups[body["group_name"]]
-            flat, *others = (torch.empty(bucket.payload_bytes, dtype=torch.uint8) for _ in groups)
-            works = [
-                g.broadcast([f], dist.BroadcastOptions())
-                for g, f in zip(groups, (flat, *others), strict=True)
-            ]
+            flats = [torch.empty(bucket.payload_bytes, dtype=torch.uint8) for _ in groups]
+            works = [g.broadcast([f], dist.BroadcastOptions()) for g, f in zip(groups, flats, strict=True)]
             while works:
                 works.pop().wait()
-            assert all(torch.equal(flat, other) for other in others)
+            assert all(torch.equal(flats[0], other) for other in flats)
         except (KeyError, RuntimeError) as error:
             return {"success": False, "message": f"Failed to receive weights: {error}"}
         for meta, at in zip(bucket.tensors, bucket.offsets, strict=True):
-            part = flat[at : at + meta.nbytes].view(meta.dtype).view(meta.shape)
+            part = flats[0][at : at + meta.nbytes].view(meta.dtype).view(meta.shape)
             self.tensors[meta.name] = part.clone()
         self.received.append(body["names"][0])
         self.flushed += bool(body["flush_cache"])
         return None if self.dead.is_set() else {"success": True}
-
-    def _set_version(self, body: Answer) -> Answer:
-        self.version = body["new_version"]
-        return {"success": True}

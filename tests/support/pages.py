@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -124,18 +124,20 @@ def _value(option: Option) -> str:
     return "" if value in ("", None) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def table_of(columns: str, rows: Iterable[Iterable[object]]) -> list[str]:
+    """Markdown of columns with bars between them, and rows of cells."""
+    rule = "|---" * (columns.count("|") + 1) + "|"
+    return [f"| {columns} |", rule, *(f"| {' | '.join(map(str, row))} |" for row in rows)]
+
+
 def layout_lines() -> list[str]:
-    lines = ["| layout | a router's rows on one rank | proven by |", "|---|---|---|"]
-    lines += [f"| `{layout.text}` | {layout.rows} | `{layout.when}` |" for layout in LAYOUTS]
-    return [*lines, "", *_LAYOUT_NOTES]
+    rows = ((f"`{layout.text}`", layout.rows, f"`{layout.when}`") for layout in LAYOUTS)
+    return [*table_of("layout | a router's rows on one rank | proven by", rows), "", *_LAYOUT_NOTES]
 
 
 def option_lines() -> list[str]:
-    lines = ["| option | environment | of | default | unit | meaning |", "|---|---|---|---|---|---|"]
-    return lines + [
-        f"| {_code(o.flag)} | {_code(o.variable)} | {o.side} | {_value(o)} | {o.unit} | {o.meaning} |"
-        for o in options()
-    ]
+    rows = ((_code(o.flag), _code(o.variable), o.side, _value(o), o.unit, o.meaning) for o in options())
+    return table_of("option | environment | of | default | unit | meaning", rows)
 
 
 def _code(text: str) -> str:
@@ -143,11 +145,11 @@ def _code(text: str) -> str:
 
 
 def error_lines() -> list[str]:
-    lines = ["| error | is a | reason | what happened | what to do |", "|---|---|---|---|---|"]
-    return lines + [
-        f"| `{e.__name__}` | {_code(e.__mro__[1].__name__)} | `{e.reason}` | {happened(e)} | {e.remedy} |"
+    rows = (
+        (f"`{e.__name__}`", _code(e.__mro__[1].__name__), f"`{e.reason}`", happened(e), e.remedy)
         for e in every_error()
-    ]
+    )
+    return table_of("error | is a | reason | what happened | what to do", rows)
 
 
 def setting_lines() -> list[str]:
@@ -177,24 +179,22 @@ def setting_lines() -> list[str]:
 
 def refusal_lines() -> list[str]:
     """The rows as Markdown, for the room's page."""
-    lines = [
-        f"| `{row.setting}` | {row.when} | {row.why} | {row.since} |" for row in megatron_refusals.REFUSALS
-    ]
-    return ["| setting | refused where | why | since |", "|---|---|---|---|", *lines]
+    rows = ((f"`{row.setting}`", row.when, row.why, row.since) for row in megatron_refusals.REFUSALS)
+    return table_of("setting | refused where | why | since", rows)
 
 
 def transaction_lines() -> list[str]:
     """The table of the page: what is called when, and what becomes of an engine."""
-    lines = ["| update | call | by | in | an engine is then | else |", "|---|---|---|---|---|---|"]
+    rows = list[tuple[str, ...]]()
     for name, (during, by, done, failed) in sorted(
         transaction.CALLS.items(), key=lambda call: call[1].during.value
     ):
         ways = ", ".join(
             way for way in transaction.ORDER if name in (*transaction.ORDER[way], *transaction.BESIDE[way])
         )
-        ends = " | ".join(state.name if state else "" for state in (done, failed))
-        lines.append(f"| {during.name} | `{name}` | {by} | {ways} | {ends} |")
-    return lines
+        ends = (state.name if state else "" for state in (done, failed))
+        rows.append((during.name, f"`{name}`", by, ways, *ends))
+    return table_of("update | call | by | in | an engine is then | else", rows)
 
 
 TABLES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -32,10 +32,17 @@ def serving() -> FakeEngine:
 
 def session(*engines: Any, **options: Any) -> WeightSync:
     """A connected one that stages."""
-    values: dict[str, Any] = {"bucket_bytes": 2048, "staged": True, **options}
-    urls = [engine.url for engine in engines]
-    joint = values.get("wire") == "gloo"
-    opened = WeightSync.sharded(urls, group=None, **values) if joint else WeightSync.whole(urls, **values)
+    joint: dict[str, Any] = (
+        {"make": WeightSync.sharded, "group": None} if options.get("wire") == "gloo" else {}
+    )
+    values = {"bucket_bytes": 2048, "staged": True, **joint, **options}
+    return connected([engine.url for engine in engines], **values)
+
+
+def connected(
+    urls: list[Any], *, make: Callable[..., WeightSync] = WeightSync.whole, **options: Any
+) -> WeightSync:
+    opened = make(urls, **options)
     opened.connect(timeout_s=UPDATE_S)
     return opened
 
@@ -88,29 +95,19 @@ def holds(engine: FakeEngine, version: int, wanted: Weights | None = None) -> bo
 
 def as_engine_keeps(weights: Weights) -> Weights:
     """Hugging Face tensors under SGLang's names: q, k, v and gate, up fused, experts stacked."""
-    kept: Weights = {}
-    experts: dict[str, list[torch.Tensor]] = {}
+    kept, experts = Weights(), dict[str, list[torch.Tensor]]()
     for name in sorted(weights, key=_numbers):
         head, _, module = name.removesuffix(".weight").rpartition(".")
-        part = {
-            other: weights.get(f"{head}.{other}.weight")
-            for other in ("q_proj", "k_proj", "v_proj", "up_proj")
-        }
+        if module in ("k_proj", "v_proj", "up_proj"):
+            continue  # with the first one of those that are fused
+        parts = {"q_proj": ("q_proj", "k_proj", "v_proj"), "gate_proj": ("gate_proj", "up_proj")}.get(module)
+        whole = torch.cat([weights[f"{head}.{part}.weight"] for part in parts]) if parts else weights[name]
         if ".experts." in name:
             stack = f"{head.rpartition('.')[0]}.{'w2' if module == 'down_proj' else 'w13'}_weight"
-            if module != "up_proj":
-                up = part["up_proj"]
-                assert up is not None
-                both = weights[name] if module == "down_proj" else torch.cat([weights[name], up])
-                experts.setdefault(stack, []).append(both)
-        elif module == "q_proj":
-            fused = [part[member] for member in ("q_proj", "k_proj", "v_proj")]
-            kept[f"{head}.qkv_proj.weight"] = torch.cat([w for w in fused if w is not None])
-        elif module == "gate_proj":
-            assert part["up_proj"] is not None
-            kept[f"{head}.gate_up_proj.weight"] = torch.cat([weights[name], part["up_proj"]])
-        elif module not in ("k_proj", "v_proj", "up_proj"):
-            kept[name] = weights[name]
+            experts.setdefault(stack, []).append(whole)
+        else:
+            fused = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}.get(module)
+            kept[f"{head}.{fused}.weight" if fused else name] = whole
     return kept | {name: torch.stack(parts) for name, parts in experts.items()}
 
 

@@ -35,14 +35,8 @@ _ABSENT += "sglang.srt.entrypoints.openai.encoding_dsv4 "
 _ABSENT += "miles.backends.megatron_utils.update_weight.update_weight_from_distributed.p2p"
 """Not in our lock, or names of miles' own SGLang."""
 KEYS = [
-    "tokens",
-    "loss_masks",
-    "multimodal_train_inputs",
-    "total_lengths",
-    "response_lengths",
-    "max_seq_lens",
-    "witness_ids",
-]
+    "tokens", "loss_masks", "multimodal_train_inputs", "total_lengths", "response_lengths", "max_seq_lens", "witness_ids",
+]  # fmt: skip
 """What miles' forward step asks of a batch."""
 
 

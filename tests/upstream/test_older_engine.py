@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from examples.embedded.sglang import EngineServer, free_port
 from r3channel.errors import EngineUnavailable, WeightUpdateFailed
 from r3channel.relay.reply import frame_bytes_of
-from r3channel.weights.session import WeightSync
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import Hello, probe_body
 from r3channel.wire.routing import RowKind
@@ -22,6 +21,7 @@ from tests.engine.client import Reply, check_replies, generate, generate_togethe
 from tests.engine.draft import Models, write_models
 from tests.engine.test_speculative import LENGTHS, NEW_TOKENS, SPEC, passes_by_accepted, speculating
 from tests.support.waits import UPDATE_S
+from tests.support.weights import connected
 from tests.upstream.wheels import path_with, slimes_sglang, unpacked, without_other_models
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
@@ -79,24 +79,15 @@ def check_update(url: str, model: Path) -> None:
     assert spans == [(20, 4, RowKind.PREFILLED), (24, 4, RowKind.DECODED)]
 
 
-def test_ids_equal_the_routers_of_transformers_and_an_update_stamps_later_rows(
-    server: EngineServer, models: Models, tmp_path: Path
-) -> None:
-    check_replies(answers(server.url), model=models.target, folder=tmp_path, spec=SPEC)
+def test_ids_are_transformers_and_an_update_stamps_rows(server: EngineServer, models: Models) -> None:
+    check_replies(answers(server.url), model=models.target, spec=SPEC)
     check_update(server.url, models.target)
 
 
 def test_a_broadcast_asks_the_loader_of_that_release_for_names(server: EngineServer, models: Models) -> None:
-    given = {
-        name: tensor
-        for file in models.target.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
-    misspelt = {
-        name.replace("layers.0.self_attn.o_proj", "layers.0.self_attn.o_prj"): t for name, t in given.items()
-    }
-    with WeightSync.whole([server.url]) as sync:
-        sync.connect(timeout_s=UPDATE_S)
+    given, name = load_file(models.target / "model.safetensors"), "model.layers.0.self_attn.o_proj.weight"
+    misspelt = {each.replace("o_proj", "o_prj") if each == name else each: t for each, t in given.items()}
+    with connected([server.url]) as sync:
         with pytest.raises(WeightUpdateFailed, match=r"o_prj\.weight"):
             sync.update(misspelt.items(), version=5, timeout_s=UPDATE_S)
         extra = given | {"rotary_emb.inv_freq": torch.ones(4)}
@@ -108,16 +99,14 @@ TREES = pytest.mark.parametrize("tree", [unpacked, slimes_sglang], ids=["publish
 
 
 @TREES
-def test_accepted_tokens_of_a_chain_have_transformers_rows(
-    tree: Callable[[str], Path], models: Models, tmp_path: Path
-) -> None:
+def test_accepted_tokens_have_transformers_rows(tree: Callable[[str], Path], models: Models) -> None:
     """More rows are verified in a pass than a prefill has, so the buffer must have room for them."""
     algorithm, overlap = ("EAGLE", True) if tree is unpacked else ("STANDALONE", False)
     env = {**older(tree), "TRITON_INTERPRET": "1"}
     with speculating(models, algorithm=algorithm, overlap=overlap, env=env) as server:
         replies = generate_together(server.url, prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
     assert min(passes_by_accepted(replies)) > 0
-    check_replies(replies, model=models.target, folder=tmp_path, spec=SPEC)
+    check_replies(replies, model=models.target, spec=SPEC)
 
 
 @TREES

@@ -17,8 +17,7 @@ from examples.embedded.sglang import environment, free_port
 from r3channel.cli import main
 from r3channel.engine.sglang_hooks import TABLES, hooked
 from r3channel.tools.patch import known
-from r3channel.wire.frame import parse_frame
-from tests.engine.client import serving
+from tests.engine.client import check_replies, serving
 from tests.engine.reference import reference_ids
 from tests.support.children import facts_of
 from tests.upstream.test_older_engine import SPEC, VERSION, answers, check_update
@@ -146,17 +145,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.engine
 @pytest.mark.full
-def test_a_patched_engine_gives_the_ids_of_transformers_routers(
-    server: tuple[str, str], model: Path, tmp_path: Path
-) -> None:
+def test_a_patched_engine_gives_the_ids_of_transformers_routers(server: tuple[str, str], model: Path) -> None:
     url, version = server
     replies = answers(url)
-    expected = reference_ids(model, [reply.tokens for reply in replies], folder=tmp_path)
-    for reply, wanted in zip(replies, expected, strict=True):
-        if version:
-            ids_TLK = parse_frame(reply.raw, spec=SPEC).ids()
-        else:
-            ids_TLK = np.frombuffer(reply.raw, np.int32).reshape(wanted.ids_TLK.shape)
-        assert wanted.differing_rows(ids_TLK) == []
-    if version:  # else nothing is stamped
+    if version:
+        check_replies(replies, model=model, spec=SPEC)
         check_update(url, model)
+        return
+    expected = reference_ids(model, [reply.tokens for reply in replies])  # nothing is stamped
+    for reply, wanted in zip(replies, expected, strict=True):
+        ids_TLK = np.frombuffer(reply.raw, np.int32).reshape(wanted.ids_TLK.shape)
+        assert wanted.differing_rows(ids_TLK) == []

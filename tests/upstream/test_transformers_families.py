@@ -28,9 +28,7 @@ _ROUTED = {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}
 NEEDS: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0}},
     "deepseek_ocr2_text": {
-        "num_experts_per_tok": 6,
-        "mlp_layer_types": ["dense"] + ["sparse"] * (LAYERS - 1),
-        "num_hidden_layers": LAYERS,
+        "num_experts_per_tok": 6, "mlp_layer_types": ["dense"] + ["sparse"] * (LAYERS - 1), "num_hidden_layers": LAYERS,
     },
     "deepseek_v2": {"num_experts_per_tok": 6},
     "diffusion_gemma_text": _ROUTED,
@@ -94,9 +92,8 @@ def families() -> dict[str, Any]:
 
     logging.set_verbosity_error()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            huggingface_hub.constants, "HF_HUB_OFFLINE", True
-        )  # a class without experts asks the hub
+        # a class without experts asks the hub
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         found = {name: _config(name) for name in list(CONFIG_MAPPING_NAMES)}
     configs = {name: config for name, config in found.items() if config is not None}
     return {name: config for name, config in configs.items() if _speaks_of_experts(config.to_dict())}
@@ -194,37 +191,38 @@ def _top_k(block: torch.nn.Module) -> int:
 
 
 def test_every_family_of_transformers_is_read_as_it_is_built(families: dict[str, Any]) -> None:
-    names = families.keys() - REFUSED.keys()
-    wrong = [text for name in sorted(names) if (text := _difference(name, families[name], families[name]))]
-    assert not wrong, "\n".join(wrong)
+    names = sorted(families.keys() - REFUSED.keys())
+    assert_as_built([(name, families[name], families[name]) for name in names])
     assert len(names) > 60
 
 
 def test_each_placement_key_is_read_as_it_is_built(families: dict[str, Any]) -> None:
-    cases = [(name, case) for name in sorted(families) for case in _variants(name, families[name])]
-    wrong = [text for name, config in cases if (text := _difference(name, config, config))]
-    assert not wrong, "\n".join(wrong)
+    cases = [(name, case, case) for name in sorted(families) for case in _variants(name, families[name])]
+    assert_as_built(cases)
     assert len(cases) > 40
 
 
 def test_the_old_words_of_a_config_json_are_read_as_they_are_built(families: dict[str, Any]) -> None:
-    wrong: list[str] = []
-    for name, words in OLD_WORDS:
-        config = _short(name, families[name], **words)
-        raw = {key: value for key, value in config.to_dict().items() if key not in PLACEMENT_KEYS}
-        if text := _difference(f"{name} {words}", config, raw | words):
-            wrong.append(text)
+    cases = [(f"{name} {words}", _short(name, families[name], **words), words) for name, words in OLD_WORDS]
+    assert_as_built([(told, config, _without_keys(config) | words) for told, config, words in cases])
+
+
+def assert_as_built(cases: list[tuple[str, Any, Any]]) -> None:
+    """(what is told of a fault, the configuration that is built, what is read)."""
+    wrong = [text for case in cases if (text := _difference(*case))]
     assert not wrong, "\n".join(wrong)
+
+
+def _without_keys(config: Any) -> dict[str, Any]:
+    return {key: value for key, value in config.to_dict().items() if key not in PLACEMENT_KEYS}
 
 
 def test_a_config_without_placement_keys_means_the_defaults_of_its_family(families: dict[str, Any]) -> None:
     for name, config in families.items():
-        raw = {key: value for key, value in config.to_dict().items() if key not in PLACEMENT_KEYS}
+        raw = _without_keys(config)
         if name in FAMILIES:
-            default = RoutingSpec.from_hf_config(config)
-            assert RoutingSpec.from_hf_config(raw) == default, (
-                f"{name}: without {config.to_dict().keys() - raw.keys()}"
-            )
+            default, gone = RoutingSpec.from_hf_config(config), config.to_dict().keys() - raw.keys()
+            assert RoutingSpec.from_hf_config(raw) == default, f"{name}: without {gone}"
         elif name not in REFUSED and "text_config" not in raw and "thinker_config" not in raw:
             with pytest.raises(ConfigError, match=r"keys seen: .*expert"):
                 RoutingSpec.from_hf_config(raw)

@@ -38,7 +38,7 @@ def unpacked(requirement: str) -> Path:
     """A folder that can stand first on the path: the wheel of `requirement` without dependencies, or the installed packages
     when that release is installed."""
     name, _, version = requirement.partition("==")
-    if version and version == _installed(name):
+    if version and version == importlib.metadata.version(name):
         return Path(str(importlib.metadata.distribution(name).locate_file("")))
     folder = Path(_folder().name) / requirement.replace("=", "-").replace("<", "-")
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
@@ -94,10 +94,3 @@ def slimes_sglang(requirement: str) -> Path:
         )
         assert done.returncode == 0, done.stderr
     return tree / "python"
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

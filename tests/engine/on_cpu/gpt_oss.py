@@ -39,15 +39,11 @@ def _in_window(backend: Any) -> Any:
     return view
 
 
-def _attend(
-    query: Any, key: Any, value: Any, *, scale: float, attn_mask: Any, is_causal: bool, enable_gqa: bool
-) -> Any:
+def _attend(query: Any, key: Any, value: Any, *, attn_mask: Any, is_causal: bool, **more: Any) -> Any:
     if _sinks_H is None:
-        return _plain(
-            query, key, value, scale=scale, attn_mask=attn_mask, is_causal=is_causal, enable_gqa=enable_gqa
-        )
+        return _plain(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **more)
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    scores = query @ key.mT * scale
+    scores = query @ key.mT * more["scale"]
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
     if attn_mask is not None:

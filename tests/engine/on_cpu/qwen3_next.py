@@ -64,15 +64,11 @@ def fused_gdn_gating_cpu(A_log: Any, a: Any, b: Any, dt_bias: Any) -> Any:
 
 
 def fused_sigmoid_gating_delta_rule_update_cpu(
-    A_log: Any, dt_bias: Any, q: Any, k: Any, v: Any, a: Any, b: Any, initial_state_source: Any,
-    initial_state_indices: Any, cu_seqlens: Any, use_qk_l2norm_in_kernel: bool, softplus_beta: float,
-    softplus_threshold: float,
+    A_log: Any, dt_bias: Any, q: Any, k: Any, v: Any, a: Any, b: Any, state: Any, indices: Any, cu_seqlens: Any, *_: Any
 ) -> Any:  # fmt: skip
     g, beta = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
-    return chunk_gated_delta_rule_cpu(
-        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state_source,
-        initial_state_indices=initial_state_indices, cu_seqlens=cu_seqlens,
-    )[0]  # fmt: skip
+    where = {"initial_state": state, "initial_state_indices": indices, "cu_seqlens": cu_seqlens}
+    return chunk_gated_delta_rule_cpu(q=q, k=k, v=v, g=g, beta=beta, **where)[0]
 
 
 def _spans(starts: Any) -> Iterator[tuple[int, int]]:
@@ -80,15 +76,14 @@ def _spans(starts: Any) -> Iterator[tuple[int, int]]:
 
 
 _operators = torch.library.Library("sgl_kernel", "FRAGMENT")
-_operators.define(
-    "fused_gdn_gating_cpu(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)"
-)
-_operators.define(
-    "fused_sigmoid_gating_delta_rule_update_cpu(Tensor A_log, Tensor dt_bias, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, "
-    "Tensor(c!) initial_state_source, Tensor initial_state_indices, Tensor cu_seqlens, bool use_qk_l2norm_in_kernel, "
-    "float softplus_beta, float softplus_threshold) -> Tensor"
-)
-for operator in (fused_gdn_gating_cpu, fused_sigmoid_gating_delta_rule_update_cpu):
+SCHEMAS = {
+    fused_gdn_gating_cpu: "(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)",
+    fused_sigmoid_gating_delta_rule_update_cpu: "(Tensor A_log, Tensor dt_bias, Tensor q, Tensor k, Tensor v, Tensor a, "
+    "Tensor b, Tensor(c!) initial_state_source, Tensor initial_state_indices, Tensor cu_seqlens, bool use_qk_l2norm_in_kernel, "
+    "float softplus_beta, float softplus_threshold) -> Tensor",
+}  # fmt: skip
+for operator, schema in SCHEMAS.items():
+    _operators.define(operator.__name__ + schema)
     _operators.impl(operator.__name__, operator, "CPU")
 _kernels = ModuleType("sgl_kernel.mamba")
 for function in (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_cpu):

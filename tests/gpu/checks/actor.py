@@ -30,7 +30,7 @@ from r3channel.trainer.receiver import Receiver
 from r3channel.transport.select import gpu_of
 from tests.gpu.checks.device import SPEC as LARGE
 from tests.gpu.checks.device import Steps
-from tests.gpu.facts import Facts
+from tests.gpu.facts import Facts, words_of
 from tests.support.delivery import check_rows, sealed
 from tests.support.samples import SPEC
 
@@ -136,14 +136,11 @@ def steps(owner: Any, receiver: Receiver, facts: Facts) -> None:
     owner.join_previous()
     receiver.close()
     facts.expect("rows that are right, by step", rows, len({*rows}) == 1 and rows[0] > 0, "all of each")
-    layer, told = shard.shard.layers[-1], "nothing"
+    layer = shard.shard.layers[-1]
     changed_RK = shard.layer_ids(0, layer).clone()
     changed_RK[0] = changed_RK[0].roll(1)
-    try:
-        shard.check_digest(0, layer, changed_RK)
-        shard.verified()  # where rows lie on a device, digests are read now
-    except DigestMismatch as error:
-        told = str(error)
+    # where rows lie on a device, digests are read at `verified`
+    told = words_of(lambda: (shard.check_digest(0, layer, changed_RK), shard.verified()), DigestMismatch)
     facts.expect("of a row that was changed", told, f"decoder layer {layer}" in told, "its layer")
 
 
@@ -162,10 +159,6 @@ def check(device: str, facts: Facts) -> None:
         setattr(member, "gpu_of", lambda: stand_in[0])  # noqa: B010
         facts.left_out.append("the GPU is one that Ray and the relay were told of")
     with relay_in(how, "nccl", *stand_in) as (_, control):
-        try:
-            receiver_of(control, "nccl", where).join()
-            told = "joined"
-        except ConfigError as error:
-            told = str(error)
+        told = words_of(lambda: receiver_of(control, "nccl", where).join(), ConfigError)
     named = f"uses GPU {own or stand_in[0]}" in told and "transport='tcp'" in told
     facts.expect("NCCL on one GPU", told, named, "refused by the GPU's name")

@@ -16,12 +16,14 @@ import numpy as np
 import torch
 
 from r3channel.config import EngineConfig
+from r3channel.engine.capture import LayerSelection
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.routing import RowKind
 from r3channel.wire.token_tensors import tensors_of
-from tests.gpu.facts import Facts, silence
+from tests.gpu.facts import Facts, silence, words_of
+from tests.support import samples
 
 SPEC = RoutingSpec(num_layers=6, moe_layers=tuple(range(6)), num_experts=128, top_k=8)
 DEEP = replace(SPEC, num_layers=48, moe_layers=tuple(range(48)))
@@ -94,11 +96,8 @@ class Engine:
 
     def refusal(self, backend: str) -> str:
         """Why an engine whose experts run on this backend is refused; empty where it is not."""
-        try:
-            self.room.refuse_engine(Runner(**vars(self.runner) | {"model": routers(backend, self.spec)}))
-        except ConfigError as error:
-            return str(error)
-        return ""
+        runner = Runner(**vars(self.runner) | {"model": routers(backend, self.spec)})
+        return words_of(lambda: self.room.refuse_engine(runner), ConfigError)
 
     def captured_by(self, capturer: Any) -> None:
         """The passes from here on; None: by nobody."""
@@ -261,20 +260,12 @@ def rows_are_right(engine: Engine, facts: Facts, count: int) -> None:
             facts.expect(f"{name}: what differs in {count} passes", different, different == 0, "0")
         engine.attention.enabled = False
         if engine.device == "cuda":
-            told = waits(engine)
+            told = words_of(
+                silence()(lambda: engine.end(0)), RuntimeError
+            )  # what torch says of the first one
             facts.expect("synchronisations in on_forward_end", told, not told, "none")
         else:
             facts.left_out.append("synchronisations and graphs: there are no streams on a CPU")
-
-
-def waits(engine: Engine) -> str:
-    """What torch says of the first one."""
-    try:
-        with silence():
-            engine.end(0)
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def cost(device: str, facts: Facts) -> None:
@@ -323,3 +314,22 @@ def timed(engine: Engine, graph: Any, capturer: Any, count: int, ends_us: list[f
     if stream is not None:
         torch.cuda.synchronize()
     return time.perf_counter() - begin
+
+
+def graph(device: str, facts: Facts) -> None:
+    """Narrowing is a part of a graph."""
+    selection, ids_TLK = LayerSelection(samples.SPEC, device=device), torch.from_numpy(samples.random_ids(8))
+    shape = 8, samples.SPEC.num_layers, samples.SPEC.top_k
+    buffer = torch.zeros(shape, dtype=torch.int32, device=device)
+    out_TLK = torch.empty(ids_TLK.shape, dtype=torch.uint8, device=device)
+    stream, recorded = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        selection.narrow(buffer, out=out_TLK)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(recorded):
+        selection.narrow(buffer, out=out_TLK)
+    buffer[:, list(samples.SPEC.moe_layers)] = ids_TLK.to(device).int()
+    recorded.replay()
+    torch.cuda.synchronize()
+    different = int((out_TLK.cpu() != ids_TLK).sum())
+    facts.expect("ids that differ", different, different == 0, "0")

@@ -25,8 +25,10 @@ from r3channel.relay.relay import Relay
 from r3channel.trainer import receiver as receiver_module
 from r3channel.trainer.buckets import DeviceBuckets, DevicePlacement
 from r3channel.trainer.receiver import Receiver
+from r3channel.wire.digest import HostRuns, TorchRuns, column_digests, column_digests_torch
 from r3channel.wire.frame import encode_frame
-from tests.gpu.facts import Facts
+from tests.gpu.facts import Facts, silence, words_of
+from tests.support import samples
 
 SPEC = RoutingSpec(num_layers=48, moe_layers=tuple(range(48)), num_experts=128, top_k=8)
 MIB, STEPS, SAMPLE_ROWS = 1 << 20, 8, 60_000
@@ -141,9 +143,7 @@ def check(device: str, facts: Facts) -> None:
         facts.expect(f"{name}: pinned bytes", pinned, pinned <= most, f"{most}: two buckets, and the plan")
         if cuda:
             read = read_bytes(path, 1 + waiting[0])
-            facts.expect(
-                f"{name}: bytes of each read", read, sum(read) <= 64 and len(read) == 1, "one, of 64"
-            )
+            facts.expect(f"{name}: bytes by read", read, sum(read) <= 64 and len(read) == 1, "one, of 64")
         path.close()
     if not cuda:
         facts.left_out.append("pinned memory, late streams, reads: nothing is copied to a device on a CPU")
@@ -155,9 +155,8 @@ def place(device: str, facts: Facts) -> None:
     total, bucket_bytes = nbytes // SPEC.bytes_per_token, min(nbytes, ChannelConfig().bucket_bytes)
     tokens = {f"s{at}": min(SAMPLE_ROWS, total - at) + 1 for at in range(0, total, SAMPLE_ROWS)}
     samples = [TicketSample(name, count, 0, 0, ()) for name, count in tokens.items()]
-    ticket = Ticket(
-        "run", 1, SPEC, TrainerLayout(), Assignment.given([[[name] for name in tokens]]), samples, 1
-    )
+    assignment = Assignment.given([[[name] for name in tokens]])
+    ticket = Ticket("run", 1, SPEC, TrainerLayout(), assignment, samples, 1)
     stream, rows = Stream.of(ticket, ticket.plan.shard(dp=0, pp=0)), bucket_bytes // SPEC.bytes_per_token
     placement = DevicePlacement(stream, torch.empty(stream.shard.nbytes, dtype=torch.uint8, device=where))
     bucket = torch.from_numpy(ids_of(rows, shift=0)).to(where)
@@ -202,3 +201,23 @@ def cost(device: str, facts: Facts) -> None:
     facts.note("the copy alone, GB/s", 1e-9 / statistics.median(copies[2:]))
     facts.note("whole way, GB/s", nbytes / whole_s / 1e9)
     facts.note("CPU of relay and receiver, s/GB", cpu_s / nbytes * 1e9)
+
+
+def digests(device: str, facts: Facts) -> None:
+    """Digests on the device are those of the host, and wait for nothing; a wait would be noticed."""
+
+    def on_device(values: Any) -> torch.Tensor:
+        return torch.from_numpy(values).to(device)
+
+    rows_RK = np.ascontiguousarray(samples.random_ids(40)[:, 0])
+    runs_N5 = np.array([[0, 3, 0, 2, 10], [1, 0, 1, 2, 10], [2, 7, 20, 1, 15]], np.int64)
+    runs = TorchRuns.of(runs_N5, rows=40, samples=3, spec=samples.SPEC, tensor=on_device)
+    ids_RK = on_device(rows_RK)
+    torch.cuda.synchronize()
+    with silence():
+        found_S = column_digests_torch(ids_RK, runs)
+    wanted_S = column_digests(rows_RK, HostRuns.of(runs_N5, samples=3, spec=samples.SPEC))
+    different = int((found_S.cpu().numpy().view(np.uint64) != wanted_S).sum())
+    facts.expect("digests that differ", different, different == 0, "0")
+    told = words_of(silence()(torch.ones(1, device=device).item), RuntimeError)
+    facts.expect("of a wait", told, bool(told), "an error")

@@ -23,16 +23,7 @@ import numpy as np
 from r3channel.config import ChannelConfig
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from tests.engine.client import (
-    Reply,
-    delivered,
-    direct_to,
-    generate,
-    generate_together,
-    post,
-    prompts_of,
-    stream,
-)
+from tests.engine import client
 from tests.engine.test_retraction import passes_of
 from tests.gpu.facts import WAITS, Facts
 from tests.gpu.server import RUNNING, Variant, serving, written
@@ -53,7 +44,7 @@ def check(device: str, facts: Facts) -> None:
         taps = {way: folder / way for way in ("reply", "direct")}
         own = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.engine.tapped"} if device == "cpu" else {}
         envs = {way: {**RETRACTING, **own, "R3TEST_TAP": str(tap)} for way, tap in taps.items()}
-        envs["direct"] |= direct_to(relay, folder)
+        envs["direct"] |= client.direct_to(relay, folder)
         for tap in taps.values():
             tap.mkdir()
         variants, begin = {way: Variant(env=env) for way, env in envs.items()}, time.monotonic()
@@ -64,35 +55,33 @@ def check(device: str, facts: Facts) -> None:
                 if way == "reply":
                     rows = [reply.frame(spec).verify() for reply in replies]
                 else:
-                    samples = delivered(relay, replies, engine=server.url)
+                    samples = client.delivered(relay, replies, engine=server.url)
                     rows = [rows_here(relay, sample) for sample in samples]
                 judge(way, replies, rows, taps[way], facts)
 
 
-def asked(url: str, *, few: bool) -> list[Reply]:
+def asked(url: str, *, few: bool) -> list[client.Reply]:
     """Answers to requests of odd lengths, then to some that go on where those ended; one more is aborted meanwhile."""
     together, hits = (8, 3) if few else (TOGETHER, HITS)
     with ThreadPoolExecutor(1) as pool:
-        lost = pool.submit(generate, url, [5, 6, 7], new_tokens=2000, rid="aborted")
-        prompts = prompts_of(3 + (9 * number) % 443 for number in range(together))
-        first = generate_together(url, prompts, new_tokens=NEW_TOKENS)
-        post(url + "/abort_request", {"rid": "aborted"})
+        lost = pool.submit(client.generate, url, [5, 6, 7], new_tokens=2000, rid="aborted")
+        prompts = client.prompts_of(3 + (9 * number) % 443 for number in range(together))
+        first = client.generate_together(url, prompts, new_tokens=NEW_TOKENS)
+        client.post(url + "/abort_request", {"rid": "aborted"})
         reason = lost.result().meta["finish_reason"]["type"]
         assert reason == "abort", f"the aborted request ended by {reason}"
     torn = sorted(first, key=lambda reply: -reply.meta["num_retractions"])[:hits]
-    again = generate_together(url, [[*reply.tokens, 7] for reply in torn], new_tokens=NEW_TOKENS)
+    again = client.generate_together(url, [[*reply.tokens, 7] for reply in torn], new_tokens=NEW_TOKENS)
     return first + again
 
 
-def judge(way: str, replies: list[Reply], rows: list[Any], tap: Path, facts: Facts) -> None:
+def judge(way: str, replies: list[client.Reply], rows: list[Any], tap: Path, facts: Facts) -> None:
     passes, cached = passes_of(tap), sum(reply.meta["cached_tokens"] for reply in replies)
     retracted = sum(reply.meta["num_retractions"] for reply in replies)
-    differ = sum(
-        differing(ids_TLK, reply, passes[reply.meta["id"]])
-        for ids_TLK, reply in zip(rows, replies, strict=True)
-    )
-    known = {tuple(reply.tokens): ids_TLK for reply, ids_TLK in zip(replies, rows, strict=True)}
-    for reply, ids_TLK in zip(replies, rows, strict=True):
+    pairs = [*zip(replies, rows, strict=True)]
+    differ = sum(differing(ids_TLK, reply, passes[reply.meta["id"]]) for reply, ids_TLK in pairs)
+    known = {tuple(reply.tokens): ids_TLK for reply, ids_TLK in pairs}
+    for reply, ids_TLK in pairs:
         if (earlier_TLK := known.get(tuple(reply.prompt[:-1]))) is not None:  # it goes on where that ended
             hit = min(reply.meta["cached_tokens"], len(earlier_TLK))
             differ += int((ids_TLK[:hit] != earlier_TLK[:hit]).any((1, 2)).sum())
@@ -104,7 +93,9 @@ def judge(way: str, replies: list[Reply], rows: list[Any], tap: Path, facts: Fac
     facts.expect(f"{way}: retractions", retracted, retracted > 0, "some")
 
 
-def differing(ids_TLK: np.ndarray[Any, Any], reply: Reply, passes: Iterable[tuple[int, bool, Any]]) -> int:
+def differing(
+    ids_TLK: np.ndarray[Any, Any], reply: client.Reply, passes: Iterable[tuple[int, bool, Any]]
+) -> int:
     """Rows that are not the one of the pass that made the next token; of a prompt's, of none of its passes.
 
     What the prefix cache had was computed for another request, whose rows they must be.
@@ -133,7 +124,7 @@ def cost(device: str, facts: Facts) -> None:
         relay = Relay(spec, TrainerLayout(), ChannelConfig())
         variants = {
             "off": Variant(r3channel=False, capture=False), "SGLang's own": Variant(r3channel=False),
-            "reply": Variant(), "direct": Variant(env=direct_to(relay, folder)),
+            "reply": Variant(), "direct": Variant(env=client.direct_to(relay, folder)),
         }  # fmt: skip
         with relay, serving(device, model, variants, logs=folder) as servers:
             urls = {variant: server.url for variant, server in servers.items()}
@@ -176,13 +167,13 @@ def compare(urls: dict[str, str], running: int, facts: Facts) -> None:
 
 def load(url: str, running: int, tokens: int, *, routing: bool) -> tuple[float, list[float]]:
     """(tokens a second of so many requests at once, seconds between the tokens of one of them)."""
-    first, *others = prompts_of([32] * running, seed=time.monotonic_ns() % 10**6)
+    first, *others = client.prompts_of([32] * running, seed=time.monotonic_ns() % 10**6)
     with ThreadPoolExecutor(running) as pool:
         begin = time.perf_counter()
         waiting = [
-            pool.submit(generate, url, prompt, new_tokens=tokens, routing=routing) for prompt in others
+            pool.submit(client.generate, url, prompt, new_tokens=tokens, routing=routing) for prompt in others
         ]
-        came = [time.perf_counter() for _ in stream(url, first, new_tokens=tokens, routing=routing)]
+        came = [time.perf_counter() for _ in client.stream(url, first, new_tokens=tokens, routing=routing)]
         for one in waiting:
             one.result()
         spent_s = time.perf_counter() - begin
@@ -192,11 +183,13 @@ def load(url: str, running: int, tokens: int, *, routing: bool) -> tuple[float, 
 def waits_of(url: str, folder: Path) -> int:
     """How often the scheduler's process waited for the device in `PASSES` decode passes, by its profile."""
     body = {"output_dir": str(folder), "num_steps": PASSES, "activities": ["CPU", "GPU"]}
-    prompts = prompts_of(range(32, 64))
+    prompts = client.prompts_of(range(32, 64))
     with ThreadPoolExecutor(len(prompts)) as pool:
-        waiting = [pool.submit(generate, url, prompt, new_tokens=1024, routing=False) for prompt in prompts]
+        waiting = [
+            pool.submit(client.generate, url, prompt, new_tokens=1024, routing=False) for prompt in prompts
+        ]
         time.sleep(0.5)  # all of them decode
-        post(url + "/start_profile", body)
+        client.post(url + "/start_profile", body)
         until(lambda: bool(events_of(folder)), "the profile of the server", limit_s=60)
         for one in waiting:
             one.result()

@@ -15,7 +15,7 @@ from r3channel.errors import DeadlineExceeded
 from r3channel.transport.base import Rendezvous
 from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
 from r3channel.transport.select import join
-from tests.gpu.facts import Facts
+from tests.gpu.facts import Facts, words_of
 
 BUSY_CYCLES = 4_000_000_000
 """About 2 s of a GPU's clock."""
@@ -46,11 +46,8 @@ kept: list[ProcessGroupTransport] = []
 
 def deadline(wait: Callable[[], object], busy_s: float, facts: Facts, of: str, busy: str) -> None:
     """Let a wait end by its deadline, and judge its error, and how late it comes beside what keeps the stream busy."""
-    begin, told = time.monotonic(), "nothing"
-    try:
-        wait()
-    except DeadlineExceeded as error:
-        told = str(error)
+    begin = time.monotonic()
+    told = words_of(wait, DeadlineExceeded)
     late_s = time.monotonic() - begin - DEADLINE_S
     facts.expect(of, told, "within 0.5 s" in told, "a deadline by name")
     facts.note(busy, busy_s)

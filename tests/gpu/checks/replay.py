@@ -99,9 +99,8 @@ class Trainer:
 
     def random_ids(self, *, seed: int = 0) -> dict[str, np.ndarray]:
         """Ids for each sample."""
-        return {
-            n: random_ids(self.length - 1, spec=self.spec, seed=seed + i) for i, n in enumerate(SAMPLE_IDS)
-        }
+        named = enumerate(SAMPLE_IDS, seed)
+        return {name: random_ids(self.length - 1, spec=self.spec, seed=at) for at, name in named}
 
     def received(self, ids: dict[str, np.ndarray]) -> RankShard:
         for name, ids_TLK in ids.items():

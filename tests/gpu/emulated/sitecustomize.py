@@ -130,27 +130,24 @@ def pretend() -> None:
     runtime = SimpleNamespace(
         cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0, cudaError=SimpleNamespace(success=0)
     )
-    said: dict[str, Any] = {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "get_device_capability": lambda *_: (9, 0),
-        "mem_get_info": lambda *_: (139 << 30, 141 << 30),
-        "get_device_name": lambda *_: gpu.name,
-        "get_device_properties": lambda *_: gpu,
-        "init": lambda: started.append(True),
-        "is_initialized": lambda: bool(started),
-        "host_memory_stats": lambda: {"active_bytes.current": 0} if started else {},
-        "cudart": lambda: runtime,
-        "manual_seed": torch.manual_seed,
+    constant: dict[str, Any] = {
+        "is_available": True, "device_count": 1, "current_device": 0, "get_device_capability": (9, 0),
+        "mem_get_info": (139 << 30, 141 << 30), "get_device_name": gpu.name, "get_device_properties": gpu, "cudart": runtime,
+        "current_stream": Stream(), **dict.fromkeys(("synchronize", "set_device", "_sleep", "empty_cache")),
+        **dict.fromkeys(("stream", "device"), contextlib.nullcontext()),
+    }  # fmt: skip
+    said: dict[str, Any] = {name: lambda *_, value=value: value for name, value in constant.items()}
+    said |= {
         "Stream": Stream,
         "Event": Event,
-        "current_stream": lambda *_: Stream(),
         "CUDAGraph": absent("graphs"),
-        "set_sync_debug_mode": needs_kernel("waits"),
+        "manual_seed": torch.manual_seed,
     }
-    said |= {name: lambda *_: None for name in ("synchronize", "set_device", "_sleep", "empty_cache")}
-    said |= {name: lambda *_: contextlib.nullcontext() for name in ("stream", "device")}
+    said |= {"set_sync_debug_mode": needs_kernel("waits"), "is_initialized": lambda: bool(started)}
+    said |= {
+        "init": lambda: started.append(True),
+        "host_memory_stats": lambda: {"active_bytes.current": 0} if started else {},
+    }
     for name, value in said.items():
         setattr(torch.cuda, name, value)
     modules: tuple[Any, ...] = (torch.cuda, torch.cuda.random)
