@@ -40,16 +40,6 @@ def floor(lengths: list[int], parts: int) -> float:
     return float(max(*shared, *crowded, 0))
 
 
-def greedy_fullest(lengths: list[int], parts: int) -> int:
-    """The fullest part when each item goes to the lightest part that has room."""
-    sums, counts = [0] * parts, [0] * parts
-    for length in sorted(lengths, reverse=True):
-        part = min((p for p in range(parts) if counts[p] < len(lengths) // parts), key=lambda p: (sums[p], p))
-        sums[part] += length
-        counts[part] += 1
-    return max(sums)
-
-
 SHAPES = {
     "uniform": lambda rng, n: rng.integers(2, 32769, n),
     "log-normal, sigma 1": lambda rng, n: np.clip(np.exp(rng.normal(8, 1, n)), 2, 32768),
@@ -69,7 +59,8 @@ def test_no_rank_is_fuller_than_greedy_or_a_tenth_over_possible(shape: str, samp
         tokens = {f"s{i}": n for i, n in enumerate(lengths)}
         ranks = Assignment.balanced(tokens, dp=dp, microbatch_size=1).ranks
         fullest = max(sum(tokens[name] for (name,) in rank) for rank in ranks)
-        greedy, bound = greedy_fullest(lengths, dp), max(*lengths, sum(lengths) / dp)
+        parts = longest_first(falling := sorted(lengths, reverse=True), dp, most=samples // dp)
+        greedy, bound = max(sum(falling[i] for i in part) for part in parts), max(*lengths, sum(lengths) / dp)
         assert fullest <= min(greedy, 1.1 * floor(lengths, dp))
         assert fullest <= 1.05 * bound or greedy > 1.05 * bound
 

@@ -56,17 +56,11 @@ def start(
         )
         python.chmod(0o700)
         command = ["make", "-s", "-o", "setup", "demo", f"BIN={folder}", f"ARGS={seconds}"]
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     child = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-        | {"TMPDIR": str(folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=foreground,
-    )
+        command, cwd=ROOT, env=ours | {"TMPDIR": str(folder)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True, preexec_fn=foreground,
+    )  # fmt: skip
     assert child.stdout is not None
     parts = [psutil.Process(int(child.stdout.readline())) for _ in range(4)]
     return child, sorted(parts, key=lambda part: os.getsid(part.pid) == part.pid)  # the run leads its session

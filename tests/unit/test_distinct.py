@@ -61,13 +61,15 @@ def test_every_slot_and_every_pair_is_checked_at_every_place(dtype: type, slots:
 
 @settings(max_examples=300)
 @given(
-    shape=st.tuples(st.integers(0, 40), st.integers(1, 4), st.sampled_from([1, 6, 8, 9, 10])),
+    shape=st.tuples(st.integers(0, 40) | st.just(3000), st.integers(1, 4), st.sampled_from([1, 6, 8, 9, 10])),
     kind=st.sampled_from(
         [(np.uint8, 10), (np.uint8, 128), (np.uint8, 160), (np.uint8, 256), (np.int16, 300)]
     ),
     seed=st.integers(0, 2**31),
+    there=st.booleans(),
 )
-def test_sorting_agrees(shape: tuple[int, int, int], kind: tuple[type, int], seed: int) -> None:
+def test_sorting_agrees(shape: tuple[int, int, int], kind: tuple[type, int], seed: int, there: bool) -> None:
+    """`there`: numba is. Rows that are not valid are not judged, and count for no digest."""
     dtype, experts = kind
     rng = np.random.default_rng(seed)
     order = rng.random((*shape[:2], max(experts, shape[2]))).argsort(axis=-1)
@@ -76,8 +78,13 @@ def test_sorting_agrees(shape: tuple[int, int, int], kind: tuple[type, int], see
         ids[tuple(rng.integers(size) for size in shape)] = rng.integers(0, np.iinfo(dtype).max + 1)
     valid = rng.random(shape[0]) < 0.8 if seed % 3 else np.ones(shape[0], bool)
     good_TL = judged(ids, experts)
-    assert np.array_equal(sound_rows(ids, num_experts=experts), good_TL)
-    assert sound(ids, num_experts=experts, valid_T=valid) is bool(good_TL[valid].all())
+    with numba(there):
+        assert np.array_equal(sound_rows(ids, num_experts=experts), good_TL)
+        assert sound(ids, num_experts=experts, valid_T=valid) is bool(good_TL[valid].all())
+        found = checked(ids, num_experts=experts, first_row=0, valid_T=valid)
+        ids[~valid] = np.iinfo(dtype).max
+        again = checked(ids, num_experts=experts, first_row=0, valid_T=valid)
+    assert found[0] is again[0] is bool(good_TL[valid].all()) and np.array_equal(found[1], again[1])
 
 
 def test_read_only_and_unaligned_ids_are_checked(compiled: bool) -> None:
@@ -87,21 +94,3 @@ def test_read_only_and_unaligned_ids_are_checked(compiled: bool) -> None:
     assert sound(ids, num_experts=300) and not sound(ids, num_experts=7)
     bytes8 = np.frombuffer(memoryview(b"x" + bytes(range(8)))[1:], np.uint8).reshape(1, 1, 8)
     assert sound(bytes8, num_experts=8) and not sound(bytes8, num_experts=7)
-
-
-@pytest.mark.parametrize("slots", [4, 8, 9])
-def test_invalid_rows_are_not_judged_and_the_others_are(slots: int, compiled: bool) -> None:
-    rng = np.random.default_rng(slots)
-    ids = rng.random((3000, 2, 64)).argsort(axis=-1)[..., :slots].astype(np.uint8)
-    valid = rng.random(3000) < 0.9
-    valid[:2], valid[-2:] = (True, False), (False, True)
-    good = checked(ids, num_experts=64, first_row=0, valid_T=valid)
-    ids[~valid] = 200
-    again = checked(ids, num_experts=64, first_row=0, valid_T=valid)
-    assert good[0] and again[0] and np.array_equal(good[1], again[1])
-    for row in (0, 1, 1500, 2998, 2999):
-        other = ids.copy()
-        other[row, 1, 0] = other[row, 1, 1]
-        wrong = checked(other, num_experts=64, first_row=0, valid_T=valid)
-        assert wrong[0] is not bool(valid[row])
-        assert (wrong[1] != good[1]).tolist() == [False, bool(valid[row])]
