@@ -10,9 +10,6 @@ import fcntl
 import itertools
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -46,7 +43,6 @@ from tests.support.memory import growth_of
 from tests.support.samples import SPEC, frame_of, random_ids, span
 from tests.support.waits import SOON_S, until
 
-ROOT = Path(__file__).parents[2]
 BIG = (1 << 64) - 1
 
 
@@ -181,52 +177,21 @@ def test_threads_do_not_disturb_each_other(kept: Kept) -> None:
 
 # -- folders -----------------------------------------------------------------------------------------------------------
 
-CHILD = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from tests.unit.test_journal import Kept
-kept = Kept(Path(sys.argv[1]))
-for number in range(50):
-    kept.sample(f"s{number}", kept.frame(number))
-kept.durable.sealed(3, b"ticket")
-kept.durable.acked(3, (0, 0, 0))
-print(kept.folder, flush=True)
-turn = 0
-while True:
-    kept.sample("growing", kept.frame(turn % 100), turn=turn)
-    turn += 1
-"""
 
-
-def test_nothing_is_lost_when_a_relay_is_killed_and_its_folder_is_busy_until_then(tmp_path: Path) -> None:
-    own = Kept(tmp_path)
-    with dead_relays(tmp_path, but=own.folder) as found:
-        assert found == []
-    command = [sys.executable, "-c", CHILD, str(tmp_path), str(ROOT)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as child:
-        assert child.stdout is not None
-        folder = Path(child.stdout.readline().decode().strip())
-        with pytest.raises(UsageError, match=folder.name), dead_relays(tmp_path, but=own.folder):
-            pass
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+def test_a_folder_is_busy_while_its_relay_lives_and_while_another_recovers(tmp_path: Path) -> None:
+    own, dead = Kept(tmp_path), Kept(tmp_path)
+    with pytest.raises(UsageError, match=dead.folder.name), dead_relays(tmp_path, but=own.folder):
+        pass
+    dead.sample("left", dead.frame(1))
+    os.close(dead.durable._lock)
     living = Kept(tmp_path)
     with dead_relays(tmp_path, but=own.folder) as found:
-        (remains,) = found
+        assert [list(remains.samples) for remains in found] == [["left"]]
         with pytest.raises(UsageError), dead_relays(tmp_path, but=own.folder):
-            pass  # another recovery is under way
-    living.durable.close()
-    assert remains.folder == folder and len(remains.damaged) + remains.unclaimed <= 1
-    assert remains.steps[3].acked == {(0, 0, 0)}
-    for number in range(50):
-        (turn,) = remains.samples[f"s{number}"]
-        assert frame_of(5 + number % 50, seed=number).startswith(turn.head)
-    growing = remains.samples.get("growing", [])
-    assert [turn.turn for turn in growing] == list(range(len(growing)))
-    own.durable.close()
-    own.durable.close()
-    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+            pass
+    for closed in (own, own, living):
+        closed.durable.close()
+    assert list(tmp_path.iterdir()) == [dead.folder]
 
 
 @pytest.mark.parametrize("where", [(Path, "glob"), (os, "open"), (fcntl, "flock")])
