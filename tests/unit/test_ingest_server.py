@@ -28,7 +28,7 @@ from r3channel.wire.hello import Hello
 from r3channel.wire.parcel import Status, frames_in, pack_parcel
 from r3channel.wire.source import Source
 from tests.support.direct import Engine, hello_of
-from tests.support.waits import SOON_S
+from tests.support.waits import SOON_S, until
 
 NEVER_S = 1000.0
 TOKEN, SESSION = "t" * 32, "5" * 32
@@ -50,16 +50,12 @@ class Kept:
         """Serials of each parcel that was read, taken or not."""
         self.failures: list[Exception] = []
         """One for each of the next parcels."""
-        self.failure: Exception | None = None
-        """For every parcel."""
         self.refusal = ""
-        self.greeted: list[Hello] = []
-        self.begun, self.ended = threading.Semaphore(0), threading.Semaphore(0)
+        self.begun = threading.Semaphore(0)
 
     def greet(self, hello: Hello) -> None:
         if self.refusal:
             raise errors.PluginNotApplied(self.refusal)
-        self.greeted.append(hello)
 
     def knows(self, boot_id: int) -> bool:
         return boot_id in BOOT_IDS
@@ -69,11 +65,9 @@ class Kept:
         parcel = frames_in(body, count, boot_id=boot_id)
         frames = [(serial, bytes(frame.take(frame.left))) for serial, frame in parcel]
         self.tried.append([serial for serial, _ in frames])
-        failure = self.failures.pop(0) if self.failures else self.failure
-        if failure is not None:
-            raise failure
+        if self.failures:
+            raise self.failures.pop(0)
         self.taken.append(frames)
-        self.ended.release()
 
 
 @pytest.fixture
@@ -383,7 +377,7 @@ def engine_of(open_door: Open, token_file: Path) -> Callable[..., Engine]:
 def test_a_parcel_that_is_always_damaged_is_given_up(
     engine_of: Callable[..., Engine], intake: Kept, caplog: pytest.LogCaptureFixture
 ) -> None:
-    intake.failure = errors.FrameCorrupt("damaged on the way")
+    intake.failures = [errors.FrameCorrupt("damaged on the way")] * 99
     with engine_of() as engine:
         engine.finish("r1", 9)
         for _ in range(3):
@@ -406,7 +400,7 @@ def test_a_parcel_whose_names_came_damaged_or_that_found_no_room_is_sent_again(
     intake.failures = [*failures]
     with engine_of(deliver_timeout_s=WAITS_S) as engine:
         engine.finish("r1", 9)
-        assert intake.ended.acquire(timeout=SOON_S)
+        until(lambda: intake.taken)
     assert intake.tried == [[1]] * (1 + len(failures)) and engine.frames("given_up") == 0
 
 
