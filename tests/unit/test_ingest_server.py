@@ -386,19 +386,19 @@ def test_a_parcel_that_is_always_damaged_is_given_up(
     assert "425" in caplog.text and "damaged on the way" in caplog.text
 
 
-WAITS_S = 0.6
-"""Less than five answers of a full store take: waiting for room is not what it bounds."""
-
-
 @pytest.mark.parametrize(
-    "failures", [[errors.FrameReferenceInvalid("x")], [errors.StoreFull("x"), ZeroDivisionError(), errors.StoreFull("x")],
-                 [errors.StoreFull("x")] * 5]
-)  # fmt: skip
+    ("failures", "waits_s"),
+    [
+        ([errors.FrameReferenceInvalid("x")], SOON_S),
+        ([errors.StoreFull("x"), ZeroDivisionError(), errors.StoreFull("x")], SOON_S),
+        ([errors.StoreFull("x")] * 5, 0.6),  # less than they take: waiting for room is not what it bounds
+    ],
+)
 def test_a_parcel_whose_names_came_damaged_or_that_found_no_room_is_sent_again(
-    engine_of: Callable[..., Engine], intake: Kept, failures: list[Exception]
+    engine_of: Callable[..., Engine], intake: Kept, failures: list[Exception], waits_s: float
 ) -> None:
     intake.failures = [*failures]
-    with engine_of(deliver_timeout_s=WAITS_S) as engine:
+    with engine_of(deliver_timeout_s=waits_s) as engine:
         engine.finish("r1", 9)
         until(lambda: intake.taken)
     assert intake.tried == [[1]] * (1 + len(failures)) and engine.frames("given_up") == 0
