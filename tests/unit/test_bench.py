@@ -19,6 +19,7 @@ from r3channel.errors import ConfigError
 from r3channel.plan.placement import place_samples
 from r3channel.relay.relay import Relay
 from tests.support import figures
+from tests.support.waits import SOON_S
 
 
 @pytest.mark.parametrize("name", bench.BENCHES)
@@ -135,7 +136,7 @@ def test_a_body_goes_the_whole_way_without_a_connection() -> None:
         paths.add_bodies(held, work.bodies)
         ticket = held.seal(0, work.assignment)
         rows_N = paths.receive(held, ticket)
-        held.join_previous(timeout_s=5)
+        held.join_previous(timeout_s=SOON_S)
     views = ticket.plan.shard(dp=0, pp=0).views(rows_N)
     assert digest([torch.from_numpy(layer) for view in views for layer in view[0]]) == _placed(work, 0)
 
