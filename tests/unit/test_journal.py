@@ -307,21 +307,13 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", ["ids", "header", "note", "cut"])
-def test_a_damaged_frame_is_named_with_its_step(make_relay: MakeRelay, recover: Recover, damage: str) -> None:
+@pytest.mark.parametrize("at", [-400, 20], ids=["ids", "header"])
+def test_a_damaged_frame_is_named_with_its_step(make_relay: MakeRelay, recover: Recover, at: int) -> None:
     old = make_relay("dp=1")
     fill(old)
     old.seal(0, Assignment.given([[["s0", "s1"]]]))
     old.seal(1, Assignment.given([[["s2", "s3"]]]))
-
-    def change(folder: Path) -> None:
-        path = nth_frame(folder, 1)
-        if damage == "cut":
-            os.truncate(path, path.stat().st_size - 300)
-        else:
-            flip(path, {"ids": -400, "header": 20, "note": -20}[damage])
-
-    new, recovery = recover(old, change)
+    new, recovery = recover(old, lambda folder: flip(nth_frame(folder, 1), at))
     assert sorted(recovery.pending) == ["s0", "s2", "s3"]
     assert list(recovery.steps) == [1]
     assert any("step 0" in line and "['s1']" in line for line in recovery.damaged)
