@@ -148,7 +148,7 @@ def test_a_request_behind_others_is_read_from_its_start_whatever_became_of_them(
     door: IngestServer, intake: Kept
 ) -> None:
     intake.failures = [errors.StoreFull("no room"), ZeroDivisionError()]
-    unknown, small = (request(b"".join(pack_parcel(boot_id, [(9, b"abc")]))) for boot_id in (8, 7))
+    unknown, small = (request(b"".join(pack_parcel(*it))) for it in ((8, FRAMES), (7, [(9, b"abc")])))
     answer = talk(door, request() * 2 + unknown + small + request() + small)
     assert statuses(answer) == [503, 500, 409, 200, 200, 200]
     assert [len(frames) for frames in intake.taken] == [1, 3, 1]
