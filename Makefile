@@ -97,7 +97,7 @@ covering: setup
 
 # Unit tests that the numpy that slime's image pins cannot change.
 NO_NUMPY := hostile documents lint packaging snippets cli doctor patch_command imports report_page gpu_run weight_transaction \
-  bench_relay bench_machine demo_family slime_launch alerts
+  bench demo_family slime_launch alerts
 # What test-full runs beyond the two; the unit tests that compute with the numpy that slime's image pins, too.
 test-rest: setup $(OLD_NUMPY)
 	$(BIN)/python -m pytest -m "full and not long and not $(HEAVY)" $(WORKERS) $(ARGS)

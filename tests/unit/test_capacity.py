@@ -15,6 +15,7 @@ from r3channel.bench.plan import measure
 from r3channel.cli import main
 from r3channel.config import ChannelConfig
 from r3channel.model.presets import model_named
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.capacity import Capacity, Machines, add_up, plan_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import Shard
@@ -25,9 +26,8 @@ from tests.support.samples import sparse
 QWEN = model_named("qwen3-30b-a3b").spec
 
 
-def capacity(lengths: Sequence[int], layout: TrainerLayout, *, microbatch_size: int = 1) -> Capacity:
-    plan = plan_of(lengths, spec=QWEN, layout=layout, microbatch_size=microbatch_size)
-    return add_up(plan, machines=Machines())
+def capacity(lengths: Sequence[int], layout: TrainerLayout, *, spec: RoutingSpec = QWEN) -> Capacity:
+    return add_up(plan_of(lengths, spec=spec, layout=layout), machines=Machines())
 
 
 def uneven(*, samples: int, tokens: int) -> list[int]:
@@ -65,7 +65,7 @@ def _sent(shard: Shard) -> int:
 def test_sums_are_those_of_the_shards(text: str) -> None:
     layout, lengths = TrainerLayout.parse(text), uneven(samples=16, tokens=16000)
     plan = plan_of(lengths, spec=QWEN, layout=layout, microbatch_size=2)
-    found = capacity(lengths, layout, microbatch_size=2)
+    found = add_up(plan, machines=Machines())
     assert found.tokens == 16000 and found.samples == 16
     assert sum(shard.nbytes for shard in plan.shards) == found.padded_tokens * 384
     assert found.frame_bytes == found.wire_bytes == (16000 - 16) * 384
@@ -119,7 +119,7 @@ def test_the_published_scaling_table_is_reproduced(
     """The table in "The Infrastructure Cost of MoE Routing Replay": int16 ids, M = 10**6, GB = 10**9 bytes, NCCL at 50 GB/s."""
     wide = sparse(layers, experts=512, top_k=8)
     lengths = [million_tokens * 10**6 // samples] * samples
-    found = add_up(plan_of(lengths, spec=wide, layout=TrainerLayout(dp=4)), machines=Machines())
+    found = capacity(lengths, TrainerLayout(dp=4), spec=wide)
     assert found.frame_bytes == found.wire_bytes
     assert round(found.wire_bytes / 1e9, 1) == payload_gb
     assert round(found.wire_s, 1 if transfer_s == round(transfer_s, 1) else 2) == transfer_s

@@ -26,14 +26,27 @@ PLAN = ["plan", "--model", "qwen3-30b-a3b"]
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]+\w")
 
 
+def ended(*argv: str) -> object:
+    """Run a command, or the demo; return its exit status."""
+    try:
+        return parse_demo(list(argv[1:])) if argv[:1] == ("demo",) else cli.main(argv)
+    except SystemExit as end:
+        return end.code
+
+
 def said_by(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """What a command that cannot run says on stderr."""
-    try:
-        code = cli.main(argv)
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2
+    assert ended(*argv) == 2
     return capsys.readouterr().err
+
+
+def helped(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What `--help` prints."""
+    assert ended(*argv, "--help") == 0
+    return capsys.readouterr().out
+
+
+CHANNEL = ["demo", "--use-r3-channel"]
 
 
 @pytest.mark.parametrize(
@@ -69,6 +82,21 @@ def said_by(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["weights", "verify", "--engine", "http://127.0.0.1:x"], "expected http://host:port"),
         (["weights", "verify", "--engine", "127.0.0.1"], "expected http://host:port"),
         (["doctor", "--config", "none.toml"], "none.toml: expected a readable TOML file"),
+        (["demo", "--layout", "zz=1"], "layout key 'zz'"),
+        (["demo", "--layout", "dp=2,tp=2,sp=0"], "leave sp on"),
+        (["demo", "--steps", "0"], "--steps 0, expected at least 1"),
+        (["demo", "--engines", "0"], "--engines 0, expected at least 1"),
+        (["demo", "--engine-tp", "0"], "--engine-tp 0, expected at least 1"),
+        (["demo", "--micro-batch-size", "0"], "--micro-batch-size 0, expected at least 1"),
+        (["demo", "--samples", "5"], "--samples 5, expected at least 8"),
+        ([*CHANNEL, "--r3-transport", "mpi"], "transport 'mpi', expected one of"),
+        ([*CHANNEL, "--r3-transport", "auto"], "transport 'auto'"),
+        ([*CHANNEL, "--r3-config", "none.toml"], "none.toml: expected a readable TOML file"),
+        (["demo", "--dump", "here"], "need --use-r3-channel"),
+        (
+            ["demo", "--device", "cuda", "--layout", "dp=100"],
+            "100 trainer rank(s) of --layout, and torch sees",
+        ),
     ],
 )
 def test_what_cannot_run_says_why(capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
@@ -96,39 +124,23 @@ def test_a_lost_package_is_named(capsys: pytest.CaptureFixture[str], monkeypatch
     assert "needs the package torch, which is not installed" in said_by(capsys, "plan")
 
 
-def helped(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What `--help` prints."""
-    try:
-        assert cli.main([*argv, "--help"]) == 0
-    except SystemExit as ended:
-        assert ended.code == 0
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", [*COMMANDS, *(f"bench {name}" for name in BENCHES)])
+@pytest.mark.parametrize("name", ["demo", *COMMANDS, *(f"bench {name}" for name in BENCHES)])
 def test_a_help_begins_with_how_the_command_is_typed(capsys: pytest.CaptureFixture[str], name: str) -> None:
     first, *rest = (text := helped(capsys, *name.split())).splitlines()
     assert not name.startswith("bench ") or {"[--quick]", "[--json]"} <= set(text.split())
-    assert first.startswith(f"  r3channel {name} ") or first == f"  r3channel {name}"
-    assert any("usage:" in line for line in rest)
+    typed, called = ("make demo", "python -m examples.demo") if name == "demo" else (f"r3channel {name}", "")
+    assert f"{first} ".startswith(f"  {typed} ") and any(f"usage: {called}" in line for line in rest)
 
 
-def help_of_demo(capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as ended:
-        parse_demo(["--help"])
-    assert ended.value.code == 0
-    return capsys.readouterr().out
-
-
-def test_the_demos_help_begins_with_how_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    first, *rest = help_of_demo(capsys).splitlines()
-    assert first == "  make demo" and any("usage: python -m examples.demo" in line for line in rest)
+def test_the_demo_may_have_more_samples_than_fill_a_step() -> None:
+    assert parse_demo(["--layout", "dp=3", "--samples", "16"]).samples == 16
+    assert parse_demo(["--layout", "pp=2", "--samples", "4", "--micro-batch-size", "2"]).samples == 4
 
 
 def test_every_option_that_a_page_gives_the_demo_is_one_of_its(capsys: pytest.CaptureFixture[str]) -> None:
     typed = re.findall(r'make (?:-s )?demo[^\n`]* ARGS="([^"]*)"', "\n".join(PAGES.values()))
     assert len(typed) >= 3
-    assert set(OPTION.findall(" ".join(typed))) - set(OPTION.findall(help_of_demo(capsys))) == set()
+    assert set(OPTION.findall(" ".join(typed))) - set(OPTION.findall(helped(capsys, "demo"))) == set()
 
 
 def test_the_overview_has_every_command_and_examples_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,19 +233,15 @@ def options_of_scripts() -> set[str]:
 
 def test_every_option_on_a_page_is_ours_or_a_known_others(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [[name, *more] for name in COMMANDS for more in ([], *([n] for n in SUBCOMMANDS.get(name, ())))]
-    told = set(OPTION.findall("".join([help_of_demo(capsys), *(helped(capsys, *argv) for argv in asked)])))
+    told = set(OPTION.findall("".join(helped(capsys, *argv) for argv in (["demo"], *asked))))
     others = {f"--{name}" for names in OTHERS.values() for name in names.split()}
     known = told | options_of_scripts() | options_of_sglang() | others
-    named = {(option, page) for page, text in PAGES.items() for option in OPTION.findall(text)}
-    assert {f"{page} {option}" for option, page in named if option not in known} == set()
+    assert {page: gone for page, text in PAGES.items() if (gone := {*OPTION.findall(text)} - known)} == {}
 
 
 def test_every_variable_on_a_page_is_one_that_is_read() -> None:
-    read = {option.variable for option in options()}
-    named = {
-        (name, page) for page, text in PAGES.items() for name in re.findall(r"\bR3CHANNEL_[A-Z_]+", text)
-    }
-    assert {f"{page} {name}" for name, page in named if name not in read} == set()
+    read, name = {option.variable for option in options()}, re.compile(r"\bR3CHANNEL_[A-Z_]+")
+    assert {page: gone for page, text in PAGES.items() if (gone := {*name.findall(text)} - read)} == {}
 
 
 def test_the_changelog_names_no_option_that_is_gone() -> None:

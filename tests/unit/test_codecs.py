@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import struct
 from collections.abc import Iterator
@@ -14,13 +15,15 @@ import pytest
 import zstandard
 
 from r3channel import errors
-from r3channel.bench.wire import REGIMES, generate
+from r3channel.bench import wire as bench_wire
+from r3channel.bench.wire import REGIMES, entropy_bytes_per_token, generate
+from r3channel.cli import main
 from r3channel.config import EngineConfig
 from r3channel.engine.frame_sender import is_costly
 from r3channel.model.presets import model_named
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.chunks import CHUNK_ROWS
-from r3channel.wire.codec import CODECS, LZ4, PACKED9, SET, STORED, Codec, bytes_of, codecs_for
+from r3channel.wire.codec import CODECS, LZ4, PACKED9, SET, STORED, Codec, bytes_of
 from r3channel.wire.frame import HEADER_BYTES, encode_frame, parse_frame
 from r3channel.wire.routing import Ids
 from tests.chaos.mutations import rehash
@@ -145,9 +148,38 @@ def test_an_own_codec_needs_its_class_and_its_line_in_the_registry(monkeypatch: 
         is_costly(EngineConfig(codec="backwards"))
 
 
-def test_an_unknown_codec_is_refused_by_name() -> None:
-    with pytest.raises(errors.ConfigError, match="'zip', expected one of"):
-        codecs_for(random_ids(1), codec="zip")
+# -- the benchmark ------------------------------------------------------------------------------------------------------
+
+
+def test_the_json_has_all_codecs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_wire, "MODELS", ("kimi-k2",))
+    monkeypatch.delitem(bench_wire.REGIMES, "Zmid")
+    monkeypatch.setattr(bench_wire, "_MIN_S", 0.0)
+    assert main(["bench", "wire", "--json", "--quick", "--rounds", "1"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {result["codec"] for result in report["results"]} == {
+        "auto", "stored", "lz4", "packed9", "set", "json-base64-int32",
+    }  # fmt: skip
+    figures = ("bytes_per_token", "encode_gbps", "decode_gbps", "entropy_bytes_per_token")
+    assert all(result[figure] > 0 for result in report["results"] for figure in figures)
+
+
+def test_every_way_gives_the_ids_again() -> None:
+    model = model_named("deepseek-v3")
+    ids_TLK = generate(model, regime="U", rows=16)
+    wide_N = ids_TLK.reshape(16, -1).astype(np.int32)
+    ways = bench_wire.ways(ids_TLK, spec=model.spec)
+    stock = (way := ways.pop("json-base64-int32")).decode(way.encode())
+    assert np.array_equal(stock.reshape(16, -1)[:, -wide_N.shape[1] :], wide_N)  # dense layers come first
+    for name, way in ways.items():
+        decoded, kept = way.decode(way.encode()), np.sort(ids_TLK) if name == "set" else ids_TLK
+        assert np.array_equal(np.sort(decoded) if name == "set" else decoded, kept), name
+
+
+def test_entropy_of_uniform_rows_is_that_of_counting() -> None:
+    model = model_named("qwen3-30b-a3b")
+    ordered, unordered = entropy_bytes_per_token(generate(model, regime="U", rows=1024), num_experts=128)
+    assert ordered == pytest.approx(334.1, rel=0.01) and unordered == pytest.approx(242.3, rel=0.01)
 
 
 # -- hostile bytes -----------------------------------------------------------------------------------------------------
@@ -159,9 +191,8 @@ def with_payload(ids: Ids, *, spec: RoutingSpec, codec: str, payload: bytes) -> 
     old = len(parse_frame(good, spec=spec).payload)
     data = bytearray(good[: len(good) - old] + payload)
     struct.pack_into("<Q", data, 56, len(payload))
-    struct.pack_into(
-        "<I", data, 104 + 24 + 24 + 12, len(payload)
-    )  # behind the header, one span and three digests, in the first table row
+    # behind the header, one span and three digests, in the first table row
+    struct.pack_into("<I", data, 104 + 24 + 24 + 12, len(payload))
     rehash(data)
     return bytes(data)
 

@@ -23,23 +23,20 @@ def written(folder: Path, text: str) -> Path:
     return file
 
 
-def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(tmp_path: Path) -> None:
+def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = written(
         tmp_path, "join_timeout_s = 5\nmax_group_failures = 5\nbucket_bytes = 5000\nexpiry_s = 5\n"
     )
-    environment = {"R3CHANNEL_MAX_GROUP_FAILURES": "6", "R3CHANNEL_BUCKET_BYTES": "6000"}
-    environment["R3CHANNEL_ENGINE"] = "1"  # the engine's: it may stand beside the channel's
-    found = ChannelConfig.load(flags={"bucket_bytes": 7000}, file=file, environment=environment)
+    for name, value in (("MAX_GROUP_FAILURES", "6"), ("BUCKET_BYTES", "6000"), ("ON_MISSING", "live")):
+        monkeypatch.setenv(f"R3CHANNEL_{name}", value)
+    monkeypatch.setenv("R3CHANNEL_ENGINE", "1")  # the engine's: it may stand beside the channel's
+    flags = "--r3-bucket-bytes", "7000", "--r3-token-tensors", "sampling_masks"
+    found = ChannelConfig.from_args(parsed("--r3-config", str(file), *flags))
     own = found.join_timeout_s, found.max_group_failures, found.bucket_bytes, found.expiry_s
     assert own == (5.0, 6, 7000, 5.0)
-
-
-def test_flags_reach_the_configuration_and_unset_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("R3CHANNEL_ON_MISSING", "live")
-    found = ChannelConfig.from_args(
-        parsed("--r3-token-tensors", "sampling_masks", "--r3-send-timeout-s", "3")
-    )
-    assert (found.token_tensors, found.send_timeout_s, found.on_missing) == ("sampling_masks", 3.0, "live")
+    assert (found.token_tensors, found.on_missing) == ("sampling_masks", "live")
 
 
 def test_rows_that_never_came_are_live_where_the_channel_says_so_and_nobody_asked_for_a_mask() -> None:
@@ -99,30 +96,26 @@ def test_a_switch_is_set_by_1_and_true_and_left_by_0_false_and_nothing() -> None
     assert found == [True, True, False, False, False]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"transport": "mpi"}, {"transport": "auto"}, {"fallback": "object_store"}, {"invalid_rows": "drop"},
-        {"on_missing": "drop"}, {"on_lost": "drop"}, {"max_live": 1.1}, {"max_live": float("nan")},
-        {"store_bytes": 1024}, {"max_group_failures": 0}, {"on_stale": "drop"}, {"bucket_bytes": 1},
-        {"send_timeout_s": 0.0}, {"send_timeout_s": float("inf")}, {"send_timeout_s": float("nan")}, {"max_staleness": -2},
-        {"metrics_port": 65536}, {"metrics_port": -2}, {"ingest_port": -1}, {"device": -1},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_value_out_of_range_or_a_wrong_pair_is_refused_by_name(values: dict[str, Any]) -> None:
-    name, value = next(iter(values.items()))
-    with pytest.raises(ConfigError, match=rf"{name}\b.*{'' if value is True else value}"):
-        ChannelConfig(**values)
+VALUES: list[tuple[type, dict[str, Any], str]] = [
+    *((ChannelConfig, {"transport": value}, value) for value in ("mpi", "auto")),
+    *((ChannelConfig, {name: "drop"}, "drop") for name in ("invalid_rows", "on_missing", "on_lost", "on_stale")),
+    *((ChannelConfig, {"send_timeout_s": value}, f"{value}") for value in (0.0, float("inf"), float("nan"))),
+    *((ChannelConfig, {"metrics_port": value}, f"{value}") for value in (65536, -2)),
+    (ChannelConfig, {"fallback": "object_store"}, "object_store"), (ChannelConfig, {"max_live": 1.1}, "1.1"),
+    (ChannelConfig, {"max_live": float("nan")}, "nan"), (ChannelConfig, {"store_bytes": 1024}, "1024"),
+    (ChannelConfig, {"max_group_failures": 0}, "0"), (ChannelConfig, {"bucket_bytes": 1}, "1"),
+    (ChannelConfig, {"max_staleness": -2}, "-2"), (ChannelConfig, {"ingest_port": -1}, "-1"),
+    (ChannelConfig, {"device": -1}, "-1"),
+    (EngineConfig, {"delivery": "post"}, "is 'post'"), (EngineConfig, {"delivery": "direct"}, "needs R3CHANNEL_RELAY_URL"),
+    (EngineConfig, {"queue_bytes": 0}, "is 0"), (EngineConfig, {"allow": "pp,nothing"}, "names .'nothing'."),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"delivery": "post"}, "R3CHANNEL_DELIVERY is 'post'"), ({"delivery": "direct"}, "needs R3CHANNEL_RELAY_URL"),
-        ({"queue_bytes": 0}, "queue_bytes is 0"), ({"allow": "pp,nothing"}, "names .'nothing'."),
-    ],
-)  # fmt: skip
-def test_what_an_engine_cannot_do_is_refused(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        EngineConfig(**values)
+    ("kind", "values", "said"), VALUES, ids=lambda value: getattr(value, "__name__", str(value))
+)
+def test_a_value_out_of_range_or_a_wrong_pair_is_refused_by_name(
+    kind: type, values: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"(?i){next(iter(values))}\b.*{said}"):
+        kind(**values)

@@ -16,7 +16,7 @@ import pytest
 
 from examples.embedded.sglang import segments_of
 from tests.support.foreground import foreground
-from tests.support.waits import SOON_S
+from tests.support.waits import PROGRAM_S, SOON_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,17 +56,11 @@ def start(
         )
         python.chmod(0o700)
         command = ["make", "-s", "-o", "setup", "demo", f"BIN={folder}", f"ARGS={seconds}"]
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     child = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-        | {"TMPDIR": str(folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=foreground,
-    )
+        command, cwd=ROOT, env=ours | {"TMPDIR": str(folder)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True, preexec_fn=foreground,
+    )  # fmt: skip
     assert child.stdout is not None
     parts = [psutil.Process(int(child.stdout.readline())) for _ in range(4)]
     return child, sorted(parts, key=lambda part: os.getsid(part.pid) == part.pid)  # the run leads its session
@@ -83,7 +77,7 @@ def test_a_signal_ends_everything_with_one_line(tmp_path: Path, number: signal.S
     child, parts = start(tmp_path, seconds=600, make=make)
     (folder,) = scratch_of(tmp_path)
     (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)
-    _, text = child.communicate(timeout=SOON_S)
+    _, text = child.communicate(timeout=PROGRAM_S)
     said, *more = text.splitlines()
     assert said == f"demo: stopped by {number.name}: the run, its engines, Ray and trainers, 4 processes"
     if make:  # a shell calls both 128 and the number
@@ -98,7 +92,7 @@ def test_a_signal_ends_everything_with_one_line(tmp_path: Path, number: signal.S
 def test_a_run_leaves_nothing_and_its_status_is_the_commands(tmp_path: Path, make: bool, status: int) -> None:
     """make has one status for all failures, and says the command's own."""
     child, parts = start(tmp_path, seconds=0.2, make=make)
-    _, said = child.communicate(timeout=SOON_S)
+    _, said = child.communicate(timeout=PROGRAM_S)
     assert child.returncode == status and (said.endswith("Error 7\n") if make else not said)
     assert not any(part.is_running() for part in parts) and not scratch_of(tmp_path)
 
@@ -117,6 +111,6 @@ def test_after_kill_9_the_run_ends_and_the_next_one_removes_what_was_left(tmp_pa
         segment.unlink()
     assert folder.exists()
     again, _ = start(tmp_path, seconds=0.2)
-    _, said = again.communicate(timeout=SOON_S)
+    _, said = again.communicate(timeout=PROGRAM_S)
     assert said == f"demo: removed {folder}, which a run that was killed had left\n"
     assert not scratch_of(tmp_path)

@@ -21,7 +21,4 @@ MODULES = [
 def test_the_examples_in_the_documentation_are_true(name: str) -> None:
     result = doctest.testmod(importlib.import_module(name))
     assert result.attempted and not result.failed
-
-
-def test_examples_are_found() -> None:
     assert {"r3channel.wire.codec", "r3channel.tools.extras", "tests.support.code_lines"} <= set(MODULES)

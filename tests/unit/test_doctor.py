@@ -32,7 +32,7 @@ from r3channel.transport.network import Interface
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.hello import Hello
 from tests.support.http_answers import Answering
-from tests.support.waits import PROGRAM_S
+from tests.support.waits import ENGINE_S, PROGRAM_S, SOON_S
 
 
 def context(config: ChannelConfig | None = None, **options: Any) -> CheckContext:
@@ -72,9 +72,9 @@ def test_a_store_that_may_outgrow_the_memory_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("imports", "said", "timeout_s"),
     [
-        ("check = lambda: []; print('noise')", "", 30.0),
-        ("check = lambda: ['TopK.forward is gone']", "TopK.forward is gone", 30.0),
-        ("import no_such_upstream as check", "no_such_upstream", 30.0),
+        ("check = lambda: []; print('noise')", "", PROGRAM_S),
+        ("check = lambda: ['TopK.forward is gone']", "TopK.forward is gone", PROGRAM_S),
+        ("import no_such_upstream as check", "no_such_upstream", PROGRAM_S),
         ("import time; time.sleep(60)", "0.5 s", 0.5),
     ],
 )
@@ -88,7 +88,7 @@ def test_a_child_is_well_or_its_problem_is_in_the_line(imports: str, said: str, 
 def test_the_embedding_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
-    assert cli.main(["doctor"]) == 0, capsys.readouterr().out
+    assert cli.main(["doctor", "--timeout-s", str(ENGINE_S)]) == 0, capsys.readouterr().out
     found = {line[6:28].strip(): line[29:] for line in capsys.readouterr().out.splitlines()}
     assert {"sglang", "megatron-core", "ray", "torch"} <= set(found)
     assert found["SGLang hooks"] == found["Megatron names"] == "all found"
@@ -117,9 +117,9 @@ def test_an_engine_is_asked_directly_whatever_proxy_is_named_and_one_that_is_not
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with answering({"/generate": {"meta_info": {}}, "/server_info": {}}) as engine:
-        assert doctor.examine(context(engines=[engine.url], timeout_s=5)) == 1
+        assert doctor.examine(context(engines=[engine.url], timeout_s=SOON_S)) == 1
     assert "answers without routing" in capsys.readouterr().out
-    assert doctor.examine(context(engines=["http://127.0.0.1:9"], timeout_s=5)) == 1
+    assert doctor.examine(context(engines=["http://127.0.0.1:9"], timeout_s=SOON_S)) == 1
     assert "engine http://127.0.0.1:9" in capsys.readouterr().out
 
 
@@ -128,7 +128,7 @@ def test_engines_are_probed_at_once_and_a_busy_one_is_not_dead(caplog: pytest.Lo
 
     class Both(dict[str, Any]):
         def __getitem__(self, path: str) -> Any:
-            meeting.wait(10)  # until the other is asked too
+            meeting.wait(SOON_S)  # until the other is asked too
             return reply
 
     nobody = "http://127.0.0.1:9"
@@ -136,10 +136,10 @@ def test_engines_are_probed_at_once_and_a_busy_one_is_not_dead(caplog: pytest.Lo
     with answering(Both()) as one, answering(Both()) as other, socket.create_server(here) as silent:
         busy = f"http://127.0.0.1:{silent.getsockname()[1]}"
         first, second = one.url, other.url
-        assert preflight.probe_all([busy, first, second], timeout_s=1) == {first: reply, second: reply}
+        assert preflight.probe_all([busy, first, second], timeout_s=5) == {first: reply, second: reply}
         assert f"{busy} has not answered" in caplog.text
     with pytest.raises(EngineUnavailable, match=nobody) as raised:
-        preflight.probe_all([nobody], timeout_s=5)
+        preflight.probe_all([nobody], timeout_s=SOON_S)
     assert raised.value.engines == (nobody,)
 
 
@@ -160,7 +160,7 @@ def test_an_engines_settings_are_judged_and_refused_ones_are_a_fault_unless_allo
     }
 
     with answering(answers) as engine:
-        assert doctor.examine(context(engines=[engine.url], timeout_s=5)) == status
+        assert doctor.examine(context(engines=[engine.url], timeout_s=SOON_S)) == status
     found = {line[6:28].strip(): line[29:] for line in capsys.readouterr().out.splitlines()}
     assert found["settings tested"] == "--tp-size 2"
     assert found["settings by reading"] == "--ep-size 8"

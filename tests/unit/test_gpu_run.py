@@ -18,7 +18,6 @@ from tests.gpu import run as command
 from tests.gpu.facts import ANSWER, Facts
 from tests.support.waits import PROGRAM_S, SOON_S, until
 
-DEVICE = next(check for check in command.CHECKS if check.name == "device")
 MACHINE: dict[str, Any] = {"missing": [], "GPUs": 1}
 
 
@@ -26,17 +25,12 @@ def options_of(device: str) -> argparse.Namespace:
     return argparse.Namespace(device=device, small=True)
 
 
-def outcome_of(check: command.Check, device: str, **machine: Any) -> command.Outcome:
-    return command.run(check, options_of(device), {}, {**MACHINE, **machine}, time.monotonic() + PROGRAM_S)
-
-
 def ended(facts: Facts, *, returncode: int = 0, stderr: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess([], returncode, f"noise\n{ANSWER}{json.dumps(vars(facts))}\n", stderr)
 
 
 def told(process: subprocess.CompletedProcess[str]) -> command.Outcome:
-    outcome = command.Outcome(name="x", about="y", status="not run")
-    command.told(outcome, process)
+    command.told(outcome := command.Outcome(name="x", about="y", status="not run"), process)
     return outcome
 
 
@@ -57,15 +51,15 @@ def written(tmp_path: Path) -> Any:
     return run
 
 
-def test_what_is_not_installed_is_named_in_the_line_and_is_no_success() -> None:
-    outcome = outcome_of(DEVICE, "cuda", missing=["lz4", "sglang"])
-    assert outcome.status == "not run" and "lz4 not installed" in outcome.line() and outcome.unfit
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [({"missing": ["lz4", "sglang"]}, "lz4 not installed"), ({"GPUs": 0}, "torch sees 0")],
+)
+def test_what_a_check_lacks_is_in_its_line_and_no_success(machine: dict[str, Any], said: str) -> None:
+    check = next(check for check in command.CHECKS if check.name == "device")
+    outcome = command.run(check, options_of("cuda"), {}, MACHINE | machine, time.monotonic() + PROGRAM_S)
+    assert outcome.status == "not run" and said in outcome.line() and outcome.unfit
     assert "sglang" not in outcome.line(), "which this check does not need"
-
-
-def test_a_machine_without_a_gpu_is_no_success() -> None:
-    none = outcome_of(DEVICE, "cuda", GPUs=0)
-    assert "torch sees 0" in none.line() and none.unfit
 
 
 def test_what_proves_rows_right_comes_first_and_all_fit_into_the_limits() -> None:
@@ -77,7 +71,9 @@ def test_what_proves_rows_right_comes_first_and_all_fit_into_the_limits() -> Non
     assert sums[0] <= command.LIMIT_S[False] == 540 and sums[1] <= command.LIMIT_S[True] == 600
 
 
-def test_a_missed_limit_fails_its_row_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missed_limit_fails_its_row_only_and_none_where_sizes_are_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     facts, out = Facts(small=False), tmp_path / "gpu.json"
     facts.limit("replay, percent of a step", 3.25, False, "at most 1")
     facts.limit("copy", 0.01, True, "at most 0.1")
@@ -92,12 +88,9 @@ def test_a_missed_limit_fails_its_row_only(tmp_path: Path, monkeypatch: pytest.M
     (row,) = json.loads(out.read_text())["checks"]
     assert row["status"] == "failed" and "ids that differ is 3, expected 0" in row["why"]
     assert row["figures"]["copy"] == 0.01
-
-
-def test_no_limit_is_judged_where_sizes_are_small() -> None:
-    facts = Facts(small=True)
-    facts.limit("copy", 9.0, False, "at most 0.1")
-    assert told(ended(facts)).status == "passed" and facts.figures == {"copy": 9.0}
+    small = Facts(small=True)
+    small.limit("copy", 9.0, False, "at most 0.1")
+    assert told(ended(small)).status == "passed" and small.figures == {"copy": 9.0}
 
 
 def test_a_check_that_raises_leaves_its_figures_and_its_traceback_in_its_row(written: Any) -> None:

@@ -96,16 +96,11 @@ def passes(rank: RankShard, model: Layers, step: Any, device: str) -> None:
         loss.backward()
 
 
-@pytest.fixture
-def pinning(monkeypatch: pytest.MonkeyPatch) -> None:
+def pinned(host: torch.Tensor) -> torch.Tensor:
     """Nothing can be pinned without a GPU: what would be is marked."""
-
-    def pinned(host: torch.Tensor) -> torch.Tensor:
-        copy = host.clone()
-        copy.is_pinned = lambda: True  # type: ignore[method-assign]
-        return copy
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
+    copy = host.clone()
+    copy.is_pinned = lambda: True  # type: ignore[method-assign]
+    return copy
 
 
 def test_an_upload_from_pageable_memory_is_seen() -> None:
@@ -115,12 +110,12 @@ def test_an_upload_from_pageable_memory_is_seen() -> None:
     assert waits == ["_to_copy", "copy_"]
 
 
-@pytest.mark.usefixtures("pinning")
 @pytest.mark.parametrize("audited", [True, False], ids=["audit", "no audit"])
-def test_no_pass_of_a_step_waits_for_the_device(audited: bool) -> None:
+def test_no_pass_of_a_step_waits_for_the_device(audited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Enough(Exception):
         """Left before the end of the step, where the one look is."""
 
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
     rank, audit, model = on("meta")
     with (
         pytest.raises(Enough), watched() as waits, driver_of(model, rank) as driver,

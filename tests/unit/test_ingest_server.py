@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import h11
 import pytest
 
 from r3channel import errors
@@ -21,7 +20,6 @@ from r3channel.relay import ingest_server as door_module
 from r3channel.relay.ingest_server import (
     MAX_HEAD_BYTES,
     MOST_STRANGERS,
-    HttpConnection,
     IngestServer,
     Request,
 )
@@ -30,7 +28,7 @@ from r3channel.wire.hello import Hello
 from r3channel.wire.parcel import Status, frames_in, pack_parcel
 from r3channel.wire.source import Source
 from tests.support.direct import Engine, hello_of
-from tests.support.waits import SOON_S
+from tests.support.waits import SOON_S, until
 
 NEVER_S = 1000.0
 TOKEN, SESSION = "t" * 32, "5" * 32
@@ -52,16 +50,12 @@ class Kept:
         """Serials of each parcel that was read, taken or not."""
         self.failures: list[Exception] = []
         """One for each of the next parcels."""
-        self.failure: Exception | None = None
-        """For every parcel."""
         self.refusal = ""
-        self.greeted: list[Hello] = []
-        self.begun, self.ended = threading.Semaphore(0), threading.Semaphore(0)
+        self.begun = threading.Semaphore(0)
 
     def greet(self, hello: Hello) -> None:
         if self.refusal:
             raise errors.PluginNotApplied(self.refusal)
-        self.greeted.append(hello)
 
     def knows(self, boot_id: int) -> bool:
         return boot_id in BOOT_IDS
@@ -71,11 +65,9 @@ class Kept:
         parcel = frames_in(body, count, boot_id=boot_id)
         frames = [(serial, bytes(frame.take(frame.left))) for serial, frame in parcel]
         self.tried.append([serial for serial, _ in frames])
-        failure = self.failures.pop(0) if self.failures else self.failure
-        if failure is not None:
-            raise failure
+        if self.failures:
+            raise self.failures.pop(0)
         self.taken.append(frames)
-        self.ended.release()
 
 
 @pytest.fixture
@@ -143,15 +135,6 @@ def statuses(answer: bytes) -> list[int]:
     return [int(part[:3]) for part in answer.split(b"HTTP/1.1 ")[1:]]
 
 
-def stall(door: IngestServer, intake: Kept, number: int, stack: ExitStack) -> list[socket.socket]:
-    """Connections that have sent all of a request but its last 50 bytes, whose bodies are being read."""
-    peers = [stack.enter_context(connect(door)) for _ in range(number)]
-    for peer in peers:
-        peer.sendall(request()[:-50])
-        assert intake.begun.acquire(timeout=SOON_S)
-    return peers
-
-
 # -- requests --------------------------------------------------------------------------------------------------------------
 
 
@@ -161,17 +144,14 @@ def test_a_body_arrives_whole_however_it_is_cut_up(door: IngestServer, intake: K
     assert intake.taken == [FRAMES] * 4
 
 
-def test_a_request_may_lie_right_behind_another(door: IngestServer, intake: Kept) -> None:
-    small = request(b"".join(pack_parcel(7, [(9, b"abc")])))
-    assert statuses(talk(door, small + request() + small + small)) == [200] * 4
-    assert [len(frames) for frames in intake.taken] == [1, 3, 1, 1]
-
-
-def test_a_request_behind_one_that_failed_is_read_from_its_start(door: IngestServer, intake: Kept) -> None:
+def test_a_request_behind_others_is_read_from_its_start_whatever_became_of_them(
+    door: IngestServer, intake: Kept
+) -> None:
     intake.failures = [errors.StoreFull("no room"), ZeroDivisionError()]
-    unknown = request(b"".join(pack_parcel(8, FRAMES)))
-    assert statuses(talk(door, request() * 2 + unknown + request())) == [503, 500, 409, 200]
-    assert intake.taken == [FRAMES]
+    unknown, small = (request(b"".join(pack_parcel(*it))) for it in ((8, FRAMES), (7, [(9, b"abc")])))
+    answer = talk(door, request() * 2 + unknown + small + request() + small)
+    assert statuses(answer) == [503, 500, 409, 200, 200, 200]
+    assert [len(frames) for frames in intake.taken] == [1, 3, 1]
 
 
 def test_who_waits_for_permission_to_send_a_body_gets_it(door: IngestServer, intake: Kept) -> None:
@@ -203,44 +183,36 @@ def stood_still(door: IngestServer, intake: Kept) -> bytes:
         return all_of(peer)
 
 
-ANSWERS: dict[Status, Callable[[IngestServer, Kept], bytes]] = {
-    Status.TAKEN: lambda door, _: talk(door, request()),
-    Status.NO_PARCEL: lambda door, _: talk(door, request(b"R3P\x01 and so on")),
-    Status.NO_TOKEN: lambda door, _: talk(door, request(head=HEAD.replace(b"tt\r", b"t\r"))),
-    Status.NO_SUCH_PATH: lambda door, _: talk(door, request(head=HEAD.replace(b"frames", b"x"))),
-    Status.NO_SUCH_METHOD: lambda door, _: talk(door, request(head=HEAD.replace(b"POST", b"PUT"))),
-    Status.TOO_SLOW: stood_still,
-    Status.HELLO_FIRST: lambda door, _: talk(door, request(b"".join(pack_parcel(8, FRAMES)))),
-    Status.NO_LENGTH: lambda door, _: talk(door, HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
-    Status.TOO_LARGE: lambda door, _: talk(door, HEAD + b"Content-Length: 1048577\r\n\r\n"),
-    Status.HELLO_REFUSED: refused, Status.FRAME_DAMAGED: failing(errors.FrameCorrupt("damaged on the way")),
-    Status.FAILED: failing(ZeroDivisionError()), Status.COME_AGAIN: failing(errors.StoreFull("no room")),
-}  # fmt: skip
+ANSWERS: list[tuple[Status, Callable[[IngestServer, Kept], bytes]]] = [
+    (Status.TAKEN, lambda door, _: talk(door, request())),
+    (Status.NO_PARCEL, lambda door, _: talk(door, request(b"R3P\x01 and so on"))),
+    (Status.NO_TOKEN, lambda door, _: talk(door, request(head=HEAD.replace(b"tt\r", b"t\r")))),
+    (Status.NO_SUCH_PATH, lambda door, _: talk(door, request(head=HEAD.replace(b"frames", b"x")))),
+    (Status.NO_SUCH_METHOD, lambda door, _: talk(door, request(head=HEAD.replace(b"POST", b"PUT")))),
+    (Status.TOO_SLOW, stood_still),
+    (Status.HELLO_FIRST, lambda door, _: talk(door, request(b"".join(pack_parcel(8, FRAMES))))),
+    (Status.NO_LENGTH, lambda door, _: talk(door, HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n")),
+    (Status.TOO_LARGE, lambda door, _: talk(door, HEAD + b"Content-Length: 1048577\r\n\r\n")),
+    (Status.HELLO_REFUSED, refused),
+    (Status.FRAME_DAMAGED, failing(errors.FrameCorrupt("damaged on the way"))),
+    (Status.FRAME_DAMAGED, failing(errors.FrameMagicMismatch("x"))),
+    (Status.NO_PARCEL, failing(errors.EngineReported("x"))),
+    (Status.NO_PARCEL, failing(errors.SpecMismatch("x"))),
+    (Status.NO_PARCEL, failing(errors.ExpertIdInvalid("x"))),
+    (Status.COME_AGAIN, failing(errors.BackgroundFailed("x"))),
+    (Status.COME_AGAIN, failing(errors.UsageError("closed"))),
+    (Status.FAILED, failing(OSError("a file of the relay's own"))),
+    (Status.COME_AGAIN, failing(errors.StoreFull("of \ud800"))),  # no text, and told all the same
+]
 
 
-@pytest.mark.parametrize("status", Status, ids=lambda status: status.name)
-def test_every_status_is_given_where_the_table_says(open_door: Open, intake: Kept, status: Status) -> None:
-    answer = ANSWERS[status](open_door(STALL_S=0.1), intake)
-    assert statuses(answer) == [status]
-    assert answer.startswith(f"HTTP/1.1 {status} {status.name}\r\n".encode())
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (errors.FrameCorrupt("x"), Status.FRAME_DAMAGED),
-        (errors.FrameMagicMismatch("x"), Status.FRAME_DAMAGED),
-        (errors.EngineReported("x"), Status.NO_PARCEL),
-        (errors.SpecMismatch("x"), Status.NO_PARCEL),
-        (errors.ExpertIdInvalid("x"), Status.NO_PARCEL),
-        (errors.BackgroundFailed("x"), Status.COME_AGAIN),
-        (errors.UsageError("closed"), Status.COME_AGAIN),
-        (OSError("a file of the relay's own"), Status.FAILED),
-        (errors.StoreFull("of \ud800"), Status.COME_AGAIN),  # no text, and told all the same
-    ],
-)
-def test_intake_errors_are_told(door: IngestServer, intake: Kept, error: Exception, status: Status) -> None:
-    assert statuses(failing(error)(door, intake)) == [status]
+@pytest.mark.parametrize(("status", "answered"), ANSWERS, ids=[status.name for status, _ in ANSWERS])
+def test_every_status_is_given_where_the_table_says(
+    open_door: Open, intake: Kept, status: Status, answered: Callable[[IngestServer, Kept], bytes]
+) -> None:
+    assert {of for of, _ in ANSWERS} == set(Status)
+    answer = answered(door := open_door(STALL_S=0.1), intake)
+    assert statuses(answer) == [status] and answer.startswith(f"HTTP/1.1 {status} {status.name}\r\n".encode())
     assert statuses(talk(door, request())) == [200]
 
 
@@ -293,7 +265,10 @@ def test_without_the_token_no_body_is_waited_for(door: IngestServer, intake: Kep
 def test_eight_stalled_bodies_hold_up_nobody(open_door: Open, intake: Kept) -> None:
     door = open_door(STALL_S=NEVER_S, BODY_S=NEVER_S)
     with ExitStack() as stack:
-        peers = stall(door, intake, 8, stack)
+        peers = [stack.enter_context(connect(door)) for _ in range(8)]
+        for peer in peers:
+            peer.sendall(request()[:-50])
+            assert intake.begun.acquire(timeout=SOON_S)
         assert statuses(talk(door, request() * 3)) == [200] * 3
         for peer in peers:
             ask(peer, request()[-50:], 200)
@@ -339,15 +314,10 @@ def test_frames_need_the_session_of_their_engines_last_hello(door: IngestServer,
     assert intake.taken == [FRAMES]
 
 
-def test_a_silent_peer_does_not_hold_a_thread_for_ever() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(b"POST /v1/frames HT")
-        with pytest.raises(TimeoutError):
-            HttpConnection(ours, StageClock("relay")).next_request(timeout_s=0.05)
-        theirs.sendall(b"\r\n\r\n")
-        with pytest.raises(h11.RemoteProtocolError):
-            HttpConnection(ours, StageClock("relay")).next_request(timeout_s=SOON_S)
+def test_a_silent_peer_does_not_hold_a_thread_for_ever(open_door: Open) -> None:
+    with connect(open_door(_FIRST_HEAD_S=0.05)) as peer:
+        peer.sendall(b"POST /v1/frames HT")
+        assert peer.recv(1) == b""
 
 
 def test_more_connections_than_allowed_are_closed_at_once(open_door: Open) -> None:
@@ -407,7 +377,7 @@ def engine_of(open_door: Open, token_file: Path) -> Callable[..., Engine]:
 def test_a_parcel_that_is_always_damaged_is_given_up(
     engine_of: Callable[..., Engine], intake: Kept, caplog: pytest.LogCaptureFixture
 ) -> None:
-    intake.failure = errors.FrameCorrupt("damaged on the way")
+    intake.failures = [errors.FrameCorrupt("damaged on the way")] * 99
     with engine_of() as engine:
         engine.finish("r1", 9)
         for _ in range(3):
@@ -416,21 +386,21 @@ def test_a_parcel_that_is_always_damaged_is_given_up(
     assert "425" in caplog.text and "damaged on the way" in caplog.text
 
 
-WAITS_S = 0.6
-"""Less than five answers of a full store take: waiting for room is not what it bounds."""
-
-
 @pytest.mark.parametrize(
-    "failures", [[errors.FrameReferenceInvalid("x")], [errors.StoreFull("x"), ZeroDivisionError(), errors.StoreFull("x")],
-                 [errors.StoreFull("x")] * 5]
-)  # fmt: skip
+    ("failures", "waits_s"),
+    [
+        ([errors.FrameReferenceInvalid("x")], SOON_S),
+        ([errors.StoreFull("x"), ZeroDivisionError(), errors.StoreFull("x")], SOON_S),
+        ([errors.StoreFull("x")] * 5, 0.6),  # less than they take: waiting for room is not what it bounds
+    ],
+)
 def test_a_parcel_whose_names_came_damaged_or_that_found_no_room_is_sent_again(
-    engine_of: Callable[..., Engine], intake: Kept, failures: list[Exception]
+    engine_of: Callable[..., Engine], intake: Kept, failures: list[Exception], waits_s: float
 ) -> None:
     intake.failures = [*failures]
-    with engine_of(deliver_timeout_s=WAITS_S) as engine:
+    with engine_of(deliver_timeout_s=waits_s) as engine:
         engine.finish("r1", 9)
-        assert intake.ended.acquire(timeout=SOON_S)
+        until(lambda: intake.taken)
     assert intake.tried == [[1]] * (1 + len(failures)) and engine.frames("given_up") == 0
 
 
@@ -444,15 +414,18 @@ def test_a_refused_hello_is_given_as_the_reason_for_frames_that_were_not_taken(
     assert "1 frames (serials 1 to 1)" in caplog.messages[-1] and "num_experts 64" in caplog.messages[-1]
 
 
+URLS = ("10.0.0.1:9", "ftp://h:1", "http://", "http://h:99999", "http://h:x")
+
+
 @pytest.mark.parametrize(
-    ("codec", "said"), [("set", "set R3CHANNEL_DELIVERY=direct"), ("zip", "'zip', expected one of")]
-)
-def test_an_unknown_or_too_dear_codec_ends_the_start(codec: str, said: str) -> None:
+    ("said", "options"),
+    [
+        ("set R3CHANNEL_DELIVERY=direct", {"codec": "set"}), ("'zip', expected one of", {"codec": "zip"}),
+        *(("expected http://host:port", {"delivery": "direct", "relay_url": url}) for url in URLS),
+    ],
+)  # fmt: skip
+def test_a_codec_or_an_url_that_cannot_be_used_ends_the_start(
+    token_file: Path, said: str, options: dict[str, str]
+) -> None:
     with pytest.raises(errors.ConfigError, match=said):
-        Outlet(EngineConfig(codec=codec), hello_of())
-
-
-@pytest.mark.parametrize("url", ["10.0.0.1:9", "ftp://h:1", "http://", "http://h:99999", "http://h:x"])
-def test_a_relay_url_that_cannot_be_called_ends_the_start(token_file: Path, url: str) -> None:
-    with pytest.raises(errors.ConfigError, match="expected http://host:port"):
-        Engine(url, token_file)
+        Outlet(EngineConfig(token_file=str(token_file), **options), hello_of())  # type: ignore[arg-type]

@@ -45,10 +45,6 @@ def relay() -> Iterator[Relay]:
 LENGTH = 12
 
 
-def verify(relay: Relay, reply: dict[str, Any]) -> None:
-    relay.add("s1", reply, range(LENGTH), engine="http://e:1")
-
-
 def of_model(**changes: Any) -> dict[str, Any]:
     return reply_for("r0", LENGTH, spec=replace(SPEC, **changes))
 
@@ -57,13 +53,10 @@ def of_ids(ids: np.ndarray, **more: Any) -> dict[str, Any]:
     return reply_of(encode_frame(SPEC, expert_ids_TLK=ids, sample_key=sample_key("r0"), **more))
 
 
-def with_ids(change: Any) -> dict[str, Any]:
-    change(ids := random_ids(LENGTH - 1))
-    return of_ids(ids)
-
-
-def put(ids: np.ndarray, where: tuple, value: int) -> None:
+def with_id(where: tuple, value: int) -> dict[str, Any]:
+    ids = random_ids(LENGTH - 1)
     ids[where] = value
+    return of_ids(ids)
 
 
 GOOD = reply_for("r0", LENGTH)
@@ -96,8 +89,8 @@ BAD = {
     "wrong layers": (lambda: of_model(moe_layers=(1, 2)), errors.SpecMismatch),
     "wrong experts": (lambda: of_model(num_experts=64), errors.SpecMismatch),
     "another model": (lambda: of_model(num_layers=8), errors.SpecMismatch),
-    "id >= E": (lambda: with_ids(lambda ids: put(ids, (2, 1, 3), 200)), errors.ExpertIdInvalid),
-    "duplicate id": (lambda: with_ids(lambda ids: put(ids, (2, 1), 5)), errors.ExpertIdInvalid),
+    "id >= E": (lambda: with_id((2, 1, 3), 200), errors.ExpertIdInvalid),
+    "duplicate id": (lambda: with_id((2, 1), 5), errors.ExpertIdInvalid),
     "flipped bit": (flipped, errors.FrameCorrupt),
     "cut short": (lambda: reply_of(frame_of(LENGTH)[:-3]), errors.FrameCorrupt),
     "swapped replies": (lambda: reply_of(frame_of(LENGTH, sample_key=sample_key("r1"))), errors.FrameCorrupt),
@@ -115,7 +108,7 @@ def test_a_bad_reply_is_refused_by_its_error_and_not_kept(relay: Relay, name: st
         if whole_body:
             relay.add_body("s1", json.dumps(make()).encode(), range(LENGTH), engine="http://e:1")
         else:
-            verify(relay, make())
+            relay.add("s1", make(), range(LENGTH), engine="http://e:1")
     assert type(caught.value) is error
     assert "expected" in str(caught.value) or "damaged on the way" in str(caught.value)
     status = relay.status()
@@ -129,8 +122,10 @@ PLACES = {"0.5.23": SGLEXT, "meta_info": {"choices": [GOOD]}, "0.5.15": SGLEXT |
 @pytest.mark.parametrize("reply", PLACES.values(), ids=PLACES)
 def test_a_frame_is_found_at_each_place_of_sglangs(relay: Relay, reply: dict[str, Any]) -> None:
     relay.add("parsed", reply, range(LENGTH))
-    assert "'routed_experts': ''" in str(relay.add_body("body", json.dumps(reply).encode(), range(LENGTH)))
-    for name in ("parsed", "body"):
+    body = json.dumps(reply).encode()
+    assert b"/" in body and "'routed_experts': ''" in str(relay.add_body("body", body, range(LENGTH)))
+    relay.add_body("escaped", body.replace(b"/", b"\\/"), range(LENGTH))
+    for name in ("parsed", "body", "escaped"):
         assert np.array_equal(rows_here(relay, name), random_ids(LENGTH - 1))
 
 
@@ -162,9 +157,12 @@ def test_of_an_event_stream_the_last_frame_is_taken(relay: Relay, body: bytes) -
         (events(DELTA, {"error": "out of memory"}), errors.RoutingMissing, "out of memory"),
         (events({"choices": [FIELD]}, DELTA), errors.FrameError, r"is at choices\.0\.routed_experts"),
         (events(SGLEXT)[:200], errors.RoutingMissing, "no JSON"),
+        *((body, errors.RoutingMissing, "") for body in (b"[" * 100_000, b"{", b"\xff", b"", b'{"meta_info": ' * 50_000)),
     ],
-)
-def test_an_unusable_stream_is_refused_by_name(relay: Relay, body: bytes, error: Any, said: str) -> None:
+)  # fmt: skip
+def test_an_unusable_body_or_stream_is_refused_by_name(
+    relay: Relay, body: bytes, error: Any, said: str
+) -> None:
     with pytest.raises(error, match=f"sample s from engine e: .*{said}"):
         relay.add_body("s", body, lambda reply: reply["output_ids"], engine="e")
 
@@ -190,19 +188,6 @@ def test_a_sample_without_a_row_is_refused_by_name_and_costs_no_step(
     assert told.value.samples == ("s",) and relay.status()["pending"] == ["other"]
     relay.seal(0, Assignment.given([[["other"]]]))
     assert relay.abandon(0) == 1
-
-
-def test_characters_that_json_escapes_are_what_json_says(relay: Relay) -> None:
-    body = json.dumps(reply_for("r0", LENGTH, seed=3)).encode()
-    assert b"/" in body
-    relay.add_body("s1", body.replace(b"/", b"\\/"), range(LENGTH))
-    assert np.array_equal(rows_here(relay, "s1"), random_ids(LENGTH - 1, seed=3))
-
-
-@pytest.mark.parametrize("body", [b"[" * 100_000, b"{", b"\xff", b"", b'{"meta_info": ' * 50_000])
-def test_a_body_that_is_no_reply_is_a_typed_error_whatever_its_bytes(relay: Relay, body: bytes) -> None:
-    with pytest.raises(errors.RoutingMissing, match="s1 from engine http://e:1"):
-        relay.add_body("s1", body, [1, 2, 3], engine="http://e:1")
 
 
 NAMES = ["s0", "s1", "s2"]
@@ -259,8 +244,12 @@ def test_rows_that_are_said_once_are_those_of_no_choice(relay: Relay, place: str
 
 
 GIVEN: Any = Assignment
+NO_NAME = r"add\w*: sample_id is 7 \(int\), expected str"
 WRONG: dict[str, tuple[Any, str]] = {
     "body": (lambda relay: relay.add_body("s", "{}", TOKENS), r"body is '\{\}' \(str\), expected bytes"),
+    "sample of add": (lambda relay: relay.add(7, {}, [1, 2]), NO_NAME),
+    "sample of add_frame": (lambda relay: relay.add_frame(7, {}, [1, 2]), NO_NAME),
+    "sample of add_body": (lambda relay: relay.add_body(7, {}, [1, 2]), NO_NAME),
     "engine": (lambda relay: relay.add("s", {}, TOKENS, engine=None), r"engine is None \(NoneType\), expected str"),
     "names": (lambda relay: relay.add_bodies("ab", b"[]", len), r"sample_ids is 'ab' \(str\), expected Sequence\[str\]"),
     "discard": (lambda relay: relay.discard("a"), r"sample_ids is 'a' \(str\)"),
@@ -282,13 +271,6 @@ def test_an_argument_of_a_wrong_type_is_named_and_nothing_is_kept(relay: Relay, 
     with pytest.raises(errors.UsageError, match=said):
         call(relay)
     assert relay.status()["store"]["frames"] == 0 and not relay.status()["steps"]
-
-
-def test_a_sample_id_that_is_no_string_is_refused_by_name(relay: Relay) -> None:
-    for add in (relay.add, relay.add_frame, relay.add_body):
-        with pytest.raises(errors.UsageError, match=r"add\w*: sample_id is 7 \(int\), expected str"):
-            add(7, {}, [1, 2])  # type: ignore[operator]
-    assert relay.status()["store"]["frames"] == 0
 
 
 # -- turns ---------------------------------------------------------------------------------------------------------------
@@ -399,17 +381,6 @@ def test_honest_turns_of_codec_set_arrive(spec: RoutingSpec, first: int, second:
     relay.close()
 
 
-def test_a_step_records_the_rows_of_all_turns(tmp_path: Path) -> None:
-    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(), recorder=Recorder(tmp_path))
-    relay.add("s", turn(0, 10), TOKENS[:11])
-    relay.add("s", turn(10, 40), TOKENS, append=True)
-    start(receivers_of(relay), sealed(relay, "s"))[0].result(SOON_S)
-    relay.join_previous(timeout_s=SOON_S)
-    recording = recorded(tmp_path)
-    assert np.array_equal(recording.rows("s"), IDS) and len(recording.frames["s"]) == 2
-    relay.close()
-
-
 # -- responses that were cut ---------------------------------------------------------------------------------------------
 
 
@@ -422,25 +393,19 @@ def test_of_a_response_that_was_cut_the_rows_of_the_tokens_that_are_left_are_tra
     config = ChannelConfig(invalid_rows="mask")
     relay = Relay(SPEC, TrainerLayout(), config, recorder=Recorder(tmp_path))
     valid_T = ~np.isin(np.arange(40), invalid)
-    spans = [span(0, 20, 1), span(20, 40, 2)]
-    frame = encode_frame(
-        SPEC, expert_ids_TLK=IDS, provenance=spans, valid_T=valid_T, sample_key=sample_key("r")
-    )
-    reply: Any = reply_of(frame, request_id="r")
+
+    def frame(end: int, *spans: Any) -> bytes:
+        parts: Any = {"expert_ids_TLK": IDS[:end], "valid_T": valid_T[:end], "provenance": spans}
+        return encode_frame(SPEC, sample_key=sample_key("r"), **parts)
+
+    reply: Any = reply_of(frame(40, span(0, 20, 1), span(20, 40, 2)), request_id="r")
     add: Any = relay.add_body if whole_body else relay.add
     what = json.dumps(reply).encode() if whole_body else reply
     with pytest.raises(errors.RowCountMismatch):
         add("s", what, TOKENS[:16])
     add("s", what, TOKENS[:16], cut=True)
     (kept,) = turns_here(relay, "s")
-    expected = encode_frame(
-        SPEC,
-        expert_ids_TLK=IDS[:15],
-        provenance=[span(0, 15, 1)],
-        valid_T=valid_T[:15],
-        sample_key=sample_key("r"),
-    )
-    relay.add_frame("same", expected, TOKENS[:16])
+    relay.add_frame("same", frame(15, span(0, 15, 1)), TOKENS[:16])
     (same,) = turns_here(relay, "same")
     for name in ("first_row", "end_row", "provenance", "invalid", "fold", "sample_key"):
         assert getattr(kept, name) == getattr(same, name), name
@@ -450,7 +415,8 @@ def test_of_a_response_that_was_cut_the_rows_of_the_tokens_that_are_left_are_tra
     start(receivers_of(relay), sealed(relay, "s"))[0].result(SOON_S)
     relay.join_previous(timeout_s=SOON_S)
     there = valid_T | (np.arange(40) >= 15)
-    assert np.array_equal(recorded(tmp_path).rows("s")[there], IDS[there])
+    recording = recorded(tmp_path)
+    assert np.array_equal(recording.rows("s")[there], IDS[there]) and len(recording.frames["s"]) == 2
     relay.close()
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -22,7 +23,7 @@ from r3channel.transport.connection import MAX_RECORD_BYTES, Connection
 from r3channel.transport.listener import HELLO_BYTES, MOST_STRANGERS, Listener, connect
 from r3channel.weights.rank_link import receive_blob, send_blob
 from tests.support.memory import growth_of
-from tests.support.waits import SOON_S
+from tests.support.waits import SOON_S, until
 
 TOKEN = bytes(range(32))
 SHORT_S, FAR_S = 0.2, 60.0
@@ -76,6 +77,10 @@ def in_thread(function: Callable[[], Any]) -> Future[Any]:
     return future
 
 
+def receive(link: Connection, timeout_s: float | None = None) -> None:
+    link.recv_into(memoryview(bytearray(MIB)), timeout_s=timeout_s)
+
+
 def noise(nbytes: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).bytes(nbytes)
 
@@ -126,21 +131,9 @@ def test_a_receive_beyond_its_deadline_ends_the_link_and_says_what_was_left(pair
 
 
 def test_a_trickle_stretches_no_deadline(half: Half, monkeypatch: pytest.MonkeyPatch) -> None:
-    link, bare = half
-    monkeypatch.setattr(link, "_wait", lambda *_: True)  # as it answers when there is always something
-    stop = threading.Event()
-
-    def trickle() -> None:
-        with bare:
-            for _ in range(500):
-                if not stop.wait(0.01):
-                    bare.send(b"x")
-
-    trickling = in_thread(trickle)
+    monkeypatch.setattr(half[0], "_wait", lambda *_: True)  # as it answers when there is always something
     with pytest.raises(DeadlineExceeded):
-        link.recv_into(memoryview(bytearray(MIB)), timeout_s=SHORT_S)
-    stop.set()
-    trickling.exception(SOON_S)
+        receive(half[0], SHORT_S)
 
 
 def test_a_send_that_nobody_reads_ends_by_its_deadline(pair: Pair) -> None:
@@ -151,24 +144,20 @@ def test_a_send_that_nobody_reads_ends_by_its_deadline(pair: Pair) -> None:
         pair[0].send((b"x",), timeout_s=SHORT_S)
 
 
-def receive(link: Connection) -> None:
-    link.recv_into(memoryview(bytearray(MIB)), timeout_s=None)
+BLOCKED: dict[str, Callable[[Connection], object]] = {
+    "a record": lambda link: link.recv_record(timeout_s=FAR_S),
+    "bytes": receive,
+    "a send": lambda link: link.send((bytes(64 * MIB),), timeout_s=FAR_S),
+}
 
 
 @pytest.mark.parametrize("ends", ["abort", "close"])
-@pytest.mark.parametrize(
-    "blocked",
-    [
-        lambda link: link.recv_record(timeout_s=FAR_S),
-        receive,
-        lambda link: link.send((bytes(64 * MIB),), timeout_s=FAR_S),
-    ],
-)
+@pytest.mark.parametrize("blocked", BLOCKED)
 @pytest.mark.parametrize("side", [0, 1])
 def test_who_blocks_is_woken_when_either_side_ends_the_link(
-    pair: Pair, blocked: Callable[[Connection], None], side: int, ends: str
+    pair: Pair, blocked: str, side: int, ends: str
 ) -> None:
-    waiting = in_thread(lambda: blocked(pair[0]))
+    waiting = in_thread(lambda: BLOCKED[blocked](pair[0]))
     threading.Timer(0.1, getattr(pair[side], ends)).start()
     said = "aborted|closed" if side == 0 else "left|reset|Broken"
     with pytest.raises(TransportError, match=said) as caught:
@@ -215,18 +204,6 @@ def test_one_byte_wakes_a_long_wait(half: Half, monkeypatch: pytest.MonkeyPatch)
     waiting.result(SOON_S)
 
 
-def test_what_was_sent_before_a_close_arrives(pair: Pair) -> None:
-    here, there = pair
-    data = noise(256 << 10)
-    here.send((data,), timeout_s=SOON_S)
-    here.close()
-    out = bytearray(len(data))
-    there.recv_into(memoryview(out), timeout_s=SOON_S)
-    assert out == data
-    with pytest.raises(TransportError, match="could not receive a record: the peer has left"):
-        there.recv_record(timeout_s=SOON_S)
-
-
 def test_an_interrupted_call_ends_the_link(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -245,26 +222,13 @@ def test_a_link_whose_peer_has_left_is_not_alive_although_nobody_waits_on_it(pai
     there.send_record(5, b"last words", timeout_s=SOON_S)
     there.close()
     assert not there.alive
-    end_s = time.monotonic() + SOON_S
-    while here.alive and time.monotonic() < end_s:
-        time.sleep(0.01)
-    assert not here.alive
+    until(lambda: not here.alive)
     assert here.recv_record(timeout_s=SOON_S) == (5, b"last words")
+    with pytest.raises(TransportError, match="could not receive a record: the peer has left"):
+        here.recv_record(timeout_s=SOON_S)
 
 
 # -- records --------------------------------------------------------------------------------------------------------------
-
-
-def receiving_a_record_that_announces_too_much() -> Iterator[None]:
-    with half_of_a_link() as (link, bare):
-        bare.sendall(struct.pack("<4sB3xII", b"R3L\x01", 1, 0xFFFFFFF0, 0))
-        yield
-        with pytest.raises(TransportError, match="announces 4294967280 bytes, at most 1048576"):
-            link.recv_record(timeout_s=SOON_S)
-
-
-def test_a_record_that_announces_too_much_is_refused_before_room_is_made_for_it() -> None:
-    assert growth_of(receiving_a_record_that_announces_too_much).peak < MIB
 
 
 def test_a_changed_bit_anywhere_in_a_record_and_what_it_announces_is_noticed(pair: Pair) -> None:
@@ -272,17 +236,15 @@ def test_a_changed_bit_anywhere_in_a_record_and_what_it_announces_is_noticed(pai
     pair[0].send = lambda parts, **_: bare_out.append(b"".join(parts))  # type: ignore[method-assign]
     send_blob(pair[0], 5, b"what is announced", head=b"some body", timeout_s=SOON_S)
     good = b"".join(bare_out)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        for bit in range(8 * len(good)):
-            changed = bytearray(good)
-            changed[bit // 8] ^= 1 << bit % 8
-            with socket.create_connection(server.getsockname()) as bare:
-                link = Connection(server.accept()[0], "the peer")
-                bare.sendall(changed)
-                bare.shutdown(socket.SHUT_WR)
-                with closing(link), pytest.raises(TransportError):
-                    _, body = link.recv_record(timeout_s=SOON_S)
-                    receive_blob(link, body.removeprefix(b"some body"), timeout_s=SOON_S)
+    for bit in range(8 * len(good)):
+        changed = bytearray(good)
+        changed[bit // 8] ^= 1 << bit % 8
+        with half_of_a_link() as (link, bare):
+            bare.sendall(changed)
+            bare.shutdown(socket.SHUT_WR)
+            with pytest.raises(TransportError):
+                _, body = link.recv_record(timeout_s=SOON_S)
+                receive_blob(link, body.removeprefix(b"some body"), timeout_s=SOON_S)
 
 
 @pytest.mark.parametrize(("kind", "nbytes"), [(-1, 0), (256, 0), (1, MAX_RECORD_BYTES + 1)])
@@ -302,17 +264,13 @@ def test_the_listener_gets_what_the_connector_says_of_itself(door: Listener, hel
         assert link.hello == hello
 
 
-def test_a_hello_that_does_not_fit_is_refused(door: Listener) -> None:
+def test_a_hello_or_a_token_of_another_length_is_refused(door: Listener) -> None:
     with pytest.raises(UsageError, match="257 bytes"):
         connected(door, hello=bytes(HELLO_BYTES + 1))
-
-
-@pytest.mark.parametrize("nbytes", [0, 16, 31, 33])
-def test_a_token_of_another_length_is_refused(door: Listener, nbytes: int) -> None:
-    with pytest.raises(ConfigError, match=f"{nbytes} bytes"):
-        Listener("127.0.0.1", token=bytes(nbytes))
-    with pytest.raises(ConfigError, match=f"{nbytes} bytes"):
-        connected(door, bytes(nbytes))
+    for nbytes in (0, 16, 31, 33):
+        for call in (lambda token: Listener("127.0.0.1", token=token), partial(connected, door)):
+            with pytest.raises(ConfigError, match=f"{nbytes} bytes"):
+                call(bytes(nbytes))
 
 
 def test_a_connector_with_another_token_learns_nothing_but_a_closed_socket() -> None:
@@ -385,24 +343,30 @@ def test_a_listener_without_the_token_gets_no_link(answer: str) -> None:
         serving.exception(SOON_S)
 
 
-def meeting_a_stranger_that_sends_much() -> Iterator[None]:
-    flood = bytes(32 * MIB)
-    with closing(Listener("127.0.0.1", token=TOKEN)) as door:
+def refusing_records_and_strangers_of_any_size() -> Iterator[None]:
+    flood, record = bytes(32 * MIB), struct.pack("<4sB3xII", b"R3L\x01", 1, 0xFFFFFFF0, 0)
+    with half_of_a_link() as (link, peer), closing(Listener("127.0.0.1", token=TOKEN)) as door:
+        peer.sendall(record)
         yield
+        with pytest.raises(TransportError, match="announces 4294967280 bytes, at most 1048576"):
+            link.recv_record(timeout_s=SOON_S)
         for opening in (b"", b"r3link\x00\x01" + b"n" * 32):
             with stranger(door) as bare, pytest.raises((ConnectionResetError, BrokenPipeError)):
                 bare.sendall(opening)
                 bare.sendall(flood)
 
 
-def test_a_stranger_that_sends_much_makes_nobody_take_memory() -> None:
-    assert growth_of(meeting_a_stranger_that_sends_much).peak < MIB
+def test_what_a_record_announces_or_a_stranger_sends_makes_nobody_take_memory() -> None:
+    assert growth_of(refusing_records_and_strangers_of_any_size).peak < MIB
 
 
-def test_silent_strangers_cost_nobody_else_anything_and_the_oldest_give_way(door: Listener) -> None:
+def test_silent_strangers_cost_nobody_else_anything_and_the_oldest_give_way(
+    door: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "GREETING_S", 1000.0)  # none of them goes by itself
     silent = [stranger(door) for _ in range(MOST_STRANGERS + 9)]
     try:
-        with closing(connect(door.host, door.port, TOKEN, timeout_s=listening.GREETING_S / 2)):
+        with closing(connected(door)):
             door.accept(SOON_S).close()
         for bare in silent[:9]:
             assert bare.recv(1) == b""
@@ -425,25 +389,6 @@ def test_a_stranger_that_stays_silent_is_sent_away(door: Listener, monkeypatch: 
     monkeypatch.setattr(listening, "GREETING_S", 0.1)
     with stranger(door) as bare:
         assert bare.recv(1) == b""
-
-
-def test_a_link_may_keep_its_thread_while_others_connect() -> None:
-    served: SimpleQueue[bytes] = SimpleQueue()
-    hold = threading.Event()
-
-    def serve(link: Connection) -> None:
-        served.put(link.hello)
-        hold.wait(SOON_S)
-        link.close()
-
-    with closing(Listener("127.0.0.1", token=TOKEN, on_link=serve)) as door:
-        links = [connected(door, hello=name) for name in (b"a", b"b")]
-        assert {served.get(timeout=SOON_S) for _ in links} == {b"a", b"b"}
-        hold.set()
-        for link in links:
-            with pytest.raises(TransportError, match="left"):
-                link.recv_record(timeout_s=SOON_S)
-            link.close()
 
 
 def test_a_closed_listener_lets_all_go_but_its_links(pair: Pair, door: Listener) -> None:
