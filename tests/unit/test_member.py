@@ -1,10 +1,12 @@
-"""One receiver's connection, against a relay that is played by the test: what it takes at its word, and for how long."""
+"""A receiver, and its connection to a relay that is played by the test: what it takes at its word, and for how long."""
 
 from __future__ import annotations
 
+import gc
 import secrets
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -13,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from xxhash import xxh3_64_intdigest
 
 from r3channel import errors
@@ -26,11 +30,14 @@ from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.trainer import relay_connection as member_module
 from r3channel.trainer.buckets import HostBuckets
+from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.relay_connection import RelayConnection
 from r3channel.trainer.shard_buffer import ShardBuffer
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
+from r3channel.transport.tp_fanout import TensorParallelFanout
 from r3channel.wire import row_protocol as wire
+from r3channel.wire.digest import layer_digests
 from r3channel.wire.routing import Ids
 from r3channel.wire.token_tensors import TokenTensor
 from tests.support.samples import SPEC, random_ids
@@ -76,10 +83,6 @@ class Played:
     def thank(self) -> None:
         self.hear(wire.DONE, run="run", step=3, seal=0)
         self.say(wire.THANKS)
-
-    def refuse(self, error: errors.R3Error, **expected: Any) -> None:
-        self.hear(wire.READY, **expected)
-        self.say(wire.ERROR, **wire.values_of(error))
 
     def silent(self) -> None:
         """Until the other end has gone."""
@@ -204,18 +207,6 @@ def test_rows_come_bucket_by_bucket_whole_rows_only(play: Play, bucket_rows: int
 
 
 @pytest.mark.parametrize(
-    "announced", [{"nbytes": 1 << 50}, {"nbytes": 0}, {"digests": 1 << 50}, {"digests": -1}]
-)
-def test_other_sizes_are_refused_before_memory_is_taken(play: Play, announced: dict[str, Any]) -> None:
-    stage = play(lambda relay: relay.announce(**announced))
-    with pytest.raises(
-        BucketCorrupt, match=r"announces .*the ticket says 192 bytes.*r3channel version"
-    ) as told:
-        receive(stage, max_group_failures=2)
-    assert stage.played == 2 and told.value.step == 3
-
-
-@pytest.mark.parametrize(
     ("kind", "body"),
     [
         (wire.THANKS, b"{}"), (wire.ROWS, b"{}"), (wire.ROWS, b"no json"), (wire.ROWS, b"[1]"), (77, b"{}"),
@@ -238,24 +229,6 @@ def damaged(relay: Played) -> None:
     relay.say(wire.AGAIN)
 
 
-def test_rows_that_the_sink_finds_damaged_are_asked_for_again(play: Play) -> None:
-    sinks = receive(play(damaged, whole), damaged=(["a"], []))
-    assert len(sinks) == 2 and sinks[1].data == ROWS_TLK.tobytes()
-
-
-def test_digests_that_come_damaged_are_asked_for_again(play: Play) -> None:
-    first, second = receive(play(lambda relay: relay.send_all(hash=1), whole))
-    assert first.digests == b"" and second.digests == DIGESTS
-
-
-def test_samples_that_always_come_damaged_are_all_named(play: Play) -> None:
-    names = [f"s{index}" for index in range(300)]
-    stage = play(damaged)
-    with pytest.raises(BucketCorrupt, match="rows of 300 samples came damaged") as told:
-        receive(stage, damaged=(names,))
-    assert told.value.samples == tuple(names) and stage.played == 3
-
-
 MASKED = replace(TICKET, token_tensors=("sampling_masks",))
 MASKS = bytes(2 * 9)  # a length of nothing for each token
 
@@ -265,14 +238,31 @@ def masked(relay: Played, sent: bytes = MASKS, **changes: Any) -> None:
     relay.link.send([sent], timeout_s=SOON_S)
 
 
-def test_masks_that_come_damaged_are_asked_for_again(play: Play) -> None:
+@pytest.mark.parametrize(
+    ("ticket", "scene"),
+    [
+        (TICKET, damaged), (TICKET, lambda relay: relay.send_all(hash=1)),
+        (MASKED, lambda relay: masked(relay, bytes([1]) + MASKS[1:])),
+    ],
+    ids=["rows, as the sink finds", "digests", "masks"],
+)  # fmt: skip
+def test_what_comes_damaged_is_asked_for_again(play: Play, ticket: Ticket, scene: Scene) -> None:
     def good(relay: Played) -> None:
-        masked(relay)
+        masked(relay) if ticket is MASKED else relay.send_all()
         relay.thank()
 
-    stage = play(lambda relay: masked(relay, bytes([1]) + MASKS[1:]), good)
-    first, second = receive(stage, ticket=MASKED)
-    assert (first.taken, second.taken) == (b"", MASKS)
+    attempts = receive(play(scene, good), damaged=(["a"] if scene is damaged else [], []), ticket=ticket)
+    first = ROWS_TLK.tobytes(), DIGESTS if scene is damaged else b"", b""
+    whole = ROWS_TLK.tobytes(), DIGESTS, MASKS if ticket is MASKED else b""
+    assert [(one.data, one.digests, one.taken) for one in attempts] == [first, whole]
+
+
+def test_samples_that_always_come_damaged_are_all_named(play: Play) -> None:
+    names = [f"s{index}" for index in range(300)]
+    stage = play(damaged)
+    with pytest.raises(BucketCorrupt, match="rows of 300 samples came damaged") as told:
+        receive(stage, damaged=(names,))
+    assert told.value.samples == tuple(names) and stage.played == 3
 
 
 def test_masks_come_in_pieces_of_a_bucket(play: Play) -> None:
@@ -289,11 +279,22 @@ def test_masks_come_in_pieces_of_a_bucket(play: Play) -> None:
     assert sink.taken == masks
 
 
-@pytest.mark.parametrize("announced", [-1, 0, 17, 22, 1 << 50, "18", None])
-def test_masks_of_impossible_size_are_refused_before_memory_is_taken(play: Play, announced: Any) -> None:
-    stage = play(lambda relay: masked(relay, tensors=[[announced, 0]]))
-    with pytest.raises(BucketCorrupt, match="lengths of 9 rows say 18 bytes"):
-        receive(stage, ticket=MASKED, max_group_failures=1)
+@pytest.mark.parametrize(
+    "announced",
+    [
+        *({"nbytes": 1 << 50}, {"nbytes": 0}, {"digests": 1 << 50}, {"digests": -1}),
+        *({"tensors": [[size, 0]]} for size in (-1, 0, 17, 22, 1 << 50, "18", None)),
+    ],
+    ids=str,
+)
+def test_other_sizes_are_refused_before_memory_is_taken(play: Play, announced: dict[str, Any]) -> None:
+    rows = TICKET, Played.send_all, r"announces .*the ticket says 192 bytes.*r3channel version"
+    masks = MASKED, masked, "lengths of 9 rows say 18 bytes"
+    ticket, sends, said = masks if "tensors" in announced else rows
+    stage = play(lambda relay: sends(relay, **announced))
+    with pytest.raises(BucketCorrupt, match=said) as told:
+        receive(stage, ticket=ticket, max_group_failures=2)
+    assert stage.played == 2 and told.value.step == 3
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -303,7 +304,11 @@ def test_the_relays_own_error_comes_as_it_was_raised_and_ends_the_attempts(play:
     about: Any = {"samples": ("a", "b"), "engines": ("e",), "ranks": ((0, 0, 0),), "step": 3}
     error = FrameCorrupt("sample a is damaged", **about)
 
-    stage = play(lambda relay: relay.refuse(error))
+    def refuse(relay: Played) -> None:
+        relay.hear(wire.READY)
+        relay.say(wire.ERROR, **wire.values_of(error))
+
+    stage = play(refuse)
     with pytest.raises(FrameCorrupt, match="sample a is damaged") as told:
         receive(stage)
     assert stage.played == 1 and {name: getattr(told.value, name) for name in about} == about
@@ -417,3 +422,73 @@ def test_acknowledgements_repeat_until_the_deadline(play: Play, monkeypatch: pyt
     with pytest.raises(TransportError):
         receive(stage, step_timeout_s=0.3)
     assert stage.played > 3
+
+
+# -- what a receiver tells its TP group, the memory that it makes, what a failed receive leaves -------------------------------
+
+NOBODY: Any = None
+
+
+def nobody_else() -> TensorParallelFanout:
+    return TensorParallelFanout(None, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_a_rank_without_memory_says_so_in_the_vote(monkeypatch: pytest.MonkeyPatch, sp: bool) -> None:
+    layout, voted = TrainerLayout(tp=2, sp=sp), []
+
+    def vote(failure: BaseException | None, **_: Any) -> None:
+        voted.append(failure)
+        if failure is not None:
+            raise failure
+
+    def no_memory(*_: Any, **__: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    group = nobody_else()
+    monkeypatch.setattr(group, "vote", vote)
+    receiver = Receiver(NOBODY, spec=SPEC, layout=layout, coords=layout.coords(1), fanout=group)
+    monkeypatch.setattr(receiver, "_buffer", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        receiver.receive(replace(TICKET, layout=layout))
+    assert isinstance(voted[0], torch.OutOfMemoryError)
+
+
+def test_a_failed_receive_leaves_no_cycle_that_keeps_groups_and_buffers() -> None:
+    """What only a collection frees may live until the interpreter ends, and gloo's threads then end the process."""
+    layout = TrainerLayout()
+    group = nobody_else()
+    receiver = Receiver(NOBODY, spec=SPEC, layout=layout, coords=layout.coords(0), fanout=group)
+    gone = weakref.ref(group)
+    gc.disable()
+    try:
+        with suppress(errors.TicketMismatch):
+            receiver.receive(replace(TICKET, layout=TrainerLayout(tp=2)))
+        del receiver, group
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_reason_of_any_characters_reaches_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_global_rank", lambda _group, rank: rank)
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: None)
+    assert nobody_else()._share("no file \udcff", source=0) == "no file ?"
+
+
+def test_a_shard_that_is_handed_on_without_a_group_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TP with sequence parallelism and no fan-out given."""
+    layout = TrainerLayout(tp=2)
+    receiver = Receiver(NOBODY, spec=SPEC, layout=layout, coords=layout.coords(0))
+    asked = list[str]()
+
+    def arrive(_: RelayConnection, landed: ShardBuffer) -> None:
+        asked.append(landed.ticket.run)
+        landed.begin()
+        landed.rows(ROWS_TLK, begin=0)
+        assert landed.verify(layer_digests(ROWS_TLK, first_row=0).tobytes() * 2) == []
+
+    monkeypatch.setattr(RelayConnection, "receive", arrive)
+    with pytest.raises(errors.UsageError, match="scatter over 1 TP ranks got 2 parts"):
+        receiver.receive(replace(TICKET, layout=layout))
+    assert asked == ["run"]
