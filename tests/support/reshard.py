@@ -1,16 +1,15 @@
 """Cases of resharding: random ones, plain ones, and the shard maps of a DeepSeek-V3-like model. No bytes are sent.
 
 45,215 tensors, 256 trainer ranks to 8 engines of 32 ranks. Trainers: dense weights cut 8 ways, experts over 64 ranks.
-Engines: dense weights cut 32 ways, experts over all 32 ranks. With pipeline stages the layers are dealt out in runs; a
-stage that holds more bytes than others then bounds the busiest sender, which `floor` shows.
+Engines: dense weights cut 32 ways, experts over all 32 ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,22 +24,22 @@ Cut = int | None
 """The axis along which tensor parallelism cuts; None for replicated."""
 
 
-def tensors() -> Iterator[tuple[str, tuple[int, ...], Cut, int | None, int]]:
-    """(name, shape, cut, expert, layer) of the whole model; layers 0 and 60 carry embedding and head."""
-    yield "embed", (VOCABULARY, HIDDEN), ROWS, None, 0
+def tensors() -> Iterator[tuple[str, tuple[int, ...], Cut, int | None]]:
+    """(name, shape, cut, expert) of the whole model."""
+    yield "embed", (VOCABULARY, HIDDEN), ROWS, None
     for layer in range(LAYERS):
         for name, shape, cut in _attention():
-            yield f"layers.{layer}.{name}", shape, cut, None, layer
+            yield f"layers.{layer}.{name}", shape, cut, None
         mlp = _mlp(18_432) if layer < DENSE_LAYERS else _mlp(2048)
         for name, shape, cut in mlp:
-            yield f"layers.{layer}.mlp.{name}", shape, cut, None, layer
+            yield f"layers.{layer}.mlp.{name}", shape, cut, None
         if layer >= DENSE_LAYERS:
-            yield f"layers.{layer}.mlp.gate", (EXPERTS, HIDDEN), None, None, layer
+            yield f"layers.{layer}.mlp.gate", (EXPERTS, HIDDEN), None, None
             for expert in range(EXPERTS):
                 for name, shape, _ in _mlp(2048):
-                    yield f"layers.{layer}.mlp.experts.{expert}.{name}", shape, None, expert, layer
-    yield "norm", (HIDDEN,), None, None, LAYERS - 1
-    yield "head", (VOCABULARY, HIDDEN), ROWS, None, LAYERS - 1
+                    yield f"layers.{layer}.mlp.experts.{expert}.{name}", shape, None, expert
+    yield "norm", (HIDDEN,), None, None
+    yield "head", (VOCABULARY, HIDDEN), ROWS, None
 
 
 def _attention() -> tuple[tuple[str, tuple[int, ...], Cut], ...]:
@@ -81,21 +80,15 @@ def held_by(shards: ShardMap, rank: int) -> dict[str, list[Box]]:
     return {meta.name: mine for meta, mine in zip(shards.metas, boxes, strict=True) if mine}
 
 
-def model_side(*, ranks: int, tp: int, ep: int, stages: int = 1, first: int = 0) -> ShardMap:
-    """A side of `ranks` ranks from number `first`: stage by stage, then TP or EP fastest, replicas for the rest."""
-    known: dict[tuple[Any, ...], Layout] = {}
-
-    def layout(shape: tuple[int, ...], cut: Cut, expert: int | None, layer: int) -> Layout:
-        stage = layer * stages // LAYERS
-        key = shape, cut, None if expert is None else expert * ep // EXPERTS, stage
-        if key not in known:
-            mine = range(first + stage * ranks // stages, first + (stage + 1) * ranks // stages)
-            known[key] = _layout(shape, cut, key[2], mine, tp=tp, ep=ep)
-        return known[key]
-
+def model_side(*, ranks: int, tp: int, ep: int, first: int = 0) -> ShardMap:
+    """A side of `ranks` ranks from number `first`: TP or EP fastest, replicas for the rest."""
+    layout, mine = cache(_layout), range(first, first + ranks)
     return ShardMap(
-        (TensorMeta(name=name, dtype=torch.bfloat16, shape=shape), layout(shape, cut, expert, layer))
-        for name, shape, cut, expert, layer in tensors()
+        (
+            TensorMeta(name=name, dtype=torch.bfloat16, shape=shape),
+            layout(shape, cut, None if expert is None else expert * ep // EXPERTS, mine, tp=tp, ep=ep),
+        )
+        for name, shape, cut, expert in tensors()
     )
 
 
@@ -107,28 +100,13 @@ def _layout(shape: tuple[int, ...], cut: Cut, slot: int | None, ranks: range, *,
     return chunked(shape, cut, [[rank for rank in ranks if rank % tp == part] for part in range(tp)])
 
 
-def bounds_of(source: ShardMap, target: ShardMap, *, world_size: int) -> tuple[int, int, float]:
-    """Bytes of the busiest rank: the least that was possible, what it sends, and the mean plus two percent and an item."""
+def bounds_of(source: ShardMap, target: ShardMap, *, world_size: int) -> tuple[int, float]:
+    """Bytes of the busiest rank: what it sends, and the mean plus two percent and an item."""
     dealt, loads_R = batches(source, target), np.zeros(world_size, dtype=np.int64)
-    sizes = [(batch.holders, len(deal(loads_R, batch)) * batch.nbytes) for batch in dealt]
-    mean = loads_R.sum() / len({rank for holders, _ in sizes for rank in holders})
-    return floor_bytes(sizes), int(loads_R.max()), 1.02 * mean + max(batch.nbytes for batch in dealt)
-
-
-def floor_bytes(sizes: Sequence[tuple[tuple[int, ...], int]]) -> int:
-    """A lower bound of the busiest sender, over the holder sets that occur and their union.
-
-    Items whose holders all lie in a set must be sent from within it, so the set's mean is a bound.
-    """
-    totals: dict[frozenset[int], int] = {}
-    for ranks, nbytes in sizes:
-        key = frozenset(ranks)
-        totals[key] = totals.get(key, 0) + nbytes
-    sets = [*totals, frozenset().union(*totals)] if totals else []
-    means = [
-        -(-sum(nbytes for ranks, nbytes in totals.items() if ranks <= outer) // len(outer)) for outer in sets
-    ]
-    return max(means, default=0)
+    for batch in dealt:
+        deal(loads_R, batch)
+    mean = loads_R.sum() / len({rank for batch in dealt for rank in batch.holders})
+    return int(loads_R.max()), 1.02 * mean + max(batch.nbytes for batch in dealt)
 
 
 # -- random and plain cases
