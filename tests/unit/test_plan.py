@@ -61,14 +61,6 @@ def test_maps_of_all_ranks_name_each_row_and_each_token_of_each_sample_once(
             assert sorted(tokens_named) == [(s, p) for s, n in enumerate(batch.tokens) for p in range(n)]
 
 
-def test_a_chunk_without_any_moe_layer_is_an_empty_shard() -> None:
-    plan, ids = make_plan(TrainerLayout(pp=4), size=1, batches=4, seed=0)
-    shard = plan.shard(dp=0, pp=0)
-    assert shard.layers == () and shard.nbytes == 0
-    assert place_samples(plan, dp=0, ids_of=ids.__getitem__)[0, 0, 0].size == 0
-    assert all(view.shape[1] == 0 for view in shard.views(np.empty(0, np.uint8)))
-
-
 def test_mtp_layers_are_left_out_unless_mapped_and_then_replay_their_named_layer() -> None:
     assert TrainerLayout(pp=2).stage_layers(SPEC, pp=1) == (2, 3)
     layout = TrainerLayout(pp=2, mtp=(3, 1))

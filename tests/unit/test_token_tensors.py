@@ -341,7 +341,7 @@ def test_each_router_gets_the_weights_of_its_ids(layout: str, tmp_path: Path) ->
     [("sampling_masks", 34, 34, 34), ("topk_logprobs:128", 550, 550, 550), ("combine_weights", 50, 18 + 34, 34)],
 )  # fmt: skip
 def test_a_plan_has_the_bytes_of_tensors(option: str, nbytes: int, wire: int, last: int) -> None:
-    """Of each of 400 tokens: weights go to the stages of one MoE layer and of two, other tensors to the last stage alone."""
+    """Weights go to the stages of one MoE layer and of two, other tensors to the last stage alone; there are 400 tokens."""
     plan = plan_of([101] * 4, spec=SPEC, layout=TrainerLayout.parse("pp=2"))
     plain, more = (add_up(plan, machines=Machines(), tensors=tensors_of(names)) for names in ("", option))
     assert more.tensor_bytes_per_token == {option.partition(":")[0]: nbytes}
