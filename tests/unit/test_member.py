@@ -244,6 +244,16 @@ def test_digests_that_come_damaged_are_asked_for_again(play: Play) -> None:
     assert first.digests == b"" and second.digests == DIGESTS
 
 
+def test_masks_that_come_damaged_are_asked_for_again(play: Play) -> None:
+    def good(relay: Played) -> None:
+        masked(relay)
+        relay.thank()
+
+    stage = play(lambda relay: masked(relay, tensors=[[len(MASKS), 1]]), good)
+    first, second = receive(stage, ticket=MASKED)
+    assert (first.taken, second.taken) == (b"", MASKS)
+
+
 def test_samples_that_always_come_damaged_are_all_named(play: Play) -> None:
     names = [f"s{index}" for index in range(300)]
     stage = play(damaged)
