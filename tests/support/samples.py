@@ -37,8 +37,8 @@ def frame_of(
     """The frame of a sample of `tokens` tokens: half its rows prefilled, half decoded."""
     ids = random_ids(tokens - 1, spec=spec, seed=seed)
     middle = (tokens - 1) // 2
-    halves = (0, middle, RowKind.PREFILLED), (middle, tokens - 1, RowKind.DECODED)
-    spans = [span(a, b, version, kind) for a, b, kind in halves if b > a]
+    halves = span(0, middle, version, RowKind.PREFILLED), span(middle, tokens - 1, version)
+    spans = [half for half in halves if half.start < half.end]
     return encode_frame(spec, **({"expert_ids_TLK": ids, "provenance": spans} | changes))
 
 

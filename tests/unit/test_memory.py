@@ -149,10 +149,8 @@ class Machine(RuleBasedStateMachine):
     def books_are_in_order(self) -> None:
         assert self.store.live_bytes == self.used() <= MIB
         assert len(self.store) == len(self.live)
-        assert len(self.store._waiting) == len(self.waiting) and not any(
-            answer for *_, answer in self.waiting
-        )
-
+        assert len(self.store._waiting) == len(self.waiting)
+        assert not any(answer for *_, answer in self.waiting)
         assert self.store.held_bytes <= MIB, "kept memory is within the ceiling, too"
         for block, _, mark in self.live:  # none was written over
             check(block, mark)
@@ -217,25 +215,18 @@ def test_those_behind_one_that_gives_up_are_served_at_once(store: Store) -> None
 
 
 def test_many_threads_end_with_the_books_in_order(store: Store) -> None:
-    def let_go(block: Block, mark: int) -> None:
-        check(block, mark)
-        block.free()
-
     def work(seed: int) -> None:
         draw, mine = random.Random(seed), list[tuple[Block, int]]()
-        for turn in range(150):
-            if mine and draw.random() < 0.5:
-                let_go(*mine.pop(draw.randrange(len(mine))))
-            else:
-                block = store.allocate(draw.randrange(1, 200 * KIB), timeout_s=WAIT_S)
-                fill(block, seed * 31 + turn)
-                mine.append((block, seed * 31 + turn))
-            if len(mine) > 2:
-                let_go(*mine.pop(0))
-            if turn % 50 == 0:
+        for mark in range(seed * 31, seed * 31 + 150):
+            mine.append((store.allocate(draw.randrange(1, 200 * KIB), timeout_s=WAIT_S), mark))
+            fill(*mine[-1])
+            while mine and (len(mine) > 2 or draw.random() < 0.5):
+                held = mine.pop(draw.randrange(len(mine)))
+                check(*held)
+                held[0].free()
+            if mark % 50 == 0:
                 store.trim(idle_s=0)
-        for held in mine:
-            let_go(*held)
+        free(*(block for block, _ in mine))
 
     with ThreadPoolExecutor(6) as pool:
         for future in [pool.submit(work, seed) for seed in range(6)]:
@@ -252,10 +243,9 @@ def test_memory_that_is_not_to_be_had_leaves_nothing(store: Store, monkeypatch: 
     def none(*_: object) -> None:
         raise MemoryError("no memory")
 
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
         patched.setattr(np, "empty", none)
-        with pytest.raises(MemoryError):
-            store.allocate(10)
+        store.allocate(10)
     assert store.live_bytes == len(store) == 0
 
 

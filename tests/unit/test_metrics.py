@@ -26,11 +26,11 @@ from r3channel.observe.stage_clock import STAGES, WAITS, Span, StageClock, merge
 from r3channel.tools.run_model import hidden_share, waits_of
 from r3channel.trainer.mismatch import LayerMismatch, MismatchReport, publish
 from tests.support.children import said_by
-from tests.support.waits import PROGRAM_S
+from tests.support.waits import PROGRAM_S, SOON_S
 
 
 def page(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=SOON_S) as reply:
         return reply.read().decode()
 
 
@@ -46,14 +46,9 @@ def test_an_outer_span_pauses_while_an_inner_one_runs(monkeypatch: pytest.Monkey
         with clock.span("verify"):
             now[0] += 30
         now[0] += 2
-    assert clock.totals() == {"ingest": 3.0, "verify": 30.0} == clock.totals(step=3), (
-        "the inner one's step too"
-    )
-    assert clock.totals(step=4) == {} and [span.stage for span in clock.spans()] == [
-        "ingest",
-        "verify",
-        "ingest",
-    ]
+    assert clock.totals() == {"ingest": 3.0, "verify": 30.0} == clock.totals(step=3), "the inner one's too"
+    assert clock.totals(step=4) == {}
+    assert [span.stage for span in clock.spans()] == ["ingest", "verify", "ingest"]
 
 
 def test_a_profilers_ranges_nest_as_the_spans_do_which_end_where_their_body_raises() -> None:
@@ -329,12 +324,6 @@ def test_the_table_has_a_line_per_stage_in_the_order_of_the_design() -> None:
     ]
 
 
-def test_work_is_what_follows_the_seal_and_a_wait_is_one_for_routing() -> None:
-    relay = spans("place", (0, 3)) + spans("send", (3, 4)) + spans("verify", (0, 9))
-    trainer = spans("wait_wire", (3, 4)) + spans("wait_generation", (0, 4)) + spans("forward", (0, 4))
-    assert hidden_share(relay, trainer) == 0.75
-
-
 def test_a_trainers_waits_are_added_up_by_step() -> None:
     waits = [("wait_relay", 3, 0, 1), ("wait_wire", 3, 1, 1.5), ("wait_relay", 4, 2, 3)]
     others = [("wait_generation", 3, 5, 9), ("forward", 4, 9, 10), ("wait_join", None, 0, 1)]
@@ -343,16 +332,19 @@ def test_a_trainers_waits_are_added_up_by_step() -> None:
 
 
 WAITED = {
-    "outside of every wait": ([(0, 1), (2, 4)], spans("wait_relay", (1, 2), (4, 5)), 1.0),
-    "no send": ([], spans("wait_wire", (0, 5)), 0.0),
-    "within a wait": ([(1, 2)], spans("wait_wire", (0, 5)), 0.0),
-    "two at the same time each count": ([(0, 2), (0, 2)], spans("wait_relay", (0, 1)), 0.5),
+    "outside of every wait": (spans("send", (0, 1), (2, 4)), spans("wait_relay", (1, 2), (4, 5)), 1.0),
+    "no send": ([], spans("wait_wire", (0, 5)), 0.0), "within a wait": (spans("send", (1, 2)), spans("wait_wire", (0, 5)), 0.0),
+    "two at the same time each count": (spans("send", (0, 2), (0, 2)), spans("wait_relay", (0, 1)), 0.5),
     "waits of several trainers that overlap expose a moment once": (
-        [(0, 10)], spans("wait_relay", (1, 3), (2, 4)) + spans("wait_wire", (3.5, 4)), 0.7,
+        spans("send", (0, 10)), spans("wait_relay", (1, 3), (2, 4)) + spans("wait_wire", (3.5, 4)), 0.7,
+    ),
+    "work is what follows the seal, and a wait is one for routing": (
+        spans("place", (0, 3)) + spans("send", (3, 4)) + spans("verify", (0, 9)),
+        spans("wait_wire", (3, 4)) + spans("wait_generation", (0, 4)) + spans("forward", (0, 4)), 0.75,
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("sends", "waits", "hidden"), WAITED.values(), ids=WAITED)
-def test_a_send_is_hidden_where_nobody_waits(sends: list[tuple], waits: list[Span], hidden: float) -> None:
-    assert hidden_share(spans("send", *sends), waits) == pytest.approx(hidden, abs=0)
+@pytest.mark.parametrize(("relay", "trainers", "hidden"), WAITED.values(), ids=WAITED)
+def test_a_send_is_hidden_where_nobody_waits(relay: list[Span], trainers: list[Span], hidden: float) -> None:
+    assert hidden_share(relay, trainers) == pytest.approx(hidden, abs=0)

@@ -81,12 +81,8 @@ def test_applied_and_reversed_files_are_as_before(target: Path, capsys: pytest.C
         expected = AFTER if "is applied" in said[-1] else BEFORE
         assert files_of(target) == expected and (target / "lib/one.py").stat().st_mode & 0o777 == 0o755
     again = ", and was; nothing was changed"
-    assert said == [
-        f"lib-1 is {word}"
-        for word in (
-            "applicable", "applied", "applied", f"applied{again}", "applicable", "applicable", f"applicable{again}",
-        )
-    ]  # fmt: skip
+    words = "applicable", *["applied"] * 2, f"applied{again}", *["applicable"] * 2, f"applicable{again}"
+    assert said == [f"lib-1 is {word}" for word in words]
 
 
 @pytest.mark.parametrize("action", ["check", "apply", "reverse"])
@@ -161,21 +157,20 @@ def test_of_two_patches_the_one_that_fits_is_meant(target: Path, patches: Path, 
     assert run("apply", target) == 0 and files_of(target) == AFTER
 
 
-@pytest.mark.parametrize("where", ["file", "variables"])
-def test_a_users_git_settings_have_no_say(target: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """These would end every line with two characters."""
+@pytest.mark.parametrize("where", ["file", "variables", "checkout"])
+def test_a_users_git_has_no_say(target: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Its settings would end every line with two characters, its checkout would be asked."""
+    home = target.parent
+    (home / ".gitconfig").write_text("[core]\n\tautocrlf = true\n")
     settings = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "core.autocrlf", "GIT_CONFIG_VALUE_0": "true"}
-    (target.parent / ".gitconfig").write_text("[core]\n\tautocrlf = true\n")
-    for name, value in {"HOME": str(target.parent)}.items() if where == "file" else settings.items():
+    checkout = {"GIT_DIR": f"{home}/.git", "GIT_WORK_TREE": str(home)}
+    if where == "checkout":
+        subprocess.run(["git", "init", "-q"], cwd=home, check=True)
+        monkeypatch.setattr(tempfile, "tempdir", str(home))
+    for name, value in {"file": {"HOME": str(home)}, "variables": settings, "checkout": checkout}[
+        where
+    ].items():
         monkeypatch.setenv(name, value)
-    assert run("apply", target) == 0 and files_of(target) == AFTER
-
-
-def test_a_checkout_and_gits_variables_have_no_say(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    subprocess.run(["git", "init", "-q"], cwd=target.parent, check=True)
-    monkeypatch.setenv("GIT_DIR", str(target.parent / ".git"))
-    monkeypatch.setenv("GIT_WORK_TREE", str(target.parent))
-    monkeypatch.setattr(tempfile, "tempdir", str(target.parent))
     assert run("apply", target) == 0 and files_of(target) == AFTER
 
 

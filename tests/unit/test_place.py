@@ -1,6 +1,7 @@
-"""Placement: over random layouts, turns and rows without routing, each byte of a shard is written once, with its digest.
+"""Over random layouts and rows without routing: each row is sent once, each byte of a shard written once.
 
 What stands where is compared with the oracle in tests/support/plans.py, which cuts whole samples as the default path does.
+Digests: the device's are the host's here, and the host's are those of what routers are handed in test_rank_shard.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.placement import Placement, place_samples, place_shard, spread_ids
 from r3channel.plan.shards import Shard
-from r3channel.plan.stream import Stream
+from r3channel.plan.stream import Stream, Stretches, step_streams
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.trainer import buckets as buckets_module
 from r3channel.trainer.buckets import DevicePlacement
-from r3channel.wire.digest import layer_digests
 from r3channel.wire.routing import Ids
 from tests.support.loops import numba
 from tests.support.plans import Step, oracle_rows, steps
@@ -85,38 +85,6 @@ def test_each_router_finds_its_rows_in_order_and_spread_ids_elsewhere(step: Step
                     assert np.array_equal(view[slot, index], np.where(line_RK < 0, pads_RK, line_RK))
 
 
-@settings(max_examples=80)
-@given(step=steps(), bucket_rows=st.integers(1, 50), there=st.booleans())
-def test_digests_of_what_is_placed_are_those_of_the_samples_rows(
-    step: Step, bucket_rows: int, there: bool
-) -> None:
-    """`there`: numba is."""
-    totals: dict[tuple[int, str], Ids] = {}
-    for shard in step.shards:
-        with numba(there):
-            _, digests_CSL = filled(step, shard, bucket_rows=bucket_rows)
-        sources, samples = list(shard.sources), Stream.of(step.ticket, shard).samples
-        expected = np.zeros_like(digests_CSL)
-        first = 0
-        for number, batch in enumerate(shard.microbatches):
-            sample_SR, position_SR = shard.table.row_map(cp=shard.cp, microbatch=number)
-            for slot, (sample_R, position_R) in enumerate(zip(sample_SR, position_SR, strict=True)):
-                for index, name in enumerate(batch.sample_ids):
-                    rows = position_R[(sample_R == index) & (position_R < batch.tokens[index] - 1)]
-                    own_T = step.valid(name) & np.isin(np.arange(batch.tokens[index] - 1), rows)
-                    found_L = layer_digests(step.ids[name], first_row=0, valid_T=own_T)
-                    expected[slot, first + index] = found_L[sources]
-            first += len(batch.sample_ids)
-        assert np.array_equal(digests_CSL, expected)
-        for index, sample in enumerate(samples):
-            key = shard.pp, sample.sample_id
-            totals[key] = totals.get(key, 0) + digests_CSL[:, index].sum(axis=0, dtype=np.uint64)
-    for (pp, name), found_L in totals.items():  # over slots and context ranks: the engine's own
-        sources = list(next(shard for shard in step.shards if shard.pp == pp).sources)
-        engine_L = layer_digests(step.ids[name], first_row=0, valid_T=step.valid(name))
-        assert np.array_equal(found_L, engine_L[sources])
-
-
 @settings(max_examples=60)
 @given(step=steps(), there=st.booleans())
 def test_whole_samples_place_what_the_relay_sends(step: Step, there: bool) -> None:
@@ -165,9 +133,8 @@ def test_large_batches_of_rows_are_the_same_over_the_compiled_blocks_and_past_th
 
 def test_a_bucket_costs_a_device_five_operations_and_the_places_of_many_nine() -> None:
     spec = sparse(3, experts=300, top_k=8)
-    ticket = Ticket(
-        "run", 1, spec, TrainerLayout(), Assignment.given([[["a"]]]), [TicketSample("a", 9001, 0, 0, ())], 1
-    )
+    samples = [TicketSample("a", 9001, 0, 0, ())]
+    ticket = Ticket("run", 1, spec, TrainerLayout(), Assignment.given([[["a"]]]), samples, 1)
     (shard,) = ticket.plan.shards
     stream = Stream.of(ticket, shard)
     placement = DevicePlacement(stream, torch.empty(shard.nbytes, dtype=torch.uint8))
@@ -176,3 +143,68 @@ def test_a_bucket_costs_a_device_five_operations_and_the_places_of_many_nine() -
         with Operations() as operations:
             placement.rows(bucket.clone(), digests, begin=begin)
         assert len(operations.names) == most + 1, operations.names  # and the clone
+
+
+# -- what the relay sends to a receiver: each row once, in order -------------------------------------------------------
+
+Row = tuple[int, int]
+"""(sample of the DP rank, position)."""
+
+
+def rows_of(stream: Stream, stretches: Stretches) -> list[Row]:
+    """One after another; the tail of a pack is sample -1."""
+    sample = stream.sample_of[stretches.run].tolist()
+    return [
+        (own, position)
+        for own, first, rows in zip(sample, stretches.position.tolist(), stretches.rows.tolist(), strict=True)
+        for position in range(first, first + rows)
+    ]
+
+
+def counts(stream: Stream, *parts: Stretches) -> np.ndarray:
+    """How often each row of all runs is named."""
+    runs = stream.runs
+    begin = np.cumsum(runs.length) - runs.length
+    found = np.zeros(int(runs.length.sum()), int)
+    for part in parts:
+        for run, position, rows in zip(part.run, part.position, part.rows, strict=True):
+            first = begin[run] + position - runs.position[run]
+            assert begin[run] <= first and first + rows <= begin[run] + runs.length[run]
+            found[first : first + rows] += 1
+    return found
+
+
+@settings(max_examples=150)
+@given(step=steps(), none=st.integers(0, 4).map(lambda number: not number))
+def test_a_stream_is_the_ranks_rows_with_routing_in_order_and_the_pads_are_the_rest(
+    step: Step, none: bool
+) -> None:
+    """Together they name each row of the shard once. `none`: no row of the step has routing."""
+    if none:
+        samples = [sample._replace(invalid=((0, sample.tokens - 1),)) for sample in step.ticket.samples]
+        step = replace(step, ticket=replace(step.ticket, samples=samples))
+    for shard in step.shards:
+        stream = Stream.of(step.ticket, shard)
+        assert (counts(stream, stream.pads, stream.stretches) == 1).all()
+        assert stream.runs.length.sum() * shard.row_bytes == shard.nbytes
+        own = rows_of(stream, stream.stretches)
+        valid = [step.valid(sample.sample_id) for sample in stream.samples]
+        assert own == sorted(own) and all(valid[sample][position] for sample, position in own)
+        assert stream.nbytes == len(own) * stream.row_bytes
+        sends = list(stream.sends())
+        assert [(sample, at) for sample, first, rows in sends for at in range(first, first + rows)] == own
+        ends = {(sample, first + rows) for sample, first, rows in sends}
+        assert not ends & {(sample, first) for sample, first, _ in sends[1:]}
+
+
+@settings(max_examples=60)
+@given(step=steps())
+def test_what_the_relay_works_out_for_all_receivers_is_what_each_does_for_itself(step: Step) -> None:
+    ticket = Ticket.from_bytes(step.ticket.to_bytes())
+    of_step = step_streams(ticket)
+    assert ticket == step.ticket
+    for shard in step.shards:
+        sent, (begin, end) = of_step[shard.cp].sent, ticket.plan.microbatches.begin[shard.dp : shard.dp + 2]
+        part = slice(*np.searchsorted(sent[0], (begin, end)))
+        theirs = Stream.of(ticket, ticket.plan.shard(dp=shard.dp, pp=shard.pp, cp=shard.cp))
+        assert np.array_equal([sent[0][part] - begin, sent[1][part], sent[2][part]], theirs.sent)

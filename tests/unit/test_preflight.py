@@ -29,12 +29,9 @@ def taken() -> Iterator[int]:
 
 def test_the_demo_says_all_that_is_wrong_at_once_and_starts_nothing(tmp_path: Path, taken: int) -> None:
     (file := tmp_path / "file").touch()
-    options = [
-        *("--layout", "dp=3,tp=5", "--samples", "12", "--report", f"{file}/report", "--record", f"{file}/record"),
-        *("--r3-metrics-port", str(taken - 2), "--r3-journal", f"{file}/store"),
-    ]  # fmt: skip
-    asked = ("-m", "examples.demo", *options)
-    done = run(*asked, TMPDIR=str(tmp_path), PYTHONPROFILEIMPORTTIME="1")
+    options = f"--layout dp=3,tp=5 --samples 12 --report {file}/report --record {file}/record --r3-journal {file}/store"
+    asked = f"-m examples.demo {options} --r3-metrics-port {taken - 2}"
+    done = run(*asked.split(), TMPDIR=str(tmp_path), PYTHONPROFILEIMPORTTIME="1")
     assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr
     said = done.stderr
     assert "--layout dp=3,tp=5: tp=5 does not divide the model's 4 attention heads" in said

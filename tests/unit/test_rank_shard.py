@@ -1,8 +1,10 @@
-"""One rank's rows: refused, left to the live router or masked without routing; held against the digests of the engine."""
+"""One rank's rows, and what its model is given: refused, left to the live router, masked, held against digests and ticket."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,19 +12,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3channel.errors import DigestMismatch, RowsInvalid, RowsStale, UsageError
-from r3channel.model.spec import RoutingSpec
+from examples.embedded.bench.operations import Operations
+from examples.embedded.model import VOCAB_SIZE
+from r3channel.errors import DigestMismatch, RowsInvalid, RowsStale, TicketMismatch, UsageError
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.placement import Placement
+from r3channel.plan.row_order import RowTable
 from r3channel.plan.shards import Shard
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.trainer.model_tokens import ModelTokens, say_once
 from r3channel.trainer.rank_shard import RankShard, slot_parts
 from r3channel.trainer.staleness import UNKNOWN
-from r3channel.wire.routing import RowKind
+from r3channel.wire.routing import RowKind, as_tokens, hash_tokens
+from tests.engine.host_copies import HostCopies
 from tests.support.plans import Step, steps
-from tests.support.samples import SPEC, random_ids, span
+from tests.support.samples import SPEC, random_ids, span, sparse
 
 
 def shard_of(
@@ -153,21 +159,21 @@ def test_one_changed_id_is_named_before_the_step_ends(
         assert (refusal.value.ranks, refusal.value.step) == ((rank.shard.key,), step.ticket.step)
 
 
-def two_samples(layers: int = 2) -> RankShard:
-    """Two micro-batches of one sample each."""
-    names, moe_layers = ("a", "b"), tuple(range(layers))
-    spec = RoutingSpec(num_layers=layers, moe_layers=moe_layers, num_experts=128, top_k=8)
+def two_samples() -> RankShard:
+    """Two micro-batches of one sample each, as on a GPU."""
+    names, spec = ("a", "b"), sparse(2, experts=128, top_k=8)
     samples = [TicketSample(name, 9, 0, 0, ()) for name in names]
     assignment = Assignment.given([[[name] for name in names]])
     ticket = Ticket("run", 1, spec, TrainerLayout(), assignment, samples, 1 << 20)
     ids = {name: random_ids(8, spec=spec, seed=seed) for seed, name in enumerate(names)}
-    return ranks_of(step := Step(ticket, ids, 0), step.shards[0])[0]
+    (rank,) = ranks_of(step := Step(ticket, ids, 0), step.shards[0])
+    rank.digests._host_SL = None
+    return rank
 
 
 @pytest.mark.parametrize("passes", [(True, False), (False, True)], ids=["forward", "recompute"])
 def test_a_difference_in_either_pass_is_kept_until_the_device_is_asked(passes: tuple[bool, bool]) -> None:
     rank = two_samples()
-    rank.digests._host_SL = None  # as on a GPU
     for wrong in passes:
         rank.check_digest(0, 0, rank.layer_ids(1 if wrong else 0, 0))
     with pytest.raises(DigestMismatch, match=r"of samples \['a'\]"):
@@ -176,21 +182,11 @@ def test_a_difference_in_either_pass_is_kept_until_the_device_is_asked(passes: t
 
 def test_a_device_keeps_one_micro_batch_widened_whatever_layers_a_pass_leaves_out() -> None:
     rank = two_samples()
-    rank.digests._host_SL = None  # as on a GPU
     for index in range(2):
         rank.check_digest(index, 0, rank.layer_ids(index, 0))
         assert list(rank.digests._ahead) == [index]
     rank.check_digest(1, 1, rank.layer_ids(1, 1))
     assert rank.digests._ahead == {}
-
-
-def test_exchanged_layers_micro_batches_and_rows_are_noticed() -> None:
-    rank = two_samples()
-    turned = rank.layer_ids(0, 0).clone()
-    turned[[2, 3]] = turned[[3, 2]]
-    for other in (rank.layer_ids(0, 1), rank.layer_ids(1, 0), turned):
-        with pytest.raises(DigestMismatch, match=r"of samples \['a'\]"):
-            rank.check_digest(0, 0, other)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +243,8 @@ def test_the_mask_policy_takes_stale_tokens_out_of_the_loss_and_no_others() -> N
 
     shard.set_version(7, max_staleness=3, on_stale="mask")
     assert shard.loss_mask(0)[0].all()
+    (accepting := aged()).set_version(7, max_staleness=0)
+    assert not accepting.loss_mask_missed and accepting.loss_mask(0)[0].all()
 
 
 def test_with_context_parallelism_each_rank_masks_its_own_tokens() -> None:
@@ -259,13 +257,6 @@ def test_with_context_parallelism_each_rank_masks_its_own_tokens() -> None:
         assert all(position[gone] < 3)
         masked += int(gone.sum())
     assert masked == 3
-
-
-def test_accept_changes_nothing() -> None:
-    shard = aged()
-    shard.set_version(7, max_staleness=0)
-    assert not shard.loss_mask_missed
-    assert torch.equal(shard.loss_mask(0), aged().loss_mask(0))
 
 
 @pytest.mark.parametrize(
@@ -283,3 +274,99 @@ def test_rows_outside_the_bound_are_refused_by_sample_with_both_versions(
         aged(*samples).set_version(version, max_staleness=bound, on_stale="reject")
     assert (refusal.value.samples, refusal.value.step) == (names, 3)
     aged().set_version(7, max_staleness=3, on_stale="reject")
+
+
+# -- what a model is given: another layout is refused with its cause, with or without tokens ---------------------------
+
+LENGTHS = (17, 5, 9)
+TOKENS = [np.random.default_rng(n).integers(4, VOCAB_SIZE, n).tolist() for n in LENGTHS]
+PADDED, PACKED = TrainerLayout(), TrainerLayout(packing="thd")
+LEFT, ORDER = "padded on the left", "in the order [2, 1, 0]"
+
+
+def rank_of(layout: TrainerLayout, *, cp: int = 0) -> RankShard:
+    hashes = [hash_tokens(as_tokens(own)) for own in TOKENS]
+    samples = [TicketSample(f"s{at}", len(own), hashes[at], 0, ()) for at, own in enumerate(TOKENS)]
+    return shard_of(samples, layout, cp=cp)
+
+
+def planned(layout: TrainerLayout, *, cp: int = 0, tokens: Any = TOKENS) -> torch.Tensor:
+    return rank_of(layout, cp=cp).model_input(0, tokens)[0]
+
+
+def left_padded(layout: TrainerLayout, cp: int = 0) -> torch.Tensor:
+    whole = max(LENGTHS) + -max(LENGTHS) % (2 * layout.cp if layout.cp > 1 else 1)
+    return planned(layout, cp=cp, tokens=[[0] * (whole - len(own)) + own for own in TOKENS])
+
+
+def refusal_of(rank: RankShard, ids: torch.Tensor, *, given: bool) -> str:
+    with pytest.raises(TicketMismatch) as refusal:
+        ModelTokens(rank, [TOKENS] if given else None).check(0, ids)
+    assert refusal.value.step == 3 and refusal.value.samples[0] in ("s0", "s1", "s2")
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["tokens", "hashes"])
+@pytest.mark.parametrize("layout", [PADDED, PACKED], ids=["padded", "packed"])
+def test_a_batch_as_planned_passes_in_either_shape_whatever_its_padding(
+    layout: TrainerLayout, given: bool
+) -> None:
+    rank, ids = rank_of(layout), planned(layout)
+    ids[rank.padding_mask(0)] = 3
+    check = ModelTokens(rank, [TOKENS] if given else None)
+    check.check(0, ids)
+    check.check(0, ids.T.flatten().int())
+    check.verified()
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["tokens", "hashes"])
+def test_left_padding_and_another_order_are_found(given: bool) -> None:
+    padded, packed = rank_of(PADDED), rank_of(PACKED)
+    assert LEFT in refusal_of(padded, left_padded(PADDED), given=given)
+    assert ORDER in refusal_of(padded, planned(PADDED).flip(0), given=given)
+    reversed_pack = torch.tensor([[token for own in reversed(TOKENS) for token in own]])
+    assert ORDER in refusal_of(packed, reversed_pack, given=given)
+    other = planned(PADDED, tokens=[[1] * n for n in LENGTHS])
+    assert "of another batch" in refusal_of(padded, other, given=given)
+
+
+@pytest.mark.parametrize("layout", [PADDED, PACKED], ids=["padded", "packed"])
+@pytest.mark.parametrize(("by", "side"), [(1, "right"), (-1, "left")])
+def test_ids_that_are_shifted_by_one_are_found(layout: TrainerLayout, by: int, side: str) -> None:
+    rows = [np.roll(own, by).tolist() for own in TOKENS]
+    said = refusal_of(rank_of(layout), planned(layout, tokens=rows), given=True)
+    assert f"shifted to the {side}" in said and "'s0' at its position 0" in said
+
+
+@pytest.mark.parametrize("cp", [0, 1])
+@pytest.mark.parametrize("packing", ["padded", "thd"])
+def test_another_cut_over_context_parallel_ranks_is_found(packing: str, cp: int) -> None:
+    layout = TrainerLayout(cp=2, packing=packing)
+    rank, whole = rank_of(layout, cp=cp), RowTable(rank_of(layout).shard.microbatches, TrainerLayout())
+    ModelTokens(rank, [TOKENS]).check(0, planned(layout, cp=cp))
+    other = replace(rank.shard, table=whole, cp=0).lay_out(0, [as_tokens(own) for own in TOKENS])
+    contiguous = torch.from_numpy(np.split(other, 2, axis=1)[cp])
+    assert "cut contiguous, planned zigzag" in refusal_of(rank, contiguous, given=True)
+    if packing == "padded":
+        assert LEFT in refusal_of(rank, left_padded(layout, cp), given=True)
+
+
+def test_without_tokens_a_part_of_a_sample_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:
+    say_once.cache_clear()
+    for _ in range(2):
+        ModelTokens(rank_of(TrainerLayout(cp=2))).check(0, torch.zeros(1, 20))
+    assert len(caplog.records) == 1 and "sees parts of samples" in caplog.text
+
+
+def test_a_gpus_ids_are_noted_in_one_operation_and_read_when_the_step_is_verified() -> None:
+    check = ModelTokens(rank_of(PADDED), [TOKENS])
+    check._at_once = False  # as on a GPU
+    ids = planned(PADDED)
+    with HostCopies() as copies, Operations() as operations:
+        check.check(0, ids)
+    assert operations.names == ["aten::clone"] and copies.blocking == []
+    check.check(0, wrong := ids.flip(0))
+    wrong.zero_()  # the loop may use its memory again
+    with pytest.raises(TicketMismatch, match=r"in the order \[2, 1, 0\]"):
+        check.verified()
+    check.verified()

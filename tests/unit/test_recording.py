@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-import xxhash
 from safetensors.numpy import load_file
 
 from r3channel.cli import main
@@ -63,6 +61,13 @@ def record(recorder: Recorder, *steps: int) -> None:
         recorder.write(ticket_of(step), [[held(name, step)] for name in TOKENS])
 
 
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """A folder with step 0."""
+    record(Recorder(tmp_path), 0)
+    return tmp_path
+
+
 def check(folder: Path, step: int) -> None:
     found = Recording.open(folder).step(step)
     assert found.ticket == ticket_of(step) and found.cut == ()
@@ -71,28 +76,12 @@ def check(folder: Path, step: int) -> None:
         assert found.tokens[name].tolist() == list(range(tokens))
 
 
-def test_a_segments_bytes_are_as_its_description_says(tmp_path: Path) -> None:
-    record(Recorder(tmp_path), 0)
-    data, kinds = (tmp_path / segment_name(0)).read_bytes(), []
-    at = 0
-    while at < len(data):
-        head = data[at : at + 24]
-        assert head[:4] == b"R3R\x01"
-        assert data[at + 24 : at + 32] == xxhash.xxh3_64_intdigest(head).to_bytes(8, "little")
-        kind, sample, size = struct.unpack("<4xB3xI4xQ", head)
-        kinds.append((kind, sample, data[at + 32 : at + 35]))
-        at += 32 + -(-size // 16) * 16
-    assert [pair[:2] for pair in kinds] == [(1, 0), (2, 0), (3, 0), (2, 1), (3, 1), (2, 2), (3, 2), (4, 0)]
-    assert [text for kind, _, text in kinds if kind in (1, 3)] == [b"R3K", b"R3F", b"R3F", b"R3F"]
-
-
-def test_a_frame_of_another_model_in_a_torn_step_costs_its_sample_alone(tmp_path: Path) -> None:
-    record(Recorder(tmp_path), 0)
-    step = Recording.open(tmp_path).step(0)
+def test_a_frame_of_another_model_in_a_torn_step_costs_its_sample_alone(recorded: Path) -> None:
+    step = Recording.open(recorded).step(0)
     other = encode_frame(WIDE, expert_ids_TLK=random_ids(8, spec=WIDE))
-    path = write_step(tmp_path / "mixed", replace(step, frames={**step.frames, "a": (memoryview(other),)}))
+    path = write_step(recorded / "mixed", replace(step, frames={**step.frames, "a": (memoryview(other),)}))
     path.write_bytes(path.read_bytes()[:-HEAD_BYTES])  # without its end
-    assert Recording.open(tmp_path / "mixed").step(0).cut == ("a",)
+    assert Recording.open(recorded / "mixed").step(0).cut == ("a",)
 
 
 @pytest.mark.parametrize("rows", [range(5), range(3, 5)], ids=str)
@@ -109,23 +98,17 @@ def test_rows_beyond_a_samples_tokens_cost_it_alone(tmp_path: Path, capsys: Any,
         assert main(arguments) == 1, arguments
     assert Recording.open(forged).step(0).cut == ("c",) and main(["replay", forged]) == 0
     assert "1 samples are not whole: c" in capsys.readouterr().out
-    for arguments in (
-        ["inspect", router],
-        ["check", router],
-        ["check", good, router],
-        ["diff", good, router],
-    ):
-        assert main(arguments) == 2 and "sample c: rows" in capsys.readouterr().err
+    for words in (f"inspect {router}", f"check {router}", f"check {good} {router}", f"diff {good} {router}"):
+        assert main(words.split()) == 2 and "sample c: rows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cut", range(40))
-def test_a_torn_end_is_cut_at_the_last_whole_record_and_said(tmp_path: Path, cut: int) -> None:
-    record(Recorder(tmp_path), 0)
-    path = tmp_path / segment_name(0)
+def test_a_torn_end_is_cut_at_the_last_whole_record_and_said(recorded: Path, cut: int) -> None:
+    path = recorded / segment_name(0)
     data = path.read_bytes()
     path.write_bytes(data[: len(data) * cut // 40])
     try:
-        step = Recording.open(tmp_path).step(0)
+        step = Recording.open(recorded).step(0)
     except RecordingInvalid as error:
         assert "before its ticket does" in str(error) and cut < 20
         return
@@ -164,17 +147,16 @@ def test_a_recording_begun_while_samples_are_held_goes_out_and_comes_back(tmp_pa
     assert list(found.tokens) == ["c"] and np.array_equal(found.rows("a"), held("a").ids_TLK)
 
 
-def test_a_segment_that_was_spliced_is_noticed(tmp_path: Path) -> None:
-    record(Recorder(tmp_path), 0)
-    path, records = tmp_path / segment_name(0), read(tmp_path / segment_name(0))[0]
+def test_a_segment_that_was_spliced_is_noticed(recorded: Path) -> None:
+    path, records = recorded / segment_name(0), read(recorded / segment_name(0))[0]
     packed = [pack(one.kind, bytes(one.payload), sample=one.sample) for one in records]
     short = pack(Kind.TOKENS, bytes(8), sample=1)
     for pieces in ([*packed, *packed[:-1]], [packed[0], packed[0]], [packed[0], short]):
         write_segment(path, pieces)
         with pytest.raises(RecordingInvalid, match=r"two segments in one file|expected 4 for each"):
-            Recording.open(tmp_path).step(0)
+            Recording.open(recorded).step(0)
     write_segment(path, packed[:4] + packed[5:-1])  # without b's frame
-    assert Recording.open(tmp_path).step(0).cut == ("b",) and main(["check", str(tmp_path)]) == 1
+    assert Recording.open(recorded).step(0).cut == ("b",) and main(["check", str(recorded)]) == 1
 
 
 def test_a_step_that_is_recorded_again_leaves_a_reader_what_it_has_mapped(tmp_path: Path) -> None:
@@ -224,11 +206,10 @@ def test_tokens_may_be_left_out(tmp_path: Path) -> None:
     assert Kind.TOKENS not in {record.kind for record in read(tmp_path / segment_name(0))[0]}
 
 
-def test_a_folder_of_another_model_is_not_recorded_into(tmp_path: Path) -> None:
-    record(Recorder(tmp_path), 0)
+def test_a_folder_of_another_model_is_not_recorded_into(recorded: Path) -> None:
     with pytest.raises(RecordingInvalid, match=r"spec.*give another folder"):
-        Recorder(tmp_path).open(WIDE, TrainerLayout())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", segment_name(0)]
+        Recorder(recorded).open(WIDE, TrainerLayout())
+    assert sorted(path.name for path in recorded.iterdir()) == ["manifest.json", segment_name(0)]
 
 
 def changed(folder: Path, name: str, change: Any) -> Path:
@@ -259,10 +240,9 @@ def with_version(data: bytes) -> bytes:
         (segment_name(0), flipped(-700), FrameError, "sample c|sample b"),
     ],
 )  # fmt: skip
-def test_damage_is_named(tmp_path: Path, name: str, change: Any, error: type[R3Error], said: str) -> None:
-    record(Recorder(tmp_path), 0)
+def test_damage_is_named(recorded: Path, name: str, change: Any, error: type[R3Error], said: str) -> None:
     with pytest.raises(error, match=said):
-        step = Recording.open(changed(tmp_path, name, change)).step(0)
+        step = Recording.open(changed(recorded, name, change)).step(0)
         for sample in step.samples:
             step.rows(sample.sample_id)
 
@@ -274,10 +254,9 @@ def test_a_segment_that_was_renamed_is_not_taken_for_another_step(tmp_path: Path
         Recording.open(tmp_path).step(0)
 
 
-def test_a_manifest_has_no_path_and_names_versions(tmp_path: Path) -> None:
-    record(Recorder(tmp_path), 0)
-    text = (tmp_path / "manifest.json").read_text()
-    assert str(tmp_path) not in text and os.sep + "tmp" not in text
+def test_a_manifest_has_no_path_and_names_versions(recorded: Path) -> None:
+    text = (recorded / "manifest.json").read_text()
+    assert str(recorded) not in text and os.sep + "tmp" not in text
     assert json.loads(text)["versions"]["numpy"] == np.__version__
 
 
@@ -303,18 +282,17 @@ def test_log_probs_lie_beside_their_step_as_safetensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["short", "size", "end", "of another step"])
-def test_damaged_log_probs_are_named(tmp_path: Path, damage: str) -> None:
-    record(Recorder(tmp_path), 0)
+def test_damaged_log_probs_are_named(recorded: Path, damage: str) -> None:
     given = logprobs_of(ticket_of(0))
     given["position"][-1] += damage == "of another step"
-    path = write_logprobs(tmp_path, 0, 0, given)
+    path = write_logprobs(recorded, 0, 0, given)
     assert path is not None
     data = path.read_bytes()
     end = data.replace(b"[0, ", b"[9, ")
     changes = {"short": data[:60], "size": (1 << 60).to_bytes(8, "little"), "end": end}
     path.write_bytes(changes.get(damage, data))
     with pytest.raises(RecordingInvalid, match=r"safetensors|does not have"):
-        Recording.open(tmp_path).step(0)
+        Recording.open(recorded).step(0)
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "tp=2,cp=2", "pp=2,cp=2,packing=thd"])
@@ -340,13 +318,12 @@ def test_each_rank_places_what_its_model_puts_out(tmp_path: Path, layout: str) -
         KeptLogprobs(step, step.plan.shards[-1]).add(0, torch.ones(3), trainer=torch.ones(3))
 
 
-def test_a_full_disk_ends_the_log_probs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record(Recorder(tmp_path), 0)
+def test_a_full_disk_ends_the_log_probs_alone(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = ticket_of(0).plan.shard(dp=0, pp=0)
     kept, ones = KeptLogprobs(ticket_of(0), shard), torch.ones(shard.token_map(0)[0].shape)
     kept.add(0, ones, trainer=ones)
     monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=OSError(28, "No space left on device")))
-    assert not kept.write(tmp_path) and Recording.open(tmp_path).step(0).logprobs == {}
+    assert not kept.write(recorded) and Recording.open(recorded).step(0).logprobs == {}
 
 
 def test_inspect_diff_and_check_use_log_probs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

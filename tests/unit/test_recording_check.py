@@ -15,7 +15,6 @@ import torch
 
 from r3channel.cli import main
 from r3channel.errors import RecordingInvalid
-from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.aligned_pair import AlignedPair
 from r3channel.recordings.consumed import ConsumedRows, consumed, fitted
@@ -30,6 +29,7 @@ from tests.golden import corpus
 from tests.support import misaligned
 from tests.support.combined import CHANGES
 from tests.support.misaligned import CASES, PLAIN, Rows, changed, engine_step, router_step, rows_of
+from tests.support.samples import sparse
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "recording"
 
@@ -122,9 +122,8 @@ def test_of_several_mistakes_the_first_name_is_right(kind: str, rest: bool) -> N
 
 def with_rows(step: RecordedStep, rows: Rows) -> RecordedStep:
     """As an engine that made the mistake would say it: digests are of what it sent."""
-    parts = [
-        misaligned.Part(rows[s.sample_id], step.tokens[s.sample_id], [s.provenance]) for s in step.samples
-    ]
+    part = misaligned.Part
+    parts = [part(rows[s.sample_id], step.tokens[s.sample_id], [s.provenance]) for s in step.samples]
     return misaligned.step_of(step.spec, step.ticket.layout, parts)
 
 
@@ -152,11 +151,9 @@ def test_one_side_raises_a_suspicion_and_no_verdict_where_only_statistics_speak(
 
 @pytest.mark.parametrize("lengths", [(60, 50, 60, 50), (2, 2)], ids=["a sample", "all"])
 def test_rows_left_to_the_live_router_are_not_judged(tmp_path: Path, capsys: Any, lengths: Any) -> None:
-    step, samples = engine_step(lengths=lengths), list[Any]()
-    live = ["s1"] if len(lengths) > 2 else ["s0", "s1"]
-    for one in step.samples:
-        gone = one._replace(invalid=((0, one.tokens - 1),), provenance=(), digest=0)
-        samples.append(gone if one.sample_id in live else one)
+    step, live = engine_step(lengths=lengths), ["s1"] if len(lengths) > 2 else ["s0", "s1"]
+    gone = [one._replace(invalid=((0, one.tokens - 1),), provenance=(), digest=0) for one in step.samples]
+    samples = [other if one.sample_id in live else one for one, other in zip(step.samples, gone, strict=True)]
     frames = {**step.frames, **{name: [] for name in live}}
     step = replace(step, ticket=replace(step.ticket, samples=samples), frames=frames)
     write_step(tmp_path, step)
@@ -168,7 +165,7 @@ def test_rows_left_to_the_live_router_are_not_judged(tmp_path: Path, capsys: Any
 
 @pytest.mark.parametrize(("layers", "experts", "top_k"), [(1, 8, 3), (2, 8, 2), (4, 4, 1), (8, 2, 2)])
 def test_small_models_have_no_faults_by_chance(layers: int, experts: int, top_k: int) -> None:
-    spec = RoutingSpec(num_layers=layers, moe_layers=tuple(range(layers)), num_experts=experts, top_k=top_k)
+    spec = sparse(layers, experts=experts, top_k=top_k)
     assert judge_alone(engine_step(spec, lengths=(2001,) * 4)) == []
 
 

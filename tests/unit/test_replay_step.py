@@ -13,16 +13,16 @@ from torch.utils.checkpoint import checkpoint
 
 from r3channel.config import ChannelConfig
 from r3channel.errors import DigestMismatch, TransportError, UsageError
-from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.trainer.adapters import megatron
 from r3channel.trainer.adapters.megatron_schedule import replayed
 from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.trainer.router import RouterHandle
+from tests.support.samples import sparse
 
 ROWS, EXPERTS, TOP_K = 4, 8, 2
-SPEC = RoutingSpec(num_layers=1, moe_layers=(0,), num_experts=EXPERTS, top_k=TOP_K)
+SPEC = sparse(1, experts=EXPERTS, top_k=TOP_K)
 
 
 class Replay:
@@ -42,10 +42,9 @@ def live_topk(scores: torch.Tensor, topk: int, *_groups: Any) -> tuple[torch.Ten
 class Router(torch.nn.Module):
     """Keeps the ids that it used."""
 
-    def __init__(self, experts: int = EXPERTS, top_k: int = TOP_K) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.weight, self.top_k = torch.nn.Parameter(torch.eye(experts)), top_k
-        self.replay = Replay()
+        self.weight, self.replay = torch.nn.Parameter(torch.eye(EXPERTS)), Replay()
         self._used: list[torch.Tensor] = []
 
     @property
@@ -53,16 +52,9 @@ class Router(torch.nn.Module):
         return [ids.tolist() for ids in self._used]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        values, ids = self.replay.get_replay_topk(input @ self.weight, self.top_k, None, None, live_topk)
+        values, ids = self.replay.get_replay_topk(input @ self.weight, TOP_K, None, None, live_topk)
         self._used.append(ids)
         return values
-
-
-def handle(module: Router, layer: int = 0) -> RouterHandle:
-    top_k, experts = module.top_k, len(module.weight)
-    return RouterHandle(
-        layer=layer, module=module, replay=module.replay, top_k=top_k, num_experts=experts, recomputed=True
-    )
 
 
 class Model(torch.nn.Module):
@@ -79,13 +71,11 @@ class Model(torch.nn.Module):
 class Routing:
     """Micro-batch m replays experts 2m and 2m + 1; the live router chooses for the first row."""
 
-    num_microbatches = 2
+    num_microbatches, looks = 2, 0
+    refused: DigestMismatch | None = None
 
     def __init__(self, *, live: bool = True) -> None:
-        self.live = live
-        self.given: list[tuple[int, int, torch.Tensor]] = []
-        self.refused: DigestMismatch | None = None
-        self.looks = 0
+        self.live, self.given = live, list[tuple[int, int, torch.Tensor]]()
 
     def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
         return torch.tensor([[2 * microbatch, 2 * microbatch + 1]] * ROWS, dtype=torch.uint8)
@@ -113,7 +103,13 @@ def rows(seed: int) -> torch.Tensor:
 
 
 def driver_on(model: Model) -> ReplayDriver:
-    return ReplayDriver({0: handle(model.router)}, [model], spec=SPEC)
+    how: dict[str, Any] = {
+        "replay": model.router.replay,
+        "top_k": TOP_K,
+        "num_experts": EXPERTS,
+        "recomputed": True,
+    }
+    return ReplayDriver({0: RouterHandle(layer=0, module=model.router, **how)}, [model], spec=SPEC)
 
 
 @contextmanager
@@ -267,10 +263,9 @@ def test_each_chunk_counts_by_its_own_iterator(forward_only: bool, mode: str) ->
 def test_wrong_rows_are_raised_before_the_schedule_returns() -> None:
     step: Any = Seen()
     step.wrong = True
+    schedule = replayed(interleaved, lambda: step)
     with pytest.raises(DigestMismatch):
-        replayed(interleaved, lambda: step)(
-            forward_step_func=forward_step, data_iterator=[Batches(), Batches()]
-        )
+        schedule(forward_step_func=forward_step, data_iterator=[Batches(), Batches()])
 
 
 def test_outside_of_a_step_the_schedule_is_megatrons() -> None:

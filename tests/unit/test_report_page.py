@@ -62,9 +62,7 @@ def spans(*, slow: str = "", extra_s: float = 0.0) -> dict[str, list[Span]]:
             at_s = put("relay", stage, step, at_s, seconds)
         put("relay", "send", step, 3.0 * step + 2.9, 0.05)
         for name in ("trainer0", "trainer1"):
-            at_s = put(
-                name, "wait_relay", step, 3.0 * step + 2.85, 0.05 + (extra_s if slow == "place" else 0)
-            )
+            at_s = put(name, "wait_relay", step, 3.0 * step + 2.85, 0.05 + extra_s * (slow == "place"))
             at_s = put(name, "rebroadcast", step, at_s, 0.02)
             for stage, seconds in (("logprob", 0.7), ("forward", 0.5), ("backward", 0.9), ("optimizer", 0.1)):
                 at_s = put(name, stage, step, at_s, seconds)
@@ -114,10 +112,8 @@ def test_the_page_loads_nothing_and_shows_every_part_of_the_run() -> None:
 def test_the_verdict_is_on_the_page_and_names_what_was_slow() -> None:
     """That it is named right: tests/contract/test_metrics_pages.py, with a real relay made slow."""
     made = text_of(page(result(slow := spans(slow="place", extra_s=0.6)), slow))
-    assert (
-        "longest in wait_relay. Of all that moves or judges a row, place at relay took longest: 2.8 s."
-        in made
-    )
+    said = "longest in wait_relay. Of all that moves or judges a row, place at relay took longest: 2.8 s."
+    assert said in made
 
 
 def test_a_run_with_a_difference_is_not_well() -> None:

@@ -72,6 +72,12 @@ def waiting(rows: SampleRows) -> set[str]:
     return {name for name in (f"{i}.{n}" for i in range(5) for n in range(9)) if rows.relay.rows_held(name)}
 
 
+def taken(rows: SampleRows, index: int = 0, tokens: int = 9, **reply: Any) -> Sample:
+    """A sample whose reply came."""
+    rows.take(sample := Sample(index, list(range(tokens))), reply or meta(str(index), tokens))
+    return sample
+
+
 def test_the_rest_of_a_reply_goes_on_and_a_later_one_replaces_the_rows(rows: SampleRows) -> None:
     sample = Sample(0, list(range(9)))
     rest = rows.take(sample, meta("a", 9))
@@ -107,9 +113,7 @@ class Passes:
         return start
 
 
-@pytest.mark.parametrize(
-    "rows", [{"step_timeout_s": 30}], indirect=True, ids=["patient"]
-)  # what a request waits for rows
+@pytest.mark.parametrize("rows", [{"step_timeout_s": SOON_S}], indirect=True, ids=["patient"])
 @pytest.mark.parametrize("direct", [False, True], ids=["inband", "direct"])
 def test_ten_turns_send_each_row_once_and_it_stays_the_one_of_the_pass_that_made_it(
     rows: SampleRows, direct: bool
@@ -185,9 +189,7 @@ def test_a_next_turn_waits_until_what_came_is_kept_and_not_without_end(rows: Sam
 
 
 def test_what_nobody_holds_is_discarded_and_counted_and_a_copy_holds_too(rows: SampleRows) -> None:
-    kept, gone = Sample(0, list(range(9))), Sample(1, list(range(7)))
-    rows.take(kept, meta("a", 9))
-    rows.take(gone, meta("b", 7))
+    kept, gone = taken(rows), taken(rows, 1, 7)
     twin = copy.deepcopy(kept)
     del kept, gone
     gc.collect()
@@ -197,8 +199,7 @@ def test_what_nobody_holds_is_discarded_and_counted_and_a_copy_holds_too(rows: S
 
 
 def test_a_dumped_sample_holds_no_rows(rows: SampleRows) -> None:
-    sample = Sample(0, list(range(9)))
-    rows.take(sample, meta("a", 9))
+    sample = taken(rows)
     loaded = pickle.loads(pickle.dumps(sample))  # noqa: S301 - what torch.save of a framework's samples does
     assert rows_of(loaded) is None and isinstance(rows_of(sample), Rows)
     with pytest.raises(RoutingMissing, match=r"sample 0\.1"):
@@ -228,20 +229,12 @@ def test_replies_that_were_aborted_or_whose_samples_are_filtered_fail_nothing(ro
 def bad_samples(rows: SampleRows) -> list[Sample]:
     """Whole; other rows than tokens; no rows; a tool spoke last; cut; its frame is lost; a token is another; the last one is."""
     rows.relay.samples.engines.greet(hello_of())
-    samples = [Sample(index, list(range(9))) for index in range(8)]
-    lost = reference_reply("5", 9, serial=1)["meta_info"]
-    replies = [
-        meta("0", 9),
-        meta("1", 5),
-        {"finish_reason": {"type": "stop"}},
-        meta("3", 9),
-        meta("4", 9),
-        lost,
-        meta("6", 9),
-        meta("7", 9),
-    ]
-    for sample, reply in zip(samples, replies, strict=True):
-        rows.take(sample, reply)
+    replies = {
+        1: meta("1", 5),
+        2: {"finish_reason": {"type": "stop"}},
+        5: reference_reply("5", 9, serial=1)["meta_info"],
+    }
+    samples = [taken(rows, index, **replies.get(index, {})) for index in range(8)]
     samples[3].tokens += [7, 7]
     samples[4].tokens[3:] = [7, 7, 7]
     samples[6].tokens[3] = samples[7].tokens[8] = 7
@@ -252,8 +245,7 @@ def test_all_samples_that_cannot_be_replayed_are_named_at_once(rows: SampleRows)
     with pytest.raises(RowCountMismatch, match=r"6 of 8 samples .*'1\.1', '2\.2', '3\.3', '4\.4'") as raised:
         seal(rows, *bad_samples(rows))
     assert raised.value.samples == ("1.1", "2.2", "3.3", "4.4", "6.6", "7.7") and raised.value.step == 0
-    edited = Sample(8, list(range(9)))
-    rows.take(edited, meta("8", 9))
+    edited = taken(rows, 8)
     edited.tokens[4] = 7
     with pytest.raises(StepError, match=r"9 tokens, and the routing of 9 .* the first 4 are the same"):
         seal(rows, edited)
@@ -287,10 +279,8 @@ def test_a_step_with_more_rows_left_than_allowed_is_refused_by_sample(rows: Samp
 
 @pytest.mark.parametrize("rows", [LIVE, LIVE | {"on_missing": "error"}], indirect=True)
 def test_a_direct_frame_that_cannot_be_used_is_refused_rows(rows: SampleRows) -> None:
-    samples = [Sample(index, list(range(9))) for index in range(2)]
     rows.relay.samples.engines.greet(hello_of())
-    for serial, sample in enumerate(samples):
-        rows.take(sample, reference_reply(str(serial), 9, serial=serial)["meta_info"])
+    samples = [taken(rows, at, **reference_reply(str(at), 9, serial=at)["meta_info"]) for at in range(2)]
     frames = [draft_of("0", 8).encode().tobytes(), draft_of("1", 5).encode().tobytes()]
     waiting(rows)
     deliver(rows.relay, *enumerate(frames))
@@ -303,8 +293,7 @@ def test_a_direct_frame_that_cannot_be_used_is_refused_rows(rows: SampleRows) ->
 
 @pytest.mark.parametrize("rows", [{"store_bytes": 64 << 20, "backpressure_timeout_s": 0.1}], indirect=True)
 def test_a_full_store_makes_requests_wait_and_not_the_thread_that_takes(rows: SampleRows) -> None:
-    kept = Sample(0, list(range(9)))
-    rows.take(kept, meta("kept", 9))
+    kept = taken(rows)
     assert waiting(rows) == {"0.0"}
     room = rows.relay.samples.store.allocate((64 << 20) - 4096)
     samples = [Sample(index, list(range(2001))) for index in range(1, 41)]
@@ -328,20 +317,15 @@ def test_a_full_store_makes_requests_wait_and_not_the_thread_that_takes(rows: Sa
 def test_what_is_gone_makes_room_before_frames_are_waited_for(
     rows: SampleRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone, late, held, wait = (
-        Sample(0, list(range(9))),
-        Sample(1, list(range(9))),
-        [],
-        rows.relay.samples.await_frames,
-    )
-    rows.take(gone, meta("gone", 9))
-    rows.take(late, reference_reply("late", 9, serial=1)["meta_info"])
+    held, wait = [], rows.relay.samples.await_frames
+    gone, late = taken(rows), taken(rows, 1, **reference_reply("late", 9, serial=1)["meta_info"])
     rows._keeper.submit(int).result(SOON_S)
-    monkeypatch.setattr(
-        rows.relay.samples,
-        "await_frames",
-        lambda *a, **o: (held.append(rows.relay.rows_held("0.0")), wait(*a, **o)),
-    )
+
+    def looked_at(*names: Any, **limits: Any) -> None:
+        held.append(rows.relay.rows_held("0.0"))
+        wait(*names, **limits)
+
+    monkeypatch.setattr(rows.relay.samples, "await_frames", looked_at)
     del gone
     with pytest.raises(FrameMissing):
         seal(rows, late)
@@ -357,9 +341,7 @@ def test_an_evaluated_sample_holds_nothing_and_is_counted(rows: SampleRows) -> N
 
 
 def test_the_assignment_is_the_callers_own(rows: SampleRows) -> None:
-    samples = [Sample(index, list(range(5 + index))) for index in range(4)]
-    for sample in samples:
-        rows.take(sample, meta(str(sample.index), len(sample.tokens), seed=sample.index))
+    samples = [taken(rows, index, 5 + index) for index in range(4)]
     rows.relay.steps._layout = TrainerLayout(dp=2)
     ticket = rows.seal(0, samples, [[[2], [0]], [[3], [1]]], steps=[1, 1])
     assert ticket.assignment.ranks == ((("2.2",), ("0.0",)), (("3.3",), ("1.1",)))

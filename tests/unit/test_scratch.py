@@ -25,14 +25,6 @@ def left_by_a_killed_run(base: Path, name: str) -> Path:
     return folder
 
 
-def test_the_folder_goes_at_the_end_also_after_an_error(base: Path) -> None:
-    with pytest.raises(RuntimeError), scratch() as folder:
-        (folder / "file").touch()
-        assert folder.parent == base
-        raise RuntimeError
-    assert not list(base.iterdir())
-
-
 def test_a_killed_runs_folder_goes_and_a_living_ones_stays(base: Path) -> None:
     dead = left_by_a_killed_run(base, "dead")
     with scratch() as living:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from importlib import metadata
 from itertools import product
@@ -51,11 +50,8 @@ def parsed(*given: str, **slime: Any) -> argparse.Namespace:
 
 
 def test_engines_and_requests_give_routing_and_slimes_own_replay_is_off() -> None:
-    flags, own = (
-        "--r3-bucket-bytes 65536 --r3-trace run",
-        ("use_rollout_routing_replay", "use_routing_replay"),
-    )
-    args = slime_arguments.prepared(parsed(*flags.split(), **dict.fromkeys(own, True)))
+    own = dict.fromkeys(("use_rollout_routing_replay", "use_routing_replay"), True)
+    args = slime_arguments.prepared(parsed("--r3-bucket-bytes", "65536", "--r3-trace", "run", **own))
     replays = args.use_rollout_routing_replay, args.use_routing_replay, args.moe_enable_routing_replay
     assert replays == (True, False, True)
     assert args.r3_channel["bucket_bytes"] == 65536
@@ -149,14 +145,12 @@ def test_a_store_of_exactly_that_number_holds_a_step_of_two_turns_each(checkpoin
     size, spec = slime_arguments.step_size(args), slime_arguments.spec_of(args)
     names, ids = [*map(str, range(48))], np.tile(random_ids(100, spec=spec), (600, 1, 1))
     assert size is not None
-    with Relay(
-        spec, TrainerLayout(), ChannelConfig(store_bytes=size.step, backpressure_timeout_s=0.1)
-    ) as relay:
+    config = ChannelConfig(store_bytes=size.step, backpressure_timeout_s=0.1)
+    with Relay(spec, TrainerLayout(), config) as relay:
         for name, (first, middle, end) in product(names, ((0, 100, 30_000), (30_000, 31_000, 59_999))):
             spans = [span(first, middle, kind=RowKind.PREFILLED), span(middle, end)]
-            frame = encode_frame(
-                spec, expert_ids_TLK=ids[first:end], first_row=first, provenance=spans, codec="stored"
-            )
+            how: dict[str, Any] = {"first_row": first, "provenance": spans, "codec": "stored"}
+            frame = encode_frame(spec, expert_ids_TLK=ids[first:end], **how)
             relay.add_frame(name, frame, range(end + 1), append=first > 0)
         assert relay.seal(0, Assignment.given([[names]], steps=[1])).samples[47].tokens == 60_000
         relay.abandon(0)
@@ -275,10 +269,8 @@ def arguments_found(folder: Path, words: str, version: str = "0.3.1") -> list[st
 
 
 def test_all_faults_of_a_command_line_come_at_once_but_what_is_allowed(tmp_path: Path) -> None:
-    words = (
-        "--use-r3-chanel --sglang-pp-size 2 --sglang-enable-pdmux --use-routing-replay --r3-token-tensors x"
-    )
-    found = arguments_found(tmp_path, f"{words} --update-weight-transport disk")
+    words = "--use-r3-chanel --sglang-pp-size 2 --sglang-enable-pdmux --use-routing-replay"
+    found = arguments_found(tmp_path, f"{words} --r3-token-tensors x --update-weight-transport disk")
     said = "mean --use-r3-channel?|pp-size 2|nothing of r3channel happens|--num-experts|--use-routing-replay|--r3-token-tensors"
     assert [want for want, fault in zip(said.split("|"), found, strict=True) if want not in fault] == []
     assert arguments_found(tmp_path, GOOD) == []
@@ -316,28 +308,25 @@ def test_the_launchers_help_tells_nothing_that_slime_refuses(capsys: pytest.Capt
 # -- a bare flag ---------------------------------------------------------------------------------------------------------
 
 
-def bare_run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+@pytest.mark.parametrize("flag", [True, False], ids=["with the flag", "without it"])
+def test_slime_without_the_hooks_ends_with_2_and_the_command_and_without_the_flag_imports_nothing_of_ours(
+    tmp_path: Path, flag: bool
+) -> None:
     """A script that imports slime's parser, started as if r3channel were installed: its .pth first."""
-    (tmp_path / "slime/utils").mkdir(parents=True)
-    for name in ("__init__.py", "utils/__init__.py", "utils/arguments.py"):
-        (tmp_path / "slime" / name).write_text("")
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site/r3channel.pth").write_text(PTH.read_text())
-    (tmp_path / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(tmp_path / 'site')!r})")
-    script = tmp_path / "train_async.py"
-    script.write_text("import sys, slime.utils.arguments\nprint('r3channel' in sys.modules, 'trained')\n")
-    return run(str(script), *arguments, PYTHONPATH=os.pathsep.join((str(tmp_path), str(ROOT))))
-
-
-def test_slime_with_the_flag_and_without_the_hooks_ends_with_2_and_the_command(tmp_path: Path) -> None:
-    child = bare_run(tmp_path, "--num-rollout", "3", "--use-r3-channel")
-    assert child.returncode == 2 and child.stdout == ""
-    assert "r3channel slime train_async.py" in child.stderr and len(child.stderr.splitlines()) == 1
-
-
-def test_without_the_flag_nothing_of_ours_is_imported(tmp_path: Path) -> None:
-    child = bare_run(tmp_path, "--num-rollout", "3")
-    assert (child.returncode, child.stdout) == (0, "False trained\n"), child.stderr
+    program = "import sys, slime.utils.arguments\nprint('r3channel' in sys.modules, 'trained')\n"
+    files = {"train_async.py": program, "site/r3channel.pth": PTH.read_text()}
+    files |= dict.fromkeys(("slime/__init__.py", "slime/utils/__init__.py", "slime/utils/arguments.py"), "")
+    files["sitecustomize.py"] = f"import site; site.addsitedir({str(tmp_path / 'site')!r})"
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    asked = ("--num-rollout", "3", *["--use-r3-channel"] * flag)
+    child = run(
+        str(tmp_path / "train_async.py"), *asked, PYTHONPATH=os.pathsep.join((str(tmp_path), str(ROOT)))
+    )
+    assert (child.returncode, child.stdout) == ((2, "") if flag else (0, "False trained\n")), child.stderr
+    if flag:
+        assert "r3channel slime train_async.py" in child.stderr and len(child.stderr.splitlines()) == 1
 
 
 def test_miles_with_the_flag_ends_with_2_and_its_own_command_unless_the_launcher_lifts_it(
@@ -390,7 +379,6 @@ def test_an_engine_that_leaves_the_relay_no_memory_of_their_gpu_is_refused_with_
     for leaves in ((None, 64), (0.88, 64), (0.98, 4)):
         check(*leaves)
     needed = relay_gpu_bytes(args.r3_channel["bucket_bytes"], receivers=64)
-    with pytest.raises(
-        ConfigError, match=rf"0.98 leaves 1.7 of the 86 GB .*takes about {needed / 1e9:.1f}; .*most 0.95"
-    ):
+    said = rf"0.98 leaves 1.7 of the 86 GB .*takes about {needed / 1e9:.1f}; .*most 0.95"
+    with pytest.raises(ConfigError, match=said):
         check(0.98, 64)

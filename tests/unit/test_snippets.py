@@ -6,7 +6,6 @@ import argparse
 import ast
 import json
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from r3channel.errors import UsageError
 from r3channel.plan.assignment import Assignment
 from r3channel.relay.relay import Relay
 from r3channel.wire.frame import encode_frame, sample_key
-from tests.support.delivery import receivers_of, relays
+from tests.support.delivery import receive, receivers_of, relays
 from tests.support.samples import SPEC, frame_of, random_ids, reply_for, reply_of
 from tests.unit.test_documents import SNIPPETS
 
@@ -55,9 +54,7 @@ def add_the_others(names: Names) -> None:
 
 def receive_all(names: Names) -> None:
     """Each rank's trainer is a thread."""
-    receivers = receivers_of(names["relay"])
-    with ThreadPoolExecutor(len(receivers)) as ranks:
-        shards = list(ranks.map(lambda receiver: receiver.receive(names["ticket"]), receivers))
+    shards = receive(receivers := receivers_of(names["relay"]), names["ticket"])
     assert sum(len(shard.sample_ids) for shard in shards) == 2 * len(LENGTHS)  # both TP ranks of each DP rank
     for receiver in receivers:
         receiver.close()

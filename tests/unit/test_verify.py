@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Iterator
@@ -19,17 +20,20 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.capacity import RANGE_BYTES, SPAN_BYTES, beside_bytes
 from r3channel.plan.layout import TrainerLayout
+from r3channel.relay.pd_merge import merge, merged_frame
 from r3channel.relay.relay import Relay
 from r3channel.relay.verify import MOST_ROWS, VerifiedRows
 from r3channel.wire import header as frame_header
 from r3channel.wire.chunks import CHUNK_ROWS, Entry, table_of
 from r3channel.wire.codec import CODECS
 from r3channel.wire.digest import coefficients, layer_digests
-from r3channel.wire.frame import encode_frame, sample_key
+from r3channel.wire.frame import encode_frame, parse_frame, sample_key
 from r3channel.wire.header import FLAG_UNORDERED, MAX_ROWS, Header, assemble, padding
+from r3channel.wire.parcel import FrameReference
+from r3channel.wire.routing import RowKind, SampleRouting, spans_of
 from tests.support.direct import deliver, hello_of, reference_reply
 from tests.support.memory import growth_of
-from tests.support.samples import SPEC, frame_of, random_ids, reply_of, span
+from tests.support.samples import SPEC, WIDE, frame_of, random_ids, reply_of, span
 
 MIB = 1 << 20
 LZ4, SET = 1, 3
@@ -72,9 +76,8 @@ def test_rows_that_no_router_wrote_are_missing_by_policy_at_any_length(rows: int
         ticket = native.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))
         native.abandon(0)
         assert ticket.samples[0].invalid == ((0, rows),)
-        with pytest.raises(
-            errors.ExpertIdInvalid, match=r"row 0, layer 1 repeats .* A zero-filled row looks"
-        ):
+        said = r"row 0, layer 1 repeats .* A zero-filled row looks"
+        with pytest.raises(errors.ExpertIdInvalid, match=said):
             strict.add("s", reply, range(rows + 1))
 
 
@@ -140,10 +143,8 @@ def bomb(rows: int, *, codec: int, spec: RoutingSpec = SPEC) -> bytes:
 
 def warm(relay: Relay) -> None:
     """What the first frame loads and compiles."""
-    deliver(
-        relay,
-        (99, encode_frame(SPEC, expert_ids_TLK=random_ids(300), codec="lz4", sample_key=sample_key("warm"))),
-    )
+    frame = encode_frame(SPEC, expert_ids_TLK=random_ids(300), codec="lz4", sample_key=sample_key("warm"))
+    deliver(relay, (99, frame))
     claim(relay, "warm", 301, serial=99)
     relay.discard(["warm"])
 
@@ -280,3 +281,71 @@ def test_small_frames_that_nobody_claims_take_no_more_than_the_store_allows(
 ) -> None:
     """Those that are refused count nowhere: of the oldest the relay forgets why."""
     assert growth_of(flooding, good).peak < most_bytes
+
+
+# -- rows of one request that two engines hold between them ------------------------------------------------------------
+
+
+def routing(
+    first_row: int, rows: int, *, version: int = 0, missing: tuple[int, ...] = (), seed: int = 0, spec=SPEC
+) -> SampleRouting:
+    """Decoded rows [first_row, first_row + rows); `missing` are positions without routing."""
+    valid_T = np.ones(rows, dtype=bool)
+    valid_T[[row - first_row for row in missing]] = False
+    kinds_T = np.where(valid_T, RowKind.DECODED, RowKind.MISSING).astype(np.uint8)
+    return SampleRouting(
+        spec=spec, sample_id="s", tokens=first_row + rows + 1, first_row=first_row, valid_T=valid_T,
+        expert_ids_TLK=random_ids(rows, spec=spec, seed=seed),
+        provenance=spans_of(np.where(valid_T, version, -1), kinds_T, first_row=first_row),
+    )  # fmt: skip
+
+
+def test_a_row_that_both_engines_have_is_the_decode_engines_and_neither_side_is_changed() -> None:
+    prefill, decode = routing(0, 4), routing(0, 9, missing=(0, 1, 2), seed=1)
+    before = decode.expert_ids_TLK.copy()
+    assert np.array_equal(merge(prefill, decode).expert_ids_TLK[3], before[3])
+    assert np.array_equal(decode.expert_ids_TLK, before)
+
+
+def test_a_row_that_neither_engine_has_stays_invalid() -> None:
+    whole = merge(routing(0, 4, missing=(2,)), routing(0, 9, missing=(0, 1, 2, 3), seed=1))
+    assert np.flatnonzero(~whole.valid_T).tolist() == [2]
+    assert [(span.start, span.end) for span in whole.provenance if span.kind is RowKind.MISSING] == [(2, 3)]
+
+
+def test_two_models_or_samples_are_not_merged() -> None:
+    with pytest.raises(errors.RoutingError, match="different routing"):
+        merge(routing(0, 4, spec=WIDE), routing(0, 9))
+    with pytest.raises(errors.RoutingError, match="expected a beginning of the same sample"):
+        merge(routing(0, 12), routing(0, 9))
+
+
+def reply(routing: SampleRouting, request_id: str) -> dict[str, Any]:
+    frame = encode_frame(
+        SPEC, expert_ids_TLK=routing.expert_ids_TLK, valid_T=routing.valid_T, provenance=routing.provenance,
+        sample_key=sample_key(request_id),
+    )  # fmt: skip
+    return reply_of(frame, request_id=request_id)
+
+
+def test_prompt_rows_come_from_the_prefill_engine_and_the_rest_from_decode_under_its_request() -> None:
+    prefill, decode = routing(0, 4, version=1), routing(0, 9, version=2, missing=(0, 1, 2, 3), seed=1)
+    frame = parse_frame(merged_frame(reply(prefill, "p"), reply(decode, "d"), spec=SPEC), spec=SPEC)
+    assert np.array_equal(frame.verify()[:4], prefill.expert_ids_TLK) and frame.valid_T.all()
+    assert np.array_equal(frame.verify()[4:], decode.expert_ids_TLK[4:])
+    assert (frame.sample_key, frame.provenance) == (sample_key("d"), (span(0, 4, 1), span(4, 9, 2)))
+
+
+def test_a_half_that_was_damaged_is_not_merged() -> None:
+    halves = reply(routing(0, 4), "p"), reply(routing(0, 9, missing=(0, 1, 2, 3), seed=1), "d")
+    data = bytearray(base64.b64decode(halves[0]["meta_info"]["routed_experts"]))
+    data[-1] ^= 1
+    halves[0]["meta_info"]["routed_experts"] = base64.b64encode(data).decode()
+    with pytest.raises(errors.FrameCorrupt, match="sample s"):
+        merged_frame(*halves, spec=SPEC, sample_id="s")
+
+
+def test_a_half_that_went_to_the_relay_is_not_there_to_merge() -> None:
+    reference = FrameReference(sample_key=1, boot_id=3, serial=1, first_row=0, rows=4).to_bytes()
+    with pytest.raises(errors.FrameMagicMismatch, match="sample s from engine prefill"):
+        merged_frame(reply_of(reference, request_id="p"), reply(routing(0, 9), "d"), spec=SPEC, sample_id="s")

@@ -1,25 +1,28 @@
-"""What is hashed, kept, written and looked through on the trainer's side of a weight update. No engine."""
+"""What is hashed, kept, written, read and looked through on the trainer's side of a weight update. No engine."""
 
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from r3channel.cli import main
-from r3channel.errors import ManifestMismatch
+from r3channel.errors import ConfigError, ManifestMismatch
 from r3channel.tools.weights import compare
 from r3channel.weights.checksums import _finite_on_device, cross_sums, finite
 from r3channel.weights.convert import te_name
 from r3channel.weights.manifest import Bucket, TensorMeta, engine_names, first_nonfinite
-from r3channel.weights.store import HeldWeights
+from r3channel.weights.store import HeldWeights, checkpoint_tensors
 from tests.support.fake_engine import FakeEngine
 
 Named = dict[str, torch.Tensor]
+FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def nonfinite(named: Named) -> TensorMeta | None:
@@ -34,20 +37,14 @@ def test_names_are_those_under_which_an_engine_keeps_what_it_fuses() -> None:
     """A part without its fellows keeps its own: DeepSeek-V2-Lite has kv_a_proj_with_mqa without q_a_proj."""
     parts = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"]
     parts += [f"mlp.experts.{n}.{part}_proj" for n in (0, 1) for part in ("gate", "up", "down")]
-    fused = [
-        "self_attn.qkv_proj.weight",
-        "mlp.gate_up_proj.weight",
-        "mlp.experts.w13_weight",
-        "mlp.experts.w2_weight",
-    ]
-    assert engine_names(f"layers.0.{part}.weight" for part in parts) == {f"layers.0.{name}" for name in fused}
+    fused = "self_attn.qkv_proj.weight mlp.gate_up_proj.weight mlp.experts.w13_weight mlp.experts.w2_weight"
+    wanted = {f"layers.0.{name}" for name in fused.split()}
+    assert engine_names(f"layers.0.{part}.weight" for part in parts) == wanted
     alone = {"a.q_proj.weight", "a.kv_a_proj_with_mqa.weight"}
     assert engine_names(alone) == alone
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
-)
+@pytest.mark.parametrize("dtype", FLOATS[1:])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_the_tensor_with_a_number_that_is_none_is_named(dtype: torch.dtype, bad: float) -> None:
     if dtype is torch.float8_e4m3fn:
@@ -74,12 +71,9 @@ def test_the_file_of_committed_weights_comes_back_and_nothing_else_is_taken_for_
 
 
 def test_a_comparison_names_what_differs_lacks_and_is_too_much() -> None:
-    found = compare(
-        {"same": "1", "other": "2", "lost": "3"}, {"same": "1", "other": "9", "extra": "4"}, engine="e"
-    )
-    assert [(row.name, row.expected, row.found) for row in found] == [
-        ("extra", None, "4"), ("lost", "3", None), ("other", "2", "9"),
-    ]  # fmt: skip
+    wanted, held = {"same": "1", "other": "2", "lost": "3"}, {"same": "1", "other": "9", "extra": "4"}
+    found = [(row.name, row.expected, row.found) for row in compare(wanted, held, engine="e")]
+    assert found == [("extra", None, "4"), ("lost", "3", None), ("other", "2", "9")]
 
 
 @pytest.mark.parametrize(("version", "changed", "status"), [("7", 0, 0), ("6", 0, 1), ("7", 1, 1)])
@@ -124,11 +118,6 @@ def test_sums_show_a_byte_that_changed_and_two_that_changed_places(size: int, on
 
 # -- NaN and Inf in every float type -------------------------------------------------------------------------------------
 
-FLOATS = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.float8_e4m3fn, torch.float8_e5m2),
-)
-
 
 def is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor.to(torch.float64)).all())
@@ -153,3 +142,48 @@ def test_strided_views_empty_tensors_and_integers_pass() -> None:
     assert not finite(wide)
     wide[:, ::2] = 1.0
     assert all(map(finite, (wide[:, ::2], torch.empty(0), torch.ones(3).long())))
+
+
+# -- a checkpoint read from disk ---------------------------------------------------------------------------------------
+
+ATTENTION = "model.layers.0.self_attn"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two files; q, k and v of one layer lie in both, and dtypes are mixed."""
+    first = {f"{ATTENTION}.q_proj.weight": torch.randn(8, 4), "model.norm.weight": torch.randn(4).bfloat16()}
+    second = {f"{ATTENTION}.{m}_proj.weight": torch.randn(4, 4) for m in "kvo"}
+    second |= {"lm_head.weight": torch.tensor(3.0)}
+    save_file(first, str(tmp_path / "model-00001-of-00002.safetensors"))
+    save_file(second, str(tmp_path / "model-00002-of-00002.safetensors"))
+    return tmp_path
+
+
+def test_tensors_that_an_engine_fuses_follow_one_another_whatever_file_they_lie_in(folder: Path) -> None:
+    found = list(checkpoint_tensors(folder))
+    names = [name for name, _ in found]
+    at = names.index(f"{ATTENTION}.k_proj.weight")
+    assert {name.rpartition("_proj")[0][-1] for name in names[at : at + 3]} == set("qkv")
+    assert len(names) == len(set(names)) == 6
+    assert dict(found)["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_a_checkpoint_is_read_one_tensor_at_a_time(tmp_path: Path) -> None:
+    big = {f"model.layers.{n}.mlp.down_proj.weight": torch.randn(64, 64) for n in range(16)}
+    save_file(big, str(tmp_path / "model.safetensors"))
+    alive: list[int] = []
+    given: list[weakref.ref[torch.Tensor]] = []
+    for _, tensor in checkpoint_tensors(tmp_path):
+        given.append(weakref.ref(tensor))
+        alive.append(sum(reference() is not None for reference in given))
+    assert len(alive) == 16 and max(alive) <= 2
+
+
+def test_what_does_not_fit_is_refused_by_name(folder: Path) -> None:
+    save_file({"lm_head.weight": torch.zeros(3)}, str(folder / "model-00003.safetensors"))
+    with pytest.raises(ConfigError, match=r"tensor lm_head\.weight lies in another file"):
+        list(checkpoint_tensors(folder))
+    (folder / "model-00003.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0no json here ...")
+    with pytest.raises(ConfigError, match=r"model-00003.* is it a safetensors file"):
+        list(checkpoint_tensors(folder))

@@ -46,15 +46,11 @@ REFUSED: dict[str, tuple[Load, str]] = {
     "written in place": (lambda m, w: [place(m, w), m.w13.data.mul_(2)], SOMETHING),
     "written as output": (lambda m, w: [place(m, w), torch.add(0 * m.w13.detach(), 1.0, out=m.w13.data)], SOMETHING),
     "changed first": (lambda m, w: place(m, ((n, t.mul_(2)) for n, t in w)), "mul_.* writes its own memory"),
-    "replaced": (lambda m, w: [place(m, w), m.register_parameter("w13", empty_parameter())], "replaces parameters"),
+    "replaced": (lambda m, w: [place(m, w), m.register_parameter("w13", torch.nn.Parameter(0 * m.w13))], "replaces parameters"),
     "derived": (lambda m, w: [place(m, w), vars(m).update(scale=torch.full((1,), 3.0))], "derives other tensors"),
     "looked at": (lambda m, w: place(m, ((n, t) for n, t in w if t.sum().item())), "does more than copy"),
     "twice": (lambda m, w: place(m, [*(given := [*w]), *given[:1]]), "w13 is written more than once"),
 }  # fmt: skip
-
-
-def empty_parameter() -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.zeros(2 * HIDDEN, HIDDEN))
 
 
 def learned(model: Fused, metas: list[TensorMeta]) -> Learned:

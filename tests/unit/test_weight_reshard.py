@@ -213,12 +213,11 @@ def test_an_engine_that_is_left_out_or_comes_back_changes_nothing_for_those_that
 
 def test_what_ranks_report_is_gathered_to_the_map_that_they_have() -> None:
     shards = plain_side([row for row in MODEL if "empty" not in row[0]], [0, 1, 2], axis=0)
-    reports = []
-    for rank in range(3):
-        boxes = held_by(shards, rank)
-        reports.append(
-            geometry.report_of((meta, box) for meta in shards.metas for box in boxes.get(meta.name, ()))
-        )
+    named = [(rank, held_by(shards, rank)) for rank in range(3)]
+    reports = [
+        geometry.report_of((m, box) for m in shards.metas for box in held.get(m.name, ()))
+        for _, held in named
+    ]
     gathered = ShardMap.gathered(reports)
     assert gathered.metas == shards.metas
     assert all(held_by(gathered, rank) == held_by(shards, rank) for rank in range(3))
@@ -228,9 +227,8 @@ def test_what_ranks_report_is_gathered_to_the_map_that_they_have() -> None:
 
 
 def test_a_box_outside_its_tensor_is_refused_with_rank_and_shape() -> None:
-    with pytest.raises(
-        ManifestMismatch, match=r"rank 3 holds Box.*stop=\(9,\)\), which is no part of shape \[8\]"
-    ):
+    said = r"rank 3 holds Box.*stop=\(9,\)\), which is no part of shape \[8\]"
+    with pytest.raises(ManifestMismatch, match=said):
         Layout.of((8,), [(3, Box((0,), (9,)))])
 
 

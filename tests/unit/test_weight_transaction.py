@@ -76,10 +76,8 @@ def begun(way: str, first: EngineState, dead: bool) -> World:
     before: dict[str, Any] = {"holds": OLD} if first is EngineState.SERVING else {"why": "before"}
     engines = Engine("0", first, **before), Engine("1", EngineState.SERVING, holds=OLD)
     real = Real(PARTS, paused=True) if first is EngineState.FENCED else Real(dead=dead)
-    states = [
-        Transaction(number=7, version=NEW, way=way, engines=engines, rank=rank, ranks=2) for rank in (0, 1)
-    ]
-    world = World(tuple(map(numbered, states)), (real, Real()))
+    whole = Transaction(number=7, version=NEW, way=way, engines=engines, rank=0, ranks=2)
+    world = World((numbered(whole), numbered(whole._replace(rank=1))), (real, Real()))
     for rank in (0, 1):
         world = heard(world, rank, event(Kind.BEGIN))
     return world
@@ -126,9 +124,7 @@ def nexts(world: World) -> Iterator[World]:
         other, together = states[1 - rank], now.busy in TOGETHER
         if now.busy == "give" and rank not in world.given:
             yield heard(world._replace(given=world.given | {rank}), rank, event(Kind.BUCKET))
-        elif together and (
-            other is None or other.state is UpdateState.ABORT
-        ):  # who waits for it is told again
+        elif together and (other is None or other.state is UpdateState.ABORT):  # who waits is told again
             yield heard(world, rank, FAILURE)
         elif not together or (rank == 0 and other is not None and other.at >= now.at):
             yield heard(world, rank, event(Kind.ANSWERED, call=now.busy))
@@ -237,12 +233,7 @@ def check_end(world: World) -> None:
 
 @pytest.mark.parametrize(
     ("first", "dead"),
-    [
-        (EngineState.SERVING, False),
-        (EngineState.FENCED, False),
-        (EngineState.OUT, False),
-        (EngineState.OUT, True),
-    ],
+    [(EngineState.OUT, True), *product((EngineState.SERVING, EngineState.FENCED, EngineState.OUT), [False])],
 )
 @pytest.mark.parametrize("way", ["staged", "grouped", "broadcast"])
 def test_whatever_fails_engines_end_with_whole_weights_or_fenced_and_named(

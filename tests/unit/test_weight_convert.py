@@ -1,17 +1,19 @@
-"""Float8 by blocks: what the format promises, whole or by shards, into an engine's own parameters."""
+"""Trainer weights as an engine's checkpoint has them: float8 by blocks, whole or by shards; parameters box by box."""
 
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from examples.float8_blocks import float8_blocks, quantise
 from r3channel.errors import ConfigError
-from r3channel.weights.convert import Shard
+from r3channel.weights.convert import Part, Shard, merged_tp, shards_of
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
 from tests.support.fake_engine import FakeEngine
@@ -68,9 +70,7 @@ def test_shards_that_end_with_blocks_give_what_the_whole_tensor_gives(checkpoint
 
 
 def test_an_engine_of_float8_weights_is_filled_from_float32_ones(checkpoint: Path) -> None:
-    values, scales = quantise(random(*SHAPE), BLOCK)
-    held = {WEIGHT: values, f"{WEIGHT}_scale_inv": scales, ROUTER: torch.zeros(4, 4)}
-    engine = FakeEngine(receives={name: tensor.clone() for name, tensor in held.items()})
+    engine = FakeEngine(receives=load_file(checkpoint / "model.safetensors"))
     new = {WEIGHT: random(*SHAPE, seed=9), ROUTER: torch.ones(4, 4)}
     with session(engine, bucket_bytes=1 << 20) as sync:
         report = give(sync, 1, float8_blocks(new.items(), like=checkpoint))
@@ -100,20 +100,16 @@ def test_scales_of_a_ue8m0_checkpoint_are_powers_of_two_and_cut_no_value(checkpo
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e8m0fnu, torch.bfloat16])
 def test_scales_of_another_form_are_refused_by_their_dtype(dtype: torch.dtype, checkpoint: Path) -> None:
-    held = {
-        WEIGHT: torch.zeros(*SHAPE).to(torch.float8_e4m3fn),
-        f"{WEIGHT}_scale_inv": torch.ones(3, 2).to(dtype),
-    }
+    values = torch.zeros(*SHAPE).to(torch.float8_e4m3fn)
+    held = {WEIGHT: values, f"{WEIGHT}_scale_inv": torch.ones(3, 2).to(dtype)}
     save_file(held, checkpoint / "model.safetensors")
     with pytest.raises(ConfigError, match=rf"{WEIGHT}_scale_inv of .* is \w+; expected F32"):
         float8_blocks([(WEIGHT, random(*SHAPE))], like=checkpoint)
 
 
 def test_an_engines_parameter_that_no_tensor_can_be_sent_to_is_named() -> None:
-    held = {
-        "a.weight": torch.zeros(256, 256),
-        "a.weight_scale_inv": torch.ones(2, 2).to(torch.float8_e8m0fnu),
-    }
+    scales = torch.ones(2, 2).to(torch.float8_e8m0fnu)
+    held = {"a.weight": torch.zeros(256, 256), "a.weight_scale_inv": scales}
     engine = FakeEngine(receives=held)
     with session(engine) as sync:
         said = r"'a\.weight_scale_inv' is float8_e8m0fnu \[2, 2\]; expected one of float64.*A UE8M0 scale"
@@ -133,3 +129,77 @@ def test_float_scales_never_become_the_integers_that_an_engine_keeps(
         refused(sync, 1, said, {name: torch.full((2, 2), 0.003)}.items())
     assert torch.equal(engine.tensors[name], kept) and not engine.paused
     engine.die()
+
+
+# -- where a parameter's elements go in the checkpoint: learned from functions that move, refused where they compute ---
+
+Made = list[torch.Tensor]
+ROWS, COLUMNS = 8, 6
+NAME = "decoder.layers.3.x.weight"
+
+
+def qkv(w: torch.Tensor) -> Made:
+    """Query and key heads by group, as Megatron interleaves them."""
+    groups = w.view(2, -1, 2, COLUMNS)
+    return [part.reshape(-1, COLUMNS) for part in groups.split([groups.shape[1] - 1, 1], dim=1)]
+
+
+MOVES: dict[str, Callable[[torch.Tensor], Made]] = {
+    "whole, padded, twice": lambda w: [w, w[: ROWS - 1], torch.stack([w, w])], "qkv": qkv,
+    "gate and up by row or column": lambda w: [w[0::2], w[1::2], w[:, 0::2], w[:, 1::2]],
+    "halves swapped": lambda w: [torch.cat([w[:, 3:], w[:, :3]], 1), torch.cat([w[4:], w[:4]])],
+    "transposed, flat": lambda w: [w.T.contiguous(), w.reshape(-1)],
+    "by expert": lambda w: [w.view(4, -1, COLUMNS), w.view(-1, 2, COLUMNS).permute(1, 0, 2)],
+    "any order": lambda w: [w[torch.tensor([3, 1, 2, 7, 0, 4, 6, 5])]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "dim"), [("x", 1, 0), ("x", 4, 0), ("x", 2, 1), ("linear_fc1", 2, 0)]
+)
+@pytest.mark.parametrize("moved", MOVES)
+def test_the_shards_of_all_ranks_together_are_what_the_functions_make_of_the_whole(
+    moved: str, kind: str, size: int, dim: int
+) -> None:
+    name, values = f"decoder.layers.3.{kind}.weight", [torch.randn(ROWS, COLUMNS) for _ in range(size)]
+    truth = MOVES[moved](values[0] if size == 1 else merged_tp(name, values, dim))
+    made, convert = [torch.zeros_like(tensor) for tensor in truth], MOVES[moved]
+    for rank, value in enumerate(values):
+        part = Part(name, value, dim if size > 1 else -1, rank, size)
+        for shard in shards_of([part], merged_tp, lambda _, w: zip("012345", convert(w), strict=False)):
+            made[int(shard.meta.name)][shard.box.within(Box.whole(shard.meta.shape))] += shard.tensor
+    assert all(map(torch.equal, made, truth))
+
+
+MIXED = torch.randperm(9000)
+
+
+@pytest.mark.parametrize(("made", "word"), [
+    (lambda w: w + 1, "computed"), (lambda w: 2 * w, "computed"), (lambda w: w.to(torch.bfloat16), "computed"),
+    (lambda w: torch.nn.functional.pad(w, (0, 1)), "computed"), (lambda w: w[:, torch.randperm(9000)], "computed"),
+    (lambda w: w[:, MIXED], "regrouped"), (lambda w: w.reshape(-1).roll(1).view(w.shape), "regrouped"),
+])  # fmt: skip
+def test_what_is_not_moved_box_by_box_is_refused_by_name(
+    made: Callable[[torch.Tensor], torch.Tensor], word: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{NAME} is {word}"):
+        shards_of([Part(NAME, torch.zeros(4, 9000), -1, 0, 1)], merged_tp, lambda n, w: [(n, made(w))])
+
+
+def test_an_embedding_of_600_million_elements_takes_no_memory_and_is_learned_once_by_an_owner() -> None:
+    """Each element's index would be 5 GB. Other memory of the same shape needs no learning, another shape does."""
+    learned, owner = list[torch.Size](), torch.nn.Module()
+
+    def convert(name: str, w: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        learned.extend([] if w.is_meta else [w.shape])
+        return [(name, w[:151_900])]
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for rows, times in ((37_984, 3), (37_984, 3), (8, 6), (37_984, 6)):
+        part = Part(NAME, torch.zeros(rows, 4096, device="meta"), 0, 1, 4)
+        (shard,) = shards_of([part], merged_tp, convert, owner=owner)
+        assert len(learned) == times and shard.box.start == (rows, 0)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB"
+    moved = torch.ones(8, 4096)
+    (shard,) = shards_of([Part(NAME, moved, 0, 1, 4)], merged_tp, convert, owner=owner)
+    assert len(learned) == 6 and shard.tensor.data_ptr() == moved.data_ptr()
