@@ -20,15 +20,15 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.recorder import Recorder
-from r3channel.relay.journal import Journal
+from r3channel.relay.journal import Journal, read_remains
 from r3channel.relay.relay import Relay
 from r3channel.wire import frame_view as received
 from r3channel.wire.frame import encode_error, encode_frame, sample_key
-from r3channel.wire.routing import as_tokens
+from r3channel.wire.routing import as_tokens, hash_tokens
 from tests.support.delivery import receivers_of, recorded, start
 from tests.support.direct import rows_here, turns_here
 from tests.support.samples import SPEC, frame_of, random_ids, reply_for, reply_of, span
-from tests.support.waits import SOON_S
+from tests.support.waits import SOON_S, until
 
 TOKENS = list(range(100, 141))
 IDS = random_ids(40, seed=5)
@@ -413,10 +413,10 @@ def test_a_step_records_the_rows_of_all_turns(tmp_path: Path) -> None:
 # -- responses that were cut ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("whole_body", [False, True])
+@pytest.mark.parametrize("way", ["reply", "body", "held"])
 @pytest.mark.parametrize("invalid", [(), (3, 12), (30,)])
 def test_of_a_response_that_was_cut_the_rows_of_the_tokens_that_are_left_are_trained(
-    tmp_path: Path, whole_body: bool, invalid: tuple[int, ...]
+    tmp_path: Path, way: str, invalid: tuple[int, ...]
 ) -> None:
     """Before and behind the cut rows without routing lie, and another weight version begins behind it; a turn follows."""
     config = ChannelConfig(invalid_rows="mask")
@@ -427,11 +427,17 @@ def test_of_a_response_that_was_cut_the_rows_of_the_tokens_that_are_left_are_tra
         SPEC, expert_ids_TLK=IDS, provenance=spans, valid_T=valid_T, sample_key=sample_key("r")
     )
     reply: Any = reply_of(frame, request_id="r")
-    add: Any = relay.add_body if whole_body else relay.add
-    what = json.dumps(reply).encode() if whole_body else reply
+    add: Any = relay.add_body if way == "body" else relay.add
+    what = json.dumps(reply).encode() if way == "body" else reply
     with pytest.raises(errors.RowCountMismatch):
         add("s", what, TOKENS[:16])
-    add("s", what, TOKENS[:16], cut=True)
+    if way == "held":
+        add("s", what, TOKENS)
+        relay.cut("s", TOKENS, 16, step=0)
+    else:
+        add("s", what, TOKENS[:16], cut=True)
+    recorder: Any = relay.samples.recorder
+    assert recorder._kept["s"].tolist() == TOKENS[:16]
     (kept,) = turns_here(relay, "s")
     expected = encode_frame(
         SPEC,
@@ -451,6 +457,7 @@ def test_of_a_response_that_was_cut_the_rows_of_the_tokens_that_are_left_are_tra
     relay.join_previous(timeout_s=SOON_S)
     there = valid_T | (np.arange(40) >= 15)
     assert np.array_equal(recorded(tmp_path).rows("s")[there], IDS[there])
+    until(lambda: relay.metrics.value("r3channel_samples_total", outcome="cut") == 1)
     relay.close()
 
 
@@ -465,6 +472,49 @@ def test_what_is_not_cut_is_taken_as_it_is_and_what_cannot_be_is_named(relay: Re
     with pytest.raises(errors.RowCountMismatch):  # nothing of the turn is left
         relay.add("two", turn(10, 20), TOKENS[:8], append=True, cut=True)
     assert relay.status()["store"]["frames"] == 2
+
+
+@pytest.mark.parametrize(
+    ("kept", "turns"),
+    [(30, [10, 20, 29]), (21, [10, 20]), (16, [10, 15]), (11, [10]), (4, [3])],
+    ids="third-turn whole-turns second-turn one-turn first-turn".split(),
+)
+def test_turns_behind_a_cut_go_and_the_rest_is_sealed_under_its_own_tokens(
+    on_disk: Relay, tmp_path: Path, kept: int, turns: list[int]
+) -> None:
+    for begin, end in ((0, 10), (10, 20), (20, 40)):
+        on_disk.add("s", turn(begin, end), TOKENS[: end + 1], append=begin > 0)
+    on_disk.cut("s", TOKENS, kept, step=0)
+    assert [rows.end_row for rows in turns_here(on_disk, "s")] == turns
+    assert np.array_equal(rows_here(on_disk, "s"), IDS[: kept - 1])
+    (sample,) = sealed(on_disk, "s").samples
+    assert (sample.tokens, sample.tokens_hash) == (kept, hash_tokens(as_tokens(TOKENS[:kept])))
+    (folder,) = tmp_path.iterdir()
+    saved = sorted(read_remains(folder).samples["s"], key=lambda each: each.turn)
+    assert [each.tokens - 1 for each in saved] == turns
+    assert saved[-1].tokens_hash == sample.tokens_hash
+    on_disk.abandon(0)
+
+
+def test_what_cannot_be_cut_stays_as_it_was(relay: Relay) -> None:
+    relay.add("s", turn(0, 40), TOKENS)
+    for given, kept, error in (
+        ([*TOKENS[:-1], 7], 16, errors.TurnMismatch),
+        (TOKENS[:40], 16, errors.TurnMismatch),
+        (TOKENS, 1, errors.RowCountMismatch),
+        (TOKENS, 42, errors.RowCountMismatch),
+    ):
+        with pytest.raises(error, match="step 3: sample s: "):
+            relay.cut("s", given, kept, step=3)
+    (held,) = turns_here(relay, "s")
+    held.block.view[0] ^= 1
+    with pytest.raises(errors.FrameCorrupt, match="not those that came"):
+        relay.cut("s", TOKENS, 16, step=3)
+    assert turns_here(relay, "s") == [held] and relay.rows_held("s", TOKENS) == 40
+    sealed(relay, "s")
+    with pytest.raises(errors.SampleUnknown):
+        relay.cut("s", TOKENS, 16, step=3)
+    relay.abandon(0)
 
 
 def test_a_cut_sample_survives_a_kill_with_the_rows_that_are_left(on_disk: Relay, tmp_path: Path) -> None:
