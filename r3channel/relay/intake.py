@@ -422,7 +422,7 @@ def _check_cut(sample: Sample, tokens_T: Ids, kept: int, *, where: str) -> None:
     """Raise where these are not the sample's tokens, or cannot be cut to so many."""
     if (len(tokens_T), hashes_of(tokens_T)[0]) != (sample.tokens, sample.tokens_hash):
         raise errors.TurnMismatch(
-            f"{where}: {len(tokens_T)} tokens, other ones than the {sample.tokens} that its rows were made for; expected the same",
+            f"{where}: {len(tokens_T)} tokens are not the {sample.tokens} that its rows were made for; expected the same",
             samples=[sample.name],
         )
     if not 2 <= kept <= sample.tokens:

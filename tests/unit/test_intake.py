@@ -477,7 +477,7 @@ def test_what_is_not_cut_is_taken_as_it_is_and_what_cannot_be_is_named(relay: Re
 @pytest.mark.parametrize(
     ("kept", "turns"),
     [(30, [10, 20, 29]), (21, [10, 20]), (16, [10, 15]), (11, [10]), (4, [3])],
-    ids="third-turn whole-turns second-turn one-turn first-turn".split(),
+    ids=["third-turn", "whole-turns", "second-turn", "one-turn", "first-turn"],
 )
 def test_turns_behind_a_cut_go_and_the_rest_is_sealed_under_its_own_tokens(
     on_disk: Relay, tmp_path: Path, kept: int, turns: list[int]

@@ -60,7 +60,7 @@ JOBS: dict[str, tuple[str, str]] = {
     ),
     "samples": (
         "--steps 3 --cp 2",
-        f"{_SAMPLES} {_EVALUATION} {_SAVE} {_NO_OPTIMIZER} --r3-weights colocated",
+        f"{_SAMPLES.replace('.turns', '.cut_short')} {_EVALUATION} {_SAVE} {_NO_OPTIMIZER} --r3-weights colocated",
     ),
     "faults": (
         "--own-engines --engines 2 --delivery direct --steps 4 --layers 8 --top-k 8 --response-length 48 "
@@ -192,6 +192,12 @@ class TestJobs:
             "groups were filtered, and evaluated samples belong to no step"
         )
         each_row_once(result, turns=24)
+
+    def test_responses_that_are_cut_are_trained_with_the_engines_rows_of_the_tokens_that_are_left(
+        self, jobs: Jobs
+    ) -> None:
+        manager = checked(jobs("samples"), steps=3)["processes"]["manager"]
+        assert manager["cut"] >= 12 and manager["others"] == 0, "three of four samples of each step are cut"
 
     def test_the_run_is_a_page_with_a_lane_for_each_process(self, jobs: Jobs) -> None:
         page = checked(jobs("experts"), steps=2)["page"]
