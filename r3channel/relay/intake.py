@@ -249,6 +249,9 @@ class Intake:
             with self._changed:
                 gone = sample.cut(kept, hashes_of(tokens_T[:kept]), rows)
                 self._note(sample, last)
+        except errors.R3Error as error:
+            error.samples = error.samples or (sample_id,)
+            raise
         finally:
             with self._changed:
                 self._table.give_back([sample])

@@ -399,17 +399,6 @@ def test_honest_turns_of_codec_set_arrive(spec: RoutingSpec, first: int, second:
     relay.close()
 
 
-def test_a_step_records_the_rows_of_all_turns(tmp_path: Path) -> None:
-    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(), recorder=Recorder(tmp_path))
-    relay.add("s", turn(0, 10), TOKENS[:11])
-    relay.add("s", turn(10, 40), TOKENS, append=True)
-    start(receivers_of(relay), sealed(relay, "s"))[0].result(SOON_S)
-    relay.join_previous(timeout_s=SOON_S)
-    recording = recorded(tmp_path)
-    assert np.array_equal(recording.rows("s"), IDS) and len(recording.frames["s"]) == 2
-    relay.close()
-
-
 # -- responses that were cut ---------------------------------------------------------------------------------------------
 
 
@@ -456,7 +445,8 @@ def test_of_a_response_that_was_cut_the_rows_of_the_tokens_that_are_left_are_tra
     start(receivers_of(relay), sealed(relay, "s"))[0].result(SOON_S)
     relay.join_previous(timeout_s=SOON_S)
     there = valid_T | (np.arange(40) >= 15)
-    assert np.array_equal(recorded(tmp_path).rows("s")[there], IDS[there])
+    recording = recorded(tmp_path)
+    assert np.array_equal(recording.rows("s")[there], IDS[there]) and len(recording.frames["s"]) == 2
     until(lambda: relay.metrics.value("r3channel_samples_total", outcome="cut") == 1)
     relay.close()
 
@@ -471,50 +461,35 @@ def test_what_is_not_cut_is_taken_as_it_is_and_what_cannot_be_is_named(relay: Re
     relay.add("two", turn(0, 10), TOKENS[:11])
     with pytest.raises(errors.RowCountMismatch):  # nothing of the turn is left
         relay.add("two", turn(10, 20), TOKENS[:8], append=True, cut=True)
+    with pytest.raises(errors.TurnMismatch):
+        relay.cut("s", [*TOKENS[:-1], 7], 16, step=3)
+    for tokens in (1, 42):
+        with pytest.raises(errors.RowCountMismatch, match=f"{tokens} of 41 tokens are to be left"):
+            relay.cut("s", TOKENS, tokens, step=3)
+    turns_here(relay, "s")[0].block.view[0] ^= 1
+    with pytest.raises(
+        errors.FrameCorrupt, match="step 3: sample s: rows at rest are not those that came"
+    ) as corrupt:
+        relay.cut("s", TOKENS, 16, step=3)
+    assert corrupt.value.samples == ("s",)
+    assert relay.rows_held("s", TOKENS) == 40
     assert relay.status()["store"]["frames"] == 2
 
 
-@pytest.mark.parametrize(
-    ("kept", "turns"),
-    [(30, [10, 20, 29]), (21, [10, 20]), (16, [10, 15]), (11, [10]), (4, [3])],
-    ids=["third-turn", "whole-turns", "second-turn", "one-turn", "first-turn"],
-)
-def test_turns_behind_a_cut_go_and_the_rest_is_sealed_under_its_own_tokens(
-    on_disk: Relay, tmp_path: Path, kept: int, turns: list[int]
+@pytest.mark.parametrize("turns", [[10, 20, 29], [10, 20], [10, 15], [10], [3]], ids=str)
+def test_of_turns_that_are_cut_what_is_left_is_sealed_and_survives_a_kill(
+    on_disk: Relay, tmp_path: Path, turns: list[int]
 ) -> None:
     for begin, end in ((0, 10), (10, 20), (20, 40)):
         on_disk.add("s", turn(begin, end), TOKENS[: end + 1], append=begin > 0)
-    on_disk.cut("s", TOKENS, kept, step=0)
-    assert [rows.end_row for rows in turns_here(on_disk, "s")] == turns
-    assert np.array_equal(rows_here(on_disk, "s"), IDS[: kept - 1])
-    (sample,) = sealed(on_disk, "s").samples
-    assert (sample.tokens, sample.tokens_hash) == (kept, hash_tokens(as_tokens(TOKENS[:kept])))
-    (folder,) = tmp_path.iterdir()
+    left = TOKENS[: turns[-1] + 1]
+    on_disk.cut("s", TOKENS, len(left), step=0)
+    assert np.array_equal(rows_here(on_disk, "s"), IDS[: turns[-1]])
+    (sample,), (folder,) = sealed(on_disk, "s").samples, tmp_path.iterdir()
     saved = sorted(read_remains(folder).samples["s"], key=lambda each: each.turn)
     assert [each.tokens - 1 for each in saved] == turns
-    assert saved[-1].tokens_hash == sample.tokens_hash
+    assert saved[-1].tokens_hash == sample.tokens_hash == hash_tokens(as_tokens(left))
     on_disk.abandon(0)
-
-
-def test_what_cannot_be_cut_stays_as_it_was(relay: Relay) -> None:
-    relay.add("s", turn(0, 40), TOKENS)
-    for given, kept, error in (
-        ([*TOKENS[:-1], 7], 16, errors.TurnMismatch),
-        (TOKENS[:40], 16, errors.TurnMismatch),
-        (TOKENS, 1, errors.RowCountMismatch),
-        (TOKENS, 42, errors.RowCountMismatch),
-    ):
-        with pytest.raises(error, match="step 3: sample s: "):
-            relay.cut("s", given, kept, step=3)
-    (held,) = turns_here(relay, "s")
-    held.block.view[0] ^= 1
-    with pytest.raises(errors.FrameCorrupt, match="not those that came"):
-        relay.cut("s", TOKENS, 16, step=3)
-    assert turns_here(relay, "s") == [held] and relay.rows_held("s", TOKENS) == 40
-    sealed(relay, "s")
-    with pytest.raises(errors.SampleUnknown):
-        relay.cut("s", TOKENS, 16, step=3)
-    relay.abandon(0)
 
 
 def test_a_cut_sample_survives_a_kill_with_the_rows_that_are_left(on_disk: Relay, tmp_path: Path) -> None:

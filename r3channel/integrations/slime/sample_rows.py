@@ -246,7 +246,7 @@ class SampleRows:
         if error is not None or rows.tokens == (tokens := list(sample.tokens)):
             return error, config.on_missing
         same = [*map(eq, rows.tokens, tokens), False].index(False)
-        if 1 < same == len(tokens):
+        if same == len(tokens):
             try:
                 self.relay.cut(rows.name, rows.tokens, same, step=step)
                 rows.tokens = tokens

@@ -176,21 +176,20 @@ def watch_turns(rows: Any) -> None:
             sample.rows_seen = len(sample.tokens) - 1
             frame = base64.b64decode(meta_info["routed_experts"])
             if frame.startswith(FRAME_MAGIC[:3]):  # not a frame reference
-                sent_TLK = parse_frame(frame, spec=self.relay.spec).ids()
-                kept = [sample.engine_rows[:start]] if start else []
-                sample.engine_rows = np.concatenate([*kept, sent_TLK])
+                before = sample.engine_rows[:start] if start else []
+                sample.engine_rows = [*before, *parse_frame(frame, spec=self.relay.spec).ids()]
         return take(self, sample, meta_info, trained=trained)
 
     def sealed(self: Any, step: int, samples: Any, *args: Any, **options: Any) -> Any:
         ticket = seal(self, step, samples, *args, **options)
         for sample in samples:
-            name, whole_TLK = sample.r3_rows.name, getattr(sample, "engine_rows", ())
-            if 0 < len(sample.tokens) - 1 < len(whole_TLK):
-                held_TLK = np.concatenate(
-                    [turn.ids_TLK for turn in self.relay.samples.table.samples[name].held]
-                )
+            sent, left = getattr(sample, "engine_rows", ()), len(sample.tokens) - 1
+            if left < len(sent):
+                held = self.relay.samples.table.samples[sample.r3_rows.name].held
                 TOLD["cut"] += 1
-                TOLD["others"] += not np.array_equal(held_TLK, whole_TLK[: len(sample.tokens) - 1])
+                TOLD["others"] += not np.array_equal(
+                    np.concatenate([turn.ids_TLK for turn in held]), sent[:left]
+                )
         return ticket
 
     rows.take, rows.seal = taken, sealed
