@@ -422,7 +422,7 @@ class Intake:
 
 
 def _check_cut(sample: Sample, tokens_T: Ids, kept: int, *, where: str) -> None:
-    """Raise where these are not the sample's tokens, or cannot be cut to so many."""
+    """Check that these are the sample's tokens, and can be cut."""
     if (len(tokens_T), hashes_of(tokens_T)[0]) != (sample.tokens, sample.tokens_hash):
         raise errors.TurnMismatch(
             f"{where}: {len(tokens_T)} tokens are not the {sample.tokens} that its rows were made for; expected the same",

@@ -177,9 +177,9 @@ class FrameVerifier:
                     scratch.free()
 
     def cut(self, rows: VerifiedRows, end_row: int, *, where: str) -> VerifiedRows:
-        """Return a sample's rows before `end_row`, in the same memory; the journal keeps only them.
+        """Return a sample's rows before `end_row`, in the same memory.
 
-        Raises as `VerifiedRows.cut`, and StoreFull where the journal has no room.
+        The journal keeps only these. Raises as `VerifiedRows.cut`, and StoreFull where the journal has no room.
         """
         kept = rows.cut(end_row, where=where)
         if self.journal is not None:
