@@ -366,7 +366,8 @@ def _write_endpoints(
         pages = {name: url for name, url in served.items() if url}
         pages |= _engine_pages(args)
         path = Path(args.report, "endpoints.json")
-        path.with_suffix(".new").write_text(json.dumps({"engines": urls, "metrics": pages}))
+        found = {"engines": urls, "metrics": pages, "rows": manager.get("rows_at")}
+        path.with_suffix(".new").write_text(json.dumps(found))
         path.with_suffix(".new").rename(path)
 
 

@@ -22,7 +22,7 @@ def _reasons(error: type[RoutingError]) -> Iterator[str]:
 LABELS: dict[str, tuple[str, ...]] = {
     "role": ("engine", "relay", "trainer", "manager"),
     "stage": STAGES,
-    "outcome": ("received", "delivered", "rejected", "duplicate", "live", "discarded", "expired"),
+    "outcome": ("received", "delivered", "rejected", "duplicate", "live", "cut", "discarded", "expired"),
     "reason": (*sorted({*_reasons(RoutingError), SampleTwice.reason}), "other"),
     "cause": ("invalid", "padding"),
     "lag": ("ahead", "0", "1", "2", "3", "4_or_more"),

@@ -23,7 +23,7 @@ from r3channel.relay.verify import DAMAGED, MOST_ROWS, FrameVerifier, VerifiedRo
 from r3channel.wire.header import FRAME_MAGIC
 from r3channel.wire.hello import Hello
 from r3channel.wire.parcel import REFERENCE_BYTES, REFERENCE_MAGIC, FrameName, FrameReference, frames_in
-from r3channel.wire.routing import as_tokens, hash_tokens, hashes_of
+from r3channel.wire.routing import Ids, as_tokens, hash_tokens, hashes_of
 from r3channel.wire.source import InHand, Source
 
 log = logging.getLogger(__name__)
@@ -232,6 +232,33 @@ class Intake:
                 taken[of.sample_id] = error
         return taken
 
+    def cut(self, sample_id: str, tokens: Tokens, kept: int, *, step: int) -> None:
+        """Keep the rows of a sample's first tokens, as `Relay.cut` does."""
+        samples, tokens_T, where = self._samples, as_tokens(tokens), f"step {step}: sample {sample_id}"
+        samples.check_open()
+        if self._tensors:
+            raise errors.UsageError(f"{where}: its rows cannot be cut where token_tensors are declared")
+        samples.await_frames([sample_id], step=step, timeout_s=samples.config.frame_timeout_s)
+        with self._changed:
+            (sample,) = self._table.take([sample_id], step=step)  # so nobody else reads or frees its rows
+        try:
+            _check_cut(sample, tokens_T, kept, where=where)
+            last = [turn for turn in sample.turns if turn.first_row < kept - 1][-1]
+            rows = last.rows and self.verifier.cut(last.rows, kept - 1, where=where)
+            self._metrics.inc("r3channel_cut_rows_total", sample.tokens - kept)
+            with self._changed:
+                gone = sample.cut(kept, hashes_of(tokens_T[:kept]), rows)
+                self._note(sample, last)
+        except errors.R3Error as error:
+            error.samples = error.samples or (sample_id,)
+            raise
+        finally:
+            with self._changed:
+                self._table.give_back([sample])
+        samples.free(*gone)
+        if (recorder := samples.recorder) is not None:
+            recorder.keep(sample_id, tokens_T[:kept])
+
     def restore(self, sample_id: str, turns: Sequence[SavedTurn]) -> int:
         """Take in a sample as another relay left it.
 
@@ -345,10 +372,9 @@ class Intake:
                 more=bool(self._tensors),
             )  # fmt: skip
             key = reply.rows.sample_key
-            if (
-                reply.cut
-                and max(reply.held_rows, reply.rows.first_row) + 1 < reply.tokens <= reply.rows.end_row
-            ):
+            begin = max(reply.held_rows, reply.rows.first_row)
+            reply.cut = reply.cut and begin + 1 < reply.tokens <= reply.rows.end_row
+            if reply.cut:
                 reply.rows = self._cut(reply.rows, reply.tokens - 1, where=reply.where)
         if self._tensors and nbytes:
             reply.tensors = keep_tensors(
@@ -362,7 +388,7 @@ class Intake:
         So a recovery after a kill finds these rows alone.
         """
         try:
-            kept = rows.cut(end_row)
+            kept = rows.cut(end_row, where=where)
             data = head_of(kept, self._spec) + kept.ids_TLK.tobytes()
             room_s = self._samples.config.backpressure_timeout_s
             return self.verifier.keep(InHand(data), where=where, max_rows=end_row + 1, room_s=room_s)
@@ -393,3 +419,17 @@ class Intake:
             )  # fmt: skip
         except errors.StoreFull as error:
             log.warning("r3channel: sample %s would not survive a kill: %s", sample.name, error)
+
+
+def _check_cut(sample: Sample, tokens_T: Ids, kept: int, *, where: str) -> None:
+    """Check that these are the sample's tokens, and can be cut."""
+    if (len(tokens_T), hashes_of(tokens_T)[0]) != (sample.tokens, sample.tokens_hash):
+        raise errors.TurnMismatch(
+            f"{where}: {len(tokens_T)} tokens are not the {sample.tokens} that its rows were made for; expected the same",
+            samples=[sample.name],
+        )
+    if not 2 <= kept <= sample.tokens:
+        raise errors.RowCountMismatch(
+            f"{where}: {kept} of {sample.tokens} tokens are to be left; expected two at least",
+            samples=[sample.name],
+        )

@@ -307,6 +307,29 @@ class Relay:
         self.intake.take(Arrival(sample_id, append=append), lambda: Brought(None, None, tokens))
 
     @typed
+    def cut(self, sample_id: str, tokens: Tokens, kept: int, *, step: int) -> None:
+        """Keep only the rows of a sample's first tokens.
+
+        Call it for a response that was cut after `add`. The call waits up to `frame_timeout_s` for directly delivered frames. All
+        rows are verified once more before their digests are replaced. After an error the sample is as it was.
+
+        Args:
+            sample_id: A sample that no step has taken.
+            tokens: The whole sequence, as it was added.
+            kept: How many of these tokens are left; two or more.
+            step: The step that the sample is for, which errors name.
+
+        Raises:
+            SampleUnknown: The sample is not here, or is another step's.
+            TurnMismatch: The rows were made for other tokens.
+            RowCountMismatch: So many tokens cannot be left.
+            FrameMissing: A frame did not come in time.
+            FrameCorrupt: The rows are not those that came.
+            UsageError: `token_tensors` are declared.
+        """
+        self.intake.cut(sample_id, tokens, kept, step=step)
+
+    @typed
     def rows_held(self, sample_id: str, tokens: Tokens | None = None) -> int:
         """Return how many rows of a sample are here or coming.
 

@@ -67,6 +67,8 @@ class Sample:
     """The step that has taken it."""
     held: tuple[VerifiedRows, ...] = ()
     """The rows of its turns that are here, in the turns' order. The tuple never changes: another turn makes another tuple."""
+    was_cut: bool = False
+    """Tokens were cut off after they were generated."""
     packed: PackedSample | None = None
     """The sample's entry in a ticket, where it has one turn, whose rows are here. It is made when the rows come, not while a
     step is sealed."""
@@ -97,6 +99,26 @@ class Sample:
             told = rows.fold, rows.provenance, rows.invalid
             self.packed = pack_sample(TicketSample(self.name, self.tokens, self.tokens_hash, *told))
 
+    def cut(
+        self, tokens: int, hashes: tuple[int, int], rows: VerifiedRows | None
+    ) -> list[VerifiedRows | None]:
+        """Keep the first tokens, with `rows` in their last turn.
+
+        Args:
+            tokens: How many tokens are left.
+            hashes: The hash of all of these, and of those with rows.
+            rows: The rows that are left of the last turn; None where it is live.
+
+        Returns:
+            The rows of the turns behind, which the caller frees.
+        """
+        end_row, turns = tokens - 1, self.turns
+        self.tokens, (self.tokens_hash, self.prefix_hash), self.was_cut = tokens, hashes, True
+        self.turns = [turn for turn in turns if turn.first_row < end_row]
+        self.turns[-1].end_row = end_row
+        self.hold(self.turns[-1], rows)
+        return [turn.rows for turn in turns if turn.first_row >= end_row]
+
 
 @dataclass(slots=True)
 class Reply:
@@ -118,7 +140,7 @@ class Reply:
     live: bool = False
     """The reply came without routing, and its rows are left to the live router."""
     cut: bool = False
-    """The tokens may end before what was generated."""
+    """The tokens may end before what was generated; once the rows are read, whether they do."""
 
     @property
     def where(self) -> str:
@@ -240,6 +262,7 @@ class SampleTable:
         sample = self.samples.pop(reply.sample_id, None) or Sample(reply.sample_id, 0, 0, 0, now_s)
         sample.tokens, sample.since_s = reply.tokens, now_s
         sample.tokens_hash, sample.prefix_hash = reply.tokens_hash, reply.prefix_hash
+        sample.was_cut |= reply.cut
         self.samples[reply.sample_id] = sample
         return sample
 

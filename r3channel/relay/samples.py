@@ -170,7 +170,7 @@ class Samples:
         Args:
             samples: The samples.
             outcome: The outcome to count them under. A sample with an error counts as rejected, and a delivered one with live
-                rows as live.
+                rows as live, else one whose tokens were cut as cut.
         """
         self.free(*(rows for sample in samples for rows in sample.held))
         for sample in samples:
@@ -178,8 +178,8 @@ class Samples:
                 held.block.free()
             if (recorder := self.recorder) is not None:
                 recorder.forget(sample.name)
-            fate = "live" if sample.live_rows and outcome == "delivered" else outcome
-            self.count("rejected" if sample.error else fate)
+            special = "live" if sample.live_rows else "cut" if sample.was_cut else outcome
+            self.count("rejected" if sample.error else special if outcome == "delivered" else outcome)
 
     def free(self, *what: VerifiedRows | errors.R3Error | None) -> None:
         """Free the memory of rows, and delete them from the journal.

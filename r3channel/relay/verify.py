@@ -58,20 +58,31 @@ class VerifiedRows:
     def end_row(self) -> int:
         return self.first_row + len(self.ids_TLK)
 
-    def cut(self, end_row: int) -> VerifiedRows:
+    def cut(self, end_row: int, *, where: str) -> VerifiedRows:
         """Return the sample's rows before `end_row`, in the same memory.
 
         They have digests of their own. A row does not depend on later tokens, so the cut rows are valid.
+
+        Args:
+            end_row: The first row that is left out.
+            where: Whose rows they are, for the error.
+
+        Raises:
+            FrameCorrupt: The rows are not those that came. New digests would hide that.
         """
-        first, ids_TLK = self.first_row, self.ids_TLK[: end_row - self.first_row]
+        if not np.array_equal(self._digests(self.end_row), self.digests_L):
+            raise FrameCorrupt(f"{where}: rows at rest are not those that came; was memory damaged?")
         invalid = tuple((start, min(end, end_row)) for start, end in self.invalid if start < end_row)
         spans = tuple(s._replace(end=min(s.end, end_row)) for s in self.provenance if s.start < end_row)
-        valid_T = np.ones(len(ids_TLK), bool)
-        for start, end in invalid:
-            valid_T[start - first : end - first] = False
-        digests_L = layer_digests(ids_TLK, first_row=first, valid_T=valid_T)
+        digests_L = self._digests(end_row)
         told = {"provenance": spans, "invalid": invalid, "digests_L": digests_L, "fold": fold(digests_L)}
-        return replace(self, ids_TLK=ids_TLK, **told)
+        return replace(self, ids_TLK=self.ids_TLK[: end_row - self.first_row], **told)
+
+    def _digests(self, end_row: int) -> Ids:
+        first, valid_T = self.first_row, np.ones(end_row - self.first_row, bool)
+        for start, end in self.invalid:
+            valid_T[start - first : end - first] = False
+        return layer_digests(self.ids_TLK[: len(valid_T)], first_row=first, valid_T=valid_T)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,6 +175,18 @@ class FrameVerifier:
             finally:
                 if scratch is not None:
                     scratch.free()
+
+    def cut(self, rows: VerifiedRows, end_row: int, *, where: str) -> VerifiedRows:
+        """Return a sample's rows before `end_row`, in the same memory.
+
+        The journal keeps only these. Raises as `VerifiedRows.cut`, and StoreFull where the journal has no room.
+        """
+        kept = rows.cut(end_row, where=where)
+        if self.journal is not None:
+            kept.ref = next(self._refs)
+            self.journal.frame(kept.ref, (head_of(kept, self.spec), kept.ids_TLK.tobytes()), what=where)
+            self.journal.gone([rows.ref])
+        return kept
 
     def _finish(self, frame: Frame, source: Source, block: Block, scratch: Block | None) -> VerifiedRows:
         """Write every id to its place, and check it."""

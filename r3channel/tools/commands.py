@@ -89,7 +89,7 @@ class Parser(argparse.ArgumentParser):
         """
         for word in message.partition("unrecognized arguments: ")[2].split():
             message += nearest(word.partition("=")[0], self._option_string_actions) * word.startswith("--")
-        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help tells the options\n")
+        self.exit(2, f"{self.prog} --help tells the options\n{self.prog}: {message}\n")
 
 
 def parser(command: str, *, prog: str = "", description: str | None = None) -> Parser:

@@ -63,7 +63,8 @@ def connect(host: str, port: int, token: bytes, *, timeout_s: float, hello: byte
     except TimeoutError as error:
         raise DeadlineExceeded(f"{where} did not answer within {timeout_s:.1f} s") from error
     except OSError as error:
-        raise TransportError(f"cannot connect to {where}: {error}") from error
+        unreached = "; no other node reaches it: which interface does it listen on?" * host.startswith("127.")
+        raise TransportError(f"cannot connect to {where}: {error}{unreached}") from error
     try:
         _introduce(link, token, _HELLO.pack(len(hello), hello), limit)
     except BaseException:

@@ -11,11 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.nodes import DROP, NODES_NEEDED, Nodes
+from tests.support.nodes import DROP, DROP_ALL, NODES_NEEDED, Nodes
 from tests.support.waits import PROGRAM_S
 
 pytestmark = [pytest.mark.e2e, NODES_NEEDED]
-FAULTS = {"--r3-token-file=/dev/shm/none": "token file /dev/shm/none", "--r3-ingest-port=7000": "10.71.0.1:7000"}  # fmt: skip
+_IMPATIENT = "--r3-step-timeout-s=15 --r3-send-timeout-s=5"
+FAULTS = {
+    "no token file": ("--r3-token-file=/dev/shm/none", "token file /dev/shm/none", ""),
+    "network without a node": ("--r3-interface=10.99.0.0/24", "interface 10.99.0.0/24", ""),
+    "interface of one node": ("--r3-interface=127.0.0.1", "no other node reaches it", ""),
+    "firewall before frames": ("--r3-ingest-port=7000", "10.71.0.1:7000", DROP),
+    "firewall before rows": (_IMPATIENT, "{rows} did not answer", DROP),
+    "firewall before weights": ("", "10.71.0.3:", DROP_ALL),
+}
+"""Options, what the last line has, and a firewall that comes up once all parts are, or Ray where they never will be."""
 ROLES = ("relay", "engine", "trainer", "trainer")
 SPOIL = (sys.executable, "-m", "tests.support.nodes")
 
@@ -56,11 +65,18 @@ def test_a_network_that_is_late_and_loses_frames_changes_no_row(tmp_path: Path) 
 @pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_keeps_nodes_apart_is_in_the_last_line(tmp_path: Path, fault: str) -> None:
-    with closing(Nodes(tmp_path, "--steps", "1", fault)) as nodes:
-        nodes.await_word("Ray starts")
-        subprocess.run(nodes.on("manager", "sh", "-ec", DROP.format(port=7000)), check=True)
+    options, wanted, firewall = FAULTS[fault]
+    said, file = {"rows": ":7000", "engines": [""]}, tmp_path / "report/endpoints.json"
+    with closing(Nodes(tmp_path, "--steps", "1", *options.split())) as nodes:
+        nodes.await_word("Ray starts" if "7000" in options else "all parts are up")
+        if file.exists():
+            said = json.loads(file.read_text())
+        ports = {"port": said["rows"].rpartition(":")[2], "other": said["engines"][0].rpartition(":")[2]}
+        if firewall:
+            node = "manager" if firewall is DROP else "trainer"
+            subprocess.run(nodes.on(node, "sh", "-ec", firewall.format(**ports)), check=True)
         code, last = nodes.end()
-    assert code and FAULTS[fault] in last
+    assert code and wanted.format(**said) in last
 
 
 @pytest.mark.full

@@ -31,6 +31,8 @@ PROMPTS = (5, 40, 200)
 """Tokens; the last is prefilled in two chunks, and begins a second turn."""
 UNORDERED = {"glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"}
 """Both sides take the best k unsorted here (`topk(..., sorted=False)`), so that a row is a set."""
+_SHARED = ("--enforce-shared-experts-fusion", "--log-level", "info")
+"""Only DeepSeek-V3 fuses shared experts without a GPU, and only where it is told to."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "mixtral": {"chunked_prefill_size": -1, "extra_args": ("--mem-fraction-static", "0.5")},
     "deepseek_v2": {"env": ON_CPU},
@@ -38,6 +40,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"env": ON_CPU},
     "gpt_oss": {"env": ON_CPU, "extra_args": ("--attention-backend", "intel_amx")},  # on this CPU it becomes torch_native
     "llama4": {"env": ON_CPU},
+    "deepseek_v3, its shared expert among the routed ones": {"env": ON_CPU, "extra_args": _SHARED},
+    "deepseek_v3, that on two expert ranks": {
+        "env": ON_CPU | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, "extra_args": (*_SHARED, "--tp-size", "2", "--ep-size", "2"),
+    },
     "qwen3_next": {
         "env": ON_CPU, "overlap": False, "extra_args": ("--mamba-radix-cache-strategy", "no_buffer"),
     },
@@ -55,10 +61,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_familys_rows_are_what_transformers_routes(family: str, checkpoints: Path) -> None:
-    model = checkpoints / family
-    replies = _served(model, OPTIONS.get(family, {}))
+@pytest.mark.parametrize("case", dict.fromkeys([*FAMILIES, *OPTIONS]))
+def test_a_familys_rows_are_what_transformers_routes(case: str, checkpoints: Path, tmp_path: Path) -> None:
+    family = case.partition(",")[0]
+    model, options = checkpoints / family, OPTIONS.get(case, {})
+    replies = _served(model, options | {"log_path": tmp_path / "log"})
+    assert ("experts fusion optimization enabled" in (tmp_path / "log").read_text()) == ("," in case)
     expected = reference_ids(model, [reply.tokens for reply in replies])
     for ids_TLK, wanted in zip(_rows(RoutingSpec.from_hf_config(model), replies), expected, strict=True):
         if family in UNORDERED:
@@ -78,7 +86,7 @@ def _served(model: Path, options: dict[str, Any]) -> list[Reply]:
 def _hold_weights_to_names(url: str, model: Path) -> None:
     """By parts or by whole tensors, as the family's loader is: a misspelt name is found, the right ones change nothing."""
     client = EngineHandle(url)
-    (before,) = client.weight_checksums(timeout_s=UPDATE_S)
+    before = client.weight_checksums(timeout_s=UPDATE_S)
     given = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
     named = next(name for name in given if name.endswith("self_attn.o_proj.weight"))
     misspelt = {name.replace("o_proj", "o_prj") if name == named else name: t for name, t in given.items()}
@@ -87,11 +95,12 @@ def _hold_weights_to_names(url: str, model: Path) -> None:
             with pytest.raises(WeightUpdateFailed, match=REFUSED):
                 sync.update(misspelt.items(), version=1, timeout_s=UPDATE_S)
             sync.update(((name, tensor + 1) for name, tensor in given.items()), version=1, timeout_s=UPDATE_S)
-            (other,) = client.weight_checksums(timeout_s=UPDATE_S)
-            assert other.keys() == before.keys() and not other.items() & before.items()
+            other, *_ = client.weight_checksums(timeout_s=UPDATE_S)
+            assert other.keys() == before[0].keys() and not other.items() & before[0].items()
             report = sync.update(given.items(), version=2, timeout_s=UPDATE_S)
-        assert client.weight_checksums(timeout_s=UPDATE_S) == [before]
-        compared = len(before) - FUSED.get(model.name, 0) if staged else 0  # no broadcast is compared
+        assert client.weight_checksums(timeout_s=UPDATE_S) == before
+        # no broadcast is compared
+        compared = sum(map(len, before)) - FUSED.get(model.name, 0) if staged else 0
         assert report.verified == compared and report.skipped == ()
 
 

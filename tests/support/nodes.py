@@ -25,6 +25,11 @@ _TRIED = subprocess.run([*MAKE, "true"], capture_output=True)
 NODES_NEEDED = pytest.mark.skipif(_TRIED.returncode != 0, reason="needs iproute2, and network namespaces")
 DROP = "ip rule add pref 9 lookup local; ip rule del pref 0; ip rule add pref 1 ipproto tcp dport {port} blackhole"
 """A firewall that drops what comes for a port, without a packet filter: kernels and images may lack those."""
+DROP_ALL = (
+    "ip rule add pref 9 lookup local; ip rule del pref 0; ip rule add pref 2 from 10.71.0.2 ipproto tcp blackhole; "
+    "ip rule add pref 1 from 10.71.0.2 ipproto tcp sport {other} lookup local"
+)
+"""The same of all that the engines' node sends of itself; its answers as a server of this port pass."""
 _LOSS, _DELAY_S = 0.01, 0.03
 
 

@@ -20,15 +20,15 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.recorder import Recorder
-from r3channel.relay.journal import Journal
+from r3channel.relay.journal import Journal, read_remains
 from r3channel.relay.relay import Relay
 from r3channel.wire import frame_view as received
 from r3channel.wire.frame import encode_error, encode_frame, sample_key
-from r3channel.wire.routing import as_tokens
+from r3channel.wire.routing import as_tokens, hash_tokens
 from tests.support.delivery import receivers_of, recorded, start
 from tests.support.direct import rows_here, turns_here
 from tests.support.samples import SPEC, frame_of, random_ids, reply_for, reply_of, span
-from tests.support.waits import SOON_S
+from tests.support.waits import SOON_S, until
 
 TOKENS = list(range(100, 141))
 IDS = random_ids(40, seed=5)
@@ -384,10 +384,10 @@ def test_honest_turns_of_codec_set_arrive(spec: RoutingSpec, first: int, second:
 # -- responses that were cut ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("whole_body", [False, True])
+@pytest.mark.parametrize("way", ["reply", "body", "held"])
 @pytest.mark.parametrize("invalid", [(), (3, 12), (30,)])
 def test_of_a_response_that_was_cut_the_rows_of_the_tokens_that_are_left_are_trained(
-    tmp_path: Path, whole_body: bool, invalid: tuple[int, ...]
+    tmp_path: Path, way: str, invalid: tuple[int, ...]
 ) -> None:
     """Before and behind the cut rows without routing lie, and another weight version begins behind it; a turn follows."""
     config = ChannelConfig(invalid_rows="mask")
@@ -399,11 +399,17 @@ def test_of_a_response_that_was_cut_the_rows_of_the_tokens_that_are_left_are_tra
         return encode_frame(SPEC, sample_key=sample_key("r"), **parts)
 
     reply: Any = reply_of(frame(40, span(0, 20, 1), span(20, 40, 2)), request_id="r")
-    add: Any = relay.add_body if whole_body else relay.add
-    what = json.dumps(reply).encode() if whole_body else reply
+    add: Any = relay.add_body if way == "body" else relay.add
+    what = json.dumps(reply).encode() if way == "body" else reply
     with pytest.raises(errors.RowCountMismatch):
         add("s", what, TOKENS[:16])
-    add("s", what, TOKENS[:16], cut=True)
+    if way == "held":
+        add("s", what, TOKENS)
+        relay.cut("s", TOKENS, 16, step=0)
+    else:
+        add("s", what, TOKENS[:16], cut=True)
+    recorder: Any = relay.samples.recorder
+    assert recorder._kept["s"].tolist() == TOKENS[:16]
     (kept,) = turns_here(relay, "s")
     relay.add_frame("same", frame(15, span(0, 15, 1)), TOKENS[:16])
     (same,) = turns_here(relay, "same")
@@ -417,6 +423,7 @@ def test_of_a_response_that_was_cut_the_rows_of_the_tokens_that_are_left_are_tra
     there = valid_T | (np.arange(40) >= 15)
     recording = recorded(tmp_path)
     assert np.array_equal(recording.rows("s")[there], IDS[there]) and len(recording.frames["s"]) == 2
+    until(lambda: relay.metrics.value("r3channel_samples_total", outcome="cut") == 1)
     relay.close()
 
 
@@ -430,7 +437,35 @@ def test_what_is_not_cut_is_taken_as_it_is_and_what_cannot_be_is_named(relay: Re
     relay.add("two", turn(0, 10), TOKENS[:11])
     with pytest.raises(errors.RowCountMismatch):  # nothing of the turn is left
         relay.add("two", turn(10, 20), TOKENS[:8], append=True, cut=True)
+    with pytest.raises(errors.TurnMismatch):
+        relay.cut("s", [*TOKENS[:-1], 7], 16, step=3)
+    for tokens in (1, 42):
+        with pytest.raises(errors.RowCountMismatch, match=f"{tokens} of 41 tokens are to be left"):
+            relay.cut("s", TOKENS, tokens, step=3)
+    turns_here(relay, "s")[0].block.view[0] ^= 1
+    with pytest.raises(
+        errors.FrameCorrupt, match="step 3: sample s: rows at rest are not those that came"
+    ) as corrupt:
+        relay.cut("s", TOKENS, 16, step=3)
+    assert corrupt.value.samples == ("s",)
+    assert relay.rows_held("s", TOKENS) == 40
     assert relay.status()["store"]["frames"] == 2
+
+
+@pytest.mark.parametrize("turns", [[10, 20, 29], [10, 20], [10, 15], [10], [3]], ids=str)
+def test_of_turns_that_are_cut_what_is_left_is_sealed_and_survives_a_kill(
+    on_disk: Relay, tmp_path: Path, turns: list[int]
+) -> None:
+    for begin, end in ((0, 10), (10, 20), (20, 40)):
+        on_disk.add("s", turn(begin, end), TOKENS[: end + 1], append=begin > 0)
+    left = TOKENS[: turns[-1] + 1]
+    on_disk.cut("s", TOKENS, len(left), step=0)
+    assert np.array_equal(rows_here(on_disk, "s"), IDS[: turns[-1]])
+    (sample,), (folder,) = sealed(on_disk, "s").samples, tmp_path.iterdir()
+    saved = sorted(read_remains(folder).samples["s"], key=lambda each: each.turn)
+    assert [each.tokens - 1 for each in saved] == turns
+    assert saved[-1].tokens_hash == sample.tokens_hash == hash_tokens(as_tokens(left))
+    on_disk.abandon(0)
 
 
 def test_a_cut_sample_survives_a_kill_with_the_rows_that_are_left(on_disk: Relay, tmp_path: Path) -> None:

@@ -241,6 +241,29 @@ def bad_samples(rows: SampleRows) -> list[Sample]:
     return samples
 
 
+@pytest.mark.parametrize("direct", [False, True], ids=["inband", "direct"])
+def test_of_a_sample_that_was_cut_the_rows_of_the_tokens_that_are_left_are_sealed(
+    rows: SampleRows, direct: bool
+) -> None:
+    engine, sample = Passes(rows, direct=direct), Sample(0)
+    engine.speak(sample, 9)
+    engine.speak(sample, 9)
+    del sample.tokens[13:]
+    (told,) = seal(rows, sample).samples
+    made = [*random_ids(8, seed=0), *random_ids(12, seed=1)[8:]]
+    assert np.array_equal(rows_here(rows.relay, told.sample_id), made)
+    assert told.tokens_hash == hash_tokens(as_tokens(sample.tokens))
+
+
+@pytest.mark.parametrize("rows", [{"on_missing": "live"}], indirect=True, ids=["on_lost is not"])
+def test_a_cut_sample_whose_frame_is_lost_is_named(rows: SampleRows) -> None:
+    rows.relay.samples.engines.greet(hello_of())
+    rows.take(lost := Sample(0, list(range(9))), reference_reply("0", 9, serial=1)["meta_info"])
+    del lost.tokens[5:]
+    with pytest.raises(FrameMissing, match=r"sample 0\.0"):
+        seal(rows, lost)
+
+
 def test_all_samples_that_cannot_be_replayed_are_named_at_once(rows: SampleRows) -> None:
     with pytest.raises(RowCountMismatch, match=r"6 of 8 samples .*'1\.1', '2\.2', '3\.3', '4\.4'") as raised:
         seal(rows, *bad_samples(rows))

@@ -60,7 +60,7 @@ JOBS: dict[str, tuple[str, str]] = {
     ),
     "samples": (
         "--steps 3 --cp 2",
-        f"{_SAMPLES} {_EVALUATION} {_SAVE} {_NO_OPTIMIZER} --r3-weights colocated",
+        f"{_SAMPLES.replace('.turns', '.cut_short')} {_EVALUATION} {_SAVE} {_NO_OPTIMIZER} --r3-weights colocated",
     ),
     "faults": (
         "--own-engines --engines 2 --delivery direct --steps 4 --layers 8 --top-k 8 --response-length 48 "
@@ -183,7 +183,7 @@ class TestJobs:
         sent = [result["processes"][f"weights-{rank}"]["sent"] for rank in range(4)]
         assert sorted(map(bool, sent)) == [False, False, True, True], "one rank of each stage sends"
 
-    def test_turns_filtered_and_unfinished_samples_evaluation_and_weights_in_shared_memory_over_context_parallel(
+    def test_turns_filtered_unfinished_and_cut_samples_evaluation_and_weights_in_shared_memory_over_context_parallel(
         self, jobs: Jobs
     ) -> None:
         result = checked(jobs("samples"), steps=3)
@@ -192,6 +192,8 @@ class TestJobs:
             "groups were filtered, and evaluated samples belong to no step"
         )
         each_row_once(result, turns=24)
+        manager = result["processes"]["manager"]
+        assert manager["cut"] >= 12 and manager["others"] == 0, "three of four responses of each step are cut"
 
     def test_the_run_is_a_page_with_a_lane_for_each_process(self, jobs: Jobs) -> None:
         page = checked(jobs("experts"), steps=2)["page"]

@@ -226,7 +226,7 @@ class SampleRows:
         """
         bad, left = list[R3Error](), list[R3Error]()
         for place, rows in named.items():
-            error, policy = self._fault(samples[place], rows)
+            error, policy = self._fault(step, samples[place], rows)
             if error is not None and policy == "live":
                 self._leave_live(samples[place], rows, behind=rows.fault.result() is None)
             if error is not None:
@@ -237,12 +237,24 @@ class SampleRows:
             raise type(bad[0])(text, samples=names, step=step)
         return left
 
-    def _fault(self, sample: Any, rows: Rows) -> tuple[R3Error | None, str]:
-        """Return why a sample cannot be replayed, or None, and the policy."""
+    def _fault(self, step: int, sample: Any, rows: Rows) -> tuple[R3Error | None, str]:
+        """Return why a sample cannot be replayed, or None, and the policy.
+
+        Of a sample whose last tokens were cut off the rows of those tokens are dropped.
+        """
         error, config = rows.fault.result(), self.relay.config
         if error is not None or rows.tokens == (tokens := list(sample.tokens)):
             return error, config.on_missing
         same = [*map(eq, rows.tokens, tokens), False].index(False)
+        if same == len(tokens):
+            try:
+                self.relay.cut(rows.name, rows.tokens, same, step=step)
+                rows.tokens = tokens
+                return None, config.on_missing
+            except FrameMissing:  # `on_lost` has been asked
+                raise
+            except RoutingError as cannot:
+                return cannot, config.on_missing
         text = f"sample {sample.index} has {len(tokens)} tokens, and the routing of {len(rows.tokens)} came with its last reply, "
         text += f"of which the first {same} are the same. Was it cut, or edited, or did tokens follow it? Replay needs the "
         text += "engine's rows for every token but the last"

@@ -59,6 +59,17 @@ async def turns(args: Namespace, sample: Any, sampling_params: dict[str, Any]) -
     return sample
 
 
+async def cut_short(args: Namespace, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """--custom-generate-function-path: as `turns`, and up to 12 tokens are then cut off, as for a length that agents may have."""
+    sample = await turns(args, sample, sampling_params)
+    less = min(4 * (sample.index % 4), sample.response_length - 1)
+    if sample.status != type(sample).Status.ABORTED and less > 0:
+        sample.response_length -= less
+        for column in (sample.tokens, sample.loss_mask, sample.rollout_log_probs):
+            del column[-less:]
+    return sample
+
+
 async def tool_speaks_last(args: Namespace, sample: Any, sampling_params: dict[str, Any]) -> Any:
     """--custom-generate-function-path: as `turns`, and a tool answers what was said last, as at the end of an agent's budget."""
     sample = await turns(args, sample, sampling_params)

@@ -6,6 +6,7 @@ slime pads are left out, and the last token of a sample, which no engine compute
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import time
@@ -20,6 +21,8 @@ import numpy as np
 
 from r3channel.recordings.recording import Recording
 from r3channel.transport.http import urlopen
+from r3channel.wire.frame import parse_frame
+from r3channel.wire.header import FRAME_MAGIC
 
 _EXPECTED: list[tuple[Any, Any]] = []
 """(samples, positions) of each micro-batch, as this rank's routers see the rows."""
@@ -160,9 +163,10 @@ def watch_fetches(module: Any) -> None:
 
 
 def watch_turns(rows: Any) -> None:
-    """SampleRows: replies that add to a trained sample's rows, and rows that came again and could so be another pass's."""
-    take = rows.take
-    TOLD.update(turns=0, again=0)
+    """SampleRows: replies that add to a trained sample's rows, rows that came again and could so be another pass's, and what is
+    sealed of samples that were cut, beside what engines sent."""
+    take, seal = rows.take, rows.seal
+    TOLD.update(turns=0, again=0, cut=0, others=0)
 
     def taken(self: Any, sample: Any, meta_info: Any, *, trained: bool = True) -> Any:
         if trained and meta_info.get("routed_experts"):
@@ -170,9 +174,25 @@ def watch_turns(rows: Any) -> None:
             TOLD["turns"] += start > 0
             TOLD["again"] += max(0, getattr(sample, "rows_seen", 0) - start)
             sample.rows_seen = len(sample.tokens) - 1
+            frame = base64.b64decode(meta_info["routed_experts"])
+            if frame.startswith(FRAME_MAGIC[:3]):  # not a frame reference
+                before = sample.engine_rows[:start] if start else []
+                sample.engine_rows = [*before, *parse_frame(frame, spec=self.relay.spec).ids()]
         return take(self, sample, meta_info, trained=trained)
 
-    rows.take = taken
+    def sealed(self: Any, step: int, samples: Any, *args: Any, **options: Any) -> Any:
+        ticket = seal(self, step, samples, *args, **options)
+        for sample in samples:
+            sent, left = getattr(sample, "engine_rows", ()), len(sample.tokens) - 1
+            if left < len(sent):
+                held = self.relay.samples.table.samples[sample.r3_rows.name].held
+                TOLD["cut"] += 1
+                TOLD["others"] += not np.array_equal(
+                    np.concatenate([turn.ids_TLK for turn in held]), sent[:left]
+                )
+        return ticket
+
+    rows.take, rows.seal = taken, sealed
 
 
 def sockets(process: Any) -> set[str]:
