@@ -20,11 +20,10 @@ import shutil
 import struct
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -89,7 +88,7 @@ class Journal:
                     raise errors.StoreFull(f"{said}; waited {timeout_s:.1f} s at most") from error
             time.sleep(_LOOK_S)
 
-    def note(self, ref: int, **values: Any) -> None:
+    def note(self, ref: int, **values: object) -> None:
         """Append a note to a frame's file that says whose it is.
 
         Raises:
@@ -198,7 +197,7 @@ class SavedTurn:
 @dataclass(slots=True)
 class SavedStep:
     ticket: bytes
-    acked: set[ShardKey] = field(default_factory=set)
+    acked: set[ShardKey] = field(default_factory=set[ShardKey])
 
 
 @dataclass(slots=True)
@@ -206,12 +205,12 @@ class Remains:
     """The contents of a folder that one relay left."""
 
     folder: Path
-    samples: dict[str, list[SavedTurn]] = field(default_factory=dict)
+    samples: dict[str, list[SavedTurn]] = field(default_factory=dict[str, list[SavedTurn]])
     """The turns of each sample, in any order."""
-    steps: dict[int, SavedStep] = field(default_factory=dict)
+    steps: dict[int, SavedStep] = field(default_factory=dict[int, SavedStep])
     unclaimed: int = 0
     """Frames that came directly and whose replies never did: nobody knows their samples."""
-    damaged: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list[str])
     """A line for each file that could not be read."""
 
 
@@ -265,7 +264,7 @@ def _read_frame(path: Path, remains: Remains) -> None:
 
 
 @contextmanager
-def dead_relays(root: Path, *, but: Path) -> Iterator[list[Remains]]:
+def dead_relays(root: Path, *, but: Path) -> Generator[list[Remains]]:
     """Yield what relays left whose processes have ended.
 
     The folders are locked meanwhile.
@@ -318,11 +317,11 @@ def _lock(folder: Path) -> int | None:
 class Recovery:
     """The samples and steps that a new relay took over."""
 
-    pending: list[str] = field(default_factory=list)
+    pending: list[str] = field(default_factory=list[str])
     """Samples that wait for a step, those of `steps` included."""
-    steps: dict[int, Ticket] = field(default_factory=dict)
+    steps: dict[int, Ticket] = field(default_factory=dict[int, Ticket])
     """Steps that were sealed and not delivered, and whose samples are all here: to be sealed again, in this order."""
-    damaged: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list[str])
     """A line for each file, sample or step that was lost."""
     unclaimed: int = 0
     """Frames that came directly and whose replies never did: nobody knows their samples."""

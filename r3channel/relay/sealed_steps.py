@@ -14,13 +14,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import numpy as np
 
@@ -33,6 +32,7 @@ from r3channel.relay.journal import Recovery
 from r3channel.relay.row_stream import HeldOfSample, RowStream, StepRows, Turns
 from r3channel.relay.sample_table import Reply, Sample
 from r3channel.relay.samples import Samples as HeldSamples
+from r3channel.typed import Json
 from r3channel.wire.digest import fold
 from r3channel.wire.row_protocol import Seal
 
@@ -53,17 +53,17 @@ class SealedStep:
     turns: Sequence[Turns]
     """The turns with rows of each sample, ascending; samples as in the ticket."""
     tensors: HeldOfSample
-    had: set[ShardKey] = field(default_factory=set)
+    had: set[ShardKey] = field(default_factory=set[ShardKey])
     """Receivers that acknowledged to the relay before this one. They are not waited for; one that never learned of its
     acknowledgement comes again."""
     sealed_s: float = field(default_factory=time.monotonic)
-    acknowledged: set[ShardKey] = field(default_factory=set)
+    acknowledged: set[ShardKey] = field(default_factory=set[ShardKey])
     in_use: bool = True
     """True until the step is prepared and recorded: until then its rows are read, whoever has acknowledged."""
-    outgoing: dict[ShardKey, RowStream] = field(default_factory=dict)
+    outgoing: dict[ShardKey, RowStream] = field(default_factory=dict[ShardKey, RowStream])
     error: R3Error | None = None
     """The reason why the step cannot be delivered; receivers that ask are told."""
-    _waiting: dict[int, threading.Event] = field(default_factory=dict)
+    _waiting: dict[int, threading.Event] = field(default_factory=dict[int, threading.Event])
     """DP rank -> the event that is set once its receivers can be answered. Only ranks with a waiting receiver have one."""
 
     def __post_init__(self) -> None:
@@ -124,7 +124,8 @@ class Steps:
 
     def __init__(self, held: HeldSamples, layout: TrainerLayout, *, run: str) -> None:
         self._held, self._layout, self._run = held, layout, run
-        self._journal, self._changed, self._clock = held.journal, held.changed, held.clock
+        self._journal, self._changed = held.journal, held.changed
+        self.clock, self.metrics = held.clock, held.metrics
         self._steps: dict[int, SealedStep] = {}
         self._seals: dict[int, int] = {}
         """Steps that are being sealed or were abandoned -> the number of their next seal."""
@@ -152,7 +153,7 @@ class Steps:
         names, table = assignment.sample_ids, held.table
         with self._reserved(step) as seal:
             held.await_frames(names, step=step, timeout_s=config.frame_timeout_s)
-            with self._clock.span("plan", step=step), ExitStack() as undo:
+            with self.clock.span("plan", step=step), ExitStack() as undo:
                 with self._changed:
                     held.check_open()
                     samples = table.take(names, step=step)
@@ -166,8 +167,8 @@ class Steps:
                 tensors = {sample.name: sample.tensors for sample in samples} if held.tensors else {}
                 self.add(ticket, [sample.held for sample in samples], tensors)
                 undo.pop_all()
-        held.metrics.inc("r3channel_steps_total")
-        held.metrics.set("r3channel_step", step)
+        self.metrics.inc("r3channel_steps_total")
+        self.metrics.set("r3channel_step", step)
         self._warn_of_ceiling(int(ticket.sample_columns.tokens.sum()) * spec.bytes_per_token)
         return ticket
 
@@ -210,7 +211,7 @@ class Steps:
             )  # fmt: skip
 
     @contextmanager
-    def _reserved(self, step: int) -> Iterator[int]:
+    def _reserved(self, step: int) -> Generator[int]:
         """Reserve a step while it is sealed, and yield its seal's number.
 
         Raises StepError for a step that is not newer than those before, unless it was abandoned, and for one that another thread
@@ -413,7 +414,7 @@ class Steps:
         step, gone = sealed.ticket.step, list[Sample]()
         try:
             for dp in range(sealed.ticket.layout.dp):
-                with self._clock.span("place", step=step):
+                with self.clock.span("place", step=step):
                     outgoing = sealed.prepare(dp)
                 with self._changed:
                     sealed.outgoing.update(outgoing)
@@ -463,7 +464,7 @@ class Steps:
         ranks = [ranks[dp] for ranks, keys in parts for dp in sorted({key[0] for key in keys})]
         return undelivered, [name for rank in ranks for batch in rank for name in batch]
 
-    def status(self) -> dict[int, Any]:
+    def status(self) -> dict[int, Json]:
         """Return each step's state, receivers and samples.
 
         The caller holds the condition.

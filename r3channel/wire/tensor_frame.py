@@ -124,7 +124,9 @@ def encode_in_place(
     data[:HEADER_BYTES] = sealed_header(fields[:-2], data[HEADER_BYTES:])
 
 
-def parse_tensors(data: Any, tensors: Sequence[TokenTensor], *, where: str) -> tuple[TensorRows, ...]:
+def parse_tensors(
+    data: bytes | memoryview, tensors: Sequence[TokenTensor], *, where: str
+) -> tuple[TensorRows, ...]:
     """Read the frames of tensors, which lie one after the other.
 
     A damaged frame, or one of another kind, raises what `parse_frame` raises.

@@ -166,8 +166,8 @@ def test_a_receiver_waits_on_one_connection_for_a_busy_relay(make_relay: MakeRel
     """Longer than a peer may be silent: until its rows are prepared, and until there is a buffer to send them from."""
     relay = make_relay("pp=2", send_timeout_s=SHORT_S)
     receivers, buffers = receivers_of(relay), ExitStack()
-    relay.row_server._host = HostPool(1)
-    buffers.enter_context(relay.row_server._host.turn(lambda: None, every_s=1.0))
+    relay.row_server.host_pool = HostPool(1)
+    buffers.enter_context(relay.row_server.host_pool.turn(lambda: None, every_s=1.0))
     receiving = start(receivers, sealed(relay))
     time.sleep(1.5 * SHORT_S)
     slowly.go_on.set()
