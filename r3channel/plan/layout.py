@@ -224,8 +224,7 @@ class TrainerLayout:
         unknown = sorted(set(values) - {field.name for field in fields(cls)})
         if unknown:
             raise ConfigError(f"layout: fields {unknown[:5]} are unknown")
-        known: Json = {**values, "mtp": tuple(values.get("mtp", ()))}
-        return cls(**known)
+        return cls(**dict(values, mtp=tuple(values.get("mtp", ()))))
 
     @classmethod
     def from_megatron_args(cls, args: Any, *, world_size: int, **rest: Any) -> TrainerLayout:

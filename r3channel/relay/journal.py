@@ -122,18 +122,6 @@ class Journal:
                 f"step {step}: no room for its ticket in {self.folder}: {error}", step=step
             ) from error
 
-    def sealed_before(self, step: int, saved: SavedStep) -> None:
-        """Write a step that another relay had sealed.
-
-        The files stay until the step is sealed again.
-
-        Raises:
-            StoreFull: There is no room for the ticket.
-        """
-        for member in saved.acked:
-            self.acked(step, member)
-        self.sealed(step, saved.ticket)
-
     def acked(self, step: int, member: ShardKey) -> None:
         """Write that a receiver has acknowledged a step.
 
@@ -218,7 +206,10 @@ def read_remains(folder: Path) -> Remains:
     """Read one relay's folder; nothing in it changes."""
     remains = Remains(folder)
     for path in sorted(folder.glob("*.frame")):
-        _read_frame(path, remains)
+        try:
+            _read_frame(path, remains)
+        except (errors.FrameError, ValueError) as error:
+            remains.damaged.append(f"{path.name}: {error}")
     for path in sorted(folder.glob("*.ticket")):
         acks = path.with_suffix(".acks")
         saved = SavedStep(path.read_bytes())
@@ -234,14 +225,14 @@ def _read_frame(path: Path, remains: Remains) -> None:
     """Read a frame's header and note into `remains`.
 
     The rows are read when the sample is handed over, one frame after the other.
+
+    Raises:
+        FrameError: The header cannot be read.
+        ValueError: The note cannot be read.
     """
     with open(path, "rb") as file:
         head = file.read(HEADER_BYTES)
-        try:
-            header = read_header(memoryview(head), nbytes=path.stat().st_size, where=path.name, more=True)
-        except errors.FrameError as error:
-            remains.damaged.append(f"{path.name}: {error}")
-            return
+        header = read_header(memoryview(head), nbytes=path.stat().st_size, where=path.name, more=True)
         file.seek(header.nbytes)
         note = file.read()
     if not note:
@@ -250,8 +241,7 @@ def _read_frame(path: Path, remains: Remains) -> None:
     size, digest = _TAIL.unpack(note[-_TAIL.size :]) if len(note) > _TAIL.size else (-1, 0)
     body = note[: -_TAIL.size]
     if size != len(body) or xxhash.xxh3_64_intdigest(body) != digest:
-        remains.damaged.append(f"{path.name}: its note was being written when the relay ended")
-        return
+        raise ValueError("its note was being written when the relay ended")
     try:
         values = json.loads(body)
         if {type(values[number]) for number in _NUMBERS} != {int}:
@@ -260,7 +250,7 @@ def _read_frame(path: Path, remains: Remains) -> None:
         tokens = header.first_row + header.rows + 1
         turns.append(SavedTurn(path=path, head=head, tokens=tokens, **values))
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        remains.damaged.append(f"{path.name}: its note is none: {error!r:.200}")
+        raise ValueError(f"its note is none: {error!r:.200}") from error
 
 
 @contextmanager
@@ -327,28 +317,23 @@ class Recovery:
     """Frames that came directly and whose replies never did: nobody knows their samples."""
 
 
-Keep = Callable[[str, list[SavedTurn]], int]
-"""Takes a sample's name and its turns, in order, and returns how many tokens it has."""
-
-
 def take_over(
-    root: Path, *, but: Path, keep: Keep, keep_step: Callable[[int, SavedStep], None]
+    own: Journal, keep: Callable[[str, list[SavedTurn]], int]
 ) -> tuple[Recovery, dict[int, set[ShardKey]]]:
-    """Take over what dead relays left in `root`, and delete it.
+    """Take over what dead relays left beside a journal, and delete it.
 
-    What `keep_step` is given is written elsewhere before anything is deleted, so that a second kill forgets no acknowledgement.
+    Steps that are to be sealed again are written to the journal before anything is deleted, so that a second kill forgets no
+    acknowledgement. Their files stay until they are sealed again.
 
     Args:
-        root: The folder of all relays' folders.
-        but: The folder in `root` to leave out.
-        keep: Takes each sample and its turns.
-        keep_step: Takes each step that is to be sealed again.
+        own: The journal of the relay that takes over.
+        keep: Takes each sample's name and its turns, in order, and returns how many tokens it has.
 
     Returns:
         The recovery, and for each step the receivers that had acknowledged it.
     """
     recovery, acked = Recovery(), dict[int, set[ShardKey]]()
-    with dead_relays(root, but=but) as found:
+    with dead_relays(own.folder.parent, but=own.folder) as found:
         for remains in found:
             recovery.damaged += remains.damaged
             recovery.unclaimed += remains.unclaimed
@@ -364,7 +349,9 @@ def take_over(
                 _sort_in(step, saved, here, recovery)
         for step, ticket in recovery.steps.items():
             acked[step] = {key for one in found if step in one.steps for key in one.steps[step].acked}
-            keep_step(step, SavedStep(ticket.to_bytes(), acked[step]))
+            for member in acked[step]:
+                own.acked(step, member)
+            own.sealed(step, ticket.to_bytes())
         for remains in found:
             shutil.rmtree(remains.folder)
     return recovery, acked

@@ -20,6 +20,7 @@ from r3channel.errors import StoreFull, UsageError
 SMALL_BYTES = 1 << 17
 """Blocks below this size are not kept: the C library keeps their memory itself."""
 _Memory = np.ndarray[Any, np.dtype[np.uint8]]
+_Freed = list[tuple[float, _Memory]]
 
 
 @dataclass(eq=False, slots=True)
@@ -57,9 +58,7 @@ class Store:
     ceiling_bytes: int
     live_bytes: int = 0
     _blocks: int = 0
-    _idle: dict[int, list[tuple[float, _Memory]]] = field(
-        default_factory=dict[int, list[tuple[float, _Memory]]]
-    )
+    _idle: dict[int, _Freed] = field(default_factory=dict[int, _Freed])
     """Freed memory by its size, each with the time when it was freed, the longest idle first. Sizes have eight steps for each
     power of two."""
     _idle_bytes: int = 0

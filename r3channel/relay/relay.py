@@ -83,7 +83,7 @@ class Relay:
             self.intake = Intake(self.samples)
             self.steps = Steps(self.samples, layout, run=self.run)
             undo.callback(self.steps.close)
-            self.row_server = RowServer(layout, config, run=self.run, steps=self.steps)
+            self.row_server = RowServer(self.steps)
             undo.pop_all()
         self._watch()
 
@@ -119,9 +119,7 @@ class Relay:
         try:
             own = relay.samples.journal
             assert own is not None
-            found, relay.steps.acked_before = take_over(
-                Path(config.journal), but=own.folder, keep=relay.intake.restore, keep_step=own.sealed_before
-            )
+            found, relay.steps.acked_before = take_over(own, relay.intake.restore)
             return relay, found
         except BaseException:
             relay.close()

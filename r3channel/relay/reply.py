@@ -161,7 +161,7 @@ def split_replies(body: bytes) -> list[tuple[Any, memoryview | None]]:
     return _split(body, len(body), samples_of)
 
 
-def samples_of(replies: object) -> list[Any]:
+def samples_of(replies: Any) -> list[Any]:
     """Return one reply for each sample of a parsed body.
 
     A list has one reply for each sample. An OpenAI reply becomes one reply for each of its choices. Fields that a reply of
@@ -273,12 +273,12 @@ def routing_text(reply: object, *, sample_id: str, engine: str) -> str:
     )
 
 
-def _place_of(reply: object) -> str:
+def _place_of(reply: Any) -> str:
     """Return the path of a routing field that holds something, anywhere.
 
     The result is empty where there is none.
     """
-    todo = [("", reply)]
+    todo: list[tuple[str, Any]] = [("", reply)]
     for path, value in todo:  # the list grows; a recursive call for each level could nest too deeply
         if _is_object(value) and value.get(ROUTING_FIELD):
             return f"{path}.{ROUTING_FIELD}".lstrip(".")

@@ -22,9 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64_intdigest
 
-from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, R3Error, StepError, TicketMismatch, TransportError
-from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
 from r3channel.relay.row_stream import RowStream
 from r3channel.relay.sealed_steps import Steps
@@ -53,12 +51,9 @@ class RowServer:
     Any thread may call.
     """
 
-    def __init__(
-        self, layout: TrainerLayout, config: ChannelConfig, *, run: str, steps: Steps
-    ) -> None:  # fmt: skip
+    def __init__(self, steps: Steps) -> None:
         """Open the listener. A receiver that asked is told what `steps` raises."""
-        self._layout, self.config, self.run = layout, config, run
-        self.steps, self.clock, self.metrics = steps, steps.clock, steps.metrics
+        self.steps, self.clock, self.metrics, config = steps, steps.clock, steps.metrics, steps.config
         for name in ("r3channel_buckets_total", "r3channel_group_resets_total"):
             self.metrics.measure(name)
         self.metrics.measure("r3channel_bytes_total", leg="wire_sent")
@@ -84,12 +79,12 @@ class RowServer:
             TicketMismatch: The layout has no such receiver.
         """
         dp, pp, cp = key
-        layout = self._layout
+        layout = self.steps.layout
         if not (0 <= dp < layout.dp and 0 <= pp < layout.pp and 0 <= cp < layout.cp):
             text = f"hello from dp {dp} pp {pp} cp {cp}; this relay serves layout {layout}"
             raise TicketMismatch(text, ranks=[key])
         door, token = self._listener, self._token.hex()
-        return {"host": door.host, "port": door.port, "token": token, "run": self.run}
+        return {"host": door.host, "port": door.port, "token": token, "run": self.steps.run}
 
     def status(self) -> Json:
         """Return the connected receivers, and how many connections each has had."""
@@ -159,7 +154,7 @@ class _Served:
     def __init__(self, delivery: RowServer, key: ShardKey, link: Connection) -> None:
         self.key, self.life = key, 0
         self._delivery, self._link = delivery, link
-        self._config = delivery.config
+        self._config = delivery.steps.config
         self._every_s = min(_WAIT_S, self._config.send_timeout_s / 4)
         self._taken_s = min(_TAKEN_S, self._config.send_timeout_s)
         self._group: Transport | None = None
@@ -300,7 +295,7 @@ class _Served:
                 "the relay a GPU of its own, or set transport='tcp', which colocated jobs use",
                 ranks=[self.key],
             )
-        name = f"{self._delivery.run}/{'-'.join(map(str, self.key))}/life{self.life}"
+        name = f"{self._delivery.steps.run}/{'-'.join(map(str, self.key))}/life{self.life}"
         store = self._store = open_store(config.interface)
         ours = Rendezvous(
             backend=config.transport, name=name, connection=self.life, rank=0, world_size=2, host=store.host, port=store.port

@@ -130,10 +130,8 @@ class StepRows:
         known = [(turn.ids_TLK, turn.first_row, turn.digests_L) for own in turns for turn in own]
         rows, first_A, digests = zip(*known, strict=True) if known else ((), (), ())
         self._rows: Sequence[Ids] = rows
-        self._first_A, self._before_A = (
-            np.asarray(first_A, np.int64),
-            np.cumsum([0, *map(len, rows)], dtype=np.int64),
-        )
+        self._first_A = np.asarray(first_A, np.int64)
+        self._before_A = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         self._turn_S = np.cumsum([0, *map(len, turns)])
         """The number of each sample's first turn. `_before_A`: rows of the turns before each turn. Both end with the total."""
         zeros_L = np.zeros(ticket.spec.num_moe_layers, np.uint64)
@@ -159,12 +157,8 @@ class StepRows:
         Raises:
             FrameCorrupt: Rows are not what they were when they came.
         """
-        ticket, layout, own, found = (
-            self._ticket,
-            self._ticket.layout,
-            self._samples(dp),
-            dict[ShardKey, RowStream](),
-        )
+        found = dict[ShardKey, RowStream]()
+        ticket, layout, own = self._ticket, self._ticket.layout, self._samples(dp)
         samples, engine = ticket.sample_columns.part(own.start, own.stop), self._engine_SL[own].tobytes()
         parts = self.verify(dp) if layout.cp > 1 else [self._engine_SL[own]]
         for cp, (columns, part_SL) in enumerate(zip(self._cuts, parts, strict=True)):

@@ -123,7 +123,7 @@ class Steps:
     """
 
     def __init__(self, held: HeldSamples, layout: TrainerLayout, *, run: str) -> None:
-        self._held, self._layout, self._run = held, layout, run
+        self._held, self.layout, self.run, self.config = held, layout, run, held.config
         self._journal, self._changed = held.journal, held.changed
         self.clock, self.metrics = held.clock, held.metrics
         self._steps: dict[int, SealedStep] = {}
@@ -146,10 +146,10 @@ class Steps:
             assignment: The samples of each rank and micro-batch.
             before: The ticket of the relay that sealed the step first.
         """
-        held, config, spec = self._held, self._held.config, self._held.spec
+        held, config, spec = self._held, self.config, self._held.spec
         held.check_open()
         # check before anything is waited for or taken
-        check_cut(expected(assignment, Assignment), spec, self._layout)
+        check_cut(expected(assignment, Assignment), spec, self.layout)
         names, table = assignment.sample_ids, held.table
         with self._reserved(step) as seal:
             held.await_frames(names, step=step, timeout_s=config.frame_timeout_s)
@@ -158,8 +158,9 @@ class Steps:
                     held.check_open()
                     samples = table.take(names, step=step)
                     undo.callback(table.give_back, samples)
+                told = Samples.of_packed(names, [sample.packed or _packed(sample) for sample in samples])
                 ticket = before or Ticket(
-                    self._run, step, spec, self._layout, assignment, ticket_samples(names, samples), config.bucket_bytes,
+                    self.run, step, spec, self.layout, assignment, told, config.bucket_bytes,
                     token_tensors=tuple(tensor.option for tensor in held.tensors), seal=seal,
                 )  # fmt: skip
                 ticket.check()
@@ -191,7 +192,7 @@ class Steps:
         live = {each.name: each.live_rows for each in samples if not each.packed and each.live_rows}
         left, rows = sum(live.values()), sum(sample.tokens - 1 for sample in samples)
         text = f"step {step}: {left} of {rows} rows are left to the live router, of samples {[*live]}"
-        if left > (share := self._held.config.max_live) * rows:
+        if left > (share := self.config.max_live) * rows:
             text += f"; max_live allows a share of {share:g}. The log says why"
             raise StepError(text, samples=live, step=step)
         if live:
@@ -202,7 +203,7 @@ class Steps:
 
         In one-step-off training the store holds the rows of two steps at a time.
         """
-        ceiling = self._held.config.store_bytes
+        ceiling = self.config.store_bytes
         if 2 * nbytes > ceiling and not self._warned:
             self._warned = True
             log.warning(
@@ -316,8 +317,8 @@ class Steps:
         The event is set when the receiver can be answered. The caller holds the condition.
         """
         (run, step, _), sealed, whose = seal, self._named(seal), f"(dp, pp, cp) {key}"
-        if sealed is None and run != self._run:
-            text = f"ticket of run {run}, this relay is run {self._run}; did the relay restart?"
+        if sealed is None and run != self.run:
+            text = f"ticket of run {run}, this relay is run {self.run}; did the relay restart?"
             raise TicketMismatch(text, step=step, ranks=[key])
         if sealed is None or key not in sealed.keys:
             under_way = f"Steps under way are {sorted(self._steps)}, the newest sealed is {self.newest}"
@@ -490,11 +491,6 @@ class Steps:
 
 
 # -- what the ticket says of samples -----------------------------------------------------------------------------------
-
-
-def ticket_samples(names: Sequence[str], samples: Sequence[Sample]) -> Samples:
-    """Return the samples as the ticket describes them."""
-    return Samples.of_packed(names, [sample.packed or _packed(sample) for sample in samples])
 
 
 def _packed(sample: Sample) -> PackedSample:

@@ -31,16 +31,8 @@ from r3channel.wire.codec import CODECS, Wire, codecs_for
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame_view import Frame
 from r3channel.wire.header import FRAME_MAGIC, HEADER_BYTES, MAX_ROWS, Header
-from r3channel.wire.routing import (
-    Ids,
-    ProvenanceSpan,
-    RowKind,
-    Run,
-    Valid,
-    check_shape,
-    check_spans,
-    spans_of,
-)
+from r3channel.wire.mixing import Ids, Valid
+from r3channel.wire.routing import ProvenanceSpan, RowKind, Run, check_shape, check_spans, spans_of
 from r3channel.wire.source import InHand, Source
 
 __all__ = ["FRAME_MAGIC", "HEADER_BYTES", "Frame", "encode_frame", "parse_frame", "read_frame", "sample_key"]

@@ -20,14 +20,17 @@ HELLO_MAGIC = b"R3H\x01"
 PROBE_PREFIX = "r3channel-probe-"
 MAX_HELLO_BYTES = 16384
 _HEAD = struct.Struct("<4sI")
+_NUMBERS = "context", "kept_bytes", "replica"
 _LATER: Json = {
-    **dict.fromkeys(("torch", "nccl", "page"), ""), "unread": (), "weighing": (),
-    **dict.fromkeys(("context", "kept_bytes", "replica"), 0),
-}  # fmt: skip
+    "torch": "",
+    "nccl": "",
+    "page": "",
+    "unread": (),
+    "weighing": (),
+    **dict.fromkeys(_NUMBERS, 0),
+}
 """Fields that an older engine does not send."""
-_KINDS: dict[type, tuple[str, ...]] = {
-    int: ("boot_id", "spec_digest", "context", "kept_bytes", "replica"), str: ("engine", "page"), dict: ("spec",),
-}  # fmt: skip
+_KINDS = {int: ("boot_id", "spec_digest", *_NUMBERS), str: ("engine", "page"), dict: ("spec",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

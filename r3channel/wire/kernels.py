@@ -27,6 +27,8 @@ from r3channel.wire.mixing import OFFSET, Ids
 # what numba and llvmlite say of their own types does not cover these: their results, and the typing context that is passed
 cgutils: Any = _numba_cgutils
 _intrinsic: Any = _numba_intrinsic
+Loop = Callable[..., Any]
+"""A compiled loop."""
 _LINE_BYTES = 64
 _STREAMED_BYTES = 512
 """Runs of this size or more are written past the caches, a line at a time."""
@@ -196,7 +198,7 @@ def _counted_until(coefficients_T: Any, first: int, most: int) -> int:
 
 
 @lru_cache(maxsize=4)
-def piece_sums(item_bytes: int) -> Callable[..., None]:
+def piece_sums(item_bytes: int) -> Loop:
     """Return a compiled loop that computes the digests of row ranges.
 
     The loop is f(items_N, coefficients_T, multipliers_I, edges_P, sums_C, digests_PL). A piece has rows of all layers, from the
@@ -221,7 +223,7 @@ def piece_sums(item_bytes: int) -> Callable[..., None]:
 
 
 @lru_cache(maxsize=16)
-def row_sums(item_bytes: int, id_bytes: int, *, slots: int) -> Callable[..., bool]:
+def row_sums(item_bytes: int, id_bytes: int, *, slots: int) -> Loop:
     """Return a compiled loop that checks ids and computes their digests.
 
     The loop is f(items_TLI, coefficients_T, multipliers_I, words_W, num_experts). It returns whether all ids are in range and
@@ -362,9 +364,7 @@ def _write_sections(words_H: Any, spans: int, end: Any, digests_L: Any, sizes: t
 
 
 @lru_cache(maxsize=4)
-def gather_frame(
-    item_bytes: int, *, row_bytes: int, weights_at: int, weight_bytes: int
-) -> Callable[..., None]:
+def gather_frame(item_bytes: int, *, row_bytes: int, weights_at: int, weight_bytes: int) -> Loop:
     """Return a compiled loop that gathers rows of slots into a frame.
 
     The loop is f(bytes_SN, stamps_S, makers_M2, slots_T, coefficients_T, multipliers_I, head_H, bytes_N, words_W, facts_3,
@@ -428,7 +428,7 @@ def gather_frame(
 
 
 @lru_cache(maxsize=4)
-def scatter_rows(row_bytes: int) -> Callable[..., None]:
+def scatter_rows(row_bytes: int) -> Loop:
     """Return a compiled loop that copies rows to slots and stamps them.
 
     The loop is f(bytes_TN, slots_T, bytes_SN, stamps_S, stamp). Each row is contiguous. The loop raises IndexError for a slot
@@ -470,7 +470,7 @@ def _widen(ids_N: Any, wide_N: Any) -> None:
 
 
 @lru_cache(maxsize=4)
-def column_sums(item_bytes: int, id_bytes: int, *, items: int) -> Callable[..., bool]:
+def column_sums(item_bytes: int, id_bytes: int, *, items: int) -> Loop:
     """Return a compiled loop that adds runs of rows to digests.
 
     The loop is f(items_RI, runs_N5, weights_PI, digests_S, words_RW). It adds each run of rows to the digest of the run's sample,
@@ -530,7 +530,7 @@ def _line_from(address: int, row: int, row_bytes: int) -> int:
 
 
 @lru_cache(maxsize=8)
-def place_runs(item_bytes: int, *, items: int) -> Callable[..., None]:
+def place_runs(item_bytes: int, *, items: int) -> Loop:
     """Return a compiled loop that places runs of rows by layer.
 
     The loop is f(items_TCI, runs_R8, sources_L, target_N, pads_EI, coefficients_P, multipliers_I, digests_SL, words_W). It checks

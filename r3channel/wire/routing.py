@@ -20,10 +20,8 @@ import xxhash
 
 from r3channel.errors import ExpertIdInvalid, RoutingError, RowCountMismatch, SpecMismatch, UsageError
 from r3channel.model.spec import RoutingSpec
-from r3channel.wire.mixing import Ids
+from r3channel.wire.mixing import Ids, Valid
 from r3channel.wire.validate import sound, sound_rows
-
-Valid = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class RowKind(IntEnum):
@@ -205,7 +203,7 @@ def as_tokens(tokens: Any) -> Tokens:
     Raises:
         UsageError: `tokens` are no token ids: other numbers than integers of 32 bits, or something that has no order.
     """
-    kind: type[object] = type(tokens)
+    kind = tokens.__class__
     if kind is list:  # as nearly all are
         return _packed(tokens)
     if isinstance(tokens, range):

@@ -360,7 +360,7 @@ def test_the_assignment_is_the_callers_own(rows: SampleRows) -> None:
     samples = [Sample(index, list(range(5 + index))) for index in range(4)]
     for sample in samples:
         rows.take(sample, meta(str(sample.index), len(sample.tokens), seed=sample.index))
-    rows.relay.steps._layout = TrainerLayout(dp=2)
+    rows.relay.steps.layout = TrainerLayout(dp=2)
     ticket = rows.seal(0, samples, [[[2], [0]], [[3], [1]]], steps=[1, 1])
     assert ticket.assignment.ranks == ((("2.2",), ("0.0",)), (("3.3",), ("1.1",)))
     assert ticket.assignment.steps == (1, 1)
