@@ -13,6 +13,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from r3channel.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
+Json = dict[str, Any]
+"""A JSON object."""
 _PLAIN: dict[Any, tuple[type, ...]] = {
     str: (str,), bytes: (bytes, bytearray, memoryview), int: (Integral,), float: (Real,), bool: (bool,), NoneType: (NoneType,),
 }  # fmt: skip

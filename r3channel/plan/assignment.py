@@ -341,11 +341,12 @@ def _best_swap(weights_PC: Ints, sums_P: Ints, full: int) -> tuple[int, int, int
     parts, count = weights_PC.shape
     order = np.argsort(weights_PC, axis=1, kind="stable")
     sorted_PC = np.take_along_axis(weights_PC, order, axis=1)
-    first_P = np.arange(parts)[:, None] * count
+    part_P = np.arange(parts, dtype=np.int64)[:, None]
+    first_P = part_P * count
     # All parts on one line, so that one search serves them.
-    line_P = np.arange(parts)[:, None] * (int(weights_PC.max()) + 1)
+    line_P = part_P * (int(weights_PC.max()) + 1)
     gap_P = (sums_P[full] - sums_P)[:, None]
-    wanted_PC = np.maximum(weights_PC[full] - gap_P // 2, 0)
+    wanted_PC: Ints = np.maximum(weights_PC[full] - gap_P // 2, 0)
     place_PC = np.searchsorted((sorted_PC + line_P).ravel(), wanted_PC + line_P)
     near_2PC = np.clip(np.stack((place_PC - 1, place_PC)), first_P, first_P + count - 1)
     moved_2PC = weights_PC[full] - sorted_PC.ravel()[near_2PC]

@@ -10,6 +10,7 @@ from typing import Any
 
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
+from r3channel.typed import Json
 
 _FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 _COUNTS = ("dp", "pp", "vpp", "cp", "tp", "ep", "pad_multiple", "first_layers", "last_layers")
@@ -215,7 +216,7 @@ class TrainerLayout:
 
     # -- text -----------------------------------------------------------------------------------------------------------
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         return {**asdict(self), "mtp": list(self.mtp)}
 
     @classmethod
@@ -223,7 +224,7 @@ class TrainerLayout:
         unknown = sorted(set(values) - {field.name for field in fields(cls)})
         if unknown:
             raise ConfigError(f"layout: fields {unknown[:5]} are unknown")
-        return cls(**{**values, "mtp": tuple(values.get("mtp", ()))})
+        return cls(**dict(values, mtp=tuple(values.get("mtp", ()))))
 
     @classmethod
     def from_megatron_args(cls, args: Any, *, world_size: int, **rest: Any) -> TrainerLayout:
@@ -268,7 +269,7 @@ class TrainerLayout:
         Raises:
             ConfigError: A key is unknown or stands twice, or a value does not fit.
         """
-        values: dict[str, Any] = {}
+        values: Json = {}
         known = {field.name for field in fields(cls)}
         for part in filter(None, text.split(",")):
             key, _, value = part.strip().partition("=")

@@ -9,7 +9,7 @@ Rows that no engine computed (each sample's last token, padding, the tail of a p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -155,7 +155,7 @@ class Placement:
             digest_L = digests_CSL[stream.runs.slot[run], stream.sample_of[run]]
             digest_L += found_C[self._sources_L]
 
-    def _targets(self, stretches: Stretches):
+    def _targets(self, stretches: Stretches) -> Iterator[tuple[int, int, int, Ids]]:
         """Yield (run, position, rows, target) of each stretch.
 
         The target is a view [layer, row] in which the K ids of a row are one item.

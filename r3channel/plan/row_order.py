@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from r3channel.plan.layout import TrainerLayout
+from r3channel.wire.mixing import Ids
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -98,7 +99,7 @@ class Runs(NamedTuple):
     real: Ints
     """Leading rows that an engine computed: the positions before the sample's last token."""
 
-    def take(self, index: Any) -> Runs:
+    def take(self, index: Ids | slice) -> Runs:
         return Runs(*[column[index] for column in self])
 
 
@@ -196,7 +197,7 @@ def _cut_context(batches: Sequence[Microbatch], layout: TrainerLayout) -> Runs:
         return _cut_whole_packs(batches, layout)
     microbatch, sample, tokens, padded, start = _sequences(batches)
     parts = 2 if layout.cp > 1 and layout.cp_split == "zigzag" else 1
-    found = []
+    found = list[Runs]()
     for cp in range(layout.cp):
         size = padded // (parts * layout.cp)
         for half, chunk in enumerate((cp, 2 * layout.cp - 1 - cp)[:parts]):
@@ -212,7 +213,7 @@ def _cut_whole_packs(batches: Sequence[Microbatch], layout: TrainerLayout) -> Ru
     """
     microbatch, sample, tokens, padded, start = _sequences(batches)
     share = np.asarray([batch.seq_len // layout.cp for batch in batches], dtype=np.int64)[microbatch]
-    found = []
+    found = list[Runs]()
     for cp in range(layout.cp):
         first = np.maximum(start, cp * share)
         size = np.minimum(start + padded, (cp + 1) * share) - first

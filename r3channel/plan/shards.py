@@ -76,7 +76,7 @@ class Shard:
         """Return the bytes that one TP rank keeps."""
         return self.nbytes // self.tp_slots
 
-    def views(self, buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> list[Ids]:
+    def views(self, buffer: Ids) -> list[Ids]:
         """Return a view of each micro-batch in a shard's buffer.
 
         Args:
@@ -85,7 +85,7 @@ class Shard:
         Returns:
             For each micro-batch a view [tp slot, L, rows, K] of `id_dtype`.
         """
-        views, at = [], 0
+        views, at = list[Ids](), 0
         for index in range(len(self.microbatches)):
             size = self.microbatch_bytes(index)
             shape = (self.tp_slots, len(self.layers), self.slot_rows(index), self.spec.top_k)
@@ -252,7 +252,8 @@ class RankBatches(Sequence[tuple[Microbatch, ...]]):
 
     def __getitem__(self, dp: Any) -> Any:
         """Return the micro-batches of one DP rank; slices are not supported."""
-        rank = range(len(self))[dp]
+        number: int = dp
+        rank = range(len(self))[number]
         if rank not in self._made:
             self._made[rank] = tuple(self._pad(rank))
         return self._made[rank]

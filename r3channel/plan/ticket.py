@@ -141,7 +141,7 @@ class Samples(Sequence[TicketSample]):
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        text, ends = self.text, self._edges["name_chars"].tolist()
+        text, ends = self.text, self.edges["name_chars"].tolist()
         return tuple([text[a:b] for a, b in pairwise(ends)])
 
     @property
@@ -151,7 +151,7 @@ class Samples(Sequence[TicketSample]):
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int | slice) -> Any:
         numbers = range(len(self))[index]
         if not isinstance(numbers, range):
             return next(iter(self.part(numbers, numbers + 1)))
@@ -168,7 +168,7 @@ class Samples(Sequence[TicketSample]):
             first: Index of the first sample.
             end: Index behind the last sample.
         """
-        edges = {length: self._edges[count] for length, count in _COUNTS.items()}
+        edges = {length: self.edges[count] for length, count in _COUNTS.items()}
         bounds = {length: slice(known[first], known[end]) for length, known in edges.items()}
         bounds["samples"] = slice(first, end)
         columns = {name: self.columns[name][bounds[length]] for name, (_, length, _) in _COLUMNS.items()}
@@ -178,13 +178,13 @@ class Samples(Sequence[TicketSample]):
         values = {name: column.tolist() for name, column in self.columns.items()}
         made = zip(values["span"], values["version"], values["kind"], strict=True)
         spans = (ProvenanceSpan(start, end, number, RowKind(kind)) for (start, end), number, kind in made)
-        lost = map(tuple, values["invalid"])
+        lost: Iterator[tuple[int, int]] = map(tuple, values["invalid"])
         names = ("tokens", "tokens_hash", "digest", "span_count", "invalid_count")
         for *told, count, holes in zip(self.names, *(values[name] for name in names), strict=True):
             yield TicketSample._make((*told, tuple(islice(spans, count)), tuple(islice(lost, holes))))
 
     @cached_property
-    def _edges(self) -> dict[str, Column]:
+    def edges(self) -> dict[str, Column]:
         """Return the items before each sample, and those of all."""
         sums = {count: np.cumsum(self.columns[count], dtype=np.int64) for count in _COUNTS.values()}
         return {count: np.concatenate(([0], sum_S)) for count, sum_S in sums.items()}
@@ -193,7 +193,7 @@ class Samples(Sequence[TicketSample]):
         if isinstance(other, Samples):
             same = (np.array_equal(self.columns[name], other.columns[name]) for name in _COLUMNS)
             return self.text == other.text and all(same)
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+        return isinstance(other, Sequence) and (*self,) == (*other,)
 
     def __hash__(self) -> int:
         return hash(tuple(self))
@@ -213,7 +213,7 @@ class Samples(Sequence[TicketSample]):
             self._check_ranges(f"{ranges}_count", rows, *columns[ranges].T.astype(np.int64))
 
     def _check_ranges(self, count: str, rows: Column, start: Column, end: Column) -> None:
-        edges = self._edges[count]
+        edges = self.edges[count]
         _hold(int(edges[-1]) == len(end), f"the sum of {count}")
         begin = np.repeat(np.cumsum(rows) - rows, self.columns[count])  # all samples on one line
         bounds = np.stack((start + begin, end + begin), axis=1).ravel()
@@ -353,7 +353,7 @@ class Ticket:
         """
         whole = memoryview(bytes(data))
         body, found = whole[:-_HASH_BYTES], whole[-_HASH_BYTES:]
-        if len(body) < _HEAD.size or xxhash.xxh3_128_digest(body) != found:
+        if len(body) < _HEAD.size or xxhash.xxh3_128_digest(body) != bytes(found):
             raise TicketMismatch(
                 f"{len(data)} bytes are damaged or no ticket: their hash is not the one at their end. Was a ticket of "
                 "another r3channel version given?"
@@ -374,7 +374,7 @@ class Ticket:
     @classmethod
     def _read(cls, body: memoryview) -> Ticket:
         dp, count, text_bytes, name_bytes, *counts = _HEAD.unpack_from(body)[2:]
-        lengths = dict(zip(_LENGTHS, counts, strict=True))
+        lengths: dict[str, int] = dict(zip(_LENGTHS, counts, strict=True))
         items = {name: lengths[length] * (*pair, 1)[0] for name, (_, length, pair) in _COLUMNS.items()}
         sizes = [np.dtype(dtype).itemsize * items[name] for name, (dtype, _, _) in _COLUMNS.items()]
         edges = list(accumulate([_HEAD.size, *sizes, 4 * dp * count, text_bytes, name_bytes]))
@@ -400,7 +400,7 @@ class Ticket:
         )
 
     @cached_property
-    def _checked(self) -> bool:
+    def _checked(self) -> tuple[Plan, tuple[TokenTensor, ...]]:
         """Raise ValueError for numbers beyond any model or cluster.
 
         What is computed from the numbers therefore stays small. Then raise all that `plan` raises.
@@ -414,7 +414,7 @@ class Ticket:
         _hold(abs(self.step) < _MOST_STEP and 1 <= self.bucket_bytes <= _MOST_BUCKET, "step or bucket_bytes")
         _hold(0 <= self.seal < _MOST_STEP, "seal")
         self.sample_columns.check()
-        return bool(self.plan) and self.tensors is not None
+        return self.plan, self.tensors
 
 
 def _assignment(samples: Samples, widths: Column, *, dp: int, steps: list[int]) -> Assignment:
@@ -423,7 +423,7 @@ def _assignment(samples: Samples, widths: Column, *, dp: int, steps: list[int]) 
     There are `dp` ranks; `widths` has the number of samples of each micro-batch.
     """
     _hold(int(widths.sum(dtype=np.int64)) == len(samples), "the sum of the samples of all micro-batches")
-    _hold(int(samples._edges["name_chars"][-1]) == len(samples.text), "the sum of name_chars")
+    _hold(int(samples.edges["name_chars"][-1]) == len(samples.text), "the sum of name_chars")
     edges, names, count = list(accumulate(widths.tolist(), initial=0)), samples.names, len(widths) // dp
     batches = [names[a:b] for a, b in pairwise(edges)]
     ranks = tuple(tuple(batches[at : at + count]) for at in range(0, len(batches), count))

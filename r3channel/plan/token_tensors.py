@@ -14,8 +14,8 @@ import numpy as np
 
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
-from r3channel.wire.tensor_frame import Numbers, TensorRows, entries_of, row_lengths
-from r3channel.wire.token_tensors import TokenTensor
+from r3channel.wire.tensor_frame import TensorRows, entries_of, row_lengths
+from r3channel.wire.token_tensors import TokenTensor, Values
 
 
 def brought(ticket: Ticket, shard: Shard) -> tuple[TokenTensor, ...]:
@@ -39,7 +39,8 @@ def tensors_in(shard: Shard, tensors: Iterable[TokenTensor], *, stages: int) -> 
         stages: The number of pipeline stages.
     """
     for tensor in tensors:
-        if tensor.reaches(shard.pp, stages) and (shard.layers or not tensor.by_layer):
+        reaches = tensor.stage == "every" or shard.pp == stages - 1
+        if reaches and (shard.layers or not tensor.by_layer):
             yield tensor.shaped(len(shard.layers), shard.spec.top_k)
 
 
@@ -82,12 +83,12 @@ def length_bytes(shard: Shard) -> int:
     return 2 * sum(batch.rows for batch in shard.microbatches) // shard.cp_size
 
 
-def tensor_bytes(tensor: TokenTensor, lengths: bytes | bytearray | Numbers) -> int:
+def tensor_bytes(tensor: TokenTensor, lengths: bytes | bytearray | Values) -> int:
     """Return all bytes of a tensor that has these row lengths."""
     return len(lengths) + tensor.entry.itemsize * int(np.frombuffer(lengths, "<u2").sum(dtype=np.int64))
 
 
-def read_tensor(shard: Shard, tensor: TokenTensor, data_N: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
+def read_tensor(shard: Shard, tensor: TokenTensor, data_N: Values) -> Iterator[tuple[Values, Values]]:
     """Read the rows of a tensor, micro-batch by micro-batch.
 
     Args:
@@ -115,7 +116,7 @@ def read_tensor(shard: Shard, tensor: TokenTensor, data_N: Numbers) -> Iterator[
         yield own - own[0], entries_N[own[0] : own[-1]]
 
 
-def slot_bytes(shard: Shard, tensor: TokenTensor, data_N: Numbers) -> list[Numbers]:
+def slot_bytes(shard: Shard, tensor: TokenTensor, data_N: Values) -> list[Values]:
     """Return the bytes of a tensor that each TP slot keeps.
 
     A tensor that goes by layer keeps a slot's own rows, as its routers see them, with zeros where a row is not there. Of other
@@ -141,7 +142,7 @@ def slot_bytes(shard: Shard, tensor: TokenTensor, data_N: Numbers) -> list[Numbe
     return list(np.concatenate(slots, axis=1).view(np.uint8))
 
 
-def read_slot(shard: Shard, tensor: TokenTensor, data_N: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
+def read_slot(shard: Shard, tensor: TokenTensor, data_N: Values) -> Iterator[tuple[Values, Values]]:
     """Read the rows that a TP slot keeps, by micro-batch.
 
     Args:
@@ -163,7 +164,7 @@ def read_slot(shard: Shard, tensor: TokenTensor, data_N: Numbers) -> Iterator[tu
         yield np.arange(last - first + 1), np.frombuffer(data_N, tensor.entry)[first:last]
 
 
-def _ranges(begin_M: Numbers, length_M: Numbers) -> Numbers:
+def _ranges(begin_M: Values, length_M: Values) -> Values:
     """Return all indices of the ranges, one range after another.
 
     >>> _ranges(np.array([5, 0, 2]), np.array([2, 0, 3])).tolist()

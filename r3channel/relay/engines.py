@@ -27,16 +27,16 @@ class EngineRegistry:
     """
 
     spec: RoutingSpec
-    pages: dict[str, str] = field(default_factory=dict)
+    pages: dict[str, str] = field(default_factory=dict[str, str])
     """Process of an engine -> host:port of its /metrics, also where its hello was refused; one started anew replaces it."""
     hears: Callable[[int], bool] = lambda _boot_id: True
     """Returns whether an engine's process lives, as far as is known, so that its frames may still come."""
     unreached: Callable[[int], str] = lambda _boot_id: ""
     """Returns the ingest's address if an engine's process has never reached it, else an empty text."""
-    _deadlines_s: dict[str, float] = field(default_factory=dict)
-    _greeted: dict[str, Hello | None] = field(default_factory=dict)
-    _refused: dict[str, str] = field(default_factory=dict)
-    _names: dict[int, str] = field(default_factory=dict)
+    _deadlines_s: dict[str, float] = field(default_factory=dict[str, float])
+    _greeted: dict[str, Hello | None] = field(default_factory=dict[str, Hello | None])
+    _refused: dict[str, str] = field(default_factory=dict[str, str])
+    _names: dict[int, str] = field(default_factory=dict[int, str])
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def expect(self, engines: Iterable[str], *, timeout_s: float) -> None:

@@ -179,7 +179,7 @@ class Intake:
             raise told from error
 
     def of_reply(
-        self, of: Arrival, reply: Any, tokens: Tokens | Callable[[Any], Tokens], text: memoryview | None = None
+        self, of: Arrival, reply: object, tokens: Tokens | Callable[[Any], Tokens], text: memoryview | None = None
     ) -> Brought:  # fmt: skip
         """Find the frame of a parsed reply.
 
@@ -357,7 +357,7 @@ class Intake:
     def _read(self, reply: Reply, source: Source, *, room_s: float) -> None:
         """Keep a reply's frame or its reference, and the tensors behind it."""
         begun = source.take(min(nbytes := source.left, REFERENCE_BYTES))
-        referred, key = begun[: len(REFERENCE_MAGIC)] == REFERENCE_MAGIC, None
+        referred, key = bytes(begun[: len(REFERENCE_MAGIC)]) == REFERENCE_MAGIC, None
         if reply.cut and (self._tensors or referred):
             raise errors.UsageError(
                 f"{reply.where}: cut=True, and rows come directly, or token_tensors are declared"

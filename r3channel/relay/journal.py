@@ -20,11 +20,10 @@ import shutil
 import struct
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -89,7 +88,7 @@ class Journal:
                     raise errors.StoreFull(f"{said}; waited {timeout_s:.1f} s at most") from error
             time.sleep(_LOOK_S)
 
-    def note(self, ref: int, **values: Any) -> None:
+    def note(self, ref: int, **values: object) -> None:
         """Append a note to a frame's file that says whose it is.
 
         Raises:
@@ -122,18 +121,6 @@ class Journal:
             raise errors.StoreFull(
                 f"step {step}: no room for its ticket in {self.folder}: {error}", step=step
             ) from error
-
-    def sealed_before(self, step: int, saved: SavedStep) -> None:
-        """Write a step that another relay had sealed.
-
-        The files stay until the step is sealed again.
-
-        Raises:
-            StoreFull: There is no room for the ticket.
-        """
-        for member in saved.acked:
-            self.acked(step, member)
-        self.sealed(step, saved.ticket)
 
     def acked(self, step: int, member: ShardKey) -> None:
         """Write that a receiver has acknowledged a step.
@@ -198,7 +185,7 @@ class SavedTurn:
 @dataclass(slots=True)
 class SavedStep:
     ticket: bytes
-    acked: set[ShardKey] = field(default_factory=set)
+    acked: set[ShardKey] = field(default_factory=set[ShardKey])
 
 
 @dataclass(slots=True)
@@ -206,12 +193,12 @@ class Remains:
     """The contents of a folder that one relay left."""
 
     folder: Path
-    samples: dict[str, list[SavedTurn]] = field(default_factory=dict)
+    samples: dict[str, list[SavedTurn]] = field(default_factory=dict[str, list[SavedTurn]])
     """The turns of each sample, in any order."""
-    steps: dict[int, SavedStep] = field(default_factory=dict)
+    steps: dict[int, SavedStep] = field(default_factory=dict[int, SavedStep])
     unclaimed: int = 0
     """Frames that came directly and whose replies never did: nobody knows their samples."""
-    damaged: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list[str])
     """A line for each file that could not be read."""
 
 
@@ -219,7 +206,10 @@ def read_remains(folder: Path) -> Remains:
     """Read one relay's folder; nothing in it changes."""
     remains = Remains(folder)
     for path in sorted(folder.glob("*.frame")):
-        _read_frame(path, remains)
+        try:
+            _read_frame(path, remains)
+        except (errors.FrameError, ValueError) as error:
+            remains.damaged.append(f"{path.name}: {error}")
     for path in sorted(folder.glob("*.ticket")):
         acks = path.with_suffix(".acks")
         saved = SavedStep(path.read_bytes())
@@ -235,14 +225,14 @@ def _read_frame(path: Path, remains: Remains) -> None:
     """Read a frame's header and note into `remains`.
 
     The rows are read when the sample is handed over, one frame after the other.
+
+    Raises:
+        FrameError: The header cannot be read.
+        ValueError: The note cannot be read.
     """
     with open(path, "rb") as file:
         head = file.read(HEADER_BYTES)
-        try:
-            header = read_header(memoryview(head), nbytes=path.stat().st_size, where=path.name, more=True)
-        except errors.FrameError as error:
-            remains.damaged.append(f"{path.name}: {error}")
-            return
+        header = read_header(memoryview(head), nbytes=path.stat().st_size, where=path.name, more=True)
         file.seek(header.nbytes)
         note = file.read()
     if not note:
@@ -251,8 +241,7 @@ def _read_frame(path: Path, remains: Remains) -> None:
     size, digest = _TAIL.unpack(note[-_TAIL.size :]) if len(note) > _TAIL.size else (-1, 0)
     body = note[: -_TAIL.size]
     if size != len(body) or xxhash.xxh3_64_intdigest(body) != digest:
-        remains.damaged.append(f"{path.name}: its note was being written when the relay ended")
-        return
+        raise ValueError("its note was being written when the relay ended")
     try:
         values = json.loads(body)
         if {type(values[number]) for number in _NUMBERS} != {int}:
@@ -261,11 +250,11 @@ def _read_frame(path: Path, remains: Remains) -> None:
         tokens = header.first_row + header.rows + 1
         turns.append(SavedTurn(path=path, head=head, tokens=tokens, **values))
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        remains.damaged.append(f"{path.name}: its note is none: {error!r:.200}")
+        raise ValueError(f"its note is none: {error!r:.200}") from error
 
 
 @contextmanager
-def dead_relays(root: Path, *, but: Path) -> Iterator[list[Remains]]:
+def dead_relays(root: Path, *, but: Path) -> Generator[list[Remains]]:
     """Yield what relays left whose processes have ended.
 
     The folders are locked meanwhile.
@@ -318,38 +307,33 @@ def _lock(folder: Path) -> int | None:
 class Recovery:
     """The samples and steps that a new relay took over."""
 
-    pending: list[str] = field(default_factory=list)
+    pending: list[str] = field(default_factory=list[str])
     """Samples that wait for a step, those of `steps` included."""
-    steps: dict[int, Ticket] = field(default_factory=dict)
+    steps: dict[int, Ticket] = field(default_factory=dict[int, Ticket])
     """Steps that were sealed and not delivered, and whose samples are all here: to be sealed again, in this order."""
-    damaged: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list[str])
     """A line for each file, sample or step that was lost."""
     unclaimed: int = 0
     """Frames that came directly and whose replies never did: nobody knows their samples."""
 
 
-Keep = Callable[[str, list[SavedTurn]], int]
-"""Takes a sample's name and its turns, in order, and returns how many tokens it has."""
-
-
 def take_over(
-    root: Path, *, but: Path, keep: Keep, keep_step: Callable[[int, SavedStep], None]
+    own: Journal, keep: Callable[[str, list[SavedTurn]], int]
 ) -> tuple[Recovery, dict[int, set[ShardKey]]]:
-    """Take over what dead relays left in `root`, and delete it.
+    """Take over what dead relays left beside a journal, and delete it.
 
-    What `keep_step` is given is written elsewhere before anything is deleted, so that a second kill forgets no acknowledgement.
+    Steps that are to be sealed again are written to the journal before anything is deleted, so that a second kill forgets no
+    acknowledgement. Their files stay until they are sealed again.
 
     Args:
-        root: The folder of all relays' folders.
-        but: The folder in `root` to leave out.
-        keep: Takes each sample and its turns.
-        keep_step: Takes each step that is to be sealed again.
+        own: The journal of the relay that takes over.
+        keep: Takes each sample's name and its turns, in order, and returns how many tokens it has.
 
     Returns:
         The recovery, and for each step the receivers that had acknowledged it.
     """
     recovery, acked = Recovery(), dict[int, set[ShardKey]]()
-    with dead_relays(root, but=but) as found:
+    with dead_relays(own.folder.parent, but=own.folder) as found:
         for remains in found:
             recovery.damaged += remains.damaged
             recovery.unclaimed += remains.unclaimed
@@ -365,7 +349,9 @@ def take_over(
                 _sort_in(step, saved, here, recovery)
         for step, ticket in recovery.steps.items():
             acked[step] = {key for one in found if step in one.steps for key in one.steps[step].acked}
-            keep_step(step, SavedStep(ticket.to_bytes(), acked[step]))
+            for member in acked[step]:
+                own.acked(step, member)
+            own.sealed(step, ticket.to_bytes())
         for remains in found:
             shutil.rmtree(remains.folder)
     return recovery, acked

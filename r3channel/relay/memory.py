@@ -20,6 +20,7 @@ from r3channel.errors import StoreFull, UsageError
 SMALL_BYTES = 1 << 17
 """Blocks below this size are not kept: the C library keeps their memory itself."""
 _Memory = np.ndarray[Any, np.dtype[np.uint8]]
+_Freed = list[tuple[float, _Memory]]
 
 
 @dataclass(eq=False, slots=True)
@@ -31,14 +32,14 @@ class Block:
 
     view: memoryview
     """Exactly as many bytes as were asked for, at an address that is a multiple of 16."""
-    _store: Store
-    _memory: _Memory | None
+    store: Store
+    memory: _Memory | None
     """The allocation, which is used again; None once the block is freed."""
-    _counted: int
+    counted: int
 
     def free(self) -> None:
         """Free the memory. Any thread may call; a second call does nothing."""
-        self._store._free(self)
+        self.store.release(self)
 
 
 @dataclass(eq=False, slots=True)
@@ -57,12 +58,12 @@ class Store:
     ceiling_bytes: int
     live_bytes: int = 0
     _blocks: int = 0
-    _idle: dict[int, list[tuple[float, _Memory]]] = field(default_factory=dict)
+    _idle: dict[int, _Freed] = field(default_factory=dict[int, _Freed])
     """Freed memory by its size, each with the time when it was freed, the longest idle first. Sizes have eight steps for each
     power of two."""
     _idle_bytes: int = 0
     _closed: bool = False
-    _waiting: deque[_Waiter] = field(default_factory=deque)
+    _waiting: deque[_Waiter] = field(default_factory=deque[_Waiter])
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def allocate(self, nbytes: int, *, beside: int = 0, timeout_s: float = 0.0, what: str = "") -> Block:
@@ -171,16 +172,16 @@ class Store:
 
     # -- memory that is used again ---------------------------------------------------------------------------------
 
-    def _free(self, block: Block) -> None:
+    def release(self, block: Block) -> None:
         with self._changed:
-            memory = block._memory
+            memory = block.memory
             if memory is None:
                 return
-            block.view, block._memory = memoryview(b""), None
+            block.view, block.memory = memoryview(b""), None
             if len(memory) >= SMALL_BYTES and not self._closed:
                 self._idle.setdefault(len(memory), []).append((time.monotonic(), memory))
                 self._idle_bytes += len(memory)
-            self._give_back(block._counted)  # takes the lock once more, which it allows
+            self._give_back(block.counted)  # takes the lock once more, which it allows
             self._make_way()
 
     def _used_before(self, size: int) -> _Memory | None:

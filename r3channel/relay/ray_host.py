@@ -13,6 +13,7 @@ from typing import Any
 from r3channel.errors import BackgroundFailed, DeadlineExceeded, TransportError, UsageError
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.relay import Relay
+from r3channel.typed import Json
 
 NAME = "r3channel-relay"
 """The actor that holds the demo's relay: `r3channel record` asks for it."""
@@ -27,7 +28,7 @@ class RelayHost:
 
     relay: Relay
 
-    def r3channel_control(self, call: str, arguments: dict[str, Any]) -> Any:
+    def r3channel_control(self, call: str, arguments: Json) -> Any:
         """Call the relay for a receiver, or for whoever asks its state.
 
         Args:
@@ -59,14 +60,14 @@ class RayRelay:
         """
         self._actor, self._timeout_s = actor, timeout_s
 
-    def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
+    def hello(self, *, dp: int, pp: int, cp: int) -> Json:
         return self._ask("hello", dp=dp, pp=pp, cp=cp)
 
     def list_page(self, process: str, target: str) -> None:
         """List a process's page, as `Relay.list_page` does."""
         self._ask("list_page", process=process, target=target)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Json:
         """Return the relay's status, as `Relay.status` does."""
         return self._ask("status")
 
@@ -83,16 +84,14 @@ class RayRelay:
         Raises:
             TransportError: No Ray answers at the address, or not exactly one actor has the name.
         """
-        import ray
-        from ray.util import list_named_actors
-
+        ray = _ray()
         try:
             ray.init(
                 address=address, ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR
             )
         except ConnectionError as error:
             raise TransportError(f"no Ray answers at {address!r}: {error}") from error
-        found: list[dict[str, str]] = list_named_actors(all_namespaces=True)  # pyright: ignore[reportAssignmentType]
+        found: list[dict[str, str]] = ray.util.list_named_actors(all_namespaces=True)
         spaces = [actor["namespace"] for actor in found if actor["name"] == name]
         if len(spaces) != 1:
             raise TransportError(
@@ -101,7 +100,7 @@ class RayRelay:
             )
         return cls(ray.get_actor(name, namespace=spaces[0]))
 
-    def record(self, values: dict[str, Any]) -> None:
+    def record(self, values: Json) -> None:
         """Start a recording, or end it.
 
         Args:
@@ -115,9 +114,7 @@ class RayRelay:
         Raises the relay's own typed error, `DeadlineExceeded` when there is no answer in time, `TransportError` while Ray starts
         the actor again, and `BackgroundFailed` once the actor is gone for good.
         """
-        import ray
-        from ray import exceptions
-
+        ray, exceptions = _ray(), _ray().exceptions
         try:
             return ray.get(self._actor.r3channel_control.remote(call, arguments), timeout=self._timeout_s)
         except exceptions.GetTimeoutError as error:
@@ -132,3 +129,10 @@ class RayRelay:
         except exceptions.RayActorError as error:
             said = f"the relay's actor (slime's rollout manager) is gone during {call}, and nobody else has the rows: {error}"
             raise BackgroundFailed(said) from error
+
+
+def _ray() -> Any:
+    """Return Ray, whose own types leave out what is used here."""
+    import ray
+
+    return ray

@@ -40,7 +40,7 @@ from r3channel.relay.sealed_steps import Steps
 from r3channel.relay.verify import VerifiedRows
 from r3channel.transport.auth import obtain_token
 from r3channel.transport.network import local_address
-from r3channel.typed import typed
+from r3channel.typed import Json, typed
 from r3channel.wire.source import InHand
 from r3channel.wire.validate import warm
 
@@ -76,15 +76,14 @@ class Relay:
         self.metrics = metrics or Metrics.of("relay", config, clock=self.clock)
         self.run = uuid.uuid4().hex[:12]
         self._door: IngestServer | None = None
-        watched = {"clock": self.clock, "metrics": self.metrics}
         with ExitStack() as undo:  # a constructor that fails leaves no folder, port or thread behind
             undo.callback(self.metrics.close)
-            self.samples = Samples(spec, config, recorder=recorder, **watched)
+            self.samples = Samples(spec, config, clock=self.clock, metrics=self.metrics, recorder=recorder)
             undo.callback(self.samples.close)
             self.intake = Intake(self.samples)
             self.steps = Steps(self.samples, layout, run=self.run)
             undo.callback(self.steps.close)
-            self.row_server = RowServer(layout, config, run=self.run, steps=self.steps, **watched)
+            self.row_server = RowServer(self.steps)
             undo.pop_all()
         self._watch()
 
@@ -120,9 +119,7 @@ class Relay:
         try:
             own = relay.samples.journal
             assert own is not None
-            found, relay.steps.acked_before = take_over(
-                Path(config.journal), but=own.folder, keep=relay.intake.restore, keep_step=own.sealed_before
-            )
+            found, relay.steps.acked_before = take_over(own, relay.intake.restore)
             return relay, found
         except BaseException:
             relay.close()
@@ -345,7 +342,7 @@ class Relay:
         return self.samples.rows_held(sample_id, tokens)
 
     @typed
-    def asks(self, sample_id: str) -> dict[str, Any]:
+    def asks(self, sample_id: str) -> Json:
         """Return the fields to put into a sample's next request.
 
         The fields ask SGLang to return routing; for a later turn, to return only the rows that are not here.
@@ -462,7 +459,7 @@ class Relay:
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
-    def hello(self, *, dp: int, pp: int, cp: int = 0) -> dict[str, Any]:
+    def hello(self, *, dp: int, pp: int, cp: int = 0) -> Json:
         """Return where a receiver connects: host, port, token and run.
 
         Raises:
@@ -480,7 +477,7 @@ class Relay:
         """
         self.metrics.others[process] = target
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Json:
         """Return where every sample of every step is."""
         samples = self.samples
         with samples.changed:

@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeGuard
 
 from r3channel.errors import FrameCorrupt, FrameError, RoutingMissing, UsageError
 from r3channel.wire.frame import sample_key
@@ -40,6 +40,14 @@ try:
     from pybase64 import b64decode as _fast_b64decode
 except ImportError:
     _fast_b64decode = None
+
+
+def _is_object(value: object) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping)
+
+
+def _is_list(value: object) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)
 
 
 def decode_base64(text: str | bytes | memoryview) -> bytes:
@@ -112,7 +120,7 @@ def last_event(body: bytes, *, sample_id: str, engine: str) -> bytes:
         return body
     lines = [line for line in body.splitlines() if line.startswith(b"data:") and not line.endswith(b"[DONE]")]
     for reply in (parsed(line[5:]) for line in lines if b'"index"' in line):
-        indices = [each.get("index") for each in (reply, *_choices_of(reply)) if isinstance(each, Mapping)]
+        indices = [each.get("index") for each in (reply, *_choices_of(reply)) if _is_object(each)]
         if any(indices):  # an OpenAI route's stream has one frame, which may be any choice's
             raise _several("events of several choices", sample_id, engine)
     # An event of usage may follow the frame's. An event whose field is no text goes before one without the field, so that the
@@ -160,7 +168,7 @@ def samples_of(replies: Any) -> list[Any]:
     several choices has once (`sglext`, `meta_info`) are left out: nothing says whose rows they hold (`sglext` has the first
     choice's).
     """
-    if isinstance(replies, list):
+    if _is_list(replies):
         return replies
     if not (choices := _choices_of(replies)):
         return [replies]
@@ -193,7 +201,7 @@ def _split(
     return [(reply, None) for reply in samples_of(parsed(body))]
 
 
-def _holder_of(reply: Any) -> Any:
+def _holder_of(reply: object) -> Any:
     """Return the object that holds a reply's routing field.
 
     Where no object holds it the result is `meta_info` or empty. The places were read in SGLang 0.5.15.post1 and 0.5.23.
@@ -201,16 +209,16 @@ def _holder_of(reply: Any) -> Any:
     `meta_info` (the older release in both). A reply of several choices has no holder, because `sglext` has the first choice's
     frame only.
     """
-    if not isinstance(reply, Mapping) or len(choices := _choices_of(reply)) > 1:
+    if not _is_object(reply) or len(choices := _choices_of(reply)) > 1:
         return {}
     metas = [each.get("meta_info") for each in (reply, *choices)] + [reply.get("sglext")]
-    holders = [holder for holder in metas if isinstance(holder, Mapping)]
+    holders = [holder for holder in metas if _is_object(holder)]
     return next((holder for holder in holders if ROUTING_FIELD in holder), holders[0] if holders else {})
 
 
-def _choices_of(reply: Any) -> list[Any]:
-    choices = reply.get("choices") if isinstance(reply, Mapping) else None
-    return [choice for choice in choices if isinstance(choice, Mapping)] if isinstance(choices, list) else []
+def _choices_of(reply: object) -> list[Any]:
+    choices = reply.get("choices") if _is_object(reply) else None
+    return [choice for choice in choices if _is_object(choice)] if _is_list(choices) else []
 
 
 def _several(what: str, sample_id: str, engine: str) -> UsageError:
@@ -236,7 +244,7 @@ def _text_at(body: bytes, begin: int) -> tuple[memoryview, int]:
     return memoryview(parsed(body[begin - 1 : end + 1]).encode()), end  # the text has escaped characters
 
 
-def routing_text(reply: Any, *, sample_id: str, engine: str) -> str:
+def routing_text(reply: object, *, sample_id: str, engine: str) -> str:
     """Return the text of a reply's routing field.
 
     Raises:
@@ -244,18 +252,18 @@ def routing_text(reply: Any, *, sample_id: str, engine: str) -> str:
         FrameError: The field is at another place.
         UsageError: The reply is of several samples.
     """
-    if isinstance(reply, list) or len(_choices_of(reply)) > 1:
+    if _is_list(reply) or len(_choices_of(reply)) > 1:
         raise _several("a list of replies or choices", sample_id, engine)
     text = _holder_of(reply).get(ROUTING_FIELD)
     if isinstance(text, str) and text:
         return text
     where = f"sample {sample_id} from engine {engine}"
-    if isinstance(reply, Mapping) and (place := _place_of(reply)):
+    if _is_object(reply) and (place := _place_of(reply)):
         raise FrameError(
             f"{where}: {ROUTING_FIELD} is at {place}, expected text at meta_info, sglext or choices[0].meta_info. Is it another "
             "release of SGLang, or does something between engine and relay change replies?"
         )
-    said = reply.get("error") if isinstance(reply, Mapping) else None
+    said = reply.get("error") if _is_object(reply) else None
     raise RoutingMissing(
         f"{where}: no {ROUTING_FIELD} in the reply, expected a frame. "
         + (f"The engine says: {str(said)[:300]}. " if said else "")
@@ -270,16 +278,16 @@ def _place_of(reply: Any) -> str:
 
     The result is empty where there is none.
     """
-    todo = [("", reply)]
+    todo: list[tuple[str, Any]] = [("", reply)]
     for path, value in todo:  # the list grows; a recursive call for each level could nest too deeply
-        if isinstance(value, Mapping) and value.get(ROUTING_FIELD):
+        if _is_object(value) and value.get(ROUTING_FIELD):
             return f"{path}.{ROUTING_FIELD}".lstrip(".")
-        inner = value.items() if isinstance(value, Mapping) else enumerate(value)
+        inner = value.items() if _is_object(value) else enumerate(value)
         todo += [(f"{path}.{key}", each) for key, each in inner if isinstance(each, dict | list)]
     return ""
 
 
-def frame_bytes_of(reply: Any, *, sample_id: str, engine: str) -> bytes:
+def frame_bytes_of(reply: object, *, sample_id: str, engine: str) -> bytes:
     """Return the bytes of a reply's routing field.
 
     The bytes are a frame, a frame reference, or an engine's hello and a frame.
@@ -302,13 +310,13 @@ def no_base64(error: ValueError, sample_id: str, engine: str) -> FrameCorrupt:
     )
 
 
-def key_of(reply: Any) -> int | None:
+def key_of(reply: object) -> int | None:
     """Return the key that a frame for this reply's request carries.
 
     The result is None when the reply does not name its request.
     """
     request_id = _holder_of(reply).get("id")
-    if request_id is None and isinstance(reply, Mapping) and "choices" in reply:
+    if request_id is None and _is_object(reply) and "choices" in reply:
         request_id = reply.get("id")
     return sample_key(request_id) if isinstance(request_id, str) else None
 

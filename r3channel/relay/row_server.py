@@ -22,11 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64_intdigest
 
-from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, R3Error, StepError, TicketMismatch, TransportError
-from r3channel.observe.metrics import Metrics
-from r3channel.observe.stage_clock import StageClock
-from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
 from r3channel.relay.row_stream import RowStream
 from r3channel.relay.sealed_steps import Steps
@@ -35,6 +31,7 @@ from r3channel.transport.base import Pending, Rendezvous, Transport
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
 from r3channel.transport.select import TRANSPORTS, gpu_of, join, open_store
+from r3channel.typed import Json
 from r3channel.wire import row_protocol as wire
 from r3channel.wire.row_protocol import Seal
 
@@ -54,15 +51,12 @@ class RowServer:
     Any thread may call.
     """
 
-    def __init__(
-        self, layout: TrainerLayout, config: ChannelConfig, *, run: str, steps: Steps, clock: StageClock, metrics: Metrics
-    ) -> None:  # fmt: skip
+    def __init__(self, steps: Steps) -> None:
         """Open the listener. A receiver that asked is told what `steps` raises."""
-        self._layout, self._config, self._run = layout, config, run
-        self._steps, self._clock, self._metrics = steps, clock, metrics
+        self.steps, self.clock, self.metrics, config = steps, steps.clock, steps.metrics, steps.config
         for name in ("r3channel_buckets_total", "r3channel_group_resets_total"):
-            metrics.measure(name)
-        metrics.measure("r3channel_bytes_total", leg="wire_sent")
+            self.metrics.measure(name)
+        self.metrics.measure("r3channel_bytes_total", leg="wire_sent")
         self._token = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self._serving: dict[ShardKey, _Served] = {}
@@ -72,27 +66,27 @@ class RowServer:
         """The most bytes that one receiver has had staged at once: none where rows go from where they lie, else one bucket (two
         over a process group), whatever the tokens."""
         needs_gpu = TRANSPORTS[config.transport].needs_gpu
-        self._host = HostPool()
+        self.host_pool = HostPool()
         """Buckets for rows that travel over TCP: those wait for no process group's turn."""
-        self.staging = DeviceStaging(config.device) if needs_gpu else self._host
-        self._gpu = gpu_of(config.device) if needs_gpu else ""
+        self.staging = DeviceStaging(config.device) if needs_gpu else self.host_pool
+        self.gpu = gpu_of(config.device) if needs_gpu else ""
         self._listener = Listener(config.interface, token=self._token, on_link=self._admit)
 
-    def hello(self, key: ShardKey) -> dict[str, Any]:
+    def hello(self, key: ShardKey) -> Json:
         """Return where and with what token this receiver connects.
 
         Raises:
             TicketMismatch: The layout has no such receiver.
         """
         dp, pp, cp = key
-        layout = self._layout
+        layout = self.steps.layout
         if not (0 <= dp < layout.dp and 0 <= pp < layout.pp and 0 <= cp < layout.cp):
             text = f"hello from dp {dp} pp {pp} cp {cp}; this relay serves layout {layout}"
             raise TicketMismatch(text, ranks=[key])
         door, token = self._listener, self._token.hex()
-        return {"host": door.host, "port": door.port, "token": token, "run": self._run}
+        return {"host": door.host, "port": door.port, "token": token, "run": self.steps.run}
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Json:
         """Return the connected receivers, and how many connections each has had."""
         with self._lock:
             return {"connected": sorted(self._serving), "lives": dict(self._lives)}
@@ -144,11 +138,11 @@ class RowServer:
             self._lives[key] += 1
             served.life = self._lives[key]
         if before is not None:
-            self._metrics.inc("r3channel_group_resets_total")
+            self.metrics.inc("r3channel_group_resets_total")
             before.abort()
         served.run()  # from here on the listener's thread serves this connection
 
-    def _left(self, served: _Served) -> None:
+    def forget(self, served: _Served) -> None:
         with self._lock:
             if self._serving.get(served.key) is served:
                 del self._serving[served.key]
@@ -160,7 +154,7 @@ class _Served:
     def __init__(self, delivery: RowServer, key: ShardKey, link: Connection) -> None:
         self.key, self.life = key, 0
         self._delivery, self._link = delivery, link
-        self._config = delivery._config
+        self._config = delivery.steps.config
         self._every_s = min(_WAIT_S, self._config.send_timeout_s / 4)
         self._taken_s = min(_TAKEN_S, self._config.send_timeout_s)
         self._group: Transport | None = None
@@ -183,7 +177,7 @@ class _Served:
         finally:
             self._link.close()
             self._leave_group()
-            self._delivery._left(self)
+            self._delivery.forget(self)
 
     def _leave_group(self) -> None:
         if self._group is not None:
@@ -204,11 +198,11 @@ class _Served:
                 self._join_group(values["gpu"])
             elif kind == wire.DAMAGED:
                 values = wire.unpack(kind, body, expected=wire.DAMAGED, names=wire.SEAL)
-                self._delivery._steps.verify_again(wire.seal_in(values), self.key)
+                self._delivery.steps.verify_again(wire.seal_in(values), self.key)
                 self._say(wire.AGAIN)
             else:
                 values = wire.unpack(kind, body, expected=wire.DONE, names=wire.SEAL)
-                self._delivery._steps.acknowledge(wire.seal_in(values), self.key)
+                self._delivery.steps.acknowledge(wire.seal_in(values), self.key)
                 self._say(wire.THANKS)
         except TransportError:
             raise
@@ -220,7 +214,7 @@ class _Served:
 
         While it waits, it tells the receiver every so often that the relay is there.
         """
-        steps, deadline_s = self._delivery._steps, time.monotonic() + self._config.step_timeout_s
+        steps, deadline_s = self._delivery.steps, time.monotonic() + self._config.step_timeout_s
         while (out := steps.outgoing(seal, self.key, timeout_s=self._every_s)) is None:
             if time.monotonic() > deadline_s:
                 text = f"the rows of {self.key} are not prepared in {self._config.step_timeout_s:.0f} s; out of cores?"
@@ -237,11 +231,11 @@ class _Served:
         tensors = out.tensors()
         told = {"tensors": [[len(data), xxh3_64_intdigest(data)] for data in tensors]} if tensors else {}
         # Take the turn before ROWS is sent: after ROWS the receiver posts receives, which occupy its GPU until the rows come.
-        pool = delivery.staging if group else delivery._host
+        pool = delivery.staging if group else delivery.host_pool
         turn = pool.turn(partial(self._say, wire.WAIT), every_s=self._every_s)
         with nullcontext() if out.whole() and not group else turn as staging:
             self._say(wire.ROWS, nbytes=stream.nbytes, digests=len(out.digests), hash=found, **told)
-            with delivery._clock.span("send", step=step):
+            with delivery.clock.span("send", step=step):
                 if group:
                     wire.unpack(*self._link.recv_record(timeout_s=self._taken_s), expected=wire.POSTED)
                     self._send_over_group(out, staging)
@@ -251,10 +245,8 @@ class _Served:
                 for data in tensors:
                     for at in range(0, len(data), out.bucket_bytes):
                         self._link.send([data[at : at + out.bucket_bytes]], timeout_s=limit_s)
-        delivery._metrics.inc(
-            "r3channel_bytes_total", stream.nbytes + sum(map(len, tensors)), leg="wire_sent"
-        )
-        delivery._metrics.inc("r3channel_buckets_total", -(-stream.nbytes // out.bucket_bytes))
+        delivery.metrics.inc("r3channel_bytes_total", stream.nbytes + sum(map(len, tensors)), leg="wire_sent")
+        delivery.metrics.inc("r3channel_buckets_total", -(-stream.nbytes // out.bucket_bytes))
 
     def _send_plain(self, out: RowStream, staging: HostStaging | None) -> None:
         """Send the rows on the connection.
@@ -297,13 +289,13 @@ class _Served:
         if not config.grouped:
             text = f"a receiver asks for a process group; this relay's transport is {config.transport}"
             raise TicketMismatch(text)
-        if gpu and gpu == self._delivery._gpu:
+        if gpu and gpu == self._delivery.gpu:
             raise ConfigError(
                 f"receiver (dp, pp, cp) {self.key} uses GPU {gpu}, and so does this relay: NCCL refuses two ranks on one. Give "
                 "the relay a GPU of its own, or set transport='tcp', which colocated jobs use",
                 ranks=[self.key],
             )
-        name = f"{self._delivery._run}/{'-'.join(map(str, self.key))}/life{self.life}"
+        name = f"{self._delivery.steps.run}/{'-'.join(map(str, self.key))}/life{self.life}"
         store = self._store = open_store(config.interface)
         ours = Rendezvous(
             backend=config.transport, name=name, connection=self.life, rank=0, world_size=2, host=store.host, port=store.port

@@ -97,7 +97,7 @@ class RowStream:
         Args:
             nbytes: Bytes of one list at most.
         """
-        batch, size = [], 0
+        batch, size = list[memoryview](), 0
         for piece in self.pieces():
             rest = piece.reshape(-1).view(np.uint8).data
             while len(rest):
@@ -130,7 +130,8 @@ class StepRows:
         known = [(turn.ids_TLK, turn.first_row, turn.digests_L) for own in turns for turn in own]
         rows, first_A, digests = zip(*known, strict=True) if known else ((), (), ())
         self._rows: Sequence[Ids] = rows
-        self._first_A, self._before_A = np.asarray(first_A, np.int64), np.cumsum([0, *map(len, rows)])
+        self._first_A = np.asarray(first_A, np.int64)
+        self._before_A = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         self._turn_S = np.cumsum([0, *map(len, turns)])
         """The number of each sample's first turn. `_before_A`: rows of the turns before each turn. Both end with the total."""
         zeros_L = np.zeros(ticket.spec.num_moe_layers, np.uint64)
@@ -156,7 +157,8 @@ class StepRows:
         Raises:
             FrameCorrupt: Rows are not what they were when they came.
         """
-        ticket, layout, own, found = self._ticket, self._ticket.layout, self._samples(dp), {}
+        found = dict[ShardKey, RowStream]()
+        ticket, layout, own = self._ticket, self._ticket.layout, self._samples(dp)
         samples, engine = ticket.sample_columns.part(own.start, own.stop), self._engine_SL[own].tobytes()
         parts = self.verify(dp) if layout.cp > 1 else [self._engine_SL[own]]
         for cp, (columns, part_SL) in enumerate(zip(self._cuts, parts, strict=True)):
@@ -224,7 +226,7 @@ class StepRows:
         """Yield the turns [first, end) in slices that may be joined."""
         before, most = self._before_A, _JOINED_BYTES // self._ticket.spec.bytes_per_token
         while first < end:
-            until = int(np.searchsorted(before, before[first] + most, side="right")) - 1
+            until = int(np.searchsorted(before, int(before[first]) + most, side="right")) - 1
             yield slice(first, until := min(max(until, first + 1), end))
             first = until
 

@@ -62,7 +62,7 @@ class Sample:
     prefix_hash: int
     """The hash of its tokens with rows: a later turn begins with them."""
     since_s: float
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list[Turn])
     step: int | None = None
     """The step that has taken it."""
     held: tuple[VerifiedRows, ...] = ()

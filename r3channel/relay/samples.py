@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from r3channel import errors
 from r3channel.config import ChannelConfig
@@ -23,6 +22,7 @@ from r3channel.relay.journal import Journal
 from r3channel.relay.memory import Store
 from r3channel.relay.sample_table import Sample, SampleTable, Turn
 from r3channel.relay.verify import VerifiedRows
+from r3channel.typed import Json
 from r3channel.wire.routing import Ids, as_tokens, hash_tokens
 from r3channel.wire.token_tensors import tensors_of
 
@@ -234,7 +234,7 @@ class Samples:
             raise LookupError("no sample waits for a step")
         return oldest_s + self.config.expiry_s - time.monotonic()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Json:
         """Return where the samples are that no step has taken.
 
         The caller holds the condition.

@@ -14,13 +14,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import numpy as np
 
@@ -33,6 +32,7 @@ from r3channel.relay.journal import Recovery
 from r3channel.relay.row_stream import HeldOfSample, RowStream, StepRows, Turns
 from r3channel.relay.sample_table import Reply, Sample
 from r3channel.relay.samples import Samples as HeldSamples
+from r3channel.typed import Json
 from r3channel.wire.digest import fold
 from r3channel.wire.row_protocol import Seal
 
@@ -53,17 +53,17 @@ class SealedStep:
     turns: Sequence[Turns]
     """The turns with rows of each sample, ascending; samples as in the ticket."""
     tensors: HeldOfSample
-    had: set[ShardKey] = field(default_factory=set)
+    had: set[ShardKey] = field(default_factory=set[ShardKey])
     """Receivers that acknowledged to the relay before this one. They are not waited for; one that never learned of its
     acknowledgement comes again."""
     sealed_s: float = field(default_factory=time.monotonic)
-    acknowledged: set[ShardKey] = field(default_factory=set)
+    acknowledged: set[ShardKey] = field(default_factory=set[ShardKey])
     in_use: bool = True
     """True until the step is prepared and recorded: until then its rows are read, whoever has acknowledged."""
-    outgoing: dict[ShardKey, RowStream] = field(default_factory=dict)
+    outgoing: dict[ShardKey, RowStream] = field(default_factory=dict[ShardKey, RowStream])
     error: R3Error | None = None
     """The reason why the step cannot be delivered; receivers that ask are told."""
-    _waiting: dict[int, threading.Event] = field(default_factory=dict)
+    _waiting: dict[int, threading.Event] = field(default_factory=dict[int, threading.Event])
     """DP rank -> the event that is set once its receivers can be answered. Only ranks with a waiting receiver have one."""
 
     def __post_init__(self) -> None:
@@ -123,8 +123,9 @@ class Steps:
     """
 
     def __init__(self, held: HeldSamples, layout: TrainerLayout, *, run: str) -> None:
-        self._held, self._layout, self._run = held, layout, run
-        self._journal, self._changed, self._clock = held.journal, held.changed, held.clock
+        self._held, self.layout, self.run, self.config = held, layout, run, held.config
+        self._journal, self._changed = held.journal, held.changed
+        self.clock, self.metrics = held.clock, held.metrics
         self._steps: dict[int, SealedStep] = {}
         self._seals: dict[int, int] = {}
         """Steps that are being sealed or were abandoned -> the number of their next seal."""
@@ -145,20 +146,21 @@ class Steps:
             assignment: The samples of each rank and micro-batch.
             before: The ticket of the relay that sealed the step first.
         """
-        held, config, spec = self._held, self._held.config, self._held.spec
+        held, config, spec = self._held, self.config, self._held.spec
         held.check_open()
         # check before anything is waited for or taken
-        check_cut(expected(assignment, Assignment), spec, self._layout)
+        check_cut(expected(assignment, Assignment), spec, self.layout)
         names, table = assignment.sample_ids, held.table
         with self._reserved(step) as seal:
             held.await_frames(names, step=step, timeout_s=config.frame_timeout_s)
-            with self._clock.span("plan", step=step), ExitStack() as undo:
+            with self.clock.span("plan", step=step), ExitStack() as undo:
                 with self._changed:
                     held.check_open()
                     samples = table.take(names, step=step)
                     undo.callback(table.give_back, samples)
+                told = Samples.of_packed(names, [sample.packed or _packed(sample) for sample in samples])
                 ticket = before or Ticket(
-                    self._run, step, spec, self._layout, assignment, ticket_samples(names, samples), config.bucket_bytes,
+                    self.run, step, spec, self.layout, assignment, told, config.bucket_bytes,
                     token_tensors=tuple(tensor.option for tensor in held.tensors), seal=seal,
                 )  # fmt: skip
                 ticket.check()
@@ -166,8 +168,8 @@ class Steps:
                 tensors = {sample.name: sample.tensors for sample in samples} if held.tensors else {}
                 self.add(ticket, [sample.held for sample in samples], tensors)
                 undo.pop_all()
-        held.metrics.inc("r3channel_steps_total")
-        held.metrics.set("r3channel_step", step)
+        self.metrics.inc("r3channel_steps_total")
+        self.metrics.set("r3channel_step", step)
         self._warn_of_ceiling(int(ticket.sample_columns.tokens.sum()) * spec.bytes_per_token)
         return ticket
 
@@ -190,7 +192,7 @@ class Steps:
         live = {each.name: each.live_rows for each in samples if not each.packed and each.live_rows}
         left, rows = sum(live.values()), sum(sample.tokens - 1 for sample in samples)
         text = f"step {step}: {left} of {rows} rows are left to the live router, of samples {[*live]}"
-        if left > (share := self._held.config.max_live) * rows:
+        if left > (share := self.config.max_live) * rows:
             text += f"; max_live allows a share of {share:g}. The log says why"
             raise StepError(text, samples=live, step=step)
         if live:
@@ -201,7 +203,7 @@ class Steps:
 
         In one-step-off training the store holds the rows of two steps at a time.
         """
-        ceiling = self._held.config.store_bytes
+        ceiling = self.config.store_bytes
         if 2 * nbytes > ceiling and not self._warned:
             self._warned = True
             log.warning(
@@ -210,7 +212,7 @@ class Steps:
             )  # fmt: skip
 
     @contextmanager
-    def _reserved(self, step: int) -> Iterator[int]:
+    def _reserved(self, step: int) -> Generator[int]:
         """Reserve a step while it is sealed, and yield its seal's number.
 
         Raises StepError for a step that is not newer than those before, unless it was abandoned, and for one that another thread
@@ -315,8 +317,8 @@ class Steps:
         The event is set when the receiver can be answered. The caller holds the condition.
         """
         (run, step, _), sealed, whose = seal, self._named(seal), f"(dp, pp, cp) {key}"
-        if sealed is None and run != self._run:
-            text = f"ticket of run {run}, this relay is run {self._run}; did the relay restart?"
+        if sealed is None and run != self.run:
+            text = f"ticket of run {run}, this relay is run {self.run}; did the relay restart?"
             raise TicketMismatch(text, step=step, ranks=[key])
         if sealed is None or key not in sealed.keys:
             under_way = f"Steps under way are {sorted(self._steps)}, the newest sealed is {self.newest}"
@@ -413,7 +415,7 @@ class Steps:
         step, gone = sealed.ticket.step, list[Sample]()
         try:
             for dp in range(sealed.ticket.layout.dp):
-                with self._clock.span("place", step=step):
+                with self.clock.span("place", step=step):
                     outgoing = sealed.prepare(dp)
                 with self._changed:
                     sealed.outgoing.update(outgoing)
@@ -463,7 +465,7 @@ class Steps:
         ranks = [ranks[dp] for ranks, keys in parts for dp in sorted({key[0] for key in keys})]
         return undelivered, [name for rank in ranks for batch in rank for name in batch]
 
-    def status(self) -> dict[int, Any]:
+    def status(self) -> dict[int, Json]:
         """Return each step's state, receivers and samples.
 
         The caller holds the condition.
@@ -489,11 +491,6 @@ class Steps:
 
 
 # -- what the ticket says of samples -----------------------------------------------------------------------------------
-
-
-def ticket_samples(names: Sequence[str], samples: Sequence[Sample]) -> Samples:
-    """Return the samples as the ticket describes them."""
-    return Samples.of_packed(names, [sample.packed or _packed(sample) for sample in samples])
 
 
 def _packed(sample: Sample) -> PackedSample:

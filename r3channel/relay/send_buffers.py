@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,7 +55,7 @@ class HostStaging:
 
 
 @contextmanager
-def _held(lock: threading.Semaphore, wait: Callable[[], None], every_s: float) -> Iterator[None]:
+def _held(lock: threading.Semaphore, wait: Callable[[], None], every_s: float) -> Generator[None]:
     while not lock.acquire(timeout=every_s):
         wait()
     try:
@@ -75,7 +75,7 @@ class HostPool:
         self._free = threading.Semaphore(len(self._idle))
 
     @contextmanager
-    def placed(self) -> Iterator[None]:
+    def placed(self) -> Generator[None]:
         """Enter the device that rows are sent from.
 
         A process group makes its communicator there.
@@ -83,7 +83,7 @@ class HostPool:
         yield
 
     @contextmanager
-    def turn(self, wait: Callable[[], None], *, every_s: float) -> Iterator[HostStaging]:
+    def turn(self, wait: Callable[[], None], *, every_s: float) -> Generator[HostStaging]:
         """Hold buckets while one receiver's rows are sent.
 
         Args:
@@ -130,12 +130,12 @@ class DeviceStaging(HostStaging):
         self._on_device = deque[torch.Tensor](maxlen=BUCKETS_ALIVE)
 
     @contextmanager
-    def placed(self) -> Iterator[None]:
+    def placed(self) -> Generator[None]:
         with torch.cuda.device(self._device):
             yield
 
     @contextmanager
-    def turn(self, wait: Callable[[], None], *, every_s: float) -> Iterator[HostStaging]:
+    def turn(self, wait: Callable[[], None], *, every_s: float) -> Generator[HostStaging]:
         with _held(self._turn, wait, every_s), self.placed():
             self._stream = self._stream or torch.cuda.Stream(self._device)
             with torch.cuda.stream(self._stream):

@@ -42,7 +42,7 @@ def encode_chunks(ids_TLK: Ids, *, codecs: Sequence[Codec]) -> tuple[list[Entry]
         ids_TLK: The ids; where they are contiguous, the bytes may be views of them.
         codecs: The codecs that each chunk is tried with.
     """
-    entries, wires = [], []
+    entries, wires = list[Entry](), list[Wire]()
     for row, rows in _blocks(len(ids_TLK)):
         codec_id, wire = encode_chunk(np.ascontiguousarray(ids_TLK[row : row + rows]), codecs=codecs)
         entries.append(Entry(row, rows, codec_id, len(wire)))
@@ -85,7 +85,7 @@ def read_table(
     Raises:
         FrameCorrupt: The table or the padding is not what `rows` and `wire_bytes` demand.
     """
-    entries, left = [], wire_bytes
+    entries, left = list[Entry](), wire_bytes
     if any(table[chunk_count(rows) * CHUNK_BYTES :]):
         raise errors.FrameCorrupt(f"{where}: bytes of the padding before the chunks are not 0")
     for index, (row, height) in enumerate(_blocks(rows)):

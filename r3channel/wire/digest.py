@@ -66,7 +66,7 @@ def range_digests(rows: Sequence[Ids], first_A: Ids, edges_P: Ids) -> Words:
     """
     count_A, low = np.asarray([*map(len, rows)]), int(first_A.min())
     begin_A = first_A - low - np.cumsum(count_A) + count_A
-    position_T = np.repeat(begin_A, count_A) + np.arange(count_A.sum())
+    position_T = np.repeat(begin_A, count_A) + np.arange(int(count_A.sum()), dtype=np.int64)
     coefficients_T = coefficients(low, int(position_T.max()) + 1)[position_T]
     items_TLI = items_of(rows[0] if len(rows) == 1 else np.concatenate(rows))
     return summed_pieces(items_TLI, coefficients_T, edges_P)

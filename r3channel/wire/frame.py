@@ -19,7 +19,6 @@ An ERROR frame has nothing but its text, as sections.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -32,7 +31,8 @@ from r3channel.wire.codec import CODECS, Wire, codecs_for
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame_view import Frame
 from r3channel.wire.header import FRAME_MAGIC, HEADER_BYTES, MAX_ROWS, Header
-from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, Run, check_shape, check_spans, spans_of
+from r3channel.wire.mixing import Ids, Valid
+from r3channel.wire.routing import ProvenanceSpan, RowKind, Run, check_shape, check_spans, spans_of
 from r3channel.wire.source import InHand, Source
 
 __all__ = ["FRAME_MAGIC", "HEADER_BYTES", "Frame", "encode_frame", "parse_frame", "read_frame", "sample_key"]
@@ -49,7 +49,7 @@ def sample_key(request_id: str) -> int:
 
 def encode_frame(
     spec: RoutingSpec, *, expert_ids_TLK: Ids, first_row: int = 0,
-    valid_T: np.ndarray[Any, np.dtype[np.bool_]] | None = None, provenance: Sequence[ProvenanceSpan] | None = None,
+    valid_T: Valid | None = None, provenance: Sequence[ProvenanceSpan] | None = None,
     sample_key: int = 0, kept_rows: int = 0, codec: str = "auto",
 ) -> bytes:  # fmt: skip
     """Return the bytes of one frame.
@@ -97,7 +97,7 @@ def encode_frame(
 
 
 def frame_head(
-    spec: RoutingSpec, chunks: Sequence[Entry], *, first_row: int, valid_T: np.ndarray[Any, np.dtype[np.bool_]] | None,
+    spec: RoutingSpec, chunks: Sequence[Entry], *, first_row: int, valid_T: Valid | None,
     provenance: Sequence[ProvenanceSpan] | Sequence[Run], digests_L: Ids, sample_key: int, kept_rows: int = 0,
 ) -> bytes:  # fmt: skip
     """Return a frame up to its chunks, which follow.
@@ -134,7 +134,7 @@ def frame_head(
 def header_fields(
     spec: RoutingSpec, *, rows: int, first_row: int, chunks: int, spans: int, sections_bytes: int, wire_bytes: int,
     newest: int, sample_key: int, kept_rows: int, codec: int = 0, flags: int = 0,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[int | bytes, ...]:  # fmt: skip
     """Return the fields of `Header` but for its hashes.
 
     The fields are a plain tuple: an engine's scheduler pays for this call at each request. `newest` is a weight version.
@@ -158,7 +158,7 @@ def encode_error(message: str, *, sample_key: int = 0) -> bytes:
     )
 
 
-def _with_sets_in_invalid_rows(ids_TLK: Ids, valid_T: np.ndarray[Any, np.dtype[np.bool_]] | None) -> Ids:
+def _with_sets_in_invalid_rows(ids_TLK: Ids, valid_T: Valid | None) -> Ids:
     """Return the ids with 0..K-1 in invalid rows.
 
     Ids of invalid rows mean nothing. Without this, one such row would cost a chunk its `set` coding.
@@ -268,7 +268,7 @@ def _ordered(header: Header, chunks: Sequence[Entry], *, where: str) -> bool:
 
 
 def _read_spans(header: Header, body: memoryview, *, where: str) -> tuple[ProvenanceSpan, ...]:
-    spans = []
+    spans = list[ProvenanceSpan]()
     for start, end, version, kind in head.SPAN.iter_unpack(body[: header.spans * head.SPAN_BYTES]):
         if kind not in RowKind._value2member_map_:
             raise errors.FrameCorrupt(f"{where}: provenance kind {kind} is unknown")

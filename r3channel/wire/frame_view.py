@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from r3channel import errors
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.chunks import Entry
 from r3channel.wire.codec import CODECS
-from r3channel.wire.mixing import Words
+from r3channel.wire.mixing import Valid, Words
 from r3channel.wire.routing import Ids, ProvenanceSpan, SampleRouting, marked_missing, raise_unsound
 from r3channel.wire.source import InHand, Source
 from r3channel.wire.validate import checked, sound_rows
@@ -22,7 +21,6 @@ _NO_EDGES = np.zeros(0, np.int64)
 _SLICE_BYTES = 512 << 10
 """Ids that are written and then checked: within a level-2 cache, and few enough calls (measured: 256 kB to 4 MB)."""
 _MOST_NEW_RUNS = 64
-Valid = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -106,17 +104,13 @@ class Frame:
                 digests_L += found_L
         self._judge(out_TLK, sound, digests_L)
 
-    def verify(self, out_TLK: Ids | None = None) -> Ids:
+    def verify(self) -> Ids:
         """Check every id of a frame in hand, and return the ids.
 
         An id must be in range, distinct within its row, and what the engine hashed. Invalid rows are not judged.
 
-        Args:
-            out_TLK: Filled where a view is not possible; without it fresh memory is filled.
-
         Returns:
-            [rows, L, K], read-only: a view of the frame's bytes where that is possible (see `ids`), else the array that was
-            filled.
+            [rows, L, K], read-only: a view of the frame's bytes where that is possible (see `ids`), else an array.
 
         Raises:
             FrameCorrupt: The ids were damaged; another copy of the frame may be whole.
@@ -126,8 +120,7 @@ class Frame:
         if ids_TLK is not None:
             self._judge(ids_TLK, *self._checked(ids_TLK, 0))
             return ids_TLK
-        out_TLK = self._empty() if out_TLK is None else out_TLK
-        self.fill(InHand(self.payload), out_TLK)
+        self.fill(InHand(self.payload), out_TLK := self._empty())
         out_TLK.flags.writeable = False
         return out_TLK
 
@@ -201,7 +194,7 @@ class Frame:
 
     def _judge(self, ids_TLK: Ids, sound: bool, digests_L: Words) -> None:
         if digests_L.tobytes() != self.digests_L.tobytes():
-            differing = np.flatnonzero(digests_L != self.digests_L)
+            differing = np.flatnonzero(digests_L != self.digests_L).tolist()
             layers = [self.spec.moe_layers[index] for index in differing[:_NAMED_LAYERS]]
             more = f" and {len(differing) - len(layers)} more" * (len(differing) > len(layers))
             raise errors.FrameCorrupt(

@@ -7,7 +7,7 @@ anything; hashes stop accidents, not attackers.
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
@@ -79,7 +79,7 @@ class Header(NamedTuple):
         return HEADER_BYTES + self.sections_bytes + self.wire_bytes
 
 
-def sealed_header(fields: tuple[Any, ...], sections: bytes | bytearray | memoryview) -> bytes:
+def sealed_header(fields: tuple[int | bytes, ...], sections: bytes | bytearray | memoryview) -> bytes:
     """Return a frame's header with both hashes in place.
 
     Args:
@@ -90,7 +90,7 @@ def sealed_header(fields: tuple[Any, ...], sections: bytes | bytearray | memoryv
     return packed + xxhash.xxh3_64_intdigest(packed).to_bytes(8, "little")
 
 
-def assemble(fields: tuple[Any, ...], sections: bytes | bytearray) -> bytes:
+def assemble(fields: tuple[int | bytes, ...], sections: bytes | bytearray) -> bytes:
     """Return the header and the sections in one piece.
 
     Args:

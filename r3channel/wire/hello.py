@@ -12,19 +12,25 @@ import json
 import struct
 import uuid
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 from r3channel.errors import FrameCorrupt
+from r3channel.typed import Json
 
 HELLO_MAGIC = b"R3H\x01"
 PROBE_PREFIX = "r3channel-probe-"
 MAX_HELLO_BYTES = 16384
 _HEAD = struct.Struct("<4sI")
-_LATER: dict[str, Any] = dict.fromkeys(("torch", "nccl", "page"), "") | {"unread": (), "weighing": ()}
-_LATER |= dict.fromkeys(("context", "kept_bytes", "replica"), 0)
+_NUMBERS = "context", "kept_bytes", "replica"
+_LATER: Json = {
+    "torch": "",
+    "nccl": "",
+    "page": "",
+    "unread": (),
+    "weighing": (),
+    **dict.fromkeys(_NUMBERS, 0),
+}
 """Fields that an older engine does not send."""
-_KINDS: dict[type, tuple[str, ...]] = {int: ("boot_id", "spec_digest", "context", "kept_bytes", "replica")}
-_KINDS |= {str: ("engine", "page"), dict: ("spec",)}
+_KINDS = {int: ("boot_id", "spec_digest", *_NUMBERS), str: ("engine", "page"), dict: ("spec",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +47,7 @@ class Hello:
     """Its address, or the name it was given."""
     boot_id: int
     spec_digest: int
-    spec: dict[str, Any]
+    spec: Json
     """`RoutingSpec.to_dict()`: what differs can then be said by field."""
     sglang: str
     r3channel: str
@@ -111,7 +117,7 @@ class Hello:
             raise FrameCorrupt(f"a hello cannot be read: {error!r}") from error
 
 
-def probe_body(input_ids: tuple[int, ...] = (5, 6)) -> dict[str, Any]:
+def probe_body(input_ids: tuple[int, ...] = (5, 6)) -> Json:
     """Return a /generate request that asks for an engine's hello.
 
     Args:

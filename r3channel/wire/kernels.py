@@ -16,15 +16,19 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
+from llvmlite import ir  # pyright: ignore[reportMissingTypeStubs]
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils as _numba_cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic as _numba_intrinsic
 
-from r3channel.wire.mixing import OFFSET
+from r3channel.wire.mixing import OFFSET, Ids
 
-_intrinsic: Any = _numba_intrinsic  # the typing context that it passes is not in its annotations
+# what numba and llvmlite say of their own types does not cover these: their results, and the typing context that is passed
+cgutils: Any = _numba_cgutils
+_intrinsic: Any = _numba_intrinsic
+Loop = Callable[..., Any]
+"""A compiled loop."""
 _LINE_BYTES = 64
 _STREAMED_BYTES = 512
 """Runs of this size or more are written past the caches, a line at a time."""
@@ -194,7 +198,7 @@ def _counted_until(coefficients_T: Any, first: int, most: int) -> int:
 
 
 @lru_cache(maxsize=4)
-def piece_sums(item_bytes: int) -> Any:
+def piece_sums(item_bytes: int) -> Loop:
     """Return a compiled loop that computes the digests of row ranges.
 
     The loop is f(items_N, coefficients_T, multipliers_I, edges_P, sums_C, digests_PL). A piece has rows of all layers, from the
@@ -219,7 +223,7 @@ def piece_sums(item_bytes: int) -> Any:
 
 
 @lru_cache(maxsize=16)
-def row_sums(item_bytes: int, id_bytes: int, *, slots: int) -> Any:
+def row_sums(item_bytes: int, id_bytes: int, *, slots: int) -> Loop:
     """Return a compiled loop that checks ids and computes their digests.
 
     The loop is f(items_TLI, coefficients_T, multipliers_I, words_W, num_experts). It returns whether all ids are in range and
@@ -360,7 +364,7 @@ def _write_sections(words_H: Any, spans: int, end: Any, digests_L: Any, sizes: t
 
 
 @lru_cache(maxsize=4)
-def gather_frame(item_bytes: int, *, row_bytes: int, weights_at: int, weight_bytes: int) -> Any:
+def gather_frame(item_bytes: int, *, row_bytes: int, weights_at: int, weight_bytes: int) -> Loop:
     """Return a compiled loop that gathers rows of slots into a frame.
 
     The loop is f(bytes_SN, stamps_S, makers_M2, slots_T, coefficients_T, multipliers_I, head_H, bytes_N, words_W, facts_3,
@@ -424,7 +428,7 @@ def gather_frame(item_bytes: int, *, row_bytes: int, weights_at: int, weight_byt
 
 
 @lru_cache(maxsize=4)
-def scatter_rows(row_bytes: int) -> Any:
+def scatter_rows(row_bytes: int) -> Loop:
     """Return a compiled loop that copies rows to slots and stamps them.
 
     The loop is f(bytes_TN, slots_T, bytes_SN, stamps_S, stamp). Each row is contiguous. The loop raises IndexError for a slot
@@ -466,7 +470,7 @@ def _widen(ids_N: Any, wide_N: Any) -> None:
 
 
 @lru_cache(maxsize=4)
-def column_sums(item_bytes: int, id_bytes: int, *, items: int) -> Any:
+def column_sums(item_bytes: int, id_bytes: int, *, items: int) -> Loop:
     """Return a compiled loop that adds runs of rows to digests.
 
     The loop is f(items_RI, runs_N5, weights_PI, digests_S, words_RW). It adds each run of rows to the digest of the run's sample,
@@ -526,7 +530,7 @@ def _line_from(address: int, row: int, row_bytes: int) -> int:
 
 
 @lru_cache(maxsize=8)
-def place_runs(item_bytes: int, *, items: int) -> Callable[..., None]:
+def place_runs(item_bytes: int, *, items: int) -> Loop:
     """Return a compiled loop that places runs of rows by layer.
 
     The loop is f(items_TCI, runs_R8, sources_L, target_N, pads_EI, coefficients_P, multipliers_I, digests_SL, words_W). It checks
@@ -627,7 +631,7 @@ def _unpack(_typing: Any, low: Any, bits: Any, to: Any) -> Any:
 
 
 @_jit(types.void(_read_only(types.uint8), _read_only(types.uint8), types.Array(types.int16, 1, "C")))
-def unpack9(low_N: Any, bits_B: Any, out_N: Any) -> None:
+def unpack9(low_N: Ids, bits_B: Ids, out_N: Ids) -> None:
     """Decode nine-bit ids from low bytes and ninth bits.
 
     The second vector may begin within the first, so that from there on no vector is written across two cache lines.

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 Ids = np.ndarray[Any, np.dtype[Any]]
+Valid = np.ndarray[Any, np.dtype[np.bool_]]
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 OFFSET = np.uint64(0x9E3779B97F4A7C15)
 """C of the digest: 2**64 / golden ratio. Also the step of SplitMix64."""

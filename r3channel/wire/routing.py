@@ -20,9 +20,8 @@ import xxhash
 
 from r3channel.errors import ExpertIdInvalid, RoutingError, RowCountMismatch, SpecMismatch, UsageError
 from r3channel.model.spec import RoutingSpec
+from r3channel.wire.mixing import Ids, Valid
 from r3channel.wire.validate import sound, sound_rows
-
-Ids = np.ndarray[Any, np.dtype[Any]]
 
 
 class RowKind(IntEnum):
@@ -61,7 +60,7 @@ class SampleRouting:
     """Tokens of the whole sample; `first_row + T` is `tokens - 1`."""
     expert_ids_TLK: Ids
     """[T, L, K], dtype `spec.id_dtype`, the engine's order within a row."""
-    valid_T: np.ndarray[Any, np.dtype[np.bool_]]
+    valid_T: Valid
     """False where the engine holds no routing for the row; such ids are meaningless."""
     provenance: tuple[ProvenanceSpan, ...]
     """Tiles [first_row, first_row + T) in order. Positions are absolute."""
@@ -193,7 +192,7 @@ def marked_missing(spans: Iterable[ProvenanceSpan], missing: Ids) -> tuple[Prove
 Tokens = np.ndarray[Any, np.dtype[np.int32]]
 
 
-def as_tokens(tokens: Sequence[int] | np.ndarray[Any, Any] | Any) -> Tokens:
+def as_tokens(tokens: Any) -> Tokens:
     """Return a copy of token ids as int32.
 
     A later change of `tokens` does not change the copy.
@@ -204,7 +203,8 @@ def as_tokens(tokens: Sequence[int] | np.ndarray[Any, Any] | Any) -> Tokens:
     Raises:
         UsageError: `tokens` are no token ids: other numbers than integers of 32 bits, or something that has no order.
     """
-    if type(tokens) is list:  # as nearly all are
+    kind = tokens.__class__
+    if kind is list:  # as nearly all are
         return _packed(tokens)
     if isinstance(tokens, range):
         tokens = np.arange(tokens.start, tokens.stop, tokens.step)
@@ -216,8 +216,8 @@ def as_tokens(tokens: Sequence[int] | np.ndarray[Any, Any] | Any) -> Tokens:
                 f"tokens of {found.dtype}, shape {found.shape}: expected int32 ids in one dimension"
             )
         return ids
-    if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes | bytearray | memoryview):
-        raise UsageError(f"tokens are a {type(tokens).__name__}, expected a sequence of int32 ids")
+    if not issubclass(kind, Sequence) or issubclass(kind, str | bytes | bytearray | memoryview):
+        raise UsageError(f"tokens are a {kind.__name__}, expected a sequence of int32 ids")
     return _packed(tokens)
 
 

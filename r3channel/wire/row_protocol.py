@@ -23,26 +23,26 @@ that this receiver gets must have, [sample][travelling column].
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from r3channel import errors
 from r3channel.errors import R3Error, TransportError
+from r3channel.typed import Json
 
 _NAMES = ("READY", "GROUP", "ROWS", "DAMAGED", "AGAIN", "DONE", "THANKS", "ERROR", "WAIT", "POSTED")
 READY, GROUP, ROWS, DAMAGED, AGAIN, DONE, THANKS, ERROR, WAIT, POSTED = range(len(_NAMES))
 
 _MOST_ERROR_BYTES = 64_000
 SEAL = ("run", "step", "seal")
-_TYPES: dict[str, Any] = dict.fromkeys(("run", "gpu", "backend", "name", "host"), (str,))
+_TYPES: dict[str, tuple[type, ...]] = dict.fromkeys(("run", "gpu", "backend", "name", "host"), (str,))
 """Types of the values that are no numbers."""
 Seal = tuple[str, int, int]
 
 
-def pack(**values: Any) -> bytes:
+def pack(**values: object) -> bytes:
     return json.dumps(values, separators=(",", ":")).encode()
 
 
-def unpack(kind: int, body: bytes, *, expected: int, names: tuple[str, ...] = ()) -> dict[str, Any]:
+def unpack(kind: int, body: bytes, *, expected: int, names: tuple[str, ...] = ()) -> Json:
     """Return the values of a record of the expected kind.
 
     An ERROR record raises the error that it carries.
@@ -57,10 +57,10 @@ def unpack(kind: int, body: bytes, *, expected: int, names: tuple[str, ...] = ()
         TransportError: The record is of another kind, cannot be read, or lacks a value.
     """
     try:
-        values = json.loads(body) if body else {}
+        values: Json = json.loads(body) if body else {}
         if kind == ERROR:
             raise error_of(values)
-        fits = isinstance(values, dict) and all(type(values[n]) in _TYPES.get(n, (int, bool)) for n in names)
+        fits = type(values) is dict and all(type(values[n]) in _TYPES.get(n, (int, bool)) for n in names)
         if kind == expected and fits:
             return values
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -69,23 +69,23 @@ def unpack(kind: int, body: bytes, *, expected: int, names: tuple[str, ...] = ()
     raise TransportError(f"a record {name} of {len(body)} bytes, expected {_NAMES[expected]} with {names}")
 
 
-def seal_of(identity: Seal) -> dict[str, Any]:
+def seal_of(identity: Seal) -> Json:
     """Return a seal's identity as a record has it."""
     return dict(zip(SEAL, identity, strict=True))
 
 
-def seal_in(values: dict[str, Any]) -> Seal:
+def seal_in(values: Json) -> Seal:
     """Return the identity of the seal that a record names."""
     return values["run"], values["step"], values["seal"]
 
 
-def values_of(error: R3Error) -> dict[str, Any]:
+def values_of(error: R3Error) -> Json:
     """Return an error as plain values for an ERROR record.
 
     The record that `pack` makes of them has at most 64 kB: longer texts and lists are cut, and the counts of cut lists are kept.
     """
     ranks, cut = [list(rank) for rank in error.ranks], list[str]()
-    values: dict[str, Any] = {"samples": list(error.samples), "engines": list(error.engines), "ranks": ranks}
+    values: Json = {"samples": list(error.samples), "engines": list(error.engines), "ranks": ranks}
     for kind, items in values.items():
         count = len(items)
         while len(json.dumps(items)) > _MOST_ERROR_BYTES // 6:
@@ -96,7 +96,7 @@ def values_of(error: R3Error) -> dict[str, Any]:
     return {"error": type(error).__name__, "message": message, "step": error.step, **values}
 
 
-def error_of(values: dict[str, Any]) -> R3Error:
+def error_of(values: Json) -> R3Error:
     """Return the error that an ERROR record carries.
 
     Only classes of this package are made, by name; another name becomes a TransportError.

@@ -28,9 +28,7 @@ from r3channel.wire.header import (
     sealed_header,
 )
 from r3channel.wire.source import InHand
-from r3channel.wire.token_tensors import LENGTH_BYTES, MOST_ENTRIES, TokenTensor
-
-Numbers = np.ndarray[Any, np.dtype[Any]]
+from r3channel.wire.token_tensors import LENGTH_BYTES, MOST_ENTRIES, TokenTensor, Values
 
 
 class TensorRows(NamedTuple):
@@ -38,9 +36,9 @@ class TensorRows(NamedTuple):
 
     tensor: TokenTensor
     first_row: int
-    lengths_T: Numbers
+    lengths_T: Values
     """uint16"""
-    entries_N: Numbers
+    entries_N: Values
     """Row after row, of the tensor's dtype."""
     sample_key: int = 0
 
@@ -62,7 +60,7 @@ class TensorRows(NamedTuple):
         return self.entries_N.nbytes + self.lengths_T.nbytes
 
 
-def row_lengths(turns: Sequence[TensorRows], rows: int) -> Numbers:
+def row_lengths(turns: Sequence[TensorRows], rows: int) -> Values:
     """Return the number of entries of each row of a sample.
 
     Args:
@@ -78,7 +76,7 @@ def row_lengths(turns: Sequence[TensorRows], rows: int) -> Numbers:
     return length_T
 
 
-def entries_of(tensor: TokenTensor, turns: Sequence[TensorRows]) -> Numbers:
+def entries_of(tensor: TokenTensor, turns: Sequence[TensorRows]) -> Values:
     """Return the entries of all turns, copied."""
     return np.concatenate([np.empty(0, tensor.entry), *(turn.entries_N for turn in turns)])
 
@@ -104,7 +102,7 @@ def encode_tensor(rows: TensorRows) -> bytes:
 
 
 def encode_in_place(
-    tensor: TokenTensor, memory_N: Numbers, lengths_T: Numbers, *, first_row: int, sample_key: int
+    tensor: TokenTensor, memory_N: Values, lengths_T: Values, *, first_row: int, sample_key: int
 ) -> None:
     """Write header and lengths around the values of a frame.
 

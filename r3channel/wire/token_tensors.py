@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -97,28 +98,12 @@ class TokenTensor:
         fields = [(name, self.entry[name].base, (layers, top_k)) for name in self.entry.names or ()]
         return replace(self, entry=np.dtype(fields))
 
-    def reaches(self, pp: int, stages: int) -> bool:
-        """Return whether a pipeline stage gets the tensor.
-
-        Args:
-            pp: The stage.
-            stages: The number of stages.
-        """
-        return self.stage == "every" or pp == stages - 1
-
 
 _MASK, _TOKEN_ID, _LOGPROB = "return_sampling_mask", ("token_id", "<u4"), ("logprob", "<f4")
 _FILTERED: dict[str, Any] = {"made_by": "mask_rows", "entries": 8, "chosen": "token_id"}
 """8 is the mean of what a filter leaves (prime-rl#2979)."""
-
-
-def _sampling_masks() -> TokenTensor:
-    return TokenTensor("sampling_masks", 3, np.dtype([_TOKEN_ID]), _MASK, **_FILTERED)
-
-
-def _sampling_support() -> TokenTensor:
-    asked_by = f'{_MASK} and sampling_logprobs_mode="support"'
-    return TokenTensor("sampling_support", 4, np.dtype([_TOKEN_ID, _LOGPROB]), asked_by, **_FILTERED)
+_OF_SUPPORT = f'{_MASK} and sampling_logprobs_mode="support"'
+_ROUTER: dict[str, Any] = {"made_by": "router_weights", "dense": True, "by_layer": True, "stage": "every"}
 
 
 def _topk_logprobs(k: str = "128", dtype: str = "float16") -> TokenTensor:
@@ -138,19 +123,15 @@ def _topk_logprobs(k: str = "128", dtype: str = "float16") -> TokenTensor:
     return TokenTensor(f"topk_logprobs:{count}:{dtype}", 5, entry, asked_by, **made)
 
 
-def _combine_weights() -> TokenTensor:
-    """Return the tensor of the weights of a router's choices.
-
-    A router hands these weights to the experts.
-    """
-    made: dict[str, Any] = {"made_by": "router_weights", "dense": True, "by_layer": True, "stage": "every"}
-    entry = np.dtype([("weight", "<f2")])
-    return TokenTensor("combine_weights", 6, entry, "return_routed_experts", **made)
-
-
+_MASKS = TokenTensor("sampling_masks", 3, np.dtype([_TOKEN_ID]), _MASK, **_FILTERED)
+_SUPPORT = TokenTensor("sampling_support", 4, np.dtype([_TOKEN_ID, _LOGPROB]), _OF_SUPPORT, **_FILTERED)
+_WEIGHTS = TokenTensor(
+    "combine_weights", 6, np.dtype([("weight", "<f2")]), "return_routed_experts", **_ROUTER
+)
+"""The weights of a router's choices, which it hands to the experts."""
 REGISTRY: dict[str, Callable[..., TokenTensor]] = {
-    "sampling_masks": _sampling_masks, "sampling_support": _sampling_support, "topk_logprobs": _topk_logprobs,
-    "combine_weights": _combine_weights,
+    "sampling_masks": partial(replace, _MASKS), "sampling_support": partial(replace, _SUPPORT),
+    "topk_logprobs": _topk_logprobs, "combine_weights": partial(replace, _WEIGHTS),
 }  # fmt: skip
 """Name -> what declares the tensor, given its parameters."""
 LABELS["tensor"] = tuple(REGISTRY)

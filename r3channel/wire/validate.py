@@ -99,9 +99,9 @@ def sound_rows(expert_ids_TLK: Ids, *, num_experts: int) -> Ids:
     >>> sound_rows(np.array([[[1, 2, 3]], [[4, 5, 4]]], np.uint8), num_experts=6).tolist()
     [[True], [False]]
     """
-    slots = expert_ids_TLK.shape[2]
+    rows, layers, slots = expert_ids_TLK.shape
     ids_NK = np.ascontiguousarray(expert_ids_TLK).view(f"u{expert_ids_TLK.itemsize}").reshape(-1, slots)
-    sound_N = np.empty(len(ids_NK), bool)
+    sound_N = np.empty(len(ids_NK), np.bool_)
     for at in range(0, len(ids_NK), _BLOCK_ROWS):
         slots_KN = np.ascontiguousarray(ids_NK[at : at + _BLOCK_ROWS].T)
         sound_B = sound_N[at : at + _BLOCK_ROWS]
@@ -109,7 +109,7 @@ def sound_rows(expert_ids_TLK: Ids, *, num_experts: int) -> Ids:
         for slot in range(1, slots):
             for other in range(slot):
                 sound_B &= slots_KN[slot] != slots_KN[other]
-    return sound_N.reshape(expert_ids_TLK.shape[:2])
+    return sound_N.reshape(rows, layers)
 
 
 # -- the digest's arithmetic ------------------------------------------------------------------------------------------------

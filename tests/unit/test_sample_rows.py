@@ -365,7 +365,7 @@ def test_an_evaluated_sample_holds_nothing_and_is_counted(rows: SampleRows) -> N
 
 def test_the_assignment_is_the_callers_own(rows: SampleRows) -> None:
     samples = [taken(rows, index, 5 + index) for index in range(4)]
-    rows.relay.steps._layout = TrainerLayout(dp=2)
+    rows.relay.steps.layout = TrainerLayout(dp=2)
     ticket = rows.seal(0, samples, [[[2], [0]], [[3], [1]]], steps=[1, 1])
     assert ticket.assignment.ranks == ((("2.2",), ("0.0",)), (("3.3",), ("1.1",)))
     assert ticket.assignment.steps == (1, 1)

@@ -5,11 +5,15 @@ Gains where rows repeat: padding, and tokens that choose the experts they chose 
 
 from __future__ import annotations
 
-import lz4.block
+from typing import Any
+
+from lz4 import block as _untyped  # pyright: ignore[reportMissingTypeStubs]
 
 from r3channel.errors import FrameCorrupt
 from r3channel.wire.codec.base import Codec, bytes_of
 from r3channel.wire.routing import Ids
+
+_block: Any = _untyped
 
 
 class Lz4(Codec):
@@ -30,12 +34,12 @@ class Lz4(Codec):
     repeat, and with next to nothing where they do not (measured)."""
 
     def encode(self, ids_TLK: Ids) -> bytes:
-        return lz4.block.compress(bytes_of(ids_TLK), store_size=False)
+        return _block.compress(bytes_of(ids_TLK), store_size=False)
 
     def decode_into(self, wire: memoryview, out_TLK: Ids) -> None:
         try:
-            raw = lz4.block.decompress(wire, uncompressed_size=out_TLK.nbytes)
-        except (lz4.block.LZ4BlockError, ValueError) as error:
+            raw = _block.decompress(wire, uncompressed_size=out_TLK.nbytes)
+        except (_block.LZ4BlockError, ValueError) as error:
             raise FrameCorrupt(
                 f"lz4 chunk of {len(wire)} bytes does not decode to {out_TLK.nbytes}: {error}"
             ) from error
