@@ -42,9 +42,10 @@ def live_topk(scores: torch.Tensor, topk: int, *_groups: Any) -> tuple[torch.Ten
 class Router(torch.nn.Module):
     """Keeps the ids that it used."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = EXPERTS, top_k: int = TOP_K) -> None:
         super().__init__()
-        self.weight, self.replay = torch.nn.Parameter(torch.eye(EXPERTS)), Replay()
+        self.weight, self.top_k = torch.nn.Parameter(torch.eye(experts)), top_k
+        self.replay = Replay()
         self._used: list[torch.Tensor] = []
 
     @property
@@ -52,9 +53,16 @@ class Router(torch.nn.Module):
         return [ids.tolist() for ids in self._used]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        values, ids = self.replay.get_replay_topk(input @ self.weight, TOP_K, None, None, live_topk)
+        values, ids = self.replay.get_replay_topk(input @ self.weight, self.top_k, None, None, live_topk)
         self._used.append(ids)
         return values
+
+
+def handle(module: Router, layer: int = 0) -> RouterHandle:
+    top_k, experts = module.top_k, len(module.weight)
+    return RouterHandle(
+        layer=layer, module=module, replay=module.replay, top_k=top_k, num_experts=experts, recomputed=True
+    )
 
 
 class Model(torch.nn.Module):
@@ -103,13 +111,7 @@ def rows(seed: int) -> torch.Tensor:
 
 
 def driver_on(model: Model) -> ReplayDriver:
-    how: dict[str, Any] = {
-        "replay": model.router.replay,
-        "top_k": TOP_K,
-        "num_experts": EXPERTS,
-        "recomputed": True,
-    }
-    return ReplayDriver({0: RouterHandle(layer=0, module=model.router, **how)}, [model], spec=SPEC)
+    return ReplayDriver({0: handle(model.router)}, [model], spec=SPEC)
 
 
 @contextmanager
