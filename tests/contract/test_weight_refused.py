@@ -311,6 +311,6 @@ def test_moved_experts_are_learned_anew_or_nothing_is_committed(monkeypatch: pyt
     with session(engine) as sync:
         give(sync, 4, experts(4).items())
         with monkeypatch.context() as pausing:
-            pausing.setattr(engine, "_set_paused", move)
+            pausing.setattr(engine, "_set", lambda **_: move())
             refused(sync, 5, "nothing was touched: .*relink", experts(5).items())
         assert right(4) and give(sync, 5, experts(5).items()) and right(5)

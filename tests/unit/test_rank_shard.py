@@ -159,9 +159,9 @@ def test_one_changed_id_is_named_before_the_step_ends(
         assert (refusal.value.ranks, refusal.value.step) == ((rank.shard.key,), step.ticket.step)
 
 
-def two_samples() -> RankShard:
+def two_samples(layers: int = 2) -> RankShard:
     """Two micro-batches of one sample each, as on a GPU."""
-    names, spec = ("a", "b"), sparse(2, experts=128, top_k=8)
+    names, spec = ("a", "b"), sparse(layers, experts=128, top_k=8)
     samples = [TicketSample(name, 9, 0, 0, ()) for name in names]
     assignment = Assignment.given([[[name] for name in names]])
     ticket = Ticket("run", 1, spec, TrainerLayout(), assignment, samples, 1 << 20)
