@@ -301,10 +301,8 @@ def read_needs(parts: Parts) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         theirs = Connection(socket.create_connection(server.getsockname()), "trainer")
         ours = Connection(server.accept()[0], "rank")
-    come, trainer = (
-        [ours],
-        send_planner.SendPlanner(SimpleNamespace(), SimpleNamespace(staged="", wire="", backend="gloo")),
-    )  # pyright: ignore
+    come, config = [ours], SimpleNamespace(staged="", wire="", backend="gloo")
+    trainer = send_planner.SendPlanner(SimpleNamespace(), config)  # pyright: ignore
     trainer.attempts, ours.hello = {"e": 1}, parts["hello"]
 
     def accept(timeout_s: float) -> Connection:
