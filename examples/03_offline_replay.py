@@ -52,7 +52,7 @@ def main(folder: Path, number: int, scratch: str) -> int:
             loss.mean().backward()
     megatron.close_distributed()
     used = consumed_by(tap.records, shard, ticket=ticket, tp=0)
-    passes = list(AlignedPair.of(recorded, used.step()))
+    passes = list(AlignedPair.align(recorded, used.step()))
     compared = sum(int(there.sum()) for there in used.there.values()) * ticket.spec.top_k
     different = sum(int(sides.differs_RL.sum()) for sides in passes)
     print(f"step {ticket.step}: {compared:,} ids of forward and recompute compared, {different} different")

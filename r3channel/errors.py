@@ -36,7 +36,7 @@ class R3Error(Exception):
         super().__init__(message)
         self.samples, self.engines, self.ranks, self.step = tuple(samples), tuple(engines), tuple(ranks), step
 
-    def within(self, where: str) -> Self:
+    def prefix(self, where: str) -> Self:
         """Return the same error, its message led by a place."""
         return type(self)(
             f"{where}: {self}", samples=self.samples, engines=self.engines, ranks=self.ranks, step=self.step
@@ -438,7 +438,7 @@ def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
             logging.getLogger(__name__).error(said)
 
 
-def expected(value: object, kind: type[_T]) -> _T:
+def expect(value: object, kind: type[_T]) -> _T:
     """Return the value if it is of the expected type.
 
     Args:

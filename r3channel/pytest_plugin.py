@@ -130,9 +130,9 @@ def r3_step(
     Its micro-batches have the recorded size.
     """
     from r3channel.plan.layout import TrainerLayout
-    from r3channel.recordings.consumed import fitted
+    from r3channel.recordings.consumed import fit
 
-    step = fitted(
+    step = fit(
         r3_recording.step(r3_number), TrainerLayout.parse(r3_layout) if r3_layout is not None else None
     )
     for what in step.untested:
@@ -182,17 +182,17 @@ class StepUnderTest:
         from r3channel.recordings.diagnose import judge
         from r3channel.recordings.mistakes import NOTES
 
-        found = consumed if consumed is not None else self._joined()
-        if unused := _unused(self.recorded, found):
+        found = consumed if consumed is not None else self._merge_ranks()
+        if unused := _describe_unused(self.recorded, found):
             pytest.fail(unused, pytrace=False)
-        findings = [one for sides in AlignedPair.of(self.recorded, found.step()) for one in judge(sides)]
+        findings = [one for sides in AlignedPair.align(self.recorded, found.step()) for one in judge(sides)]
         faults = [str(one) for one in findings if one.name not in NOTES]
         if faults:
             pytest.fail(
                 "\n".join(["recorded routing was not consumed exactly", *faults[:_TOLD]]), pytrace=False
             )
 
-    def _joined(self) -> ConsumedRows:
+    def _merge_ranks(self) -> ConsumedRows:
         from r3channel.recordings.consumed import ConsumedRows
 
         total = ConsumedRows(self.recorded.ticket, self.recorded.ticket.spec)
@@ -201,7 +201,7 @@ class StepUnderTest:
         return total
 
 
-def _unused(step: RecordedStep, found: ConsumedRows) -> str:
+def _describe_unused(step: RecordedStep, found: ConsumedRows) -> str:
     """Return an error text naming layers whose rows no router used.
 
     The text is empty where every layer's rows were used.

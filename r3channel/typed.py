@@ -20,7 +20,7 @@ _PLAIN: dict[Any, tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def typed(call: F) -> F:
+def check_types(call: F) -> F:
     """Make a call refuse arguments that are not what their annotations say.
 
     The check tells text, bytes and numbers apart, a text from a sequence of texts, and a mapping from other values. Nothing else
@@ -40,7 +40,7 @@ def typed(call: F) -> F:
     signature, hints = inspect.signature(call), dict[str, Any]()
 
     @wraps(call)
-    def checked(*arguments: Any, **named: Any) -> Any:
+    def call_checked(*arguments: Any, **named: Any) -> Any:
         if not hints:
             hints.update(get_type_hints(call))
         try:
@@ -55,7 +55,7 @@ def typed(call: F) -> F:
                 )
         return call(*arguments, **named)
 
-    return checked  # pyright: ignore[reportReturnType]
+    return call_checked  # pyright: ignore[reportReturnType]
 
 
 def _fits(value: Any, hint: Any) -> bool:

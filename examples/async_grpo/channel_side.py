@@ -106,7 +106,7 @@ class ChannelReplay:
 
     def microbatch(self, index: int, mode: str, chunk: torch.nn.Module) -> AbstractContextManager[None]:
         if mode == "natural" or self._step is None:
-            return self.channel.driver.off(microbatch=index if self._step is None else -1)
+            return self.channel.driver.disable(microbatch=index if self._step is None else -1)
         return self._step.microbatch(index, mode="logprob" if mode == "logprob" else "train", chunk=chunk)
 
     def loss_mask(self, index: int) -> torch.Tensor | None:

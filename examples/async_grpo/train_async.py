@@ -381,7 +381,7 @@ def _engine_pages(args: argparse.Namespace) -> dict[str, str]:
 def _page_faults(page: str) -> list[str]:
     """What the pages that the relay lists show at the run's end, in the words of `r3channel top`."""
     urls = urls_of(page.replace("/metrics", "/targets")) if page else []
-    return [*faults_of(Between(Look(url, 0.0, []), Look.at(url, timeout_s=10.0)) for url in urls)]
+    return [*faults_of(Between(Look(url, 0.0, []), Look.read(url, timeout_s=10.0)) for url in urls)]
 
 
 def _close(cluster: Cluster) -> None:

@@ -33,11 +33,11 @@ class Effort(NamedTuple):
     quick: bool = False
     rounds: int | None = None
 
-    def of(self, full: _T, quick: _T) -> _T:
+    def choose(self, full: _T, quick: _T) -> _T:
         return quick if self.quick else full
 
     def rounds_of(self, full: int, quick: int) -> int:
-        return self.rounds or self.of(full, quick)
+        return self.rounds or self.choose(full, quick)
 
 
 Parts = Mapping[str, Callable[[Effort], dict[str, Any]]]
@@ -84,7 +84,7 @@ def at_least_one(text: str) -> int:
 # -- rounds ----------------------------------------------------------------------------------------------------------------
 
 
-def interleaved(
+def interleave(
     calls: Mapping[str, Callable[[], _T]], *, rounds: int, warm_up: int = 1
 ) -> dict[str, list[_T]]:
     """Make all calls in every round and return their results.
@@ -109,7 +109,7 @@ def interleaved(
     return seen
 
 
-def timed(
+def time_call(
     call: Callable[[], object], *, clock: Callable[[], float] = time.process_time, min_s: float = 0.0
 ) -> Callable[[], float]:
     """Return a call that returns its own seconds.
@@ -141,7 +141,7 @@ def medians_s(calls: Mapping[str, Callable[[], object]], *, rounds: int, **optio
         rounds: Number of rounds.
         options: Options of `timed`.
     """
-    seen = interleaved({name: timed(call, **options) for name, call in calls.items()}, rounds=rounds)
+    seen = interleave({name: time_call(call, **options) for name, call in calls.items()}, rounds=rounds)
     return {name: median(values) for name, values in seen.items()}
 
 
@@ -192,7 +192,7 @@ def stamp(load_before: float) -> dict[str, Any]:
     """
     versions = {found.name: found.version for found in distributions() if found.name in _PACKAGES}
     source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)
-    copy_s = timed(lambda: np.copyto(target, source), clock=time.monotonic)
+    copy_s = time_call(lambda: np.copyto(target, source), clock=time.monotonic)
     name = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
         "cpu": name[1] if name else platform.machine(),  # the kernel does not tell the name on ARM
@@ -203,7 +203,7 @@ def stamp(load_before: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def described(machine: dict[str, Any]) -> str:
+def describe(machine: dict[str, Any]) -> str:
     """Return a machine's stamp on one line.
 
     >>> described({"cpu": "Intel Xeon", "cores": 2, "load": [0.3, 2.0]}), described({"cpu": "AMD EPYC", "cores": 2, "load": []})
@@ -220,7 +220,7 @@ def text(result: Mapping[str, Any]) -> str:
     """
     lines = list(_lines("", {key: value for key, value in result.items() if key != "machine"}))
     machine = result["machine"]
-    return "\n".join([*lines, "", f"{described(machine)}, memcpy {machine['memcpy_gbps']} GB/s"])
+    return "\n".join([*lines, "", f"{describe(machine)}, memcpy {machine['memcpy_gbps']} GB/s"])
 
 
 def _lines(name: str, value: Any) -> Iterator[str]:

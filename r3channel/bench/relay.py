@@ -36,8 +36,8 @@ import torch
 import r3channel
 from r3channel.bench import relay_paths as paths
 from r3channel.bench import relay_peers as peers
-from r3channel.bench.harness import Effort, Parts, cpu_seconds_of, family_of, interleaved, medians_s, timed
-from r3channel.bench.relay_paths import OWN, Case, Seconds, spent
+from r3channel.bench.harness import Effort, Parts, cpu_seconds_of, family_of, interleave, medians_s, time_call
+from r3channel.bench.relay_paths import OWN, Case, Seconds, measure
 from r3channel.bench.relay_peers import ALL, DIRECT, LIMIT, NUMPY, PEERS
 from r3channel.bench.relay_socket import socket
 from r3channel.bench.wire import generate
@@ -172,7 +172,7 @@ class Manager(RelayHost):
         """
         _, prepared_s = self._own.prepare(whole=True)
         tickets: list[Any] = []
-        _, sealed_s = spent(lambda: tickets.append(self._own.seal()))
+        _, sealed_s = measure(lambda: tickets.append(self._own.seal()))
         answers: list[Any] = []
         start_s = self._own.deliver(partial(self._start, OWN, answers), ticket=tickets[0])
         held_s = max(held_s for held_s, _ in call(answers))
@@ -301,9 +301,9 @@ def steps(effort: Effort) -> dict[str, Any]:
     """
     rounds = effort.rounds_of(20, 3)
     with two_nodes(store_bytes=_STORE_BYTES):
-        tree = Tree(CASE, whole=effort.of(5, 1))
+        tree = Tree(CASE, whole=effort.choose(5, 1))
         tree.check_ends()
-        seen = interleaved({path: partial(tree.round, path) for path in ALL}, rounds=rounds, warm_up=0)
+        seen = interleave({path: partial(tree.round, path) for path in ALL}, rounds=rounds, warm_up=0)
         ready = [call(tree.manager.ready.remote()) for _ in range(max(2, rounds // 2))]
         sent = call(tree.manager.bytes_sent.remote())
         tree.close()
@@ -340,7 +340,7 @@ def path_of(path: str, seen: Mapping[str, Sequence[Round]], *, bytes_sent: int) 
 
 def _work(model: str, effort: Effort) -> paths.Workload:
     """Return a workload with 100 MB of ids."""
-    tokens = effort.of(100_000_000 // model_named(model).spec.bytes_per_token, 65_536)
+    tokens = effort.choose(100_000_000 // model_named(model).spec.bytes_per_token, 65_536)
     return paths.Workload(Case(model, tokens))
 
 
@@ -348,14 +348,14 @@ def _whole_way(relay: Relay, work: paths.Workload) -> Callable[[], None]:
     """Return a call that takes the next step's bodies and receives it."""
     step, rows_N, bodies = itertools.count(), None, work.bodies
 
-    def once() -> None:
+    def run_step() -> None:
         nonlocal rows_N
         paths.add_bodies(relay, bodies)
         rows_N = paths.receive(
             relay, Ticket.from_bytes(relay.seal(next(step), work.assignment).to_bytes()), rows_N
         )
 
-    return once
+    return run_step
 
 
 def bodies(effort: Effort) -> dict[str, Any]:
@@ -382,11 +382,11 @@ def _seal_ms(samples: int, layout: str, rounds: int) -> float:
         for name in names:
             relay.add_frame(name, frame, range(_SHORT))
 
-        def sealed() -> None:
+        def seal_and_parse() -> None:
             data = relay.seal(next(step), assignment).to_bytes()
             Ticket.from_bytes(data).plan.shard(dp=0, pp=0).table.runs  # noqa: B018
 
-        sealing = timed(sealed, clock=time.thread_time)
+        sealing = time_call(seal_and_parse, clock=time.thread_time)
         seen = []
         for number in range(rounds + 2):
             seen.append(sealing())

@@ -52,7 +52,7 @@ Start = Callable[[int, Any], None]
 """(rank, payload): lets a rank take its payload, without waiting for it."""
 
 
-def spent(call: Callable[[], object]) -> Seconds:
+def measure(call: Callable[[], object]) -> Seconds:
     wall_s, cpu_s = time.monotonic(), time.process_time()
     call()
     return time.monotonic() - wall_s, time.process_time() - cpu_s
@@ -106,7 +106,7 @@ class Workload:
 
         The ids are [tokens - 1, L, K] in the id dtype.
         """
-        drawn_TLK = _drawn(self.case.model)
+        drawn_TLK = _draw_ids(self.case.model)
         start = 257 * int(sample_id.rpartition("-")[2])
         return drawn_TLK[(start + np.arange(self.lengths[sample_id] - 1)) % len(drawn_TLK)]
 
@@ -150,7 +150,7 @@ def reply(sample_id: str, raw: Any, *, tokens: int) -> bytes:
 
 
 @cache
-def _drawn(model: str) -> Ids:
+def _draw_ids(model: str) -> Ids:
     return generate(model_named(model), regime="Zmid", rows=_GENERATED_ROWS)
 
 
@@ -201,7 +201,7 @@ class ChannelSending:
     def prepare(self, *, whole: bool) -> Seconds:
         """Verify the bodies in memory and put their rows into the store."""
         bodies = self._work.bodies
-        return spent(lambda: add_bodies(self.relay, bodies))
+        return measure(lambda: add_bodies(self.relay, bodies))
 
     def seal(self) -> Ticket:
         """Seal a step and wait until all receivers' rows can be sent.
@@ -251,17 +251,17 @@ class ChannelTaking:
         """
         shard = self._shard = self.receiver.receive(Ticket.from_bytes(payload))
         held_s = time.monotonic()
-        for number, layer in _each(shard):
+        for number, layer in _microbatch_layers(shard):
             ids_RK = shard.layer_ids(number, layer)
             shard.check_digest(number, layer, ids_RK, out=self._router.memory(ids_RK))
         return held_s
 
     def tensors(self) -> Iterable[torch.Tensor]:
         assert self._shard is not None, "nothing was received"
-        return [self._shard.layer_ids(number, layer) for number, layer in _each(self._shard)]
+        return [self._shard.layer_ids(number, layer) for number, layer in _microbatch_layers(self._shard)]
 
 
-def _each(shard: RankShard) -> list[tuple[int, int]]:
+def _microbatch_layers(shard: RankShard) -> list[tuple[int, int]]:
     return [(number, layer) for number in range(shard.num_microbatches) for layer in shard.shard.layers]
 
 

@@ -21,7 +21,7 @@ import pybase64
 import ray
 import torch
 
-from r3channel.bench.relay_paths import OWN, Router, Seconds, Start, Workload, reply, spent
+from r3channel.bench.relay_paths import OWN, Router, Seconds, Start, Workload, reply, measure
 from r3channel.plan.placement import place_samples
 from r3channel.plan.shards import Plan
 from r3channel.transport.base import Rendezvous
@@ -112,7 +112,7 @@ class StoreSending:
         stock = [
             (reply(name, work.wide[name], tokens=work.lengths[name]), len(work.wide[name])) for name in names
         ]
-        seconds = [spent(partial(self._decode, *one)) for one in stock]
+        seconds = [measure(partial(self._decode, *one)) for one in stock]
         scale = sum(work.lengths.values()) / max(1, sum(work.lengths[name] for name in names))
         return sum(wall_s for wall_s, _ in seconds) * scale, sum(cpu_s for _, cpu_s in seconds) * scale
 

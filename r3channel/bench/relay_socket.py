@@ -38,7 +38,7 @@ _ROWS = 4096
 
 
 def socket(effort: Effort) -> dict[str, Any]:
-    samples, tokens, spec = effort.of(16, 4), list(range(_ROWS + 1)), MODEL.spec
+    samples, tokens, spec = effort.choose(16, 4), list(range(_ROWS + 1)), MODEL.spec
     with tempfile.TemporaryDirectory() as folder, closing(Relay(spec, TrainerLayout())) as relay:
         steps, rows_N, token_file = itertools.count(), None, Path(folder) / "token"
 

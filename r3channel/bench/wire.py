@@ -57,7 +57,7 @@ def measure(effort: Effort) -> dict[str, Any]:
         `results`: one row per model, regime and way. `entropy_bytes_per_token` is that of the best memoryless model of the same
         ids, order dropped for `set`.
     """
-    rows, rounds = effort.of(4096, 256), effort.rounds_of(7, 3)
+    rows, rounds = effort.choose(4096, 256), effort.rounds_of(7, 3)
     results = [
         {"model": name, "regime": regime, **row}
         for name in MODELS

@@ -141,7 +141,7 @@ class KeptRows(NamedTuple):
     """[T, bytes of a row], with its weights."""
     runs: Sequence[Run]
 
-    def of(self, start: int, end: int) -> KeptRows | None:
+    def rows_between(self, start: int, end: int) -> KeptRows | None:
         """Return the rows among positions [start, end), a view.
 
         Returns:
@@ -153,7 +153,7 @@ class KeptRows(NamedTuple):
         runs = [(max(a, start), min(b, end), v, kind) for a, b, v, kind in self.runs if a < end and b > start]
         return KeptRows(start, self.ids_TN[start - self.first_row : end - self.first_row], runs)
 
-    def known(self) -> Iterator[tuple[slice, Maker, Ids]]:
+    def known_runs(self) -> Iterator[tuple[slice, Maker, Ids]]:
         """Yield each run of rows that a pass has made.
 
         Returns:
@@ -231,7 +231,7 @@ class SlotRows:
             slots_T: The slots of the positions of `kept`.
             kept: The rows to write.
         """
-        for at, maker, ids_TN in kept.known():
+        for at, maker, ids_TN in kept.known_runs():
             self._put(slots_T[at.start - kept.first_row : at.stop - kept.first_row], ids_TN, maker)
 
     def _put(self, slots_T: Ids, ids_TN: Ids, maker: Maker) -> None:
@@ -255,10 +255,10 @@ class SlotRows:
             slots_T: The slots of the rows.
             first_row: Position of the first row.
         """
-        made = self.unfinished(slots_T, first_row=first_row, sample_key=0)
+        made = self.gather_frame(slots_T, first_row=first_row, sample_key=0)
         return KeptRows(first_row, self._ids_SN[slots_T], made.runs)
 
-    def unfinished(
+    def gather_frame(
         self, slots_T: Ids, *, first_row: int, sample_key: int, kept: Sequence[KeptRows] = (), hashed: bool = False
     ) -> UnfinishedFrame:  # fmt: skip
         """Gather a request's rows once, into the memory that becomes its frame.
@@ -270,10 +270,15 @@ class SlotRows:
             kept: Rows that replace those of the slots at the same positions.
             hashed: Whether the rows' digests are computed too, if that is compiled. Set it for a frame that this thread encodes.
         """
-        made = self._gathered(slots_T, first_row, sample_key, hashed=hashed, spans=_SPANS_IN_PLACE)
+        made = self._gather_rows(slots_T, first_row, sample_key, hashed=hashed, spans=_SPANS_IN_PLACE)
         if kept:
             end, (versions_T, kinds_T) = first_row + made.rows, columns_of(made.runs)
-            known = [run for each in kept if (part := each.of(first_row, end)) for run in part.known()]
+            known = [
+                run
+                for each in kept
+                if (part := each.rows_between(first_row, end))
+                for run in part.known_runs()
+            ]
             for at, (version, kind), ids_TN in known:
                 rows = slice(at.start - first_row, at.stop - first_row)
                 versions_T[rows], kinds_T[rows] = version, kind
@@ -283,7 +288,7 @@ class SlotRows:
             made.runs = spans_of(versions_T, kinds_T, first_row=first_row)
         return made
 
-    def _gathered(
+    def _gather_rows(
         self, slots_T: Ids, first_row: int, sample_key: int, *, hashed: bool, spans: int
     ) -> UnfinishedFrame:
         """Copy these slots' rows into a new frame's memory.
@@ -302,7 +307,7 @@ class SlotRows:
             )  # fmt: skip
             found, newest, oldest = self._facts_3.tolist()
             if found > spans:
-                return self._gathered(slots_T, first_row, sample_key, hashed=hashed, spans=found)
+                return self._gather_rows(slots_T, first_row, sample_key, hashed=hashed, spans=found)
             made.sections = Sections(found, newest, oldest, hashed)
             return made
         stamps_T = self._stamps_S.take(slots_T)

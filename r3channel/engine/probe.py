@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-from r3channel.engine.sglang_settings import Verdict, flag, judgements, refused
+from r3channel.engine.sglang_settings import Verdict, flag, judgements, find_refused
 from r3channel.errors import R3Error
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.check import Check, CheckContext
@@ -78,25 +78,25 @@ def ask_engine(url: str, *, timeout_s: float) -> Iterator[Check]:
         data = base64.b64decode(reply["meta_info"]["routed_experts"], validate=True)
     except (OSError, ValueError, urllib.error.URLError) as error:
         seen = f"does not answer a request of two tokens: {error}"
-        yield _failed(url, seen, "is it up, and is this its address?")
+        yield _failed_check(url, seen, "is it up, and is this its address?")
         return
     except (KeyError, TypeError, binascii.Error):
-        yield _failed(url, "answers without routing", _NOT_ON)
+        yield _failed_check(url, "answers without routing", _NOT_ON)
         return
     try:
         hello, frame = Hello.split(data)
         if hello is None:
             ours, older = frame[:4] == FRAME_MAGIC, "frames, but no hello: an older r3channel"
-            yield _failed(url, f"answers with {older if ours else 'stock int32 routing'}", _NOT_ON)
+            yield _failed_check(url, f"answers with {older if ours else 'stock int32 routing'}", _NOT_ON)
             return
-        yield from _told(url, hello)
+        yield from _report_hello(url, hello)
         yield _frame(hello, frame)
         yield from _settings(url, hello, timeout_s=timeout_s)
     except R3Error as error:
-        yield _failed(url, f"sends what cannot be read: {error}", "are both ends of one version?")
+        yield _failed_check(url, f"sends what cannot be read: {error}", "are both ends of one version?")
 
 
-def _told(url: str, hello: Hello) -> Iterator[Check]:
+def _report_hello(url: str, hello: Hello) -> Iterator[Check]:
     versions = f"SGLang {hello.sglang}, torch {hello.torch or 'unknown'}, r3channel {hello.r3channel}"
     yield Check(name=f"engine {url}", ok=True, found=f"{versions}, calls itself {hello.engine}")
     delivery = f"{hello.delivery}, codec {hello.codec}"
@@ -113,7 +113,7 @@ def _settings(url: str, hello: Hello, *, timeout_s: float) -> Iterator[Check]:
     They are read from SGLang's /server_info.
     """
     try:
-        values = _fetched(urllib.request.Request(url.rstrip("/") + "/server_info"), timeout_s=timeout_s)
+        values = _fetch(urllib.request.Request(url.rstrip("/") + "/server_info"), timeout_s=timeout_s)
     except (OSError, ValueError, urllib.error.URLError) as error:
         found = f"/server_info cannot be read: {error}"
         yield Check(name="settings", ok=False, found=found, remedy="ask again")
@@ -121,7 +121,7 @@ def _settings(url: str, hello: Hello, *, timeout_s: float) -> Iterator[Check]:
     for verdict in (Verdict.TESTED, Verdict.READ):
         shown = [flag(name, value) for name, value, _ in judgements(values, verdict) if value not in _UNSET]
         yield Check(name=f"settings {verdict}", ok=True, found=", ".join(shown) or "none")
-    wrong = list(refused(values))
+    wrong = list(find_refused(values))
     yield Check(
         name="settings refused",
         ok=all(word in hello.allowed for word, _ in wrong),
@@ -141,7 +141,7 @@ def _frame(hello: Hello, data: bytes) -> Check:
     return Check(name="routing", ok=frame.rows == 2, found=found, remedy=remedy)
 
 
-def _failed(url: str, found: str, remedy: str) -> Check:
+def _failed_check(url: str, found: str, remedy: str) -> Check:
     return Check(name=f"engine {url}", ok=False, found=found, remedy=remedy)
 
 
@@ -160,9 +160,9 @@ def probe(url: str, *, timeout_s: float) -> dict[str, Any]:
     """
     body = json.dumps(probe_body()).encode()
     request = urllib.request.Request(url + "/generate", body, {"Content-Type": "application/json"})
-    return _fetched(request, timeout_s=timeout_s)
+    return _fetch(request, timeout_s=timeout_s)
 
 
-def _fetched(request: urllib.request.Request, *, timeout_s: float) -> dict[str, Any]:
+def _fetch(request: urllib.request.Request, *, timeout_s: float) -> dict[str, Any]:
     with urlopen(request, timeout_s=timeout_s) as reply:
         return json.loads(reply.read())

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from r3channel.config import REFUSALS
-from r3channel.engine.sglang_settings import flag, has_dp_attention, judged, refused
+from r3channel.engine.sglang_settings import flag, has_dp_attention, judge, find_refused
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 
@@ -78,7 +78,7 @@ def refusals(
         spec: The model's routing.
         routers: Routers of the built model, or None if they are not known.
     """
-    yield from refused(values)
+    yield from find_refused(values)
     for check, value in ((check_representable, spec), (parse_weight_version, values["weight_version"])):
         try:
             check(value)  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ def refused_chains(values: Mapping[str, Any]) -> Iterator[Refusal]:
 
 def unread(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that were neither tested nor read."""
-    return {name: value for name, value in values.items() if judged(name, value) is None}
+    return {name: value for name, value in values.items() if judge(name, value) is None}
 
 
 def refused_unread(values: Mapping[str, Any]) -> Iterator[Refusal]:

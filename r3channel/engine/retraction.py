@@ -27,9 +27,9 @@ class Kept:
     def add(self, rows: KeptRows) -> None:
         self._parts.append(rows)
 
-    def within(self, start: int, end: int) -> Iterator[KeptRows]:
+    def rows_between(self, start: int, end: int) -> Iterator[KeptRows]:
         """Return the kept rows among positions [start, end)."""
-        return (rows for part in self._parts if (rows := part.of(start, end)))
+        return (rows for part in self._parts if (rows := part.rows_between(start, end)))
 
 
 class KeptStore:

@@ -201,7 +201,7 @@ class FrameCapturer(RoutedExpertsCapturer):
         first_row = min(start_len, seqlen - 1)
         slots_T = self._slots_of(self.request, req_to_token_pool, req_pool_idx, seqlen - 1)
         kept = getattr(self.request, "r3channel_kept", None)
-        self._unfinished = self.rows.unfinished(
+        self._unfinished = self.rows.gather_frame(
             slots_T[first_row:], first_row=first_row, sample_key=sample_key(str(self.request.rid)),
             kept=tuple(kept.within(first_row, seqlen - 1)) if kept else (),
             hashed=self.outlet is not None and self.outlet.encodes_here,
@@ -266,10 +266,10 @@ def note_batch(made: Any, _class: Any, batch: Any, *_rest: Any, **_more: Any) ->
     """
     made.r3channel_mixed = bool(batch.decoding_reqs)
     if made.forward_mode.is_extend_without_speculative():
-        made.r3channel_restored = tuple(_restored(batch))
+        made.r3channel_restored = tuple(_find_restored(batch))
 
 
-def _restored(batch: Any) -> Iterator[Restored]:
+def _find_restored(batch: Any) -> Iterator[Restored]:
     at = 0
     for req, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
         if kept := getattr(req, "r3channel_kept", None):

@@ -21,7 +21,7 @@ import r3channel
 from r3channel.config import EngineConfig
 from r3channel.engine import refusals, sglang_tensors
 from r3channel.engine.frame_sender import is_costly
-from r3channel.engine.sglang_hooks import hooked, installed_version, matching_table
+from r3channel.engine.sglang_hooks import hooked_names, installed_version, matching_table
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 from r3channel.transport.process_group import nccl_version, torch_version
@@ -169,7 +169,7 @@ def engine_hello(spec: RoutingSpec, *, context: int) -> Hello:
     config, weighs = engine_config, "combine_weights" in engine_config.token_tensors
     return Hello(
         engine=config.name or args.url(), boot_id=secrets.randbits(63), spec_digest=spec.digest, spec=spec.to_dict(),
-        sglang=installed_version(), r3channel=r3channel.__version__, hooks=hooked(_table), delivery=config.delivery,
+        sglang=installed_version(), r3channel=r3channel.__version__, hooks=hooked_names(_table), delivery=config.delivery,
         codec=config.codec, allowed=tuple(sorted(config.allowed)), unread=tuple(refusals.unread(asked_for())),
         weighing=sglang_tensors.weighing(model_runner.model, _scales) if weighs else (),
         torch=torch_version(), nccl=nccl_version(), context=context, kept_bytes=config.kept_bytes,

@@ -79,7 +79,7 @@ def hooks_of(*, bags: bool, token_tensors: str = "") -> list[Hook]:
     return [hook for hook in asked if hook.bags in (None, bags)]
 
 
-def hooked(table: str) -> tuple[str, ...]:
+def hooked_names(table: str) -> tuple[str, ...]:
     """Return the paths that are hooked in any case.
 
     Args:
@@ -101,7 +101,7 @@ def is_patched() -> bool:
     Raises:
         PluginNotApplied: If the sources have only some of the hooks.
     """
-    paths = [path for path in hooked(matching_table() or "") if path != path_of("FrameCapturer")]
+    paths = [path for path in hooked_names(matching_table() or "") if path != path_of("FrameCapturer")]
     bare = [path for path in paths if not hasattr(pkgutil.resolve_name(path), "r3channel_hook")]
     if 0 < len(bare) < len(paths):
         raise PluginNotApplied(

@@ -85,7 +85,7 @@ TOGETHER: tuple[Together, ...] = (
 )
 
 
-def judged(name: str, value: Any) -> Setting | None:
+def judge(name: str, value: Any) -> Setting | None:
     """Return the first line of the table that matches this value.
 
     Returns:
@@ -110,12 +110,12 @@ def judgements(values: Mapping[str, Any], verdict: Verdict) -> Iterator[tuple[st
         An iterator of (name, value, line of the table).
     """
     for name in sorted(values):
-        setting = judged(name, values[name])
+        setting = judge(name, values[name])
         if setting is not None and setting.verdict is verdict and not setting.why.startswith(_ASIDE):
             yield name, values[name], setting
 
 
-def refused(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def find_refused(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (word, reason) of each refused value.
 
     Values that are refused only together follow.

@@ -56,16 +56,16 @@ def of_channel(config: ChannelConfig, *, ranks: int) -> Iterator[str]:
     pages = {"the relay": 0} | {f"trainer rank {rank}": 1 + rank for rank in range(ranks)}
     for whose, offset in pages.items() if config.metrics_port > 0 else ():
         at = config.metrics_port + offset
-        yield port(f"{_named('metrics_port')}, of {whose}: port ", at, host=host)
+        yield port(f"{_option_names('metrics_port')}, of {whose}: port ", at, host=host)
     if config.ingest_port:
-        yield port(f"{_named('ingest_port')}: port ", config.ingest_port, host=host)
+        yield port(f"{_option_names('ingest_port')}: port ", config.ingest_port, host=host)
     for name in ("journal", "metrics_dir", "trace"):
-        yield folder(_named(name), getattr(config, name))
+        yield folder(_option_names(name), getattr(config, name))
     if config.token_file and not Path(config.token_file).is_file():
-        yield folder(_named("token_file"), Path(config.token_file).parent)
+        yield folder(_option_names("token_file"), Path(config.token_file).parent)
 
 
-def _named(field: str) -> str:
+def _option_names(field: str) -> str:
     """Return the option and the variable that set a field.
 
     >>> _named("journal")

@@ -256,10 +256,10 @@ def _pattern(text: Mapping[str, Any]) -> Sequence[bool]:
         value = text.get(key)
         if value is not None and not isinstance(value, int):
             return _fitting(key, listed(value, layers), 0 if key in _BLOCKS else layers, text)
-    return _narrowed(layers, text)
+    return _narrow(layers, text)
 
 
-def _narrowed(layers: int, text: Mapping[str, Any]) -> Sequence[bool]:
+def _narrow(layers: int, text: Mapping[str, Any]) -> Sequence[bool]:
     given = {key: value for key, value in text.items() if value is not None}
     keys = _NARROWING.keys() - _DEAD.get(_family(text), set())
     if not layers or (_family(text) not in FAMILIES and not keys & given.keys()):

@@ -153,7 +153,7 @@ class StageClock:
         if folder and self.trace is None:
             self.trace = TraceFile(folder, process)
 
-    def ahead(self) -> None:
+    def mark_ahead(self) -> None:
         """Mark the calling thread as one that works ahead.
 
         Its waits stop no trainer, and count as `recv`.

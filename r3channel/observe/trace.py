@@ -84,11 +84,11 @@ def _flows(points: Iterable[Event], rest: Iterable[Event]) -> Iterator[Event]:
     for number, way in enumerate(ways.values(), 1):
         kinds = ["s", *"t" * (len(way) - 2), "f"] if len(way) > 1 else []
         for kind, point in zip(kinds, way, strict=False):
-            at = _within(tracks[point["pid"], point["tid"]], point["ts"])
+            at = _nearest_inside(tracks[point["pid"], point["tid"]], point["ts"])
             yield point | {"ph": kind, "id": number, "bp": "e", "ts": at}
 
 
-def _within(track: Sequence[Event], at: float) -> float:
+def _nearest_inside(track: Sequence[Event], at: float) -> float:
     after = bisect_right(track, at, key=_ts)
     near = track[max(after - 1, 0) : after + 1]
     ends = (min(max(at, event["ts"]), event["ts"] + event["dur"]) for event in near)

@@ -49,7 +49,7 @@ class TraceFile:
 
         Times are this process's time.monotonic.
         """
-        at, seconds = self._at(start_s), (end_s - start_s) * _US
+        at, seconds = self._wall_us(start_s), (end_s - start_s) * _US
         # written as text: json.dumps takes longer than all the rest, and this runs several times a sample
         self._append(
             f'{{"ph":"X","name":"{stage}","pid":{self._pid},"tid":{self._number(thread)},"ts":{at:.1f},"dur":{seconds:.1f},'
@@ -82,7 +82,7 @@ class TraceFile:
             return self._threads[thread]
 
     def _write(self, event: dict[str, Any], thread: int, at_s: float) -> None:
-        placed = {"pid": self._pid, "tid": thread, "ts": round(self._at(at_s), 1)}
+        placed = {"pid": self._pid, "tid": thread, "ts": round(self._wall_us(at_s), 1)}
         self._append(json.dumps(event | placed, separators=(",", ":")))
 
     def _append(self, line: str) -> None:
@@ -91,5 +91,5 @@ class TraceFile:
         except OSError as error:  # a full disk costs the trace, and nothing else
             log.warning("r3channel: a line of this process's trace is lost: %s", error)
 
-    def _at(self, at_s: float) -> float:
+    def _wall_us(self, at_s: float) -> float:
         return (at_s + self._wall_s) * _US

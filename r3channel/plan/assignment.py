@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from r3channel.errors import ConfigError, SampleTwice
-from r3channel.typed import typed
+from r3channel.typed import check_types
 
 Microbatches = tuple[tuple[str, ...], ...]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -73,7 +73,7 @@ class Assignment:
         return tuple(chain.from_iterable(chain.from_iterable(self.ranks)))
 
     @classmethod
-    @typed
+    @check_types
     def given(
         cls, ranks: Sequence[Sequence[Sequence[str]]], *, steps: Sequence[int] | None = None
     ) -> Assignment:
@@ -87,7 +87,7 @@ class Assignment:
         return cls(cut, () if steps is None else tuple(steps))
 
     @classmethod
-    @typed
+    @check_types
     def round_robin(
         cls, sample_ids: Sequence[str], *, dp: int, microbatch_size: int, steps: int = 1
     ) -> Assignment:
@@ -107,7 +107,7 @@ class Assignment:
         return cls(ranks, (len(ranks[0]) // steps,) * steps)
 
     @classmethod
-    @typed
+    @check_types
     def balanced(
         cls, tokens: Mapping[str, int], *, dp: int, microbatch_size: int, steps: int = 1
     ) -> Assignment:
@@ -132,7 +132,7 @@ class Assignment:
         ])  # fmt: skip
 
     @classmethod
-    @typed
+    @check_types
     def dynamic(cls, tokens: Mapping[str, int], *, dp: int, max_tokens: int, steps: int = 1) -> Assignment:
         """Assign balanced ranks, and cut micro-batches by a token budget.
 
@@ -153,7 +153,7 @@ class Assignment:
         if max_tokens < 1:
             raise ConfigError(f"a token budget of {max_tokens} per micro-batch, expected at least 1")
         return cls._of_steps([
-            _budgeted([{name: share[name] for name in part} for part in balance(share, parts=dp)], int(max_tokens))
+            _cut_by_budget([{name: share[name] for name in part} for part in balance(share, parts=dp)], int(max_tokens))
             for share in _shares(lengths, steps)
         ])  # fmt: skip
 
@@ -361,7 +361,7 @@ def _best_swap(weights_PC: Ints, sums_P: Ints, full: int) -> tuple[int, int, int
 # -- a token budget ----------------------------------------------------------------------------------------------------
 
 
-def _budgeted(parts: Sequence[Mapping[str, int]], max_tokens: int) -> list[Microbatches]:
+def _cut_by_budget(parts: Sequence[Mapping[str, int]], max_tokens: int) -> list[Microbatches]:
     """Cut each rank into the same number of micro-batches.
 
     There are as few micro-batches as keep the budget. A sample beyond the budget is alone.
@@ -374,7 +374,7 @@ def _budgeted(parts: Sequence[Mapping[str, int]], max_tokens: int) -> list[Micro
     )
     while True:
         found = [
-            _exactly(count - len(own), part, tight, max_tokens)
+            _bins_of_count(count - len(own), part, tight, max_tokens)
             for own, part, tight in zip(alone, rest, packed, strict=True)
         ]
         if all(bins is not None for bins in found):
@@ -383,7 +383,7 @@ def _budgeted(parts: Sequence[Mapping[str, int]], max_tokens: int) -> list[Micro
         count += 1
 
 
-def _exactly(
+def _bins_of_count(
     count: int, tokens: Mapping[str, int], tight: Microbatches, max_tokens: int
 ) -> Microbatches | None:
     """Return `count` bins within the budget, or None.
@@ -392,13 +392,13 @@ def _exactly(
     """
     if not 0 < count <= len(tokens):
         return () if count == len(tokens) else None
-    even = _even(tokens, count)
+    even = _even_bins(tokens, count)
     if all(sum(tokens[name] for name in names) <= max_tokens for names in even):
         return even
     return _split(tight, count) if len(tight) <= count else None
 
 
-def _even(tokens: Mapping[str, int], count: int) -> Microbatches:
+def _even_bins(tokens: Mapping[str, int], count: int) -> Microbatches:
     """Return `count` bins of nearly equal sums, none empty.
 
     A bin has any number of samples.

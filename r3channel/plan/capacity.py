@@ -198,14 +198,14 @@ def add_up(plan: Plan, *, machines: Machines, tensors: Sequence[TokenTensor] = (
     per_dp = [sum(sum(batch.tokens) for batch in rank) for rank in plan.microbatches]
     padded = [sum(batch.rows for batch in rank) for rank in plan.microbatches]
     rows = sum(plan.lengths) - len(plan.lengths)
-    whole = [tensor.shaped(spec.num_moe_layers, spec.top_k) for tensor in tensors]
+    whole = [tensor.reshape(spec.num_moe_layers, spec.top_k) for tensor in tensors]
     beside = {tensor.name: tensor.bytes_per_token for tensor in whole}
     came = [
         [tensor.bytes_per_token for tensor in tensors_in(shard, tensors, stages=layout.pp)]
         for shard in plan.shards
     ]
     tensor_bytes = [_rows_of(shard) * sum(each) for shard, each in zip(plan.shards, came, strict=True)]
-    received = [_received(shard) + more for shard, more in zip(plan.shards, tensor_bytes, strict=True)]
+    received = [_received_bytes(shard) + more for shard, more in zip(plan.shards, tensor_bytes, strict=True)]
     default_row = spec.num_layers * spec.top_k * _INT32
     default_rank = max(padded) * default_row
     frame = rows * (spec.bytes_per_token + sum(beside.values()))
@@ -223,7 +223,7 @@ def add_up(plan: Plan, *, machines: Machines, tensors: Sequence[TokenTensor] = (
         * max(shard.nbytes + more for shard, more in zip(plan.shards, tensor_bytes, strict=True)),
         landed_bytes_per_rank=max(shard.slot_bytes for shard in plan.shards),
         landed_bytes_all_ranks=layout.tp * sum(shard.slot_bytes for shard in plan.shards),
-        widened_bytes_per_rank=max(map(_widened, plan.shards)), relay_staging_bytes=2 * machines.bucket_bytes,
+        widened_bytes_per_rank=max(map(_widened_bytes, plan.shards)), relay_staging_bytes=2 * machines.bucket_bytes,
         store_needed_bytes=held, relay_gpu_bytes=relay_gpu_bytes(machines.bucket_bytes, receivers=len(plan.shards)),
         store_fits=held <= machines.store_bytes, relay_needs=needs,
         node_lacks=tuple(name for name, most in zip(needs, has, strict=True) if needs[name] > most),
@@ -245,7 +245,7 @@ def add_up(plan: Plan, *, machines: Machines, tensors: Sequence[TokenTensor] = (
     )  # fmt: skip
 
 
-def _received(shard: Shard) -> int:
+def _received_bytes(shard: Shard) -> int:
     """Return the bytes of the rows that travel.
 
     Every row is counted as one with routing. An MTP layer shares the rows of the layer that it replays.
@@ -253,7 +253,7 @@ def _received(shard: Shard) -> int:
     return _rows_of(shard) * len(set(shard.sources)) * shard.spec.top_k * shard.spec.id_dtype.itemsize
 
 
-def _widened(shard: Shard) -> int:
+def _widened_bytes(shard: Shard) -> int:
     rows = max(map(shard.slot_rows, range(len(shard.microbatches))), default=0)
     return rows * len(shard.layers) * shard.spec.top_k * _INT64
 

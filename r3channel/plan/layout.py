@@ -77,7 +77,7 @@ class TrainerLayout:
             if flag not in (None, True, False):
                 raise ConfigError(f"layout: {name}={flag!r}, expected None, True or False")
             self._set(name, None if flag is None else bool(flag))
-        self._set("mtp", tuple(_whole("mtp", layer) for layer in self.mtp))
+        self._set("mtp", tuple(_whole_number("mtp", layer) for layer in self.mtp))
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"layout: {name}={getattr(self, name)!r}, expected one of {choices}")
@@ -309,12 +309,12 @@ def inside(name: str, value: int, count: int) -> int:
 def _count(name: str, value: Any) -> int | None:
     if value is None and name in ("first_layers", "last_layers"):
         return None
-    if _whole(name, value) < 1:
+    if _whole_number(name, value) < 1:
         raise ConfigError(f"layout: {name}={value}, expected at least 1")
-    return _whole(name, value)
+    return _whole_number(name, value)
 
 
-def _whole(name: str, value: Any) -> int:
+def _whole_number(name: str, value: Any) -> int:
     try:
         return int(operator.index(value))
     except TypeError as error:

@@ -84,7 +84,7 @@ class Placement:
         """Write the rows that do not travel."""
         pads, shard = self._stream.pads, self._stream.shard
         none_TLK = np.empty((0, len(self._stream.columns), shard.spec.top_k), shard.spec.id_dtype)
-        if not self._compiled(pads, none_TLK, self.new_digests()):
+        if not self._place_compiled(pads, none_TLK, self.new_digests()):
             for _, position, rows, target_LP in self._targets(pads):
                 ids_PK = spread_ids(shard.spec, positions_T=np.arange(position, position + rows))
                 target_LP[:] = _row_items(ids_PK)
@@ -115,10 +115,10 @@ class Placement:
             begin: Number of the first row in the stream.
         """
         piece = _slice(self._stream.stretches, begin, begin + len(source_TLK))
-        if not self._compiled(piece, source_TLK, digests_CSL):
+        if not self._place_compiled(piece, source_TLK, digests_CSL):
             self._in_numpy(piece, source_TLK, digests_CSL)
 
-    def _compiled(self, stretches: Stretches, source_TLK: Ids, digests_CSL: Ids) -> bool:
+    def _place_compiled(self, stretches: Stretches, source_TLK: Ids, digests_CSL: Ids) -> bool:
         """Place all stretches in one compiled call, if numba is there.
 
         The stretches are pads where there is no source. The result is False without numba.

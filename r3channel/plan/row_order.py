@@ -203,7 +203,7 @@ def _cut_context(batches: Sequence[Microbatch], layout: TrainerLayout) -> Runs:
         for half, chunk in enumerate((cp, 2 * layout.cp - 1 - cp)[:parts]):
             local = start // layout.cp + half * size
             found.append(_runs(cp, microbatch, sample, tokens, chunk * size, local, size))
-    return _joined(found)
+    return _join(found)
 
 
 def _cut_whole_packs(batches: Sequence[Microbatch], layout: TrainerLayout) -> Runs:
@@ -219,7 +219,7 @@ def _cut_whole_packs(batches: Sequence[Microbatch], layout: TrainerLayout) -> Ru
         size = np.minimum(start + padded, (cp + 1) * share) - first
         runs = _runs(cp, microbatch, sample, tokens, first - start, first - cp * share, size)
         found.append(runs.take(size > 0))
-    return _joined(found)
+    return _join(found)
 
 
 def _runs(
@@ -230,7 +230,7 @@ def _runs(
     return Runs(zeros + cp, microbatch, sample, position, zeros, local, length, real)
 
 
-def _joined(parts: Sequence[Runs]) -> Runs:
+def _join(parts: Sequence[Runs]) -> Runs:
     return Runs(*[np.concatenate(columns) for columns in zip(*parts, strict=True)])
 
 

@@ -87,7 +87,7 @@ class Stream:
     def stretches(self) -> Stretches:
         """Return what travels: every row that an engine computed."""
         edges, rows, start, end = self._invalid()
-        return self._within(edges, np.insert(end, edges[:-1], 0), np.insert(start, edges[1:], rows))
+        return self._clip_runs(edges, np.insert(end, edges[:-1], 0), np.insert(start, edges[1:], rows))
 
     @cached_property
     def pads(self) -> Stretches:
@@ -97,7 +97,7 @@ class Stream:
         """
         edges, rows, start, end = self._invalid()
         start, end = np.insert(start, edges[1:], rows), np.insert(end, edges[1:], _FAR)
-        return self._within(edges, start, end, tails=True)
+        return self._clip_runs(edges, start, end, tails=True)
 
     @cached_property
     def sent(self) -> Sent:
@@ -128,7 +128,7 @@ class Stream:
         start, end = columns["invalid"].T.astype(np.int64)
         return edges, columns["tokens"].astype(np.int64) - 1, start, end
 
-    def _within(self, edges: Ints, start: Ints, end: Ints, *, tails: bool = False) -> Stretches:
+    def _clip_runs(self, edges: Ints, start: Ints, end: Ints, *, tails: bool = False) -> Stretches:
         """Return the parts of runs that lie in spans of their sample.
 
         A span is [start, end); a sample has one span more than it has invalid ranges. With `tails` whole tails of packs are

@@ -388,15 +388,17 @@ class Ticket:
         values = json.loads(bytes(body[text_at:names_at]))
         widths = np.frombuffer(body, "<u4", dp * count, offset=widths_at)
         return cls(
-            run=_a(str, values["run"]),
-            step=_a(int, values["step"]),
+            run=_of_type(str, values["run"]),
+            step=_of_type(int, values["step"]),
             spec=RoutingSpec.from_dict(values["spec"]),
             layout=TrainerLayout.from_dict(values["layout"]),
-            assignment=_assignment(samples, widths, dp=dp, steps=[_a(int, size) for size in values["steps"]]),
+            assignment=_assignment(
+                samples, widths, dp=dp, steps=[_of_type(int, size) for size in values["steps"]]
+            ),
             samples=samples,
-            bucket_bytes=_a(int, values["bucket_bytes"]),
-            token_tensors=tuple(_a(str, name) for name in values.get("token_tensors", ())),
-            seal=_a(int, values.get("seal", 0)),
+            bucket_bytes=_of_type(int, values["bucket_bytes"]),
+            token_tensors=tuple(_of_type(str, name) for name in values.get("token_tensors", ())),
+            seal=_of_type(int, values.get("seal", 0)),
         )
 
     @cached_property
@@ -435,7 +437,7 @@ def _hold(rule: bool, what: str) -> None:
         raise ValueError(f"{what} cannot be")
 
 
-def _a(kind: type, value: Any) -> Any:
+def _of_type(kind: type, value: Any) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{value!r:.40} is not of type {kind.__name__}")
     return value

@@ -18,7 +18,7 @@ from r3channel.wire.tensor_frame import TensorRows, entries_of, row_lengths
 from r3channel.wire.token_tensors import TokenTensor, Values
 
 
-def brought(ticket: Ticket, shard: Shard) -> tuple[TokenTensor, ...]:
+def received_tensors(ticket: Ticket, shard: Shard) -> tuple[TokenTensor, ...]:
     """Return the tensors that a receiver gets with its rows.
 
     They come in order, and have the receiver's layers.
@@ -41,7 +41,7 @@ def tensors_in(shard: Shard, tensors: Iterable[TokenTensor], *, stages: int) -> 
     for tensor in tensors:
         reaches = tensor.stage == "every" or shard.pp == stages - 1
         if reaches and (shard.layers or not tensor.by_layer):
-            yield tensor.shaped(len(shard.layers), shard.spec.top_k)
+            yield tensor.reshape(len(shard.layers), shard.spec.top_k)
 
 
 def cut_tensor(shard: Shard, tensor: TokenTensor, rows: Mapping[str, Sequence[TensorRows]]) -> bytes:
@@ -72,7 +72,7 @@ def _own_layers(shard: Shard, turn: TensorRows) -> TensorRows:
     """
     if not turn.tensor.by_layer or shard.sources == (*range(shard.spec.num_moe_layers),):
         return turn
-    own_N = np.empty(len(turn.entries_N), turn.tensor.shaped(len(shard.sources), shard.spec.top_k).entry)
+    own_N = np.empty(len(turn.entries_N), turn.tensor.reshape(len(shard.sources), shard.spec.top_k).entry)
     for name in own_N.dtype.names or ():
         own_N[name] = turn.entries_N[name].take(shard.sources, axis=1)
     return turn._replace(entries_N=own_N)

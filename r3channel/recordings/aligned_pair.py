@@ -41,7 +41,7 @@ class AlignedPair:
     of_pass: str
 
     @classmethod
-    def of(cls, want: RecordedStep, seen: RecordedStep) -> Iterator[AlignedPair]:
+    def align(cls, want: RecordedStep, seen: RecordedStep) -> Iterator[AlignedPair]:
         """Yield a pair for each pass of the routers' side.
 
         A pair has the samples that are whole on both sides. Without such samples there is no pair.
@@ -131,4 +131,4 @@ def _check_pair(want: RecordedStep, seen: RecordedStep) -> None:
 
 
 def _spans(step: RecordedStep, name: str, of_pass: str = "forward") -> tuple[ProvenanceSpan, ...]:
-    return tuple(span for frame in step.parsed(name, of_pass=of_pass) for span in frame.provenance)
+    return tuple(span for frame in step.parse(name, of_pass=of_pass) for span in frame.provenance)

@@ -59,11 +59,11 @@ class ConsumedRows:
             )
         place = self.spec.moe_index(layer)
         for index, name in enumerate(shard.microbatches[microbatch].sample_ids):
-            rows, (ids_TLK, there_TL) = np.flatnonzero(sample_R == index), self._of((of_pass, name))
+            rows, (ids_TLK, there_TL) = np.flatnonzero(sample_R == index), self._ids_of((of_pass, name))
             ids_TLK[position_R[rows], place] = np.asarray(ids_RK)[rows]
             there_TL[position_R[rows], place] = True
 
-    def _of(self, key: SampleKey) -> tuple[Ids, Ids]:
+    def _ids_of(self, key: SampleKey) -> tuple[Ids, Ids]:
         if key not in self.ids:
             rows = self.ticket.sample(key[1]).tokens - 1
             shape = (rows, self.spec.num_moe_layers)
@@ -74,7 +74,7 @@ class ConsumedRows:
     def merge(self, other: ConsumedRows) -> None:
         """Add the rows and layers of another rank."""
         for key, there_TL in other.there.items():
-            ids_TLK, own_TL = self._of(key)
+            ids_TLK, own_TL = self._ids_of(key)
             ids_TLK[there_TL] = other.ids[key][there_TL]
             own_TL |= there_TL
 
@@ -95,12 +95,12 @@ class ConsumedRows:
 
     def _frame(self, key: SampleKey) -> bytes:
         sample = self.ticket.sample(key[1])
-        there_T, spans = np.all(self.there[key], axis=1), sample.provenance if _tiled(sample) else None
+        there_T, spans = np.all(self.there[key], axis=1), sample.provenance if _covers(sample) else None
         options: dict[str, Any] = {"valid_T": there_T, "provenance": spans, "codec": "stored"}
         return encode_frame(self.spec, expert_ids_TLK=self.ids[key], **options)
 
 
-def _tiled(sample: TicketSample) -> bool:
+def _covers(sample: TicketSample) -> bool:
     """Return whether the ticket's spans cover every row of the sample."""
     ends = [0, *(span.end for span in sample.provenance)]
     return [span.start for span in sample.provenance] == ends[:-1] and ends[-1] == sample.tokens - 1
@@ -119,7 +119,7 @@ def consumed_by(tap_records: Iterable[Any], shard: Shard, *, ticket: Ticket, tp:
 # -- a recorded step, as routers would read it ------------------------------------------------------------------------------
 
 
-def fitted(step: RecordedStep, layout: TrainerLayout | None) -> RecordedStep:
+def fit(step: RecordedStep, layout: TrainerLayout | None) -> RecordedStep:
     """Return the step, cut anew for `layout` where needed.
 
     A step of that layout whose samples are all whole stays as it was recorded. Any other is cut anew in micro-batches of the
@@ -151,7 +151,7 @@ def fitted(step: RecordedStep, layout: TrainerLayout | None) -> RecordedStep:
     return kept.replan(layout, microbatch_size=size)
 
 
-def consumed(step: RecordedStep) -> ConsumedRows:
+def consume_step(step: RecordedStep) -> ConsumedRows:
     """Return the ids that all ranks' routers would get, added up."""
     rows, layout = ConsumedRows(step.ticket, step.ticket.spec), step.ticket.layout
     for dp in range(layout.dp):
@@ -170,7 +170,7 @@ def _add_shard(rows: ConsumedRows, at: RankCoords, data_N: Ids) -> None:
                     rows.add_call(shard, ids_SLRK[slot, place], microbatch=microbatch, layer=layer, tp=slot)
 
 
-def described(step: RecordedStep, rows: ConsumedRows) -> dict[str, Any]:
+def describe(step: RecordedStep, rows: ConsumedRows) -> dict[str, Any]:
     """Return the counts that `r3channel replay --json` prints."""
     count = sum(int(there.sum()) for there in rows.there.values())
     expected = sum(sample.tokens - 1 for sample in step.samples) * step.ticket.spec.num_moe_layers

@@ -85,7 +85,7 @@ _LOOKS: dict[str, Callable[[RoutingSpec, Ids], Bools]] = {
 """The plainest first. A cell counts for the first one that it shows."""
 
 
-def _shown(spec: RoutingSpec, ids_RLK: Ids, among_RL: Bools) -> dict[str, Bools]:
+def _self_evident(spec: RoutingSpec, ids_RLK: Ids, among_RL: Bools) -> dict[str, Bools]:
     """Return by name the cells that show each fault by themselves.
 
     Cells that show nothing are "unexplained".
@@ -107,19 +107,19 @@ def judge(sides: AlignedPair) -> list[Finding]:
 
     The list is empty if the two sides agree.
     """
-    tests = [_missing, _extra_layers, _columns if sides.seen_RLK.shape[2] != sides.spec.top_k else _explained]
+    tests = [_missing, _extra_layers, _columns if sides.seen_RLK.shape[2] != sides.spec.top_k else _explain]
     hits = [(name, hit_RL) for test in tests for name, hit_RL in test(sides) if hit_RL.any()]
     found = [_finding(name, sides, cells=int(hit.sum()), **sides.example(hit)) for name, hit in hits]
     return [*found, *_versions(sides)]
 
 
-def _explained(sides: AlignedPair) -> Iterator[tuple[str, Bools]]:
+def _explain(sides: AlignedPair) -> Iterator[tuple[str, Bools]]:
     """Yield the cells that differ, by their cause.
 
     Causes are rows that were decoded again, moves of rows, changes of ids, and what cells show by themselves.
     """
     again_RL = sides.differs_RL & _decoded_again(sides)[:, None]
-    shown = partial(_shown, sides.spec, sides.seen_RLK)
+    shown = partial(_self_evident, sides.spec, sides.seen_RLK)
     hits, left_RL = search(sides, sides.differs_RL & ~again_RL, lambda left_RL: shown(left_RL)["unexplained"])
     return iter([("retraction_overwrite", again_RL), *hits.items(), *shown(left_RL).items()])
 
@@ -166,7 +166,7 @@ def _finding(name: str, sides: AlignedPair, **values: Any) -> Finding:
 
 def _versions(sides: AlignedPair) -> Iterator[Finding]:
     """Find rows whose provenance the two sides report differently."""
-    said_4R, again_R = _said(sides), _decoded_again(sides)
+    said_4R, again_R = _reported_versions(sides), _decoded_again(sides)
     for name, begin, end in zip(sides.names, sides.begin_S, sides.begin_S[1:], strict=False):
         want_T, _, seen_T, _ = said_4R[:, begin:end]
         off = np.flatnonzero((want_T != seen_T) & ~again_R[begin:end])
@@ -179,11 +179,11 @@ def _versions(sides: AlignedPair) -> Iterator[Finding]:
 
 def _decoded_again(sides: AlignedPair) -> Bools:
     """Return the rows decoded on the engines' side, prefilled on the routers'."""
-    _, want_R, _, seen_R = _said(sides)
+    _, want_R, _, seen_R = _reported_versions(sides)
     return (want_R == RowKind.DECODED) & (seen_R == RowKind.PREFILLED)
 
 
-def _said(sides: AlignedPair) -> Ints:
+def _reported_versions(sides: AlignedPair) -> Ints:
     """Return each row's version and kind, as both sides report them.
 
     The result is [4, R]: version and kind from the engines' side, then from the routers' side; -1 unless both sides report them.
@@ -209,17 +209,19 @@ def judge_alone(step: RecordedStep) -> list[Finding]:
     for sample in step.samples:
         findings += _plain(step, sample)
         if not findings and step.side == "engine":
-            findings += _held(step, sample.sample_id)
-    return [*_grouped(findings), *_suspicions(step), *judge_beside(step)]
+            findings += _compare_digest(step, sample.sample_id)
+    return [*_merge_findings(findings), *_suspicions(step), *judge_beside(step)]
 
 
 def judge_beside(step: RecordedStep) -> list[Finding]:
     """Find faults in tensors and log-probs beside the ids."""
-    tensors = [finding for name in step.tokens if name not in step.cut for finding in _unsampled(step, name)]
-    return [*_grouped(tensors), *log_probs_suspect(step)]
+    tensors = [
+        finding for name in step.tokens if name not in step.cut for finding in _find_unsampled(step, name)
+    ]
+    return [*_merge_findings(tensors), *log_probs_suspect(step)]
 
 
-def _unsampled(step: RecordedStep, name: str) -> Iterator[Finding]:
+def _find_unsampled(step: RecordedStep, name: str) -> Iterator[Finding]:
     """Find rows without their sampled token, in tensors that have it."""
     for tensor in (tensor for tensor in step.ticket.tensors if tensor.chosen):
         *_, length_T, entries_N, _ = step.tensor_whole(tensor, name)
@@ -240,7 +242,7 @@ def _plain(step: RecordedStep, sample: TicketSample) -> Iterator[Finding]:
     padded_T = there_T & (ids_TLK == pads_TK[:, None]).all((1, 2)) & (len(ids_TLK) * _chance(spec) < _RARE)
     rows = (gone_T, padded_T, there_T & ~padded_T)
     gone_TL, padded_TL, other_TL = (_all_layers(spec, one_T) for one_T in rows)
-    shown = _shown(spec, ids_TLK, other_TL) | {"padding_rows": padded_TL}
+    shown = _self_evident(spec, ids_TLK, other_TL) | {"padding_rows": padded_TL}
     untold = {"unexplained", *(["zero_rows"] if spec.top_k == 1 else [])}
     told = [one for one in shown.items() if one[0] not in untold]
     for fault, hit_TL in [*told, ("missing_prefix" if gone_T[0] else "zero_rows", gone_TL)]:
@@ -251,7 +253,7 @@ def _plain(step: RecordedStep, sample: TicketSample) -> Iterator[Finding]:
             yield _finding_of(step, fault, sample.sample_id, **at)
 
 
-def _held(step: RecordedStep, name: str) -> Iterator[Finding]:
+def _compare_digest(step: RecordedStep, name: str) -> Iterator[Finding]:
     """Compare a sample's rows with the ticket's digest, which the engine computed."""
     try:
         step.rows(name)
@@ -259,7 +261,7 @@ def _held(step: RecordedStep, name: str) -> Iterator[Finding]:
         yield _finding_of(step, "unexplained", name, what=f"{type(error).__name__}: {error}")
 
 
-def _grouped(findings: Sequence[Finding]) -> list[Finding]:
+def _merge_findings(findings: Sequence[Finding]) -> list[Finding]:
     """Return one finding of each name: the first, with all cells."""
     grouped = dict[str, Finding]()
     for finding in findings:
@@ -296,7 +298,7 @@ def _suspicions(step: RecordedStep) -> Iterator[Finding]:
     if parts:
         sample, position, ids, token, inner = map(np.concatenate, zip(*parts, strict=True))
         rows = _Rows(names, sample, position, ids, token.T, inner)
-        yield from _twice(step, rows)
+        yield from _find_repeats(step, rows)
         yield from _neighbours(step, rows)
 
 
@@ -318,7 +320,7 @@ def log_probs_suspect(step: RecordedStep) -> Iterator[Finding]:
         yield _finding_of(step, "replay_hurts", name, verdict=False, because=because)
 
 
-def _twice(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
+def _find_repeats(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
     """Find several rows on end that repeat other tokens' experts.
 
     The experts are the same in all layers, as in a slot that was not written again.

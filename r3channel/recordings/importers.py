@@ -298,7 +298,7 @@ class _Machine:
         self._marks.append(self._stack)
         self._stack = []
 
-    def _taken(self, count: int = 0) -> list[Any]:
+    def _pop_values(self, count: int = 0) -> list[Any]:
         """Take the last `count` values, or all since the last mark."""
         if not count:
             items, self._stack = self._stack, self._marks.pop()
@@ -317,15 +317,15 @@ class _Machine:
     _binget = _long_binget = _get
 
     def _tuple(self, _: Any, *, count: int = 0) -> None:
-        values = tuple(self._taken(count))
+        values = tuple(self._pop_values(count))
         self._stack.append(values)
 
     def _appends(self, _: Any, *, count: int = 0) -> None:
-        values = self._taken(count)
+        values = self._pop_values(count)
         self._stack[-1].extend(values)
 
     def _setitems(self, _: Any, *, count: int = 0) -> None:
-        values = self._taken(count)
+        values = self._pop_values(count)
         for key, value in zip(values[::2], values[1::2], strict=True):
             if isinstance(self._stack[-1], dict):
                 self._stack[-1][_only(str | int | None, key)] = value
@@ -344,7 +344,11 @@ class _Machine:
     def _reduce(self, _: Any) -> None:
         arguments, called = self._stack.pop(), self._stack.pop()
         name = called.name if isinstance(called, Foreign) else ""
-        value = self._bytes(_only(str, arguments[0])) if name == "_codecs encode" else _made(name, arguments)
+        value = (
+            self._bytes(_only(str, arguments[0]))
+            if name == "_codecs encode"
+            else _make_array(name, arguments)
+        )
         self._stack.append(value)
 
     _newobj = _reduce
@@ -359,7 +363,7 @@ class _Machine:
             built.value = flat.reshape(shape, order="F" if fortran else "C")
 
 
-def _made(name: str, arguments: tuple[Any, ...]) -> Any:
+def _make_array(name: str, arguments: tuple[Any, ...]) -> Any:
     """Return the result of a call that makes an array.
 
     Only the few names that arrays are made with are known. Any other becomes `Foreign`.

@@ -64,7 +64,7 @@ def _dense_layer_counted(slots: Slots) -> Maps:
     return np.minimum(layers, places[-1]), layers, back
 
 
-def _shifted(slots: Slots, *, mtp: bool) -> Maps:
+def _layer_shifts(slots: Slots, *, mtp: bool) -> Maps:
     """Yield shifts of all layers by one and by two.
 
     With `mtp`, only those by the number of MTP layers, which are these layers' fault; without it, only the others.
@@ -87,14 +87,14 @@ def _swapped_layers(slots: Slots, votes: Votes) -> Maps:
 def _shifted_padding(slots: Slots) -> Maps:
     tokens = np.asarray([slots.ticket.sample(name).tokens for name in slots.names])
     padding_S = (slots.padded_S - tokens)[slots.sample_S]
-    return slots.shifted(-padding_S), slots.shifted(padding_S)
+    return slots.shift(-padding_S), slots.shift(padding_S)
 
 
-def _moved(slots: Slots, votes: Votes, sign: int) -> Maps:
+def _row_moves(slots: Slots, votes: Votes, sign: int) -> Maps:
     """Yield moves by more than one row, forwards or backwards."""
     a, b = votes.slot_N, votes.from_slot_N
     moved = (slots.position_S[b] - slots.position_S[a])[slots.sample_S[a] == slots.sample_S[b]]
-    return map(slots.shifted, _most(moved[moved * sign > 1]))
+    return map(slots.shift, _most_common(moved[moved * sign > 1]))
 
 
 def _turns(slots: Slots, votes: Votes) -> Ints:
@@ -107,8 +107,8 @@ def _turns(slots: Slots, votes: Votes) -> Ints:
     return np.where(same, (b - a + size // 2) % size - size // 2, 0)
 
 
-def _rotated(slots: Slots, votes: Votes | None = None) -> Maps:
-    ways = _most(_turns(slots, votes)) if votes else (1, -1)
+def _call_rotations(slots: Slots, votes: Votes | None = None) -> Maps:
+    ways = _most_common(_turns(slots, votes)) if votes else (1, -1)
     return [slots.of_calls(slots.call_S, by) for by in ways]
 
 
@@ -117,7 +117,7 @@ def _other_microbatch(slots: Slots, votes: Votes | None = None) -> Maps:
     if votes:
         a, b = votes.slot_N, votes.from_slot_N
         further = ((slots.round_S[b] - slots.round_S[a]) % slots.rounds)[slots.by_rank[a] == slots.by_rank[b]]
-    return map(slots.of_batches, _most(further))
+    return map(slots.of_batches, _most_common(further))
 
 
 def _sp_halves_swapped(slots: Slots) -> Maps:
@@ -184,7 +184,7 @@ def _stale_row(slots: Slots, votes: Votes) -> Maps:
         yield slots.of_samples({sample: source}, by), np.where(slots.sample_S == sample, slots.own_S + 1, 0)
 
 
-def _most(values: Ints) -> list[int]:
+def _most_common(values: Ints) -> list[int]:
     return [value for value, _ in Counter(values[values != 0].tolist()).most_common(_VOTED)]
 
 
@@ -210,10 +210,10 @@ MISTAKES = {
         "decoder layers and MoE layers were counted alike: dense layers have no routing", "layers", _dense_layer_counted),
     "mtp_shift": Mistake(
         "an MTP layer took a decoder layer's ids, or pushed all others on: layer numbers collide", "layers",
-        partial(_shifted, mtp=True)),
+        partial(_layer_shifts, mtp=True)),
     "shifted_layer": Mistake(
         "each layer has its neighbour's ids: layers are bound by the order of construction", "layers",
-        partial(_shifted, mtp=False)),
+        partial(_layer_shifts, mtp=False)),
     "sp_halves_swapped": Mistake("sequence-parallel parts are exchanged between TP ranks", maps=_sp_halves_swapped),
     "tp_cp_exchanged": Mistake("TP and CP are exchanged: ranks are counted in the other order", maps=_tp_cp_exchanged),
     "zigzag_order": Mistake("context-parallel chunks are in the other order, zigzag against contiguous", maps=_zigzag_order),
@@ -222,17 +222,17 @@ MISTAKES = {
         lambda slots: map(slots.shifted, (1, -1))),
     "shifted_padding": Mistake(
         "rows stand before or behind their places, as far as padding goes: it is on the other side",
-        maps=_shifted_padding, voted=partial(_moved, sign=-1)),
+        maps=_shifted_padding, voted=partial(_row_moves, sign=-1)),
     "other_microbatch": Mistake(
         "a micro-batch's routers have another one's rows", maps=_other_microbatch, voted=_other_microbatch),
     "recompute_other_microbatch": Mistake(
         "the recompute took another micro-batch's ids than its forward pass: one queue for all"),
     "rotated_rows": Mistake(
-        "the rows of a micro-batch are rotated: a start offset within the pack", maps=_rotated, voted=_rotated),
+        "the rows of a micro-batch are rotated: a start offset within the pack", maps=_call_rotations, voted=_call_rotations),
     "other_microbatch_size": Mistake("rows were laid out for micro-batches of another size", "by_rank", _other_microbatch_size),
     "missing_prefix": Mistake(
         "the leading rows are not there: a start offset, or a cached prompt that was not returned", "by_sample",
-        voted=partial(_moved, sign=1)),
+        voted=partial(_row_moves, sign=1)),
     "swapped_layers": Mistake(
         "layers have each other's ids: an order or a table of layers is wrong", "layers", voted=_swapped_layers),
     "swapped_samples": Mistake(
@@ -312,7 +312,7 @@ class Catalogue:
         told = ((name, of) for name, mistake in MISTAKES.items() for of in mistake.voted(self.slots, votes))
         return [*self._fixed, *(self._move(*one) for one in told)]
 
-    def agreed(self, cell_N: Ints, from_N: Ints) -> int:
+    def count_votes(self, cell_N: Ints, from_N: Ints) -> int:
         """Return how many cells vote for one mistake.
 
         The mistake is one without parameters, or one rotation.

@@ -65,7 +65,7 @@ class Manifest:
         scratch = folder / f".{NAME}-{os.getpid()}-{id(self)}"
         values = {
             "format": _FORMAT, "version": _VERSION, "side": self.side, "spec": self.spec.to_dict(),
-            "layout": self.layout.to_dict(), "tokens": self.tokens, "versions": dict(self.versions or installed()),
+            "layout": self.layout.to_dict(), "tokens": self.tokens, "versions": dict(self.versions or installed_versions()),
         }  # fmt: skip
         try:
             scratch.write_text(json.dumps(values, indent=1) + "\n")
@@ -116,7 +116,7 @@ class Manifest:
         return cls(spec=spec, layout=layout, **fields)
 
 
-def installed() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """Return name -> version of the packages that are installed here.
 
     Nothing is imported.
@@ -203,7 +203,7 @@ class Recording:
         if self.manifest.side == "engine" and ticket.spec != self.manifest.spec:
             what = f"its ticket is of spec {ticket.spec}, the manifest of {self.manifest.spec}"
             raise RecordingInvalid(f"{segment.path}: {what}")
-        frames, tokens, tensors = self._gathered(segment, ticket)
+        frames, tokens, tensors = self._gather(segment, ticket)
         plain = {name: turns for (part, name), turns in frames.items() if part in PASSES[:2]}
         named = {sample.sample_id: plain.get(sample.sample_id, []) for sample in ticket.samples}
         side, router = self.manifest.side, self.manifest.side == "router"
@@ -228,7 +228,7 @@ class Recording:
                 )
         return columns
 
-    def _gathered(self, segment: Segment, ticket: Ticket) -> _Gathered:
+    def _gather(self, segment: Segment, ticket: Ticket) -> _Gathered:
         frames, tokens = defaultdict[SampleKey, list[Bytes]](list), dict[str, Ids]()
         tensors = defaultdict[str, list[Bytes]](list)
         for index, record in enumerate(segment.records[1:], 2):
@@ -251,7 +251,7 @@ class Recording:
         sample = step.ticket.sample(name)
         there_T = np.zeros(sample.tokens - 1, bool)
         try:
-            frames = step.parsed(name)
+            frames = step.parse(name)
             turns = [len(step.tensor_rows(tensor, name)) for tensor in step.ticket.tensors]
         except R3Error:
             return False

@@ -31,7 +31,7 @@ from r3channel.errors import PeerFailed, UsageError
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.placement import place_shard
 from r3channel.plan.stream import Stream
-from r3channel.recordings.consumed import ConsumedRows, fitted
+from r3channel.recordings.consumed import ConsumedRows, fit
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.step import RecordedStep
 from r3channel.wire.routing import Ids
@@ -80,7 +80,7 @@ class Rank:
         slot = self.coords.tp if self.shard.tp_slots > 1 else 0
         return self.shard.views(self.data_N)[microbatch][slot, self.layers.index(layer)]
 
-    def used(self, microbatch: int, layer: int, ids_RK: Any, *, of_pass: str = "forward") -> None:
+    def record_used(self, microbatch: int, layer: int, ids_RK: Any, *, of_pass: str = "forward") -> None:
         """Report the ids that a router used.
 
         Args:
@@ -203,7 +203,7 @@ def _child(work: Path, number: int) -> None:
     dist.barrier()
     begin_s = time.monotonic()
     recorded = Recording.open(job["recording"]).step(job["step"])
-    rank = Rank(fitted(recorded, layout), layout.coords(number), tp_group=group)
+    rank = Rank(fit(recorded, layout), layout.coords(number), tp_group=group)
     function(rank)
     seconds = time.monotonic() - begin_s
     dist.barrier()

@@ -84,7 +84,7 @@ class Search:
             hits[reading][index[known]] = (want_NK != self._slots.sides.seen_RLK[rows, layers]).any(-1)
         return {name: hit_N.reshape(self.left_RL.shape) for name, hit_N in hits.items() if name}
 
-    def _matched(self, index: Ints, source_N: Ints) -> Bools:
+    def _matches(self, index: Ints, source_N: Ints) -> Bools:
         """Return whether cells have the ids of their sources.
 
         A cell whose source has no known ids keeps its former answer.
@@ -117,7 +117,7 @@ class Search:
 
         The best is the chain after which the cells' votes for a second mistake agree most.
         """
-        agreed = self._catalogue.agreed
+        agreed = self._catalogue.count_votes
         moves = self._catalogue.candidates(_sources(self.chain, cell_N), from_N)
         chains = [(*self.chain, move) for move in moves]
         return sorted(chains, key=lambda chain: -agreed(_sources(chain, cell_N), from_N))[:_TRIED]
@@ -129,15 +129,15 @@ class Search:
             Cells gained, cells moved as a negative number, and the chain with that mistake.
         """
         cell_N, from_N = votes
-        matched = self._matched(index, _sources(base, self._cell_N[index]))
+        matched = self._matches(index, _sources(base, self._cell_N[index]))
         before = int(matched.sum() - self._matched_N[index].sum())
         best = 0, 0, base
         for move in self._catalogue.candidates(_sources(base, cell_N), from_N):
-            gained, moved, _ = self._placed(base, move, [index])
+            gained, moved, _ = self._place(base, move, [index])
             best = max(best, (before + gained, -moved, (*base, move)), key=itemgetter(0, 1))
         return best
 
-    def _placed(self, base: Chain, move: Move, parts: Iterable[Ints]) -> tuple[int, int, Move]:
+    def _place(self, base: Chain, move: Move, parts: Iterable[Ints]) -> tuple[int, int, Move]:
         """Keep a mistake only where it explains much of what is left.
 
         Returns:
@@ -148,8 +148,8 @@ class Search:
         for index in parts:
             cells = _sources(base, self._cell_N[index])
             source, place = move.sources(cells), move.place_S[cells // self._slots.width]
-            without = self._matched(index, cells)
-            gain_P += np.bincount(place, self._matched(index, source) * 1.0 - without, places)
+            without = self._matches(index, cells)
+            gain_P += np.bincount(place, self._matches(index, source) * 1.0 - without, places)
             left_P += np.bincount(place, ~without, places)
             moved += int(np.count_nonzero(source != cells))
         made_P = gain_P > _SOME * left_P
@@ -163,10 +163,10 @@ class Search:
             False if the chain explains nothing more.
         """
         everything, matched_N, known_N = np.arange(len(self._cell_N)), *np.zeros((2, len(self._cell_N)), bool)
-        last = tuple(self._placed(longer[:-1], move, _parts(everything))[2] for move in longer[-1:])
+        last = tuple(self._place(longer[:-1], move, _parts(everything))[2] for move in longer[-1:])
         for index in _parts(everything):
             source = _sources((*longer[:-1], *last), self._cell_N[index])
-            known_N[index], matched_N[index] = self._slots.known_C[source], self._matched(index, source)
+            known_N[index], matched_N[index] = self._slots.known_C[source], self._matches(index, source)
         if last and matched_N.sum() <= self._matched_N.sum():
             return False
         self.chain, self._matched_N = (*longer[:-1], *last), matched_N
@@ -240,7 +240,7 @@ def search(
         if not least:
             break
     assert best is not None
-    tried = _relabelled(catalogue, best.left_RL) if least else None
+    tried = _relabel(catalogue, best.left_RL) if least else None
     if tried is not None and unshown(tried.left_RL).sum() <= _MOST * least:
         best, more = tried, tried.hits("physical_ids")
         hits |= {name: hit_RL | hits.get(name, hit_RL) for name, hit_RL in more.items()}
@@ -265,7 +265,7 @@ def _readings(sides: AlignedPair) -> Iterator[tuple[str, Ids, Ids]]:
         yield "fused_shared_expert", want_RLK[..., :-1], seen_RLK[..., :-1]
 
 
-def _relabelled(catalogue: Catalogue, left_RL: Bools) -> Search | None:
+def _relabel(catalogue: Catalogue, left_RL: Bools) -> Search | None:
     """Return a search with the routers' ids mapped back, or None.
 
     The ids of cells that are left may stand one for one for other ids. Rows may have moved, too. So the first move is the one by
@@ -291,7 +291,7 @@ def _first_chain(catalogue: Catalogue, left_RL: Bools) -> Chain | None:
     want_N, seen_N = (_echoes(slots, ids_RLK).ravel() for ids_RLK in (sides.want_RLK, sides.seen_RLK))
     votes = _votes(cell_N[at], seen_N[at], cell_N, want_N)
     chains = [Chain(), *((move,) for move in catalogue.candidates(*votes))]
-    agrees = [_again(_pairs(slots, chain, at)) for chain in chains]
+    agrees = [_count_again(_pairs(slots, chain, at)) for chain in chains]
     most, share = max(agrees)
     return chains[agrees.index((most, share))] if most >= _AGAIN and share >= _SOME else None
 
@@ -324,7 +324,7 @@ def _pairs(slots: Slots, chain: Chain, index: Ints) -> Ints:
     return (layer << 32 | seen << 16 | want).ravel()
 
 
-def _again(pairs_N: Ints) -> tuple[int, float]:
+def _count_again(pairs_N: Ints) -> tuple[int, float]:
     """Count the ids that are seen again with the same meaning.
 
     Returns:

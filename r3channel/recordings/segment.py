@@ -93,7 +93,7 @@ def read(path: Path) -> tuple[list[Record], int]:
     except OSError as error:
         raise RecordingInvalid(f"{path}: expected a segment of a recording: {error}") from error
     records = list(_records(data, path))
-    return records, size - sum(HEAD_BYTES + _padded(record.payload.nbytes) for record in records)
+    return records, size - sum(HEAD_BYTES + _padded_size(record.payload.nbytes) for record in records)
 
 
 def _records(data: memoryview, path: Path) -> Iterator[Record]:
@@ -110,15 +110,15 @@ def _records(data: memoryview, path: Path) -> Iterator[Record]:
                 f"{path}: byte {at}: expected the head of a record, its hash differs; damaged, or no segment? Record it again"
             )
         begin = at + HEAD_BYTES
-        if begin + _padded(size) > len(data):
+        if begin + _padded_size(size) > len(data):
             return
         yield Record(Kind(kind), data[begin : begin + size], sample, turn, part)
-        at = begin + _padded(size)
+        at = begin + _padded_size(size)
 
 
 def _hash(head: bytes | memoryview) -> bytes:
     return xxhash.xxh3_64_intdigest(head).to_bytes(8, "little")
 
 
-def _padded(size: int) -> int:
+def _padded_size(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -86,7 +86,7 @@ class Slots:
         self.chunk_size = np.maximum(1, -(-self.padded_S // (2 * self.ticket.layout.cp)))
         """Positions in a context-parallel chunk of each sample."""
         self.chunk_S = self.position_S // self.chunk_size[self.sample_S]
-        self.slot_R, self.width = self.at(sides.sample_R, sides.position_R), len(self.own_L)
+        self.slot_R, self.width = self.slots_at(sides.sample_R, sides.position_R), len(self.own_L)
         """The slot of each row; and the number of layers with the one that is none: cell = slot * width + layer."""
         self.cell_RL = self.slot_R[:, None] * self.width + self.own_L[:-1]
         self.row_S = np.zeros(self.none + 1, np.int64)
@@ -106,7 +106,7 @@ class Slots:
                     for sample, position in zip(*parts, strict=True):
                         yield len(sample), numbers[sample], position
 
-    def at(self, sample_N: Ints, position_N: Ints) -> Ints:
+    def slots_at(self, sample_N: Ints, position_N: Ints) -> Ints:
         """Return the slots of samples' positions; outside of a sample, no slot."""
         size_N = self.padded_S[sample_N]
         inside = (sample_N >= 0) & (position_N >= 0) & (position_N < size_N)
@@ -130,13 +130,13 @@ class Slots:
 
     # -- maps of all slots -------------------------------------------------------------------------------------------------
 
-    def shifted(self, by: Any) -> Ints:
+    def shift(self, by: Any) -> Ints:
         """Return the map that gives each row the ids `by` rows on.
 
         Args:
             by: rows within the sample: a number, or one for each slot.
         """
-        return self.at(self.sample_S, self.position_S + by)
+        return self.slots_at(self.sample_S, self.position_S + by)
 
     def of_calls(self, call_S: Any, by: int = 0) -> Ints:
         """Return the map that gives each call another call's rows.
@@ -174,7 +174,7 @@ class Slots:
             takes: each chunk gets chunk `takes[chunk]`.
         """
         chunk = np.minimum(self.chunk_S, len(takes) - 1)
-        return self.shifted((takes[chunk] - chunk) * self.chunk_size[self.sample_S])
+        return self.shift((takes[chunk] - chunk) * self.chunk_size[self.sample_S])
 
     def of_samples(self, source: Mapping[int, int], by: int = 0) -> Ints:
         """Return the map that gives samples other samples' rows.
@@ -186,7 +186,7 @@ class Slots:
         table = np.arange(len(self.padded_S) + 1)
         table[[*source, -1]] = [*source.values(), -1]
         other_S = table[self.sample_S]
-        moved = self.at(other_S, self.position_S + by)
+        moved = self.slots_at(other_S, self.position_S + by)
         return np.where(other_S != self.sample_S, moved, self.own_S)
 
     def of_cut(self, ranks: Sequence[Sequence[Sequence[str]]], layout: TrainerLayout) -> Ints:
@@ -205,7 +205,9 @@ class Slots:
         other, source = Slots(replace(self.sides, ticket=ticket)), np.full(self.none + 1, self.none)
         for mine, theirs in zip(self._streams(), other._streams(), strict=True):
             count = min(len(mine), len(theirs))
-            source[mine[:count]] = self.at(other.sample_S[theirs[:count]], other.position_S[theirs[:count]])
+            source[mine[:count]] = self.slots_at(
+                other.sample_S[theirs[:count]], other.position_S[theirs[:count]]
+            )
         return source
 
     def _streams(self) -> list[Ints]:

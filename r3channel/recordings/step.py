@@ -18,7 +18,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.placement import place_samples, spread_ids
 from r3channel.plan.shards import Shard, ShardKey
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.plan.token_tensors import brought, cut_tensor
+from r3channel.plan.token_tensors import received_tensors, cut_tensor
 from r3channel.wire.digest import fold
 from r3channel.wire.frame import Frame, parse_frame
 from r3channel.wire.routing import Ids, ProvenanceSpan, hash_tokens
@@ -64,7 +64,7 @@ class RecordedStep:
         """Return the whole samples in the ticket's order."""
         return tuple(sample for sample in self.ticket.samples if sample.sample_id not in set(self.cut))
 
-    def parsed(self, sample_id: str, *, of_pass: str = "forward") -> list[Frame]:
+    def parse(self, sample_id: str, *, of_pass: str = "forward") -> list[Frame]:
         """Return a sample's frames, verified except for their ids.
 
         Args:
@@ -103,7 +103,7 @@ class RecordedStep:
             TicketMismatch: the bytes are another sample's.
             R3Error: a frame is not valid; the errors are those of `parsed` and `Frame.verify`.
         """
-        frames = self.parsed(sample_id)
+        frames = self.parse(sample_id)
         pads_TK = spread_ids(self.spec, positions_T=np.arange(self.ticket.sample(sample_id).tokens - 1))
         rows_TLK = np.repeat(pads_TK[:, None], self.spec.num_moe_layers, axis=1)
         digest_L = np.zeros(self.spec.num_moe_layers, np.uint64)
@@ -124,7 +124,7 @@ class RecordedStep:
         rows = self.ticket.sample(sample_id).tokens - 1
         ids_TLK = np.zeros((rows, self.spec.num_moe_layers, self.spec.top_k), self.spec.id_dtype)
         there_T = np.zeros(rows, bool)
-        for frame in self.parsed(sample_id, of_pass=of_pass):
+        for frame in self.parse(sample_id, of_pass=of_pass):
             if frame.first_row == 0 and frame.rows == rows and frame.valid_T.all():
                 return frame.ids(), frame.valid_T
             frame_rows = slice(frame.first_row, frame.first_row + frame.rows)
@@ -161,7 +161,7 @@ class RecordedStep:
         The result is the argument `tensors` of `RankShard.from_whole`.
         """
         names, arrays = [name for batch in shard.microbatches for name in batch.sample_ids], dict[str, Ids]()
-        for tensor in brought(self.ticket, shard):
+        for tensor in received_tensors(self.ticket, shard):
             data = cut_tensor(shard, tensor, {name: self.tensor_rows(tensor, name) for name in names})
             arrays[tensor.name] = np.frombuffer(data, np.uint8)
         return arrays

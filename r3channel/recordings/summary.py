@@ -122,7 +122,11 @@ def compare(first: Recording, second: Recording) -> dict[str, Any]:
     """
     shared = sorted(set(first.steps) & set(second.steps))
     pairs = [(first.step(number), second.step(number)) for number in shared]
-    steps = [_compared(sides) | _beside(*pair) for pair in pairs for sides in AlignedPair.of(*pair)]
+    steps = [
+        _compare_ids(sides) | _differences_beside(*pair)
+        for pair in pairs
+        for sides in AlignedPair.align(*pair)
+    ]
     counts = ("different", "order_only", "missing")
     beside = [value for step in steps for name in ("logprobs", "tensors") for value in step[name].values()]
     differ = any(beside) or any(step[name] for step in steps for name in counts)
@@ -133,13 +137,13 @@ def compare(first: Recording, second: Recording) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _beside(first: RecordedStep, second: RecordedStep) -> dict[str, dict[str, float]]:
+def _differences_beside(first: RecordedStep, second: RecordedStep) -> dict[str, dict[str, float]]:
     """Return differences beside the ids; 0 is no difference."""
-    logprobs = _apart(first, second) if first.logprobs and second.logprobs else {}
+    logprobs = _largest_difference(first, second) if first.logprobs and second.logprobs else {}
     return {"logprobs": logprobs, "tensors": _tensors(first, second)}
 
 
-def _apart(first: RecordedStep, second: RecordedStep) -> dict[str, float]:
+def _largest_difference(first: RecordedStep, second: RecordedStep) -> dict[str, float]:
     """Return the largest difference of each side that both recordings have."""
     _, here, there = np.intersect1d(_places(first), _places(second), return_indices=True)
     largest = dict[str, float]()
@@ -171,7 +175,7 @@ def _places(step: RecordedStep) -> Ids:
     return (order[step.logprobs["sample"]] << 32) + step.logprobs["position"]
 
 
-def _compared(sides: AlignedPair) -> dict[str, Any]:
+def _compare_ids(sides: AlignedPair) -> dict[str, Any]:
     real_RL = differs_RL = sides.differs_RL
     if differs_RL.any() and sides.seen_RLK.shape[2] == sides.spec.top_k:
         real_RL = differs_RL & (np.sort(sides.want_RLK, -1) != np.sort(sides.seen_RLK, -1)).any(-1)

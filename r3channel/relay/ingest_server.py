@@ -112,7 +112,7 @@ class Body(Source):
 
     def _receive(self, out_N: memoryview) -> int:
         try:
-            self.sock.settimeout(min(STALL_S, _until(self._deadline_s)))
+            self.sock.settimeout(min(STALL_S, _seconds_left(self._deadline_s)))
             with self._clock.span("http"):
                 received = self.sock.recv_into(out_N)
         except OSError as error:
@@ -160,7 +160,7 @@ class HttpConnection:
         if self._ahead:
             self._http.receive_data(self._ahead)
         while (event := self._http.next_event()) is h11.NEED_DATA:
-            self._sock.settimeout(_until(deadline_s))
+            self._sock.settimeout(_seconds_left(deadline_s))
             self._http.receive_data(self._sock.recv(_HEAD_BYTES))
         self._ahead = self._http.trailing_data[0]
         if not isinstance(event, h11.Request):
@@ -201,7 +201,7 @@ class HttpConnection:
         deadline_s, scratch = time.monotonic() + _LINGER_S, bytearray(1 << 16)
         self._sock.settimeout(_LINGER_S)
         while self._sock.recv_into(scratch):
-            self._sock.settimeout(_until(deadline_s))
+            self._sock.settimeout(_seconds_left(deadline_s))
 
     def _send(self, data: bytes) -> None:
         self._sock.settimeout(_SEND_S)
@@ -258,7 +258,7 @@ class IngestServer:
         _, connection = self._sessions.get(boot_id, ("", None))
         return connection is None or connection in self._open
 
-    def unreached(self, boot_id: int) -> str:
+    def unreached_address(self, boot_id: int) -> str:
         """Return our address if this engine's process never said hello there.
 
         Its replies may have brought a hello. The result is empty if the process has said hello here.
@@ -423,7 +423,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise errors.UsageError(f"the ingest cannot listen on {host}:{port}: {error}") from error
 
 
-def _until(deadline_s: float) -> float:
+def _seconds_left(deadline_s: float) -> float:
     """Return the seconds left for a socket, or raise TimeoutError."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:

@@ -97,7 +97,7 @@ class Intake:
             if most_rows:
                 damaged = self._land((boot_id, serial), frame, most_rows) or damaged
         if damaged is not None:
-            raise damaged.within(f"a parcel of {count} frames")
+            raise damaged.prefix(f"a parcel of {count} frames")
 
     def _most_rows(self, name: FrameName) -> int:
         """Return how many rows a frame may have.

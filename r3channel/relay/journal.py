@@ -98,7 +98,7 @@ class Journal:
         tail = _TAIL.pack(len(body), xxhash.xxh3_64_intdigest(body))
         self._append(self._frame(ref), body + tail)
 
-    def gone(self, refs: Iterable[int]) -> None:
+    def delete_frames(self, refs: Iterable[int]) -> None:
         """Delete the files of frames, the newest first.
 
         So the frames that a kill leaves of a sample are its first ones.
@@ -106,7 +106,7 @@ class Journal:
         for ref in sorted(refs, reverse=True):
             self._frame(ref).unlink(missing_ok=True)
 
-    def sealed(self, step: int, ticket: bytes) -> None:
+    def write_ticket(self, step: int, ticket: bytes) -> None:
         """Write a sealed step's ticket, whole or not at all.
 
         Raises:
@@ -122,7 +122,7 @@ class Journal:
                 f"step {step}: no room for its ticket in {self.folder}: {error}", step=step
             ) from error
 
-    def acked(self, step: int, member: ShardKey) -> None:
+    def write_acknowledgement(self, step: int, member: ShardKey) -> None:
         """Write that a receiver has acknowledged a step.
 
         A failed write is only logged: after a kill that receiver is waited for once more.
@@ -132,7 +132,7 @@ class Journal:
         except errors.StoreFull as error:
             log.warning("r3channel: %s", error)
 
-    def done(self, step: int) -> None:
+    def delete_step(self, step: int) -> None:
         """Delete a step's files, before the files of its frames.
 
         A recovery between the two finds samples too many, and none too few.
@@ -338,7 +338,7 @@ def take_over(
             recovery.damaged += remains.damaged
             recovery.unclaimed += remains.unclaimed
         here: dict[str, int] = {}
-        for name, turns in _joined(found, recovery):
+        for name, turns in _join_turns(found, recovery):
             try:
                 here[name] = keep(name, turns)
             except (errors.RoutingError, errors.SampleTwice) as error:
@@ -350,14 +350,14 @@ def take_over(
         for step, ticket in recovery.steps.items():
             acked[step] = {key for one in found if step in one.steps for key in one.steps[step].acked}
             for member in acked[step]:
-                own.acked(step, member)
-            own.sealed(step, ticket.to_bytes())
+                own.write_acknowledgement(step, member)
+            own.write_ticket(step, ticket.to_bytes())
         for remains in found:
             shutil.rmtree(remains.folder)
     return recovery, acked
 
 
-def _joined(found: list[Remains], recovery: Recovery) -> Iterator[tuple[str, list[SavedTurn]]]:
+def _join_turns(found: list[Remains], recovery: Recovery) -> Iterator[tuple[str, list[SavedTurn]]]:
     """Yield every sample with its turns, up to the first missing one."""
     samples: dict[str, dict[int, SavedTurn]] = {}
     for name, saved in (sample for remains in found for sample in remains.samples.items()):

@@ -81,7 +81,7 @@ class Store:
             StoreFull: There was no room in time.
             UsageError: The store is closed.
         """
-        counted, size = nbytes + beside, _rounded(nbytes)
+        counted, size = nbytes + beside, _round_up(nbytes)
         with self._changed:
             self._take_room(counted, timeout_s=timeout_s, what=what)
             memory = self._used_before(size)
@@ -213,7 +213,7 @@ class Store:
         return memory
 
 
-def _rounded(nbytes: int) -> int:
+def _round_up(nbytes: int) -> int:
     """Return the size rounded up, by an eighth at most.
 
     So memory fits the next frame of nearly the same size.

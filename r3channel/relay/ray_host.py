@@ -72,7 +72,7 @@ class RayRelay:
         return self._ask("status")
 
     @classmethod
-    def named(cls, name: str, *, address: str) -> RayRelay:
+    def find_relay(cls, name: str, *, address: str) -> RayRelay:
         """Find a relay by its name in a running Ray.
 
         All namespaces are searched.

@@ -40,7 +40,7 @@ from r3channel.relay.sealed_steps import Steps
 from r3channel.relay.verify import VerifiedRows
 from r3channel.transport.auth import obtain_token
 from r3channel.transport.network import local_address
-from r3channel.typed import Json, typed
+from r3channel.typed import Json, check_types
 from r3channel.wire.source import InHand
 from r3channel.wire.validate import warm
 
@@ -63,12 +63,12 @@ class Relay:
         self, spec: RoutingSpec, layout: TrainerLayout, config: ChannelConfig | None = None, *,
         clock: StageClock | None = None, metrics: Metrics | None = None, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
-        config = errors.expected(config or ChannelConfig(), ChannelConfig)
+        config = errors.expect(config or ChannelConfig(), ChannelConfig)
         config = replace(config, interface=local_address(config.interface, others=False))
         # Compile here and not in a background thread: a fork would inherit numba's lock, and a process that ends while LLVM
         # works is aborted.
-        warm(errors.expected(spec, RoutingSpec))
-        self.spec, self.layout, self.config = spec, errors.expected(layout, TrainerLayout), config
+        warm(errors.expect(spec, RoutingSpec))
+        self.spec, self.layout, self.config = spec, errors.expect(layout, TrainerLayout), config
         if recorder is not None:
             recorder.open(spec, layout)
         self.clock = clock or StageClock("relay")
@@ -151,7 +151,10 @@ class Relay:
             self.intake, token=obtain_token(path), host=self.config.interface, port=self.config.ingest_port,
             max_body_bytes=min(self.config.store_bytes, _MOST_BODY_BYTES),
         )  # fmt: skip
-        self.samples.engines.hears, self.samples.engines.unreached = self._door.hears, self._door.unreached
+        self.samples.engines.hears, self.samples.engines.unreached = (
+            self._door.hears,
+            self._door.unreached_address,
+        )
         return self._door.url
 
     def expect_engines(self, engines: Iterable[str], *, timeout_s: float) -> None:
@@ -183,7 +186,7 @@ class Relay:
 
     # -- replies ---------------------------------------------------------------------------------------------------
 
-    @typed
+    @check_types
     def add(
         self, sample_id: str, reply: Mapping[str, Any] | list[Any], tokens: Tokens, *, engine: str = "?",
         append: bool = False, cut: bool = False,
@@ -213,7 +216,7 @@ class Relay:
         of = Arrival(sample_id, engine, append, cut)
         return self.intake.take(of, lambda: self.intake.of_reply(of, reply, tokens))
 
-    @typed
+    @check_types
     def add_body(
         self, sample_id: str, body: bytes, tokens: Tokens | Callable[[Any], Tokens], *, engine: str = "?",
         append: bool = False, cut: bool = False,
@@ -246,7 +249,7 @@ class Relay:
 
         return self.intake.take_body(Arrival(sample_id, engine, append, cut), body, tokens)
 
-    @typed
+    @check_types
     def add_bodies(
         self, sample_ids: Sequence[str], body: bytes, tokens: Callable[[str, Any], Tokens], *, engine: str = "?",
         append: bool = False, cut: bool = False,
@@ -278,7 +281,7 @@ class Relay:
         arrivals = [Arrival(name, engine, append, cut) for name in sample_ids]
         return self.intake.take_bodies(arrivals, body, tokens, engine=engine)
 
-    @typed
+    @check_types
     def add_frame(
         self, sample_id: str, data: bytes, tokens: Tokens, *, engine: str = "?", append: bool = False
     ) -> VerifiedRows | None:
@@ -291,7 +294,7 @@ class Relay:
             Arrival(sample_id, engine, append), lambda: Brought(InHand(data), None, tokens)
         )
 
-    @typed
+    @check_types
     def add_live(self, sample_id: str, tokens: Tokens, *, append: bool = False) -> None:
         """Leave a sample's rows to the live router, whatever `on_missing` says.
 
@@ -303,7 +306,7 @@ class Relay:
 
         self.intake.take(Arrival(sample_id, append=append), lambda: Brought(None, None, tokens))
 
-    @typed
+    @check_types
     def cut(self, sample_id: str, tokens: Tokens, kept: int, *, step: int) -> None:
         """Keep only the rows of a sample's first tokens.
 
@@ -326,7 +329,7 @@ class Relay:
         """
         self.intake.cut(sample_id, tokens, kept, step=step)
 
-    @typed
+    @check_types
     def rows_held(self, sample_id: str, tokens: Tokens | None = None) -> int:
         """Return how many rows of a sample are here or coming.
 
@@ -341,7 +344,7 @@ class Relay:
 
         return self.samples.rows_held(sample_id, tokens)
 
-    @typed
+    @check_types
     def asks(self, sample_id: str) -> Json:
         """Return the fields to put into a sample's next request.
 
@@ -351,7 +354,7 @@ class Relay:
         held = self.rows_held(sample_id)
         return {"return_routed_experts": True} | ({"routed_experts_start_len": held} if held else {})
 
-    @typed
+    @check_types
     def discard(self, sample_ids: Iterable[str]) -> int:
         """Drop samples that no assignment will name.
 
@@ -366,7 +369,7 @@ class Relay:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    @typed
+    @check_types
     def seal(self, step: int, assignment: Assignment) -> Ticket:
         """Take the assigned samples into a step and return its ticket.
 
@@ -394,7 +397,7 @@ class Relay:
         """
         self.steps.resume(found)
 
-    @typed
+    @check_types
     def abandon(self, step: int) -> int:
         """Give up a sealed step and take its samples back.
 
@@ -423,7 +426,7 @@ class Relay:
             recorder.open(self.spec, self.layout)
         self.samples.recorder = recorder
 
-    def undelivered(self, *, wait_s: float) -> dict[int, tuple[ShardKey, ...]]:
+    def find_undelivered(self, *, wait_s: float) -> dict[int, tuple[ShardKey, ...]]:
         """Return the receivers that have not acknowledged each sealed step.
 
         Args:
@@ -432,7 +435,7 @@ class Relay:
         Returns:
             Step -> its missing receivers (dp, pp, cp). Steps that all receivers have acknowledged are left out.
         """
-        steps = self.steps.undelivered(wait_s=wait_s)
+        steps = self.steps.find_undelivered(wait_s=wait_s)
         self.samples.check_open()
         return steps
 
@@ -448,11 +451,11 @@ class Relay:
         """
         limit = self.config.step_timeout_s if timeout_s is None else timeout_s
         with self.clock.span("wait_join"):
-            steps = self.undelivered(wait_s=limit)
+            steps = self.find_undelivered(wait_s=limit)
         if steps:
             raise errors.DeadlineExceeded(
                 f"waited {limit:.1f} s for the send of step(s) {sorted(steps)}; not acknowledged by (dp, pp, cp) "
-                f"{_listed(steps)}. Have those trainers entered the step? A send cannot finish before its receiver starts",
+                f"{_as_lists(steps)}. Have those trainers entered the step? A send cannot finish before its receiver starts",
                 ranks=[key for keys in steps.values() for key in keys],
                 step=min(steps),
             )
@@ -520,7 +523,7 @@ class Relay:
             log.warning("r3channel: %d samples that no step took: %s", len(waiting), waiting[:NAMED])
         if undelivered or alive:
             raise errors.StepError(
-                f"closed with undelivered steps {_listed(undelivered)} (step: (dp, pp, cp) not acknowledged), "
+                f"closed with undelivered steps {_as_lists(undelivered)} (step: (dp, pp, cp) not acknowledged), "
                 f"{len(unsent)} samples: {unsent[:NAMED]}; still running: {alive}",
                 samples=unsent,
                 ranks=[key for keys in undelivered.values() for key in keys],
@@ -533,7 +536,7 @@ class Relay:
         watch("r3channel_samples_in_flight", lambda: len(samples.table.samples))
         watch("r3channel_frames_unclaimed", lambda: samples.table.unclaimed)
         watch("r3channel_expiry_in_seconds", samples.expiry_in_s)
-        watch("r3channel_steps_in_flight", lambda: len(steps.undelivered(wait_s=0)))
+        watch("r3channel_steps_in_flight", lambda: len(steps.find_undelivered(wait_s=0)))
         watch("r3channel_staging_peak_bytes", lambda: rows.peak_staging_bytes)
         watch("r3channel_engines_silent", lambda: samples.engines.counts()[1])
         watch("r3channel_engines_greeted", lambda: samples.engines.counts()[0])
@@ -554,5 +557,5 @@ class Relay:
         return recorder.lost
 
 
-def _listed(missing: Mapping[int, Sequence[ShardKey]]) -> dict[int, list[ShardKey]]:
+def _as_lists(missing: Mapping[int, Sequence[ShardKey]]) -> dict[int, list[ShardKey]]:
     return {step: list(keys) for step, keys in missing.items()}

@@ -119,7 +119,7 @@ def last_event(body: bytes, *, sample_id: str, engine: str) -> bytes:
     if not _STREAM.match(body):
         return body
     lines = [line for line in body.splitlines() if line.startswith(b"data:") and not line.endswith(b"[DONE]")]
-    for reply in (parsed(line[5:]) for line in lines if b'"index"' in line):
+    for reply in (parse(line[5:]) for line in lines if b'"index"' in line):
         indices = [each.get("index") for each in (reply, *_choices_of(reply)) if _is_object(each)]
         if any(indices):  # an OpenAI route's stream has one frame, which may be any choice's
             raise _several("events of several choices", sample_id, engine)
@@ -190,7 +190,7 @@ def _split(
             parts += [body[at:begin], mark.encode()]
             at = end
         split = list[tuple[Any, memoryview | None]]()
-        for reply in samples_of(parsed(b"".join([*parts, body[at:]]))):
+        for reply in samples_of(parse(b"".join([*parts, body[at:]]))):
             holder = _holder_of(reply)
             text = texts.pop(str(holder.get(ROUTING_FIELD)), None)
             if text is not None:
@@ -198,7 +198,7 @@ def _split(
             split.append((reply, text))
         if not texts:
             return split
-    return [(reply, None) for reply in samples_of(parsed(body))]
+    return [(reply, None) for reply in samples_of(parse(body))]
 
 
 def _holder_of(reply: object) -> Any:
@@ -241,7 +241,7 @@ def _text_at(body: bytes, begin: int) -> tuple[memoryview, int]:
     end = body.index(b'"', begin)
     if body.find(b"\\", begin, end) < 0:
         return memoryview(body)[begin:end], end
-    return memoryview(parsed(body[begin - 1 : end + 1]).encode()), end  # the text has escaped characters
+    return memoryview(parse(body[begin - 1 : end + 1]).encode()), end  # the text has escaped characters
 
 
 def routing_text(reply: object, *, sample_id: str, engine: str) -> str:
@@ -337,7 +337,7 @@ def read_body(read: Callable[[bytes], Any], body: bytes, *, sample_id: str, engi
         ) from error
 
 
-def parsed(body: bytes) -> Any:
+def parse(body: bytes) -> Any:
     """Parse JSON as `json.loads` does, with orjson where it may.
 
     Raises:

@@ -233,7 +233,7 @@ class _Served:
         # Take the turn before ROWS is sent: after ROWS the receiver posts receives, which occupy its GPU until the rows come.
         pool = delivery.staging if group else delivery.host_pool
         turn = pool.turn(partial(self._say, wire.WAIT), every_s=self._every_s)
-        with nullcontext() if out.whole() and not group else turn as staging:
+        with nullcontext() if out.travels_whole() and not group else turn as staging:
             self._say(wire.ROWS, nbytes=stream.nbytes, digests=len(out.digests), hash=found, **told)
             with delivery.clock.span("send", step=step):
                 if group:
@@ -274,7 +274,7 @@ class _Served:
         assert group is not None and staging is not None
         buffers = self._buffers(out, staging, BUCKETS_ALIVE)
         for slot, nbytes in out.fill(buffers):
-            under_way.append(group.start_send(1, staging.staged(slot, nbytes)))
+            under_way.append(group.start_send(1, staging.stage(slot, nbytes)))
             if len(under_way) == len(buffers):  # the next bucket overwrites the oldest one
                 under_way.pop(0).wait(timeout_s=self._taken_s)
         for pending in under_way:
@@ -301,5 +301,5 @@ class _Served:
             backend=config.transport, name=name, connection=self.life, rank=0, world_size=2, host=store.host, port=store.port
         )  # fmt: skip
         self._say(wire.GROUP, **asdict(replace(ours, rank=1)))
-        with self._delivery.staging.placed():
+        with self._delivery.staging.on_device():
             self._group = join(ours, timeout_s=config.join_timeout_s)

@@ -17,7 +17,7 @@ from r3channel.plan.row_order import Ints
 from r3channel.plan.shards import Shard, ShardKey
 from r3channel.plan.stream import Sent, Stream, overlaps, step_streams
 from r3channel.plan.ticket import Ticket
-from r3channel.plan.token_tensors import brought, cut_tensor
+from r3channel.plan.token_tensors import received_tensors, cut_tensor
 from r3channel.relay.send_buffers import Bytes
 from r3channel.relay.verify import HeldTensors, VerifiedRows
 from r3channel.wire.digest import range_digests
@@ -55,7 +55,7 @@ class RowStream:
         for turn, first, end in zip(*(column.tolist() for column in self.places), strict=True):
             yield self.turns[turn][first:end]
 
-    def whole(self) -> bool:
+    def travels_whole(self) -> bool:
         """Return whether rows travel with all their layers, as they lie."""
         return len(self.stream.columns) == self.stream.shard.spec.num_moe_layers
 
@@ -177,12 +177,16 @@ class StepRows:
     def _cut_tensors(self, shard: Shard) -> list[bytes]:
         names = [name for batch in shard.microbatches for name in batch.sample_ids]
         return [
-            cut_tensor(shard, tensor, self._whole(tensor, names)) for tensor in brought(self._ticket, shard)
+            cut_tensor(shard, tensor, self._whole_turns(tensor, names))
+            for tensor in received_tensors(self._ticket, shard)
         ]
 
-    def _whole(self, tensor: TokenTensor, names: Sequence[str]) -> dict[str, list[TensorRows]]:
+    def _whole_turns(self, tensor: TokenTensor, names: Sequence[str]) -> dict[str, list[TensorRows]]:
         step, held = self._ticket.step, self._tensors
-        return {name: [turn.whole(tensor, name, step=step) for turn in held.get(name, ())] for name in names}
+        return {
+            name: [turn.check_tensor(tensor, name, step=step) for turn in held.get(name, ())]
+            for name in names
+        }
 
     def verify(self, dp: int) -> list[Ids]:
         """Compute the digests of one DP rank's rows as they lie here.

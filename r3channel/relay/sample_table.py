@@ -197,7 +197,7 @@ class SampleTable:
             first_row, reply.tokens - 1, reply.engine, reply.key, tensors=reply.tensors, live=reply.live
         )
         if reply.reference is not None:
-            turn.name, rows = self._claimed(reply, reply.reference)
+            turn.name, rows = self._claim(reply, reply.reference)
             turn.key = reply.reference.sample_key  # equal to the reply's key, if the reply names its request
         source = rows or reply.reference
         if source is not None:
@@ -233,7 +233,7 @@ class SampleTable:
             )
         return sample
 
-    def _claimed(self, reply: Reply, reference: FrameReference) -> tuple[FrameName, VerifiedRows | None]:
+    def _claim(self, reply: Reply, reference: FrameReference) -> tuple[FrameName, VerifiedRows | None]:
         """Return the frame's name, and its rows if they are here.
 
         Raises the error of a frame that is here and cannot be used.
@@ -362,7 +362,7 @@ class SampleTable:
         late = [self._incomplete[name] for name in names if name in self._incomplete]
         return [(sample, turn) for sample in late for turn in sample.awaited]
 
-    def still(self, sample: Sample, turn: Turn) -> bool:
+    def is_awaited(self, sample: Sample, turn: Turn) -> bool:
         """Return whether a turn's frame is still to come.
 
         The frame of a sample that has gone meanwhile is not.
@@ -427,7 +427,7 @@ class SampleTable:
                     self._use(turn.name)
         return gone
 
-    def expired(
+    def expire(
         self, *, before_s: float, unclaimed_s: float
     ) -> tuple[list[Sample], dict[FrameName, VerifiedRows | R3Error]]:
         """Remove old samples and old unclaimed frames, and return them.
@@ -454,7 +454,7 @@ def _misfit(name: str, turn: Turn, what: VerifiedRows | R3Error) -> R3Error | No
         return _of_sample(what, name)
     where = f"sample {name} from engine {turn.engine}"
     if turn.key is not None and what.sample_key != turn.key:
-        return _swapped(name, where, what.sample_key, turn.key)
+        return _swap_error(name, where, what.sample_key, turn.key)
     if (what.first_row, what.end_row) != (turn.first_row, turn.end_row):
         return errors.RowCountMismatch(
             f"{where}: the frame has rows {what.first_row}..{what.end_row}, its frame reference said "
@@ -464,7 +464,7 @@ def _misfit(name: str, turn: Turn, what: VerifiedRows | R3Error) -> R3Error | No
     return None
 
 
-def _swapped(name: str, where: str, key: int, wanted: int) -> errors.FrameCorrupt:
+def _swap_error(name: str, where: str, key: int, wanted: int) -> errors.FrameCorrupt:
     text = f"{where}: the frame belongs to request key {key:#x}, expected the reply's {wanted:#x}; were replies swapped?"
     return errors.FrameCorrupt(text, samples=[name])
 
@@ -481,7 +481,7 @@ def _check_fit(reply: Reply, source: VerifiedRows | FrameReference, *, held_rows
     key, first = source.sample_key, source.first_row
     end = first + source.rows if isinstance(source, FrameReference) else source.end_row
     if reply.key is not None and key != reply.key:
-        raise _swapped(reply.sample_id, reply.where, key, reply.key)
+        raise _swap_error(reply.sample_id, reply.where, key, reply.key)
     if held_rows and first != held_rows:
         what = "rows between are nowhere" if first > held_rows else "sent again"
         raise errors.TurnMismatch(

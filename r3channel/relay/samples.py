@@ -118,7 +118,7 @@ class Samples:
             while late and (now_s := time.monotonic()) < begun_s + timeout_s:
                 heard_s |= {boot_id: now_s for boot_id in heard_s if self.engines.hears(boot_id)}
                 # at each event look at the last frame alone, not at thousands
-                if not self.table.still(*late[-1]) or now_s >= heard_s[_boot_id(late[-1])] + _GONE_S:
+                if not self.table.is_awaited(*late[-1]) or now_s >= heard_s[_boot_id(late[-1])] + _GONE_S:
                     late.pop()
                 else:
                     self.changed.wait(min(begun_s + timeout_s - now_s, _LOOK_S))
@@ -188,7 +188,7 @@ class Samples:
         """
         rows = [one for one in what if isinstance(one, VerifiedRows)]
         if self.journal is not None:
-            self.journal.gone([one.ref for one in rows])
+            self.journal.delete_frames([one.ref for one in rows])
         for one in rows:
             one.block.free()
 
@@ -200,7 +200,7 @@ class Samples:
         """
         now_s, config = time.monotonic(), self.config
         with self.changed:
-            samples, unclaimed = self.table.expired(
+            samples, unclaimed = self.table.expire(
                 before_s=now_s - config.expiry_s, unclaimed_s=now_s - config.unclaimed_timeout_s
             )
             names = [sample.name for sample in samples]

@@ -23,7 +23,7 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
-from r3channel.errors import R3Error, StepError, TicketMismatch, expected
+from r3channel.errors import R3Error, StepError, TicketMismatch, expect
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey, check_cut
@@ -149,16 +149,16 @@ class Steps:
         held, config, spec = self._held, self.config, self._held.spec
         held.check_open()
         # check before anything is waited for or taken
-        check_cut(expected(assignment, Assignment), spec, self.layout)
+        check_cut(expect(assignment, Assignment), spec, self.layout)
         names, table = assignment.sample_ids, held.table
-        with self._reserved(step) as seal:
+        with self._reserve(step) as seal:
             held.await_frames(names, step=step, timeout_s=config.frame_timeout_s)
             with self.clock.span("plan", step=step), ExitStack() as undo:
                 with self._changed:
                     held.check_open()
                     samples = table.take(names, step=step)
                     undo.callback(table.give_back, samples)
-                told = Samples.of_packed(names, [sample.packed or _packed(sample) for sample in samples])
+                told = Samples.of_packed(names, [sample.packed or _pack(sample) for sample in samples])
                 ticket = before or Ticket(
                     self.run, step, spec, self.layout, assignment, told, config.bucket_bytes,
                     token_tensors=tuple(tensor.option for tensor in held.tensors), seal=seal,
@@ -212,7 +212,7 @@ class Steps:
             )  # fmt: skip
 
     @contextmanager
-    def _reserved(self, step: int) -> Generator[int]:
+    def _reserve(self, step: int) -> Generator[int]:
         """Reserve a step while it is sealed, and yield its seal's number.
 
         Raises StepError for a step that is not newer than those before, unless it was abandoned, and for one that another thread
@@ -237,7 +237,7 @@ class Steps:
         step = ticket.step
         sealed = SealedStep(ticket, turns, tensors, had=self.acked_before.get(step, set()))
         if self._journal is not None:
-            self._journal.sealed(step, ticket.to_bytes())
+            self._journal.write_ticket(step, ticket.to_bytes())
         with self._changed:
             kept = [number for number, older in self._steps.items() if not (older.missing or older.in_use)]
             # these are kept only for a receiver that might connect again; now a newer step is sealed, so none will
@@ -270,10 +270,10 @@ class Steps:
             sealed.wake()
             self._changed.notify_all()
         if self._journal is not None:
-            self._journal.done(step)
+            self._journal.delete_step(step)
         return len(names)
 
-    def undelivered(self, *, wait_s: float) -> dict[int, tuple[ShardKey, ...]]:
+    def find_undelivered(self, *, wait_s: float) -> dict[int, tuple[ShardKey, ...]]:
         """Return the receivers that have not acknowledged each step.
 
         Args:
@@ -316,7 +316,7 @@ class Steps:
 
         The event is set when the receiver can be answered. The caller holds the condition.
         """
-        (run, step, _), sealed, whose = seal, self._named(seal), f"(dp, pp, cp) {key}"
+        (run, step, _), sealed, whose = seal, self._find_step(seal), f"(dp, pp, cp) {key}"
         if sealed is None and run != self.run:
             text = f"ticket of run {run}, this relay is run {self.run}; did the relay restart?"
             raise TicketMismatch(text, step=step, ranks=[key])
@@ -333,7 +333,7 @@ class Steps:
             raise StepError(text, step=step, ranks=[key])
         return sealed.event(key[0])
 
-    def _named(self, seal: Seal) -> SealedStep | None:
+    def _find_step(self, seal: Seal) -> SealedStep | None:
         """Return the step, or None for another run's or another seal's.
 
         A receiver that names another run or seal is late. The caller holds the condition.
@@ -349,11 +349,11 @@ class Steps:
         """
         step = seal[1]
         with self._changed:
-            sealed = self._named(seal)
+            sealed = self._find_step(seal)
             if sealed is None or key in sealed.acknowledged or key not in sealed.keys:
                 return
             if self._journal is not None:
-                self._journal.acked(step, key)
+                self._journal.write_acknowledgement(step, key)
             sealed.acknowledged.add(key)
             sealed.missing.discard(key)
             gone = self._take_out(step) if sealed.done else []
@@ -372,7 +372,7 @@ class Steps:
         """Free the samples of a delivered step, and its journal's files."""
         if gone:
             if self._journal is not None:
-                self._journal.done(step)
+                self._journal.delete_step(step)
             self._held.let_go(gone, outcome="delivered")
 
     def verify_again(self, seal: Seal, key: ShardKey) -> None:
@@ -382,7 +382,7 @@ class Steps:
             FrameCorrupt: Rows are damaged here, too. The error names all samples of the receiver's DP rank that are.
         """
         with self._changed:
-            sealed = self._named(seal)
+            sealed = self._find_step(seal)
         if sealed is not None and key in sealed.outgoing:
             sealed.rows.verify(key[0])
 
@@ -493,7 +493,7 @@ class Steps:
 # -- what the ticket says of samples -----------------------------------------------------------------------------------
 
 
-def _packed(sample: Sample) -> PackedSample:
+def _pack(sample: Sample) -> PackedSample:
     """Pack all turns of a sample as one.
 
     Rows that nobody has are invalid.

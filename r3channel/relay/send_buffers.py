@@ -41,7 +41,7 @@ class HostStaging:
             self._tensors = [self._memory(nbytes) for _ in range(BUCKETS_ALIVE)]
         return [tensor[:nbytes].numpy() for tensor in self._tensors]
 
-    def staged(self, slot: int, nbytes: int) -> torch.Tensor:
+    def stage(self, slot: int, nbytes: int) -> torch.Tensor:
         """Return the tensor that the group sends.
 
         Args:
@@ -55,7 +55,7 @@ class HostStaging:
 
 
 @contextmanager
-def _held(lock: threading.Semaphore, wait: Callable[[], None], every_s: float) -> Generator[None]:
+def _hold(lock: threading.Semaphore, wait: Callable[[], None], every_s: float) -> Generator[None]:
     while not lock.acquire(timeout=every_s):
         wait()
     try:
@@ -75,7 +75,7 @@ class HostPool:
         self._free = threading.Semaphore(len(self._idle))
 
     @contextmanager
-    def placed(self) -> Generator[None]:
+    def on_device(self) -> Generator[None]:
         """Enter the device that rows are sent from.
 
         A process group makes its communicator there.
@@ -90,7 +90,7 @@ class HostPool:
             wait: Is called while all buckets are in use. What it raises ends the wait.
             every_s: Seconds between two calls of `wait`.
         """
-        with _held(self._free, wait, every_s):
+        with _hold(self._free, wait, every_s):
             staging = self._idle.pop()  # the one used last: memory that nobody needs is never made
             try:
                 yield staging
@@ -130,18 +130,18 @@ class DeviceStaging(HostStaging):
         self._on_device = deque[torch.Tensor](maxlen=BUCKETS_ALIVE)
 
     @contextmanager
-    def placed(self) -> Generator[None]:
+    def on_device(self) -> Generator[None]:
         with torch.cuda.device(self._device):
             yield
 
     @contextmanager
     def turn(self, wait: Callable[[], None], *, every_s: float) -> Generator[HostStaging]:
-        with _held(self._turn, wait, every_s), self.placed():
+        with _hold(self._turn, wait, every_s), self.on_device():
             self._stream = self._stream or torch.cuda.Stream(self._device)
             with torch.cuda.stream(self._stream):
                 yield self
 
-    def staged(self, slot: int, nbytes: int) -> torch.Tensor:
+    def stage(self, slot: int, nbytes: int) -> torch.Tensor:
         return self._on_device[slot][:nbytes].copy_(self._tensors[slot][:nbytes], non_blocking=True)
 
     def _memory(self, nbytes: int) -> torch.Tensor:

@@ -95,7 +95,7 @@ class HeldTensors:
     _hash: int
     """xxh3_64 of the block when it came."""
 
-    def whole(self, tensor: TokenTensor, sample_id: str, *, step: int) -> TensorRows:
+    def check_tensor(self, tensor: TokenTensor, sample_id: str, *, step: int) -> TensorRows:
         """Return a tensor of this turn, checked against its hash.
 
         Args:
@@ -185,7 +185,7 @@ class FrameVerifier:
         if self.journal is not None:
             kept.ref = next(self._refs)
             self.journal.frame(kept.ref, (head_of(kept, self.spec), kept.ids_TLK.tobytes()), what=where)
-            self.journal.gone([rows.ref])
+            self.journal.delete_frames([rows.ref])
         return kept
 
     def _finish(self, frame: Frame, source: Source, block: Block, scratch: Block | None) -> VerifiedRows:

@@ -15,7 +15,7 @@ from typing import Any
 from r3channel.config import REFUSALS, EngineConfig, load_values
 from r3channel.engine import sglang_settings
 from r3channel.engine.refusals import Refusal, refused_chains
-from r3channel.engine.sglang_settings import REFUSED, TOGETHER, flag, judged
+from r3channel.engine.sglang_settings import REFUSED, TOGETHER, flag, judge
 from r3channel.errors import nearest
 from r3channel.observe.check import Check, CheckContext
 
@@ -25,7 +25,7 @@ def check_engine_arguments(context: CheckContext) -> Iterator[Check]:
 
     A refused setting is a fault unless R3CHANNEL_ALLOW has its word.
     """
-    fields, allow = sglang_fields("--"), allowed(context.environment)
+    fields, allow = sglang_fields("--"), allowed_words(context.environment)
     names, defaults = {option: name for option, (name, _) in fields.items()}, dict(fields.values())
     for typed in (word.partition("=")[0] for word in context.engine_arguments if word not in fields):
         begun = [name for option, name in names.items() if option.startswith(typed)]
@@ -37,19 +37,19 @@ def check_engine_arguments(context: CheckContext) -> Iterator[Check]:
             found = f"no setting of the SGLang that is installed here{nearest(typed.split()[0], fields)}"
             yield Check(name=typed, ok=False, found=found)
         else:
-            word, found = _judged(name, value, defaults.get(name))
+            word, found = _judge(name, value, defaults.get(name))
             yield _check(typed, word, found, allow)
     pairs = [(pair.word, f"{pair.names}: {pair.why}") for pair in TOGETHER if pair.covers(values)]
     for word, text in (*pairs, *refused_chains({"speculative_algorithm": None} | values)):
         yield _check("together", word, f"refused: {text}", allow)
 
 
-def _judged(name: str, value: Any, default: Any) -> Refusal:
+def _judge(name: str, value: Any, default: Any) -> Refusal:
     """Return a refusal's word, and what is known of the value.
 
     The word is empty if the value is not refused.
     """
-    setting = judged(name, value)
+    setting = judge(name, value)
     if setting is None and str(value) == str(default):
         return "", "SGLang's default"
     if setting is not None and setting.verdict is not REFUSED:
@@ -63,21 +63,21 @@ def _check(name: str, word: str, found: str, allow: frozenset[str]) -> Check:
     return Check(name=name, ok=ok, found=found, remedy=f"R3CHANNEL_ALLOW={word} overrides")
 
 
-def refused(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[Refusal]:
+def find_refused(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[Refusal]:
     """Yield (word, reason) for all that an engine would refuse.
 
     Args:
         values: the settings that were typed.
         defaults: the default of each setting that this SGLang has.
     """
-    yield from sglang_settings.refused(values)
+    yield from sglang_settings.find_refused(values)
     for name, default in defaults.items():
-        word, _ = _judged(name, value := values.get(name, default), default)
+        word, _ = _judge(name, value := values.get(name, default), default)
         if word == "unread":
             yield word, f"{flag(name, value)}: {REFUSALS[word]}"
 
 
-def allowed(environment: Mapping[str, str]) -> frozenset[str]:
+def allowed_words(environment: Mapping[str, str]) -> frozenset[str]:
     """Return the words of R3CHANNEL_ALLOW in an environment."""
     given = load_values(EngineConfig, flags=None, file=None, environment=environment)
     return EngineConfig(allow=given.get("allow", ("", ""))[0]).allowed

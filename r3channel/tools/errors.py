@@ -15,14 +15,14 @@ def run(argv: Sequence[str]) -> int:
     name = parser.parse_args(argv).name
     kinds = every_error()
     if name is None:
-        print("\n".join(f"{kind.__name__:22} {happened(kind)}" for kind in kinds))
+        print("\n".join(f"{kind.__name__:22} {describe(kind)}" for kind in kinds))
         return 0
     matches = [kind for kind in kinds if name.lower() in (kind.__name__.lower(), kind.reason)]
     if not matches:
         raise UsageError(f"no error is named {name!r}{nearest(name, [kind.__name__ for kind in kinds])}")
     for kind in matches:
         print(
-            f"{kind.__name__} ({kind.__mro__[1].__name__}, reason {kind.reason}): {happened(kind)}\n{kind.remedy}"
+            f"{kind.__name__} ({kind.__mro__[1].__name__}, reason {kind.reason}): {describe(kind)}\n{kind.remedy}"
         )
     return 0
 
@@ -32,6 +32,6 @@ def every_error() -> list[type[R3Error]]:
     return [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, R3Error)]
 
 
-def happened(error: type[R3Error]) -> str:
+def describe(error: type[R3Error]) -> str:
     """Return the first paragraph of an error's docstring, on one line."""
     return " ".join((error.__doc__ or "").split("\n\n")[0].split())

@@ -72,7 +72,7 @@ class Patch:
         by_state: dict[str, list[str]] = {}
         for change in self.changes:
             by_state.setdefault(change.state(target), []).append(change.file)
-        state_text = "; ".join(f"{state}: {_some(files)}" for state, files in sorted(by_state.items()))
+        state_text = "; ".join(f"{state}: {_list_some(files)}" for state, files in sorted(by_state.items()))
         if by_state.keys() == {"clean", "patched"}:
             return (
                 f"{self.name} is half applied in {target}: {state_text}; expected all clean, or all patched. "
@@ -87,7 +87,7 @@ class Patch:
 def run(argv: Sequence[str]) -> int:
     """Run the command as the module describes it."""
     options = _parser().parse_args(argv)
-    patch = chosen(options.target, options.patch)
+    patch = choose(options.target, options.patch)
     state = patch.state(options.target)
     if state == "other":
         raise UsageError(patch.why_not(options.target))
@@ -101,7 +101,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    names = ", ".join(patch.name for patch in known())
+    names = ", ".join(patch.name for patch in known_patches())
     parser = commands.parser("patch", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("action", choices=("check", "apply", "reverse"))
     parser.add_argument(
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def known() -> list[Patch]:
+def known_patches() -> list[Patch]:
     """Return all patches: an installed wheel's, or a source tree's.
 
     A wheel has them inside the package.
@@ -123,14 +123,14 @@ def known() -> list[Patch]:
     return [Patch.read(path) for path in sorted(folder.glob("*.patch"))]
 
 
-def chosen(target: Path, name: str | None) -> Patch:
+def choose(target: Path, name: str | None) -> Patch:
     """Return the named patch, or the one that fits `target`.
 
     Raises:
         UsageError: no patch could be meant, or more than one.
     """
-    patches = [patch for patch in known() if name in (None, patch.name)]
-    names = ", ".join(patch.name for patch in patches or known())
+    patches = [patch for patch in known_patches() if name in (None, patch.name)]
+    names = ", ".join(patch.name for patch in patches or known_patches())
     if not patches:
         raise UsageError(f"--patch {name}: no such patch, expected one of {names}")
     here = [patch for patch in patches if any((target / change.file).is_file() for change in patch.changes)]
@@ -205,23 +205,23 @@ def _replace(target: Path, contents: Mapping[str, bytes]) -> None:
     done: list[str] = []
     try:
         for file, content in contents.items():
-            _beside(target / file).write_bytes(content)
-            shutil.copymode(target / file, _beside(target / file))
+            _temporary_path(target / file).write_bytes(content)
+            shutil.copymode(target / file, _temporary_path(target / file))
         for file in contents:
             # A rename leaves the old content to other hard links of the file, for example in a package cache.
-            os.replace(_beside(target / file), target / file)
+            os.replace(_temporary_path(target / file), target / file)
             done.append(file)
     except BaseException as error:
         for file in done:
             (target / file).write_bytes(before[file])
         for file in contents:
-            _beside(target / file).unlink(missing_ok=True)
+            _temporary_path(target / file).unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise UsageError(f"a file cannot be replaced: {error}; all are as they were") from error
         raise
 
 
-def _beside(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.r3channel")
 
 
@@ -230,6 +230,6 @@ def blob(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
-def _some(files: Sequence[str]) -> str:
+def _list_some(files: Sequence[str]) -> str:
     more = len(files) - _SHOWN
     return ", ".join(files[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

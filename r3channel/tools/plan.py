@@ -24,7 +24,7 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
 
 def run(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    result = planned(options)
+    result = plan(options)
     print(json.dumps(result) if options.json else _plan_text(result))
     return 0
 
@@ -74,7 +74,7 @@ def spec_of(model: str) -> RoutingSpec:
     return model_named(model).spec
 
 
-def planned(options: argparse.Namespace) -> dict[str, Any]:
+def plan(options: argparse.Namespace) -> dict[str, Any]:
     """Plan the step that the options describe.
 
     Returns:

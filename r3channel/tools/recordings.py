@@ -20,7 +20,7 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings import importers, summary
 from r3channel.recordings.aligned_pair import AlignedPair
-from r3channel.recordings.consumed import ConsumedRows, consumed, described, fitted
+from r3channel.recordings.consumed import ConsumedRows, consume_step, describe, fit
 from r3channel.recordings.diagnose import CANNOT, judge, judge_alone, judge_beside
 from r3channel.recordings.importers import DUMPS, import_dumps
 from r3channel.recordings.mistakes import NOTES, Finding
@@ -105,7 +105,7 @@ def _record(options: argparse.Namespace) -> int:
     if options.record:
         options.record = str(Path(options.record).absolute())  # the relay has another working directory
     for name in options.actor or [NAME]:
-        RayRelay.named(name, address=options.address).record(values_of(options) or {})
+        RayRelay.find_relay(name, address=options.address).record(values_of(options) or {})
         print(f"{name}: " + (f"records into {options.record}" if options.record else "records no more"))
     return 0
 
@@ -125,21 +125,21 @@ def _diff(options: argparse.Namespace) -> int:
 def _replay(options: argparse.Namespace) -> int:
     recording, results, findings = Recording.open(options.recording), [], list[Finding]()
     for number in recording.steps:
-        step = fitted(recording.step(number), options.layout)
-        rows, seconds = _consumed(options, step)
-        results.append(described(step, rows) | {"seconds": round(seconds, 3)})
-        findings += [finding for sides in AlignedPair.of(step, rows.step()) for finding in judge(sides)]
-    _print(options, {"steps": results, "findings": [asdict(finding) for finding in findings]}, _replayed)
+        step = fit(recording.step(number), options.layout)
+        rows, seconds = _consume(options, step)
+        results.append(describe(step, rows) | {"seconds": round(seconds, 3)})
+        findings += [finding for sides in AlignedPair.align(step, rows.step()) for finding in judge(sides)]
+    _print(options, {"steps": results, "findings": [asdict(finding) for finding in findings]}, _show_replay)
     lost = any(result["rows_of_layers"] != result["expected_rows_of_layers"] for result in results)
     return int(bool(findings) or lost)
 
 
-def _consumed(options: argparse.Namespace, step: RecordedStep) -> tuple[ConsumedRows, float]:
+def _consume(options: argparse.Namespace, step: RecordedStep) -> tuple[ConsumedRows, float]:
     """Return the ids that all ranks' routers used, and the seconds."""
     if options.gloo:
         return run_ranks(consume, step, options.recording, timeout_s=_RANKS_S)
     begin_s = time.monotonic()
-    return consumed(step), time.monotonic() - begin_s
+    return consume_step(step), time.monotonic() - begin_s
 
 
 def consume(rank: Rank) -> None:
@@ -166,10 +166,10 @@ def consume(rank: Rank) -> None:
     for microbatch in rank.microbatches:
         for layer in rank.layers:
             if layer in rank.consumed.spec.moe_layers:
-                rank.used(microbatch, layer, rank_shard.layer_ids(microbatch, layer))
+                rank.record_used(microbatch, layer, rank_shard.layer_ids(microbatch, layer))
 
 
-def _replayed(data: dict[str, Any]) -> str:
+def _show_replay(data: dict[str, Any]) -> str:
     lines = [
         f"step {step['step']}: {step['ranks']} ranks of {step['layout']}: {step['rows_of_layers']:,} rows of layers, expected "
         f"{step['expected_rows_of_layers']:,}; {step['seconds']:.2f} s"
@@ -181,7 +181,7 @@ def _replayed(data: dict[str, Any]) -> str:
 
 def _check(options: argparse.Namespace) -> int:
     sides = [Recording.open(path) for path in (options.recording, options.router) if path]
-    steps, findings, untested = _shared(sides), list[Finding](), list[str]()
+    steps, findings, untested = _shared_steps(sides), list[Finding](), list[str]()
     for number in sorted(set().union(*(side.steps for side in sides)) - set(steps)):
         untested.append(f"step {number}, which one side has alone")
     whole = bool(steps)
@@ -195,12 +195,12 @@ def _check(options: argparse.Namespace) -> int:
         "findings": [asdict(finding) for finding in findings], "steps": steps, "untested": untested,
     }  # fmt: skip
     values["cannot_know"] = CANNOT if len(sides) == 1 else ""
-    _print(options, values, _checked)
+    _print(options, values, _show_check)
     verdicts = [fault for fault in findings if (fault.verdict or options.strict) and fault.name not in NOTES]
     return int(bool(verdicts) or not whole)
 
 
-def _shared(sides: Sequence[Recording]) -> list[int]:
+def _shared_steps(sides: Sequence[Recording]) -> list[int]:
     """Return the steps that all sides have."""
     shared = sorted(set.intersection(*(set(side.steps) for side in sides)))
     if len(sides) > 1 and not shared:
@@ -210,11 +210,11 @@ def _shared(sides: Sequence[Recording]) -> list[int]:
 
 
 def _judge_pair(engine: RecordedStep, router: RecordedStep) -> list[Finding]:
-    findings = [finding for sides in AlignedPair.of(engine, router) for finding in judge(sides)]
+    findings = [finding for sides in AlignedPair.align(engine, router) for finding in judge(sides)]
     return [*findings, *judge_beside(engine)]
 
 
-def _checked(values: dict[str, Any]) -> str:
+def _show_check(values: dict[str, Any]) -> str:
     lines = [str(Finding(**fields)) for fields in values["findings"]]
     lines = lines or [f"{len(values['steps'])} steps: nothing found"]
     lines += [f"not tested: {gap}" for gap in values["untested"]]

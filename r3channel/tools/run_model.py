@@ -51,7 +51,7 @@ class Fault(NamedTuple):
     least: float = 0
     most: float = 0
 
-    def shown(self, page: Sequence[Series]) -> Iterator[Series]:
+    def faulty_series(self, page: Sequence[Series]) -> Iterator[Series]:
         """Yield a page's series that show this fault.
 
         Each has the value that is judged.
@@ -81,7 +81,7 @@ def urls_of(target: str) -> list[str]:
         ConfigError: the target can never name a page.
     """
     if "://" in target:
-        return _listed(target) if target.endswith("/targets") else [target]
+        return _list_pages(target) if target.endswith("/targets") else [target]
     folder = Path(target, "targets") if Path(target, "targets").is_dir() else Path(target)
     if not folder.is_dir():
         raise ConfigError(
@@ -94,7 +94,7 @@ def _pages(groups: Iterable[dict[str, list[str]]]) -> list[str]:
     return [f"http://{address}/metrics" for group in groups for address in group["targets"]]
 
 
-def _listed(url: str) -> list[str]:
+def _list_pages(url: str) -> list[str]:
     """Return the pages that a relay lists, or the list's own URL.
 
     The list's own URL is returned if nobody answers there, so that it is reported as down.
@@ -139,7 +139,7 @@ class Look:
     fault: str = ""
 
     @classmethod
-    def at(cls, url: str, *, timeout_s: float) -> Look:
+    def read(cls, url: str, *, timeout_s: float) -> Look:
         """Read a page now.
 
         This method never raises: `top` shows a page that is down.
@@ -163,11 +163,11 @@ class Look:
     def labels_of(self, label: str) -> str:
         return next((line.labels[label] for line in self.page if label in line.labels), "")
 
-    def found(self, name: str, **labels: str) -> list[Series]:
+    def find(self, name: str, **labels: str) -> list[Series]:
         return [line for line in self.page if line.name == name and labels.items() <= line.labels.items()]
 
     def sum(self, name: str, **labels: str) -> float:
-        return sum(line.value for line in self.found(name, **labels))
+        return sum(line.value for line in self.find(name, **labels))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ def faults_of(processes: Iterable[Between]) -> Iterator[str]:
         if process.now.fault:
             yield f"{process.now.place} does not answer: {process.now.fault}"
         for fault in FAULTS:
-            for series in fault.shown(process.now.page):
+            for series in fault.faulty_series(process.now.page):
                 new = process.grew(fault.series, **series.labels)
                 text = f"{fault.says}. {fault.do}".format(value=series.value, new=new, **series.labels)
                 yield f"{process.now.role} {process.now.place}: {text}"

@@ -17,7 +17,7 @@ from r3channel.integrations import guard, preflight
 from r3channel.integrations.slime import api_check, launch
 from r3channel.integrations.slime.arguments import add_arguments, refusals_of
 from r3channel.observe.check import Check, CheckContext
-from r3channel.tools.engine_arguments import allowed, parse, refused, sglang_fields
+from r3channel.tools.engine_arguments import allowed_words, parse, find_refused, sglang_fields
 from r3channel.trainer.adapters import megatron_refusals
 
 _OURS = ("--r3-", "--r3_", "--use-r3", "--use_r3")
@@ -84,6 +84,6 @@ def faults(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[str
     engine = {
         name.removeprefix(_OF_SGLANG): value for name, value in values.items() if name.startswith(_OF_SGLANG)
     }
-    for word, text in refused(engine, dict(fields.values())):
-        if word not in allowed(environment):
+    for word, text in find_refused(engine, dict(fields.values())):
+        if word not in allowed_words(environment):
             yield f"--sglang-{text.removeprefix('--')} [R3CHANNEL_ALLOW={word} overrides]"

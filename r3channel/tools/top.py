@@ -72,7 +72,7 @@ class _Watch:
 
     def look(self) -> list[Between]:
         urls = dict.fromkeys(url for target in self._targets for url in urls_of(target))
-        now = list(self._pool.map(lambda url: Look.at(url, timeout_s=TIMEOUT_S), urls))
+        now = list(self._pool.map(lambda url: Look.read(url, timeout_s=TIMEOUT_S), urls))
         processes = [Between(self._last.get(look.url, look), look) for look in now]
         self._last |= {look.url: look for look in now if not look.fault}
         return processes
@@ -124,17 +124,17 @@ _Cell = Callable[[Between], str]
 
 
 def _value(name: str) -> _Cell:
-    return lambda process: f"{process.now.sum(name):,.0f}" if process.now.found(name) else "-"
+    return lambda process: f"{process.now.sum(name):,.0f}" if process.now.find(name) else "-"
 
 
 def _rate(name: str, unit: float = 1, **labels: str) -> _Cell:
     return lambda process: f"{process.rate(name, **labels) / unit:,.1f}"
 
 
-def _of(part: str, whole: str) -> _Cell:
+def _share_cell(part: str, whole: str) -> _Cell:
     def cell(process: Between) -> str:
         mib = [process.now.sum(name) / 2**20 for name in (part, whole)]
-        return "{:,.1f} of {:,.0f}".format(*mib) if process.now.found(whole) else "-"
+        return "{:,.1f} of {:,.0f}".format(*mib) if process.now.find(whole) else "-"
 
     return cell
 
@@ -153,7 +153,7 @@ _COLUMNS: dict[str, tuple[tuple[str, _Cell], ...]] = {
         ("samples", _value("r3channel_samples_in_flight")),
         ("steps", _value("r3channel_steps_in_flight")),
         ("oldest s", _value("r3channel_oldest_in_flight_seconds")),
-        ("store MiB", _of("r3channel_store_bytes", "r3channel_store_limit_bytes")),
+        ("store MiB", _share_cell("r3channel_store_bytes", "r3channel_store_limit_bytes")),
         ("sent MiB/s", _rate(_BYTES, 2**20, leg="wire_sent")),
         ("engines", _value("r3channel_engines_greeted")),
     ),
@@ -167,7 +167,7 @@ _COLUMNS: dict[str, tuple[tuple[str, _Cell], ...]] = {
     "engine": (
         _VERSION,
         ("frames/s", _rate("r3channel_engine_frames_total")),
-        ("queue MiB", _of("r3channel_engine_queue_bytes", "r3channel_engine_queue_limit_bytes")),
+        ("queue MiB", _share_cell("r3channel_engine_queue_bytes", "r3channel_engine_queue_limit_bytes")),
     ),
 }  # fmt: skip
 """Role -> title of each column, and the function that makes its cells."""

@@ -78,17 +78,17 @@ class RouterTap:
     def _wrap(self, handle: RouterHandle) -> None:
         inner = handle.replay.get_replay_topk
 
-        def tapped(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        def tap(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
             scores, ids = inner(*args, **kwargs)
             self._handed[handle.layer] = ids
             return scores, ids
 
-        handle.replay.get_replay_topk = tapped
+        handle.replay.get_replay_topk = tap
         self._undo.callback(setattr, handle.replay, "get_replay_topk", inner)
-        hook = handle.module.register_forward_hook(lambda *call: self._after(handle, call[2]))
+        hook = handle.module.register_forward_hook(lambda *call: self._record_call(handle, call[2]))
         self._undo.callback(hook.remove)
 
-    def _after(self, handle: RouterHandle, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def _record_call(self, handle: RouterHandle, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         call, ids = self._driver.call_of(handle.layer), self._handed.pop(handle.layer, None)
         if ids is None:
             raise ReplayError(f"{name_of(handle)}, {call}: it never asked its RouterReplay for ids")

@@ -17,7 +17,7 @@ import torch
 
 from r3channel.plan.placement import Placement, places, spread_ids
 from r3channel.plan.stream import Stream, Stretches
-from r3channel.trainer.router_digests import uploaded
+from r3channel.trainer.router_digests import upload
 from r3channel.wire.digest import coefficients, item_bytes_of
 from r3channel.wire.mixing import OFFSET, multipliers
 from r3channel.wire.routing import Ids
@@ -47,7 +47,7 @@ class HostBuckets:
             nbytes: Bytes that a bucket must hold.
             transport: The transport over which rows come.
         """
-        self.held = _made(self.held, 1 if transport == "tcp" else 2, nbytes)
+        self.held = _grow(self.held, 1 if transport == "tcp" else 2, nbytes)
 
     def mark(self) -> None:
         """Let rows wait for the device work that this thread queued.
@@ -71,7 +71,7 @@ class HostBuckets:
         """
         return self.held[number % len(self.held)]
 
-    def arrived(self, number: int, nbytes: int, stream: Stream) -> Any:
+    def take_rows(self, number: int, nbytes: int, stream: Stream) -> Any:
         """Return the rows of a filled bucket.
 
         Args:
@@ -96,10 +96,10 @@ class DeviceBuckets(HostBuckets):
         """The copy from each pinned bucket, as an event."""
 
     def reserve(self, nbytes: int, *, transport: str) -> None:
-        self._there = _made(self._there, 2, nbytes, device=self._device)
+        self._there = _grow(self._there, 2, nbytes, device=self._device)
         host = transport == "tcp" or (transport == "gloo" and self._stream is not None)
         known = () if self.held is self._there else self.held
-        self.held = _made(known, 2, nbytes, pin_memory=self._stream is not None) if host else self._there
+        self.held = _grow(known, 2, nbytes, pin_memory=self._stream is not None) if host else self._there
 
     def mark(self) -> None:
         if self._stream is not None:
@@ -125,7 +125,7 @@ class DeviceBuckets(HostBuckets):
             self._copies[number % 2].synchronize()
         return self.held[number % 2]
 
-    def arrived(self, number: int, nbytes: int, stream: Stream) -> Any:
+    def take_rows(self, number: int, nbytes: int, stream: Stream) -> Any:
         here_N = self._there[number % 2][:nbytes]
         if self.held is not self._there:
             here_N.copy_(self.held[number % 2][:nbytes], non_blocking=True)
@@ -139,7 +139,7 @@ def _rows_in(bucket_N: torch.Tensor, stream: Stream) -> torch.Tensor:
     return bucket_N.view(_ITEMS[spec.id_dtype.itemsize]).view(-1, len(stream.columns), spec.top_k)
 
 
-def _made(held: tuple[torch.Tensor, ...], count: int, nbytes: int, **where: Any) -> tuple[torch.Tensor, ...]:
+def _grow(held: tuple[torch.Tensor, ...], count: int, nbytes: int, **where: Any) -> tuple[torch.Tensor, ...]:
     if len(held) >= count and len(held[0]) >= nbytes:
         return held
     return tuple(torch.empty(nbytes, dtype=torch.uint8, **where) for _ in range(count))
@@ -183,7 +183,7 @@ class DevicePlacement:
         self._factor_I = self._upload(multipliers(self._items))
         self._lanes = max(1, min(32, _SUMS // max(1, shard.tp_slots * len(stream.samples))))
         stretches = stream.stretches
-        self._table, self._total = self._tabled(stretches), int(stretches.rows.sum())
+        self._table, self._total = self._tabulate(stretches), int(stretches.rows.sum())
         ends = stretches.position + stretches.rows
         self._coefficient_P = self._upload(coefficients(0, int(ends.max(initial=0))))
         self._known, self._known_from = list[torch.Tensor](), self._total
@@ -194,7 +194,7 @@ class DevicePlacement:
         """Write the rows that do not travel."""
         pads, spec = self._stream.pads, self._stream.shard.spec
         ids_EK = spread_ids(spec, positions_T=np.arange(spec.num_experts))
-        pad_EI, table = uploaded(ids_EK, self._device).view(self._item), self._tabled(pads)
+        pad_EI, table = upload(ids_EK, self._device).view(self._item), self._tabulate(pads)
         total, layers = int(pads.rows.sum()), len(self._layers_L)
         most = max(1, _ROWS_AT_ONCE // max(layers, 1))
         for begin in range(0, total if layers else 0, most):
@@ -223,7 +223,9 @@ class DevicePlacement:
             digests: Of `new_digests`.
             begin: The number of the first row; attempts begin with 0, and rows come in order.
         """
-        line_T, layer_T, _, sample_T, coefficient_T, offset_T = self._at(begin, begin + len(source_TCK))
+        line_T, layer_T, _, sample_T, coefficient_T, offset_T = self._columns_at(
+            begin, begin + len(source_TCK)
+        )
         items_TCI = source_TCK.view(self._item)
         came = items_TCI if self._in_order else items_TCI.index_select(1, self._sources_L)
         self._write(line_T, layer_T, came)
@@ -244,9 +246,9 @@ class DevicePlacement:
         return (digests * self._factor_I).sum(-1).view(shape).sum(2).index_select(2, self._sources_L)
 
     def _upload(self, words: Ids) -> torch.Tensor:
-        return uploaded(np.array(words).view(np.int64), self._device)
+        return upload(np.array(words).view(np.int64), self._device)
 
-    def _tabled(self, stretches: Stretches) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tabulate(self, stretches: Stretches) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where each stretch ends, and a table of its columns.
 
         The table is [5, stretches]; a row's values add up from its stretch's column. The first four values are those of `_Rows`,
@@ -266,7 +268,7 @@ class DevicePlacement:
         line_T, sample_T = torch.addcmul(line_T, number_T, step_T), sample_T + number_T % self._lanes
         return _Rows(line_T, layer_T, position_T + number_T, sample_T)
 
-    def _at(self, begin: int, end: int) -> list[torch.Tensor]:
+    def _columns_at(self, begin: int, end: int) -> list[torch.Tensor]:
         first = begin - self._known_from
         if first < 0 or not self._known or end - self._known_from > len(self._known[0]):
             self._known_from, first = begin, 0

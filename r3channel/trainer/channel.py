@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import UsageError, close_after, expected
+from r3channel.errors import UsageError, close_after, expect
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import ROUTING_WAITS, StageClock
 from r3channel.plan.layout import TrainerLayout
@@ -87,7 +87,7 @@ class TrainerChannel:
             RouterUnsupported: The model's configuration ignores replay.
             ConfigError: The layout is not the framework's.
         """
-        config, layout = expected(config or ChannelConfig(), ChannelConfig), expected(layout, TrainerLayout)
+        config, layout = expect(config or ChannelConfig(), ChannelConfig), expect(layout, TrainerLayout)
         spec = adapter.spec_from_config(chunks)
         driver = ReplayDriver.attach(chunks, spec=spec, layout=layout, adapter=adapter)
         device = next(chunks[0].parameters()).device
@@ -99,7 +99,7 @@ class TrainerChannel:
         channel = cls(driver, receiver, config)
         try:
             receiver.join()
-            channel._spent()  # so that time before the first step is not counted as its waits
+            channel._take_spent()  # so that time before the first step is not counted as its waits
         except BaseException:
             channel.close()
             raise
@@ -116,8 +116,8 @@ class TrainerChannel:
         verified at the end of the block.
 
         The rows that routers are handed are compared with the engines' digests: on a CPU before a router uses them, on a GPU by
-        `step.verified()`, at the latest at the end of the block. In the first pipeline stage the ids that the model is given are
-        compared with the ticket's tokens, too: on a CPU at once, on a GPU in `step.verified()`.
+        `step.verify_rows()`, at the latest at the end of the block. In the first pipeline stage the ids that the model is given are
+        compared with the ticket's tokens, too: on a CPU at once, on a GPU in `step.verify_rows()`.
 
         Args:
             ticket: The step's ticket, or its bytes.
@@ -138,7 +138,7 @@ class TrainerChannel:
         if version is None and self.config.max_staleness >= 0:
             raise UsageError(f"max_staleness is {self.config.max_staleness}, but step() was given no version")
         shard = self.shard = self.receiver.receive(ticket, tokens=tokens, samples=samples)
-        spent, trace = self._spent(), self.receiver.clock.trace
+        spent, trace = self._take_spent(), self.receiver.clock.trace
         if trace is not None and (shard.tp, shard.shard.pp, shard.shard.cp) == (0, 0, 0):
             for name in shard.sample_ids:
                 trace.sample(name)
@@ -254,7 +254,7 @@ class TrainerChannel:
                 figures["logprob_k3"] = self.report.logprobs.k3 / tokens
         return figures
 
-    def _spent(self) -> dict[str, float]:
+    def _take_spent(self) -> dict[str, float]:
         """Return seconds by stage, and bytes received, since the last call.
 
         The bytes are those from the relay. Between two steps only one step's rows come.

@@ -67,11 +67,11 @@ class KeptLogprobs:
         return True
 
     def _columns(self) -> dict[str, Ids]:
-        parts = [self._placed(index, kept) for index, kept in sorted(self._kept.items())]
+        parts = [self._columns_of(index, kept) for index, kept in sorted(self._kept.items())]
         shared = [name for name in parts[0] if all(name in part for part in parts)]
         return {name: np.concatenate([part[name] for part in parts]) for name in shared}
 
-    def _placed(self, microbatch: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Ids]:
+    def _columns_of(self, microbatch: int, kept: Mapping[str, torch.Tensor]) -> dict[str, Ids]:
         sample, position = self._shard.token_map(microbatch)
         batch = self._shard.microbatches[microbatch]
         last = np.asarray([tokens - 1 for tokens in batch.tokens] + [0])  # the last output predicts no token

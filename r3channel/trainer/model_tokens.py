@@ -110,7 +110,7 @@ class ModelTokens:
     def check(self, microbatch: int, ids: torch.Tensor) -> None:
         """Check the ids of one forward pass.
 
-        On a CPU the ids are checked at once, on a GPU in `verified`.
+        On a CPU the ids are checked at once, on a GPU in `verify`.
 
         Args:
             microbatch: The index of the micro-batch.
@@ -125,7 +125,7 @@ class ModelTokens:
         elif self._can_check:
             self._noted.append((microbatch, ids.clone()))
 
-    def verified(self) -> None:
+    def verify(self) -> None:
         """Read once what a GPU was given, and check it.
 
         Raises:

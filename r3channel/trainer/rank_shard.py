@@ -11,8 +11,8 @@ import torch
 from r3channel.errors import RowsInvalid, UsageError
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
-from r3channel.plan.token_tensors import brought, read_slot, slot_bytes
-from r3channel.trainer.router_digests import RouterDigestCheck, uploaded
+from r3channel.plan.token_tensors import received_tensors, read_slot, slot_bytes
+from r3channel.trainer.router_digests import RouterDigestCheck, upload
 from r3channel.trainer.staleness import UNKNOWN, Staleness
 from r3channel.wire.routing import Ids
 
@@ -48,7 +48,7 @@ class RankShard:
         self.ticket, self.shard, self.data_N, self.tp = ticket, shard, data_N, tp
         self._views = list(self._cut())
         self.digests = RouterDigestCheck(ticket, shard, self._views, tp=tp, digests_SL=digests_SL)
-        self.check_digest, self.verified = self.digests.check, self.digests.verified
+        self.check_digest, self.verify = self.digests.check, self.digests.verify
         """The calls of `trainer.router.StepRouting`. They check nothing where the shard came without digests."""
         self._check_policy(invalid_rows)
         self.staleness: Staleness | None = None
@@ -57,7 +57,7 @@ class RankShard:
         self._masks = dict[tuple[str, int], Any]()
         self._tensors = {
             tensor: list(read_slot(shard, tensor, np.asarray(tensors[tensor.name])))
-            for tensor in brought(ticket, shard)
+            for tensor in received_tensors(ticket, shard)
             if tensors is not None
         }
 
@@ -78,7 +78,7 @@ class RankShard:
         """
         slot, came = tp if shard.tp_slots > 1 else 0, options.get("tensors")
         if came is not None:
-            own = brought(ticket, shard)
+            own = received_tensors(ticket, shard)
             options["tensors"] = {one.name: slot_bytes(shard, one, came[one.name])[slot] for one in own}
         parts = [parts[slot] for parts in slot_parts(shard, data_N)]
         return cls(ticket, shard, torch.cat(parts) if parts else data_N[:0], tp=tp, **options)
@@ -215,7 +215,7 @@ class RankShard:
             values = tuple(_spread(value, there, shape) for value in values)
         else:
             values = offsets, *values
-        return tuple(uploaded(value, self.data_N.device) for value in values)
+        return tuple(upload(value, self.data_N.device) for value in values)
 
     def lags(self, microbatch: int) -> torch.Tensor:
         """Return the weight updates between each token's row and the trainer.
@@ -301,7 +301,7 @@ class RankShard:
             live_R = invalid_R | padding_R if self.ticket.layout.pad_policy == "live" else invalid_R
             found_R = {"padding": padding_R, "counted": ~(padding_R | invalid_R), "live": live_R}[kind]
             none = kind == "live" and not live_R.any()
-            self._masks[kind, microbatch] = None if none else uploaded(found_R, self.data_N.device)
+            self._masks[kind, microbatch] = None if none else upload(found_R, self.data_N.device)
         return self._masks[kind, microbatch]
 
     def _invalid(self, microbatch: int, sample: Ids, position: Ids) -> Ids:

@@ -25,7 +25,7 @@ from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.placement import warm
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
-from r3channel.plan.token_tensors import brought, slot_bytes
+from r3channel.plan.token_tensors import received_tensors, slot_bytes
 from r3channel.trainer.buckets import buckets_for
 from r3channel.trainer.model_tokens import Batches, check_batches
 from r3channel.trainer.rank_shard import RankShard, slot_parts
@@ -75,11 +75,11 @@ class Receiver:
             self.clock.mark(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
         self._own_page = metrics is None
 
-        def here(interface: str) -> str:
+        def find_address(interface: str) -> str:
             relay = control.hello(dp=coords.dp, pp=coords.pp, cp=coords.cp)
             return local_address(interface, towards=relay["host"])
 
-        page: dict[str, Any] = {"offset": 1 + layout.rank(coords), "address": here}
+        page: dict[str, Any] = {"offset": 1 + layout.rank(coords), "address": find_address}
         self.metrics = metrics or Metrics.of("trainer", self._config, clock=self.clock, **page)
         self.metrics.measure("r3channel_steps_total")
         self.metrics.measure("r3channel_bytes_total", leg="landed")
@@ -146,7 +146,7 @@ class Receiver:
         """
         where, tp0 = f"step {ticket.step}, {self._coords}", self._coords.tp == 0
         with ExitStack() as slot:
-            with self._together(where, step=ticket.step):
+            with self._raise_together(where, step=ticket.step):
                 shard = self._check(ticket, tokens, samples)
                 self._begin(ticket, shard)
                 slot.enter_context(PROCESS_SLOT.use("routing", where, timeout_s=self._config.step_timeout_s))
@@ -156,7 +156,7 @@ class Receiver:
                 digests_N = self._own(tables, 8 * _samples(shard) * len(shard.layers), cut=shard.tp_slots > 1)
                 beside = {
                     tensor: slot_bytes(shard, tensor, landed.tensors[tensor.name]) if landed else None
-                    for tensor in brought(ticket, shard)
+                    for tensor in received_tensors(ticket, shard)
                 }
             with self.clock.span("rebroadcast", step=ticket.step):
                 self._hand_on(shard, landed, part_N)
@@ -218,7 +218,7 @@ class Receiver:
     def _receive_ahead(
         self, ticket: Ticket, shard: Shard, whole_N: torch.Tensor, *, after: Future[ShardBuffer] | None
     ) -> ShardBuffer:
-        self.clock.ahead()
+        self.clock.mark_ahead()
         if after is not None:
             # The earlier receive uses connection and memory until the relay refuses its ticket.
             wait([after], 2 * self._config.step_timeout_s)
@@ -293,7 +293,7 @@ class Receiver:
     # -- over the TP group -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _together(self, what: str, *, step: int) -> Iterator[None]:
+    def _raise_together(self, what: str, *, step: int) -> Iterator[None]:
         """Run the block on every TP rank; all raise if one does."""
         failure = None
         try:
@@ -351,7 +351,7 @@ class Receiver:
         size = torch.tensor([len(parts[0]) if parts else 0], device=self._device)
         self._fanout.rebroadcast(size.view(torch.uint8))
         cut, slots = tensor.by_layer and self._layout.tp_slots > 1, None
-        with self._together(f"step {ticket.step}, {self._coords}: {tensor.name}", step=ticket.step):
+        with self._raise_together(f"step {ticket.step}, {self._coords}: {tensor.name}", step=ticket.step):
             if parts:
                 slots = [torch.from_numpy(part).to(self._device) for part in (parts if cut else parts[:1])]
             own_N = self._own(slots, int(size), cut=cut)

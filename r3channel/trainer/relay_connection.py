@@ -19,7 +19,7 @@ from r3channel.errors import BackgroundFailed, BucketCorrupt, DeadlineExceeded, 
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.layout import RankCoords
-from r3channel.plan.token_tensors import brought, length_bytes, tensor_bytes
+from r3channel.plan.token_tensors import received_tensors, length_bytes, tensor_bytes
 from r3channel.trainer.buckets import HostBuckets
 from r3channel.trainer.shard_buffer import ShardBuffer
 from r3channel.transport.base import RELAY_RANK, Pending, Rendezvous, Transport
@@ -168,7 +168,7 @@ class RelayConnection:
 
     def _attempt(self, landed: ShardBuffer, *, group: bool, deadline_s: float) -> None:
         join_by_s = min(time.monotonic() + self._config.join_timeout_s, deadline_s)
-        self._connect(timeout_s=_left(join_by_s))
+        self._connect(timeout_s=_seconds_left(join_by_s))
         step, clock, seal = landed.ticket.step, self._clock, wire.seal_of(landed.ticket.identity)
         if group and self._group is None:
             with clock.span("wait_join", step=step):
@@ -188,7 +188,7 @@ class RelayConnection:
         self._recv(memoryview(table), deadline_s)
         if xxh3_64_intdigest(table) != announced["hash"]:
             raise BucketCorrupt("the digests came damaged from the relay")
-        tensors = brought(landed.ticket, landed.shard)
+        tensors = received_tensors(landed.ticket, landed.shard)
         for tensor, told in zip(tensors, announced.get("tensors", ()), strict=True):
             landed.tensor(tensor, self._receive_tensor(tensor, told, landed, deadline_s))
         with clock.span("verify", step=step):
@@ -247,7 +247,7 @@ class RelayConnection:
                 else:
                     self._recv(buckets.free(number)[:nbytes].numpy().data, deadline_s)
             with self._clock.span("place", step=step):
-                landed.rows(buckets.arrived(number, nbytes, stream), begin=begin)
+                landed.rows(buckets.take_rows(number, nbytes, stream), begin=begin)
         self._metrics.inc("r3channel_buckets_total", len(spans))
         self._metrics.inc("r3channel_bytes_total", stream.nbytes, leg="wire_received")
 
@@ -272,7 +272,7 @@ class RelayConnection:
         """
         for pause_s in _pauses():
             try:
-                self._connect(timeout_s=min(self._config.join_timeout_s, _left(deadline_s)))
+                self._connect(timeout_s=min(self._config.join_timeout_s, _seconds_left(deadline_s)))
                 self._say(wire.DONE, **wire.seal_of(landed.ticket.identity))
                 self._hear(wire.THANKS, deadline_s)
                 return
@@ -316,7 +316,7 @@ class RelayConnection:
         self._say(wire.GROUP, gpu=gpu_of() if TRANSPORTS[self._config.transport].needs_gpu else "")
         values = self._hear(wire.GROUP, deadline_s, names=_PLACE)
         rendezvous = Rendezvous(**{name: values[name] for name in _PLACE})
-        self._group = join(rendezvous, timeout_s=_left(deadline_s))
+        self._group = join(rendezvous, timeout_s=_seconds_left(deadline_s))
 
     def _recv(self, out_N: memoryview, deadline_s: float) -> None:
         self._open().recv_into(out_N, timeout_s=self._limit(deadline_s))
@@ -335,7 +335,7 @@ class RelayConnection:
             self._group = None
 
     def _limit(self, deadline_s: float) -> float:
-        return min(self._config.send_timeout_s, _left(deadline_s))
+        return min(self._config.send_timeout_s, _seconds_left(deadline_s))
 
 
 def _pauses() -> Iterator[float]:
@@ -345,7 +345,7 @@ def _pauses() -> Iterator[float]:
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _left(deadline_s: float) -> float:
+def _seconds_left(deadline_s: float) -> float:
     """Return the seconds until the deadline; raise `DeadlineExceeded` if none."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:

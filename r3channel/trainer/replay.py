@@ -124,7 +124,7 @@ class ReplayDriver:
             self._step = None
 
     @contextmanager
-    def off(self, *, microbatch: int = -1) -> Iterator[None]:
+    def disable(self, *, microbatch: int = -1) -> Iterator[None]:
         """Let the routers choose for themselves inside the block.
 
         Args:
@@ -153,7 +153,7 @@ class ReplayDriver:
     def _replaying(self, handle: RouterHandle) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         inner = handle.replay.get_replay_topk
 
-        def replayed(
+        def replay_topk(
             scores: torch.Tensor, topk: int, num_groups: Any = None, group_topk: Any = None,
             default_compute_topk: Any = None,
         ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -168,10 +168,10 @@ class ReplayDriver:
             self._calls[handle.layer], ids_RK = self._step.router_ids(handle, len(scores), live_topk)
             return scores.gather(1, ids_RK), ids_RK
 
-        return replayed
+        return replay_topk
 
     def _before_model(self, input_ids: Callable[..., Any]) -> Callable[..., None]:
-        def before(_module: Any, arguments: tuple[Any, ...], words: dict[str, Any]) -> None:
+        def check_input(_module: Any, arguments: tuple[Any, ...], words: dict[str, Any]) -> None:
             step = self._step
             if step is None or step.tokens is None or step.active is None or self._off is not None:
                 return
@@ -180,14 +180,14 @@ class ReplayDriver:
             else:
                 say_once("it is given embeddings")
 
-        return before
+        return check_input
 
     def _after_chunk(self, chunk: int) -> Callable[..., None]:
-        def after(_module: Any, _inputs: Any, output: Any) -> None:
+        def watch_output(_module: Any, _inputs: Any, output: Any) -> None:
             if self._step is not None:
                 self._step.watch_backward(chunk, output)
 
-        return after
+        return watch_output
 
 
 def _put_before(handle: RouterHandle, call: Callable[..., Any]) -> Callable[[], object]:

@@ -69,16 +69,16 @@ class StepRouting(Protocol):
             The ids as `dtype`, contiguous [rows, K].
 
         Raises:
-            DigestMismatch: The engine hashed other ids. On a GPU the error comes at the latest in `verified`.
+            DigestMismatch: The engine hashed other ids. On a GPU the error comes at the latest in `verify`.
         """
         ...
 
-    def verified(self) -> None:
+    def verify(self) -> None:
         """Raise `DigestMismatch` unless all that was handed out is what engines hashed."""
         ...
 
 
-def _uncounted() -> None:
+def _count_nothing() -> None:
     return None
 
 
@@ -98,7 +98,7 @@ class RouterHandle:
     num_experts: int
     recomputed: bool = False
     """Whether this router runs again in the backward pass."""
-    counts: Callable[[], torch.Tensor | None] = _uncounted
+    counts: Callable[[], torch.Tensor | None] = _count_nothing
     """Gives [experts], to which the router adds a call's tokens where gradients are on (expert bias). None: the router does not
     count."""
 

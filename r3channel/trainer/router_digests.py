@@ -17,7 +17,7 @@ from r3channel.wire.digest import HostRuns, TorchRuns, column_digests, column_di
 from r3channel.wire.routing import Ids
 
 
-def uploaded(values: Ids, device: torch.device) -> torch.Tensor:
+def upload(values: Ids, device: torch.device) -> torch.Tensor:
     """Return an array on the routers' device.
 
     The copy to a GPU goes through pinned memory: with pageable memory CUDA waits until the copy's turn has come.
@@ -118,7 +118,7 @@ class RouterDigestCheck:
         found_LS = column_digests_torch(rows_LRK, self._torch_runs_of(microbatch, rows_LRK))
         self._noted.append((microbatch, first, found_LS != expected_LS))
 
-    def verified(self) -> None:
+    def verify(self) -> None:
         """Read once what the GPU noted.
 
         Raises:
@@ -172,8 +172,12 @@ class RouterDigestCheck:
 
     def _torch_runs_of(self, microbatch: int, rows: torch.Tensor) -> TorchRuns:
         if microbatch not in self._on_device:
-            own, spec, upload = self._own(microbatch), self._shard.spec, partial(uploaded, device=rows.device)
+            own, spec, to_device = (
+                self._own(microbatch),
+                self._shard.spec,
+                partial(upload, device=rows.device),
+            )
             sizes = {"rows": rows.shape[-2], "samples": own.stop - own.start}
-            made = TorchRuns.of(self._runs_of(microbatch), **sizes, spec=spec, tensor=upload)
+            made = TorchRuns.of(self._runs_of(microbatch), **sizes, spec=spec, tensor=to_device)
             self._on_device[microbatch] = made
         return self._on_device[microbatch]

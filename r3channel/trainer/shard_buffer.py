@@ -16,7 +16,7 @@ from r3channel.plan.placement import Placement
 from r3channel.plan.shards import Shard
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket
-from r3channel.trainer.router_digests import uploaded
+from r3channel.trainer.router_digests import upload
 from r3channel.wire.digest import fold
 from r3channel.wire.routing import Ids
 from r3channel.wire.token_tensors import TokenTensor
@@ -90,7 +90,7 @@ class ShardBuffer:
         )
         columns = [stream.columns.index(source) for source in self.shard.sources]
         table_CSL = torch.as_tensor(self._placement.table(self._sums))
-        announced_SL = uploaded(np.ascontiguousarray(part_SC[:, columns]).view(np.int64), table_CSL.device)
+        announced_SL = upload(np.ascontiguousarray(part_SC[:, columns]).view(np.int64), table_CSL.device)
         differs_S = (table_CSL.sum(0) != announced_SL).any(-1)
         # one byte is read from a device, and more only where something is wrong
         wrong_S = differs_S.cpu().numpy() if bool(differs_S.any()) else np.zeros(len(part_SC), bool)

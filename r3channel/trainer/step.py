@@ -105,7 +105,7 @@ class ReplayStep:
         try:
             yield
             self._check(
-                {(call.pass_name, handle.layer, index) for handle in self._of(number)}, self._expected
+                {(call.pass_name, handle.layer, index) for handle in self._routers_of(number)}, self._expected
             )
         finally:
             self.active = None
@@ -131,7 +131,7 @@ class ReplayStep:
         if self.logprobs is not None:
             self.logprobs.add(microbatch, mask, engine=engine, trainer=ours, natural=natural)
 
-    def verified(self) -> None:
+    def verify_rows(self) -> None:
         """Check every row handed out so far against the engines' digests.
 
         On a CPU the rows are checked before a router uses them. On a GPU this call is the step's one synchronisation with the
@@ -141,19 +141,19 @@ class ReplayStep:
             DigestMismatch: Rows are not those that the engines hashed. Names samples and rank.
             TicketMismatch: The model was given other tokens.
         """
-        self._routing.verified()
+        self._routing.verify()
         if self.tokens is not None:
-            self.tokens.verified()
+            self.tokens.verify()
 
     def verify(self) -> None:
         """Check that each pass consumed every micro-batch exactly once.
 
-        Only passes that were run are checked. `verified` is called first.
+        Only passes that were run are checked. `verify_rows` is called first.
 
         Raises:
             ReplayError: A pass consumed a micro-batch never or more than once, or no micro-batch was run.
         """
-        self.verified()
+        self.verify_rows()
         if not self._passes:
             raise ReplayError(f"step {self.number}: left without running any micro-batch", step=self.number)
         indices = range(self._routing.num_microbatches)
@@ -209,12 +209,12 @@ class ReplayStep:
             raise UsageError(f"chunk {chunk} of a model with {len(self._chunks)}")
         return chunk or 0
 
-    def _of(self, chunk: int) -> list[RouterHandle]:
+    def _routers_of(self, chunk: int) -> list[RouterHandle]:
         return [handle for handle in self._handles if handle.chunk == chunk]
 
     def _expect(self, call: RouterCall, chunk: int) -> None:
         self._passes.add(call.pass_name)
-        for handle in self._of(chunk):
+        for handle in self._routers_of(chunk):
             self._expected[call.pass_name, handle.layer, call.microbatch] += 1
             if call.pass_name == "forward" and _is_recomputed(handle):
                 self._expected["recompute", handle.layer, call.microbatch] += 1
@@ -234,7 +234,11 @@ class ReplayStep:
             UsageError: The output holds no tensor with gradients, so the start of its backward pass would go unnoticed.
         """
         call = self.active
-        if call is None or call.pass_name != "forward" or not any(map(_is_recomputed, self._of(chunk))):
+        if (
+            call is None
+            or call.pass_name != "forward"
+            or not any(map(_is_recomputed, self._routers_of(chunk)))
+        ):
             return
         tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
         if not tensors:

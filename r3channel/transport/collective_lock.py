@@ -47,13 +47,13 @@ class Slot:
         """
         mine = _Use(kind, what)
         with self._changed:
-            for use in self._others(kind):
+            for use in self._other_uses(kind):
                 if use.thread == mine.thread:
                     raise UsageError(f"{what} inside {use.what}: one would wait for the other for ever")
-            if not self._changed.wait_for(lambda: not self._others(kind), timeout=timeout_s):
+            if not self._changed.wait_for(lambda: not self._other_uses(kind), timeout=timeout_s):
                 now = time.monotonic()
                 others = ", ".join(
-                    f"{use.what} (for {now - use.since_s:.1f} s)" for use in self._others(kind)
+                    f"{use.what} (for {now - use.since_s:.1f} s)" for use in self._other_uses(kind)
                 )
                 raise DeadlineExceeded(
                     f"{what} waited {timeout_s:.1f} s for {others}. Does it wait for this one?"
@@ -66,7 +66,7 @@ class Slot:
                 self._uses.remove(mine)
                 self._changed.notify_all()
 
-    def _others(self, kind: str) -> list[_Use]:
+    def _other_uses(self, kind: str) -> list[_Use]:
         return [use for use in self._uses if use.kind != kind]
 
 

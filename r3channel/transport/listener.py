@@ -96,7 +96,7 @@ class Listener:
         self._strangers: dict[Connection, None] = {}
         """Links that have proved nothing yet, the oldest first."""
         self._closed = threading.Event()
-        self._socket = bound(interface, backlog=2 * MOST_STRANGERS)
+        self._socket = bind(interface, backlog=2 * MOST_STRANGERS)
         self.host, self.port = self._socket.getsockname()[:2]
         self._where = f"{self.host}:{self.port}"
         self._thread = threading.Thread(target=self._listen, name="r3channel-listener", daemon=True)
@@ -227,7 +227,7 @@ def _check_token(token: bytes) -> None:
         raise ConfigError(f"a token of {len(token)} bytes, expected {TOKEN_BYTES} random ones")
 
 
-def bound(interface: str, *, backlog: int | None = None) -> socket.socket:
+def bind(interface: str, *, backlog: int | None = None) -> socket.socket:
     """Open a listening socket on one interface.
 
     Raises:

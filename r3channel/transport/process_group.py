@@ -27,7 +27,7 @@ from torch.cuda import nccl
 
 from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.transport.base import Pending, Rendezvous, Transport
-from r3channel.transport.listener import bound
+from r3channel.transport.listener import bind
 from r3channel.transport.network import route_to
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class RendezvousStore:
     """
 
     def __init__(self, interface: str) -> None:
-        listener = bound(interface)
+        listener = bind(interface)
         self.host, self.port = interface, listener.getsockname()[1]
         self._store: TCPStore | None = TCPStore(
             interface, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -190,7 +190,7 @@ class ProcessGroupTransport(Transport):
             self._warm(deadline_s)
             return
         connecting = in_background(lambda: self._connect_nccl(deadline_s), name="nccl-connect")
-        if not wait([connecting], timeout=_left(deadline_s)).done:
+        if not wait([connecting], timeout=_seconds_left(deadline_s)).done:
             raise RuntimeError("timed out while NCCL connects: is a peer gone, or on this device too?")
         connecting.result()
 
@@ -207,7 +207,7 @@ class ProcessGroupTransport(Transport):
         byte_N = torch.zeros(1, dtype=torch.uint8, device=self.device)
         for peer in range(self.world_size) if self._members == "pair" else ():
             for sends in (self.rank < peer, self.rank > peer) if peer != self.rank else ():
-                (self.send if sends else self.recv)(peer, byte_N, timeout_s=_left(deadline_s))
+                (self.send if sends else self.recv)(peer, byte_N, timeout_s=_seconds_left(deadline_s))
 
     def start_send(self, dst: int, data_N: torch.Tensor) -> Pending:
         what = f"send {len(data_N)} bytes to rank {dst}"
@@ -248,7 +248,7 @@ class ProcessGroupTransport(Transport):
             work = start(group)
         except (RuntimeError, dist.DistError) as error:
             self.abort()
-            raise self._failed(TransportError, what, str(error)) from error
+            raise self._failure(TransportError, what, str(error)) from error
         operation = _Operation(self, what, work)
         self._started.append(operation)
         return operation
@@ -270,12 +270,12 @@ class ProcessGroupTransport(Transport):
             self.abort()  # after a timeout a gloo pair is dead for ever, on both sides
             kind = DeadlineExceeded if waited >= 0.9 * timeout_s else TransportError
             limits = f"within {timeout_s:.1f} s (waited {waited:.1f} s): {str(error).splitlines()[0]}"
-            raise self._failed(kind, operation.what, limits) from error
+            raise self._failure(kind, operation.what, limits) from error
         operation.work = None
         with suppress(ValueError):  # `abort` on another thread may have dropped it just now
             self._started.remove(operation)
 
-    def _failed(self, kind: type[TransportError], what: str, why: str) -> TransportError:
+    def _failure(self, kind: type[TransportError], what: str, why: str) -> TransportError:
         return kind(
             f"{self._name} connection {self._connection}: rank {self.rank} could not {what} {why}; the group is abandoned"
         )
@@ -394,7 +394,7 @@ def device_of(backend: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
-def _left(deadline_s: float) -> float:
+def _seconds_left(deadline_s: float) -> float:
     return max(0.001, deadline_s - time.monotonic())
 
 

@@ -98,7 +98,7 @@ class Broadcast(Update):
         The links tell what the model's own loader makes of the names. While they stand, our half refuses weights from other
         sessions.
         """
-        if handle.unheld or (handle.staged(()) and handle.names == self._names):
+        if handle.unheld or (handle.is_linked_for(()) and handle.names == self._names):
             return
         order = self._planner.order(handle.url, op="hold") | {"tensors": [meta.row() for meta in self._metas]}
         handle.unheld = not handle.hold(order, left_s)
@@ -154,11 +154,11 @@ class Broadcast(Update):
         try:
             self._happen(Kind.BUCKET)
             self._feed(self._push)
-            self._until(len(self._buckets))
+            self._wait_loaded(len(self._buckets))
         except BaseException as error:
             self._ranks.fail(error, update=self.now.number)  # rank 0 stops giving orders
             raise
-        self._landed()
+        self._wait_bucket()
 
     def _push(self, tensors: Sequence[torch.Tensor]) -> None:
         """Pack the next bucket, and say that it is ready.
@@ -167,12 +167,12 @@ class Broadcast(Update):
         """
         self._ranks.check()
         number, self._packed = self._packed, self._packed + 1
-        self._until(number - 1)
+        self._wait_loaded(number - 1)
         packer = self._source.packer
         self._payloads[number % 2] = packer.pack(number, self._buckets[number], tensors, self._run)
         self._say(["ready", number], to=0)
 
-    def _until(self, loaded: int) -> None:
+    def _wait_loaded(self, loaded: int) -> None:
         with self._run.stage("wait_send"):
             while self._loaded < loaded:
                 self._next("loaded")
@@ -270,10 +270,10 @@ class Broadcast(Update):
                 handle.leave_groups(REPAIR_S)
             # SGLang refuses a name that it has seen
             names = {rank: f"{self._planner.session}-{secrets.token_hex(4)}" for rank in self._groups}
-            if all(self._joined(rank, name) for rank, name in names.items()):
+            if all(self._join_source(rank, name) for rank, name in names.items()):
                 self._source.formed, self._groups = (lives, names), names
 
-    def _joined(self, rank: int, name: str) -> bool:
+    def _join_source(self, rank: int, name: str) -> bool:
         ends = list(accumulate((handle.size for handle in self._left), initial=1))
         first = dict(zip((handle.url for handle in self._left), ends, strict=False))
         self._say(["join", name, ends[-1]], to=rank)
@@ -286,7 +286,7 @@ class Broadcast(Update):
         def stand_in(handle: EngineHandle) -> None:  # SGLang waits half an hour for a member, or a store
             self._say(["stand_in", first[handle.url], handle.size], to=rank)
 
-        return self._together(join, stand_in, f"join of weight group {name}")
+        return self._order_all(join, stand_in, f"join of weight group {name}")
 
     def _load_all(self) -> None:
         self._join_all()  # again, where an engine was lost meanwhile
@@ -307,13 +307,13 @@ class Broadcast(Update):
             self._say(["leave"], to=rank)
             background(partial(handle.leave_groups, REPAIR_S))
 
-        done = self._together(lambda handle: handle.update_tensors(bucket.tensors, **how), leave, what)
+        done = self._order_all(lambda handle: handle.update_tensors(bucket.tensors, **how), leave, what)
         _, (why,) = self._next("sent")
         if done and why:
             raise WeightsError(f"{what}: {why}")
         return done
 
-    def _together(self, call: Order, release: Order, what: str) -> bool:
+    def _order_all(self, call: Order, release: Order, what: str) -> bool:
         """Give all engines an order at once; return whether all did it.
 
         False: some engines are lost, and others are left to go on with. Otherwise an engine's error is raised. `release` is

@@ -125,9 +125,7 @@ def hf_weights(
             if everywhere:
                 dist.broadcast(weight.detach(), dist.get_global_rank(mpu.pp_group, stage), group=mpu.pp_group)
             gives = source if experts is None or _EXPERT not in meta.name else experts
-            for name, tensor in _converted(
-                bridge, meta.name, weight.detach(), dim, apart=experts is not None
-            ):
+            for name, tensor in _convert(bridge, meta.name, weight.detach(), dim, apart=experts is not None):
                 if name not in yielded and gives is not False:  # the last stage has tied embeddings too
                     yielded.add(name)
                     yield name, tensor.to(_sent_dtype(meta.name, tensor.dtype, dtype))
@@ -175,14 +173,14 @@ def gathered_bytes(raw: bytes, *, group: Any, device: torch.device) -> list[byte
     Raises:
         RuntimeError: a rank is gone (torch's own error).
     """
-    lengths = _gathered(torch.tensor([len(raw)], device=device), group=group)
+    lengths = _gather(torch.tensor([len(raw)], device=device), group=group)
     longest = max(1, *(int(length) for length in lengths))
     mine = torch.frombuffer(bytearray(raw.ljust(longest)), dtype=torch.uint8).to(device)
-    rows = _gathered(mine, group=group)
+    rows = _gather(mine, group=group)
     return [row.cpu().numpy()[: int(n)].tobytes() for row, n in zip(rows, lengths, strict=True)]
 
 
-def _converted(
+def _convert(
     bridge: Any, name: str, weight: torch.Tensor, dim: int, *, apart: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the whole checkpoint tensors of a parameter.
@@ -194,12 +192,12 @@ def _converted(
     if _EXPERT in name:
         group, size = mpu.etp_group, mpu.etp_size
         if mpu.ep_size > 1:  # the same local expert of every EP rank, under its global number
-            held = {mpu.ep_rank: weight} if apart else dict(enumerate(_gathered(weight, group=mpu.ep_group)))
+            held = {mpu.ep_rank: weight} if apart else dict(enumerate(_gather(weight, group=mpu.ep_group)))
             parts = [(_global_expert(bridge, name, rank), part) for rank, part in held.items()]
     for named, whole in parts:
         if size > 1 and dim >= 0:
-            whole = _merged(bridge, name, _gathered(whole, group=group), dim)
-        yield from _named(bridge, named, whole)
+            whole = _merge(bridge, name, _gather(whole, group=group), dim)
+        yield from _hf_names(bridge, named, whole)
 
 
 def _global_expert(bridge: Any, name: str, ep_rank: int) -> str:
@@ -208,7 +206,7 @@ def _global_expert(bridge: Any, name: str, ep_rank: int) -> str:
     return f"{prefix}.weight{ep_rank * per_rank + int(number)}"
 
 
-def _merged(bridge: Any, name: str, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+def _merge(bridge: Any, name: str, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
     """Merge all ranks' parts into one.
 
     mbridge reads from a parameter's attributes how it is split, so an empty tensor carries them.
@@ -218,14 +216,14 @@ def _merged(bridge: Any, name: str, parts: list[torch.Tensor], dim: int) -> torc
     return bridge._weight_merge_across_tp(name, parts, marked)
 
 
-def _gathered(weight: torch.Tensor, *, group: Any) -> list[torch.Tensor]:
+def _gather(weight: torch.Tensor, *, group: Any) -> list[torch.Tensor]:
     mine = weight.contiguous()
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine, group=group)
     return parts
 
 
-def _named(bridge: Any, name: str, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _hf_names(bridge: Any, name: str, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     return zip(*bridge._weight_to_hf_format(name, whole), strict=True)
 
 
@@ -306,7 +304,7 @@ def hf_shards(
     mpu, named = bridge.mpu, _local(bridge, chunks)
     whole = ((_global_expert(bridge, n, mpu.ep_rank) if _EXPERT in n else n, weight) for n, weight in named)
     parts = parts_of(whole, dense=(mpu.tp_rank, mpu.tp_size), expert=(mpu.etp_rank, mpu.etp_size))
-    return shards_of(parts, partial(_merged, bridge), partial(_named, bridge), dtype=dtype, owner=bridge)
+    return shards_of(parts, partial(_merge, bridge), partial(_hf_names, bridge), dtype=dtype, owner=bridge)
 
 
 _learned = WeakKeyDictionary[Any, dict[Any, Any]]()
@@ -395,7 +393,7 @@ class _Moving(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, returns = func.overloadpacket.__name__, func._schema.returns
         if name == "cat":
-            return _joined(*args)
+            return _join(*args)
         if name == "clone":
             axes = range(args[0].dim())
             return _thin(args[0], axes).clone(memory_format=torch.contiguous_format).expand(args[0].shape)
@@ -406,7 +404,7 @@ class _Moving(TorchDispatchMode):
         raise ConfigError(f"{self._name} is computed ({func}), not moved; give whole tensors (hf_weights)")
 
 
-def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+def _join(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     first, *others = tensors
     shape, dim = list(first.shape), dim % first.dim()
     shape[dim] = sum(tensor.shape[dim] for tensor in tensors)

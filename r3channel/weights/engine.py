@@ -26,7 +26,7 @@ from r3channel.transport.process_group import nccl_version, torch_version
 from r3channel.weights import rank_link
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import CONTROL_S, GRACE_S, REPAIR_S, background
-from r3channel.weights.refusals import ANY_WAY, OLD, STAGED, refused
+from r3channel.weights.refusals import ANY_WAY, OLD, STAGED, find_refusal
 from r3channel.weights.transaction import Engine, EngineState
 from r3channel.wire.hello import Hello, probe_body
 
@@ -128,11 +128,11 @@ class EngineHandle:
         """
         self.unlink()
         info = self._call("/server_info", timeout_s=timeout_s)
-        if why := refused(info, ANY_WAY):
+        if why := find_refusal(info, ANY_WAY):
             raise errors.ConfigError(f"engine {self.url} was started with {why}")
-        self.unstaged, self.takes_orders = refused(info, STAGED), not refused(info, (OLD,))
+        self.unstaged, self.takes_orders = find_refusal(info, STAGED), not find_refusal(info, (OLD,))
         if type(size := info.get("tp_size") or 1) is not int:
-            raise self._refusal("/server_info", f"has tp_size {_shown(size)}")
+            raise self._refusal("/server_info", f"has tp_size {_shorten(size)}")
         self.size = size
         self.boot_id, self.begun = _boot_id(info), False
 
@@ -191,9 +191,9 @@ class EngineHandle:
             ranks = [rank["checksums"] for rank in reply["ranks"]]
             return [{str(name): str(checksum) for name, checksum in sums.items()} for sums in ranks]
         except (KeyError, TypeError, AttributeError) as error:
-            raise self._refusal("/weights_checker:", f"no checksums in {_shown(reply)}") from error
+            raise self._refusal("/weights_checker:", f"no checksums in {_shorten(reply)}") from error
 
-    def staged(self, metas: tuple[TensorMeta, ...]) -> bool:
+    def is_linked_for(self, metas: tuple[TensorMeta, ...]) -> bool:
         """Return whether all of its ranks are linked for these tensors."""
         return self.metas == metas and bool(self.ranks) and all(rank.link.alive for rank in self.ranks)
 
@@ -429,7 +429,7 @@ class EngineHandle:
     def _command(self, route: str, timeout_s: float, **body: Any) -> dict[str, Any]:
         reply = self._call(route, body, timeout_s=timeout_s)
         if reply.get("success", True) is not True:
-            raise self._refusal(route, f"answered {_shown(reply)}")
+            raise self._refusal(route, f"answered {_shorten(reply)}")
         return reply
 
     def _call(self, route: str, body: Body | None = None, *, timeout_s: float) -> dict[str, Any]:
@@ -451,13 +451,13 @@ class EngineHandle:
             raise errors.EngineUnavailable(f"{where}: {why}") from error
         text = data.decode("utf-8", "replace")
         if status != 200:
-            raise self._refusal(route, f"answered HTTP {status}: {_shown(text)}")
+            raise self._refusal(route, f"answered HTTP {status}: {_shorten(text)}")
         try:
             reply = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise self._refusal(route, f"answered no JSON: {_shown(text)}") from error
+            raise self._refusal(route, f"answered no JSON: {_shorten(text)}") from error
         if not isinstance(reply, dict):
-            raise self._refusal(route, f"answered {_shown(reply)}; expected a JSON object")
+            raise self._refusal(route, f"answered {_shorten(reply)}; expected a JSON object")
         return reply
 
     def _refusal(self, route: str, why: str) -> errors.EngineRefused:
@@ -469,7 +469,7 @@ def _boot_id(server_info: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(start, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _shown(reply: Any) -> str:
+def _shorten(reply: Any) -> str:
     text = reply if isinstance(reply, str) else json.dumps(reply)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 
@@ -490,7 +490,7 @@ class Engines:
         """The newest version that any engine has committed."""
         self._ours = {"torch": torch_version(), "nccl": nccl_version() if backend == "nccl" else ""}
 
-    def at(self, url: str) -> EngineHandle:
+    def find(self, url: str) -> EngineHandle:
         """Return the engine of this address.
 
         Raises:

@@ -76,7 +76,7 @@ class Box(NamedTuple):
             part = Box(tuple(start), tuple(stop))
             yield from part.cut(most) if lines == 1 else (part,)
 
-    def within(self, outer: Box) -> tuple[slice, ...]:
+    def slices_in(self, outer: Box) -> tuple[slice, ...]:
         """Return slices that cut this box out of an outer one.
 
         Args:

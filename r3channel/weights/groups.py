@@ -273,7 +273,7 @@ class JointGroup:
             self.leave()  # at once: others wait for this one
             if not isinstance(error, TransportError):
                 raise
-            why = "" if self._partner is None else f"; {_asked(self._partner)}"
+            why = "" if self._partner is None else f"; {_ask_reason(self._partner)}"
             raise TransportError(f"the joint group has ended{why}: {error}") from error
 
     def _send(self, update: int, shards: Sequence[torch.Tensor], deadline: Deadline) -> int:
@@ -294,7 +294,7 @@ class JointGroup:
         for turn, (to, number) in enumerate(order):
             finish(_DEPTH - 1)
             self._partner = link = self._links[to]
-            head, (flat,) = link.sealed(update, 0, link.buckets[0][number], shards, rooms[turn % _DEPTH])
+            head, (flat,) = link.seal(update, 0, link.buckets[0][number], shards, rooms[turn % _DEPTH])
             link.link.send_record(LANDS, head, timeout_s=min(deadline.left_s(), most_s))
             pending.append((link, wire.start_send(self._ranks.size + to, flat.view(torch.uint8))))
             sent += flat.nbytes
@@ -316,7 +316,7 @@ class JointGroup:
             self._store.close()
 
 
-def _asked(link: RankLink) -> str:
+def _ask_reason(link: RankLink) -> str:
     """Return why an engine's rank says it has left the group."""
     where, why = f"engine {link.engine} rank {link.rank}: ", "it has left"
     try:
@@ -377,7 +377,9 @@ class JointReceiver:
             self._changed.notify_all()
 
     @contextmanager
-    def landed(self, update: int, trainer: int, nbytes: int, *, timeout_s: float) -> Iterator[torch.Tensor]:
+    def receive_next(
+        self, update: int, trainer: int, nbytes: int, *, timeout_s: float
+    ) -> Iterator[torch.Tensor]:
         """Receive a trainer's next record at its turn.
 
         Args:

@@ -204,10 +204,10 @@ class Hold:
                 elif kind == rank_link.VERIFY:
                     answer = self._verify(copy, *rank_link.ASK.unpack(body))
                     rank_link.send_blob(link, rank_link.VERIFY, answer, timeout_s=_CONNECT_S)
-                    if self._learned.moved():
+                    if self._learned.moved_experts():
                         return
                 elif kind == rank_link.GIVE:
-                    answer, data = self._given(*rank_link.PARAM.unpack(body))
+                    answer, data = self._digests_of(*rank_link.PARAM.unpack(body))
                     rank_link.send_blob(link, rank_link.GIVE, answer, timeout_s=_CONNECT_S)
                     link.send(data, timeout_s=None)
             except WeightsCorrupt as error:
@@ -254,7 +254,7 @@ class Hold:
         """Receive a record in the joint group, and place its pieces."""
         views, left_s = [run.view for run in runs], self._until_s - time.monotonic()
         sizes = [view.nbytes for view in views]
-        with self._joint.landed(update, number, sum(sizes), timeout_s=max(left_s, 0.0)) as flat_N:
+        with self._joint.receive_next(update, number, sum(sizes), timeout_s=max(left_s, 0.0)) as flat_N:
             seen.update(hashed_bytes(flat_N))
             for view, part_N in zip(views, flat_N.split(sizes), strict=True):
                 view.copy_(part_N.view(view.dtype).view(view.shape))
@@ -264,7 +264,7 @@ class Hold:
 
         Every trainer must have sent everything. Experts that move are left out: another engine has them elsewhere.
         """
-        if moved := self._learned.moved():
+        if moved := self._learned.moved_experts():
             return {"error": moved}
         with self._lock:
             stage = self._stage
@@ -277,7 +277,7 @@ class Hold:
         both = {"digests": stage.digests, "checksums": sums}
         return {kind: {name: sums[name] for name in alike if name in sums} for kind, sums in both.items()}
 
-    def _given(self, version: int, param: int) -> tuple[dict[str, str], list[memoryview]]:
+    def _digests_of(self, version: int, param: int) -> tuple[dict[str, str], list[memoryview]]:
         """Return a parameter's digest at the commit, and its bytes now.
 
         The trainer compares the two.
@@ -305,7 +305,7 @@ class Hold:
         stage, copy = self._stage, self._copy()
         if stage.update != update or not stage.digests or copy is None:
             raise WeightsError(f"update {update} is not staged and verified here; {stage.update} is staged")
-        if moved := self._learned.moved():
+        if moved := self._learned.moved_experts():
             self.close()  # so that the next update learns anew
             raise WeightsError(moved)
         self._ready = copy, [] if self._whole else self._targets(model)
@@ -340,7 +340,7 @@ class Hold:
         for part in self._learned.copied:
             name, param = params[part.param]
             whole = Box.whole(self._learned.tensors[part.tensor].shape)
-            staged = views[at[part.tensor]].view(whole.shape)[part.box.within(whole)]
+            staged = views[at[part.tensor]].view(whole.shape)[part.box.slices_in(whole)]
             loaded = part.view(param.detach().view(-1))
             if tensor_digest(loaded) != tensor_digest(staged.to(loaded.dtype)):  # of bytes: NaN equals itself
                 raise WeightsError(f"{name} holds other values than were given for it")

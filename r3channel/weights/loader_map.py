@@ -51,7 +51,7 @@ class Learned(NamedTuple):
     derived: tuple[tuple[str, tuple[Any, ...], Mapping[str, Any]], ...] = ()
     """Modules whose `post_load_weights` the loader calls, and with which arguments."""
 
-    def moved(self) -> str:
+    def moved_experts(self) -> str:
         """Return why a placement would land at the wrong experts.
 
         Returns:
@@ -242,7 +242,7 @@ class _Recorder(TorchDispatchMode):
             names = ", ".join(self._tensors[index].name for index in sorted(sources))
             self.refuse(f"load_weights does more than copy: it looks at values of {names}")
             return args[0].dtype.is_floating_point * 0.0
-        written = list(_written(func, args, kwargs))
+        written = list(_find_written(func, args, kwargs))
         # `sum`, not `any`: `_keeps` must run for each
         if sum(self._keeps(func, value, sources) for value in written):
             return written[0] if len(func._schema.returns) == 1 else None
@@ -254,7 +254,7 @@ class _Recorder(TorchDispatchMode):
             args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         made = func(*args, **kwargs)
         for result in _tensors([made]):
-            self._from(result, sources)
+            self._derive_from(result, sources)
         if func is _ATEN.cat.default:
             self._joined[_storage(made)] = made, args[0], (*args, 0)[1]
         return made
@@ -272,12 +272,12 @@ class _Recorder(TorchDispatchMode):
         self.refuse(f"{func} writes {what} from something that is not the checkpoint")
         self.used |= sources
         if param is None:
-            self._from(value, sources)
+            self._derive_from(value, sources)
         else:
             self.made[param].append((self._place(value), bool(sources) or func is _COPY))
         return True
 
-    def _from(self, value: torch.Tensor, sources: set[int]) -> None:
+    def _derive_from(self, value: torch.Tensor, sources: set[int]) -> None:
         if _storage(value) not in self._tensor_of:
             self._made_of.setdefault(_storage(value), set()).update(sources)
             self._alive.append(value)
@@ -322,10 +322,10 @@ class _Recorder(TorchDispatchMode):
         meta = self._tensors[tensor]
         if src.dtype != meta.dtype:
             raise NotReplayable(f"{meta.name} is read as {src.dtype}")
-        return _strided(tensor, meta, src, self._place(dst))
+        return _boxes_of_view(tensor, meta, src, self._place(dst))
 
 
-def _strided(tensor: int, meta: TensorMeta, src: torch.Tensor, place: Part) -> list[Part]:
+def _boxes_of_view(tensor: int, meta: TensorMeta, src: torch.Tensor, place: Part) -> list[Part]:
     """Return a copy of a strided view as boxes of the tensor.
 
     `src` is the view of the tensor, `place` where it goes in a parameter.
@@ -365,7 +365,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     return (value for value in tree_leaves([*values]) if isinstance(value, torch.Tensor))
 
 
-def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+def _find_written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     for at, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
         if argument.alias_info and argument.alias_info.is_write:
             yield from _tensors([args[at] if at < len(args) else kwargs.get(argument.name, ())])

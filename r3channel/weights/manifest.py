@@ -257,10 +257,10 @@ def unit_of(name: str) -> str:
     """
     if is_scale(name):
         name = name[: name.rindex(".")] + ".weight"
-    return _fused(name)
+    return _fuse(name)
 
 
-def _fused(name: str) -> str:
+def _fuse(name: str) -> str:
     return _MEMBER.sub(lambda member: _FUSED_INTO[member[0]], name)
 
 
@@ -276,7 +276,7 @@ def fused_name(name: str) -> str:
     """
     if expert := _EXPERT.match(name):
         return f"{expert['head']}.{'w2' if expert['module'] == 'down' else 'w13'}_weight"
-    return _fused(name)
+    return _fuse(name)
 
 
 def engine_names(names: Iterable[str]) -> frozenset[str]:

@@ -45,7 +45,7 @@ class Deadline:
     def elapsed_s(self) -> float:
         return time.monotonic() - self._begun_s
 
-    def over(self) -> DeadlineExceeded | None:
+    def timeout_error(self) -> DeadlineExceeded | None:
         """Return the error that says that no time is left, else None."""
         if self.elapsed_s < self._timeout_s:
             return None
@@ -57,7 +57,7 @@ class Deadline:
         Raises:
             DeadlineExceeded: No time is left.
         """
-        if (over := self.over()) is not None:
+        if (over := self.timeout_error()) is not None:
             raise over
         return max(self._timeout_s - self.elapsed_s, 1e-6)
 
@@ -114,7 +114,7 @@ class Run:
     """What the engines' own checksums will be: by number of ranks, then by rank."""
     _inner_s: float = 0.0
 
-    def ended(self, tensors: int, buckets: int, payload_bytes: int) -> UpdateReport:
+    def finish(self, tensors: int, buckets: int, payload_bytes: int) -> UpdateReport:
         report = self.report
         report.version, report.wall_s = self.version, self.deadline.elapsed_s
         report.tensors, report.buckets, report.payload_bytes = tensors, buckets, payload_bytes

@@ -300,14 +300,14 @@ class RankLink:
         room = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         for record in self.buckets[bucket]:
             timeout_s = min(deadline.left_s(), record_timeout_s)
-            head, flats = self.sealed(update, bucket, record, shards, room)
+            head, flats = self.seal(update, bucket, record, shards, room)
             self.link.send_record(PLACED if self.shared else DATA, head, timeout_s=timeout_s)
             if not self.shared:
                 self.link.send([*map(host_bytes, flats)], timeout_s=timeout_s)
             sent += sum(flat.nbytes for flat in flats)
         return sent
 
-    def sealed(
+    def seal(
         self, update: int, bucket: int, record: Record, shards: Sequence[torch.Tensor], room: torch.Tensor
     ) -> tuple[bytes, list[torch.Tensor]]:
         """Return a record's head and its values.
@@ -328,12 +328,12 @@ class RankLink:
         """
         pieces = [piece.of(shards) for piece in record.pieces]
         if self.shared:
-            flats = [_joined(pieces[run.entries], run.view) for run in record.runs]
+            flats = [_join(pieces[run.entries], run.view) for run in record.runs]
         elif len(pieces) == 1 and pieces[0].is_contiguous() and pieces[0].device == room.device:
             flats = [pieces[0].view(-1)]
         else:
             nbytes = sum(piece.nbytes for piece in pieces)
-            flats = [_joined(pieces, room[:nbytes].view(pieces[0].dtype))]
+            flats = [_join(pieces, room[:nbytes].view(pieces[0].dtype))]
         if not all(map(finite, flats)):
             bad = next(piece for piece in record.pieces if not finite(piece.of(shards).cpu().flatten()))
             raise nonfinite(f"bucket {bucket}", bad.meta)
@@ -421,7 +421,7 @@ class RankLink:
             yield Record(first + begin, pieces[begin:end], runs)
 
 
-def _joined(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+def _join(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
     """Write flat pieces one after the other into `out`.
 
     Pieces of another device than `out` come in one copy. They are joined as bytes, because torch joins no float8. The call

@@ -64,15 +64,15 @@ class Receiver:
             WeightsError: Not all ranks did it; has every failed rank's reason.
         """
         if order["op"] == "commit":
-            self._together(lambda: self._mine(order).check(model, order["update"]), UNTOUCHED)
-            self._together(lambda: self._mine(order).change_over(model, order["version"]))
+            self._agree_on(lambda: self._mine(order).check(model, order["update"]), UNTOUCHED)
+            self._agree_on(lambda: self._mine(order).change_over(model, order["version"]))
         elif order["op"] == "regroup":
-            self._together(lambda: self._mine(order).regroup(order["joint"], self._rank))
+            self._agree_on(lambda: self._mine(order).regroup(order["joint"], self._rank))
         elif order["op"] != "look":
-            self._together(lambda: self._free_for(order["session"], model))
-            self._together(self.leave)  # what the last session staged is freed before any rank looks for room
-            room = Room.shared(self._agree)
-            self._together(lambda: self._open(model, order, room))
+            self._agree_on(lambda: self._free_for(order["session"], model))
+            self._agree_on(self.leave)  # what the last session staged is freed before any rank looks for room
+            room = Room.share_of_host(self._agree)
+            self._agree_on(lambda: self._open(model, order, room))
 
     def holder(self) -> str:
         """Return the name of the session that holds this engine.
@@ -99,7 +99,7 @@ class Receiver:
             self.leave()
         return not waits
 
-    def _together(self, step: Callable[[], None], failing: str = "") -> None:
+    def _agree_on(self, step: Callable[[], None], failing: str = "") -> None:
         """Take a step on all ranks, or raise on all of them.
 
         `failing` begins the error's text and says what the failure means.
@@ -174,7 +174,7 @@ def apply(run_token: str) -> None:
         HookRegistry.register(hooked, hook, HookType.AROUND)
 
 
-def opened(receiver: Receiver, manager: Any, model: torch.nn.Module, names: Any) -> tuple[bool, str]:
+def handle_order(receiver: Receiver, manager: Any, model: torch.nn.Module, names: Any) -> tuple[bool, str]:
     """Handle an order that loads nothing, without begin and end.
 
     Nothing is raised, since an exception here ends the engine.
@@ -207,7 +207,7 @@ def ask(original: Any, manager: Any, recv_req: Any) -> Any:
         return original(manager, recv_req)
     from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqOutput
 
-    done, message = opened(_own(), manager, manager.tp_worker.model_runner.model, [recv_req.group_name])
+    done, message = handle_order(_own(), manager, manager.tp_worker.model_runner.model, [recv_req.group_name])
     return DestroyWeightsUpdateGroupReqOutput(success=done, message=message)
 
 
@@ -220,7 +220,7 @@ def update(original: Any, manager: Any, recv_req: Any) -> Any:
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
 
         model = manager.tp_worker.model_runner.weight_updater.get_model()
-        done, message = opened(_own(), manager, model, recv_req.names)
+        done, message = handle_order(_own(), manager, model, recv_req.names)
         return UpdateWeightsFromDistributedReqOutput(success=done, message=message)
     if recv_req.load_format != COMMIT_FORMAT:
         return original(manager, recv_req)
@@ -265,7 +265,7 @@ def _own() -> Receiver:
     # an older release has its settings in the server arguments
     settings: Any = runtime.get_exec().moe if hasattr(runtime, "get_exec") else runtime.get_server_args()
 
-    def placed() -> str:  # the logical expert of each slot
+    def placement_digest() -> str:  # the logical expert of each slot
         return tensor_digest(locations().physical_to_logical_map_cpu)
 
     def agree(word: str) -> list[str]:
@@ -276,5 +276,5 @@ def _own() -> Receiver:
         return [word.decode(errors="replace") for word in words]
 
     receiver = Receiver(rank=parallel.tp_rank, run_token=_run_token, agree=agree)
-    receiver.learned = Learned(placed=placed if settings.enable_eplb else str)
+    receiver.learned = Learned(placed=placement_digest if settings.enable_eplb else str)
     return receiver

@@ -24,7 +24,7 @@ class Setting(NamedTuple):
     remedy: str = "start it without"
 
 
-def _above(most: int) -> Callable[[Any], bool]:
+def _is_above(most: int) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, int) and value > most
 
 
@@ -41,10 +41,14 @@ _DRAFT = (
 )
 
 ANY_WAY: tuple[Setting, ...] = (
-    Setting("dp_size", _above(1), "SGLang hands weights to one replica alone", "start one engine for each"),
-    Setting("pp_size", _above(1), "only its first stage answers: others stay old unseen", "--pp-size 1"),
+    Setting(
+        "dp_size", _is_above(1), "SGLang hands weights to one replica alone", "start one engine for each"
+    ),
+    Setting("pp_size", _is_above(1), "only its first stage answers: others stay old unseen", "--pp-size 1"),
     Setting("weight_cache_mode", _none_of(None, "off"), "its weights are shared with a daemon and others"),
-    Setting("offload_group_size", _above(0), "a pass begins with layers fetched before", "--cpu-offload-gb"),
+    Setting(
+        "offload_group_size", _is_above(0), "a pass begins with layers fetched before", "--cpu-offload-gb"
+    ),
     Setting("dcp_replicate_q_proj", bool, "queries use copies of weights that were made at its start"),
     Setting("enable_elastic_expert_backup", bool, "experts return as in the checkpoint it was started from"),
     Setting("modelopt_quant", bool, _QUANTISES, _FLOAT8),
@@ -54,7 +58,9 @@ ANY_WAY: tuple[Setting, ...] = (
 """Settings that are refused for staged bytes and for broadcasts."""
 
 _OURSELVES = "start it without, or let SGLang load by itself: `staged=False`"
-OLD = Setting("version", lambda v: _before(v, (0, 5, 23)), "it has no begin and end of updates", _OURSELVES)
+OLD = Setting(
+    "version", lambda v: _is_before(v, (0, 5, 23)), "it has no begin and end of updates", _OURSELVES
+)
 """An old release. It gets no order at all, because an exception in an order would end the engine."""
 
 STAGED: tuple[Setting, ...] = (
@@ -67,7 +73,7 @@ STAGED: tuple[Setting, ...] = (
 """Settings that are refused where bytes are staged beside the parameters; SGLang's own loading is right with these."""
 
 
-def refused(values: Mapping[str, Any], settings: tuple[Setting, ...]) -> str:
+def find_refusal(values: Mapping[str, Any], settings: tuple[Setting, ...]) -> str:
     """Return why an update of such an engine would be wrong.
 
     Args:
@@ -104,7 +110,7 @@ def refused_model(model: torch.nn.Module) -> Iterator[str]:
 _SERIALISED = re.compile(r"is_checkpoint_\w+_serialized")
 
 
-def _before(version: Any, first: tuple[int, ...]) -> bool:
+def _is_before(version: Any, first: tuple[int, ...]) -> bool:
     """Return whether a release is older, or unknown.
 
     >>> [_before(version, (0, 5, 23)) for version in ("0.5.15.post1", None, "0.5.23", "0.6.0.dev1")]

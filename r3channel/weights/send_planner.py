@@ -197,7 +197,7 @@ class SendPlanner:
                 for at, (meta, box) in enumerate(boxes):
                     self._shards.setdefault(meta.name, []).append((bucket, at, meta, box))
 
-    def due(self, links: Sequence[RankLink]) -> list[int]:
+    def outdated_links(self, links: Sequence[RankLink]) -> list[int]:
         """Return the indexes of links whose ranks need a new plan.
 
         These ranks were not told what they get of what is held now.
@@ -217,7 +217,7 @@ class SendPlanner:
             ManifestMismatch: two trainers planned differently; the text has both hashes.
         """
         # every trainer is asked: one that failed alone, or came late, has told ranks less than the others
-        due = set[int]().union(*self.ranks.exchange(self.due(links), deadline))
+        due = set[int]().union(*self.ranks.exchange(self.outdated_links(links), deadline))
         if not due:
             return
         links = [links[number] for number in sorted(due)]
@@ -236,7 +236,7 @@ class SendPlanner:
     def _tell(self, links: Sequence[RankLink], plan: RankPlan, target: ShardMap, deadline: Deadline) -> None:
         index_of = {meta.name: index for index, meta in enumerate(self.metas)}
         # ranks at the same place of several engines share their needs
-        for needs, numbers in _alike(links).items():
+        for needs, numbers in _group_alike(links).items():
             made: dict[tuple[tuple[int, Box], ...], tuple[list[list[Record]], bytes]] = {}
             for number in numbers:
                 link, sent = links[number], tuple(plan.sends.get(self.ranks.size + number, ()))
@@ -273,10 +273,10 @@ def _cuts(box: Box, held: Box, most: int) -> list[tuple[Box, tuple[slice, ...]]]
     Each piece comes with its slices in `held`; `()` is all of it. The result is cached: it is the same for all experts of a
     model.
     """
-    return [(small, () if small == held else small.within(held)) for small in box.cut(most)]
+    return [(small, () if small == held else small.slices_in(held)) for small in box.cut(most)]
 
 
-def _alike(links: Sequence[RankLink]) -> dict[Needs, list[int]]:
+def _group_alike(links: Sequence[RankLink]) -> dict[Needs, list[int]]:
     """Return the links' indexes by the needs that they share."""
     numbers: dict[Needs, list[int]] = {}
     for number, link in enumerate(links):
@@ -291,7 +291,7 @@ def _target_map(metas: Sequence[TensorMeta], links: Sequence[RankLink], *, first
     """
     held: dict[int, tuple[torch.dtype, list[int]]] = {}
     holders = list[tuple[list[int], Box]]()
-    for needs, numbers in _alike(links).items():
+    for needs, numbers in _group_alike(links).items():
         table = needs.parts
         kept = np.array([box.numel > 0 for box, _ in table.kinds], dtype=bool)[table.kind_P]
         columns = table.tensor_P, table.kind_P + len(holders), table.param_P
@@ -322,7 +322,7 @@ def check_complete(
     """
     rounded = cast_by(ranks, metas)
     missing = sorted({name for rank in ranks for name in rank.needs.missing})
-    used = {tensor for needs in _alike(ranks) for tensor in np.unique(needs.parts.tensor_P).tolist()}
+    used = {tensor for needs in _group_alike(ranks) for tensor in np.unique(needs.parts.tensor_P).tolist()}
     unknown = [meta.name for index, meta in enumerate(metas) if index not in used]
     scales = [name for name in unknown if is_scale(name)]
     placed = {unit_of(metas[index].name) for index in used} if scales else ()
@@ -351,7 +351,7 @@ def cast_by(ranks: Sequence[RankLink], metas: Sequence[TensorMeta]) -> dict[str,
     """
     casts = {}
     dtype_T = np.array([meta.dtype for meta in metas], dtype=object)
-    for needs, (first, *_) in _alike(ranks).items():
+    for needs, (first, *_) in _group_alike(ranks).items():
         kept_P = np.array([meta.dtype for meta in needs.params], dtype=object)[needs.parts.param_P]
         for at in np.flatnonzero(dtype_T[needs.parts.tensor_P] != kept_P).tolist():
             sent, kept = metas[needs.parts.tensor_P[at]], needs.params[needs.parts.param_P[at]]
@@ -383,7 +383,7 @@ def from_peer(members: Sequence[EngineHandle], planner: SendPlanner, run: Run) -
         What this rank gives of that version, and the call that gives its values; None if no engine can give them. That call
         raises GiverChanged where the engine has other bytes than were committed, and TransportError where it dies.
     """
-    if (peer := _chosen(members, planner, run)) is None:
+    if (peer := _choose(members, planner, run)) is None:
         return None
     # each: a rank, a parameter's number there, and the checkpoint's parts in the parameter
     reads, param_of = list[tuple[RankLink, int, list[Part]]](), attrgetter("param")
@@ -401,12 +401,12 @@ def from_peer(members: Sequence[EngineHandle], planner: SendPlanner, run: Run) -
     return UpdateSpec(held, None, peer.metas, cast_by(peer.ranks, peer.metas)), feed
 
 
-def _chosen(members: Sequence[EngineHandle], planner: SendPlanner, run: Run) -> EngineHandle | None:
+def _choose(members: Sequence[EngineHandle], planner: SendPlanner, run: Run) -> EngineHandle | None:
     """Return the engine to read, the same on every trainer rank.
 
     All trainers have links to it, and the first one knows what it serves. None if there is no such engine.
     """
-    able = [m for m in members if m.staged(m.metas) and not any(rank.whole for rank in m.ranks)]
+    able = [m for m in members if m.is_linked_for(m.metas) and not any(rank.whole for rank in m.ranks)]
     if planner.ranks.leads:
         able = [m for m in able if m.now.state is EngineState.SERVING and m.gives == run.version]
     said = planner.ranks.exchange([m.url for m in able], run.deadline)

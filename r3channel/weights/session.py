@@ -205,14 +205,14 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         """
         run = Run(Deadline(timeout_s, f"update to version {version}"), version)
         with (
-            self._exhausted(named_tensors) as given,
-            self._alone("update", f"the update to weight version {version}", timeout_s),
-            self._counted(run),
+            self._drain(named_tensors) as given,
+            self._exclusive("update", f"the update to weight version {version}", timeout_s),
+            self._count(run),
         ):
             last = max(known or 0 for known in (self._engines.version, self.version))
             if version < last:
                 raise errors.UsageError(f"version {version} after {last}; versions only grow")
-            return self._bring(self._engines.all, run, lambda: self._what(given, run))
+            return self._bring(self._engines.all, run, lambda: self._describe_way(given, run))
 
     def republish(self, named_tensors: Tensors, *, engines: Sequence[str], timeout_s: float) -> UpdateReport:
         """Give the committed version again, to these engines alone.
@@ -229,13 +229,13 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             WeightUpdateFailed: The update failed; those engines are in quarantine.
             UsageError: No update was committed before, or `engines` is empty.
         """
-        members = [self._engines.at(url) for url in engines]
+        members = [self._engines.find(url) for url in engines]
         deadline = Deadline(timeout_s, f"republishing to {engines}")
-        with self._exhausted(named_tensors) as given, self._alone("republish", "a weight update", timeout_s):
+        with self._drain(named_tensors) as given, self._exclusive("republish", "a weight update", timeout_s):
             if self.version is None or not members:
                 raise errors.UsageError(f"republish() of version {self.version} to {engines}: nothing to do")
             run = Run(deadline, self.version, alone=True)
-            return self._bring(members, run, lambda: self._what(given, run))
+            return self._bring(members, run, lambda: self._describe_way(given, run))
 
     def update_one(self, engine: str, *, timeout_s: float) -> UpdateReport:
         """Update one engine to the committed version from another engine.
@@ -252,8 +252,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             UsageError: No other engine holds the version.
         """
         deadline = Deadline(timeout_s, f"update of {engine}")
-        with self._alone("update_one", f"the weight update of {engine}", timeout_s):
-            return self._from_peer(self._engines.at(engine), deadline)
+        with self._exclusive("update_one", f"the weight update of {engine}", timeout_s):
+            return self._from_peer(self._engines.find(engine), deadline)
 
     def add_engine(self, engine: EngineHandle | str, *, timeout_s: float) -> UpdateReport | None:
         """Add one more engine to the session.
@@ -274,7 +274,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         """
         member = handle_of(engine)
         deadline = Deadline(timeout_s, f"joining of {member.url}")
-        with self._alone("add_engine", f"the joining of {member.url}", timeout_s):
+        with self._exclusive("add_engine", f"the joining of {member.url}", timeout_s):
             self._engines.add(member)
             try:
                 try:
@@ -300,8 +300,8 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         Raises:
             ConfigError: It is the last engine, or not one of the session.
         """
-        with self._alone("remove_engine", f"the leaving of {engine}", REPAIR_S):
-            self._engines.drop(self._engines.at(engine))
+        with self._exclusive("remove_engine", f"the leaving of {engine}", REPAIR_S):
+            self._engines.drop(self._engines.find(engine))
 
     def close(self) -> None:
         """Leave all engines.
@@ -317,12 +317,12 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         errors.close_after(error, self.close)
 
     @contextlib.contextmanager
-    def _exhausted(self, named_tensors: Iterable[Any]) -> Iterator[Iterator[Any]]:
+    def _drain(self, named_tensors: Iterable[Any]) -> Iterator[Iterator[Any]]:
         """Yield the caller's tensors; after a failure read the rest.
 
         Other ranks may be in step with the iterator.
         """
-        checked = map(partial(_checked, self._exact), named_tensors)
+        checked = map(partial(_check, self._exact), named_tensors)
         try:
             yield checked
         except Exception:
@@ -331,7 +331,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             raise
 
     @contextlib.contextmanager
-    def _alone(self, method: str, what: str, timeout_s: float) -> Iterator[None]:
+    def _exclusive(self, method: str, what: str, timeout_s: float) -> Iterator[None]:
         """Keep other threads, and a step's routing, out of the block.
 
         No other thread may enter this object meanwhile, and this process receives no routing. All trainer ranks count the block
@@ -353,7 +353,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             self._busy.release()
 
     @contextlib.contextmanager
-    def _counted(self, run: Run) -> Iterator[None]:
+    def _count(self, run: Run) -> Iterator[None]:
         """Count one update of all engines in the metrics.
 
         The log names the engines that the update lost.
@@ -380,7 +380,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
 
     # -- what is given -------------------------------------------------------------------------------------------------
 
-    def _what(self, what: Iterator[Any], run: Run) -> Given:
+    def _describe_way(self, what: Iterator[Any], run: Run) -> Given:
         """Return what an update gives, and how its values come.
 
         Whole tensors are copied if their names were not known before.
@@ -423,7 +423,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         except Exception as error:
             self._ranks.fail(error)
             for url in error.engines if isinstance(error, errors.GiverChanged) else ():
-                self._engines.at(url).forget()  # what it serves is not the version
+                self._engines.find(url).forget()  # what it serves is not the version
             states = ", ".join(str(member.now) for member in members)
             if run.report.way != "staged" and not self._ranks.leads:
                 states = "rank 0 knows"
@@ -433,7 +433,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             self.version, self._spec = version, spec
             self.held = HeldWeights(version, run.checksums) if run.checksums else None
         work.check_all_follow()
-        return run.ended(*(spec.manifest or Manifest.of([Bucket.of(self._planner.metas)])).size)
+        return run.finish(*(spec.manifest or Manifest.of([Bucket.of(self._planner.metas)])).size)
 
     def _from_peer(self, member: EngineHandle, deadline: Deadline) -> UpdateReport:
         """Update one engine to the committed version from another's memory.
@@ -465,7 +465,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         return work
 
 
-def _checked(exact: bool, one: tuple[str, torch.Tensor] | Shard) -> tuple[str, torch.Tensor] | Shard:
+def _check(exact: bool, one: tuple[str, torch.Tensor] | Shard) -> tuple[str, torch.Tensor] | Shard:
     """Return one tensor or shard as the session takes it.
 
     A whole tensor is a shard, too.

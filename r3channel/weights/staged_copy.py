@@ -59,7 +59,7 @@ class Room(NamedTuple):
     shm_bytes: int
 
     @classmethod
-    def shared(cls, agree: Callable[[str], Sequence[str]], root: Path = Path("/")) -> Room:
+    def share_of_host(cls, agree: Callable[[str], Sequence[str]], root: Path = Path("/")) -> Room:
         """Return this rank's share of the free memory on its host.
 
         Each rank of the engine calls it before any of them allocates.
@@ -122,16 +122,16 @@ def _text(path: Path) -> str:
 
 def staged_bytes(params: Sequence[TensorMeta]) -> int:
     """Return the bytes of a staged copy of these parameters."""
-    return sum(map(_aligned, params))
+    return sum(map(_aligned_bytes, params))
 
 
 def staged_views(params: Sequence[TensorMeta], flat: torch.Tensor) -> list[torch.Tensor]:
     """Return each parameter's memory in a staged copy, flat, in its dtype."""
-    starts = accumulate(map(_aligned, params), initial=0)
+    starts = accumulate(map(_aligned_bytes, params), initial=0)
     return [flat[at : at + meta.nbytes].view(meta.dtype) for meta, at in zip(params, starts, strict=False)]
 
 
-def _aligned(meta: TensorMeta) -> int:
+def _aligned_bytes(meta: TensorMeta) -> int:
     return -(-meta.nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -170,10 +170,10 @@ def shared_views(params: Sequence[TensorMeta], where: Any) -> list[torch.Tensor]
         return staged_views(params, ipc_memory(where))
     if not where.startswith(SHARED) or "/" in where[len(SHARED) :] or os.stat(where).st_size < nbytes:
         raise WeightsCorrupt(f"{where!r} is no staged copy of {nbytes} bytes; expected {SHARED}...")
-    return staged_views(params, mapped(os.open(where, os.O_RDWR | os.O_NOFOLLOW), nbytes))
+    return staged_views(params, map_shared(os.open(where, os.O_RDWR | os.O_NOFOLLOW), nbytes))
 
 
-def mapped(handle: int, nbytes: int) -> torch.Tensor:
+def map_shared(handle: int, nbytes: int) -> torch.Tensor:
     """Map shared memory as a tensor, made as large as needed.
 
     Args:
@@ -282,7 +282,7 @@ class StagedCopy:
         if wire == "shared_memory":
             handle, path = tempfile.mkstemp(prefix=os.path.basename(SHARED), dir=SHM)
             self.hide, self.shared = weakref.finalize(self, os.unlink, path), lambda: path
-            flat = mapped(handle, nbytes)
+            flat = map_shared(handle, nbytes)
         elif wire in ON_GPU:
             flat = new_memory(nbytes, device)
             self.shared = partial(ipc_handle, flat) if wire == "cuda_ipc" else str
@@ -295,9 +295,11 @@ class StagedCopy:
         self._lanes = list[_Lane]()
         if params and device.type == "cuda":
             slots: Sequence[torch.Tensor | None] = [None] * _THREADS
-            if not flat.is_cuda and not _locked(self, flat):
+            if not flat.is_cuda and not _lock_pages(self, flat):
                 slots = new_memory(_THREADS * _SLOT_BYTES).split(_SLOT_BYTES)
-                all(_locked(self, slot) for slot in slots)  # unlocked: CUDA copies once more, which is slow
+                all(
+                    _lock_pages(self, slot) for slot in slots
+                )  # unlocked: CUDA copies once more, which is slow
             self._lanes.extend((torch.cuda.Stream(device), slot) for slot in slots)
 
     def seal(self, *, checksums: bool = False) -> tuple[dict[str, str], dict[str, str]]:
@@ -331,7 +333,7 @@ class StagedCopy:
         """
         if self._lanes:
             torch.cuda.synchronize()  # no pass reads parameters any more
-        move = partial(_into_device, [*self._lanes]) if self._lanes else _copied
+        move = partial(_into_device, [*self._lanes]) if self._lanes else _copy
         with ThreadPoolExecutor(_THREADS) as pool:
             digests = [*pool.map(move, targets, self.views)]
         for meta, holds, sealed in zip(self._params, digests, self._sealed, strict=True):
@@ -365,7 +367,7 @@ def make_copy(
     return StagedCopy(() if why else params, device=device, wire=wire, summed=summed), why
 
 
-def _locked(owner: StagedCopy, flat: torch.Tensor) -> bool:
+def _lock_pages(owner: StagedCopy, flat: torch.Tensor) -> bool:
     """Have CUDA lock memory until `owner` goes.
 
     False if that is refused, for example because memory is short. torch's own pinned memory is not used: it is rounded up to a
@@ -381,7 +383,7 @@ def _locked(owner: StagedCopy, flat: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def _copied(target: torch.Tensor, staged: torch.Tensor) -> str:
+def _copy(target: torch.Tensor, staged: torch.Tensor) -> str:
     """Copy staged bytes into a parameter; return the digest of its content.
 
     It copies by blocks that stay in a core's cache.

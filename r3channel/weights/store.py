@@ -28,7 +28,7 @@ def checkpoint_tensors(folder: str | os.PathLike[str]) -> Iterator[tuple[str, to
     Raises:
         ConfigError: The folder has no safetensors files, a file is not one, or a name is in two files.
     """
-    place = _opened(folder)
+    place = _open(folder)
     for name in sorted(place, key=lambda name: (unit_of(name), name)):
         yield name, place[name].get_tensor(name)
 
@@ -39,7 +39,7 @@ def checkpoint_names(folder: str | os.PathLike[str]) -> list[str]:
     Raises:
         ConfigError: As in `checkpoint_tensors`.
     """
-    return list(_opened(folder))
+    return list(_open(folder))
 
 
 def dtype_of(folder: str | os.PathLike[str], name: str) -> str:
@@ -48,10 +48,10 @@ def dtype_of(folder: str | os.PathLike[str], name: str) -> str:
     Raises:
         ConfigError: As in `checkpoint_tensors`.
     """
-    return _opened(folder)[name].get_slice(name).get_dtype()
+    return _open(folder)[name].get_slice(name).get_dtype()
 
 
-def _opened(folder: str | os.PathLike[str]) -> dict[str, Any]:
+def _open(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Open the folder's files; return tensor name -> its file."""
     from safetensors import SafetensorError, safe_open
 

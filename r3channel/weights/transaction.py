@@ -294,7 +294,7 @@ def _go_on(now: Transaction) -> Stepped:
         if now.error is not None and not now.decided:
             now, more = _abort(now)
         elif now.at + 1 == len(order):
-            return _done(now), actions
+            return _finish(now), actions
         else:
             call = order[now.at + 1]
             now, more = _ask(now._replace(at=now.at + 1, state=CALLS[call].during, error=None), call)
@@ -330,7 +330,7 @@ def _abort(now: Transaction) -> Stepped:
     return now._replace(state=ABORT, engines=tuple(engines)), (Action("fail"), *asked)
 
 
-def _done(now: Transaction) -> Transaction:
+def _finish(now: Transaction) -> Transaction:
     """End an update that counts.
 
     An engine that was lost while it paused is met again. An engine that refused before it changed is fenced.

@@ -130,7 +130,7 @@ class Update:
     # -- events and actions --------------------------------------------------------------------------------------------
 
     def _happen(self, kind: Kind, **what: Any) -> None:
-        event = Event(kind=kind, number=self._ranks.update, over=self._run.deadline.over(), **what)
+        event = Event(kind=kind, number=self._ranks.update, over=self._run.deadline.timeout_error(), **what)
         self.now, actions = step(self.now, event)
         for engine in self.now.engines:
             self._handles[engine.url].now = engine
@@ -206,7 +206,7 @@ class Update:
         kind = Kind.LOST if isinstance(error, LOSSES) else Kind.REFUSED if error else Kind.ANSWERED
         self._happen(kind, call=action.call, engine=action.engine, error=error, found=handle.found)
 
-    def _landed(self) -> None:
+    def _wait_bucket(self) -> None:
         """Wait for the bucket under way; raise what failed the update."""
         self._answers()
         if self.now.error is not None:
@@ -223,7 +223,7 @@ class Update:
 
     def _give(self) -> None:
         self._feed(self._push)
-        self._landed()
+        self._wait_bucket()
 
     def _vote(self) -> None:
         words = self._ranks.exchange(self.now.left_out, self._run.deadline.at_least(GRACE_S * 10))
@@ -274,7 +274,7 @@ class Staged(Update):
         with self._run.stage("plan"):
             self._planner.survey(self._spec, self._run.deadline)
         with self._run.stage("join"):
-            mine = [member.url for member in self.members if not member.staged(self._planner.metas)]
+            mine = [member.url for member in self.members if not member.is_linked_for(self._planner.metas)]
             self._unlinked = set(itertools.chain(*self._ranks.exchange(mine, self._run.deadline)))
 
     def _link(self, handle: EngineHandle, left_s: float) -> None:
@@ -282,7 +282,7 @@ class Staged(Update):
 
         The engine's dry run may take all the time that is left.
         """
-        if handle.url in self._unlinked or not handle.staged(self._planner.metas):
+        if handle.url in self._unlinked or not handle.is_linked_for(self._planner.metas):
             handle.open(self._planner.order(handle.url), left_s)
             self._fresh[handle.url] = self._planner.attempts[handle.url], handle.size
 
@@ -329,12 +329,12 @@ class Staged(Update):
         most_s = self._config.engine_timeout_s
         self._bucket_call = lambda link, left_s: link.end(timeout_s=min(left_s, most_s)) or 0
         self._happen(Kind.BUCKET)
-        self._landed()
+        self._wait_bucket()
 
     def _push(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send this bucket while the caller makes the next one ready."""
         self._ranks.check()
-        self._landed()
+        self._wait_bucket()
         how = {"deadline": self._run.deadline, "record_timeout_s": self._config.engine_timeout_s}
         number, update, self._bucket = self._bucket, self._ranks.update, self._bucket + 1
         self._bucket_call = lambda link, _: link.send(update, number, tensors, **how)

@@ -26,8 +26,15 @@ import xxhash
 
 from r3channel.errors import UsageError
 from r3channel.model.spec import RoutingSpec
-from r3channel.wire.mixing import OFFSET, Ids, Words, coefficients, mixed, multipliers
-from r3channel.wire.validate import counted, item_bytes, items_of, kernels, summed, summed_pieces
+from r3channel.wire.mixing import OFFSET, Ids, Words, coefficients, mix, multipliers
+from r3channel.wire.validate import (
+    count_coefficients,
+    item_bytes,
+    items_of,
+    kernels,
+    sum_digests,
+    summed_pieces,
+)
 
 
 def item_bytes_of(spec: RoutingSpec) -> int:
@@ -38,7 +45,7 @@ def item_bytes_of(spec: RoutingSpec) -> int:
 def layer_digests(expert_ids_TLK: Ids, *, first_row: int, valid_T: Ids | None = None) -> Words:
     """Return the digest of each layer, [L].
 
-    `validate.checked` gives the same digests, and judges the ids, too.
+    `validate.check` gives the same digests, and judges the ids, too.
 
     Args:
         expert_ids_TLK: Rows at positions `first_row`, `first_row` + 1, ...
@@ -50,8 +57,8 @@ def layer_digests(expert_ids_TLK: Ids, *, first_row: int, valid_T: Ids | None = 
     >>> bool((sum(parts) == layer_digests(ids, first_row=0)).all())
     True
     """
-    coefficients_T = counted(len(expert_ids_TLK), first_row=first_row, valid_T=valid_T)
-    return summed(items_of(expert_ids_TLK), coefficients_T)
+    coefficients_T = count_coefficients(len(expert_ids_TLK), first_row=first_row, valid_T=valid_T)
+    return sum_digests(items_of(expert_ids_TLK), coefficients_T)
 
 
 def range_digests(rows: Sequence[Ids], first_A: Ids, edges_P: Ids) -> Words:
@@ -142,7 +149,7 @@ def column_digests(rows_RK: Ids, runs: HostRuns, wide_RK: Ids | None = None) -> 
     _check_runs(runs.runs_N5, rows=len(items_RI), samples=runs.samples)
     if wide_RK is not None:
         wide_RK[:] = rows_RK
-    words_RI = mixed(items_RI) + OFFSET
+    words_RI = mix(items_RI) + OFFSET
     for sample, position, first, step, rows in runs.runs_N5.tolist():
         own_TI = words_RI[first : first + step * rows : step]
         weights_TI = runs.weights_PI[position : position + rows]

@@ -248,12 +248,12 @@ def _read_sections(header: Header, sections: memoryview, *, spec: RoutingSpec, w
     return Frame(
         spec=spec, rows=rows, first_row=header.first_row, sample_key=header.sample_key,
         weight_version=header.weight_version, where=where, nbytes=header.nbytes, partly_valid_T=valid_T, provenance=spans,
-        digests_L=digests_L, ordered=_ordered(header, entries, where=where), entries=entries,
+        digests_L=digests_L, ordered=_keep_order(header, entries, where=where), entries=entries,
         kept_rows=header.kept_rows,
     )  # fmt: skip
 
 
-def _ordered(header: Header, chunks: Sequence[Entry], *, where: str) -> bool:
+def _keep_order(header: Header, chunks: Sequence[Entry], *, where: str) -> bool:
     """Return whether all chunks keep the order within their rows.
 
     The header must say the same, and must name the highest codec.

@@ -13,7 +13,7 @@ from r3channel.wire.codec import CODECS
 from r3channel.wire.mixing import Valid, Words
 from r3channel.wire.routing import Ids, ProvenanceSpan, SampleRouting, marked_missing, raise_unsound
 from r3channel.wire.source import InHand, Source
-from r3channel.wire.validate import checked, sound_rows
+from r3channel.wire.validate import check, sound_rows
 
 _WORD_BYTES = 16
 _NAMED_LAYERS = 5
@@ -99,7 +99,7 @@ class Frame:
                 ids_TLK = out_TLK[row : min(row + most, end)]
                 if as_is:
                     source.fill(ids_TLK.reshape(-1).view(np.uint8).data)
-                found, found_L = self._checked(ids_TLK, row)
+                found, found_L = self._check(ids_TLK, row)
                 sound &= found
                 digests_L += found_L
         self._judge(out_TLK, sound, digests_L)
@@ -118,7 +118,7 @@ class Frame:
         """
         ids_TLK = self._view()
         if ids_TLK is not None:
-            self._judge(ids_TLK, *self._checked(ids_TLK, 0))
+            self._judge(ids_TLK, *self._check(ids_TLK, 0))
             return ids_TLK
         self.fill(InHand(self.payload), out_TLK := self._empty())
         out_TLK.flags.writeable = False
@@ -140,7 +140,7 @@ class Frame:
         self.partly_valid_T = self.valid_T & sound_T
         before = len(self.provenance)
         self.provenance = marked_missing(self.provenance, np.flatnonzero(~sound_T))
-        self.digests_L = self._checked(ids_TLK, 0)[1]
+        self.digests_L = self._check(ids_TLK, 0)[1]
         return len(self.provenance) <= before + _MOST_NEW_RUNS
 
     def decode_into(self, out_TLK: Ids) -> None:
@@ -185,12 +185,12 @@ class Frame:
         try:
             CODECS[entry.codec].decode_into(wire, out_TLK[entry.row : entry.row + entry.rows])
         except errors.FrameCorrupt as error:
-            raise error.within(self.where) from error
+            raise error.prefix(self.where) from error
 
-    def _checked(self, ids_TLK: Ids, row: int) -> tuple[bool, Words]:
+    def _check(self, ids_TLK: Ids, row: int) -> tuple[bool, Words]:
         valid_T, first_row = self.partly_valid_T, self.first_row + row
         own_T = None if valid_T is None else valid_T[row : row + len(ids_TLK)]
-        return checked(ids_TLK, num_experts=self.spec.num_experts, first_row=first_row, valid_T=own_T)
+        return check(ids_TLK, num_experts=self.spec.num_experts, first_row=first_row, valid_T=own_T)
 
     def _judge(self, ids_TLK: Ids, sound: bool, digests_L: Words) -> None:
         if digests_L.tobytes() != self.digests_L.tobytes():

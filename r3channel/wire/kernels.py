@@ -48,14 +48,14 @@ token, and 0.08 with 512 rows (Intel Xeon; memcpy of the same bytes 0.03)."""
 
 
 def _jit(*signature: Any) -> Callable[[Callable[..., Any]], Any]:
-    def compiled(function: Callable[..., Any]) -> Any:
+    def compile_loop(function: Callable[..., Any]) -> Any:
         function.__qualname__ += _form(function, signature)
         try:
             return numba.njit(*signature, nogil=True, cache=True)(function)
         except (RuntimeError, OSError):  # neither the package nor the user's cache folder can be written
             return numba.njit(*signature, nogil=True)(function)
 
-    return compiled
+    return compile_loop
 
 
 def _form(function: Callable[..., Any], signature: tuple[Any, ...]) -> str:
@@ -70,7 +70,7 @@ def _form(function: Callable[..., Any], signature: tuple[Any, ...]) -> str:
     return "-" + sha256(repr((fixed, signature, target)).encode()).hexdigest()[:16]
 
 
-def _inlined(function: Callable[..., Any]) -> Any:
+def _inline(function: Callable[..., Any]) -> Any:
     """Make `function` a part of the loops that call it.
 
     Its compiled code is cached with those loops.
@@ -137,8 +137,8 @@ def _fence(_typing: Any) -> Any:
     return types.void(), generate
 
 
-@_inlined
-def _mixed(item: Any) -> Any:
+@_inline
+def _mix(item: Any) -> Any:
     word = np.uint64(item)
     return word ^ (word >> np.uint64(32))
 
@@ -146,7 +146,7 @@ def _mixed(item: Any) -> Any:
 # -- rows of all layers, one after another ----------------------------------------------------------------------------------
 
 
-@_inlined
+@_inline
 def _add_rows(items_N: Any, coefficients_T: Any, sums_C: Any) -> None:
     """Add rows of C items to the sums of the items.
 
@@ -160,15 +160,15 @@ def _add_rows(items_N: Any, coefficients_T: Any, sums_C: Any) -> None:
         first, second = coefficients_T[row], coefficients_T[row + 1]
         for index in range(width):
             at = np.uint64(index)
-            sums_C[at] += _mixed(first_C[at]) * first + _mixed(second_C[at]) * second
+            sums_C[at] += _mix(first_C[at]) * first + _mix(second_C[at]) * second
     for row in range(rows - rows % 2, rows):
         items_C, coefficient = items_N[row * width : (row + 1) * width], coefficients_T[row]
         for index in range(width):
             at = np.uint64(index)
-            sums_C[at] += _mixed(items_C[at]) * coefficient
+            sums_C[at] += _mix(items_C[at]) * coefficient
 
 
-@_inlined
+@_inline
 def _add_up(sums_C: Any, coefficients_T: Any, multipliers_I: Any, digests_L: Any) -> None:
     """Compute the digests of all layers from the sums of items.
 
@@ -185,7 +185,7 @@ def _add_up(sums_C: Any, coefficients_T: Any, multipliers_I: Any, digests_L: Any
             digests_L[layer] += multipliers_I[index] * sums_C[layer * items + index]
 
 
-@_inlined
+@_inline
 def _counted_until(coefficients_T: Any, first: int, most: int) -> int:
     """Return the end of the counted rows that begin at `first`.
 
@@ -264,7 +264,7 @@ def row_sums(item_bytes: int, id_bytes: int, *, slots: int) -> Loop:
     return _jit(types.boolean(items, words, words, types.uint64[::1], types.int64))(run)
 
 
-@_inlined
+@_inline
 def _is_sound(ids_K: Any, num_experts: int) -> Any:
     sound = True
     for slot in range(ids_K.shape[0]):
@@ -320,17 +320,17 @@ def _differences(builder: Any, ids: Any, slots: int) -> Iterator[Any]:
     unit = min(16, slots * id_bytes & -(slots * id_bytes)) // id_bytes
     units = slots // unit
 
-    def turned(source: Callable[[int], int]) -> Any:
+    def rotate_lanes(source: Callable[[int], int]) -> Any:
         """Return each line with lane `source(i)` moved to lane i."""
         whole = lanes - lanes % slots
         places = [i - i % slots + source(i % slots) if i < whole else i for i in range(lanes)]
         return builder.shuffle_vector(ids, ids, ir.Constant(ir.VectorType(ir.IntType(32), lanes), places))
 
-    within = [turned(lambda i, by=by: i - i % unit + (i + by) % unit) for by in range(unit)]
+    within = [rotate_lanes(lambda i, by=by: i - i % unit + (i + by) % unit) for by in range(unit)]
     for by in range(1, unit // 2 + 1):
         yield builder.xor(ids, within[by])
     for by in range(1, units // 2 + 1):
-        other = turned(lambda i, by=by: (i + by * unit) % slots)
+        other = rotate_lanes(lambda i, by=by: (i + by * unit) % slots)
         for own in within[: unit // 2 + 1 if 2 * by == units else unit]:
             yield builder.xor(own, other)
 
@@ -338,7 +338,7 @@ def _differences(builder: Any, ids: Any, slots: int) -> Iterator[Any]:
 # -- rows of all layers, by slot --------------------------------------------------------------------------------------------
 
 
-@_inlined
+@_inline
 def _write_sections(words_H: Any, spans: int, end: Any, digests_L: Any, sizes: tuple[int, int, int]) -> None:
     """Write the sections that end a frame's head.
 
@@ -462,7 +462,7 @@ def scatter_rows(row_bytes: int) -> Loop:
 # -- rows of one layer ------------------------------------------------------------------------------------------------------
 
 
-@_inlined
+@_inline
 def _widen(ids_N: Any, wide_N: Any) -> None:
     for index in range(ids_N.shape[0]):
         at = np.uint64(index)
@@ -506,12 +506,12 @@ def column_sums(item_bytes: int, id_bytes: int, *, items: int) -> Loop:
                 items_R = items_N[first * items : (first + rows) * items]
                 for index in range(rows * items):
                     at = np.uint64(index)
-                    total += (_mixed(items_R[at]) + OFFSET) * weights_R[at]
+                    total += (_mix(items_R[at]) + OFFSET) * weights_R[at]
             else:
                 for row in range(rows):
                     for index in range(items):
                         item = items_N[np.uint64((first + row * step) * items + index)]
-                        total += (_mixed(item) + OFFSET) * weights_R[np.uint64(row * items + index)]
+                        total += (_mix(item) + OFFSET) * weights_R[np.uint64(row * items + index)]
             digests_S[sample] += total
         return True
 
@@ -523,7 +523,7 @@ def column_sums(item_bytes: int, id_bytes: int, *, items: int) -> Loop:
 # -- from rows of all layers to one layer after another ---------------------------------------------------------------------
 
 
-@_inlined
+@_inline
 def _line_from(address: int, row: int, row_bytes: int) -> int:
     """Return the first row, from `row` on, in which a line begins."""
     return row + ((-(address + row * row_bytes)) & (_LINE_BYTES - 1)) // row_bytes

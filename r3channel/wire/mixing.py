@@ -39,7 +39,7 @@ def multipliers(items: int) -> Words:
     return found
 
 
-def mixed(items: Ids) -> Words:
+def mix(items: Ids) -> Words:
     """Return the items mixed, as words.
 
     A change of the last slots then reaches the lower half of a word, too. Items of 4 bytes or less have no upper half, and are

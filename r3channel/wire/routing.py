@@ -205,7 +205,7 @@ def as_tokens(tokens: Any) -> Tokens:
     """
     kind = tokens.__class__
     if kind is list:  # as nearly all are
-        return _packed(tokens)
+        return _pack(tokens)
     if isinstance(tokens, range):
         tokens = np.arange(tokens.start, tokens.stop, tokens.step)
     if hasattr(tokens, "__array__"):
@@ -218,10 +218,10 @@ def as_tokens(tokens: Any) -> Tokens:
         return ids
     if not issubclass(kind, Sequence) or issubclass(kind, str | bytes | bytearray | memoryview):
         raise UsageError(f"tokens are a {kind.__name__}, expected a sequence of int32 ids")
-    return _packed(tokens)
+    return _pack(tokens)
 
 
-def _packed(tokens: Sequence[int]) -> Tokens:
+def _pack(tokens: Sequence[int]) -> Tokens:
     try:
         return np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), np.int32)  # half the time of np.array
     except struct.error as error:

@@ -86,7 +86,7 @@ class TokenTensor:
         """Return about how many bytes a token with a row takes."""
         return self.entry.itemsize * self.entries + LENGTH_BYTES
 
-    def shaped(self, layers: int, top_k: int) -> TokenTensor:
+    def reshape(self, layers: int, top_k: int) -> TokenTensor:
         """Return the tensor as routers of this model have it.
 
         Args:
@@ -167,4 +167,4 @@ def tensors_of(options: str | Iterable[str], spec: RoutingSpec | None = None) ->
         ) from error
     if len(set(names)) < len(names):
         raise ConfigError(f"token_tensors {options!r}, expected each name at most once")
-    return tensors if spec is None else tuple(t.shaped(spec.num_moe_layers, spec.top_k) for t in tensors)
+    return tensors if spec is None else tuple(t.reshape(spec.num_moe_layers, spec.top_k) for t in tensors)

@@ -16,7 +16,7 @@ from types import ModuleType
 import numpy as np
 
 from r3channel.model.spec import RoutingSpec
-from r3channel.wire.mixing import OFFSET, Ids, Words, coefficients, mixed, multipliers
+from r3channel.wire.mixing import OFFSET, Ids, Words, coefficients, mix, multipliers
 
 _BLOCK_ROWS = 32768
 """Rows searched at once by numpy: 256 kB of uint8 ids at K = 8, within a second-level cache."""
@@ -37,7 +37,7 @@ def kernels() -> ModuleType | None:
     return compiled_kernels
 
 
-def checked(
+def check(
     expert_ids_TLK: Ids, *, num_experts: int, first_row: int, valid_T: Ids | None = None
 ) -> tuple[bool, Words]:
     """Check all ids, and compute the digest of each layer.
@@ -56,10 +56,10 @@ def checked(
     (False, True)
     """
     compiled, items_TLI = kernels(), items_of(expert_ids_TLK)
-    coefficients_T = counted(len(items_TLI), first_row=first_row, valid_T=valid_T)
+    coefficients_T = count_coefficients(len(items_TLI), first_row=first_row, valid_T=valid_T)
     if compiled is None:
         sound_TL = sound_rows(expert_ids_TLK, num_experts=num_experts)
-        return bool(sound_TL[coefficients_T > 0].all()), summed(items_TLI, coefficients_T)
+        return bool(sound_TL[coefficients_T > 0].all()), sum_digests(items_TLI, coefficients_T)
     layers, items = items_TLI.shape[1:]
     check = compiled.row_sums(items_TLI.itemsize, expert_ids_TLK.itemsize, slots=expert_ids_TLK.shape[2])
     words_W = np.empty(layers * (1 + items), np.uint64)
@@ -75,8 +75,8 @@ def warm(spec: RoutingSpec) -> None:
         spec: The model's spec.
     """
     ids_TLK = np.zeros((1, spec.num_moe_layers, spec.top_k), spec.id_dtype)
-    checked(ids_TLK, num_experts=spec.num_experts, first_row=0)
-    summed(items_of(ids_TLK), coefficients(0, 1))
+    check(ids_TLK, num_experts=spec.num_experts, first_row=0)
+    sum_digests(items_of(ids_TLK), coefficients(0, 1))
 
 
 def sound(expert_ids_TLK: Ids, *, num_experts: int, valid_T: Ids | None = None) -> bool:
@@ -85,7 +85,7 @@ def sound(expert_ids_TLK: Ids, *, num_experts: int, valid_T: Ids | None = None) 
     >>> sound(np.array([[[1, 2, 6]]], np.uint8), num_experts=6)
     False
     """
-    return checked(expert_ids_TLK, num_experts=num_experts, first_row=0, valid_T=valid_T)[0]
+    return check(expert_ids_TLK, num_experts=num_experts, first_row=0, valid_T=valid_T)[0]
 
 
 def sound_rows(expert_ids_TLK: Ids, *, num_experts: int) -> Ids:
@@ -144,10 +144,10 @@ def row_words(items: Ids) -> Words:
     Returns:
         [...] uint64.
     """
-    return (mixed(items) + OFFSET) @ multipliers(items.shape[-1])
+    return (mix(items) + OFFSET) @ multipliers(items.shape[-1])
 
 
-def summed(items_TLI: Ids, coefficients_T: Words) -> Words:
+def sum_digests(items_TLI: Ids, coefficients_T: Words) -> Words:
     """Return the digest of each layer, [L].
 
     Args:
@@ -177,13 +177,13 @@ def summed_pieces(items_TLI: Ids, coefficients_T: Words, edges_P: Ids) -> Words:
     for digests_L, (begin, end) in zip(digests_PL, pairwise(edges_P.tolist()), strict=True):
         digests_L[:] = OFFSET * factors_I.sum(keepdims=True) * coefficients_T[begin:end].sum(keepdims=True)
         for at in range(begin, end, step):
-            block_TC = mixed(items_TLI[at : min(at + step, end)]).reshape(-1, layers * items)
+            block_TC = mix(items_TLI[at : min(at + step, end)]).reshape(-1, layers * items)
             sums_C = coefficients_T[at : min(at + step, end)] @ block_TC
             digests_L += sums_C.reshape(layers, items) @ factors_I
     return digests_PL
 
 
-def counted(rows: int, *, first_row: int, valid_T: Ids | None) -> Words:
+def count_coefficients(rows: int, *, first_row: int, valid_T: Ids | None) -> Words:
     """Return the rows' coefficients, 0 where a row is not valid, [T]."""
     found = coefficients(first_row, rows)
     return found if valid_T is None or valid_T.all() else np.where(valid_T, found, np.uint64(0))

@@ -51,7 +51,7 @@ from r3channel.weights.checksums import tensor_digest
 from r3channel.weights.geometry import Needs, PartTable
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import Deadline
-from r3channel.weights.receiver import Receiver, opened
+from r3channel.weights.receiver import Receiver, handle_order
 from r3channel.wire.parcel import pack_parcel
 from r3channel.wire.row_protocol import _NAMES, pack
 from tests.chaos import mutations as change
@@ -195,7 +195,7 @@ class Place:
     def read_order(self, parts: Parts) -> None:
         """Carried out by an engine's rank, or refused in words: what is raised in the scheduler's thread ends the engine."""
         manager = SimpleNamespace(_session=None, offload_tags=set())
-        done, answer = opened(self.rank, manager, MODEL, [parts[""].decode("latin-1")])
+        done, answer = handle_order(self.rank, manager, MODEL, [parts[""].decode("latin-1")])
         assert done or answer
 
     def read_rank(self, parts: Parts) -> None:

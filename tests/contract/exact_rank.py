@@ -268,7 +268,7 @@ def in_stages(job: dict[str, Any]) -> dict[str, Any]:
 def float8(job: dict[str, Any]) -> dict[str, Any]:
     """An update of an engine of float8 weights, from this rank's rows; then the joining of a second one."""
     half = Box((256 * job["rank"], 0), (256 * job["rank"] + 256, 200))
-    given = Shard(TensorMeta.of(FLOAT8, plain()), half, plain()[half.within(Box.whole((512, 200)))])
+    given = Shard(TensorMeta.of(FLOAT8, plain()), half, plain()[half.slices_in(Box.whole((512, 200)))])
     with WeightSync.sharded(job["engines"], group=dist.group.WORLD) as sync:
         sync.connect(timeout_s=UPDATE_S)
         report = sync.update(float8_blocks([given], like=job["like"]), version=1, timeout_s=UPDATE_S)

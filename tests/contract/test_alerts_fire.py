@@ -101,7 +101,7 @@ class Place:
     def look(self) -> None:
         """At every page that there was, as Prometheus does."""
         self.urls = list(dict.fromkeys([*self.urls, *(m.url for m in self.served if m.url)]))
-        self.looks.append({url: Look.at(url, timeout_s=SOON_S) for url in self.urls})
+        self.looks.append({url: Look.read(url, timeout_s=SOON_S) for url in self.urls})
 
     def look_again(self) -> None:
         """The last look once more, as somebody has joined since."""

@@ -191,7 +191,7 @@ def test_a_step_is_recorded_first(
     relay, write, released = make_relay(recorder=Recorder(tmp_path)), Recorder.write, threading.Event()
 
     def slow(*arguments: Any) -> None:
-        relay.undelivered(wait_s=0.5)  # as long as it takes to deliver, if nothing prevents it
+        relay.find_undelivered(wait_s=0.5)  # as long as it takes to deliver, if nothing prevents it
         if not relay.steps._steps:
             released.set()
         return write(*arguments)

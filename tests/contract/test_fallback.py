@@ -159,7 +159,7 @@ def test_a_receiver_that_hangs_in_its_turn_holds_up_the_others_for_a_moment(
         until(lambda: len(lives(relay)) == 2 and told)
         time.sleep(0.3)
         assert len(told) == 1
-        until(lambda: len(relay.undelivered(wait_s=0)[0]) == 1)
+        until(lambda: len(relay.find_undelivered(wait_s=0)[0]) == 1)
         go_on.set()
         for future in receiving:
             hand(future.result(SOON_S))  # the one that hung came again

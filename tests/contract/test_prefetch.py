@@ -54,7 +54,7 @@ def test_over_a_process_group_rows_wait_for_their_receive(make_relay: MakeRelay)
     relay = make_relay("dp=1", transport="gloo")
     (receiver,) = receivers_of(relay)
     receiver.prefetch(ticket := sealed(relay, 0))
-    assert relay.undelivered(wait_s=0.3) == {0: ((0, 0, 0),)}
+    assert relay.find_undelivered(wait_s=0.3) == {0: ((0, 0, 0),)}
     check_rows(receiver.receive(ticket), prefix="0-")
 
 

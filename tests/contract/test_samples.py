@@ -85,7 +85,7 @@ def test_a_late_turn_keeps_its_sample_young(make_relay: MakeRelay) -> None:
     turn = draft_of("more", 4, first_row=8).encode().tobytes()
     relay.add_frame("a", turn, range(13), append=True)
     young_s = relay.samples.table.samples["a"].since_s
-    samples, _ = relay.samples.table.expired(before_s=young_s, unclaimed_s=0.0)
+    samples, _ = relay.samples.table.expire(before_s=young_s, unclaimed_s=0.0)
     assert [sample.name for sample in samples] == ["b"]
     relay.samples.let_go(samples, outcome="expired")
 

@@ -48,7 +48,7 @@ def test_a_receive_waits_for_the_end_of_a_weight_update_and_rows_over_tcp_do_not
         receiving = pool.submit(receiver.receive, ticket)
         until(lambda: PROCESS_SLOT._changed._waiters)  # type: ignore[attr-defined]
         wait_s = SOON_S if transport == "tcp" else 1.0
-        assert (relay.undelivered(wait_s=wait_s) == {}) is (transport == "tcp")
+        assert (relay.find_undelivered(wait_s=wait_s) == {}) is (transport == "tcp")
         assert not receiving.done()
     check_rows(receiving.result(SOON_S))
 

@@ -263,7 +263,7 @@ def test_closing_ends_waits_and_frees_memory(make_relay: MakeRelay, monkeypatch:
     assert relay.samples.store.held_bytes == relay.samples.store.live_bytes
     assert relay.samples.journal is not None and not relay.samples.journal.folder.exists()
     with pytest.raises(errors.UsageError, match="closed"):
-        relay.undelivered(wait_s=10 * SOON_S)
+        relay.find_undelivered(wait_s=10 * SOON_S)
 
 
 def test_closing_ends_a_group_whose_receiver_asked_for_it_and_never_joined(make_relay: MakeRelay) -> None:

@@ -73,7 +73,7 @@ def test_weights_that_somebody_changed_go_no_further(trio: Trio, capsys: pytest.
 
 def test_an_engine_that_lost_its_links_since_its_commit_is_not_asked(trio: Trio) -> None:
     sync, one, other, lost = trio
-    sync._engines.at(one.url).ranks[0].link.abort("as if the network had ended it")
+    sync._engines.find(one.url).ranks[0].link.abort("as if the network had ended it")
     spoiled = dict(backwards(2)) | {NAMES[0]: torch.full((16, 16), float("nan"))}
     with sync:
         with pytest.raises(WeightUpdateFailed, match="NaN"):  # it is linked again, and nothing committed
@@ -104,7 +104,7 @@ def test_an_engine_that_dies_while_read_spares_the_other(trio: Trio, monkeypatch
 
 def test_an_engine_with_another_version_is_asked_for_nothing(trio: Trio) -> None:
     sync, one, *_ = trio
-    (link,) = sync._engines.at(one.url).ranks
+    (link,) = sync._engines.find(one.url).ranks
     with sync:
         assert torch.equal(link.fetch(1, 0, timeout_s=5).view(16, 16), weights(1)[NAMES[0]])
         with pytest.raises(WeightsError, match="version 2 is asked for, version 1 was committed last"):

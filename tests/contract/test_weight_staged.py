@@ -67,7 +67,7 @@ def test_weights_that_are_wrong_before_the_commit_touch_no_engine(order: str) ->
 
 def test_engine_that_finds_other_bytes_is_fenced_and_others_serve_on(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = serving(), serving()
-    copied, spoiled = staged_copy._copied, list[int]()
+    copied, spoiled = staged_copy._copy, list[int]()
 
     def wrong(target: torch.Tensor, staged: torch.Tensor) -> str:
         spoiled.append(1)
@@ -75,7 +75,7 @@ def test_engine_that_finds_other_bytes_is_fenced_and_others_serve_on(monkeypatch
 
     with session(*pair) as sync:
         give(sync, 1)
-        monkeypatch.setattr(staged_copy, "_copied", wrong)
+        monkeypatch.setattr(staged_copy, "_copy", wrong)
         with pytest.raises(errors.EngineLeftBehind, match="holds other bytes than were staged"):
             give(sync, 2)
         (bad,) = (engine for engine in pair if engine.paused)
@@ -300,7 +300,7 @@ def test_a_trainer_that_comes_again_costs_no_second_dry_run(monkeypatch: pytest.
 
 
 def test_an_engine_has_time_for_a_dry_run_and_for_what_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, copied, limit_s = serving(), staged_copy._copied, busy()
+    engine, copied, limit_s = serving(), staged_copy._copy, busy()
 
     def slow(seconds: float, call: Callable[..., Any], *arguments: Any) -> object:
         time.sleep(seconds)
@@ -310,7 +310,7 @@ def test_an_engine_has_time_for_a_dry_run_and_for_what_it_copies(monkeypatch: py
     with session(engine, engine_timeout_s=limit_s) as sync:
         assert give(sync, 1, timeout_s=UPDATE_S).way == "staged"
         assert holds(engine, 1)
-        monkeypatch.setattr(staged_copy, "_copied", partial(slow, 0.6 * limit_s, copied))
+        monkeypatch.setattr(staged_copy, "_copy", partial(slow, 0.6 * limit_s, copied))
         monkeypatch.setattr(update, "staged_bytes", lambda _params: 60_000_000_000)
         assert give(sync, 2, timeout_s=UPDATE_S).evicted == {}
         assert holds(engine, 2) and not engine.paused and sync.routable() == (engine.url,)

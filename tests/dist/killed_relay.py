@@ -101,13 +101,13 @@ AT_RELAY: dict[str, Callable[[], None]] = {
     "before a frame is kept": partial(before, FrameVerifier, "keep", call=3),
     "after a frame is written": partial(after, Journal, "frame", call=3),
     "before the seal": partial(before, Relay, "seal"),
-    "after the seal": partial(after, Journal, "sealed"),
+    "after the seal": partial(after, Journal, "write_ticket"),
     "before the rows are prepared": partial(before, SealedStep, "prepare"),
     "in the first bucket": within_rows,
-    "before the last acknowledgement is written": partial(before, Journal, "acked", call=2),
-    "after the last acknowledgement is written": partial(after, Journal, "acked", call=2),
-    "before the first acknowledgement is written": partial(before, Journal, "acked"),
-    "after the first acknowledgement is written": partial(after, Journal, "acked"),
+    "before the last acknowledgement is written": partial(before, Journal, "write_acknowledgement", call=2),
+    "after the last acknowledgement is written": partial(after, Journal, "write_acknowledgement", call=2),
+    "before the first acknowledgement is written": partial(before, Journal, "write_acknowledgement"),
+    "after the first acknowledgement is written": partial(after, Journal, "write_acknowledgement"),
 }
 AT_RECEIVER: dict[str, Callable[[], None]] = {
     "in its first bucket": partial(before, ShardBuffer, "rows"),

@@ -143,7 +143,7 @@ def check_vote(rank: Rank) -> None:
 
 def check_live(rank: Rank, replayed: list[float]) -> None:
     """A pass with replay off takes other ids than the engine's, and gives another loss."""
-    live, off = list[float](), rank.channel.driver.off
+    live, off = list[float](), rank.channel.driver.disable
     with RouterTap(rank.channel.driver) as tap:
         for part in rank.plan.optimizer_steps:  # micro-batches of one step share a length
             live += rank.run_pass(lambda index, _: off(microbatch=index), part, forward_only=True)

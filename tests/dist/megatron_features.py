@@ -139,7 +139,7 @@ def test_a_padding_mask_beside_an_expert_bias_is_an_error_of_megatrons() -> None
     """`_apply_expert_bias` of this release lays a mask of [rows] over counts of [rows, experts]."""
     # one that can: then the trainer room's README says too little
     error = pytest.raises(RuntimeError, match=rf"\({ROWS}\) at non-singleton dimension 1")
-    with bench(mtp_num_layers=None, **PLAIN) as own, own.driver.off(microbatch=0), error:
+    with bench(mtp_num_layers=None, **PLAIN) as own, own.driver.disable(microbatch=0), error:
         own.forward(padding_mask=torch.zeros(SAMPLES, LENGTH, dtype=torch.bool))
 
 

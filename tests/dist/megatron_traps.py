@@ -99,7 +99,7 @@ def test_reentrant_and_contradictory_use_is_refused(bench: Bench) -> None:
         pass
     with refused(UsageError, "gradients on"), bench.step() as step, step.microbatch(0, mode="logprob"):
         pass
-    with refused(UsageError, "gradients on"), bench.step(), driver.off():
+    with refused(UsageError, "gradients on"), bench.step(), driver.disable():
         pass
     with refused(UsageError, "closed"), step.microbatch(0):
         pass
@@ -137,7 +137,7 @@ def test_log_probs_and_training_with_its_backward_inside_the_block_share_a_step(
         for index in range(MICROBATCHES):
             with torch.no_grad(), step.microbatch(index, mode="logprob"):
                 bench.forward(index)
-            with torch.no_grad(), bench.driver.off(microbatch=index):
+            with torch.no_grad(), bench.driver.disable(microbatch=index):
                 bench.forward(index)
             with step.microbatch(index):
                 bench.forward(index).backward()

@@ -58,7 +58,7 @@ class Routing:
     ) -> torch.Tensor:
         return ids_RK.to(dtype)
 
-    def verified(self) -> None: ...
+    def verify(self) -> None: ...
 
 
 def random_rows(index: int, layer: int) -> np.ndarray:
@@ -112,7 +112,7 @@ class Bench:
         """Let the routing be what the live routers choose, as an engine with the same weights would record it."""
         with torch.no_grad(), RouterTap(self.driver) as tap:
             for index in range(MICROBATCHES):
-                with self.driver.off(microbatch=index):
+                with self.driver.disable(microbatch=index):
                     self.forward(index)
         for record in tap.records:
             self.routing.whole[record.microbatch, record.layer] = torch.from_numpy(record.ids_RK)

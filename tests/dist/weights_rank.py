@@ -73,7 +73,7 @@ def broadcast(job: dict[str, Any], model: Any) -> dict[str, Any]:
     Tells what this rank sends, and the bytes that it gathers: so, and where the stage's first rank sends all."""
     from megatron.core import parallel_state as mpu
 
-    came, gathered, sent, send = [0], convert._gathered, list[int](), WeightGroup.broadcast
+    came, gathered, sent, send = [0], convert._gather, list[int](), WeightGroup.broadcast
 
     def counted(weight: torch.Tensor, *, group: Any) -> list[torch.Tensor]:
         came[-1] += weight.nbytes * (dist.get_world_size(group) - 1)
@@ -90,7 +90,7 @@ def broadcast(job: dict[str, Any], model: Any) -> dict[str, Any]:
     found = dict[str, Any]()
     options: Any = {"group": dist.group.WORLD, "staged": False, "bucket_bytes": 1 << 20}
     with (
-        patch.object(convert, "_gathered", counted), patch.object(WeightGroup, "broadcast", noted),
+        patch.object(convert, "_gather", counted), patch.object(WeightGroup, "broadcast", noted),
         WeightSync.whole(job["engines"], **options) as sync,
     ):  # fmt: skip
         sync.connect(timeout_s=UPDATE_S)

@@ -131,7 +131,7 @@ def test_a_frame_built_in_place_is_encode_frames_own(spec: RoutingSpec, compiled
             for version in range(versions_T.max(initial=-1) + 1):
                 of = slice(version * width, min(rows, (version + 1) * width))
                 held.write(slots_T[of], ids[of], weight_version=version, kind=RowKind.DECODED)
-            made = held.unfinished(slots_T[:rows], first_row=5, sample_key=8, hashed=hashed)
+            made = held.gather_frame(slots_T[:rows], first_row=5, sample_key=8, hashed=hashed)
         expected = encode_frame(
             spec, expert_ids_TLK=ids[:rows], first_row=5, sample_key=8, codec="stored",
             provenance=spans_of(versions_T, np.zeros(rows, np.uint8), first_row=5),
@@ -148,13 +148,13 @@ def test_a_slot_that_there_is_not_is_refused(compiled: bool) -> None:
     with pytest.raises(IndexError):
         rows.write(np.array([10]), ids, weight_version=0, kind=RowKind.DECODED)
     with pytest.raises(IndexError):
-        rows.unfinished(np.array([10]), first_row=0, sample_key=0)
+        rows.gather_frame(np.array([10]), first_row=0, sample_key=0)
 
 
 def test_a_frame_may_be_encoded_on_another_thread_after_the_slots_are_reused() -> None:
     rows, buffer = capture.SlotRows(SPEC, slots=10), device_buffer(SPEC, 10)
     rows.write(np.arange(10), narrowed(SPEC, buffer), weight_version=1, kind=RowKind.DECODED)
-    unfinished = rows.unfinished(np.array([2, 3, 4]), first_row=0, sample_key=1)
+    unfinished = rows.gather_frame(np.array([2, 3, 4]), first_row=0, sample_key=1)
     rows.write(np.arange(10), narrowed(SPEC, buffer.flip(0)), weight_version=2, kind=RowKind.PREFILLED)
     with ThreadPoolExecutor(1) as pool:
         data = pool.submit(unfinished.encode).result(SOON_S)
@@ -169,7 +169,7 @@ def test_provenance_follows_the_slot_and_not_the_request() -> None:
     rows.write(np.array([3, 4, 5]), ids[:3], weight_version=1, kind=RowKind.PREFILLED)
     # 5 was freed and reused
     rows.write(np.array([9, 5]), ids[3:], weight_version=2, kind=RowKind.DECODED)
-    unfinished = rows.unfinished(np.array([4, 3, 5, 9]), first_row=0, sample_key=0)
+    unfinished = rows.gather_frame(np.array([4, 3, 5, 9]), first_row=0, sample_key=0)
     frame = parse_frame(unfinished.encode().tobytes(), spec=SPEC)
     assert frame.provenance == (
         ProvenanceSpan(start=0, end=2, weight_version=1, kind=RowKind.PREFILLED),
@@ -184,7 +184,7 @@ def test_rows_of_slots_that_another_engine_filled_are_missing_until_they_are_wri
     rows.write(np.arange(4), ids, weight_version=5, kind=RowKind.DECODED)
     rows.forget(np.array([1, 2]))
     rows.write(np.array([2]), ids[:1], weight_version=6, kind=RowKind.DECODED)
-    unfinished = rows.unfinished(np.arange(4), first_row=0, sample_key=0)
+    unfinished = rows.gather_frame(np.arange(4), first_row=0, sample_key=0)
     frame = parse_frame(unfinished.encode().tobytes(), spec=SPEC)
     assert frame.valid_T.tolist() == [True, False, True, True]
     assert [span.weight_version for span in frame.provenance] == [5, capture.NO_VERSION, 6, 5]
@@ -208,7 +208,7 @@ def test_weights_lie_with_their_ids_and_are_kept_with_them(spec: RoutingSpec, co
     kept, at = held.keep(np.array([1, 2]), first_row=1), np.array([7, 1, 2, 5])  # nothing was written to 7
     held.write(np.array([1, 2]), rows_TN[:2].numpy(), weight_version=4, kind=RowKind.PREFILLED)
     for beside in ((kept,), ()):  # over what its slots have, and put back
-        made = held.unfinished(at, first_row=0, sample_key=0, kept=beside)
+        made = held.gather_frame(at, first_row=0, sample_key=0, kept=beside)
         frame = tensor_frame(tensor, KeptWeights(made), prompt_tokens=9, new_tokens=1, request_id="s")
         (rows,) = parse_tensors(frame, [tensor], where="x")
         assert (rows.first_row, rows.lengths_T.tolist()) == (0, [0, 1, 1, 1])
@@ -225,8 +225,8 @@ def test_what_requests_keep_is_bounded_counted_and_given_back_as_they_end() -> N
     first, second = Kept(), Kept()
     for kept in (first, second):
         store.keep(kept, slots_T, first_row=0)
-    assert told == [("kept", 8), ("given_up", 8)] and not [*second.within(0, 8)]
-    made = rows.unfinished(slots_T, first_row=0, sample_key=0, kept=[*first.within(2, 8)])
+    assert told == [("kept", 8), ("given_up", 8)] and not [*second.rows_between(0, 8)]
+    made = rows.gather_frame(slots_T, first_row=0, sample_key=0, kept=[*first.rows_between(2, 8)])
     assert made.kept_rows == 6
     del first, kept
     store.keep(second, slots_T, first_row=0)
@@ -243,13 +243,13 @@ def test_provenance_outlives_more_weight_versions_than_stamps(slots: list[int]) 
     rows, ids = capture.SlotRows(SPEC, slots=4), narrowed(SPEC, device_buffer(SPEC, 1))
     for slot in slots:
         rows.write(np.array([slot]), ids, weight_version=0, kind=RowKind.PREFILLED)
-    early = rows.unfinished(np.array([1, 1]), first_row=0, sample_key=0)
+    early = rows.gather_frame(np.array([1, 1]), first_row=0, sample_key=0)
     early.ids_TLK[:] = ids
     newest = capture.MAX_MAKERS + 9
     for version in range(1, newest + 1):
         rows.write(np.array([2]), ids, weight_version=version, kind=RowKind.DECODED)
     rows.forget(np.array([3]))
-    unfinished = rows.unfinished(np.array([1, 2, 3]), first_row=0, sample_key=0)
+    unfinished = rows.gather_frame(np.array([1, 2, 3]), first_row=0, sample_key=0)
     expected = [(0, RowKind.PREFILLED), (newest, RowKind.DECODED), (capture.NO_VERSION, RowKind.MISSING)]
     for each, made in ((unfinished, expected), (early, expected[:1])):
         spans = parse_frame(each.encode().tobytes(), spec=SPEC).provenance

@@ -121,7 +121,7 @@ class Engine:
         staged.finalize()
         self.passes.flush()
         asked_T = np.setdiff1d(np.arange(SLOTS), later_T)
-        found = self.rows.unfinished(asked_T, first_row=0, sample_key=0).ids_TLK
+        found = self.rows.gather_frame(asked_T, first_row=0, sample_key=0).ids_TLK
         self.wrong += int((found != self.wanted_SLK[asked_T]).any((1, 2)).sum())
 
 
@@ -166,7 +166,7 @@ def test_a_full_ring_waits_and_loses_nothing() -> None:
             engine.wanted_SLK[slots_T] = ids_TLK
             staged.finalize()
         engine.passes.flush()
-        found = engine.rows.unfinished(np.arange(SLOTS), first_row=0, sample_key=0).ids_TLK
+        found = engine.rows.gather_frame(np.arange(SLOTS), first_row=0, sample_key=0).ids_TLK
     assert waits["room"] > 0 and np.array_equal(found, engine.wanted_SLK)
 
 
@@ -180,7 +180,7 @@ def test_a_pass_that_still_runs_is_not_waited_for() -> None:
         engine.passes.flush()
         numbers = engine.passes.read(torch.arange(10, dtype=torch.int32).view(2, 5), 0, 5)
         assert numbers.tolist() == [0, 1, 2, 3, 4] and not go.is_set()
-        found = engine.rows.unfinished(slots_T, first_row=0, sample_key=0).ids_TLK
+        found = engine.rows.gather_frame(slots_T, first_row=0, sample_key=0).ids_TLK
         go.set()
     assert np.array_equal(found, ids_TLK)
 
@@ -223,7 +223,7 @@ def test_rows_that_were_kept_win_over_those_of_the_pass_that_prefills_again() ->
     first.finalize()
     kept = engine.rows.keep(slots_T, first_row=5)
     again = torch.zeros((MOST, SPEC.num_layers, SPEC.top_k), dtype=torch.int32)
-    part = kept.of(6, 8)
+    part = kept.rows_between(6, 8)
     assert part is not None
     engine.passes.stage(
         torch.arange(20, 23), again[:3], weight_version=2, kind=RowKind.PREFILLED, restored=(Restored(1, part),)

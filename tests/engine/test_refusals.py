@@ -8,7 +8,7 @@ import pytest
 
 from r3channel.config import REFUSALS
 from r3channel.engine.refusals import Router, refusals, refuse, refused_chains, refused_unread, unread
-from r3channel.engine.sglang_settings import SETTINGS, TOGETHER, Verdict, flag, judged
+from r3channel.engine.sglang_settings import SETTINGS, TOGETHER, Verdict, flag, judge
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 
@@ -98,7 +98,7 @@ def test_every_refusal_of_the_table_has_a_reason_and_comes_before_what_is_taken(
 
 
 def test_a_value_is_judged_by_the_first_line_that_is_about_it() -> None:
-    seen = [judged("tp_size", size) for size in (1, 2, 8)]
+    seen = [judge("tp_size", size) for size in (1, 2, 8)]
     assert [setting and setting.verdict for setting in seen] == [Verdict.TESTED, Verdict.TESTED, Verdict.READ]
 
 

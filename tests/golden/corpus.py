@@ -22,7 +22,7 @@ from examples.embedded.sglang import EngineOptions, EngineServer
 from r3channel.config import ChannelConfig
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
-from r3channel.recordings.consumed import consumed
+from r3channel.recordings.consumed import consume_step
 from r3channel.recordings.recorder import Recorder, write_step
 from r3channel.recordings.recording import Recording
 from r3channel.relay.relay import Relay
@@ -89,7 +89,7 @@ def record(source: Source, folder: Path) -> None:
             relay.seal(STEP, given(list(lengths), dp=layout.dp))
             recorded(folder / "engine", STEP)
             relay.abandon(STEP)  # nobody receives it
-    consumed(Recording.open(folder / "engine").step(STEP)).write(folder / "router")
+    consume_step(Recording.open(folder / "engine").step(STEP)).write(folder / "router")
 
 
 def _generate(url: str, relay: Relay, layout: TrainerLayout) -> list[str]:

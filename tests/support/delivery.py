@@ -181,7 +181,7 @@ def hand(shard: RankShard) -> None:
     for microbatch in range(shard.num_microbatches):
         for layer in shard.shard.layers:
             shard.check_digest(microbatch, layer, shard.layer_ids(microbatch, layer))
-    shard.verified()
+    shard.verify()
 
 
 def recorded(root: Path, step: int = 0) -> RecordedStep:

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.manifest import Bucket, TensorMeta
 from r3channel.weights.rank_link import COMMIT_FORMAT, OPEN_FORMAT
-from r3channel.weights.receiver import Receiver, opened, update
+from r3channel.weights.receiver import Receiver, handle_order, update
 from tests.support.http_answers import Answering
 
 Answer = dict[str, Any]
@@ -174,7 +174,7 @@ class FakeEngine:
             return vars(self._order(request))
         if request.load_format != OPEN_FORMAT:
             return vars(update(FakeEngine._order, self, request))
-        done, told = opened(self.receiver, self, self.model(), request.names)
+        done, told = handle_order(self.receiver, self, self.model(), request.names)
         return {"success": done, "message": told}
 
     def model(self) -> Model:

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from r3channel.bench.harness import described
+from r3channel.bench.harness import describe
 from r3channel.errors import ConfigError
 
 KEPT = Path(__file__).with_name("figures.json")
@@ -30,7 +30,7 @@ def keep(file: Path) -> None:
         bench = result["command"].split()[2]
         wanted = {figure[2] for figure in _FIGURE.finditer(_TABLES.read_text()) if figure[1] == bench}
         fresh = {"command": result["command"], "machine": result["machine"]}
-        described(fresh["machine"])  # older results have a text there
+        describe(fresh["machine"])  # older results have a text there
         fresh["figures"] = {path: _figure(result, path) for path in wanted}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
@@ -50,7 +50,7 @@ def lines(name: str) -> list[str]:
 def _row(row: str, kept: dict[str, Any]) -> str:
     benches = [kept[bench] for bench in dict.fromkeys(figure[1] for figure in _FIGURE.finditer(row))]
     commands = ", ".join(f"`{bench['command']}`" for bench in benches)
-    machines = "; ".join(described(bench["machine"]) for bench in benches)
+    machines = "; ".join(describe(bench["machine"]) for bench in benches)
 
     def told(figure: re.Match[str]) -> str:
         return format(kept[figure[1]]["figures"][figure[2]] * int(figure[3] or 1), figure[4])

@@ -70,7 +70,7 @@ class Nodes:
 
 def pages_at(url: str) -> list[list[str]]:
     """Return address, role and fault of each page that a relay's /targets lists, as this node sees them."""
-    looks = [Look.at(page, timeout_s=SOON_S) for page in urls_of(url)]
+    looks = [Look.read(page, timeout_s=SOON_S) for page in urls_of(url)]
     return sorted([look.place.partition(":")[0], look.role, look.fault] for look in looks)
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from r3channel.config import ENV_PREFIX, ChannelConfig, EngineConfig, field_texts
 from r3channel.engine import sglang_settings
 from r3channel.integrations.slime import arguments
-from r3channel.tools.errors import every_error, happened
+from r3channel.tools.errors import every_error, describe
 from r3channel.trainer.adapters import megatron_refusals
 from r3channel.weights import transaction
 from tests.support import figures, rooms
@@ -146,7 +146,7 @@ def _code(text: str) -> str:
 
 def error_lines() -> list[str]:
     rows = (
-        (f"`{e.__name__}`", _code(e.__mro__[1].__name__), f"`{e.reason}`", happened(e), e.remedy)
+        (f"`{e.__name__}`", _code(e.__mro__[1].__name__), f"`{e.reason}`", describe(e), e.remedy)
         for e in every_error()
     )
     return table_of("error | is a | reason | what happened | what to do", rows)

@@ -67,7 +67,7 @@ def in_gpu_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(staged_copy, "ipc_memory", lambda told: flats[told[0]])
     for module in (hold, staged_copy, rank_link):
         patch.setattr(module, "hashed_bytes", lambda flat, **_: host_bytes(cross_sums(flat)))
-    patch.setattr(staged_copy, "_copied", lambda new, kept: tensor_digest(cross_sums(new.copy_(kept))))
+    patch.setattr(staged_copy, "_copy", lambda new, kept: tensor_digest(cross_sums(new.copy_(kept))))
 
 
 def again_to(sync: WeightSync, *engines: FakeEngine, version: int) -> Any:

@@ -42,7 +42,7 @@ def test_every_result_names_its_machine(capsys: Any, monkeypatch: pytest.MonkeyP
 def test_every_round_makes_all_calls_begins_elsewhere_and_forgets_the_warm_up() -> None:
     made: list[str] = []
     calls = {name: lambda name=name: made.append(name) or len(made) for name in "abc"}
-    seen = harness.interleaved(calls, rounds=2, warm_up=1)
+    seen = harness.interleave(calls, rounds=2, warm_up=1)
     assert made == [*"abc", *"bca", *"cab"]
     assert seen == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
 

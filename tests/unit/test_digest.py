@@ -27,7 +27,7 @@ from r3channel.wire.digest import (
     range_digests,
 )
 from r3channel.wire.routing import Ids
-from r3channel.wire.validate import checked, sound, sound_rows
+from r3channel.wire.validate import check, sound, sound_rows
 from tests.support.loops import numba
 from tests.support.samples import SPEC, random_ids, sparse
 
@@ -76,11 +76,11 @@ def test_every_form_gives_what_the_definition_says(experts: int, top_k: int) -> 
     valid[20:25] = True
     wanted = by_definition(ids[valid], [7 + int(row) for row in np.flatnonzero(valid)])
     assert layer_digests(ids, first_row=7, valid_T=valid).tolist() == wanted
-    sound, found = checked(ids, num_experts=experts, first_row=7, valid_T=valid)
+    sound, found = check(ids, num_experts=experts, first_row=7, valid_T=valid)
     assert sound and found.tolist() == wanted
     assert layer_digests(ids, first_row=7).tolist() == by_definition(ids, list(range(7, 48)))
     ids[3:] = 0  # unsound rows do not end the sum
-    assert np.array_equal(checked(ids, num_experts=experts, first_row=7)[1], layer_digests(ids, first_row=7))
+    assert np.array_equal(check(ids, num_experts=experts, first_row=7)[1], layer_digests(ids, first_row=7))
 
 
 @pytest.mark.parametrize(("experts", "top_k"), SHAPES)
@@ -221,9 +221,9 @@ def test_sorting_agrees(shape: tuple[int, int, int], kind: tuple[type, int], see
     with numba(there):
         assert np.array_equal(sound_rows(ids, num_experts=experts), good_TL)
         assert sound(ids, num_experts=experts, valid_T=valid) is bool(good_TL[valid].all())
-        found = checked(ids, num_experts=experts, first_row=0, valid_T=valid)
+        found = check(ids, num_experts=experts, first_row=0, valid_T=valid)
         ids[~valid] = np.iinfo(dtype).max
-        again = checked(ids, num_experts=experts, first_row=0, valid_T=valid)
+        again = check(ids, num_experts=experts, first_row=0, valid_T=valid)
     assert found[0] is again[0] is bool(good_TL[valid].all()) and np.array_equal(found[1], again[1])
 
 

@@ -18,7 +18,7 @@ import pytest
 from r3channel.config import ChannelConfig, EngineConfig
 from r3channel.errors import RouterUnsupported
 from r3channel.tools.commands import COMMANDS
-from r3channel.tools.errors import every_error, happened
+from r3channel.tools.errors import every_error, describe
 from r3channel.trainer.adapters import megatron_refusals as refusals
 from tests.support.pages import TABLES, options, put_into
 
@@ -169,7 +169,7 @@ def test_every_error_says_what_to_do_and_has_a_reason_of_its_own() -> None:
     found = every_error()
     assert len(found) <= 45  # one class per remedy
     assert [
-        error for error in found if not {"reason", "remedy"} <= set(vars(error)) or not happened(error)
+        error for error in found if not {"reason", "remedy"} <= set(vars(error)) or not describe(error)
     ] == []
     assert [word for word, times in Counter(error.reason for error in found).items() if times > 1] == []
 

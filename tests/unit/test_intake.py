@@ -295,9 +295,9 @@ def sealed(relay: Relay, *names: str) -> Any:
 
 def test_a_turn_looks_at_no_row_of_the_turns_before(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty turns: every row is verified once, lies where it was kept, and is never written again."""
-    verified, checked = [], received.checked
+    verified, checked = [], received.check
     seen = lambda ids_TLK, **its: verified.append(len(ids_TLK)) or checked(ids_TLK, **its)  # noqa: E731
-    monkeypatch.setattr(received, "checked", seen)
+    monkeypatch.setattr(received, "check", seen)
     ids, tokens, before = random_ids(300, seed=1), list(range(301)), []
     for number in range(30):
         first, end = 10 * number, 10 * number + 10
@@ -312,7 +312,7 @@ def test_a_turn_looks_at_no_row_of_the_turns_before(relay: Relay, monkeypatch: p
 
 def test_others_come_in_while_a_turn_is_verified(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
     relay.add("s", turn(0, 10), TOKENS[:11])
-    verifying, goes_on, checked = threading.Event(), threading.Event(), received.checked
+    verifying, goes_on, checked = threading.Event(), threading.Event(), received.check
 
     def slow(ids_TLK: Any, **its: Any) -> Any:
         if len(ids_TLK) == 30:
@@ -320,7 +320,7 @@ def test_others_come_in_while_a_turn_is_verified(relay: Relay, monkeypatch: pyte
             assert goes_on.wait(SOON_S)
         return checked(ids_TLK, **its)
 
-    monkeypatch.setattr(received, "checked", slow)
+    monkeypatch.setattr(received, "check", slow)
     with ThreadPoolExecutor(2) as pool:
         try:
             appended = pool.submit(relay.add, "s", turn(10, 40), TOKENS, append=True)

@@ -87,7 +87,7 @@ def test_of_a_sample_let_go_the_beginning_goes_last(kept: Kept, monkeypatch: pyt
         seen.append(sorted(left.name for left in kept.folder.glob("*.frame")))
 
     monkeypatch.setattr(Path, "unlink", watched)
-    kept.durable.gone([refs[1], refs[3], refs[0], refs[2]])
+    kept.durable.delete_frames([refs[1], refs[3], refs[0], refs[2]])
     names = [kept.file(ref).name for ref in refs]
     assert seen == [names[:3], names[:2], names[:1], []]
 
@@ -120,8 +120,8 @@ def test_a_note_of_which_any_byte_is_damaged_is_named(kept: Kept) -> None:
 
 @pytest.mark.parametrize("tail", [b"[0, 1", b"5\n", b"[0, 1]\n", b"\xff\xfe\n", b"{}\n", b'["x", 0, 0]\n'])
 def test_an_acknowledgement_that_cannot_be_read_was_not_made(kept: Kept, tail: bytes) -> None:
-    kept.durable.sealed(4, b"ticket")
-    kept.durable.acked(4, (0, 0, 0))
+    kept.durable.write_ticket(4, b"ticket")
+    kept.durable.write_acknowledgement(4, (0, 0, 0))
     with open(next(kept.folder.glob("*.acks")), "ab") as file:
         file.write(tail)
     assert kept.read().steps[4].acked == {(0, 0, 0)}
@@ -135,18 +135,18 @@ def test_a_full_disk_is_an_error_and_leaves_nothing_of_what_was_written(
     kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept.sample("a", kept.frame(1))
-    kept.durable.sealed(1, b"ticket")
+    kept.durable.write_ticket(1, b"ticket")
     noted = kept.frame(2)
     before = sorted(path.name for path in kept.folder.iterdir())
     with monkeypatch.context() as patched:
         patched.setattr(durable_module, "open", full, raising=False)
         patched.setattr(Path, "write_bytes", full)
-        sealed = partial(kept.durable.sealed, 2, b"ticket")
+        sealed = partial(kept.durable.write_ticket, 2, b"ticket")
         for call in (partial(kept.frame, 3), partial(kept.sample, "b", noted), sealed):
             with pytest.raises(StoreFull, match=r"no room for .*No space left"):
                 call()
         assert not caplog.messages
-        kept.durable.acked(1, (0, 0, 0))
+        kept.durable.write_acknowledgement(1, (0, 0, 0))
         assert len(caplog.messages) == 1 and "no room" in caplog.messages[0], "said, and nothing stops for it"
     assert sorted(path.name for path in kept.folder.iterdir() if path.suffix != ".acks") == before
     kept.sample("c", kept.frame(4))
@@ -160,12 +160,12 @@ def test_threads_do_not_disturb_each_other(kept: Kept) -> None:
         for step in range(number * 100, number * 100 + 100):
             ref = kept.frame(step)
             kept.sample(f"s{step}", ref)
-            kept.durable.sealed(step, b"\nticket\0\n" * step)
-            kept.durable.acked(step, (number, 0, 0))
+            kept.durable.write_ticket(step, b"\nticket\0\n" * step)
+            kept.durable.write_acknowledgement(step, (number, 0, 0))
             if step % 10:
                 for _ in range(2):
-                    kept.durable.done(step)
-                    kept.durable.gone([ref])
+                    kept.durable.delete_step(step)
+                    kept.durable.delete_frames([ref])
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))

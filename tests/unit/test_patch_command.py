@@ -175,7 +175,7 @@ def test_a_users_git_has_no_say(target: Path, monkeypatch: pytest.MonkeyPatch, w
 
 
 def test_each_patch_of_this_project_names_every_file_with_both_hashes() -> None:
-    patches = command.known()
+    patches = command.known_patches()
     assert [patch.name for patch in patches] == ["sglang-0.5.15.post1", "sglang-0.5.23"]
     for patch in patches:
         assert len(patch.changes) == patch.path.read_text().count("\n+++ b/") > 0, patch.name

@@ -127,7 +127,7 @@ def test_every_router_is_handed_what_the_engine_hashed_in_any_layout(step: Step)
             for index, layer in calls(rank):
                 ids = rank.layer_ids(index, layer)
                 assert rank.check_digest(index, layer, ids).equal(ids.long())
-            rank.verified()
+            rank.verify()
 
 
 @settings(max_examples=60)
@@ -149,12 +149,12 @@ def test_one_changed_id_is_named_before_the_step_ends(
         sample = int(rank.shard.row_map(index, tp=rank.tp)[0][row])
         if not bool(rank.counted_rows(index)[row]):  # nobody hashed it: padding, or no routing
             rank.check_digest(index, layer, ids)
-            rank.verified()
+            rank.verify()
             continue
         with pytest.raises(DigestMismatch, match=f"decoder layer {layer} .*micro-batch {index}") as refusal:
             rank.check_digest(index, layer, ids)
             assert noted, "it was used before it was looked at"
-            rank.verified()
+            rank.verify()
         assert refusal.value.samples == (rank.shard.microbatches[index].sample_ids[sample],)
         assert (refusal.value.ranks, refusal.value.step) == ((rank.shard.key,), step.ticket.step)
 
@@ -177,7 +177,7 @@ def test_a_difference_in_either_pass_is_kept_until_the_device_is_asked(passes: t
     for wrong in passes:
         rank.check_digest(0, 0, rank.layer_ids(1 if wrong else 0, 0))
     with pytest.raises(DigestMismatch, match=r"of samples \['a'\]"):
-        rank.verified()
+        rank.verify()
 
 
 def test_a_device_keeps_one_micro_batch_widened_whatever_layers_a_pass_leaves_out() -> None:
@@ -316,7 +316,7 @@ def test_a_batch_as_planned_passes_in_either_shape_whatever_its_padding(
     check = ModelTokens(rank, [TOKENS] if given else None)
     check.check(0, ids)
     check.check(0, ids.T.flatten().int())
-    check.verified()
+    check.verify()
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["tokens", "hashes"])
@@ -368,5 +368,5 @@ def test_a_gpus_ids_are_noted_in_one_operation_and_read_when_the_step_is_verifie
     check.check(0, wrong := ids.flip(0))
     wrong.zero_()  # the loop may use its memory again
     with pytest.raises(TicketMismatch, match=r"in the order \[2, 1, 0\]"):
-        check.verified()
-    check.verified()
+        check.verify()
+    check.verify()

@@ -17,7 +17,7 @@ from r3channel.cli import main
 from r3channel.errors import RecordingInvalid
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.aligned_pair import AlignedPair
-from r3channel.recordings.consumed import ConsumedRows, consumed, fitted
+from r3channel.recordings.consumed import ConsumedRows, consume_step, fit
 from r3channel.recordings.diagnose import judge, judge_alone
 from r3channel.recordings.importers import import_npz, read_saved
 from r3channel.recordings.mistakes import MISTAKES, NOTES, Finding
@@ -35,7 +35,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "recording"
 
 
 def found(want: RecordedStep, seen: RecordedStep) -> list[Finding]:
-    return [one for sides in AlignedPair.of(want, seen) for one in judge(sides)]
+    return [one for sides in AlignedPair.align(want, seen) for one in judge(sides)]
 
 
 CASE_LIST = [(name, *case) for name, cases in CASES.items() for case in cases]
@@ -76,7 +76,7 @@ def test_no_false_alarm_on_200_clean_variations_of_real_recordings(layout: str) 
         for number in range(6):
             seed = LAYOUTS.index(layout) * 6 + number
             want = misaligned.variation(real, layout, seed=seed)
-            assert found(want, consumed(want).step()) == [], (name, seed)
+            assert found(want, consume_step(want).step()) == [], (name, seed)
             assert judge_alone(want) == [], (name, seed)
 
 
@@ -157,7 +157,7 @@ def test_rows_left_to_the_live_router_are_not_judged(tmp_path: Path, capsys: Any
     frames = {**step.frames, **{name: [] for name in live}}
     step = replace(step, ticket=replace(step.ticket, samples=samples), frames=frames)
     write_step(tmp_path, step)
-    consumed(step).write(tmp_path / "router")
+    consume_step(step).write(tmp_path / "router")
     assert main(["check", str(tmp_path), "--strict"]) == 0 and "one side alone" in capsys.readouterr().out
     assert main(["check", str(tmp_path), str(tmp_path / "router")]) == 0
     assert "nothing found" in capsys.readouterr().out
@@ -220,7 +220,7 @@ def test_inspect_counts_what_is_there(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_diff_names_the_first_place_and_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = Recording.open(GOLDEN).step(2)
-    rows, name = consumed(step), step.samples[3].sample_id
+    rows, name = consume_step(step), step.samples[3].sample_id
     rows.ids["forward", name][5, 1] = rows.ids["forward", name][5, 1][::-1]
     rows.ids["forward", name][7, 2, 0] ^= 1
     rows.write(tmp_path)
@@ -235,17 +235,17 @@ def test_diff_names_the_first_place_and_layers(tmp_path: Path, capsys: pytest.Ca
     "layout", ["", "dp=4", "tp=2,pp=2", "dp=2,cp=2,packing=thd", "tp=2,cp=2", "dp=8,tp=2"]
 )
 def test_replay_hands_every_row_of_every_layer_to_its_router_under_any_layout(layout: str) -> None:
-    step = fitted(Recording.open(GOLDEN).step(2), TrainerLayout.parse(layout))
-    rows = consumed(step)
+    step = fit(Recording.open(GOLDEN).step(2), TrainerLayout.parse(layout))
+    rows = consume_step(step)
     assert len(step.samples) == 16 and found(step, rows.step()) == []
     assert all(there.all() for there in rows.there.values()) and len(rows.there) == 16
 
 
 def test_another_layout_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     want = engine_step(lengths=(33, 25, 33, 25, 40, 41, 42, 43))  # micro-batches of 4
-    cut = fitted(want, TrainerLayout.parse("dp=2"))
+    cut = fit(want, TrainerLayout.parse("dp=2"))
     assert [len(batch) for rank in cut.ticket.assignment.ranks for batch in rank] == [4, 4]
-    assert cut.untested == () and fitted(want, None) is want
+    assert cut.untested == () and fit(want, None) is want
     write_step(tmp_path, want)
     assert main(["replay", str(tmp_path), "--layout", "dp=3"]) == 0
     said = capsys.readouterr().out
@@ -340,7 +340,7 @@ def test_saved_numbers_in_another_byte_order_are_refused(tmp_path: Path) -> None
 
 def test_two_sides_of_different_runs_are_refused() -> None:
     with pytest.raises(RecordingInvalid, match="not the same on both sides"):
-        found(engine_step(seed=0), consumed(engine_step(seed=1)).step())
+        found(engine_step(seed=0), consume_step(engine_step(seed=1)).step())
 
 
 def test_rows_that_do_not_fit_the_layout_are_refused_with_both_numbers() -> None:

@@ -15,7 +15,7 @@ from r3channel.config import ChannelConfig
 from r3channel.errors import DigestMismatch, TransportError, UsageError
 from r3channel.plan.layout import TrainerLayout
 from r3channel.trainer.adapters import megatron
-from r3channel.trainer.adapters.megatron_schedule import replayed
+from r3channel.trainer.adapters.megatron_schedule import with_replay
 from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.trainer.router import RouterHandle
@@ -102,7 +102,7 @@ class Routing:
             raise self.refused
         return ids_RK.to(dtype)
 
-    def verified(self) -> None:
+    def verify(self) -> None:
         self.looks += 1
 
 
@@ -230,7 +230,7 @@ class Seen:
         self.seen.append((index, mode, chunk))
         yield
 
-    def verified(self) -> None:
+    def verify(self) -> None:
         self.seen.append("verified")
         if self.wrong:
             raise DigestMismatch("other rows")
@@ -253,7 +253,7 @@ def interleaved(*, forward_step_func: Any, forward_only: bool, data_iterator: li
 @pytest.mark.parametrize("forward_only, mode", [(True, "logprob"), (False, "train")])
 def test_each_chunk_counts_by_its_own_iterator(forward_only: bool, mode: str) -> None:
     step: Any = Seen()
-    schedule = replayed(interleaved, lambda: step)
+    schedule = with_replay(interleaved, lambda: step)
     found = schedule(
         forward_step_func=forward_step, forward_only=forward_only, data_iterator=[Batches(), Batches()]
     )
@@ -265,11 +265,11 @@ def test_each_chunk_counts_by_its_own_iterator(forward_only: bool, mode: str) ->
 def test_wrong_rows_are_raised_before_the_schedule_returns() -> None:
     step: Any = Seen()
     step.wrong = True
-    schedule = replayed(interleaved, lambda: step)
+    schedule = with_replay(interleaved, lambda: step)
     with pytest.raises(DigestMismatch):
         schedule(forward_step_func=forward_step, data_iterator=[Batches(), Batches()])
 
 
 def test_outside_of_a_step_the_schedule_is_megatrons() -> None:
-    schedule = replayed(interleaved, lambda: None)
+    schedule = with_replay(interleaved, lambda: None)
     assert schedule(forward_step_func=forward_step, data_iterator=[Batches(), Batches()])[0] == "chunk 0"

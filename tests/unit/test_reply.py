@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from r3channel.relay import reply as reply_module
-from r3channel.relay.reply import ROUTING_FIELD, Base64Text, NotBase64, parsed, split_reply
+from r3channel.relay.reply import ROUTING_FIELD, Base64Text, NotBase64, parse, split_reply
 
 FIELD = "routed_experts"
 quoted = st.sampled_from([FIELD, f'"{FIELD}": "AAAA"', f'\\"{FIELD}":"AAAA"', '\\"', "="])
@@ -40,7 +40,7 @@ def check_equal_to_loads(body: bytes) -> bytes | None:
         with pytest.raises(ValueError):
             text = split_reply(body)[1]
             assert text is None or decoded(text) is None
-            parsed(body)  # as `add_body` does where the characters are no base64
+            parse(body)  # as `add_body` does where the characters are no base64
         return None
     reply, text = split_reply(body)
     data = None if text is None else decoded(text)

@@ -51,14 +51,14 @@ def parsed(*given: str, **slime: Any) -> argparse.Namespace:
 
 def test_engines_and_requests_give_routing_and_slimes_own_replay_is_off() -> None:
     own = dict.fromkeys(("use_rollout_routing_replay", "use_routing_replay"), True)
-    args = slime_arguments.prepared(parsed("--r3-bucket-bytes", "65536", "--r3-trace", "run", **own))
+    args = slime_arguments.prepare(parsed("--r3-bucket-bytes", "65536", "--r3-trace", "run", **own))
     replays = args.use_rollout_routing_replay, args.use_routing_replay, args.moe_enable_routing_replay
     assert replays == (True, False, True)
     assert args.r3_channel["bucket_bytes"] == 65536
     assert args.r3_channel["trace"] == os.path.abspath("run"), "actors are elsewhere"
-    assert slime_arguments.prepared(parsed(colocate=True, update_weight_transport="nccl")), "by memory"
+    assert slime_arguments.prepare(parsed(colocate=True, update_weight_transport="nccl")), "by memory"
     woken = {"offload_train": True, "advantage_estimator": "ppo"}
-    assert slime_arguments.prepared(parsed("--r3-weights", "broadcast", **woken)), "the critic's turn is over"
+    assert slime_arguments.prepare(parsed("--r3-weights", "broadcast", **woken)), "the critic's turn is over"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_engines_and_requests_give_routing_and_slimes_own_replay_is_off() -> Non
 )  # fmt: skip
 def test_what_does_not_fit_is_named(given: tuple[str, ...], slime: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        slime_arguments.prepared(parsed(*given, **slime), detached="detached" in slime)
+        slime_arguments.prepare(parsed(*given, **slime), detached="detached" in slime)
 
 
 def test_this_machine_and_the_layout_are_looked_at_before_slime_starts_a_part(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_this_machine_and_the_layout_are_looked_at_before_slime_starts_a_part(tm
     given = ("--r3-journal", f"{file}/store", "--r3-record", f"{file}/record")
 
     def faults(*more: str, **slime: Any) -> list[str]:
-        args = slime_arguments.prepared(parsed(*given, *more, **slime_checkout.MEGATRON | slime))
+        args = slime_arguments.prepare(parsed(*given, *more, **slime_checkout.MEGATRON | slime))
         return [fault.split()[0] for fault in slime_arguments.faults(args) if fault]
 
     assert faults() == ["--r3-journal", "--r3-record:"]
@@ -109,7 +109,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def sized(checkpoint: str, *given: str, **slime: Any) -> argparse.Namespace:
     large = {"hf_checkpoint": checkpoint, "n_samples_per_prompt": 800, "rollout_max_prompt_len": 200}
-    return slime_arguments.prepared(parsed(*given, **slime_checkout.MEGATRON | large | slime))
+    return slime_arguments.prepare(parsed(*given, **slime_checkout.MEGATRON | large | slime))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_the_example_of_a_job_on_several_nodes_is_taken_and_its_comments_say_wha
     text = (ROOT / "examples/slime/qwen3-30b-a3b.sh").read_text()
     (given,) = re.findall(r"^CHANNEL=\((.*?)^\)", text, re.DOTALL | re.MULTILINE)
     own = {"hf_checkpoint": "given", "rollout_max_response_len": 8192, **slime_checkout.MEGATRON}
-    args = slime_arguments.prepared(parsed(*shlex.split(given, comments=True), **own))
+    args = slime_arguments.prepare(parsed(*shlex.split(given, comments=True), **own))
     relay = SimpleNamespace(config=ChannelConfig(), serve=lambda token_file: "http://10.0.0.1:1")
     assert engine_variables(relay, args, nodes=4)["R3CHANNEL_TOKEN_FILE"] == "$TOKEN_FILE"
     assert f"the reply names them in {REFERENCE_BYTES} bytes" in text
@@ -351,17 +351,17 @@ ENGINES = {0: "first", 1: "first", 2: "second", 3: "second"}, (3, 2), ("1", "0")
 
 
 def test_a_relay_shares_the_first_engines_gpu_on_its_node_by_the_number_that_its_process_counts() -> None:
-    assert relay_gpu.shared(*ENGINES) == ("second", "1")
+    assert relay_gpu.shared_gpu(*ENGINES) == ("second", "1")
     assert [relay_gpu.device_of("5", visible) for visible in (None, "", "4, 5")] == [5, 5, 1]
 
 
 @pytest.mark.parametrize(
     ("look", "why"),
     [
-        (lambda: relay_gpu.shared({}, (), ()), "starts no engine whose GPU"),
+        (lambda: relay_gpu.shared_gpu({}, (), ()), "starts no engine whose GPU"),
         (lambda: relay_gpu.device_of("0", "4,5"), r"sees the GPUs 4,5 .*expected 0"),
         (lambda: relay_gpu.check_own(16, 16), "a GPU of its own, and slime takes 16 of 16"),
-        (lambda: slime_arguments.prepared(parsed("--r3-transport", "nccl", colocate=True)), "every GPU has a trainer"),
+        (lambda: slime_arguments.prepare(parsed("--r3-transport", "nccl", colocate=True)), "every GPU has a trainer"),
     ],
 )  # fmt: skip
 def test_a_gpu_that_the_relay_cannot_have_is_refused_by_name(look: Any, why: str) -> None:
@@ -370,7 +370,7 @@ def test_a_gpu_that_the_relay_cannot_have_is_refused_by_name(look: Any, why: str
 
 
 def test_an_engine_that_leaves_the_relay_no_memory_of_their_gpu_is_refused_with_the_number() -> None:
-    args = slime_arguments.prepared(parsed("--r3-transport", "nccl"))
+    args = slime_arguments.prepare(parsed("--r3-transport", "nccl"))
 
     def check(fraction: float | None, receivers: int) -> None:
         args.sglang_mem_fraction_static = fraction

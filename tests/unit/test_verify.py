@@ -60,7 +60,7 @@ def claim(relay: Relay, name: str, tokens: int, *, serial: int) -> None:
 
 
 def arrived(relay: Relay) -> VerifiedRows:
-    (rows,) = relay.samples.table.expired(before_s=0.0, unclaimed_s=math.inf)[1].values()
+    (rows,) = relay.samples.table.expire(before_s=0.0, unclaimed_s=math.inf)[1].values()
     assert isinstance(rows, VerifiedRows)
     return rows
 

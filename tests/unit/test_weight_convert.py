@@ -167,7 +167,7 @@ def test_the_shards_of_all_ranks_together_are_what_the_functions_make_of_the_who
     for rank, value in enumerate(values):
         part = Part(name, value, dim if size > 1 else -1, rank, size)
         for shard in shards_of([part], merged_tp, lambda _, w: zip("012345", convert(w), strict=False)):
-            made[int(shard.meta.name)][shard.box.within(Box.whole(shard.meta.shape))] += shard.tensor
+            made[int(shard.meta.name)][shard.box.slices_in(Box.whole(shard.meta.shape))] += shard.tensor
     assert all(map(torch.equal, made, truth))
 
 

@@ -84,7 +84,7 @@ def test_what_a_loader_joins_is_placed_piece_by_piece_and_what_it_derives_is_mad
     found = learned(model, METAS)
     given, flat = torch.randn(2, HIDDEN, HIDDEN), torch.zeros(2 * HIDDEN * HIDDEN)
     for part in found.needs.parts:
-        part.view(flat).add_(given[part.tensor][part.box.within(Box.whole((HIDDEN, HIDDEN)))])
+        part.view(flat).add_(given[part.tensor][part.box.slices_in(Box.whole((HIDDEN, HIDDEN)))])
     assert not found.refused and not found.needs.missing and torch.equal(flat, given.flatten())
 
     assert model.scale.item() == 1

@@ -46,7 +46,7 @@ def test_free_memory_is_the_least_of_the_machine_and_its_control_groups(
 def test_a_rank_may_take_its_share_of_its_host_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged_copy, "free_bytes", lambda _: 1000)
     monkeypatch.setattr(staged_copy.shutil, "disk_usage", lambda _: SimpleNamespace(free=600))
-    room = Room.shared(lambda word: [word, "another host", word])
+    room = Room.share_of_host(lambda word: [word, "another host", word])
     assert room == (400, 300) and not room.lacks(400, insist=False, shared=False)
     engine = serving()
     with session(engine, wire="shared_memory") as sync:
@@ -94,7 +94,7 @@ def test_a_trainer_lets_go_of_a_ranks_memory_before_the_link_ends(monkeypatch: p
     engine, seen = serving(), list[Any]()
     with session(engine, wire="shared_memory") as sync:
         give(sync, 1)
-        (rank,) = sync._engines.at(engine.url).ranks
+        (rank,) = sync._engines.find(engine.url).ranks
         assert rank.shared and rank.buckets
         close = rank.link.close
         monkeypatch.setattr(rank.link, "close", lambda: (seen.append((rank.shared, rank.buckets)), close()))

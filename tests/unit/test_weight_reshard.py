@@ -72,7 +72,7 @@ def test_every_destination_element_is_written_exactly_once_by_one_that_holds_it(
             assert any(box.holds(sent) for box in holders[rank][name])
             for outer, count in written[dst][name]:
                 if outer.holds(sent):
-                    count[sent.within(outer)] += 1
+                    count[sent.slices_in(outer)] += 1
     boxes = [parts for held in written for parts in held.values()]
     assert all(bool((count == 1).all()) for parts in boxes for _, count in parts)
 
@@ -184,7 +184,7 @@ def test_trainers_that_planned_otherwise_are_told_both_hashes_before_a_byte() ->
     planner, link = surveyed("another hash"), rank_link(W, Box((0,), (8,)))
     with pytest.raises(ManifestMismatch, match="rank 1 planned another hash, rank 0 planned "):
         planner.aim([link], DEADLINE)
-    assert planner.due([link]) == [0]
+    assert planner.outdated_links([link]) == [0]
 
 
 def test_an_engine_that_is_left_out_or_comes_back_changes_nothing_for_those_that_stay() -> None:
@@ -194,7 +194,7 @@ def test_an_engine_that_is_left_out_or_comes_back_changes_nothing_for_those_that
 
     def tables(links: list[RankLink]) -> list[int]:
         planner.aim(links, DEADLINE)
-        assert planner.due(links) == []
+        assert planner.outdated_links(links) == []
         said: list[Any] = [link.link for link in (one, other, third)]
         return [link.send_record.call_count for link in said]
 
@@ -204,7 +204,7 @@ def test_an_engine_that_is_left_out_or_comes_back_changes_nothing_for_those_that
     other = rank_link(W, half)
     assert tables([one, other, third]) == [1, 1, 1]
     planner.survey(UpdateSpec((((W, half),),), None), DEADLINE)
-    assert planner.due([one]) == [0]
+    assert planner.outdated_links([one]) == [0]
     planner.survey(UpdateSpec((((W, Box.whole((8,))),),), None), DEADLINE)
     assert tables([one, other, third]) == [1, 1, 1], "what is held is again what they were told of"
     planner.survey(UpdateSpec(((), ((W, Box.whole((8,))),)), None), DEADLINE)

@@ -38,7 +38,7 @@ def test_what_does_not_go_with_miles_is_named_before_anything_starts() -> None:
 
     def prepared(*given: str, **miles: Any) -> Namespace:
         args = launch.add_channel(ArgumentParser()).parse_args(" ".join(given).split())
-        return launch.prepared(
+        return launch.prepare(
             Namespace(custom_megatron_init_path="a.b", **PARSED | vars(args) | known | miles)
         )
 

@@ -15,8 +15,8 @@ import pytest
 from examples.embedded.model import write_model
 from examples.embedded.sglang import environment, free_port
 from r3channel.cli import main
-from r3channel.engine.sglang_hooks import TABLES, hooked
-from r3channel.tools.patch import known
+from r3channel.engine.sglang_hooks import TABLES, hooked_names
+from r3channel.tools.patch import known_patches
 from tests.engine.client import check_replies, serving
 from tests.engine.reference import reference_ids
 from tests.support.children import facts_of
@@ -29,7 +29,7 @@ NO_PLUGIN = {"SGLANG_PLUGINS": "r3channel_embedded"}
 
 
 def touched(version: str) -> list[str]:
-    (patch,) = (patch for patch in known() if patch.name == f"sglang-{version}")
+    (patch,) = (patch for patch in known_patches() if patch.name == f"sglang-{version}")
     return [change.file for change in patch.changes]
 
 
@@ -107,7 +107,9 @@ print("FACTS " + json.dumps(facts))
 def marks(patched: tuple[str, str], **variables: str) -> dict[str, Any]:
     """What the hooked functions carry in a process of SGLang, and what the plug-in would have registered there."""
     version, path = patched
-    return facts_of(MARKS, *hooked(version), **environment() | NO_PLUGIN | {"PYTHONPATH": path} | variables)
+    return facts_of(
+        MARKS, *hooked_names(version), **environment() | NO_PLUGIN | {"PYTHONPATH": path} | variables
+    )
 
 
 @pytest.mark.engine

@@ -33,7 +33,7 @@ from unittest.mock import Mock
 import numpy as np
 import torch
 
-from r3channel.bench.harness import Effort, Parts, cpu_seconds_of, family_of, interleaved, medians_s, ratio
+from r3channel.bench.harness import Effort, Parts, cpu_seconds_of, family_of, interleave, medians_s, ratio
 from r3channel.bench.wire import generate
 from r3channel.config import ChannelConfig, EngineConfig
 from r3channel.engine.sglang_tensors import add_tensors, declare, take_topk
@@ -82,7 +82,7 @@ def engine(effort: Effort) -> dict[str, Any]:
         server = stack.enter_context(EngineServer(options))
         server.wait_ready(_TIMEOUT_S)
         asked = partial(_round, server.url + "/generate", family_of(server.pid), relay, itertools.count())
-        seen = interleaved({way: partial(asked, way) for way in WAYS}, rounds=effort.rounds_of(160, 40))
+        seen = interleave({way: partial(asked, way) for way in WAYS}, rounds=effort.rounds_of(160, 40))
     cpu_us, nbytes = ({way: [pair[of] for pair in seen[way]] for way in WAYS} for of in (0, 1))
     base = [sum(pair) / 2 for pair in zip(cpu_us["off"], cpu_us["off_again"], strict=True)]
     variants = {
@@ -116,7 +116,7 @@ def _round(url: str, pids: list[int], relay: Relay, numbers: Iterator[int], way:
     Every round asks for the same tokens, and finds no prefix of them in the engine.
     """
 
-    def sent() -> float:
+    def sent_bytes() -> float:
         return relay.metrics.value("r3channel_bytes_total", leg="engine_direct")
 
     request = {
@@ -125,14 +125,14 @@ def _round(url: str, pids: list[int], relay: Relay, numbers: Iterator[int], way:
         "return_routed_experts": not way.startswith("off"),
     }  # fmt: skip
     question = urllib.request.Request(url, json.dumps(request).encode(), {"Content-Type": "application/json"})
-    before, deadline_s, cpu_s = sent(), time.monotonic() + _TIMEOUT_S, cpu_seconds_of(pids)
+    before, deadline_s, cpu_s = sent_bytes(), time.monotonic() + _TIMEOUT_S, cpu_seconds_of(pids)
     with urlopen(question, timeout_s=_TIMEOUT_S) as reply:
         body = reply.read()
-    while way == "direct" and sent() == before and time.monotonic() < deadline_s:
+    while way == "direct" and sent_bytes() == before and time.monotonic() < deadline_s:
         time.sleep(0.002)
     time.sleep(_TRAIL_S)
     cpu_us, tokens = (cpu_seconds_of(pids) - cpu_s) * 1e6, _PROMPT_TOKENS + _NEW_TOKENS
-    return cpu_us / tokens, (len(body) + sent() - before) / (tokens - 1)
+    return cpu_us / tokens, (len(body) + sent_bytes() - before) / (tokens - 1)
 
 
 def register() -> None:
@@ -180,7 +180,7 @@ def scheduler(effort: Effort) -> dict[str, Any]:
     """
     from examples.embedded.sglang import environment
 
-    arguments = ["-m", _NAME, str(effort.rounds_of(40, 10)), str(effort.of(120_000, 20_000))]
+    arguments = ["-m", _NAME, str(effort.rounds_of(40, 10)), str(effort.choose(120_000, 20_000))]
     return child_said(arguments, timeout_s=_TIMEOUT_S, env=environment())
 
 
@@ -248,7 +248,7 @@ def _medians_us(ways: Ways, draw: Callable[[], Any], rounds: int) -> dict[str, f
         return (time.thread_time() - begin_s) * 1e6
 
     calls = {name: partial(call_us, way) for name, way in ways.items()}
-    return {name: median(values) for name, values in interleaved(calls, rounds=rounds, warm_up=2).items()}
+    return {name: median(values) for name, values in interleave(calls, rounds=rounds, warm_up=2).items()}
 
 
 class SchedulerThread:
@@ -261,7 +261,7 @@ class SchedulerThread:
 
         from r3channel.engine import sglang as room
 
-        self._slots, self._rng, config = slots, np.random.default_rng(0), _published()
+        self._slots, self._rng, config = slots, np.random.default_rng(0), _publish_settings()
         ids = torch.from_numpy(generate(model_named(MODEL), regime="U", rows=256))
         self._ids_TLK = ids.repeat(max(PASS_ROWS) // len(ids), 1, 1)
         kinds = {"stock": RoutedExpertsCapturer, "r3channel": room.FrameCapturer}
@@ -363,7 +363,7 @@ def topk_us(*, rounds: int) -> dict[str, Any]:
     declare([tensor])
     told: dict[str, Any] = {"where": "", "key": None, "tokens": _PASSES + 1, "held_rows": 0, "room_s": 1.0}
 
-    def kept(take: Callable[..., Any]) -> list[list[list[Any]]]:
+    def keep_logprobs(take: Callable[..., Any]) -> list[list[list[Any]]]:
         """Return [values, ids][request][token], as SGLang's processor keeps them."""
         both = [take(logprobs_BV, [128] * BATCH, no_copy_to_cpu=True) for _ in passes]
         return [[[each[part][at].tolist() for each in both] for at in range(BATCH)] for part in (0, 1)]
@@ -373,7 +373,7 @@ def topk_us(*, rounds: int) -> dict[str, Any]:
         return dumps({"meta_info": {"routed_experts": base64.b64encode(data).decode()}})
 
     def stock() -> Iterator[bytes]:
-        for two in zip(*kept(get_top_logprobs), strict=True):
+        for two in zip(*keep_logprobs(get_top_logprobs), strict=True):
             message.encode(two)
             yield dumps([[(*one, None) for one in zip(*row, strict=True)] for row in zip(*two, strict=True)])
 
@@ -385,7 +385,7 @@ def topk_us(*, rounds: int) -> dict[str, Any]:
             )
 
     def ours() -> Iterator[bytes]:
-        for rows in kept(partial(take_topk, get_top_logprobs))[0]:
+        for rows in keep_logprobs(partial(take_topk, get_top_logprobs))[0]:
             frame = tensor_frame(tensor, KeptTopk(rows), prompt_tokens=1, new_tokens=_PASSES, request_id="r")
             yield text(bytes(frame))
 
@@ -408,7 +408,7 @@ def topk_us(*, rounds: int) -> dict[str, Any]:
     }
 
 
-def _published() -> Any:
+def _publish_settings() -> Any:
     """Publish SGLang's settings in this process.
 
     Return the configuration of a model of our shape.

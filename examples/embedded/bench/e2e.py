@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from examples.embedded.bench.operations import Operations
-from r3channel.bench.harness import Effort, Parts, interleaved, medians_s, ratio, timed
+from r3channel.bench.harness import Effort, Parts, interleave, medians_s, ratio, time_call
 from r3channel.bench.relay import MANAGER_NODE, RANK_NODE, call, start_actor, two_nodes
 from r3channel.bench.relay_paths import receive
 from r3channel.config import ChannelConfig
@@ -121,7 +121,7 @@ class StepTrainer:
         with self._channel.step(ticket) as step:
             _train_step(self.model, step)
 
-    def replayed(self, driver: ReplayDriver, shard: RankShard) -> None:
+    def replay(self, driver: ReplayDriver, shard: RankShard) -> None:
         with driver.step(shard, step=0) as step:
             step.tokens = ModelTokens(shard)
             _train_step(self.model, step)
@@ -132,7 +132,7 @@ class StepTrainer:
         Args:
             ticket: The ticket of a step through the channel, or None for a step without routing.
         """
-        return timed(self.plain if ticket is None else partial(self.through_channel, ticket))()
+        return time_call(self.plain if ticket is None else partial(self.through_channel, ticket))()
 
     def close(self) -> None:
         self._stack.close()
@@ -163,7 +163,7 @@ def pairs(effort: Effort) -> dict[str, Any]:
         tickets = (call(relay.seal.remote(step)) for step in range(1 << 20))
         steps: dict[str, Any] = {"on": lambda: call(trainer.cpu_s.remote(next(tickets)))}
         steps |= dict.fromkeys(("off", "off_again"), lambda: call(trainer.cpu_s.remote()))
-        seen = interleaved(steps, rounds=effort.rounds_of(60, 8), warm_up=2)
+        seen = interleave(steps, rounds=effort.rounds_of(60, 8), warm_up=2)
         call([trainer.close.remote(), relay.close.remote()])
     without = [sum(pair) / 2 for pair in zip(seen["off"], seen["off_again"], strict=True)]
     ratios = {
@@ -184,7 +184,7 @@ def _natural_ids(model: TrainerModel, driver: ReplayDriver) -> dict[tuple[int, i
     """
     with torch.no_grad(), RouterTap(driver) as tap:
         for index in range(MICROBATCHES):
-            with driver.off(microbatch=index):
+            with driver.disable(microbatch=index):
                 _forward(model, index)
     return {(r.microbatch, r.layer): torch.from_numpy(r.ids_RK) for r in tap.records}
 
@@ -230,14 +230,14 @@ def replay(effort: Effort) -> dict[str, Any]:
     with closing(StepTrainer(layers=2)) as small:
         few, few_added = _added_operations(small)
     with closing(StepTrainer()) as trainer:
-        shard, (routers, added) = _placed(trainer), _added_operations(trainer)
+        shard, (routers, added) = _place_rows(trainer), _added_operations(trainer)
         per_router = (added - few_added) / (routers - few)
-        call_us = _call_cpu_us(trainer, _placed(trainer, noted=True), effort.rounds_of(9, 3))
+        call_us = _call_cpu_us(trainer, _place_rows(trainer, noted=True), effort.rounds_of(9, 3))
         with closing(trainer.driver()) as driver:
-            replayed = partial(trainer.replayed, driver, shard)
+            replayed = partial(trainer.replay, driver, shard)
             steps = {"plain": trainer.plain, "plain_again": trainer.plain, "replay": replayed}
-            calls = {name: timed(step) for name, step in steps.items()}
-            seen = interleaved(calls, rounds=effort.rounds_of(40, 4), warm_up=2)
+            calls = {name: time_call(step) for name, step in steps.items()}
+            seen = interleave(calls, rounds=effort.rounds_of(40, 4), warm_up=2)
 
     def percent(name: str) -> dict[str, float]:
         return {what: 100 * (value - 1) for what, value in ratio(seen[name], seen["plain"]).items()}
@@ -252,7 +252,7 @@ def replay(effort: Effort) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _placed(trainer: StepTrainer, *, noted: bool = False) -> RankShard:
+def _place_rows(trainer: StepTrainer, *, noted: bool = False) -> RankShard:
     """Return a step's rows, placed without a connection and not checked.
 
     With `noted` they are handled as on a GPU: all layers of a micro-batch are widened at once, and differences from the engines'
@@ -275,7 +275,7 @@ def _added_operations(trainer: StepTrainer) -> tuple[int, float]:
 
     These are the operations of one micro-batch's forward pass, recompute and backward.
     """
-    ranks, added = [_placed(trainer, noted=True) for _ in range(2)], 0
+    ranks, added = [_place_rows(trainer, noted=True) for _ in range(2)], 0
     with closing(trainer.driver()) as driver:
         for rank in ranks:  # a model's first step allocates what it keeps
             with Operations() as plain:
@@ -301,11 +301,11 @@ def _call_cpu_us(trainer: StepTrainer, rank: RankShard, rounds: int) -> dict[str
                     for handle in handles:
                         handle.replay.get_replay_topk(scores_RE, handle.top_k, None, None, _live_topk)
 
-        def replayed() -> None:
+        def replay() -> None:
             with driver.step(rank, step=0) as step:
                 passes(step)
 
-        seconds = medians_s({"replayed": replayed, "chosen": passes}, rounds=rounds, min_s=_MIN_S)
+        seconds = medians_s({"replayed": replay, "chosen": passes}, rounds=rounds, min_s=_MIN_S)
     return {name: 1e6 * passes_s / MICROBATCHES / len(handles) for name, passes_s in seconds.items()}
 
 

@@ -23,7 +23,7 @@ from unittest.mock import Mock
 
 import torch
 
-from r3channel.bench.harness import Effort, Parts, timed
+from r3channel.bench.harness import Effort, Parts, time_call
 from r3channel.transport.process_group import in_background
 from r3channel.weights import convert, loader_map
 from r3channel.weights.config import SyncConfig
@@ -90,7 +90,7 @@ def engine(effort: Effort) -> dict[str, Any]:
     rounds = effort.rounds_of(12, 3)
     with _engine() as (url, named):
         with _per_tensor(EngineHandle(url), named) as peer:
-            update = timed(peer, clock=time.monotonic)
+            update = time_call(peer, clock=time.monotonic)
             per_tensor_s = median([update() for _ in range(rounds + 1)][1:])
         found = _updates(url, named, rounds)
     found["wall_s"] = {"per_tensor": per_tensor_s, **found["wall_s"]}
@@ -104,7 +104,7 @@ def pauses(effort: Effort) -> dict[str, Any]:
 
 def large(effort: Effort) -> dict[str, Any]:
     rounds = effort.rounds_of(8, 2)
-    with _engine(hidden=effort.of(480, 160)) as (url, named):
+    with _engine(hidden=effort.choose(480, 160)) as (url, named):
         found = _updates(url, named, rounds)
     found["wall_s"]["raw_gloo"] = _raw_gloo_s(found["bytes"], rounds)
     return {"large": found}
@@ -134,7 +134,7 @@ def _raw_gloo_s(nbytes: int, rounds: int) -> float:
         with subprocess.Popen([sys.executable, "-c", _PEER, where, str(nbytes), str(rounds + 1)]):
             dist.init_process_group("gloo", init_method=where, rank=0, world_size=2)
             payload = torch.ones(nbytes, dtype=torch.uint8)
-            sent = timed(lambda: (dist.broadcast(payload, 0), dist.barrier()), clock=time.monotonic)
+            sent = time_call(lambda: (dist.broadcast(payload, 0), dist.barrier()), clock=time.monotonic)
             seconds = [sent() for _ in range(rounds + 1)]
             dist.destroy_process_group()
     return median(seconds[1:])
@@ -188,10 +188,10 @@ def size(effort: Effort) -> dict[str, Any]:
     from psutil import Process
 
     parts = [convert.Part("embedding", torch.empty(37_984, 4096, device="meta"), 0, 1, 4)]
-    for number, fc in itertools.product(range(effort.of(94, 4) * 128), _EXPERTS):
+    for number, fc in itertools.product(range(effort.choose(94, 4) * 128), _EXPERTS):
         parts.append(convert.Part(f"{number}.{fc}", torch.empty(_EXPERTS[fc], device="meta"), -1, 0, 1))
     make = partial(convert.shards_of, parts, convert.merged_tp, _gate_and_up, owner=torch.nn.Module())
-    found: dict[str, Any] = {"places_first_and_again_s": [timed(make)() for _ in range(2)]}
+    found: dict[str, Any] = {"places_first_and_again_s": [time_call(make)() for _ in range(2)]}
     held = [(shard.meta, shard.box) for shard in make()[1:]]
     metas, told = [meta for meta, _ in held], list[str]()
     items = (len(held) + _KINDS) * max(box.numel for _, box in held)
@@ -212,7 +212,7 @@ def size(effort: Effort) -> dict[str, Any]:
         planner.aim(links, deadline)
 
     before = Process().memory_info().rss
-    found |= {"tensors": len(metas), "link_64_s": timed(link)()}
+    found |= {"tensors": len(metas), "link_64_s": time_call(link)()}
     return {"size": found | {"link_64_mb": (Process().memory_info().rss - before) / 1e6}}
 
 

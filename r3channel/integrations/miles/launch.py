@@ -64,11 +64,11 @@ def hook() -> None:
 
     from r3channel.integrations.miles.rollout import ChannelManager
 
-    arguments.parse_args = with_channel(arguments.parse_args, add_channel, prepared)
+    arguments.parse_args = with_channel(arguments.parse_args, add_channel, prepare)
     placement.RolloutManager = ray.remote(ChannelManager)
 
 
-def prepared(args: Namespace) -> Namespace:
+def prepare(args: Namespace) -> Namespace:
     """Check miles' parsed arguments and set what the channel needs.
 
     Args:

@@ -63,7 +63,7 @@ class ShardReplay:
         microbatch, batch = iterator.offset, get_batch(iterator, *given, **words)
         if self._tokens is not None:
             if not microbatch:
-                self._tokens.verified()
+                self._tokens.verify()
             if microbatch in self._unseen:
                 self._unseen.remove(microbatch)
                 self._tokens.check(microbatch, batch["tokens"])
@@ -77,9 +77,9 @@ class ShardReplay:
             text = "a batch came without a ticket. Was the job started with `r3channel miles`? The manager seals nothing where "
             text += "it leaves micro-batches to trainers: LoRA adapters, images, fewer rollouts than --global-batch-size"
             raise StepError(text)
-        receiver = self.receiver = self.receiver or self._joined(manager, models[0].module.config)
+        receiver = self.receiver = self.receiver or self._join(manager, models[0].module.config)
         if self._tokens is not None:
-            self._tokens.verified()
+            self._tokens.verify()
         each = [sample.tolist() for sample in rollout_data["tokens"]]
         tokens = [[each[index] for index in batch] for batch in rollout_data["micro_batch_indices"]]
         shard = receiver.receive(Ticket.from_bytes(ray.get(sealed)), tokens=tokens)
@@ -87,13 +87,13 @@ class ShardReplay:
             for microbatch in range(shard.num_microbatches):
                 rows = _rows(shard, microbatch)
                 given["register_replay_list_func"](given["replay_list"], rows, models=models)
-            shard.verified()
+            shard.verify()
             self._tokens, self._unseen = ModelTokens(shard, tokens), {*range(shard.num_microbatches)}
         finally:
             for name, count in zip(DIGESTS, (shard.digests.checked, shard.digests.different), strict=True):
                 receiver.metrics.inc(name, count)
 
-    def _joined(self, manager: Any, config: Any) -> Receiver:
+    def _join(self, manager: Any, config: Any) -> Receiver:
         """Return a receiver that has joined the relay.
 
         Rows stay in host memory, where miles keeps them. A GPU sees them only if a TP group hands them on over NCCL.

@@ -46,7 +46,7 @@ def check_importable(package: str = "slime") -> str:
     version, lines = nearest(Path(spec.submodule_search_locations[0]).parent, package)
     if lines:
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
-        text = f"this {package} is not one that r3channel knows. It is nearest to {_known(version, package)}, but: "
+        text = f"this {package} is not one that r3channel knows. It is nearest to {_known_version(version, package)}, but: "
         raise ConfigError(text + f"{'; '.join(lines[:4])}{more}; nothing was started")
     return version
 
@@ -58,7 +58,7 @@ def check_checkout(context: CheckContext) -> Iterator[Check]:
     """
     root = Path(context.slime or "")
     found = nearest(root)
-    known = _known(found.version)
+    known = _known_version(found.version)
     yield Check(
         name=f"slime {root}",
         ok=not found.moved,
@@ -78,15 +78,15 @@ def nearest(root: Path, package: str = "slime") -> Found:
         root: Folder of the checkout.
         package: "slime" or "miles".
     """
-    found = [Found(version, [*_moved(root, version, package)]) for version in _listed(package)]
+    found = [Found(version, [*_find_moved(root, version, package)]) for version in _load_list(package)]
     return min(found, key=lambda each: len(each.moved))
 
 
-def _known(version: str, package: str = "slime") -> str:
-    return f"{package} {version} ({next(iter(_listed(package)[version]))})"
+def _known_version(version: str, package: str = "slime") -> str:
+    return f"{package} {version} ({next(iter(_load_list(package)[version]))})"
 
 
-def _moved(root: Path, version: str, package: str) -> Iterator[str]:
+def _find_moved(root: Path, version: str, package: str) -> Iterator[str]:
     for file, names in files_of(version, package):
         if not (root / file).is_file():
             yield f"{file} is not there"
@@ -140,11 +140,11 @@ def files_of(version: str, package: str = "slime") -> Iterator[tuple[str, dict[s
     Returns:
         An iterator of (file, name -> parameters). The parameters are None for a class, and where they were not read.
     """
-    for files in _listed(package)[version].values():
+    for files in _load_list(package)[version].values():
         yield from files.items()
 
 
 @cache
-def _listed(package: str) -> dict[str, dict[str, dict[str, dict[str, str | None]]]]:
+def _load_list(package: str) -> dict[str, dict[str, dict[str, dict[str, str | None]]]]:
     """Return parameters by version, commit, file and name."""
     return json.loads(Path(__file__).parents[1].joinpath(package, "seams.json").read_text())

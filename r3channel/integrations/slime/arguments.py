@@ -94,13 +94,13 @@ def refusals_of(arguments: Sequence[str], *, detached: bool = False) -> list[str
     parser.add_argument("--update-weight-transport", default="nccl")
     parser.add_argument("--rollout-data-transport", default="object-store")
     try:
-        prepared(parser.parse_known_args(list(arguments))[0], detached=detached)
+        prepare(parser.parse_known_args(list(arguments))[0], detached=detached)
     except (ConfigError, ArgumentError) as error:
         return str(error).split(preflight.NEXT)
     return []
 
 
-def prepared(args: Namespace, *, detached: bool = False) -> Namespace:
+def prepare(args: Namespace, *, detached: bool = False) -> Namespace:
     """Check slime's parsed arguments and set what the channel needs.
 
     Engines and requests have to give routing, so `use_rollout_routing_replay` is on. slime's own replay, which

@@ -71,12 +71,12 @@ class SealingBuilder(slime.data.batch_builder.BatchBuilder):
         # the relay has the rows; slime would miss them in each sample
         asked, self.args = self.args, Namespace(**vars(self.args) | {"use_rollout_routing_replay": False})
         try:
-            return self._manager.converted(samples, super().convert(samples))
+            return self._manager.convert(samples, super().convert(samples))
         finally:
             self.args = asked
 
     def split_by_dp(self, data: Any) -> list[Any]:
-        return self._manager.sealed(super().split_by_dp, data, self.rollout_id)
+        return self._manager.seal(super().split_by_dp, data, self.rollout_id)
 
     def replay_converted(self, data: Any, batch_id: Any) -> list[Any]:
         """Replay what slime kept of a rollout when an actor died.
@@ -92,7 +92,7 @@ class SealingBuilder(slime.data.batch_builder.BatchBuilder):
             raise StepError(text)
         kept = zip(data["sample_indices"], data["tokens"], strict=True)
         lost = [SimpleNamespace(index=index, tokens=[*map(int, tokens)]) for index, tokens in kept]
-        return super().replay_converted(self._manager.converted(lost, data), batch_id)
+        return super().replay_converted(self._manager.convert(lost, data), batch_id)
 
 
 def remote_manager(args: Namespace) -> Any:

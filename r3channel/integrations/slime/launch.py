@@ -27,7 +27,7 @@ from typing import Any
 from r3channel.errors import BackgroundFailed, ConfigError, DeadlineExceeded, R3Error, UsageError
 from r3channel.integrations import guard, preflight
 from r3channel.integrations.slime import api_check
-from r3channel.integrations.slime.arguments import add_arguments, faults, prepared
+from r3channel.integrations.slime.arguments import add_arguments, faults, prepare
 
 _Add = Callable[[Any], Any]
 _Call = Callable[..., Any]
@@ -180,7 +180,7 @@ def hook() -> None:
 
         return make_models(args, pgs, rollout_manager, actor_cls=ChannelActor)
 
-    prepare = partial(prepared, detached=detached)
-    arguments.parse_args = with_channel(arguments.parse_args, add_arguments, prepare, detached=detached)
+    check = partial(prepare, detached=detached)
+    arguments.parse_args = with_channel(arguments.parse_args, add_arguments, check, detached=detached)
     placement.create_rollout_manager = create_rollout_manager
     placement.create_training_models = create_training_models

@@ -24,7 +24,7 @@ class SharedGpu(NamedTuple):
     gpu: str
 
 
-def shared(nodes: Mapping[int, str], bundles: Sequence[int], gpus: Sequence[Any]) -> SharedGpu:
+def shared_gpu(nodes: Mapping[int, str], bundles: Sequence[int], gpus: Sequence[Any]) -> SharedGpu:
     """Return the first engine's GPU.
 
     Args:

@@ -52,7 +52,7 @@ class RelayManager(RelayHost):
 
         module.build_dp_schedule = build_dp_schedule
 
-    def converted(self, samples: Sequence[Any], data: dict[str, Any]) -> dict[str, Any]:
+    def convert(self, samples: Sequence[Any], data: dict[str, Any]) -> dict[str, Any]:
         """Keep the samples, and return their data without routing.
 
         The framework decoded that routing itself. The channel carries it, too.
@@ -65,7 +65,7 @@ class RelayManager(RelayHost):
         data.pop("rollout_routed_experts", None)
         return data
 
-    def sealed(self, split: Callable[[Any], list[Any]], data: dict[str, Any], step: int) -> list[Any]:
+    def seal(self, split: Callable[[Any], list[Any]], data: dict[str, Any], step: int) -> list[Any]:
         """Split the data by rank, seal the step and add its ticket.
 
         No ticket is added while only a critic trains, which uses what its own router chooses.

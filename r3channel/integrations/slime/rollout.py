@@ -140,10 +140,10 @@ class ChannelManager(RelayManager, slime.ray.rollout.RolloutManager.__ray_metada
                 self.r3channel_start()  # a restarted engine says hello, or is refused, before it is asked for samples
 
     def _convert_samples_to_train_data(self, samples: Sequence[Any]) -> Any:
-        return self.converted(samples, super()._convert_samples_to_train_data(samples))
+        return self.convert(samples, super()._convert_samples_to_train_data(samples))
 
     def _split_train_data_by_dp(self, data: Any) -> list[Any]:
-        return self.sealed(super()._split_train_data_by_dp, data, self.rollout_id)
+        return self.seal(super()._split_train_data_by_dp, data, self.rollout_id)
 
 
 _GENERATED: ContextVar[tuple[Any, bool]] = ContextVar("generated", default=(None, True))
@@ -181,7 +181,7 @@ def remote_manager(args: Namespace, pg: Any) -> Any:
         relay_gpu.check_own(int(ray.cluster_resources().get("GPU", 0)), group.bundle_count)
         return SimpleNamespace(options=lambda **options: kind.options(**options | {"num_gpus": 1}))
     nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    node, args.r3_gpu = relay_gpu.shared(nodes, bundles, gpus)
+    node, args.r3_gpu = relay_gpu.shared_gpu(nodes, bundles, gpus)
 
     def options(*, runtime_env: dict[str, Any], **given: Any) -> Any:
         runtime_env = runtime_env | {"env_vars": runtime_env["env_vars"] | relay_gpu.SEES_ALL}

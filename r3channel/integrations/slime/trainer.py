@@ -28,7 +28,7 @@ from r3channel.integrations.slime.sample_rows import names_at
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.ray_host import RayRelay
 from r3channel.trainer.adapters.megatron import parallel_coords
-from r3channel.trainer.adapters.megatron_schedule import replayed
+from r3channel.trainer.adapters.megatron_schedule import with_replay
 from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.replay import ReplayStep
 
@@ -45,7 +45,7 @@ class ChannelActor(MegatronTrainRayActor):
 
     def init(self, args: Namespace, role: str, *rest: Any, **options: Any) -> Any:
         schedule_of = slime_model.get_forward_backward_func
-        slime_model.get_forward_backward_func = lambda: replayed(schedule_of(), lambda: self._step)
+        slime_model.get_forward_backward_func = lambda: with_replay(schedule_of(), lambda: self._step)
         seen = slime_loss._maybe_capture_log_probs
         slime_loss._maybe_capture_log_probs = lambda *given: (self._compare(*given), seen(*given))
         start = super().init(args, role, *rest, **options)
@@ -142,7 +142,7 @@ class ChannelActor(MegatronTrainRayActor):
                 return compute()
         step, self._step = self._step, None
         try:
-            with torch.no_grad(), channel.driver.off(), channel.receiver.clock.span("logprob"):
+            with torch.no_grad(), channel.driver.disable(), channel.receiver.clock.span("logprob"):
                 return compute()
         finally:
             self._step = step

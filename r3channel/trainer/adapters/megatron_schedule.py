@@ -21,7 +21,7 @@ def _offset(iterator: Any) -> int:
     return iterator.offset
 
 
-def replayed(
+def with_replay(
     run: Callable[..., Any],
     step_of: Callable[[], ReplayStep | None],
     *,
@@ -51,7 +51,7 @@ def replayed(
                 return forward_step_func(iterator, chunk, *rest)
 
         result = run(forward_step_func=forward_step, forward_only=forward_only, **options)
-        step.verified()
+        step.verify()
         return result
 
     return schedule

@@ -123,7 +123,7 @@ class Trainer:
             loss.backward()
 
     def natural(self) -> None:
-        self.train(lambda index: self.driver.off(microbatch=index))
+        self.train(lambda index: self.driver.disable(microbatch=index))
 
     def replay(self, shard: RankShard, audit: RoutingAudit | None = None) -> None:
         with self.driver.step(shard, step=0, audit=audit) as step:

@@ -29,7 +29,7 @@ def send(staging: DeviceStaging, thread: int) -> int:
             for slot, buffer_N in enumerate(buffers):
                 buffer_N[:] = rng.integers(0, 256, NBYTES, dtype=np.uint8)
                 torch.cuda._sleep(LATE_CYCLES)
-                sent.append(staging.staged(slot, NBYTES).clone())
+                sent.append(staging.stage(slot, NBYTES).clone())
             wanted = [xxh3_64_intdigest(buffer_N.tobytes()) for buffer_N in buffers]
             found = [xxh3_64_intdigest(one.cpu().numpy()) for one in sent]
             wrong += sum(one != two for one, two in zip(found, wanted, strict=True))
@@ -51,14 +51,14 @@ def overlap(staging: DeviceStaging, facts: Facts) -> None:
     with staging.turn(lambda: None, every_s=1.0):
         for slot, buffer_N in enumerate(staging.buffers(NBYTES)):
             buffer_N[:] = slot + 1
-            staging.staged(slot, NBYTES)  # makes its memory
+            staging.stage(slot, NBYTES)  # makes its memory
         torch.cuda.synchronize()
-        bucket_N = staging.staged(0, NBYTES)
+        bucket_N = staging.stage(0, NBYTES)
         sending.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(sending):
             torch.cuda._sleep(SLOW_CYCLES)
             sent_N = bucket_N.clone()
-        staging.staged(1, NBYTES)
+        staging.stage(1, NBYTES)
         waited = sending.query()
         sending.synchronize()
     facts.expect("the host waited for the send", waited, not waited, "false")

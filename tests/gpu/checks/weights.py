@@ -38,9 +38,11 @@ def check(device: str, facts: Facts) -> None:
     params = [torch.zeros_like(part) for part in bucket]
     loaded_s = seconds(device, partial(copied, params, bucket))
     facts.note(f"flattened bucket of {gb:.3f} GB on the device, s", loaded_s)
-    locked = staged_copy._locked
+    locked = staged_copy._lock_pages
     for way, most in {"two buffers": staged_copy._SLOT_BYTES, "locked": words.nbytes}.items():
-        staged_copy._locked = lambda owner, memory, most=most: memory.nbytes <= most and locked(owner, memory)
+        staged_copy._lock_pages = lambda owner, memory, most=most: (
+            memory.nbytes <= most and locked(owner, memory)
+        )
         copy = staged_copy.StagedCopy(metas, device=where)
         back_s = seconds(device, partial(copied, copy.views, bucket))
         facts.note(f"{way}: device to host, GB/s", gb / back_s)
@@ -60,4 +62,4 @@ def check(device: str, facts: Facts) -> None:
         copy.views[1].view(torch.uint8)[-1] ^= 1
         told = words_of(partial(copy.change_over, params), WeightsError)
         facts.expect(f"{way}: a changed byte", told, bool(told), "an error")
-    staged_copy._locked = locked
+    staged_copy._lock_pages = locked
