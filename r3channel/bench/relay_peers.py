@@ -21,7 +21,7 @@ import pybase64
 import ray
 import torch
 
-from r3channel.bench.relay_paths import OWN, Router, Seconds, Start, Workload, reply, measure
+from r3channel.bench.relay_paths import OWN, Router, Seconds, Start, Workload, measure, reply
 from r3channel.plan.placement import place_samples
 from r3channel.plan.shards import Plan
 from r3channel.transport.base import Rendezvous

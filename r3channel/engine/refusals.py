@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from r3channel.config import REFUSALS
-from r3channel.engine.sglang_settings import flag, has_dp_attention, judge, find_refused
+from r3channel.engine.sglang_settings import find_refused, flag, has_dp_attention, judge
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 

@@ -18,7 +18,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.placement import place_samples, spread_ids
 from r3channel.plan.shards import Shard, ShardKey
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.plan.token_tensors import received_tensors, cut_tensor
+from r3channel.plan.token_tensors import cut_tensor, received_tensors
 from r3channel.wire.digest import fold
 from r3channel.wire.frame import Frame, parse_frame
 from r3channel.wire.routing import Ids, ProvenanceSpan, hash_tokens

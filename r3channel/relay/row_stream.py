@@ -17,7 +17,7 @@ from r3channel.plan.row_order import Ints
 from r3channel.plan.shards import Shard, ShardKey
 from r3channel.plan.stream import Sent, Stream, overlaps, step_streams
 from r3channel.plan.ticket import Ticket
-from r3channel.plan.token_tensors import received_tensors, cut_tensor
+from r3channel.plan.token_tensors import cut_tensor, received_tensors
 from r3channel.relay.send_buffers import Bytes
 from r3channel.relay.verify import HeldTensors, VerifiedRows
 from r3channel.wire.digest import range_digests

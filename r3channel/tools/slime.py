@@ -17,7 +17,7 @@ from r3channel.integrations import guard, preflight
 from r3channel.integrations.slime import api_check, launch
 from r3channel.integrations.slime.arguments import add_arguments, refusals_of
 from r3channel.observe.check import Check, CheckContext
-from r3channel.tools.engine_arguments import allowed_words, parse, find_refused, sglang_fields
+from r3channel.tools.engine_arguments import allowed_words, find_refused, parse, sglang_fields
 from r3channel.trainer.adapters import megatron_refusals
 
 _OURS = ("--r3-", "--r3_", "--use-r3", "--use_r3")

@@ -11,7 +11,7 @@ import torch
 from r3channel.errors import RowsInvalid, UsageError
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
-from r3channel.plan.token_tensors import received_tensors, read_slot, slot_bytes
+from r3channel.plan.token_tensors import read_slot, received_tensors, slot_bytes
 from r3channel.trainer.router_digests import RouterDigestCheck, upload
 from r3channel.trainer.staleness import UNKNOWN, Staleness
 from r3channel.wire.routing import Ids

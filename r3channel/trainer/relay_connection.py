@@ -19,7 +19,7 @@ from r3channel.errors import BackgroundFailed, BucketCorrupt, DeadlineExceeded, 
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.layout import RankCoords
-from r3channel.plan.token_tensors import received_tensors, length_bytes, tensor_bytes
+from r3channel.plan.token_tensors import length_bytes, received_tensors, tensor_bytes
 from r3channel.trainer.buckets import HostBuckets
 from r3channel.trainer.shard_buffer import ShardBuffer
 from r3channel.transport.base import RELAY_RANK, Pending, Rendezvous, Transport

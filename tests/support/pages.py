@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from r3channel.config import ENV_PREFIX, ChannelConfig, EngineConfig, field_texts
 from r3channel.engine import sglang_settings
 from r3channel.integrations.slime import arguments
-from r3channel.tools.errors import every_error, describe
+from r3channel.tools.errors import describe, every_error
 from r3channel.trainer.adapters import megatron_refusals
 from r3channel.weights import transaction
 from tests.support import figures, rooms

@@ -18,7 +18,7 @@ import pytest
 from r3channel.config import ChannelConfig, EngineConfig
 from r3channel.errors import RouterUnsupported
 from r3channel.tools.commands import COMMANDS
-from r3channel.tools.errors import every_error, describe
+from r3channel.tools.errors import describe, every_error
 from r3channel.trainer.adapters import megatron_refusals as refusals
 from tests.support.pages import TABLES, options, put_into
 

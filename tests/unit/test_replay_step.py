@@ -230,7 +230,7 @@ class Seen:
         self.seen.append((index, mode, chunk))
         yield
 
-    def verify(self) -> None:
+    def verify_rows(self) -> None:
         self.seen.append("verified")
         if self.wrong:
             raise DigestMismatch("other rows")

@@ -51,7 +51,7 @@ def with_replay(
                 return forward_step_func(iterator, chunk, *rest)
 
         result = run(forward_step_func=forward_step, forward_only=forward_only, **options)
-        step.verify()
+        step.verify_rows()
         return result
 
     return schedule
