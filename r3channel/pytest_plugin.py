@@ -3,7 +3,7 @@
     @pytest.mark.r3_layouts("dp=1", "tp=2", "cp=2,packing=thd")
     def test_my_model(r3_step):
         for rank in r3_step.ranks():
-            my_model.run(rank)                  # calls rank.used(microbatch, layer, ids) at each router
+            my_model.run(rank)                  # calls rank.record_used(microbatch, layer, ids) at each router
         r3_step.check()
 
     pytest --r3-recording rec
@@ -218,5 +218,5 @@ def _describe_unused(step: RecordedStep, found: ConsumedRows) -> str:
     name, lacking = next(iter(silent.items()))
     return (
         f"no router used rows of {len(silent)} of {len(step.samples)} samples: the first is {name}, layers {lacking[:20]}; "
-        f"expected all of {list(layers)[:20]}. Is rank.used called at each router, in every micro-batch, on every rank?"
+        f"expected all of {list(layers)[:20]}. Is rank.record_used called at each router, in every micro-batch, on every rank?"
     )

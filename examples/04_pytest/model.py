@@ -46,5 +46,5 @@ def train(rank) -> None:
         model(
             tokens,
             lambda layer, m=microbatch: torch.from_numpy(rank.rows(m, layer).copy()),
-            lambda layer, ids, m=microbatch: rank.used(m, layer, ids),
+            lambda layer, ids, m=microbatch: rank.record_used(m, layer, ids),
         )

@@ -139,7 +139,7 @@ def medians_s(calls: Mapping[str, Callable[[], object]], *, rounds: int, **optio
     Args:
         calls: Calls by name.
         rounds: Number of rounds.
-        options: Options of `timed`.
+        options: Options of `time_call`.
     """
     seen = interleave({name: time_call(call, **options) for name, call in calls.items()}, rounds=rounds)
     return {name: median(values) for name, values in seen.items()}

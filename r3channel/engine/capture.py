@@ -228,7 +228,7 @@ class SlotRows:
         A slot keeps its own row where the kept row is MISSING.
 
         Args:
-            slots_T: The slots of the positions of `kept`.
+            slots_T: The slots of the positions of the kept rows.
             kept: The rows to write.
         """
         for at, maker, ids_TN in kept.known_runs():

@@ -68,7 +68,7 @@ def of_channel(config: ChannelConfig, *, ranks: int) -> Iterator[str]:
 def _option_names(field: str) -> str:
     """Return the option and the variable that set a field.
 
-    >>> _named("journal")
+    >>> _option_names("journal")
     '--r3-journal (R3CHANNEL_JOURNAL)'
     """
     return f"--r3-{field.replace('_', '-')} ({ENV_PREFIX}{field.upper()})"

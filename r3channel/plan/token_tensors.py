@@ -49,7 +49,7 @@ def cut_tensor(shard: Shard, tensor: TokenTensor, rows: Mapping[str, Sequence[Te
 
     Args:
         shard: The receiver's shard.
-        tensor: The tensor as `brought` has it.
+        tensor: The tensor as `received_tensors` has it.
         rows: The rows of each sample's turns; they have all layers.
     """
     lengths, entries = list[Any](), list[Any]()
@@ -93,7 +93,7 @@ def read_tensor(shard: Shard, tensor: TokenTensor, data_N: Values) -> Iterator[t
 
     Args:
         shard: The receiver's shard.
-        tensor: The tensor as `brought` has it.
+        tensor: The tensor as `received_tensors` has it.
         data_N: What `cut_tensor` made.
 
     Yields:
@@ -124,7 +124,7 @@ def slot_bytes(shard: Shard, tensor: TokenTensor, data_N: Values) -> list[Values
 
     Args:
         shard: The receiver's shard.
-        tensor: The tensor as `brought` has it.
+        tensor: The tensor as `received_tensors` has it.
         data_N: What `cut_tensor` made.
 
     Raises:
@@ -147,7 +147,7 @@ def read_slot(shard: Shard, tensor: TokenTensor, data_N: Values) -> Iterator[tup
 
     Args:
         shard: The receiver's shard.
-        tensor: The tensor as `brought` has it.
+        tensor: The tensor as `received_tensors` has it.
         data_N: What `slot_bytes` has for the slot.
 
     Yields:

@@ -1,6 +1,6 @@
 """The ids that routers used, sample by sample: gathered call by call on each rank, added up over ranks, written as a recording.
 
-`consumed` reads a recorded step as the routers of all ranks would. `fitted` cuts a step for another trainer first.
+`consume_step` reads a recorded step as the routers of all ranks would. `fit` cuts a step for another trainer first.
 """
 
 from __future__ import annotations

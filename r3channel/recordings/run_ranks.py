@@ -4,7 +4,7 @@
     for number in rank.microbatches:
         for layer in rank.layers:
             ids_RK = rank.rows(number, layer)             # what this rank's router is to use, in its row order
-            rank.used(number, layer, my_router(...))      # what it did use
+            rank.record_used(number, layer, my_router(...))      # what it did use
 
 Only the child processes need torch. Each child loads the function's file by its path, so nothing of the parent is copied.
 """

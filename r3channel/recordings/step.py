@@ -101,7 +101,7 @@ class RecordedStep:
 
         Raises:
             TicketMismatch: the bytes are another sample's.
-            R3Error: a frame is not valid; the errors are those of `parsed` and `Frame.verify`.
+            R3Error: a frame is not valid; the errors are those of `parse` and `Frame.verify`.
         """
         frames = self.parse(sample_id)
         pads_TK = spread_ids(self.spec, positions_T=np.arange(self.ticket.sample(sample_id).tokens - 1))

@@ -32,7 +32,7 @@ class HostStaging:
     def buffers(self, nbytes: int) -> Sequence[Bytes]:
         """Return buffers to be filled in turn.
 
-        A buffer may be filled again once what `staged` gave for it was sent.
+        A buffer may be filled again once what `stage` gave for it was sent.
 
         Args:
             nbytes: Bytes of each buffer.

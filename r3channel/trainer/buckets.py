@@ -284,7 +284,7 @@ class DevicePlacement:
         self._lines_NI.index_copy_(0, target_TL.view(-1), items_TLI.reshape(-1, self._items))
 
     def _words(self, items_TCI: torch.Tensor) -> torch.Tensor:
-        """Return the items as `wire.mixing.mixed` has them.
+        """Return the items as `wire.mixing.mix` has them.
 
         Items of 8 bytes are changed where they lie.
         """

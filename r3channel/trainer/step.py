@@ -315,7 +315,7 @@ class ReplayStep:
         if call is None or (call.pass_name == "recompute" and not torch.is_grad_enabled()):
             raise ReplayError(
                 f"{name_of(handle)}: called in step {self.number} outside of a micro-batch and of its backward pass, gradients "
-                f"{'on' if torch.is_grad_enabled() else 'off'}. Wrap forward passes in step.microbatch() or driver.off()",
+                f"{'on' if torch.is_grad_enabled() else 'off'}. Wrap forward passes in step.microbatch() or driver.disable()",
                 step=self.number,
             )
         key = (call.pass_name, handle.layer, call.microbatch)

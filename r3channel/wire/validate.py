@@ -2,7 +2,7 @@
 
 A zero-filled row, or one of stale memory, names an expert twice, and Megatron-core would then silently use k-1 experts.
 
-`checked` answers for all rows and gives their digest, which `wire.digest` defines; only rows that are not sound are looked at
+`check` answers for all rows and gives their digest, which `wire.digest` defines; only rows that are not sound are looked at
 closely, to name the first. With numba (extra `fast`) both are one compiled pass; numpy compares slot against slot and then sums.
 Both let other threads run.
 """
@@ -80,7 +80,7 @@ def warm(spec: RoutingSpec) -> None:
 
 
 def sound(expert_ids_TLK: Ids, *, num_experts: int, valid_T: Ids | None = None) -> bool:
-    """Return whether all ids are sound, the first answer of `checked`.
+    """Return whether all ids are sound, the first answer of `check`.
 
     >>> sound(np.array([[[1, 2, 6]]], np.uint8), num_experts=6)
     False
@@ -94,7 +94,7 @@ def sound_rows(expert_ids_TLK: Ids, *, num_experts: int) -> Ids:
     This compares slot against slot: K (K - 1) / 2 vectorised comparisons.
 
     Returns:
-        [T, L] bool, each the first answer of `checked`.
+        [T, L] bool, each the first answer of `check`.
 
     >>> sound_rows(np.array([[[1, 2, 3]], [[4, 5, 4]]], np.uint8), num_experts=6).tolist()
     [[True], [False]]

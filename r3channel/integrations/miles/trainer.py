@@ -120,7 +120,7 @@ def _rows(shard: RankShard, microbatch: int) -> torch.Tensor:
     """Return a micro-batch's rows of all decoder layers.
 
     The ids are [rows, layers, K] int32, as miles has them: -1 in padding, at a sample's last token, and in layers of other
-    stages. They are verified here on a CPU; on a GPU `shard.verified` verifies them.
+    stages. They are verified here on a CPU; on a GPU `shard.verify` verifies them.
     """
     spec, padding_R = shard.shard.spec, shard.padding_rows(microbatch)
     shape = len(padding_R), spec.num_layers, spec.top_k

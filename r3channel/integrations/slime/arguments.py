@@ -44,7 +44,7 @@ def add_channel(parser: Any) -> Any:
 def add_arguments(parser: Any) -> Any:
     """Add the channel's options and those that only slime has.
 
-    An option that `prepared` always refuses is parsed as well, but is in no help text.
+    An option that `prepare` always refuses is parsed as well, but is in no help text.
 
     Returns:
         The parser.
@@ -71,13 +71,13 @@ def add_arguments(parser: Any) -> Any:
 
 
 def refusals_of(arguments: Sequence[str], *, detached: bool = False) -> list[str]:
-    """Return what `prepared` refuses of a job's arguments.
+    """Return what `prepare` refuses of a job's arguments.
 
     Of slime's own arguments only those that matter here are known.
 
     Args:
         arguments: The command line of a job.
-        detached: As in `prepared`.
+        detached: As in `prepare`.
 
     Returns:
         Reasons; empty if the job would start.
@@ -182,7 +182,7 @@ def faults(args: Namespace, *, detached: bool = False) -> Iterator[str]:
     machine.
 
     Args:
-        args: Arguments from `prepared`.
+        args: Arguments from `prepare`.
         detached: Whether the manager may have outlived its script. Such a manager holds its ports, and is used again.
 
     Raises:

@@ -1,6 +1,6 @@
 """Megatron's schedules with a step's replay in them: each forward pass of a micro-batch runs in its own context.
 
-    forward_backward = replayed(get_forward_backward_func(), lambda: step)
+    forward_backward = with_replay(get_forward_backward_func(), lambda: step)
 
 This module knows Megatron's calling convention (keywords `forward_step_func`, `forward_only`) and imports no Megatron.
 """
@@ -29,7 +29,7 @@ def with_replay(
 ) -> Callable[..., Any]:
     """Return the schedule `run` with a step's replay in it.
 
-    When the schedule returns, the rows that routers got are known to be those that the engines hashed (`ReplayStep.verified`),
+    When the schedule returns, the rows that routers got are known to be those that the engines hashed (`ReplayStep.verify_rows`),
     so no optimizer uses other gradients. Call it on the trainer's main thread.
 
     Args:

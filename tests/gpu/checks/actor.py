@@ -139,7 +139,7 @@ def steps(owner: Any, receiver: Receiver, facts: Facts) -> None:
     layer = shard.shard.layers[-1]
     changed_RK = shard.layer_ids(0, layer).clone()
     changed_RK[0] = changed_RK[0].roll(1)
-    # where rows lie on a device, digests are read at `verified`
+    # where rows lie on a device, digests are read at `verify`
     told = words_of(lambda: (shard.check_digest(0, layer, changed_RK), shard.verify()), DigestMismatch)
     facts.expect("of a row that was changed", told, f"decoder layer {layer}" in told, "its layer")
 
