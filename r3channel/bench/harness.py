@@ -206,7 +206,7 @@ def stamp(load_before: float) -> dict[str, Any]:
 def describe(machine: dict[str, Any]) -> str:
     """Return a machine's stamp on one line.
 
-    >>> described({"cpu": "Intel Xeon", "cores": 2, "load": [0.3, 2.0]}), described({"cpu": "AMD EPYC", "cores": 2, "load": []})
+    >>> describe({"cpu": "Intel Xeon", "cores": 2, "load": [0.3, 2.0]}), describe({"cpu": "AMD EPYC", "cores": 2, "load": []})
     ('2 x Intel Xeon, load 0.3 to 2.0', '2 x AMD EPYC, load unknown')
     """
     load = " to ".join(f"{value:.1f}" for value in machine["load"]) or "unknown"

@@ -42,7 +42,7 @@ SABOTAGES = {
     ),
     "ids": ("replay_RK.long()", "(replay_RK.long() * 5 + 3) % 128", "dp=2,cp=2,packing=thd", "physical_ids"),
     "silent": (
-        "rank.used(m, layer, ids)", "layer == 3 or rank.used(m, layer, ids)", "dp=1", "no router used rows of 16 of 16 samples",
+        "rank.record_used(m, layer, ids)", "layer == 3 or rank.record_used(m, layer, ids)", "dp=1", "no router used rows of 16 of 16 samples",
     ),
 }  # fmt: skip
 """Name -> (what stands in the example's model, what is put there, layout, what the failure says)."""
@@ -155,7 +155,7 @@ def test_swaps(r3_step):
     for rank in r3_step.ranks():
         for m, layer in ((m, layer) for m in rank.microbatches for layer in rank.layers):
             ids = rank.rows(m, layer).reshape(-1, len(rank.shard.microbatches[m].sample_ids), 4)
-            rank.used(m, layer, ids[:, [1, 0, *range(2, ids.shape[1])]].reshape(-1, 4))
+            rank.record_used(m, layer, ids[:, [1, 0, *range(2, ids.shape[1])]].reshape(-1, 4))
     r3_step.check()
 """
 
