@@ -42,7 +42,8 @@ SABOTAGES = {
     ),
     "ids": ("replay_RK.long()", "(replay_RK.long() * 5 + 3) % 128", "dp=2,cp=2,packing=thd", "physical_ids"),
     "silent": (
-        "rank.record_used(m, layer, ids)", "layer == 3 or rank.record_used(m, layer, ids)", "dp=1", "no router used rows of 16 of 16 samples",
+        "rank.record_used(m, layer, ids)", "layer == 3 or rank.record_used(m, layer, ids)", "dp=1",
+        "no router used rows of 16 of 16 samples",
     ),
 }  # fmt: skip
 """Name -> (what stands in the example's model, what is put there, layout, what the failure says)."""
