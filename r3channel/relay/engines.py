@@ -177,10 +177,7 @@ class EngineRegistry:
 
 
 def _forget_oldest(known: dict[Any, Any]) -> None:
-    """Remove the oldest entries until there is room for another.
-
-    Engines restart for weeks, and who holds the token may invent names.
-    """
+    # engines restart for weeks, and who holds the token may invent names
     while len(known) >= _MOST_KNOWN:
         del known[next(iter(known))]
 

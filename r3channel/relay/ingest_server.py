@@ -193,10 +193,7 @@ class HttpConnection:
             self._linger()
 
     def _linger(self) -> None:
-        """Read for a moment what the peer still sends.
-
-        Else the peer might read a reset and not the answer.
-        """
+        # read what the peer still sends: else it might see a reset and not the answer
         self._sock.shutdown(socket.SHUT_WR)
         deadline_s, scratch = time.monotonic() + _LINGER_S, bytearray(1 << 16)
         self._sock.settimeout(_LINGER_S)
@@ -323,6 +320,7 @@ class IngestServer:
             if request is None:
                 return
             if refused := self._refusal(request):
+                # the body is not read, and must not be taken for the next request
                 link.answer(*refused, close=True)
                 return
             with self._lock:
@@ -334,11 +332,6 @@ class IngestServer:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def _refusal(self, request: Request) -> tuple[Status, str] | None:
-        """Return the answer that refuses a request, or None.
-
-        Token and size are judged before a byte of the body is read. The connection then ends, because the body that was not read
-        must not be taken for the next request.
-        """
         if not is_authorized(request.authorization, self._token):
             return Status.NO_TOKEN, "the bearer token is missing or another one"
         limit = self._limits.get(request.path)
@@ -353,7 +346,6 @@ class IngestServer:
         return None
 
     def _take(self, link: HttpConnection, request: Request) -> tuple[Status, str, bool]:
-        """Return the answer, its text, and whether the connection ends."""
         try:
             body = link.body(request.length or 0)
             status, text = self._judge(request, body)
@@ -384,20 +376,17 @@ class IngestServer:
         self._intake.engines.greet(hello)
         session = secrets.token_hex(16)
         with self._lock:
-            # the oldest are of engines that have ended, or of names that somebody invented
+            # the oldest belong to engines that have ended, or to invented names
             while len(self._sessions) >= _MOST_CONNECTIONS:
                 del self._sessions[next(iter(self._sessions))]
             self._sessions[hello.boot_id] = session, body.sock if request.direct else None
         return Status.TAKEN, session
 
     def _frames(self, request: Request, body: Body) -> tuple[Status, str]:
-        """Take a parcel, only of the engine whose hello made the session.
-
-        So nobody's frames are kept under another engine's name.
-        """
         boot_id, count = open_parcel(body)
         session, _ = self._sessions.get(boot_id, ("", None))
         same = session and compare_digest(session.encode(), request.session.encode())
+        # the session is the proof: nobody's frames are kept under another engine's name
         if not (same and self._intake.engines.knows(boot_id)):
             return Status.HELLO_FIRST, "no hello of this engine has that session, or it was refused"
         with self._lock:
@@ -424,7 +413,6 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _seconds_left(deadline_s: float) -> float:
-    """Return the seconds left for a socket, or raise TimeoutError."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError

@@ -100,11 +100,9 @@ class Intake:
             raise damaged.prefix(f"a parcel of {count} frames")
 
     def _most_rows(self, name: FrameName) -> int:
-        """Return how many rows a frame may have.
+        """Return how many rows a frame may have; 0: unwanted.
 
-        The result is 0 if nobody wants the frame (any more). Else the number is that of the frame's reference, or the longest
-        sequence of its engine: the size of memory never follows a number that a peer sends with the frame. The caller holds the
-        condition.
+        A number that a peer sends with the frame never sizes memory. The caller holds the condition.
         """
         if not self._table.wants(name):
             return 0
@@ -113,10 +111,6 @@ class Intake:
         return min(self.engines.context_of(name[0]), MOST_ROWS) or MOST_ROWS
 
     def _land(self, name: FrameName, frame: Source, most_rows: int) -> errors.R3Error | None:
-        """Keep a frame, or the error why it cannot be used.
-
-        Returns the error of a frame that was damaged on its way, else None.
-        """
         try:
             where = f"sample of frame {name[1]} from engine {self.engines.name_of(name[0])}"
             what = self.verifier.keep(frame, where=where, max_rows=most_rows)
@@ -334,10 +328,6 @@ class Intake:
         return reply.rows
 
     def _enter(self, reply: Reply, source: Source, *, append: bool, room_s: float) -> Turn:
-        """Read a reply's bytes and put it into the table.
-
-        After an error nothing of the reply is kept.
-        """
         try:
             self._read(reply, source, room_s=room_s)
             with self._changed:
@@ -383,12 +373,9 @@ class Intake:
             )  # fmt: skip
 
     def _cut(self, rows: VerifiedRows, end_row: int, *, where: str) -> VerifiedRows:
-        """Keep the rows before `end_row` as a frame of their own.
-
-        So a recovery after a kill finds these rows alone.
-        """
         try:
             kept = rows.cut(end_row, where=where)
+            # a frame of its own, so that a recovery after a kill finds these rows alone
             data = head_of(kept, self._spec) + kept.ids_TLK.tobytes()
             room_s = self._samples.config.backpressure_timeout_s
             return self.verifier.keep(InHand(data), where=where, max_rows=end_row + 1, room_s=room_s)
@@ -405,11 +392,7 @@ class Intake:
         return FrameReference.from_bytes(begun)
 
     def _note(self, sample: Sample, turn: Turn) -> None:
-        """Write to the journal whose frame this is.
-
-        It is written when the frame and its reply are both here. The table has the frame already, so a failed write is only
-        logged: after a kill that frame is nobody's.
-        """
+        """Write to the journal whose frame this is, once both are here."""
         if self._samples.journal is None or turn.rows is None:
             return
         try:
@@ -418,11 +401,11 @@ class Intake:
                 tokens_hash=sample.tokens_hash, prefix_hash=sample.prefix_hash,
             )  # fmt: skip
         except errors.StoreFull as error:
+            # the table has the frame already; after a kill nobody knows whose it is
             log.warning("r3channel: sample %s would not survive a kill: %s", sample.name, error)
 
 
 def _check_cut(sample: Sample, tokens_T: Ids, kept: int, *, where: str) -> None:
-    """Check that these are the sample's tokens, and can be cut."""
     if (len(tokens_T), hashes_of(tokens_T)[0]) != (sample.tokens, sample.tokens_hash):
         raise errors.TurnMismatch(
             f"{where}: {len(tokens_T)} tokens are not the {sample.tokens} that its rows were made for; expected the same",

@@ -222,16 +222,8 @@ def read_remains(folder: Path) -> Remains:
 
 
 def _read_frame(path: Path, remains: Remains) -> None:
-    """Read a frame's header and note into `remains`.
-
-    The rows are read when the sample is handed over, one frame after the other.
-
-    Raises:
-        FrameError: The header cannot be read.
-        ValueError: The note cannot be read.
-    """
     with open(path, "rb") as file:
-        head = file.read(HEADER_BYTES)
+        head = file.read(HEADER_BYTES)  # the rows are read when the sample is handed over
         header = read_header(memoryview(head), nbytes=path.stat().st_size, where=path.name, more=True)
         file.seek(header.nbytes)
         note = file.read()
@@ -286,14 +278,10 @@ def dead_relays(root: Path, *, but: Path) -> Generator[list[Remains]]:
 
 
 def _lock(folder: Path) -> int | None:
-    """Return the folder's lock, or None where another process has it.
-
-    Raises FileNotFoundError where the folder is gone.
-    """
     file = os.open(folder / LOCK, os.O_RDWR)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.stat(folder / LOCK)
+        os.stat(folder / LOCK)  # FileNotFoundError: its relay closed just now, and deleted the folder
     except BlockingIOError:
         os.close(file)
         return None
@@ -375,16 +363,13 @@ def _join_turns(found: list[Remains], recovery: Recovery) -> Iterator[tuple[str,
 
 
 def _sort_in(step: int, saved: SavedStep, here: dict[str, int], recovery: Recovery) -> None:
-    """Add a step to the recovery if all its samples are here.
-
-    `here` has the tokens of the samples that were handed over. A sample that has lost turns is lost to its step.
-    """
     try:
         ticket = Ticket.from_bytes(saved.ticket)
     except errors.TicketMismatch as error:
         recovery.damaged.append(f"step {step}: {error}")
         return
-    known = [s for s in ticket.samples if s.invalid != ((0, s.tokens - 1),)]  # others were the live router's
+    # samples without any row were left to the live router; one that has lost turns has fewer tokens
+    known = [s for s in ticket.samples if s.invalid != ((0, s.tokens - 1),)]
     if names := [sample.sample_id for sample in known if here.get(sample.sample_id) != sample.tokens]:
         recovery.damaged.append(f"step {step}: its samples {names[:5]} are lost, {len(names)} in all")
     else:

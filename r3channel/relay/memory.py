@@ -123,10 +123,7 @@ class Store:
     # -- room ------------------------------------------------------------------------------------------------------
 
     def _take_room(self, nbytes: int, *, timeout_s: float, what: str) -> None:
-        """Count bytes as live, after waiting for room.
-
-        The caller holds the lock, which is released while it waits.
-        """
+        """Wait for room, then count it. The caller holds the lock."""
         if self._closed:
             raise UsageError("the store is closed")
         if not self._waiting and nbytes <= self.ceiling_bytes - self.live_bytes:
@@ -151,13 +148,10 @@ class Store:
         )
 
     def _grant(self) -> None:
-        """Give room to those who wait, in their order.
-
-        The first goes first, however small the others are. The caller holds the lock.
-        """
+        """Give room in the order of arrival. The caller holds the lock."""
         while self._waiting and not self._closed:
             if self._waiting[0].nbytes > self.ceiling_bytes - self.live_bytes:
-                return
+                return  # the first goes first, however small the others are
             waiter = self._waiting.popleft()
             waiter.granted = True
             self.live_bytes += waiter.nbytes
@@ -181,24 +175,18 @@ class Store:
             if len(memory) >= SMALL_BYTES and not self._closed:
                 self._idle.setdefault(len(memory), []).append((time.monotonic(), memory))
                 self._idle_bytes += len(memory)
-            self._give_back(block.counted)  # takes the lock once more, which it allows
+            self._give_back(block.counted)  # takes the lock a second time, which a Condition allows
             self._make_way()
 
     def _used_before(self, size: int) -> _Memory | None:
-        """Return the memory of this size that was freed last.
-
-        The caller holds the lock.
-        """
+        """Return this size's memory freed last. The caller holds the lock."""
         if size in self._idle:
             return self._take_out(size, -1)
         self._make_way()
         return None
 
     def _make_way(self) -> None:
-        """Drop idle memory where live bytes need its place.
-
-        The caller holds the lock.
-        """
+        """Drop idle memory that live bytes need. The caller holds the lock."""
         while self._idle and self.held_bytes > self.ceiling_bytes:
             self._take_out(self._oldest(), 0)
 

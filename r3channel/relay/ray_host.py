@@ -131,8 +131,7 @@ class RayRelay:
             raise BackgroundFailed(said) from error
 
 
-def _ray() -> Any:
-    """Return Ray, whose own types leave out what is used here."""
+def _ray() -> Any:  # Ray's own types leave out what is used here
     import ray
 
     return ray

@@ -548,12 +548,8 @@ class Relay:
         watch("r3channel_connection", lambda: rows.connection)
 
     def _lost_steps(self) -> float:
-        """Return how many steps the recorder has lost.
-
-        The LookupError, where nothing is recorded, leaves the gauge out.
-        """
         if (recorder := self.samples.recorder) is None:
-            raise LookupError("nothing is recorded")
+            raise LookupError("nothing is recorded")  # leaves the gauge out
         return recorder.lost
 
 

@@ -274,10 +274,7 @@ def routing_text(reply: object, *, sample_id: str, engine: str) -> str:
 
 
 def _place_of(reply: Any) -> str:
-    """Return the path of a routing field that holds something, anywhere.
-
-    The result is empty where there is none.
-    """
+    """Return the path of a filled routing field, or an empty text."""
     todo: list[tuple[str, Any]] = [("", reply)]
     for path, value in todo:  # the list grows; a recursive call for each level could nest too deeply
         if _is_object(value) and value.get(ROUTING_FIELD):
@@ -355,10 +352,7 @@ def parse(body: bytes) -> Any:
 
 
 def _has_long_integer(body: bytes) -> bool:
-    """Return whether some digits may be an integer beyond 64 bits.
-
-    orjson reads such an integer as a float, without an error.
-    """
+    # orjson reads an integer beyond 64 bits as a float, without an error
     zeros = body.translate(_AS_ZEROS)
     at = zeros.find(_LONG)
     while at >= 0:
@@ -369,10 +363,7 @@ def _has_long_integer(body: bytes) -> bool:
 
 
 def _value_at(body: bytes, begin: int = 0) -> int:
-    """Return where the next routing field's text begins, or 0.
-
-    The place is behind the opening quote.
-    """
+    """Return the place behind the next routing field's opening quote, or 0."""
     at = body.find(_KEY, begin)
     if at < 1 or body[at - 1] == ord("\\"):  # the end of a longer name with a quote in it
         return 0

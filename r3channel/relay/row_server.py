@@ -117,15 +117,11 @@ class RowServer:
         return [served.thread.name for served in serving if served.thread.is_alive()]
 
     def _admit(self, link: Connection) -> None:
-        """Serve a receiver that has shown the token.
-
-        A newer connection of a receiver ends its older one: the receiver was restarted, or gave that one up.
-        """
         try:
             values = wire.unpack(wire.READY, link.hello, expected=wire.READY, names=("dp", "pp", "cp"))
             key = (values["dp"], values["pp"], values["cp"])
             self.hello(key)
-        except R3Error:  # it has the token but sends another message: another version
+        except R3Error:  # it has the token, but its first message is another version's
             link.close()
             return
         served = _Served(self, key, link)
@@ -137,7 +133,7 @@ class RowServer:
             self._serving[key] = served
             self._lives[key] += 1
             served.life = self._lives[key]
-        if before is not None:
+        if before is not None:  # the receiver was restarted, or gave that connection up
             self.metrics.inc("r3channel_group_resets_total")
             before.abort()
         served.run()  # from here on the listener's thread serves this connection
@@ -210,10 +206,6 @@ class _Served:
             self._say(wire.ERROR, **wire.values_of(error))
 
     def _outgoing(self, seal: Seal) -> RowStream:
-        """Return this receiver's rows, and wait until they are prepared.
-
-        While it waits, it tells the receiver every so often that the relay is there.
-        """
         steps, deadline_s = self._delivery.steps, time.monotonic() + self._config.step_timeout_s
         while (out := steps.outgoing(seal, self.key, timeout_s=self._every_s)) is None:
             if time.monotonic() > deadline_s:
@@ -249,12 +241,8 @@ class _Served:
         delivery.metrics.inc("r3channel_buckets_total", -(-stream.nbytes // out.bucket_bytes))
 
     def _send_plain(self, out: RowStream, staging: HostStaging | None) -> None:
-        """Send the rows on the connection.
-
-        Rows with all their layers go from where they lie; others are gathered into one bucket.
-        """
         limit_s = self._config.send_timeout_s
-        if staging is None:
+        if staging is None:  # rows with all their layers go from where they lie
             for batch in out.batches(out.bucket_bytes):
                 self._link.send(batch, timeout_s=limit_s)
             return
@@ -263,7 +251,6 @@ class _Served:
             self._link.send([buffer_N[:nbytes].data], timeout_s=limit_s)
 
     def _buffers(self, out: RowStream, staging: HostStaging, count: int) -> Sequence[Bytes]:
-        """Return `count` buckets, each of whole rows and of one at least."""
         row_bytes, delivery = max(out.stream.row_bytes, 1), self._delivery
         nbytes = max(out.bucket_bytes // row_bytes, 1) * row_bytes
         delivery.peak_staging_bytes = max(delivery.peak_staging_bytes, count * nbytes)
@@ -281,10 +268,6 @@ class _Served:
             pending.wait(timeout_s=self._taken_s)
 
     def _join_group(self, gpu: str) -> None:
-        """Join a process group of this relay and this receiver alone.
-
-        So a receiver that dies or hangs costs nobody else anything.
-        """
         config = self._config
         if not config.grouped:
             text = f"a receiver asks for a process group; this relay's transport is {config.transport}"
@@ -297,6 +280,7 @@ class _Served:
             )
         name = f"{self._delivery.steps.run}/{'-'.join(map(str, self.key))}/life{self.life}"
         store = self._store = open_store(config.interface)
+        # a group of two, so that a receiver that dies or hangs costs nobody else anything
         ours = Rendezvous(
             backend=config.transport, name=name, connection=self.life, rank=0, world_size=2, host=store.host, port=store.port
         )  # fmt: skip

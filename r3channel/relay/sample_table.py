@@ -234,10 +234,7 @@ class SampleTable:
         return sample
 
     def _claim(self, reply: Reply, reference: FrameReference) -> tuple[FrameName, VerifiedRows | None]:
-        """Return the frame's name, and its rows if they are here.
-
-        Raises the error of a frame that is here and cannot be used.
-        """
+        """Return the frame's name, and its rows if they are here."""
         if reply.key is not None and reference.sample_key != reply.key:
             raise errors.FrameReferenceInvalid(
                 f"{reply.where}: the frame reference is for request key {reference.sample_key:#x}, the reply for "
@@ -258,12 +255,11 @@ class SampleTable:
         return reference.name, kept.what
 
     def _put(self, reply: Reply, *, now_s: float) -> Sample:
-        """Put the reply's sample at the table's end, where the newest are."""
         sample = self.samples.pop(reply.sample_id, None) or Sample(reply.sample_id, 0, 0, 0, now_s)
         sample.tokens, sample.since_s = reply.tokens, now_s
         sample.tokens_hash, sample.prefix_hash = reply.tokens_hash, reply.prefix_hash
         sample.was_cut |= reply.cut
-        self.samples[reply.sample_id] = sample
+        self.samples[reply.sample_id] = sample  # at the end, where the newest are
         return sample
 
     # -- frames that come directly ---------------------------------------------------------------------------------
@@ -306,15 +302,11 @@ class SampleTable:
         return True
 
     def _bound_failed(self, name: FrameName) -> None:
-        """Count a failed frame, and forget the oldest of too many.
-
-        A forgotten frame is treated as one that never came.
-        """
         self._failed.append(name)
         if len(self._failed) > _MOST_FAILED:
             kept = self._unclaimed.get(oldest := self._failed.popleft())
             if kept is not None and isinstance(kept.what, R3Error):
-                del self._unclaimed[oldest]
+                del self._unclaimed[oldest]  # from now on it is a frame that never came
 
     def refuse(self, reference: FrameReference) -> VerifiedRows | R3Error | None:
         """Refuse the frame of a refused reply, here or still to come.
@@ -449,7 +441,6 @@ class SampleTable:
 
 
 def _misfit(name: str, turn: Turn, what: VerifiedRows | R3Error) -> R3Error | None:
-    """Return the error if a frame cannot be this turn's rows."""
     if isinstance(what, R3Error):
         return _of_sample(what, name)
     where = f"sample {name} from engine {turn.engine}"
@@ -474,10 +465,6 @@ def _of_sample(error: R3Error, name: str) -> R3Error:
 
 
 def _check_fit(reply: Reply, source: VerifiedRows | FrameReference, *, held_rows: int) -> None:
-    """Check that these rows complete a sample of so many tokens.
-
-    The sample's first `held_rows` rows are held.
-    """
     key, first = source.sample_key, source.first_row
     end = first + source.rows if isinstance(source, FrameReference) else source.end_row
     if reply.key is not None and key != reply.key:

@@ -185,10 +185,6 @@ class Steps:
             self.seal(step, ticket.assignment, before=ticket)
 
     def _check_live(self, step: int, samples: Sequence[Sample]) -> None:
-        """Raise StepError if more rows are live than `max_live` allows.
-
-        The error names the samples. Below the limit the log names them.
-        """
         live = {each.name: each.live_rows for each in samples if not each.packed and each.live_rows}
         left, rows = sum(live.values()), sum(sample.tokens - 1 for sample in samples)
         text = f"step {step}: {left} of {rows} rows are left to the live router, of samples {[*live]}"
@@ -199,11 +195,7 @@ class Steps:
             log.warning("r3channel: %s", text)
 
     def _warn_of_ceiling(self, nbytes: int) -> None:
-        """Warn, once, that the store has no room for two such steps.
-
-        In one-step-off training the store holds the rows of two steps at a time.
-        """
-        ceiling = self.config.store_bytes
+        ceiling = self.config.store_bytes  # in one-step-off training it holds the rows of two steps
         if 2 * nbytes > ceiling and not self._warned:
             self._warned = True
             log.warning(
@@ -213,12 +205,9 @@ class Steps:
 
     @contextmanager
     def _reserve(self, step: int) -> Generator[int]:
-        """Reserve a step while it is sealed, and yield its seal's number.
-
-        Raises StepError for a step that is not newer than those before, unless it was abandoned, and for one that another thread
-        is sealing.
-        """
+        """Hold a step while it is sealed; yield its seal's number."""
         with self._changed:
+            # an old step that was abandoned is in `_seals`, and may be sealed again
             if step in self._sealing or (step <= self.newest and step not in self._seals):
                 text = f"step {step} is not newer than step {self.newest}, or is being sealed; was it sealed twice?"
                 raise StepError(text, step=step)
@@ -362,14 +351,10 @@ class Steps:
         self._let_go(step, gone)
 
     def _take_out(self, step: int) -> list[Sample]:
-        """Remove the step's samples from the table and return them.
-
-        The caller holds the condition.
-        """
+        """Remove and return the step's samples. The caller holds the condition."""
         return self._held.table.remove(self._steps.pop(step).ticket.assignment.sample_ids)
 
     def _let_go(self, step: int, gone: list[Sample]) -> None:
-        """Free the samples of a delivered step, and its journal's files."""
         if gone:
             if self._journal is not None:
                 self._journal.delete_step(step)
@@ -408,10 +393,6 @@ class Steps:
                 self._held.store.trim(idle_s=_IDLE_S)
 
     def _prepare(self, sealed: SealedStep) -> None:
-        """Prepare and record a step; keep any error as the step's.
-
-        Its receivers are told that error.
-        """
         step, gone = sealed.ticket.step, list[Sample]()
         try:
             for dp in range(sealed.ticket.layout.dp):
@@ -494,16 +475,12 @@ class Steps:
 
 
 def _pack(sample: Sample) -> PackedSample:
-    """Pack all turns of a sample as one.
-
-    Rows that nobody has are invalid.
-    """
     held, invalid = sample.held, list[tuple[int, int]]()
     for turn in sample.turns:
         rows = turn.rows
         # the last token has no row
         missing = [(turn.first_row, turn.end_row)] if turn.first_row < turn.end_row else []
-        for start, end in missing if rows is None else rows.invalid:
+        for start, end in missing if rows is None else rows.invalid:  # rows that nobody has are invalid
             if invalid and invalid[-1][1] == start:  # ranges that touch are one
                 start = invalid.pop()[0]
             invalid.append((start, end))

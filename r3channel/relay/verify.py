@@ -189,7 +189,6 @@ class FrameVerifier:
         return kept
 
     def _finish(self, frame: Frame, source: Source, block: Block, scratch: Block | None) -> VerifiedRows:
-        """Write every id to its place, and check it."""
         shape = (frame.rows, self.spec.num_moe_layers, self.spec.top_k)
         ids_TLK = np.ndarray(shape, self.spec.id_dtype, block.view)
         try:
