@@ -291,10 +291,6 @@ class SlotRows:
     def _gather_rows(
         self, slots_T: Ids, first_row: int, sample_key: int, *, hashed: bool, spans: int
     ) -> UnfinishedFrame:
-        """Copy these slots' rows into a new frame's memory.
-
-        Before the rows there is room for `spans` provenance spans; if more are found, the rows are gathered again.
-        """
         rows = len(slots_T)
         made = UnfinishedFrame(
             self.spec, rows=rows, first_row=first_row, sample_key=sample_key, spans=spans, weight_bytes=self._weight_bytes
@@ -322,16 +318,12 @@ class SlotRows:
         stamp = self._stamp_of.get(maker)
         if stamp is None:
             if len(self._stamp_of) == MAX_MAKERS:
-                self._forget_unused()
+                self._forget_unused()  # after some 16 thousand weight versions, with two kinds each
             stamp = self._stamp_of[maker] = len(self._stamp_of)
             self._makers_M2[stamp] = maker
         return stamp
 
     def _forget_unused(self) -> None:
-        """Drop the makers that no slot uses.
-
-        The table of makers is full after about 16 thousand weight versions, with two kinds each.
-        """
         used, stamps_S = np.unique(self._stamps_S, return_inverse=True)
         shift = int(used[0] != 0)  # MISSING stays, and stays first
         self._makers_M2[shift : shift + len(used)] = self._makers_M2[used]
@@ -452,7 +444,6 @@ class UnfinishedFrame:
         return len(self._buffer_N)
 
     def _begin(self, spans: int) -> int:
-        """Return the offset of the frame in its memory."""
         return self._payload - _head_bytes(self.spec.num_moe_layers, chunk_count(self.rows), spans)
 
     def encode(self, *, codec: str = "auto") -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -490,7 +481,6 @@ class UnfinishedFrame:
         return np.frombuffer(bytearray(data), np.uint8)  # torch wants it writable
 
     def _finish(self, sections: Sections) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Write the header, and the digests if the gather made none."""
         spec, begin, frame_N = self.spec, self._begin(sections.spans), self._buffer_N
         at = begin + HEADER_BYTES
         if not sections.hashed:

@@ -276,10 +276,6 @@ class Sender:
         )  # fmt: skip
 
     def _offer_parcel(self, parts: Sequence[bytes]) -> tuple[int, str]:
-        """Send a parcel and return (HTTP status, reason).
-
-        The status is 0 if nobody answered or the relay did not take our hello.
-        """
         if not self._session and not self._say_hello():
             return 0, self._refusal
         status, reason = self._post(parcel.FRAMES_PATH, parts)
@@ -295,10 +291,7 @@ class Sender:
         return greeted
 
     def _post(self, path: str, parts: Sequence[bytes]) -> tuple[int, str]:
-        """Send a POST and return (HTTP status, reason).
-
-        The status is 0 if nobody answered. The connection is kept for the next call.
-        """
+        """Send a POST; return (HTTP status, reason), 0 if nobody answered."""
         try:
             connection = self._connection = self._connection or self._connect()
             if connection.sock is None:

@@ -108,10 +108,6 @@ def _report_hello(url: str, hello: Hello) -> Iterator[Check]:
 
 
 def _settings(url: str, hello: Hello, *, timeout_s: float) -> Iterator[Check]:
-    """Check the settings that rows can depend on.
-
-    They are read from SGLang's /server_info.
-    """
     try:
         values = _fetch(urllib.request.Request(url.rstrip("/") + "/server_info"), timeout_s=timeout_s)
     except (OSError, ValueError, urllib.error.URLError) as error:

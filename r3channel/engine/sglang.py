@@ -318,34 +318,23 @@ def note_transferred(result: Any, batch: Any) -> None:
 
 
 def _kind_of(forward_batch: Any) -> RowKind:
-    """Return the kind of a pass's rows.
-
-    Verified tokens are generated tokens. The next pass writes again the slots of the rejected ones.
-    """
     mode = forward_batch.forward_mode
+    # Verified tokens are generated tokens. The next pass writes the slots of the rejected ones again.
     if mode.is_decode() or mode.is_target_verify():
         return RowKind.DECODED
     return RowKind.UNKNOWN if getattr(forward_batch, "r3channel_mixed", False) else RowKind.PREFILLED
 
 
 def _prefill_graph_size(tokens: int) -> int:
-    """Return each rank's rows in the graph for a prefill.
-
-    A prefill is padded to the smallest graph that holds its tokens.
-    """
     sizes: Any = engine.model_runner.prefill_cuda_graph_runner.capture_num_tokens
     return min(size for size in sizes if size >= tokens)
 
 
 def _version_or_mark(text: str) -> int:
-    """Return the version, or a mark if it is not a number.
-
-    An update cannot be refused here. So its rows are marked, and their requests are answered with an error frame.
-    """
     try:
         return parse_weight_version(text)
     except ConfigError as error:
-        log.error("r3channel: %s", error)
+        log.error("r3channel: %s", error)  # an update cannot be refused here
         return capture.UNREADABLE_VERSION
 
 

@@ -206,10 +206,7 @@ def refuse_engine(runner: Any) -> None:
 
 
 def _tells_graphs_in_tokens(runner: Any) -> bool:
-    """Return whether SGLang tells a capturer a graph's size in tokens.
-
-    slime's image does; other releases tell it in requests.
-    """
+    # slime's image does; other releases tell a capturer a graph's size in requests
     return "num_tokens_per_bs" in inspect.unwrap(type(runner).forward).__code__.co_consts
 
 
@@ -223,7 +220,6 @@ def _routers(model: Any) -> Iterator[refusals.Router]:
 
 
 def _unseen(router: Any) -> str:
-    """Return why a router's choices never reach the capturer, or ""."""
     config = router.topk_config
     if not getattr(config, "allow_routed_experts_capture", True):
         return "its capture is switched off"

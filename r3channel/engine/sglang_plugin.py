@@ -44,11 +44,6 @@ def _apply() -> None:
 
 
 def _engine() -> tuple[ModuleType, bool]:
-    """Return the module of the hooks, and whether SGLang's sources call them.
-
-    Raises:
-        PluginNotApplied: If some hooks could not be called.
-    """
     from r3channel.engine.sglang_hooks import check_hooks, is_patched
     from r3channel.errors import PluginNotApplied
 
@@ -80,7 +75,6 @@ def hook(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _set_up_engine() -> dict[str, Any]:
-    """Set the engine up and return the names of both hook modules."""
     from r3channel.config import EngineConfig
 
     engine, _ = _engine()
@@ -89,10 +83,6 @@ def _set_up_engine() -> dict[str, Any]:
 
 
 def _receive_weights(config: EngineConfig) -> None:
-    """Apply the receiving half of weight updates.
-
-    A release of SGLang without the places to hook into is left alone, unless R3CHANNEL_WEIGHTS=1 asks for it.
-    """
     from r3channel.errors import PluginNotApplied
     from r3channel.transport.auth import read_token
     from r3channel.weights import receiver

@@ -64,10 +64,7 @@ class Broadcast(Update):
     # -- before a byte -------------------------------------------------------------------------------------------------
 
     def _survey(self) -> None:
-        """Share what each rank gives, and start to serve buckets.
-
-        ManifestMismatch: no engine would say that it has no place for a tensor.
-        """
+        """Share what each rank gives, and start to serve buckets."""
         manifest, source, group = self._spec.manifest, self._source, self._source.group
         assert manifest is not None
         self._buckets = manifest.buckets
@@ -110,10 +107,7 @@ class Broadcast(Update):
             self._handles[url].ranks = links
 
     def _check(self, handle: EngineHandle, left_s: float) -> None:
-        """Check that an update of these names fills every parameter.
-
-        The engine's loader says so. ManifestMismatch: it does not.
-        """
+        """Check that an update of these names fills every parameter."""
         # The target's loader knows nothing of a draft.
         if self._metas and "speculative_algorithm" in handle.unstaged:
             held = {name for sums in handle.weight_checksums(timeout_s=left_s) for name in sums}
@@ -132,10 +126,6 @@ class Broadcast(Update):
         handle.names = self._names
 
     def _compare_names(self, handle: EngineHandle, why: str, left_s: float) -> None:
-        """Compare the engine's parameter names with a table of ours.
-
-        `why` says why the loader could not tell. ManifestMismatch: names differ.
-        """
         if handle.names == self._names:
             return
         names = engine_names(self._names)
@@ -161,13 +151,9 @@ class Broadcast(Update):
         self._wait_bucket()
 
     def _push(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Pack the next bucket, and say that it is ready.
-
-        It waits until the bucket before the last is loaded.
-        """
         self._ranks.check()
         number, self._packed = self._packed, self._packed + 1
-        self._wait_loaded(number - 1)
+        self._wait_loaded(number - 1)  # of two buffers, the bucket before the last has this one's
         packer = self._source.packer
         self._payloads[number % 2] = packer.pack(number, self._buckets[number], tensors, self._run)
         self._say(["ready", number], to=0)
@@ -179,10 +165,7 @@ class Broadcast(Update):
                 self._loaded += 1
 
     def _serve(self) -> None:
-        """Handle rank 0's orders, in a thread.
-
-        It ends once all buckets of this rank are loaded, or the update fails.
-        """
+        """Handle rank 0's orders, in a thread, until all buckets are loaded."""
         try:
             for _, (what, *arguments) in self._ranks.words(self.now.number, self._run.deadline):
                 if what in ("join", "leave"):
@@ -223,10 +206,7 @@ class Broadcast(Update):
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
     def _ask(self, action: Action) -> None:
-        """Start to give orders when the first engine is asked.
-
-        The orders go to all engines.
-        """
+        """Start to give orders when the first engine is asked."""
         work = {"join": self._join_all, "load": self._load_all}.get(action.call)
         if work is not None and self._under_way != action.call:
             self._under_way, self._left = action.call, self.members
@@ -236,16 +216,13 @@ class Broadcast(Update):
         super()._ask(action)
 
     def _conduct(self, work: Callable[[], None]) -> None:
-        """Run the orders, in a thread.
-
-        A failure that is not an engine's must not look like one.
-        """
         try:
             work()
         except BaseException as error:
             self._ranks.fail(error, update=self.now.number)  # this rank's own thread waits for words, too
             if isinstance(error, R3Error) and not isinstance(error, LOSSES):
                 raise
+            # a loss that is no engine's must not look like one
             raise WeightsError(f"{type(error).__name__}: {error}") from error
 
     def _join(self, handle: EngineHandle, left_s: float) -> None:
@@ -255,7 +232,6 @@ class Broadcast(Update):
         self._orders.result()
 
     def _load(self, handle: EngineHandle, left_s: float) -> None:
-        """Wait until the engine has loaded all buckets of all sources."""
         wait([self._orders])
         handle.found = None if self._begun else EngineState.PAUSED
         self._join(handle, left_s)
@@ -264,7 +240,6 @@ class Broadcast(Update):
         handle.commit(self._version, left_s)
 
     def _join_all(self) -> None:
-        """Join each source and the engines left, unless they are joined."""
         while self._source.formed != (lives := [(e.url, e.boot_id) for e in self._left], self._groups):
             for handle in self._left:
                 handle.leave_groups(REPAIR_S)
@@ -316,8 +291,8 @@ class Broadcast(Update):
     def _order_all(self, call: Order, release: Order, what: str) -> bool:
         """Give all engines an order at once; return whether all did it.
 
-        False: some engines are lost, and others are left to go on with. Otherwise an engine's error is raised. `release` is
-        called for each engine that failed, and ends the others' wait for it in the group.
+        False: some engines are lost, and others are left to go on with. Otherwise an engine's error is raised. `release` ends the
+        others' wait in the group for an engine that failed.
         """
         calls = {background(partial(call, handle)): handle for handle in self._left}
         errors = dict[str, BaseException]()
@@ -335,6 +310,5 @@ class Broadcast(Update):
         return not errors
 
     def _next(self, what: str) -> tuple[int, Any]:
-        """Return the next word of this kind, and its rank."""
         words = self._words.setdefault(what, self._ranks.words(self.now.number, self._run.deadline))
         return next((rank, arguments) for rank, (kind, *arguments) in words if kind == what)

@@ -132,10 +132,6 @@ def hf_weights(
 
 
 def _sent_dtype(name: str, kept: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Return the dtype that a tensor is sent in.
-
-    `name` is Megatron's. A router is never cast to fewer bits.
-    """
     if wanted is None or (_ROUTER in name and wanted.itemsize < kept.itemsize):
         return kept
     return wanted
@@ -157,10 +153,6 @@ def _partition_dim(weight: torch.Tensor) -> int:
 
 
 def _all_stages(mine: Sequence[_Shard], *, group: Any, device: torch.device) -> list[_Shard]:
-    """Return every stage's shards, in stage order.
-
-    It is one exchange of JSON per export.
-    """
     text = json.dumps([(stage, meta.row(), dim) for stage, meta, dim in mine]).encode()
     texts = gathered_bytes(text, group=group, device=device)
     rows = [row for text in texts for row in json.loads(text)]
@@ -207,11 +199,7 @@ def _global_expert(bridge: Any, name: str, ep_rank: int) -> str:
 
 
 def _merge(bridge: Any, name: str, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-    """Merge all ranks' parts into one.
-
-    mbridge reads from a parameter's attributes how it is split, so an empty tensor carries them.
-    """
-    marked: Any = torch.empty(0)
+    marked: Any = torch.empty(0)  # mbridge reads from a parameter's attributes how it is split
     marked.tensor_model_parallel, marked.partition_dim = True, dim
     return bridge._weight_merge_across_tp(name, parts, marked)
 
@@ -354,7 +342,7 @@ def shards_of(
 def _places(part: Part, merge: Merge, convert: Convert) -> tuple[torch.Tensor, list[Any], list[Place]]:
     """Return where our part of a parameter goes in the checkpoint.
 
-    The result is the whole parameter without values, the shapes that `convert` makes of it, and the places of our part.
+    The result is the whole parameter without values, the shapes that `convert` makes of it, and our part's places.
     """
     shape, size = part.tensor.shape, 1 if part.partition_dim < 0 else part.size
     passes = [[torch.tensor(size == 1 or rank == part.rank).expand(shape) for rank in range(size)]]

@@ -362,16 +362,12 @@ class EngineHandle:
         return self._put_in(body, timeout_s)
 
     def _put_in(self, body: Body, timeout_s: float) -> str:
-        """Post to SGLang's update route; return the answer's text.
-
-        SGLang may refuse to flush while requests wait for their grammar: the weights are in then, and the refusal is the answer.
-        """
         try:
             reply = self._command("/update_weights_from_distributed", timeout_s, **body)
         except errors.EngineRefused as error:
             if rank_link.FLUSH_REFUSED not in str(error):
                 raise
-            return str(error)
+            return str(error)  # the weights are in
         return str(reply.get("message", ""))
 
     def _look(self, answer: str) -> None:

@@ -299,11 +299,6 @@ _alive = WeakValueDictionary[bytes, Needs]()
 
 
 def _check_parts(table: PartTable, sizes: Sequence[int], tensors: int) -> None:
-    """Check that each part names a tensor and lies within its parameter.
-
-    Raises:
-        ValueError: a part does not.
-    """
     axes = [list(zip(box.start, box.stop, strides, strict=True)) for box, strides in table.kinds]
     ends_K = np.array([1 + sum((b - a - 1) * step for a, b, step in spans) for spans in axes], np.int64)
     sizes_M, most_C = np.array(sizes, np.int64), np.array([tensors, len(sizes), 1 << 62, len(axes)])
@@ -435,10 +430,7 @@ _Items = dict[tuple[tuple[int, ...], int], list[tuple[Box, int]]]
 
 
 def _items(meta: TensorMeta, src: Layout, dst: Layout) -> _Items:
-    """Return what is sent of tensors that are cut as `meta`.
-
-    Errors name `meta`.
-    """
+    """Return what is sent of tensors cut alike; errors name `meta`."""
     starts, stops, numel_SD = _common(src, dst)
     _, _, again_SS = _common(src, src)
     np.fill_diagonal(again_SS, 0)
@@ -460,10 +452,7 @@ def _items(meta: TensorMeta, src: Layout, dst: Layout) -> _Items:
 
 
 def _common(first: Layout, second: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return what each pair of boxes has in common.
-
-    The result is starts, stops and numbers of elements.
-    """
+    """Return starts, stops and sizes of what each pair has in common."""
     mine, theirs = (
         np.array([box for box, _ in layout.held], np.int64).reshape(len(layout.held), 2, len(layout.shape))
         for layout in (first, second)

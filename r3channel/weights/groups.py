@@ -317,7 +317,6 @@ class JointGroup:
 
 
 def _ask_reason(link: RankLink) -> str:
-    """Return why an engine's rank says it has left the group."""
     where, why = f"engine {link.engine} rank {link.rank}: ", "it has left"
     try:
         link.end(timeout_s=REPAIR_S)

@@ -151,11 +151,7 @@ class Hold:
             self._joint.join()
 
     def _fill(self, copy: StagedCopy, model: torch.nn.Module) -> dict[str, Any]:
-        """Fill the copy before any tensor comes.
-
-        It gets the parameters' present values, which stay where no tensor comes, and the constants that a loader pads with.
-        Returns what the trainer is told about the copy.
-        """
+        # present values stay where no tensor comes
         for view, param in zip(copy.views, () if self._whole else model.parameters(), strict=not self._whole):
             view.copy_(param.detach().flatten())
         for place, constant in self._needs.padding:
@@ -251,7 +247,6 @@ class Hold:
             )
 
     def _land(self, number: int, update: int, runs: Sequence[rank_link.Run], seen: xxhash.xxh3_64) -> None:
-        """Receive a record in the joint group, and place its pieces."""
         views, left_s = [run.view for run in runs], self._until_s - time.monotonic()
         sizes = [view.nbytes for view in views]
         with self._joint.receive_next(update, number, sum(sizes), timeout_s=max(left_s, 0.0)) as flat_N:
@@ -260,10 +255,6 @@ class Hold:
                 view.copy_(part_N.view(view.dtype).view(view.shape))
 
     def _verify(self, copy: StagedCopy, update: int, checksums: bool) -> dict[str, Any]:
-        """Compute the digests of the parameters as they will be.
-
-        Every trainer must have sent everything. Experts that move are left out: another engine has them elsewhere.
-        """
         if moved := self._learned.moved_experts():
             return {"error": moved}
         with self._lock:
@@ -273,15 +264,13 @@ class Hold:
                 staged = f"{came} of {self._items} items of update {stage.update} are staged"
                 return {"error": f"{staged}, asked for {update}"}
         stage.digests, sums = copy.seal(checksums=checksums and not self._whole)
+        # another engine has moved experts elsewhere
         alike = [name for name in stage.digests if not (self._learned.placed() and ".experts." in name)]
         both = {"digests": stage.digests, "checksums": sums}
         return {kind: {name: sums[name] for name in alike if name in sums} for kind, sums in both.items()}
 
     def _digests_of(self, version: int, param: int) -> tuple[dict[str, str], list[memoryview]]:
-        """Return a parameter's digest at the commit, and its bytes now.
-
-        The trainer compares the two.
-        """
+        """Return a parameter's digest at the commit, and its bytes now."""
         held, digests, params = self._serving or (None, {}, ())
         if held != version:
             last = "nothing" if held is None else f"version {held}"
@@ -335,7 +324,6 @@ class Hold:
         self._serving = version, self._stage.digests, targets
 
     def _compare(self, model: torch.nn.Module, views: Sequence[torch.Tensor]) -> None:
-        """Check that what the model's loader copies has arrived unchanged."""
         params, at = list(model.named_parameters()), {part.tensor: part.param for part in self._needs.parts}
         for part in self._learned.copied:
             name, param = params[part.param]

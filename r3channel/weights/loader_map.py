@@ -169,10 +169,6 @@ class _Recorder(TorchDispatchMode):
         """Keeps storages alive, so that none gets another's number."""
 
     def _place(self, view: torch.Tensor) -> Part:
-        """Return where a view lies in its parameter.
-
-        The part names no tensor (-1).
-        """
         param = self._index[_storage(view)]
         offset = int(view.storage_offset()) - int(self.named[param][1].storage_offset())
         return Part(-1, Box.whole(view.shape), param, offset, view.stride())
@@ -209,17 +205,9 @@ class _Recorder(TorchDispatchMode):
         return tuple(missing), tuple(padding), tuple(alone)
 
     def refuse(self, why: str) -> None:
-        """Note why parts cannot be placed, and go on watching names.
-
-        Only the first reason is kept.
-        """
         self.refused = self.refused or why
 
     def derives(self, path: str, *args: Any, **kwargs: Any) -> None:
-        """Record a call of a module's `post_load_weights`.
-
-        It replaces that method during the dry run.
-        """
         # the method may change quantised weights too, with their scales
         if any(param.itemsize == 1 for _, param in self.named):
             self.refuse("load_weights derives other tensors from quantised ones")
@@ -326,10 +314,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _boxes_of_view(tensor: int, meta: TensorMeta, src: torch.Tensor, place: Part) -> list[Part]:
-    """Return a copy of a strided view as boxes of the tensor.
-
-    `src` is the view of the tensor, `place` where it goes in a parameter.
-    """
+    """Return a copy of a strided view as boxes of the tensor."""
     steps = steps_of(meta.shape)
     # Of one item any stride is right, but torch gives no bytes of a view without a step.
     sizes, strides = [1] * len(steps), [1] * len(steps)
@@ -377,7 +362,6 @@ def _memory(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _tensor_attributes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
-    """Return address and version of every buffer and plain tensor attribute."""
     return {
         f"{path}.{name}": (value.data_ptr(), 0 if value.is_inference() else value._version)
         for path, module in model.named_modules()

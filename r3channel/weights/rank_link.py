@@ -406,10 +406,6 @@ class RankLink:
         return part.param, part.start(piece.box)
 
     def _records(self, pieces: Sequence[Piece], first: int) -> Iterable[Record]:
-        """Yield the pieces as records.
-
-        A new record begins where the dtype changes or a record is full.
-        """
         begins, nbytes = list[int](), 0
         for at, piece in enumerate(pieces):
             size = piece.box.numel * piece.dtype.itemsize
@@ -422,16 +418,11 @@ class RankLink:
 
 
 def _join(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """Write flat pieces one after the other into `out`.
-
-    Pieces of another device than `out` come in one copy. They are joined as bytes, because torch joins no float8. The call
-    returns `out`. If `out` has gaps, it takes one piece of its own shape, and the call returns a copy without gaps.
-    """
-    if not out.is_contiguous():
+    if not out.is_contiguous():  # then one piece of its shape comes; what is returned has no gaps
         return out.copy_(pieces[0]).contiguous().view(-1)
-    flat = [piece.reshape(-1).view(torch.uint8) for piece in pieces]
+    flat = [piece.reshape(-1).view(torch.uint8) for piece in pieces]  # torch joins no float8
     if flat[0].device == out.device:
         torch.cat(flat, out=out.view(torch.uint8))
-    else:
+    else:  # one copy between devices
         out.view(torch.uint8).copy_(torch.cat(flat))
     return out

@@ -102,12 +102,7 @@ class TrainerRanks:
         return hub["session"], hub["nonce"], listener
 
     def _to_hub(self, run_token: str, deadline: Deadline) -> tuple[dict[str, Any], Connection]:
-        """Connect to rank 0 and return what it published, and the link.
-
-        Rank 0's address lies in the store in which the caller's ranks met: no collective is needed. A closed `WeightSync` may
-        have left its own address there, so the store is asked again until rank 0 answers.
-        """
-        store = _get_default_store()
+        store = _get_default_store()  # the caller's ranks met there: no collective is needed
         while True:
             try:
                 store.wait([self._key], timedelta(seconds=deadline.left_s()))
@@ -117,7 +112,7 @@ class TrainerRanks:
                 link = connect(hub["host"], hub["port"], token, timeout_s=left_s, hello=hello.encode())
                 link.recv_record(timeout_s=left_s)
                 return hub, link
-            except errors.TransportError as error:
+            except errors.TransportError as error:  # a closed `WeightSync` may have left its address there
                 log.debug("trainer rank %d does not reach rank 0 yet: %s", self.rank, error)
                 time.sleep(min(_RETRY_S, deadline.left_s()))
             except RuntimeError as error:
@@ -255,20 +250,13 @@ class TrainerRanks:
             self._outgoing[other].put((kind, head, raw))
 
     def _send(self, rank: int, link: Connection) -> None:
-        """Send what is queued for a rank, in its own thread.
-
-        A rank that hangs keeps no rank from telling the others.
-        """
+        # Each rank has a thread: one that hangs keeps no rank from telling the others.
         with suppress(errors.TransportError):
             for kind, head, raw in iter(self._outgoing[rank].get, None):
                 send_blob(link, kind, raw, head=head, timeout_s=None)
         link.close()
 
     def _receive(self, rank: int, link: Connection) -> None:
-        """Receive what a rank says, in a thread of its own.
-
-        At the hub it is passed on.
-        """
         try:
             while True:
                 kind, head = link.recv_record(timeout_s=None)

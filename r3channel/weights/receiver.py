@@ -100,10 +100,7 @@ class Receiver:
         return not waits
 
     def _agree_on(self, step: Callable[[], None], failing: str = "") -> None:
-        """Take a step on all ranks, or raise on all of them.
-
-        `failing` begins the error's text and says what the failure means.
-        """
+        """Take a step on all ranks, or raise on all of them."""
         word = ""
         try:
             step()

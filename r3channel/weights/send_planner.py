@@ -156,10 +156,6 @@ class SendPlanner:
         return {url: sorted(ranks, key=lambda rank: rank.rank) for url, ranks in links.items()}
 
     def _next(self, wanted: Mapping[str, int], deadline: Deadline) -> tuple[dict[str, Any], Connection]:
-        """Return hello and link of the next rank that connects.
-
-        A link of another engine or of an earlier order is closed.
-        """
         assert self._listener is not None
         while True:
             link = self._listener.accept(deadline.left_s())
@@ -251,10 +247,7 @@ class SendPlanner:
                 rank_link.send_blob(link.link, TABLE, table, timeout_s=deadline.left_s())
 
     def _pieces(self, needs: Needs, tensor: int, box: Box, record_bytes: int) -> Iterator[tuple[int, Piece]]:
-        """Yield a needed box in pieces of at most one record.
-
-        Each piece is cut from what this trainer holds, and comes with its bucket.
-        """
+        """Yield a needed box in pieces of at most one record."""
         held = (shard for shard in self._shards[self.metas[tensor].name] if shard[3].holds(box))
         # a holder exists: the plan was made of what all ranks reported
         bucket, shard, meta, whole = next(held)
@@ -266,18 +259,12 @@ class SendPlanner:
                     yield bucket, Piece(at, small, dtype, meta, shard, cut)
 
 
-@lru_cache
+@lru_cache  # the same for all experts of a model
 def _cuts(box: Box, held: Box, most: int) -> list[tuple[Box, tuple[slice, ...]]]:
-    """Cut a box into pieces of at most `most` items.
-
-    Each piece comes with its slices in `held`; `()` is all of it. The result is cached: it is the same for all experts of a
-    model.
-    """
     return [(small, () if small == held else small.slices_in(held)) for small in box.cut(most)]
 
 
 def _group_alike(links: Sequence[RankLink]) -> dict[Needs, list[int]]:
-    """Return the links' indexes by the needs that they share."""
     numbers: dict[Needs, list[int]] = {}
     for number, link in enumerate(links):
         numbers.setdefault(link.needs, []).append(number)
@@ -285,10 +272,7 @@ def _group_alike(links: Sequence[RankLink]) -> dict[Needs, list[int]]:
 
 
 def _target_map(metas: Sequence[TensorMeta], links: Sequence[RankLink], *, first: int) -> ShardMap:
-    """Return what engines' ranks need, in the dtypes they keep.
-
-    These ranks are numbered after the trainers, from `first`.
-    """
+    """Return what engines' ranks need, in the dtypes they keep."""
     held: dict[int, tuple[torch.dtype, list[int]]] = {}
     holders = list[tuple[list[int], Box]]()
     for needs, numbers in _group_alike(links).items():
@@ -402,12 +386,9 @@ def from_peer(members: Sequence[EngineHandle], planner: SendPlanner, run: Run) -
 
 
 def _choose(members: Sequence[EngineHandle], planner: SendPlanner, run: Run) -> EngineHandle | None:
-    """Return the engine to read, the same on every trainer rank.
-
-    All trainers have links to it, and the first one knows what it serves. None if there is no such engine.
-    """
+    """Return the engine to read, the same on every trainer rank."""
     able = [m for m in members if m.is_linked_for(m.metas) and not any(rank.whole for rank in m.ranks)]
-    if planner.ranks.leads:
+    if planner.ranks.leads:  # the others do not know what an engine serves
         able = [m for m in able if m.now.state is EngineState.SERVING and m.gives == run.version]
     said = planner.ranks.exchange([m.url for m in able], run.deadline)
     return next((m for m in able if all(m.url in urls for urls in said)), None)

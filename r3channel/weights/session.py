@@ -318,25 +318,17 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
 
     @contextlib.contextmanager
     def _drain(self, named_tensors: Iterable[Any]) -> Iterator[Iterator[Any]]:
-        """Yield the caller's tensors; after a failure read the rest.
-
-        Other ranks may be in step with the iterator.
-        """
         checked = map(partial(_check, self._exact), named_tensors)
         try:
             yield checked
         except Exception:
-            with contextlib.suppress(Exception):  # one is under way
-                deque(checked, maxlen=0)
+            with contextlib.suppress(Exception):  # the first one is raised
+                deque(checked, maxlen=0)  # other ranks may be in step with the iterator
             raise
 
     @contextlib.contextmanager
     def _exclusive(self, method: str, what: str, timeout_s: float) -> Iterator[None]:
-        """Keep other threads, and a step's routing, out of the block.
-
-        No other thread may enter this object meanwhile, and this process receives no routing. All trainer ranks count the block
-        as an update, and each tells the others what it fails with.
-        """
+        """Keep other threads, and a step's routing, out of the block."""
         if not self._busy.acquire(blocking=False):
             raise errors.UsageError(f"WeightSync.{method}() while another thread is inside this WeightSync")
         self._ranks.begin()
@@ -354,10 +346,6 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
 
     @contextlib.contextmanager
     def _count(self, run: Run) -> Iterator[None]:
-        """Count one update of all engines in the metrics.
-
-        The log names the engines that the update lost.
-        """
         result, before, report = "failed", self.evicted, run.report
         try:
             with self.metrics.clock.span("weights"):
@@ -381,10 +369,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
     # -- what is given -------------------------------------------------------------------------------------------------
 
     def _describe_way(self, what: Iterator[Any], run: Run) -> Given:
-        """Return what an update gives, and how its values come.
-
-        Whole tensors are copied if their names were not known before.
-        """
+        """Return what an update gives, and how its values come."""
         if self._exact:
             shards = list[Shard](what)
             held = tuple((shard.meta, shard.box) for shard in shards)
@@ -404,10 +389,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
     def _bring(
         self, members: Sequence[EngineHandle], run: Run, source: Callable[[], Given | None]
     ) -> UpdateReport:
-        """Update engines to the run's version.
-
-        A failure is raised with what it means and with each engine's state. UsageError: the source does not hold the version.
-        """
+        """Update engines to the run's version."""
         version, names = run.version, ", ".join(member.url for member in members)
         failed = f"weight version {version} was not committed, version {self.version} stays"
         try:
@@ -436,16 +418,11 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         return run.finish(*(spec.manifest or Manifest.of([Bucket.of(self._planner.metas)])).size)
 
     def _from_peer(self, member: EngineHandle, deadline: Deadline) -> UpdateReport:
-        """Update one engine to the committed version from another's memory.
-
-        UsageError: no other engine holds the version.
-        """
         run = Run(deadline, -1 if self.version is None else self.version, alone=True)
         others = [other for other in self._engines.all if other is not member]
         return self._bring([member], run, partial(from_peer, others, self._planner, run))
 
     def _deliver(self, members: Sequence[EngineHandle], run: Run, spec: UpdateSpec, feed: Feed) -> Update:
-        """Send staged if wanted and possible, else broadcast; return the update."""
         given = members, run, self._engines, self._planner
         run.report.way = self._way or "staged"
         if not self._way or spec.manifest is None:
@@ -466,13 +443,9 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
 
 
 def _check(exact: bool, one: tuple[str, torch.Tensor] | Shard) -> tuple[str, torch.Tensor] | Shard:
-    """Return one tensor or shard as the session takes it.
-
-    A whole tensor is a shard, too.
-    """
     if isinstance(one, Shard) and not exact:
         raise errors.UsageError("shards for a session of whole tensors; make it with WeightSync.sharded")
     if isinstance(one, Shard) or not exact:
         return one
-    name, tensor = one
+    name, tensor = one  # whole: a shard, too
     return Shard(TensorMeta.of(name, tensor), Box.whole(tensor.shape), tensor)

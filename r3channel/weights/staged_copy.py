@@ -368,10 +368,9 @@ def make_copy(
 
 
 def _lock_pages(owner: StagedCopy, flat: torch.Tensor) -> bool:
-    """Have CUDA lock memory until `owner` goes.
+    """Have CUDA lock memory until `owner` goes; return whether it does.
 
-    False if that is refused, for example because memory is short. torch's own pinned memory is not used: it is rounded up to a
-    power of two, and stays with the process.
+    torch's own pinned memory is not used: it is rounded up to a power of two, and stays with the process.
     """
     runtime: Any = torch.cuda.cudart()
     if int(runtime.cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)):
@@ -384,10 +383,6 @@ def _lock_pages(owner: StagedCopy, flat: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _copy(target: torch.Tensor, staged: torch.Tensor) -> str:
-    """Copy staged bytes into a parameter; return the digest of its content.
-
-    It copies by blocks that stay in a core's cache.
-    """
     seen, items = xxhash.xxh3_64(), _BLOCK_BYTES // target.itemsize
     for new, kept in zip(target.split(items), staged.split(items), strict=True):
         new.copy_(kept)
@@ -397,11 +392,7 @@ def _copy(target: torch.Tensor, staged: torch.Tensor) -> str:
 
 @torch.no_grad()
 def _into_device(lanes: list[_Lane], target: torch.Tensor, staged: torch.Tensor) -> str:
-    """Copy staged bytes into a GPU parameter; return its sums' digest.
-
-    There are as many lanes as threads.
-    """
-    stream, slot_N = lane = lanes.pop()
+    stream, slot_N = lane = lanes.pop()  # there are as many as threads
     blocks = (flat.view(torch.uint8).split(_SLOT_BYTES) for flat in (target, staged))
     with torch.cuda.stream(stream):
         for new_N, kept_N in zip(*blocks, strict=True):

@@ -52,7 +52,6 @@ def dtype_of(folder: str | os.PathLike[str], name: str) -> str:
 
 
 def _open(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Open the folder's files; return tensor name -> its file."""
     from safetensors import SafetensorError, safe_open
 
     place: dict[str, Any] = {}

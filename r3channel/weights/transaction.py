@@ -260,10 +260,6 @@ def _drop(now: Transaction, engine: Engine, event: Event) -> Stepped:
 
 
 def _fail(now: Transaction, error: BaseException | None) -> Transaction:
-    """Record that a rank has failed.
-
-    Once an engine is NEW, the error says only why ranks were not told.
-    """
     if now.busy == "tell" and not now.rank:
         return now._replace(busy="", error=error)
     if now.busy in ("vote", "tell") and now.rank:  # rank 0 may commit, or has committed
@@ -272,12 +268,8 @@ def _fail(now: Transaction, error: BaseException | None) -> Transaction:
 
 
 def _count(now: Transaction, event: Event) -> Stepped:
-    """Count a rank's vote.
-
-    Engines that the rank could not reach are lost to all ranks.
-    """
     now, actions, lost = now._replace(votes=now.votes | {event.rank}), list[Action](), dict(event.lost)
-    for engine in [engine for engine in now.engines if engine.member and engine.url in lost]:
+    for engine in [engine for engine in now.engines if engine.member and engine.url in lost]:  # to all ranks
         error = EngineUnavailable(f"engine {engine.url}: {lost[engine.url]}")
         now, more = _drop(now, engine, event._replace(kind=Kind.LOST, error=error))
         actions += more
@@ -285,7 +277,6 @@ def _count(now: Transaction, event: Event) -> Stepped:
 
 
 def _go_on(now: Transaction) -> Stepped:
-    """Make the next call, once nothing is under way."""
     actions: tuple[Action, ...] = ()
     if now.busy == "vote" and len(now.votes) == now.ranks:
         now = now._replace(busy="")
@@ -331,10 +322,7 @@ def _abort(now: Transaction) -> Stepped:
 
 
 def _finish(now: Transaction) -> Transaction:
-    """End an update that counts.
-
-    An engine that was lost while it paused is met again. An engine that refused before it changed is fenced.
-    """
+    # An engine that was lost while it paused is met again. One that refused before it changed is fenced.
     engines = (e.enter(FENCED if e.member else OUT, e.why) if e.state is PAUSED else e for e in now.engines)
     return now._replace(state=DONE, engines=tuple(engines))
 

@@ -180,10 +180,7 @@ class Update:
                     self._happen(Kind.ANSWERED, call=call)
 
     def _answers(self) -> None:
-        """Wait for engines until no answer is missing.
-
-        An answer that comes later is dropped.
-        """
+        """Wait for engines until no answer is missing."""
         while self._calls:
             call = next(iter(self._calls.values()))[0].call
             during, until_s = CALLS[call].during, max(limit_s for _, limit_s in self._calls.values())
@@ -191,7 +188,7 @@ class Update:
                 until_s = min(until_s, time.monotonic() + REPAIR_S)
             with self._run.stage(_STAGES.get(during, call)):
                 done, _ = wait(self._calls, max(until_s - time.monotonic(), 0), FIRST_COMPLETED)
-                for future in done or list(self._calls):
+                for future in done or list(self._calls):  # none in time: later answers are dropped
                     self._answer(future, self._calls.pop(future)[0])
             if call == "resume" and not self._calls:
                 self._run.report.paused_s = time.monotonic() - self._paused_s
@@ -207,7 +204,6 @@ class Update:
         self._happen(kind, call=action.call, engine=action.engine, error=error, found=handle.found)
 
     def _wait_bucket(self) -> None:
-        """Wait for the bucket under way; raise what failed the update."""
         self._answers()
         if self.now.error is not None:
             raise self.now.error
@@ -231,10 +227,7 @@ class Update:
             self._happen(Kind.VOTED, rank=rank, lost=tuple(lost.items()))
 
     def _tell(self) -> None:
-        """Let all ranks know how the update ended.
-
-        If rank 0 does not come to say it, the other ranks ask the engines and raise TrainerRankLost.
-        """
+        """Let all ranks know how the update ended."""
         try:
             self._hear({})
         except errors.TransportError as gone:
@@ -278,19 +271,11 @@ class Staged(Update):
             self._unlinked = set(itertools.chain(*self._ranks.exchange(mine, self._run.deadline)))
 
     def _link(self, handle: EngineHandle, left_s: float) -> None:
-        """Make the engine connect unless every trainer has its links.
-
-        The engine's dry run may take all the time that is left.
-        """
         if handle.url in self._unlinked or not handle.is_linked_for(self._planner.metas):
             handle.open(self._planner.order(handle.url), left_s)
             self._fresh[handle.url] = self._planner.attempts[handle.url], handle.size
 
     def _plan(self) -> None:
-        """Set up the new links, and plan unless every rank has.
-
-        ManifestMismatch: the update does not give some parameters.
-        """
         planner, deadline = self._planner, self._run.deadline
         with self._run.stage("join"):
             linked = self._hear({"fresh": self._fresh})["fresh"]
@@ -307,10 +292,6 @@ class Staged(Update):
             planner.aim(ranks, deadline)
 
     def _check(self, ranks: Sequence[RankLink]) -> None:
-        """Refuse updates that would leave a parameter old.
-
-        Tensors that the engine that is read keeps rounded are refused, too, unless the engines that they go to round them alike.
-        """
         report, names = self._run.report, self._config.expected is not None
         report.rounded, report.skipped = check_complete(ranks, self._planner.metas, names=names)
         report.loaded = next((rank.whole for rank in ranks if rank.whole), "")
@@ -332,13 +313,12 @@ class Staged(Update):
         self._wait_bucket()
 
     def _push(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send this bucket while the caller makes the next one ready."""
         self._ranks.check()
         self._wait_bucket()
         how = {"deadline": self._run.deadline, "record_timeout_s": self._config.engine_timeout_s}
         number, update, self._bucket = self._bucket, self._ranks.update, self._bucket + 1
         self._bucket_call = lambda link, _: link.send(update, number, tensors, **how)
-        self._happen(Kind.BUCKET)
+        self._happen(Kind.BUCKET)  # it leaves while the caller makes the next one ready
 
     def _send(self, handle: EngineHandle, left_s: float) -> None:
         sent = sum(_at_once(handle, lambda link: self._bucket_call(link, left_s)))
@@ -348,12 +328,9 @@ class Staged(Update):
     # -- rank 0 alone --------------------------------------------------------------------------------------------------
 
     def _verify(self, handle: EngineHandle, left_s: float) -> None:
-        """Verify that the engine's ranks hold everything.
-
-        By now every trainer has sent everything, and every rank has placed it. Engines with equal numbers of ranks must agree.
-        """
         how = {"checksums": self._config.verify, "timeout_s": left_s}
         sums: Sums = _at_once(handle, lambda link: link.verify(self._ranks.update, **how))
+        # engines with equal numbers of ranks must agree
         other, wanted = self._coming.setdefault(len(sums), (f"engine {handle.url}", sums))
         if sums != wanted:
             raise errors.WeightsCorrupt(
@@ -379,7 +356,6 @@ class Grouped(Staged):
     way = "grouped"
 
     def _group(self) -> None:
-        """Begin to join the group of all trainers and engines left."""
         self._hear({})
         self._links = [link for member in self.members for link in member.ranks]
         self._told = self._planner.joint.join(self._links, self._planner.trainers[0][0], self._run.deadline)
@@ -399,28 +375,20 @@ class Grouped(Staged):
         self._run.report.sent_bytes += sent
 
     def _undo(self, handle: EngineHandle, left_s: float) -> None:
-        """End the group's calls in the engine, then resume it.
-
-        An engine that serves may have no call of a group under way.
-        """
-        with suppress(errors.R3Error):
+        with suppress(errors.R3Error):  # an engine that serves may have no call of a group under way
             self._regroup(handle, left_s, {})
         handle.undo(left_s)
 
 
 def _at_once(handle: EngineHandle, call: Callable[[RankLink], T]) -> list[T]:
-    """Make a call over all links to an engine at once."""
     calls = [background(partial(_letting_go, call, link)) for link in handle.ranks]
     return [call.result() for call in calls]
 
 
 def _letting_go(call: Callable[[RankLink], T], link: RankLink) -> T:
-    """Make the call; on an error clear its frames.
-
-    The error is kept longer than the link, and its frames hold views of the rank's memory.
-    """
     try:
         return call(link)
     except BaseException as error:
+        # the error is kept longer than the link, and its frames hold views of the rank's memory
         clear_frames(error.__traceback__)
         raise
