@@ -30,7 +30,6 @@ def chunk_count(rows: int) -> int:
 
 
 def _blocks(rows: int) -> Iterator[tuple[int, int]]:
-    """Yield (row, rows) of every chunk, in order."""
     for row in range(0, rows, CHUNK_ROWS):
         yield row, min(CHUNK_ROWS, rows - row)
 

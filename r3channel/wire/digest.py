@@ -158,7 +158,7 @@ def column_digests(rows_RK: Ids, runs: HostRuns, wide_RK: Ids | None = None) -> 
 
 
 def _check_runs(runs_N5: Ids, *, rows: int, samples: int) -> None:
-    """Check runs as the compiled loop checks them itself."""
+    # the compiled loop checks its runs itself, in the same way
     sample, _, first, step, count = runs_N5.T
     inside = (sample < samples) & (step > 0) & (first + step * (count - 1) < rows)
     if not inside.all() or (runs_N5 < 0).any():

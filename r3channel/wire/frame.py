@@ -159,23 +159,16 @@ def encode_error(message: str, *, sample_key: int = 0) -> bytes:
 
 
 def _with_sets_in_invalid_rows(ids_TLK: Ids, valid_T: Valid | None) -> Ids:
-    """Return the ids with 0..K-1 in invalid rows.
-
-    Ids of invalid rows mean nothing. Without this, one such row would cost a chunk its `set` coding.
-    """
     if valid_T is None or valid_T.all():
         return ids_TLK
+    # ids of invalid rows mean nothing; without 0..K-1 there, one such row would cost a chunk its `set` coding
     return np.where(valid_T[:, None, None], ids_TLK, np.arange(ids_TLK.shape[-1], dtype=ids_TLK.dtype))
 
 
 def _as_decoded(ids_TLK: Ids, entries: Sequence[Entry], wires: Sequence[Wire]) -> Ids:
-    """Return the ids as the other end will see them.
-
-    They are sorted within each row of a chunk that lost its order.
-    """
     seen_TLK = np.array(ids_TLK)
     for (row, rows, codec, _), wire in zip(entries, wires, strict=True):
-        if not CODECS[codec].keeps_order:
+        if not CODECS[codec].keeps_order:  # the other end sees each row sorted
             CODECS[codec].decode_into(memoryview(wire), seen_TLK[row : row + rows])
     return seen_TLK
 
@@ -233,7 +226,6 @@ def read_frame(
 
 
 def _read_sections(header: Header, sections: memoryview, *, spec: RoutingSpec, where: str) -> Frame:
-    """Return the frame of a checked header and hashed sections."""
     at, rows, valid_T = 0, header.rows, None
     if header.flags & head.FLAG_VALIDITY:
         at = -(-rows // 8)
@@ -254,10 +246,7 @@ def _read_sections(header: Header, sections: memoryview, *, spec: RoutingSpec, w
 
 
 def _keep_order(header: Header, chunks: Sequence[Entry], *, where: str) -> bool:
-    """Return whether all chunks keep the order within their rows.
-
-    The header must say the same, and must name the highest codec.
-    """
+    """Return whether all chunks keep order, as the header must say."""
     ordered = all(CODECS[chunk.codec].keeps_order for chunk in chunks)
     highest = max((chunk.codec for chunk in chunks), default=0)
     if ordered == bool(header.flags & head.FLAG_UNORDERED) or header.codec != highest:

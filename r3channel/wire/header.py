@@ -241,7 +241,6 @@ def _check_spec(header: Header, *, spec: RoutingSpec, where: str) -> None:
 
 
 def _counts_fit(header: Header, *, spec: RoutingSpec) -> bool:
-    """Return whether chunks and section bytes follow from the other numbers."""
     bitmap = -(-header.rows // 8) if header.flags & FLAG_VALIDITY else 0
     expected = sections_size(header.rows, spans=header.spans, layers=spec.num_moe_layers, bitmap=bitmap)
     return header.chunks == chunk_count(header.rows) and header.sections_bytes == expected

@@ -24,7 +24,7 @@ from numba.extending import intrinsic as _numba_intrinsic
 
 from r3channel.wire.mixing import OFFSET, Ids
 
-# what numba and llvmlite say of their own types does not cover these: their results, and the typing context that is passed
+# Any: the types of numba and llvmlite do not cover what these return, nor the typing context that they pass
 cgutils: Any = _numba_cgutils
 _intrinsic: Any = _numba_intrinsic
 Loop = Callable[..., Any]
@@ -71,11 +71,7 @@ def _form(function: Callable[..., Any], signature: tuple[Any, ...]) -> str:
 
 
 def _inline(function: Callable[..., Any]) -> Any:
-    """Make `function` a part of the loops that call it.
-
-    Its compiled code is cached with those loops.
-    """
-    return numba.njit(nogil=True)(function)
+    return numba.njit(nogil=True)(function)  # not cached itself: the loops that call it have its code
 
 
 def _read_only(item: Any, dimensions: int = 1) -> Any:
@@ -116,8 +112,6 @@ def _copy(_typing: Any, _to: Any, _from: Any, size: Any, streamed: Any) -> Any:
 
 @_intrinsic(prefer_literal=True)
 def _stack(_typing: Any, size: Any) -> Any:
-    """Return the address of `size` bytes on the loop's own stack."""
-
     def generate(_context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
         return builder.ptrtoint(
             cgutils.alloca_once(builder, ir.IntType(8), size.literal_value), ir.IntType(64)
@@ -320,8 +314,7 @@ def _differences(builder: Any, ids: Any, slots: int) -> Iterator[Any]:
     unit = min(16, slots * id_bytes & -(slots * id_bytes)) // id_bytes
     units = slots // unit
 
-    def rotate_lanes(source: Callable[[int], int]) -> Any:
-        """Return each line with lane `source(i)` moved to lane i."""
+    def rotate_lanes(source: Callable[[int], int]) -> Any:  # moves lane `source(i)` of each line to lane i
         whole = lanes - lanes % slots
         places = [i - i % slots + source(i % slots) if i < whole else i for i in range(lanes)]
         return builder.shuffle_vector(ids, ids, ir.Constant(ir.VectorType(ir.IntType(32), lanes), places))
@@ -498,7 +491,7 @@ def column_sums(item_bytes: int, id_bytes: int, *, items: int) -> Loop:
             sample, position, first = runs_N5[number, 0], runs_N5[number, 1], runs_N5[number, 2]
             step, rows = runs_N5[number, 3], runs_N5[number, 4]
             inside = 0 <= sample < digests_S.shape[0] and 0 <= position <= weights_PI.shape[0] - rows
-            last = first + step * (rows - 1)  # of an empty run: before its first
+            last = first + step * (rows - 1)  # an empty run's lies before its first
             if not inside or first < 0 or step < 1 or rows < 0 or last >= items_RI.shape[0]:
                 return False
             total, weights_R = np.uint64(0), weights_N[position * items : (position + rows) * items]

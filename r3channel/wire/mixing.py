@@ -50,10 +50,7 @@ def mix(items: Ids) -> Words:
 
 
 def _odd(states: Words) -> Words:
-    """Return SplitMix64 of each state, its lowest bit set.
-
-    SplitMix64 is that of Steele et al. 2014.
-    """
+    # SplitMix64 (Steele et al. 2014), its lowest bit set
     words = states + OFFSET
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -27,11 +27,8 @@ Values = np.ndarray[Any, np.dtype[Any]]
 
 
 def _fields(entries_N: Values) -> tuple[Values, ...]:
-    """Return the fields of entries, each an array.
-
-    Unsigned fields become int32, as torch can do little with unsigned numbers of more than a byte.
-    """
     values = (entries_N[name] for name in entries_N.dtype.names or ())
+    # torch can do little with unsigned numbers of more than a byte
     return tuple(value.astype(np.int32 if value.dtype.kind == "u" else value.dtype) for value in values)
 
 
