@@ -159,7 +159,7 @@ class Assignment:
 
     @classmethod
     def _of_steps(cls, steps: Sequence[Sequence[Microbatches]]) -> Assignment:
-        """Build an assignment from `steps[step][dp]`."""
+        # `steps[step][dp]`
         ranks = tuple(tuple(chain.from_iterable(parts)) for parts in zip(*steps, strict=True))
         return cls(ranks, tuple(len(step[0]) for step in steps))
 
@@ -335,15 +335,15 @@ def exchange(weights_S: Ints, index_PC: Ints) -> None:
 def _best_swap(weights_PC: Ints, sums_P: Ints, full: int) -> tuple[int, int, int] | None:
     """Find the swap that lowers the larger of both sums most.
 
-    The result is (part, place in the fullest part, place in the part); None where no swap gains. For one item of the fullest
-    part, the best item of another part is a neighbour of the item that would halve the difference.
+    The result is (part, place in the fullest part, place in the part); None where no swap gains.
     """
     parts, count = weights_PC.shape
     order = np.argsort(weights_PC, axis=1, kind="stable")
     sorted_PC = np.take_along_axis(weights_PC, order, axis=1)
     part_P = np.arange(parts, dtype=np.int64)[:, None]
     first_P = part_P * count
-    # All parts on one line, so that one search serves them.
+    # For one item of the fullest part, the best item of another part is a neighbour of the item that would halve the
+    # difference. All parts are on one line, so that one search serves them.
     line_P = part_P * (int(weights_PC.max()) + 1)
     gap_P = (sums_P[full] - sums_P)[:, None]
     wanted_PC: Ints = np.maximum(weights_PC[full] - gap_P // 2, 0)
@@ -362,9 +362,9 @@ def _best_swap(weights_PC: Ints, sums_P: Ints, full: int) -> tuple[int, int, int
 
 
 def _cut_by_budget(parts: Sequence[Mapping[str, int]], max_tokens: int) -> list[Microbatches]:
-    """Cut each rank into the same number of micro-batches.
+    """Cut each rank into the same, smallest number of micro-batches.
 
-    There are as few micro-batches as keep the budget. A sample beyond the budget is alone.
+    A sample beyond the budget is alone.
     """
     alone = [[name for name, length in part.items() if length > max_tokens] for part in parts]
     rest = [{name: length for name, length in part.items() if length <= max_tokens} for part in parts]
@@ -386,34 +386,25 @@ def _cut_by_budget(parts: Sequence[Mapping[str, int]], max_tokens: int) -> list[
 def _bins_of_count(
     count: int, tokens: Mapping[str, int], tight: Microbatches, max_tokens: int
 ) -> Microbatches | None:
-    """Return `count` bins within the budget, or None.
-
-    The bins are even where that is possible. The result is None where these ways need more bins.
-    """
     if not 0 < count <= len(tokens):
         return () if count == len(tokens) else None
     even = _even_bins(tokens, count)
     if all(sum(tokens[name] for name in names) <= max_tokens for names in even):
         return even
-    return _split(tight, count) if len(tight) <= count else None
+    return _split(tight, count) if len(tight) <= count else None  # None: these ways need more bins
 
 
 def _even_bins(tokens: Mapping[str, int], count: int) -> Microbatches:
-    """Return `count` bins of nearly equal sums, none empty.
-
-    A bin has any number of samples.
-    """
     names = sorted(tokens, key=lambda name: (-tokens[name], name))
     bins = longest_first([tokens[name] for name in names], count, most=len(names))
     return tuple(tuple(map(names.__getitem__, part)) for part in bins)
 
 
 def _tight(tokens: Mapping[str, int], max_tokens: int) -> Microbatches:
-    """Place each sample, longest first, in the fullest bin with room."""
     room: list[tuple[int, int]] = []
     bins: list[list[str]] = []
     for name in sorted(tokens, key=lambda name: (-tokens[name], name)):
-        at = bisect_left(room, (tokens[name], 0))
+        at = bisect_left(room, (tokens[name], 0))  # the fullest bin with room
         left, index = room.pop(at) if at < len(room) else (max_tokens, len(bins))
         if index == len(bins):
             bins.append([])
@@ -423,11 +414,10 @@ def _tight(tokens: Mapping[str, int], max_tokens: int) -> Microbatches:
 
 
 def _split(bins: Microbatches, count: int) -> Microbatches:
-    """Split bins in half, most samples first, until there are `count`."""
     heap = [(-len(names), index, names) for index, names in enumerate(bins)]
     heapq.heapify(heap)
     while len(heap) < count:
-        _, index, names = heap[0]
+        _, index, names = heap[0]  # the bin with the most samples
         heapq.heapreplace(heap, (-len(names[::2]), index, names[::2]))
         heapq.heappush(heap, (-len(names[1::2]), len(heap), names[1::2]))
     return tuple(names for _, _, names in sorted(heap, key=operator.itemgetter(1)))

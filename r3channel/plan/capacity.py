@@ -246,10 +246,7 @@ def add_up(plan: Plan, *, machines: Machines, tensors: Sequence[TokenTensor] = (
 
 
 def _received_bytes(shard: Shard) -> int:
-    """Return the bytes of the rows that travel.
-
-    Every row is counted as one with routing. An MTP layer shares the rows of the layer that it replays.
-    """
+    # every row counts as one with routing; an MTP layer shares the rows of the layer that it replays
     return _rows_of(shard) * len(set(shard.sources)) * shard.spec.top_k * shard.spec.id_dtype.itemsize
 
 

@@ -167,10 +167,7 @@ class TrainerLayout:
         return sizes
 
     def _shorter_end(self, num_layers: int) -> str:
-        """Return words that name a last stage that fits.
-
-        With a last stage of that size the layers divide; the text is empty where no size does.
-        """
+        # a last stage of this size lets the layers divide
         each = -(-num_layers // self.pp)
         last = num_layers - each * (self.pp - 1)
         fits = last > 0 and not (each % self.vpp or last % self.vpp)

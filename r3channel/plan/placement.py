@@ -119,9 +119,9 @@ class Placement:
             self._in_numpy(piece, source_TLK, digests_CSL)
 
     def _place_compiled(self, stretches: Stretches, source_TLK: Ids, digests_CSL: Ids) -> bool:
-        """Place all stretches in one compiled call, if numba is there.
+        """Place all stretches in one compiled call; False without numba.
 
-        The stretches are pads where there is no source. The result is False without numba.
+        The stretches are pads where there is no source.
         """
         compiled, stream = kernels(), self._stream
         if compiled is None:
@@ -235,7 +235,6 @@ def place_shard(stream: Stream, *, ids_of: Callable[[str], Ids]) -> _Bytes:
 
 
 def _slice(stretches: Stretches, begin: int, end: int) -> Stretches:
-    """Return the part of some stretches that holds rows [begin, end)."""
     first = stretches.begin
     low, high = np.searchsorted(first, begin, side="right") - 1, np.searchsorted(first, end, side="left")
     own = slice(int(low), int(high))
@@ -246,9 +245,9 @@ def _slice(stretches: Stretches, begin: int, end: int) -> Stretches:
 
 @lru_cache(maxsize=8)
 def _pad_items(spec: RoutingSpec) -> Ids:
-    """Return pad ids as items, a line for each position modulo E.
+    """Return pad ids as items, [E, items], unsigned.
 
-    The result is [E, items], unsigned; line p % E has the pad ids of position p.
+    Line p % E has the pad ids of position p.
     """
     ids_EK = spread_ids(spec, positions_T=np.arange(spec.num_experts))
     return np.ascontiguousarray(ids_EK).view(f"u{item_bytes_of(spec)}")
@@ -259,11 +258,8 @@ _ITEMS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
 def _row_items(ids_K: Ids) -> Any:
-    """Return a view in which a row's K ids are one item.
-
-    numpy then copies rows and not single ids.
-    """
     row_bytes = ids_K.shape[-1] * ids_K.itemsize
+    # the K ids of a row are one item: numpy then copies rows and not single ids
     return ids_K.view(_ITEMS.get(row_bytes, f"V{row_bytes}"))[..., 0]
 
 

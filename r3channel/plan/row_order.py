@@ -189,7 +189,7 @@ def _sequences(batches: Sequence[Microbatch]) -> tuple[Ints, Ints, Ints, Ints, I
 
 
 def _cut_context(batches: Sequence[Microbatch], layout: TrainerLayout) -> Runs:
-    """Return the runs of each CP rank, not yet cut for TP.
+    """Return each CP rank's runs, not yet cut for TP.
 
     `local` counts over all slots, and `slot` is 0.
     """
@@ -207,14 +207,11 @@ def _cut_context(batches: Sequence[Microbatch], layout: TrainerLayout) -> Runs:
 
 
 def _cut_whole_packs(batches: Sequence[Microbatch], layout: TrainerLayout) -> Runs:
-    """Return the runs of packs that are cut as a whole.
-
-    CP rank r holds the r-th part of the pack, wherever sequences begin and end.
-    """
     microbatch, sample, tokens, padded, start = _sequences(batches)
     share = np.asarray([batch.seq_len // layout.cp for batch in batches], dtype=np.int64)[microbatch]
     found = list[Runs]()
     for cp in range(layout.cp):
+        # rank `cp` holds that part of the pack, wherever sequences begin and end
         first = np.maximum(start, cp * share)
         size = np.minimum(start + padded, (cp + 1) * share) - first
         runs = _runs(cp, microbatch, sample, tokens, first - start, first - cp * share, size)
@@ -235,10 +232,6 @@ def _join(parts: Sequence[Runs]) -> Runs:
 
 
 def _cut_slots(runs: Runs, batches: Sequence[Microbatch], layout: TrainerLayout) -> Runs:
-    """Cut runs where a TP rank's part ends.
-
-    `local` then counts within its slot.
-    """
     if layout.tp_slots == 1:
         return runs
     parts = layout.cp * layout.tp_slots
@@ -252,5 +245,5 @@ def _cut_slots(runs: Runs, batches: Sequence[Microbatch], layout: TrainerLayout)
     length = np.minimum(wide.local + wide.length, (slot + 1) * share) - begin
     skipped = begin - wide.local
     real = np.clip(wide.real - skipped, 0, length)
-    position, local = wide.position + skipped, begin - slot * share
+    position, local = wide.position + skipped, begin - slot * share  # `local` counts within its slot
     return wide._replace(position=position, slot=slot, local=local, length=length, real=real)

@@ -109,7 +109,7 @@ class Shard:
         sample_SR, position_SR = self.table.row_map(cp=self.cp, microbatch=microbatch)
         slot = inside("tp", tp, self.tp_slots) if self.tp_slots > 1 else 0
         sample, position = sample_SR[slot], position_SR[slot]
-        tokens = np.asarray([*self.microbatches[microbatch].tokens, 0])  # the last: a tail's sample -1
+        tokens = np.asarray([*self.microbatches[microbatch].tokens, 0])  # the last one is sample -1, a tail's
         real = position < tokens[sample] - 1
         return np.where(real, sample, -1), np.where(real, position, -1)
 
@@ -204,12 +204,9 @@ class Plan:
 
     @cached_property
     def _stages(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Return each stage's layers, and the MoE position that each replays.
-
-        An MTP layer replays the position of the layer that it is mapped to.
-        """
         spec, layout = self.spec, self.layout
         place = {layer: position for position, layer in enumerate(spec.moe_layers)}
+        # an MTP layer replays the position of the layer that it is mapped to
         place |= {spec.num_layers + index: place[layer] for index, layer in enumerate(layout.mtp)}
         stages = [layout.stage_layers(spec, pp=pp) for pp in range(layout.pp)]
         return [(layers, tuple(place[layer] for layer in layers)) for layers in stages]
@@ -259,15 +256,12 @@ class RankBatches(Sequence[tuple[Microbatch, ...]]):
         return self._made[rank]
 
     def _pad(self, rank: int) -> Iterator[Microbatch]:
-        """Yield the rank's micro-batches, padded.
-
-        They have one length within an optimizer step where a pipeline asks for that.
-        """
         batches, layout = self._assignment.ranks[rank], self._layout
         edges = list(accumulate(map(len, batches), initial=self.begin[rank]))
         for step in self._assignment.optimizer_steps:
             lengths = [(batches[index], self._lengths[edges[index] : edges[index + 1]]) for index in step]
             found = [pad_batch(names, tuple(counts), layout=layout) for names, counts in lengths]
+            # a pipeline may ask for one length within an optimizer step
             longest = max(batch.seq_len for batch in found)
             if layout.one_length and any(batch.seq_len != longest for batch in found):
                 found = [pad_batch(b.sample_ids, b.tokens, layout=layout, floor=longest) for b in found]

@@ -136,7 +136,7 @@ class Samples(Sequence[TicketSample]):
         tables = [np.frombuffer(b"".join([own[at] for own in packed]), _PACKED[at]) for at in range(3)]
         columns = {name: table[name] for table in tables for name in table.dtype.names or ()}
         found = cls(columns, "".join(names))
-        found.__dict__["names"] = tuple(names)  # known here, so that it is not cut out of the text again
+        found.__dict__["names"] = tuple(names)  # so that they are not cut out of the text again
         return found
 
     @cached_property
@@ -330,7 +330,7 @@ class Ticket:
             "layout": self.layout.to_dict(),
             "steps": self.assignment.steps,
             "bucket_bytes": int(self.bucket_bytes),
-        }  # the next two only where they are set: tickets of recordings have not got them
+        }  # the next two only where they are set: tickets of recordings may lack them
         values |= {"token_tensors": list(self.token_tensors)} if self.token_tensors else {}
         values |= {"seal": int(self.seal)} if self.seal else {}
         text = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
@@ -403,10 +403,7 @@ class Ticket:
 
     @cached_property
     def _checked(self) -> tuple[Plan, tuple[TokenTensor, ...]]:
-        """Raise ValueError for numbers beyond any model or cluster.
-
-        What is computed from the numbers therefore stays small. Then raise all that `plan` raises.
-        """
+        # no number beyond any model or cluster, so that what is computed from them stays small
         layout = self.layout
         unit = layout.cp * layout.tp * layout.pad_multiple
         _hold(self.spec.num_layers <= _MOST_LAYERS, "num_layers")
@@ -420,9 +417,9 @@ class Ticket:
 
 
 def _assignment(samples: Samples, widths: Column, *, dp: int, steps: list[int]) -> Assignment:
-    """Return the names in their order, cut into ranks and micro-batches.
+    """Cut names, in their order, into `dp` ranks and micro-batches.
 
-    There are `dp` ranks; `widths` has the number of samples of each micro-batch.
+    `widths` has the number of samples of each micro-batch.
     """
     _hold(int(widths.sum(dtype=np.int64)) == len(samples), "the sum of the samples of all micro-batches")
     _hold(int(samples.edges["name_chars"][-1]) == len(samples.text), "the sum of name_chars")

@@ -66,12 +66,8 @@ def cut_tensor(shard: Shard, tensor: TokenTensor, rows: Mapping[str, Sequence[Te
 
 
 def _own_layers(shard: Shard, turn: TensorRows) -> TensorRows:
-    """Return the rows with the layers that the shard's routers replay.
-
-    Rows whose entries have no layers stay as they are.
-    """
     if not turn.tensor.by_layer or shard.sources == (*range(shard.spec.num_moe_layers),):
-        return turn
+        return turn  # entries without layers, or with all
     own_N = np.empty(len(turn.entries_N), turn.tensor.reshape(len(shard.sources), shard.spec.top_k).entry)
     for name in own_N.dtype.names or ():
         own_N[name] = turn.entries_N[name].take(shard.sources, axis=1)
