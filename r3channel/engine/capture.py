@@ -478,7 +478,7 @@ class UnfinishedFrame:
             provenance=[ProvenanceSpan(*run[:3], RowKind(run[3])) for run in runs],
             kept_rows=self.kept_rows, codec="stored" if as_is else codec,
         )  # fmt: skip
-        return np.frombuffer(bytearray(data), np.uint8)  # torch wants it writable
+        return np.frombuffer(bytearray(data), np.uint8)
 
     def _finish(self, sections: Sections) -> np.ndarray[Any, np.dtype[np.uint8]]:
         spec, begin, frame_N = self.spec, self._begin(sections.spans), self._buffer_N

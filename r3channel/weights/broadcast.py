@@ -258,7 +258,7 @@ class Broadcast(Update):
         def join(handle: EngineHandle) -> None:
             handle.init_group(where, rank_offset=first[handle.url], timeout_s=left_s)
 
-        def stand_in(handle: EngineHandle) -> None:  # SGLang waits half an hour for a member, or a store
+        def stand_in(handle: EngineHandle) -> None:  # else SGLang waits half an hour for a member or a store
             self._say(["stand_in", first[handle.url], handle.size], to=rank)
 
         return self._order_all(join, stand_in, f"join of weight group {name}")

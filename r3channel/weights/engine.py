@@ -39,7 +39,7 @@ group to leave."""
 _LEAVE = "/destroy_weights_update_group"
 """This route is harmless with any name, so orders to an engine before 0.5.23 go here, with our half or without."""
 _UNTOLD = errors.DeadlineExceeded, errors.EngineRefused, errors.FrameCorrupt
-"""What our question ends with at an engine without a plug-in, or at one that hangs."""
+"""Errors of a question to an engine without our plug-in, or to one that hangs."""
 _MAX_REPLY_BYTES = 64 << 20
 _SHOWN_CHARS = 500
 
@@ -57,7 +57,7 @@ class EngineHandle:
         try:
             parts = urlsplit(url)
             fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # of the port
+        except ValueError:  # the port is not a number
             fits = False
         if not fits:
             raise errors.ConfigError(f"engine address {url!r}: expected http://host:port")
@@ -226,7 +226,7 @@ class EngineHandle:
         The engine must be paused. If an update is open already, somebody failed in it, and these weights are unknown (`found`):
         the open one is ended, and ours begins. An engine that takes no orders has no begin either: nothing is sent.
         """
-        if not self.takes_orders:  # such an engine has no begin
+        if not self.takes_orders:
             return
         self.begun = True
         try:
@@ -286,14 +286,14 @@ class EngineHandle:
         if self.unstaged:
             raise errors.CannotStage(f"engine {self.url} takes no staged bytes: {self.unstaged}")
         self.unlink()
-        control_s = min(CONTROL_S, timeout_s)  # one that hangs is found here, not by the order
+        control_s = min(CONTROL_S, timeout_s)  # an engine that hangs is found here, not by the order
         self.pause("in_place", control_s)
         could, failure = False, None
         try:
             could = self.hold(order, timeout_s)
         except errors.R3Error as error:
             failure = error
-            if not isinstance(error, errors.EngineRefused):  # that order had no answer
+            if not isinstance(error, errors.EngineRefused):  # the order had no answer
                 self._look(self.order({"op": "look"}, control_s))
         if EngineState.FENCED not in (self.found, self.now.state):
             self.resume(control_s)
@@ -403,7 +403,7 @@ class EngineHandle:
     def unlink(self) -> None:
         """Forget the links and the groups, without calling the engine."""
         ranks, self.names, self.unheld = self.ranks, frozenset(), False
-        self.ranks, self.metas, self.gives, self.groups = [], (), None, []  # at once: closing takes its time
+        self.ranks, self.metas, self.gives, self.groups = [], (), None, []  # first: closing takes its time
         for rank in ranks:
             rank.close()
 

@@ -88,7 +88,7 @@ class WeightGroup:
             self._stand_ins.append(wire)
         else:
             self.wire = wire
-        if self._closed:  # meanwhile
+        if self._closed:  # while it joined
             self.close()
 
     def broadcast(self, payload: torch.Tensor, *, timeout_s: float) -> None:
@@ -360,7 +360,7 @@ class JointReceiver:
         with self._changed:
             self._wire = wire
             self._changed.notify_all()
-        if self._ended:  # meanwhile
+        if self._ended:  # while it joined
             wire.abort()
 
     def begin(self, update: int, trainer: int, records: int) -> None:

@@ -164,7 +164,7 @@ class Hold:
     def _serve(self, number: int, link: Connection, reply: dict[str, Any], copy: StagedCopy) -> None:
         """Serve the link until the trainer leaves or dies.
 
-        What was staged is never committed after that.
+        Nothing that was staged is committed after that.
         """
         try:
             # after any of these errors the stream is out of step: the link must end

@@ -273,7 +273,7 @@ class _Recorder(TorchDispatchMode):
     def _is_padding(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
         """Return whether this copies what the parameter holds already.
 
-        Loaders pad so. The place is noted as covered, and the copy is not done.
+        Loaders pad so. The place is noted as covered; nothing is copied.
         """
         if _storage(dst) not in self._index or src.is_meta or not bool((dst == src).all()):
             return False
@@ -283,7 +283,7 @@ class _Recorder(TorchDispatchMode):
     def _copies(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
         """Return whether this copies boxes of the checkpoint into a parameter.
 
-        Such a copy is noted and not done. Any other use of the checkpoint as a source is refused.
+        Such a copy is noted and not done. Other uses of the checkpoint as a source are refused.
         """
         if _storage(src) not in self._tensor_of and _storage(src) not in self._joined:
             return False

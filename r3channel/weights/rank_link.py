@@ -55,7 +55,7 @@ UNTOUCHED = "nothing was touched: "
 FLUSH_REFUSED = "cache was not flushed"
 """SGLang's words when requests wait for their grammar; the weights are in nevertheless."""
 UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, OSError, zlib.error)
-"""Errors that reading a peer's message raises where the peer meant something else."""
+"""Errors of reading a peer's message that does not hold what was expected."""
 _BLOB = struct.Struct("<QQ")
 """The announcement of a blob, at a record's end: its number of bytes, and their xxh3."""
 _MOST_BYTES = 256 << 20
@@ -389,7 +389,7 @@ class RankLink:
         reply = expect_json(self.link, GIVE, "digest", timeout_s=timeout_s)
         where, meta = f"engine {self.engine} rank {self.rank}", self.needs.params[param]
         if "error" in reply:
-            self.link.abort(str(reply["error"]))  # so that the next one is asked
+            self.link.abort(str(reply["error"]))
             raise WeightsError(f"{where}: {reply['error']}")
         flat = torch.empty(meta.nbytes // meta.dtype.itemsize, dtype=meta.dtype)
         self.link.recv_into(host_bytes(flat), timeout_s=timeout_s)

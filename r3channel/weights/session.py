@@ -278,7 +278,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             self._engines.add(member)
             try:
                 try:
-                    with contextlib.suppress(errors.UsageError):  # nothing holds it
+                    with contextlib.suppress(errors.UsageError):  # no other engine holds the version
                         return self._from_peer(member, deadline)
                 except errors.WeightUpdateFailed as error:  # the next update may fall back for all
                     if self._must_stage or not isinstance(error.__cause__, errors.CannotStage):
@@ -400,7 +400,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             for member in members if run.alone else ():
                 member.boot_id = ""  # what was known of it no longer counts
             work = self._deliver(members, run, spec, feed)
-        except (errors.TrainerRankLost, errors.UsageError):  # after the commit; or before anything
+        except (errors.TrainerRankLost, errors.UsageError):  # after the commit, or before anything was done
             raise
         except Exception as error:
             self._ranks.fail(error)
@@ -436,7 +436,7 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                 if spec.manifest is None or self._must_stage:
                     raise
                 run.report.way = self._way = f"broadcast: {error}"
-            self._ranks.begin()  # another update
+            self._ranks.begin()  # the broadcast is another update
         work = Broadcast(*given)
         work.run(spec, feed)
         return work

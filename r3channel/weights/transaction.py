@@ -269,7 +269,8 @@ def _fail(now: Transaction, error: BaseException | None) -> Transaction:
 
 def _count(now: Transaction, event: Event) -> Stepped:
     now, actions, lost = now._replace(votes=now.votes | {event.rank}), list[Action](), dict(event.lost)
-    for engine in [engine for engine in now.engines if engine.member and engine.url in lost]:  # to all ranks
+    # What one rank could not reach is lost to all ranks.
+    for engine in [engine for engine in now.engines if engine.member and engine.url in lost]:
         error = EngineUnavailable(f"engine {engine.url}: {lost[engine.url]}")
         now, more = _drop(now, engine, event._replace(kind=Kind.LOST, error=error))
         actions += more

@@ -34,7 +34,7 @@ from r3channel.weights.staged_copy import staged_bytes
 from r3channel.weights.transaction import CALLS, Action, Engine, EngineState, Event, Kind, Transaction, step
 from r3channel.weights.transaction import UpdateState as State
 
-LOSSES = (errors.EngineUnavailable, errors.TransportError)  # which DeadlineExceeded is one of
+LOSSES = (errors.EngineUnavailable, errors.TransportError)  # DeadlineExceeded is a TransportError
 _STAGES = {State.LINK: "join", State.PAUSE: "pause", State.STAGE: "wait_send"}
 """The stage of a report that waiting for engines counts as; in other states, the stage has the call's name."""
 _GROWING = ("link", "join", "send", "load", "hold", "check")
@@ -197,7 +197,7 @@ class Update:
         handle, error = self._handles[action.engine], None
         if not future.done():
             if action.call == "send":
-                handle.unlink()  # it ends with its links
+                handle.unlink()  # the call ends with its links
             error = errors.DeadlineExceeded(f"engine {action.engine}: no answer to {action.call} in time")
         error = error or future.exception()
         kind = Kind.LOST if isinstance(error, LOSSES) else Kind.REFUSED if error else Kind.ANSWERED
