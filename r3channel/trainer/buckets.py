@@ -296,7 +296,6 @@ class DevicePlacement:
         return torch.bitwise_and(items_TCI, self._mask, out=words_TCI)
 
     def _room(self, name: str, count: int) -> torch.Tensor:
-        """Return memory for `count` int64, made once for the largest bucket."""
         if len(getattr(self, name)) < count:
             setattr(self, name, torch.empty(count, dtype=torch.int64, device=self._device))
         return getattr(self, name)[:count]

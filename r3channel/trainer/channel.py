@@ -116,8 +116,8 @@ class TrainerChannel:
         verified at the end of the block.
 
         The rows that routers are handed are compared with the engines' digests: on a CPU before a router uses them, on a GPU by
-        `step.verify_rows()`, at the latest at the end of the block. The first pipeline stage compares the model's input ids with the
-        ticket's tokens, too: on a CPU at once, on a GPU in `step.verify_rows()`.
+        `step.verify_rows()`, at the latest at the end of the block. The first pipeline stage compares the model's input ids with
+        the ticket's tokens, too: on a CPU at once, on a GPU in `step.verify_rows()`.
 
         Args:
             ticket: The step's ticket, or its bytes.
@@ -255,9 +255,9 @@ class TrainerChannel:
         return figures
 
     def _take_spent(self) -> dict[str, float]:
-        """Return seconds by stage, and bytes received, since the last call.
+        """Return seconds by stage, and the relay's bytes, since the last call.
 
-        The bytes are those from the relay. Between two steps only one step's rows come.
+        Between two steps only one step's rows come.
         """
         metrics, before = self.receiver.metrics, self._spent_before
         wire = metrics.value("r3channel_bytes_total", leg=_WIRE)

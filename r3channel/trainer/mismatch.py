@@ -189,10 +189,7 @@ class RoutingAudit:
 
 
 def _read(sums: Sequence[torch.Tensor]) -> list[list[float]]:
-    """Return the values of all sums, in one copy to the host.
-
-    Counts are exact up to 2**53.
-    """
+    # All sums in one copy to the host; as doubles, counts are exact up to 2**53.
     if not sums:
         return []
     device = sums[0].device

@@ -171,7 +171,6 @@ class ModelTokens:
         )  # fmt: skip
 
     def _causes(self, microbatch: int, found: Ids) -> Iterator[tuple[str, bool]]:
-        """Yield each known cause, and whether it explains what was given."""
         shard = self._shard.shard
         batch, (sample, position) = shard.microbatches[microbatch], self._map(microbatch)
         order = self._order(microbatch, found)
@@ -204,10 +203,7 @@ class ModelTokens:
                 yield said, _is_given(found, cut)
 
     def _order(self, microbatch: int, found: Ids) -> list[int]:
-        """Return the order in which the ticket's samples stand in the batch.
-
-        The order is empty where the samples do not stand in the batch.
-        """
+        """Return the order of the ticket's samples in the batch, or []."""
         shard = self._shard.shard
         batch, sample = shard.microbatches[microbatch], self._map(microbatch)[0]
         left, order, at = list(range(len(batch.tokens))), list[int](), 0
@@ -226,10 +222,7 @@ class ModelTokens:
 
 
 def _is_given(found: Ids, wanted: Ids) -> bool:
-    """Return whether the model was given these tokens.
-
-    `wanted` has each token plus one; 0 stands for any token.
-    """
+    # `wanted` has each token plus one; 0 stands for any token.
     return (
         found.shape == wanted.shape and bool(wanted.any()) and bool((found + 1 == wanted)[wanted > 0].all())
     )

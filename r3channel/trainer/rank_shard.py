@@ -283,10 +283,7 @@ class RankShard:
             )  # fmt: skip
 
     def _may_live(self, microbatch: int) -> bool:
-        """Return whether a micro-batch can have live rows.
-
-        Without this check every step would map all its rows, to find nothing.
-        """
+        # Without this check every step would map all its rows, to find nothing.
         samples = map(self.ticket.sample, self.shard.microbatches[microbatch].sample_ids)
         return self.ticket.layout.pad_policy == "live" or any(sample.invalid for sample in samples)
 
@@ -305,10 +302,6 @@ class RankShard:
         return self._masks[kind, microbatch]
 
     def _invalid(self, microbatch: int, sample: Ids, position: Ids) -> Ids:
-        """Return where (sample, position) lies in a range without routing.
-
-        The arrays may have any shape.
-        """
         found = np.zeros(sample.shape, dtype=bool)
         for index, name in enumerate(self.shard.microbatches[microbatch].sample_ids):
             for start, end in self.ticket.sample(name).invalid:
@@ -316,15 +309,10 @@ class RankShard:
         return found
 
     def _laid_out(self, microbatch: int, of_sample: Callable[[str], Ids], *, fill: int = 0) -> Ids:
-        """Place each row's value where the model's input has its token.
-
-        `fill` stands where there is no row.
-        """
         names = self.shard.microbatches[microbatch].sample_ids
         return self.shard.lay_out(microbatch, [*map(of_sample, names)], fill=fill)
 
     def _cut(self) -> Iterator[torch.Tensor]:
-        """Yield [layer, row, K] of each micro-batch: views of `data_N`."""
         shard, dtype = self.shard, _TORCH_DTYPES[self.shard.spec.id_dtype]
         numbers = range(self.num_microbatches)
         sizes = [shard.microbatch_bytes(number) // shard.tp_slots for number in numbers]
@@ -333,10 +321,7 @@ class RankShard:
 
 
 def _spread(values_N: Ids, there_T: Ids, shape: tuple[int, ...]) -> Ids:
-    """Return the tokens' values, spread over all tokens: [*shape, ...].
-
-    A token without a value gets -1 where values are ids, else 0.
-    """
+    # A token without a value gets -1 where values are ids, else 0.
     spread = np.full(
         (len(there_T), *values_N.shape[1:]), -1 if values_N.dtype.kind == "i" else 0, values_N.dtype
     )

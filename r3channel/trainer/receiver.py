@@ -115,7 +115,7 @@ class Receiver:
             self._member.list_page()
 
     def _reserve(self) -> None:
-        """Take memory now, so that no step waits or fails for it."""
+        # Now, so that no step waits or fails for memory.
         nbytes = self._config.expected_shard_bytes
         for turn in range(1 + self._stays) if nbytes else ():
             self._buffer(f"whole{turn}", nbytes)
@@ -307,7 +307,6 @@ class Receiver:
             failure = None  # its traceback holds the caller's frame, and with it buffers and groups
 
     def _tables(self, shard: Shard, landed: ShardBuffer | None) -> list[torch.Tensor] | None:
-        """Return each TP slot's digests as bytes; None except on TP0."""
         if landed is None:
             return None
         tables = landed.digests_CSL
@@ -316,28 +315,17 @@ class Receiver:
         return list(tables.view(shard.tp_slots, -1).view(torch.uint8))
 
     def _part(self, shard: Shard, landed: ShardBuffer | None) -> torch.Tensor:
-        """Return the memory for this rank's part of the shard.
-
-        The memory is [slot_bytes] on the routers' device. Where a part has all rows, TP0's part is its whole shard itself.
-        """
+        # Where a part has all rows, TP0's part is its whole shard itself.
         if shard.tp_slots > 1:
             return self._buffer("slot", shard.slot_bytes)
         return self._buffer("part", shard.slot_bytes) if landed is None else landed.rows_N
 
     def _own(self, parts: list[torch.Tensor] | None, nbytes: int, *, cut: bool) -> torch.Tensor:
-        """Return the memory for this rank's part.
-
-        The memory is new, or TP0's own where all ranks get the same.
-        """
         if parts is not None and not cut:
             return parts[0]
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _share(self, parts: list[torch.Tensor] | None, own_N: torch.Tensor, *, cut: bool) -> None:
-        """Fill `own_N` on every rank from TP0.
-
-        With `cut` a rank gets its own one of TP0's parts, else a copy of TP0's `own_N`.
-        """
         if cut:
             self._fanout.scatter(parts, own_N)
         else:
@@ -377,7 +365,6 @@ class Receiver:
             first, begin = after, end
 
     def _buffer(self, name: str, nbytes: int) -> torch.Tensor:
-        """Return a reused uint8 buffer of `nbytes` on the routers' device."""
         held = self._buffers.get(name)
         if held is None or len(held) < nbytes:
             held = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)

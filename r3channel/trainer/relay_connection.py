@@ -221,10 +221,7 @@ class RelayConnection:
         return data
 
     def _recv_all(self, out: bytearray, begin: int, piece: int, deadline_s: float) -> None:
-        """Receive bytes from `begin` on, in pieces.
-
-        Each piece must come within the deadline of a bucket.
-        """
+        """Receive bytes from `begin` on, in pieces; each has a bucket's deadline."""
         for at in range(begin, len(out), piece):
             self._recv(memoryview(out)[at : at + piece], deadline_s)
 
@@ -252,10 +249,7 @@ class RelayConnection:
         self._metrics.inc("r3channel_bytes_total", stream.nbytes, leg="wire_received")
 
     def _post(self, spans: list[tuple[int, int]], number: int, row_bytes: int) -> Pending | None:
-        """Start to receive a bucket over a process group.
-
-        The receive starts before the previous bucket is placed. The result is None after the last bucket.
-        """
+        """Start to receive bucket `number`; return None after the last."""
         if number >= len(spans):
             return None
         assert self._group is not None
@@ -266,10 +260,7 @@ class RelayConnection:
     # -- the connection ----------------------------------------------------------------------------------------------
 
     def _acknowledge(self, landed: ShardBuffer, deadline_s: float) -> None:
-        """Send the acknowledgement of verified rows.
-
-        If the connection fails, the acknowledgement is repeated, never the transfer.
-        """
+        # If the connection fails, the acknowledgement is repeated, never the transfer.
         for pause_s in _pauses():
             try:
                 self._connect(timeout_s=min(self._config.join_timeout_s, _seconds_left(deadline_s)))
@@ -291,7 +282,7 @@ class RelayConnection:
         self._leave()
         if time.monotonic() + pause_s <= deadline_s and not self._closed.wait(pause_s):
             return
-        if error.step is not None:  # the relay's own
+        if error.step is not None:  # raised by the relay, which named the step
             raise error
         step, ranks = landed.ticket.step, error.ranks or [landed.shard.key]
         raise type(error)(
@@ -312,7 +303,7 @@ class RelayConnection:
         return wire.unpack(kind, bytes(body), expected=expected, names=names)
 
     def _join_group(self, deadline_s: float) -> None:
-        """Make the process group with the relay alone, over this connection."""
+        # The group has two members: this rank and the relay.
         self._say(wire.GROUP, gpu=gpu_of() if TRANSPORTS[self._config.transport].needs_gpu else "")
         values = self._hear(wire.GROUP, deadline_s, names=_PLACE)
         rendezvous = Rendezvous(**{name: values[name] for name in _PLACE})
@@ -346,7 +337,6 @@ def _pauses() -> Iterator[float]:
 
 
 def _seconds_left(deadline_s: float) -> float:
-    """Return the seconds until the deadline; raise `DeadlineExceeded` if none."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
         raise DeadlineExceeded("its time is over: step_timeout_s, or join_timeout_s for a connection")

@@ -191,7 +191,6 @@ class ReplayDriver:
 
 
 def _put_before(handle: RouterHandle, call: Callable[..., Any]) -> Callable[[], object]:
-    """Set the instance's own `get_replay_topk`; return what removes it."""
     own = vars(handle.replay)
     if "get_replay_topk" in own:
         raise UsageError(f"{name_of(handle)} is attached to already; close the other driver first")

@@ -147,7 +147,6 @@ class RouterDigestCheck:
         return Stream.of(self._ticket, self._shard)
 
     def _own(self, microbatch: int) -> slice:
-        """Return where a micro-batch's samples are among the DP rank's."""
         return slice(int(self._first[microbatch]), int(self._first[microbatch + 1]))
 
     def _host_runs_of(self, microbatch: int) -> tuple[HostRuns, list[bytes]]:

@@ -192,10 +192,7 @@ class ReplayStep:
             raise UsageError(f"mode {mode!r} with gradients {'on' if mode == 'logprob' else 'off'}")
 
     def _chunk_number(self, chunk: int | torch.nn.Module | None) -> int:
-        """Return the number of a model chunk.
-
-        `chunk` is the number itself, or the module that Megatron's schedule hands over. None is the only chunk.
-        """
+        # Megatron's schedule hands over the module.
         if isinstance(chunk, torch.nn.Module):
             found = [index for index, module in enumerate(self._chunks) if module is chunk]
             if not found:
@@ -331,10 +328,7 @@ class ReplayStep:
     def _beside_live(
         self, handle: RouterHandle, call: RouterCall, wide_RK: torch.Tensor, live_topk: LiveTopk
     ) -> torch.Tensor:
-        """Return the ids, with live choices in the rows that have none.
-
-        The audit sees the ids and the live choices.
-        """
+        """Return the ids, with live choices in the rows that have none."""
         live_R = self._routing.live_rows(call.microbatch)
         seen = self.audit.observer(handle.layer, call.microbatch) if self.audit is not None else None
         if live_R is None and seen is None:

@@ -38,7 +38,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("megatron.core.parallel_state", "get_context_parallel_rank"),
     ("megatron.core.parallel_state", "get_context_parallel_group"),
 )
-"""(module, dotted name) of each thing that this room uses."""
+"""(module, dotted name) of each thing that this adapter uses."""
 _AXES = {"dp": "data", "pp": "pipeline_model", "cp": "context", "tp": "tensor_model", "ep": "expert_model"}
 """Megatron's names for a layout's axes."""
 
@@ -117,10 +117,7 @@ def _unwrap(chunk: torch.nn.Module) -> Any:
 
 
 def _language_model(chunk: torch.nn.Module) -> Any:
-    """Return the module with the decoder.
-
-    A wrapper of several models is refused, because it decides which tokens its decoder sees.
-    """
+    # A wrapper of several models is refused, because it decides which tokens its decoder sees.
     model = _unwrap(chunk)
     if hasattr(model, "decoder"):
         return model
@@ -133,7 +130,6 @@ def _language_model(chunk: torch.nn.Module) -> Any:
 
 
 def _routers_in(layers: Iterable[Any]) -> Iterator[tuple[int, Any, Any]]:
-    """Yield (the layer's index, the layer, its router)."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     for index, layer in enumerate(layers):
@@ -182,20 +178,14 @@ def _handle(chunk: int, layer: int, module: Any, *, recomputed: bool) -> RouterH
 
 
 def _is_recomputed(config: Any, index: int) -> bool:
-    """Return whether the router of the chunk's layer `index` is recomputed.
-
-    Full or selective recompute runs it a second time.
-    """
+    """Return whether the router of the chunk's layer `index` is recomputed."""
     if config.recompute_granularity == "full":
         return config.recompute_method == "uniform" or index < config.recompute_num_layers
     return _recomputes_moe(config)
 
 
 def _recomputes_moe(config: Any) -> bool:
-    """Return whether selective recompute runs the router again.
-
-    Of its modules only `moe` does (not moe_act, mlp, layernorm).
-    """
+    # Of the modules of selective recompute only `moe` runs the router again (not moe_act, mlp, layernorm).
     return config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
 
 
@@ -265,10 +255,7 @@ def check_layout(layout: TrainerLayout, *, config: Any) -> None:
 
 
 def _check_stages(layout: TrainerLayout, config: Any) -> None:
-    """Check every stage on every rank.
-
-    Otherwise a rank whose own layers fit would wait for one that raised.
-    """
+    # Every rank checks every stage: otherwise a rank whose own layers fit would wait for one that raised.
     planned = [size // layout.vpp for size in layout.stage_sizes(config.num_layers)]
     for stage, chunk in itertools.product(range(layout.pp), range(layout.vpp)):
         theirs = _decoder_layers(config, stage, chunk if layout.vpp > 1 else None)

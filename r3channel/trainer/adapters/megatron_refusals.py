@@ -34,10 +34,7 @@ def _is_given(value: Any) -> bool:
 
 
 def _holds(kind: str) -> Callable[[Any], bool]:
-    """Return a check that finds `kind` in a setting.
-
-    The setting is a word or a list of words.
-    """
+    # The setting is a word or a list of words.
     return lambda value: kind in value
 
 

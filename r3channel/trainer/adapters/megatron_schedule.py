@@ -14,10 +14,7 @@ from r3channel.trainer.step import ReplayStep
 
 
 def _offset(iterator: Any) -> int:
-    """Return the index of the micro-batch that comes next.
-
-    slime's iterators count through all optimizer steps of a rollout.
-    """
+    # slime's iterators count through all optimizer steps of a rollout.
     return iterator.offset
 
 
