@@ -39,7 +39,7 @@ _MOST, _AGAIN = 0.5, 16
 _STRETCH = 4
 """Repeated rows are reported if at least so many follow each other."""
 _PAIRS = 200
-"""With fewer rows whose token came before, the first layer's agreement says nothing; with fewer log-probs, these do not."""
+"""Fewest rows with a token that came before, and fewest log-probs, from which anything is concluded."""
 _SURE = 4.0
 """A mean so many standard errors above 0 is not chance."""
 _RARE = 1e-3
@@ -60,10 +60,7 @@ def _zero_rows(_: RoutingSpec, ids_NK: Ids) -> Bools:
 
 
 def _padding_rows(spec: RoutingSpec, ids_NK: Ids) -> Bools:
-    """Return the cells with consecutive ids, as padding has them.
-
-    A model of few experts has such cells by chance. So they count only if there are more than chance makes.
-    """
+    # Padding has consecutive ids. In a model of few experts chance makes such cells, too: they count only if there are more.
     on_end_NK = (ids_NK[:, :1].astype(np.int64) + np.arange(spec.top_k)) % spec.num_experts
     hit_N = np.all(ids_NK == on_end_NK, axis=-1)
     likely = len(hit_N) * spec.num_experts / perm(spec.num_experts, min(spec.top_k, spec.num_experts))
@@ -86,10 +83,6 @@ _LOOKS: dict[str, Callable[[RoutingSpec, Ids], Bools]] = {
 
 
 def _self_evident(spec: RoutingSpec, ids_RLK: Ids, among_RL: Bools) -> dict[str, Bools]:
-    """Return by name the cells that show each fault by themselves.
-
-    Cells that show nothing are "unexplained".
-    """
     shown = dict[str, Bools]()
     for name, look in _LOOKS.items():
         shown[name] = hit_RL = np.zeros_like(among_RL)
@@ -114,10 +107,6 @@ def judge(sides: AlignedPair) -> list[Finding]:
 
 
 def _explain(sides: AlignedPair) -> Iterator[tuple[str, Bools]]:
-    """Yield the cells that differ, by their cause.
-
-    Causes are rows that were decoded again, moves of rows, changes of ids, and what cells show by themselves.
-    """
     again_RL = sides.differs_RL & _decoded_again(sides)[:, None]
     shown = partial(_self_evident, sides.spec, sides.seen_RLK)
     hits, left_RL = search(sides, sides.differs_RL & ~again_RL, lambda left_RL: shown(left_RL)["unexplained"])
@@ -178,7 +167,6 @@ def _versions(sides: AlignedPair) -> Iterator[Finding]:
 
 
 def _decoded_again(sides: AlignedPair) -> Bools:
-    """Return the rows decoded on the engines' side, prefilled on the routers'."""
     _, want_R, _, seen_R = _reported_versions(sides)
     return (want_R == RowKind.DECODED) & (seen_R == RowKind.PREFILLED)
 
@@ -254,7 +242,7 @@ def _plain(step: RecordedStep, sample: TicketSample) -> Iterator[Finding]:
 
 
 def _compare_digest(step: RecordedStep, name: str) -> Iterator[Finding]:
-    """Compare a sample's rows with the ticket's digest, which the engine computed."""
+    # `step.rows` compares the rows with the ticket's digest, which the engine computed.
     try:
         step.rows(name)
     except R3Error as error:
@@ -262,7 +250,6 @@ def _compare_digest(step: RecordedStep, name: str) -> Iterator[Finding]:
 
 
 def _merge_findings(findings: Sequence[Finding]) -> list[Finding]:
-    """Return one finding of each name: the first, with all cells."""
     grouped = dict[str, Finding]()
     for finding in findings:
         before = grouped.get(finding.name)
@@ -341,11 +328,8 @@ def _find_repeats(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
 
 
 def _neighbours(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
-    """Compare how the first layer agrees with each neighbour's token.
-
-    The first layer sees little but the token itself, so equal tokens choose alike. If a neighbour's token explains the choice
-    better, rows moved.
-    """
+    # The first layer sees little but the token itself, so equal tokens choose alike there. If a neighbour's token explains the
+    # choice better, rows moved.
     agreement = {by: _agreement(rows, by) for by in (-1, 0, 1)}
     best = max(agreement, key=lambda by: agreement[by])
     if best and agreement[best] > agreement[0] + _CLEARER:

@@ -141,10 +141,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _array(data: bytes) -> Any:
-    """Return an array from the bytes that numpy wrote.
-
-    numpy's own reader compiles the header, and allocates memory for any shape that the header names.
-    """
+    # numpy's own reader compiles the header, and allocates memory for any shape that the header names.
     begin = 10 + int.from_bytes(data[8:10], "little")
     head = re.fullmatch(_HEAD.encode(), data[:begin], re.DOTALL)
     if head is None:
@@ -161,10 +158,7 @@ def _most_bytes(path: Path) -> int:
 
 
 def _check_sizes(path: Path, archive: zipfile.ZipFile) -> None:
-    """Refuse an archive that unpacks to far more bytes than its file.
-
-    Arrays of ids do not shrink that much.
-    """
+    # Arrays of ids do not shrink that much.
     names, total = archive.namelist(), sum(part.file_size for part in archive.infolist())
     if len(set(names)) < len(names) or total > _most_bytes(path):
         most = f"{_MOST_UNPACKED} times as many at most as the file has, each name once"
@@ -364,10 +358,7 @@ class _Machine:
 
 
 def _make_array(name: str, arguments: tuple[Any, ...]) -> Any:
-    """Return the result of a call that makes an array.
-
-    Only the few names that arrays are made with are known. Any other becomes `Foreign`.
-    """
+    # Only the few names that arrays are made with are known. Any other becomes `Foreign`.
     if name == "torch._utils _rebuild_tensor_v2":
         return _tensor(*arguments[:4])
     if name == "collections OrderedDict":
@@ -383,10 +374,7 @@ def _make_array(name: str, arguments: tuple[Any, ...]) -> Any:
 
 
 def _only(kind: Any, value: Any) -> Any:
-    """Return the value, or raise TypeError if it has another type.
-
-    A pickle may hold one value in many places. The size of such a value makes it unsafe to hash, to print or to make an array of.
-    """
+    # A pickle may hold one value in many places, so a value may be too large to hash, to print or to make an array of.
     if not isinstance(value, kind):
         raise TypeError(f"a {type(value).__name__}, expected {kind}")
     return value
@@ -487,10 +475,7 @@ def _rows(where: str, sample: dict[str, Any], spec: RoutingSpec) -> Any:
 
 
 def _version(sample: dict[str, Any]) -> int:
-    """Return the weight version of all rows, or -1.
-
-    The version is -1 unless all turns had the same weights: a dump does not tell versions row by row.
-    """
+    # -1 unless all turns had the same weights: a dump does not tell versions row by row.
     versions = {str(_only(str | int, version)) for version in sample.get("weight_versions") or ()}
     only = versions.pop() if len(versions) == 1 else ""
     return int(only) if only.isdecimal() else -1

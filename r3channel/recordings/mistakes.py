@@ -22,12 +22,12 @@ from r3channel.recordings.aligned_pair import AlignedPair, Ints
 from r3channel.recordings.slots import Move, Slots, Votes
 
 _VOTED, _PAIRS = 4, 16
-"""Most parameters of one mistake, and most pairs of samples, that are tried of those that cells vote for."""
+"""Most parameters of one mistake, and most pairs of samples, that are tried. Cells vote for them."""
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
 """Micro-batch sizes that are tried."""
 
 Maps = Iterable[Any]
-"""From where each slot, or each layer (-1: none), has its ids; some maps have the places of slots beside them."""
+"""The source of each slot's, or each layer's, ids (-1: none). Some maps come with the places of slots."""
 
 
 class Mistake(NamedTuple):
@@ -47,7 +47,6 @@ class Mistake(NamedTuple):
 
 
 def _stage_reversed(slots: Slots) -> Maps:
-    """Yield reversals of all stages together, and of each alone."""
     spec, layout = slots.sides.spec, slots.ticket.layout
     layers = (layout.stage_layers(spec, pp=pp) for pp in range(layout.pp))
     stages = [[spec.moe_index(layer) for layer in own if layer < spec.num_layers] for own in layers]
@@ -76,7 +75,6 @@ def _layer_shifts(slots: Slots, *, mtp: bool) -> Maps:
 
 
 def _swapped_layers(slots: Slots, votes: Votes) -> Maps:
-    """Yield a map for each cycle of layers with each other's ids."""
     for cycle in _cycles(Counter(zip(votes.layer_N.tolist(), votes.from_layer_N.tolist(), strict=True))):
         yield [cycle.get(place, place) for place in slots.own_L[:-1].tolist()]
 
@@ -91,7 +89,6 @@ def _shifted_padding(slots: Slots) -> Maps:
 
 
 def _row_moves(slots: Slots, votes: Votes, sign: int) -> Maps:
-    """Yield moves by more than one row, forwards or backwards."""
     a, b = votes.slot_N, votes.from_slot_N
     moved = (slots.position_S[b] - slots.position_S[a])[slots.sample_S[a] == slots.sample_S[b]]
     return map(slots.shift, _most_common(moved[moved * sign > 1]))
@@ -146,7 +143,7 @@ def _other_microbatch_size(slots: Slots) -> Maps:
 
 
 def _cut(slots: Slots, ranks: Any, layout: TrainerLayout) -> Maps:
-    """Yield another layout's map, if its trainer could run it."""
+    # A layout that its trainer could not run has no map.
     with suppress(ConfigError):
         yield slots.of_cut(ranks, layout)
 
@@ -166,10 +163,7 @@ def _exchanges(slots: Slots, votes: Votes) -> tuple[list[dict[int, int]], Counte
 
 
 def _swapped_samples(slots: Slots, votes: Votes) -> Maps:
-    """Return one map with all exchanges together.
-
-    A changed order of samples makes such a map.
-    """
+    # One map with all exchanges together, as a changed order of samples makes it.
     together = chain.from_iterable(cycle.items() for cycle in _exchanges(slots, votes)[0])
     return [slots.of_samples(dict(together))]
 

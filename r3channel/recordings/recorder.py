@@ -201,10 +201,7 @@ def _frames_of(step: RecordedStep, name: str) -> Iterator[_Payload]:
 def _records(
     ticket: Ticket, tokens: Sequence[Ids], frames: Iterable[Iterable[_Payload]], tensors: Mapping[str, Sequence[Bytes]],
 ) -> Iterator[Pieces]:  # fmt: skip
-    """Yield the records sample by sample.
-
-    So a torn segment has whole samples.
-    """
+    # Sample by sample, so that a torn segment has whole samples.
     yield pack(Kind.TICKET, ticket.to_bytes())
     samples = zip(ticket.assignment.sample_ids, tokens, frames, strict=True)
     for place, (name, token_T, payloads) in enumerate(samples):

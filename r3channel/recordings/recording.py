@@ -70,7 +70,7 @@ class Manifest:
         try:
             scratch.write_text(json.dumps(values, indent=1) + "\n")
             with suppress(FileExistsError):
-                os.link(scratch, folder / NAME)  # whole, and never over another relay's
+                os.link(scratch, folder / NAME)  # appears whole, and never replaces another relay's
         finally:
             scratch.unlink(missing_ok=True)
         there = Manifest.read(folder)
@@ -244,10 +244,7 @@ class Recording:
         return dict(frames), tokens, dict(tensors)
 
     def _is_whole(self, step: RecordedStep, name: str) -> bool:
-        """Return whether each turn of the sample has its frames.
-
-        Tokens are not checked. They are written first, and are not known for samples from before the recording began.
-        """
+        # Tokens are not checked. They are written first, and are not known for samples from before the recording began.
         sample = step.ticket.sample(name)
         there_T = np.zeros(sample.tokens - 1, bool)
         try:
@@ -265,7 +262,6 @@ class Recording:
 
 
 def _problem(record: Record, ticket: Ticket, index: int, *, last: bool) -> str:
-    """Return the fault of a record after the ticket, else ""."""
     most = len(ticket.samples), len(PASSES)
     if record.sample >= most[0] or record.part >= most[1]:
         return f"a record of sample {record.sample}, pass {record.part}; expected fewer than {most[0]} and {most[1]}"

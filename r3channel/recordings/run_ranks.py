@@ -181,7 +181,6 @@ def _save(path: Path, rows: ConsumedRows, seconds: float) -> None:
 
 
 def _merge(path: Path, total: ConsumedRows) -> float:
-    """Add one rank's rows to the total, and return its seconds."""
     rows = ConsumedRows(total.ticket, total.spec)
     with np.load(path, allow_pickle=False) as arrays:
         for name in arrays.files[:-1]:
@@ -212,10 +211,7 @@ def _child(work: Path, number: int) -> None:
 
 
 def _module(name: str, file: Path) -> ModuleType:
-    """Load the function's module; a user's module by its file.
-
-    Tests cannot be imported by name.
-    """
+    # A user's module is loaded by its file, because tests cannot be imported by name.
     if name.startswith("r3channel."):
         return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location("r3channel_users_test", file)
@@ -227,10 +223,7 @@ def _module(name: str, file: Path) -> ModuleType:
 
 
 def _tp_group(dist: Any, layout: TrainerLayout, number: int) -> Any:
-    """Return the gloo group of this rank's (DP, PP, CP).
-
-    All processes make all groups, in one order.
-    """
+    # All processes make all gloo groups, in one order.
     members: dict[tuple[int, int, int], list[int]] = {}
     for rank in range(layout.world_size):
         at = layout.coords(rank)

@@ -157,11 +157,7 @@ class Search:
         return int(gain_P[made_P].sum()), moved, replace(move, place_S=place_S)
 
     def _accept(self, longer: Chain) -> bool:
-        """Take a longer chain if it explains more of all cells.
-
-        Returns:
-            False if the chain explains nothing more.
-        """
+        """Take a longer chain if it explains more of all cells."""
         everything, matched_N, known_N = np.arange(len(self._cell_N)), *np.zeros((2, len(self._cell_N)), bool)
         last = tuple(self._place(longer[:-1], move, _parts(everything))[2] for move in longer[-1:])
         for index in _parts(everything):
@@ -248,11 +244,7 @@ def search(
 
 
 def _readings(sides: AlignedPair) -> Iterator[tuple[str, Ids, Ids]]:
-    """Yield each change that may be made to all ids.
-
-    Yields:
-        The change's name, and both sides' ids as they are then to be compared.
-    """
+    """Yield each change's name, and both sides' ids with that change."""
     want_RLK, seen_RLK = sides.want_RLK, sides.seen_RLK
     yield "", want_RLK, seen_RLK
     yield "row_order", np.sort(want_RLK, -1), np.sort(seen_RLK, -1)

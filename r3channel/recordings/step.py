@@ -186,7 +186,7 @@ class RecordedStep:
         assignment = Assignment.balanced(lengths, dp=layout.dp, microbatch_size=microbatch_size)
         samples = tuple(by_id[name] for name in assignment.sample_ids)
         ticket = replace(self.ticket, layout=layout, assignment=assignment, samples=samples)
-        return replace(self, ticket=ticket, cut=(), logprobs={})  # they are of the samples' old places
+        return replace(self, ticket=ticket, cut=(), logprobs={})  # log-probs name samples by their old places
 
     def shards(self, *, dp: int) -> dict[ShardKey, Ids]:
         """Return one DP rank's uint8 shards, as its receivers end with them.
@@ -198,10 +198,7 @@ class RecordedStep:
 
 
 def _check_inside(sample: TicketSample, first_row: int, rows: int, *, begin: int = 0) -> None:
-    """Raise RecordingInvalid for rows outside of the sample, or before `begin`.
-
-    An earlier turn has the rows before `begin`. Such rows come from a record of another sample.
-    """
+    # An earlier turn has the rows before `begin`; rows outside come from a record of another sample.
     if not begin <= first_row <= first_row + rows <= sample.tokens - 1:
         raise RecordingInvalid(
             f"sample {sample.sample_id}: rows {first_row}..{first_row + rows}, expected {begin}..{sample.tokens - 1} at most: is "

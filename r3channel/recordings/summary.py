@@ -55,10 +55,6 @@ def _step(recording: Recording, number: int, load_LE: Ids) -> dict[str, Any]:
 
 
 def _logprobs(columns: Mapping[str, Ids]) -> dict[str, float]:
-    """Return how many log-probs there are, and their mean differences.
-
-    The differences are the trainer's from the engine's. The result is empty without log-probs.
-    """
     names = {"abs_diff": "trainer", "abs_diff_replay_off": "natural"} if "engine" in columns else {}
     number = {"tokens": len(columns["trainer"])} if columns else {}
     return number | {
@@ -138,13 +134,11 @@ def compare(first: Recording, second: Recording) -> dict[str, Any]:
 
 
 def _differences_beside(first: RecordedStep, second: RecordedStep) -> dict[str, dict[str, float]]:
-    """Return differences beside the ids; 0 is no difference."""
     logprobs = _largest_difference(first, second) if first.logprobs and second.logprobs else {}
     return {"logprobs": logprobs, "tensors": _tensors(first, second)}
 
 
 def _largest_difference(first: RecordedStep, second: RecordedStep) -> dict[str, float]:
-    """Return the largest difference of each side that both recordings have."""
     _, here, there = np.intersect1d(_places(first), _places(second), return_indices=True)
     largest = dict[str, float]()
     for name in SIDES:
@@ -155,10 +149,7 @@ def _largest_difference(first: RecordedStep, second: RecordedStep) -> dict[str, 
 
 
 def _tensors(first: RecordedStep, second: RecordedStep) -> dict[str, float]:
-    """Count samples whose tensors differ, by tensor.
-
-    Only tensors that both recordings have count.
-    """
+    """Count samples whose tensors differ, by tensor."""
     counts, names = dict[str, float](), {*first.tensors} & {*second.tensors}
     for tensor in {*first.ticket.tensors} & {*second.ticket.tensors}:
         pairs = ([side.tensor_whole(tensor, name) for side in (first, second)] for name in names)
@@ -167,10 +158,7 @@ def _tensors(first: RecordedStep, second: RecordedStep) -> dict[str, float]:
 
 
 def _places(step: RecordedStep) -> Ids:
-    """Return one number for each (sample, position).
-
-    The numbers are the same in any order of the samples.
-    """
+    """Return a number for each (sample, position), whatever the samples' order."""
     order = np.argsort(np.argsort([sample.sample_id for sample in step.ticket.samples]))
     return (order[step.logprobs["sample"]] << 32) + step.logprobs["position"]
 
