@@ -45,10 +45,7 @@ def check_engine_arguments(context: CheckContext) -> Iterator[Check]:
 
 
 def _judge(name: str, value: Any, default: Any) -> Refusal:
-    """Return a refusal's word, and what is known of the value.
-
-    The word is empty if the value is not refused.
-    """
+    """Return a refusal's word, empty if none, and what is known."""
     setting = judge(name, value)
     if setting is None and str(value) == str(default):
         return "", "SGLang's default"
@@ -129,6 +126,5 @@ def sglang_fields(prefix: str) -> dict[str, tuple[str, Any]]:
 
 
 def _aliases(annotation: ast.expr) -> list[str]:
-    """Return the further flags that a setting's annotation names."""
     texts = [node.value for node in ast.walk(annotation) if isinstance(node, ast.Constant)]
     return [text for text in texts if isinstance(text, str) and text.startswith("--") and " " not in text]

@@ -197,10 +197,7 @@ def _check_compiles(file: str, content: bytes) -> None:
 
 
 def _replace(target: Path, contents: Mapping[str, bytes]) -> None:
-    """Replace all files or none.
-
-    New files are written beside the old ones first, so a full disk is noticed before any file is replaced.
-    """
+    # All files or none: new files are written beside the old ones first, so a full disk is noticed before any is replaced.
     before = {file: (target / file).read_bytes() for file in contents}
     done: list[str] = []
     try:

@@ -98,10 +98,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _lengths(options: argparse.Namespace, layout: TrainerLayout) -> list[int]:
-    """Return sample lengths that fill whole micro-batches on every DP rank.
-
-    Samples are about as long as asked for.
-    """
+    """Return sample lengths that fill whole micro-batches on every DP rank."""
     if options.lengths:
         return _read_lengths(Path(options.lengths))
     if not options.tokens:
@@ -175,7 +172,6 @@ def _rows_text(result: dict[str, Any]) -> str:
 
 
 def _store_text(result: dict[str, Any]) -> str:
-    """Return what store a loop one step off needs."""
     need, allowed = _bytes(result["store_needed_bytes"]), _bytes(result["machines"]["store_bytes"])
     text = (
         f"store: rows of two steps, one delivered while the next is generated, need {need} of the relay's memory; "
@@ -185,10 +181,6 @@ def _store_text(result: dict[str, Any]) -> str:
 
 
 def _node_text(result: dict[str, Any]) -> str:
-    """Return what a loop one step off asks of the relay's node.
-
-    The text also has what one node has too little of.
-    """
     machines, (memory, *needs) = result["machines"], result["relay_needs"].values()
     has = (machines[name] for name in ("node_bytes", "node_cores", "http_gbit_s", "wire_gbyte_s"))
     words = "{:.0f} GB of memory, {:.2f} cores, {:.2f} Gbit/s in and {:.2f} out"

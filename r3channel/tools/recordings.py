@@ -96,7 +96,6 @@ def _record_options(parser: commands.Parser) -> commands.Parser:
 
 
 def _record(options: argparse.Namespace) -> int:
-    """Make the relay write the recording; this process only asks."""
     # Imported here, because only this command needs the relay's imports.
     from r3channel.relay.ray_host import NAME, RayRelay
 
@@ -135,7 +134,6 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _consume(options: argparse.Namespace, step: RecordedStep) -> tuple[ConsumedRows, float]:
-    """Return the ids that all ranks' routers used, and the seconds."""
     if options.gloo:
         return run_ranks(consume, step, options.recording, timeout_s=_RANKS_S)
     begin_s = time.monotonic()
@@ -201,7 +199,6 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _shared_steps(sides: Sequence[Recording]) -> list[int]:
-    """Return the steps that all sides have."""
     shared = sorted(set.intersection(*(set(side.steps) for side in sides)))
     if len(sides) > 1 and not shared:
         has = [list(side.steps)[:10] for side in sides]

@@ -178,7 +178,7 @@ def _waits(result: Mapping[str, Any], _: Any) -> Figure:
 
 
 def _mismatch(result: Mapping[str, Any], _: Any) -> Figure:
-    """Draw the share of mismatches; audits of several ranks add up."""
+    # Audits of several ranks add up.
     audited = [(audit["step"], counts) for audit in result["routing_mismatch"] for counts in audit["layers"]]
     rows = sums(((step, counts["layer"]), counts["rows"]) for step, counts in audited)
     different = sums(((step, counts["layer"]), counts["different"]) for step, counts in audited)
@@ -212,10 +212,6 @@ def _versions(result: Mapping[str, Any], _: Any) -> Figure:
 
 
 def _logprobs(result: Mapping[str, Any], _: Any) -> Figure:
-    """Draw the difference in log-probs, a point for each token.
-
-    At 0 both sides agree.
-    """
     differences, tokens = result["logprob_abs_diff"], result["logprobs"]
     figure, axes = _axes(5.4, 3.2, xlabel="engine's log-prob, nats", ylabel="trainer's less engine's")
     engine = [token[0] for token in tokens]
@@ -258,10 +254,6 @@ def _bars(values: Mapping[str, float], unit: str, *, first: str = _BLUE) -> Figu
 
 
 def _axes(width: float, height: float, **labels: Any) -> tuple[Figure, Axes]:
-    """Return an empty picture of that size in inches.
-
-    `labels` are as `Axes.set` takes them.
-    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -278,10 +270,6 @@ def _grid(
     values: Sequence[Sequence[float]], columns: Mapping[str, Sequence[Any]], rows: Sequence[Any], *, width: float, unit: str,
     most: float | None = None,
 ) -> Figure:  # fmt: skip
-    """Return a picture with a coloured field for each value.
-
-    Each line is a layer.
-    """
     ((label, names),) = columns.items()
     figure, axes = _axes(width, min(1.6 + 0.3 * len(rows), 8), xlabel=label, ylabel="layer")
     image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0, vmax=most)
@@ -307,14 +295,11 @@ def _card(
 
 
 def _svg(figure: Figure, title: str) -> str:
-    """Return the figure as SVG.
-
-    Text stays text, and ids of two pictures differ.
-    """
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
     text = out.getvalue()
     text = text[text.index("<svg") :].replace(_INK, "var(--ink)").replace(_FAINT, "var(--faint)")
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    # The ids of two pictures on one page must differ.
     salt = re.sub(r"\W", "", title)
     return re.sub(r'(id="|url\(#|href="#)', lambda match: match[1] + salt, text)

@@ -95,15 +95,11 @@ def _pages(groups: Iterable[dict[str, list[str]]]) -> list[str]:
 
 
 def _list_pages(url: str) -> list[str]:
-    """Return the pages that a relay lists, or the list's own URL.
-
-    The list's own URL is returned if nobody answers there, so that it is reported as down.
-    """
     try:
         with urlopen(url, timeout_s=TIMEOUT_S) as page:
             return _pages(json.loads(page.read()))
     except (OSError, ValueError):  # ValueError: the server at that URL is no relay
-        return [url]
+        return [url]  # it is then reported as down
 
 
 def _groups(file: Path) -> list[dict[str, list[str]]]:

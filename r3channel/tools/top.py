@@ -183,10 +183,6 @@ def _processes(role: str, peers: Sequence[Between]) -> Table:
 
 
 def _stages(up: Sequence[Between], most: int) -> Table:
-    """Return a table of the slowest process of each role, by stage.
-
-    Cells are the share of a thread's time, and milliseconds of one span.
-    """
     table = _table("stage", *(f"{role} {measure}" for role in _ROLES for measure in ("busy", "ms")))
     slowest = {
         (role, stage): max(
