@@ -281,10 +281,7 @@ class Tree:
         return Round(max(end_s for _, end_s in ends) - start_s, cpu_s, manager_s, before)
 
     def _direct(self) -> tuple[float, Any]:
-        """Let Ray move the tensors between two actor calls.
-
-        This process submits both calls.
-        """
+        """Let Ray move the tensors between two actor calls."""
         start_s = time.monotonic()
         kept = [self.manager.tensors_of.remote(dp) for dp in range(len(self.ranks))]
         return start_s, call([rank.take.remote(DIRECT, k) for rank, k in zip(self.ranks, kept, strict=True)])
@@ -339,13 +336,11 @@ def path_of(path: str, seen: Mapping[str, Sequence[Round]], *, bytes_sent: int) 
 
 
 def _work(model: str, effort: Effort) -> paths.Workload:
-    """Return a workload with 100 MB of ids."""
     tokens = effort.choose(100_000_000 // model_named(model).spec.bytes_per_token, 65_536)
     return paths.Workload(Case(model, tokens))
 
 
 def _whole_way(relay: Relay, work: paths.Workload) -> Callable[[], None]:
-    """Return a call that takes the next step's bodies and receives it."""
     step, rows_N, bodies = itertools.count(), None, work.bodies
 
     def run_step() -> None:

@@ -79,10 +79,7 @@ class HeldRows:
 
 
 def _as_items(ids: Ids) -> Any:
-    """View each row of 8 ids of a byte as one item.
-
-    numpy then copies rows and not single ids.
-    """
+    # Each row of 8 ids of a byte is one item: numpy then copies rows, not single ids.
     return ids.view("u8")[..., 0]
 
 

@@ -43,10 +43,6 @@ def socket(effort: Effort) -> dict[str, Any]:
         steps, rows_N, token_file = itertools.count(), None, Path(folder) / "token"
 
         def take(way: str) -> None:
-            """Read a step's replies.
-
-            For our ways, also seal the step and place its shard as a receiver does.
-            """
             nonlocal rows_N
             step = next(steps)
             names = [f"{way}-{step}-{number}" for number in range(samples)]
@@ -70,7 +66,6 @@ def socket(effort: Effort) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _engine(relay_url: str, token_file: Path) -> Iterator[int]:
-    """Start a child process that answers, and yield its port."""
     command = [sys.executable, "-m", "r3channel.bench.relay_socket", relay_url, str(token_file)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
