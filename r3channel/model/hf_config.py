@@ -226,18 +226,11 @@ _WAY_OUT = "Say it in the config as mlp_layer_types, a list of 'dense' or 'spars
 
 
 def _says(value: Any) -> bool:
-    """Return whether a value may place layers.
-
-    Numbers, lists and words may; a flag or a fraction does not.
-    """
+    # Numbers, lists and words may place layers; a flag or a fraction does not.
     return bool(value) and not isinstance(value, bool | float | Mapping)
 
 
 def _number(text: Mapping[str, Any], keys: Sequence[str]) -> int:
-    """Return the number under whichever key is given.
-
-    It is 0 if none is. Two keys that differ, or a list that differs over layers, are refused.
-    """
     given = {key: text[key] for key in keys if text.get(key) is not None}
     found = {
         int(item)
@@ -277,12 +270,9 @@ def _narrow(layers: int, text: Mapping[str, Any]) -> Sequence[bool]:
 
 
 def _fitting(key: str, found: Sequence[bool], layers: int, text: Mapping[str, Any]) -> Sequence[bool]:
-    """Check the number of entries and cut those of MTP layers.
-
-    Some files list their MTP layers after the others (Step-3.7, DeepSeek-V4).
-    """
     if len(found) < layers:
         raise ConfigError(f"{_name(text)}: {key} has {len(found)} entries for {layers} layers")
+    # Some files list their MTP layers after the others (Step-3.7, DeepSeek-V4): these are cut.
     return found[: layers or len(found)]
 
 

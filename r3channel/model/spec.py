@@ -118,10 +118,7 @@ class RoutingSpec:
 
 
 def _megatron_pattern(frequency: int | Sequence[int], layers: int) -> Sequence[int]:
-    """Return for each layer whether it is MoE (Megatron-core 0.16.1).
-
-    An int n means that layers 0, n, 2n, ... are MoE; a list says it layer by layer.
-    """
+    """Return for each layer whether it is MoE (Megatron-core 0.16.1)."""
     if isinstance(frequency, int):
         return [int(layer % frequency == 0) for layer in range(layers)]
     if len(frequency) != layers:
