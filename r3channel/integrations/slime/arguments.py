@@ -277,11 +277,8 @@ def layout_of(args: Namespace) -> TrainerLayout:
 
 
 def _weights_problem(args: Namespace) -> str:
-    """Return a fault if slime's weight updates would hang.
-
-    slime's broadcast updater calls neither begin_weight_update nor end_weight_update. An SGLang that has these calls refuses
-    broadcasts without them, and slime then waits in the broadcast for ever.
-    """
+    # slime's broadcast updater calls neither begin_weight_update nor end_weight_update. An SGLang that has these calls refuses
+    # broadcasts without them, and slime then waits in the broadcast for ever.
     transport = getattr(args, "update_weight_transport", "")
     if args.colocate or args.debug_train_only or args.debug_rollout_only or transport != "nccl":
         return ""
@@ -294,10 +291,6 @@ def _weights_problem(args: Namespace) -> str:
 
 
 def _takes_staged() -> bool | None:
-    """Return whether the installed SGLang has begin_weight_update.
-
-    Return None if no SGLang is installed, or one with other files.
-    """
     found = importlib.util.find_spec("sglang")
     if found is None or not found.submodule_search_locations:
         return None

@@ -44,10 +44,7 @@ class DetachedManager(ChannelManager):
         counted = Sample.get_rollout_routed_experts_length
 
         def get_rollout_routed_experts_length(sample: Any) -> int:
-            """Return how many rows the engine need not send again.
-
-            A request for the rest of a sample names this number, because the relay already has the rows.
-            """
+            # A request for the rest of a sample names this number, because the relay already has the rows.
             rows = rows_of(sample)
             return len(rows.tokens) - 1 if rows else counted(sample)
 

@@ -124,7 +124,7 @@ def _run_hooked(script: Path) -> None:
 def _lost_manager() -> R3Error | None:
     """Return the error to report if the rollout manager was killed.
 
-    slime's own error may then come from any call. Return None if the manager was not killed.
+    slime's own error may then come from any call.
     """
     text = "the rollout manager was killed, and with it went slime's engines, its router and its place in the data. What was "
     text += "sealed was trained, from --r3-journal. Start the job again from its last checkpoint"

@@ -240,7 +240,7 @@ class SampleRows:
     def _fault(self, step: int, sample: Any, rows: Rows) -> tuple[R3Error | None, str]:
         """Return why a sample cannot be replayed, or None, and the policy.
 
-        Of a sample whose last tokens were cut off the rows of those tokens are dropped.
+        If the sample's last tokens were cut off, their rows are dropped.
         """
         error, config = rows.fault.result(), self.relay.config
         if error is not None or rows.tokens == (tokens := list(sample.tokens)):
@@ -263,7 +263,7 @@ class SampleRows:
     def _leave_live(self, sample: Any, rows: Rows, *, behind: bool = False) -> None:
         """Leave a sample's rows to the live router.
 
-        With `behind` these are only the rows behind its last reply. If earlier tokens changed, these are all rows nevertheless.
+        With `behind` these are the rows after its last reply, or all rows if earlier tokens changed.
         """
         try:
             if not behind:
@@ -299,7 +299,7 @@ class SampleRows:
         if rows is None:
             rows = Rows(f"{sample.index}.{next(self._serial)}")
             weakref.finalize(rows, self._gone.append, rows.name).atexit = False
-        tokens = list(sample.tokens)  # as they are now
+        tokens = list(sample.tokens)  # a copy: the sample may grow meanwhile
         whose: Callable[[], Rows | None] = weakref.ref(rows) if trained else lambda: None
         fault = self._keeper.submit(self._keep, whose, partial(add, rows.name, what, tokens, append=more))
         self._handed.append(fault)
@@ -309,7 +309,7 @@ class SampleRows:
         return rows
 
     def _keep(self, whose: Callable[[], Rows | None], add: partial[Any]) -> R3Error | None:
-        # `held` keeps the rows alive: they are discarded once they are here, and not before.
+        # While `held` refers to the rows, they are not discarded: the relay has to get them first.
         while (held := whose()) is not None:
             try:
                 add()
@@ -323,7 +323,7 @@ class SampleRows:
                 return told
             log.warning("r3channel: the store is full, and requests wait: %s", told)
         name, what, tokens = add.args
-        text = what["meta_info"].get(_FIELD) or "" if isinstance(what, dict) else ""  # else a frame
+        text = what["meta_info"].get(_FIELD) or "" if isinstance(what, dict) else ""  # a frame has none
         with suppress(RoutingError, StepError):  # nobody holds the sample, so its rows need no room
             if 0 < len(text) <= _REFERENCE_CHARACTERS:  # a reference: its frame has to be refused
                 self.relay.add(name, what, tokens)

@@ -62,10 +62,7 @@ class ChannelActor(MegatronTrainRayActor):
             self._attach()
 
     def _attach(self) -> TrainerChannel:
-        """Attach to the relay once, and return the channel.
-
-        That is at the start, or in the first step if the model sleeps until then.
-        """
+        # At the start, or in the first step if the model sleeps until then.
         if self.channel is None:
             relay, layout = RayRelay(self.rollout_manager), layout_of(self.args)
             self.channel = TrainerChannel.attach(
@@ -118,10 +115,7 @@ class ChannelActor(MegatronTrainRayActor):
                 self.channel.metrics.inc("r3channel_weight_updates_total", result=result)
 
     def _compare(self, batch: dict[str, Any], ours: list[torch.Tensor]) -> None:
-        """Add a micro-batch's log-probs and the engines' own to the audit.
-
-        Only slime's loss has the log-probs of the training pass.
-        """
+        # Called in slime's loss: nothing else has the log-probs of the training pass.
         audit, engine = self._step and self._step.audit, batch.get("rollout_log_probs")
         if audit and audit.chosen and engine:
             sizes = zip(batch["loss_masks"], batch["total_lengths"], batch["response_lengths"], strict=True)
@@ -161,7 +155,7 @@ def log_step(args: Namespace, rollout_id: int, figures: dict[str, float]) -> Non
 
 
 def _tokens(rollout_data: dict[str, Any]) -> list[list[list[int]]]:
-    """Return each sample's token ids by micro-batch, in one device fetch."""
+    # One fetch from the device for all samples.
     tokens = rollout_data["tokens"]
     flat = torch.cat(tokens).tolist()
     ends = torch.tensor([len(one) for one in tokens]).cumsum(0).tolist()
