@@ -268,17 +268,13 @@ class EngineConfig:
 
 
 def _check_bounds(config: ChannelConfig | EngineConfig) -> None:
-    """Raise ConfigError for a value outside of its bounds.
-
-    A deadline of nan or inf is refused, too: it never ends.
-    """
     for name, (least, most, expected) in _BOUNDS.items():
         value = getattr(config, name, least)
         if not least <= value <= most:
             raise ConfigError(f"{name} {value}, expected {expected}")
     for name in _POSITIVE:
         value = getattr(config, name, 1)
-        if not 0 < value < math.inf:
+        if not 0 < value < math.inf:  # a deadline of nan or inf would never end
             raise ConfigError(f"{name} is {value}, expected a positive, finite number")
 
 
@@ -322,14 +318,10 @@ def load_values(
 
 
 def _refuse_unknown(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError for a variable that r3channel does not have.
-
-    Otherwise a mistyped variable would leave a default in place, and nobody would know.
-    """
     known = {ENV_PREFIX + f.name.upper() for cls in (ChannelConfig, EngineConfig) for f in fields(cls)}
     names = {key for key in environment if key.startswith(ENV_PREFIX)}
     said = [f"{one} is no variable of r3channel{nearest(one, known, 0.85)}" for one in names - known]
-    if said:
+    if said:  # a mistyped variable would leave a default in place, and nobody would know
         raise ConfigError(". ".join(sorted(said)))
 
 

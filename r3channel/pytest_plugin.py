@@ -57,9 +57,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _steps(metafunc: pytest.Metafunc) -> list[int]:
-    """Return the steps that are to be run.
+    """Return the steps to run.
 
-    There are none where the fixtures will say why there is no step, or the marker names one.
+    There are none where the marker names one, or where the fixtures will say why there is no step.
     """
     from r3channel.errors import RecordingInvalid
     from r3channel.recordings.recording import Recording
@@ -202,10 +202,6 @@ class StepUnderTest:
 
 
 def _describe_unused(step: RecordedStep, found: ConsumedRows) -> str:
-    """Return an error text naming layers whose rows no router used.
-
-    The text is empty where every layer's rows were used.
-    """
     layers = step.ticket.spec.moe_layers
     silent: dict[str, list[Any]] = {}
     for sample in step.samples:

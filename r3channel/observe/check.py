@@ -90,10 +90,6 @@ class CheckContext:
 
 
 def _judge(stdout: str, stderr: str, imports: str) -> tuple[str, str]:
-    """Return what a child found, and the remedy.
-
-    The remedy is empty if it found no problem.
-    """
     answers = [line for line in stdout.splitlines() if line.startswith(_ANSWER)]
     if not answers:
         said = ["it ended without a word", *(line.strip() for line in stderr.splitlines() if line.strip())]
@@ -102,4 +98,4 @@ def _judge(stdout: str, stderr: str, imports: str) -> tuple[str, str]:
     problems = json.loads(answers[0].removeprefix(_ANSWER))
     if problems:
         return "; ".join(map(str, problems)), "install the versions that this release was read against"
-    return "all found", ""
+    return "all found", ""  # no remedy

@@ -225,8 +225,6 @@ class Metrics:
         return port
 
     def _with_targets(self, page: Any) -> Any:
-        """Wrap the page's WSGI application: /targets is one more address."""
-
         def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
             if environ["PATH_INFO"] != "/targets":
                 return page(environ, start)
@@ -236,15 +234,11 @@ class Metrics:
         return answer
 
     def _announce(self, folder: Path, port: int) -> Path:
-        """Write a file for Prometheus's file_sd_configs.
-
-        It is renamed into place, so that it is never read half written.
-        """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.role}-{socket.gethostname()}-{port}.json"
         half = path.with_suffix(f".{os.getpid()}")
         half.write_text(json.dumps(_groups({self.target})))
-        half.rename(path)
+        half.rename(path)  # so it is never read half written
         return path
 
     def collect(self) -> Iterator[Any]:
@@ -314,7 +308,7 @@ class Metrics:
 
 
 def _groups(targets: set[str]) -> list[dict[str, Any]]:
-    """Return targets as Prometheus's file_sd and http_sd want them."""
+    # the form of Prometheus's file_sd and http_sd
     return [{"targets": sorted(targets - {""}), "labels": {"job": "r3channel"}}]
 
 

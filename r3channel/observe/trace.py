@@ -72,10 +72,7 @@ def spans_of(events: Sequence[Event]) -> dict[str, list[Span]]:
 
 
 def _flows(points: Iterable[Event], rest: Iterable[Event]) -> Iterator[Event]:
-    """Yield an arrow through the points of each sample.
-
-    Perfetto wants each point within a span of its thread: others move to the nearest.
-    """
+    """Yield arrows that join the points of each sample."""
     ways, tracks = defaultdict[str, list[Event]](list), defaultdict[tuple[int, int], list[Event]](list)
     for point in points:
         ways[point["name"]].append(point)
@@ -84,6 +81,7 @@ def _flows(points: Iterable[Event], rest: Iterable[Event]) -> Iterator[Event]:
     for number, way in enumerate(ways.values(), 1):
         kinds = ["s", *"t" * (len(way) - 2), "f"] if len(way) > 1 else []
         for kind, point in zip(kinds, way, strict=False):
+            # Perfetto wants each point within a span of its thread
             at = _nearest_inside(tracks[point["pid"], point["tid"]], point["ts"])
             yield point | {"ph": kind, "id": number, "bp": "e", "ts": at}
 

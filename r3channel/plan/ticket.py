@@ -58,7 +58,7 @@ _MOST_LAYERS = 4096
 _MOST_RANKS = 4096
 """CP times TP ranks of one stage."""
 _MOST_UNIT = 1 << 24
-"""Rows of which a micro-batch's are a multiple."""
+"""Largest number of rows that a micro-batch's rows may have to be a multiple of."""
 _MOST_BUCKET = 1 << 40
 _MOST_STEP = 1 << 62
 

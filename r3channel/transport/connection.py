@@ -58,7 +58,7 @@ class Connection:
         connected.setblocking(False)
         for option in _OPTIONS:
             connected.setsockopt(*option)
-        # a sender whose peer's buffers are full learns from RDHUP only that the peer has shut down
+        # a sender whose peer's buffers are full learns only from RDHUP that the peer has shut down
         self._writable = _poller(connected, select.POLLOUT | select.POLLRDHUP)
         self._readable = _poller(connected, select.POLLIN)
         self._left = _poller(connected, select.POLLRDHUP)
@@ -159,11 +159,7 @@ class Connection:
             self._give_back()
 
     def _give_back(self) -> None:
-        """Close the socket once no call uses its descriptor.
-
-        The descriptor's number may name another file afterwards.
-        """
-        if self._closed and not self._calls:
+        if self._closed and not self._calls:  # afterwards the descriptor's number may name another file
             self._socket.close()
 
     # -- within a call ---------------------------------------------------------------------------------------------------
@@ -245,5 +241,4 @@ def _poller(connected: socket.socket, events: int) -> select.poll:
 
 
 def _digest(kind: int, body: bytes | bytearray) -> int:
-    """Hash a record's body, with its kind as the seed."""
     return xxh3_64_intdigest(body, kind) & 0xFFFFFFFF

@@ -147,11 +147,8 @@ class Listener:
                     log.warning("%s could not accept a connection: %s", self._where, error)
 
     def _receive(self, link: Connection) -> None:
-        """Start a thread that greets a stranger.
-
-        When too many strangers wait the oldest gives way: who holds the token needs no longer than a round trip.
-        """
         with self._lock:
+            # who holds the token is no stranger after a round trip: the oldest is the likeliest not to have it
             if len(self._strangers) >= MOST_STRANGERS:
                 oldest = next(iter(self._strangers))
                 del self._strangers[oldest]

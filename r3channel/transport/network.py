@@ -106,11 +106,7 @@ def local_address(interface: str, *, towards: str = "", others: bool = True) -> 
 
 
 def _addresses(interface: str) -> Iterator[str]:
-    """Yield this machine's addresses on a device or in a network.
-
-    Without psutil there are none.
-    """
-    with suppress(ModuleNotFoundError, ValueError):
+    with suppress(ModuleNotFoundError, ValueError):  # ModuleNotFoundError: without psutil there are none
         network = ipaddress.ip_network(interface, strict=False) if "/" in interface else ()
         for device in interfaces():
             own = map(ipaddress.ip_address, device.addresses)
@@ -118,7 +114,6 @@ def _addresses(interface: str) -> Iterator[str]:
 
 
 def _is_here(host: str) -> bool:
-    """Return whether this host's ports can be bound on this machine."""
     if host in ("", "0.0.0.0", "::"):
         raise ConfigError(
             f"interface {host!r} means every interface and cannot be advertised: name one, or auto"

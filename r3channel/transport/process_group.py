@@ -98,11 +98,8 @@ class RendezvousStore:
 
 @contextmanager
 def _quiet_errors() -> Iterator[None]:
-    """Let NCCL groups that are made inside leave errors to us.
-
-    One thread at a time: the environment belongs to all threads.
-    """
-    with _ENVIRONMENT:
+    """Let NCCL groups that are made inside leave errors to us."""
+    with _ENVIRONMENT:  # one thread at a time: the environment belongs to all threads
         before = {name: os.environ.get(name) for name in _OURS}
         os.environ.update(_OURS)
         try:
@@ -168,7 +165,7 @@ class ProcessGroupTransport(Transport):
     def _open(self, store: Store, rendezvous: Rendezvous, limit: timedelta) -> Any:
         if self._nccl:
             group = nccl_group(store, self.rank, self.world_size, of_a_pair=self._members == "pair")
-            # The constructor does not wait for anybody, so a counter in the store does.
+            # torch's constructor waits for nobody, so a counter in the store does
             if self._members != "foreign":
                 if store.add("joined", 1) == self.world_size:
                     store.set("all", "1")
@@ -182,13 +179,10 @@ class ProcessGroupTransport(Transport):
         return gloo(store, self.rank, self.world_size, options)
 
     def _connect(self, deadline_s: float) -> None:
-        """Make the communicator now, not inside a step.
-
-        NCCL makes it in a call that nothing can end, so that call runs on another thread.
-        """
         if not self._nccl:
             self._warm(deadline_s)
             return
+        # now, and not inside a step; on another thread, because nothing can end NCCL's call
         connecting = in_background(lambda: self._connect_nccl(deadline_s), name="nccl-connect")
         if not wait([connecting], timeout=_seconds_left(deadline_s)).done:
             raise RuntimeError("timed out while NCCL connects: is a peer gone, or on this device too?")
@@ -199,11 +193,8 @@ class ProcessGroupTransport(Transport):
         self._warm(deadline_s)
 
     def _warm(self, deadline_s: float) -> None:
-        """Send a byte each way between a pair's ranks.
-
-        The lower rank's byte goes first, so that the two do not wait for each other. In a group of many nothing is sent, because
-        most of its ranks never meet.
-        """
+        # The lower rank's byte goes first, so that the two do not wait for each other. In a group of many nothing is sent: most of
+        # its ranks never meet.
         byte_N = torch.zeros(1, dtype=torch.uint8, device=self.device)
         for peer in range(self.world_size) if self._members == "pair" else ():
             for sends in (self.rank < peer, self.rank > peer) if peer != self.rank else ():
@@ -239,7 +230,7 @@ class ProcessGroupTransport(Transport):
         return self._start(lambda group: group.broadcast([data_N], options), what)
 
     def _start(self, start: Callable[[Any], Any], what: str) -> _Operation:
-        group = self._group  # read once: `abort` may come from another thread
+        group = self._group  # read once: `abort` on another thread may clear it
         if self._dead or group is None:
             raise TransportError(
                 f"{self._name}: the group was abandoned; cannot {what}. Join the next connection"
@@ -375,10 +366,7 @@ def wait_nccl(work: Any, deadline: float) -> None:
 
 
 def _refuse_engine_process() -> None:
-    """Raise UsageError in a process that runs an SGLang engine.
-
-    A pending NCCL send in an engine's CUDA context stalls inference, so such a process must not join.
-    """
+    # a pending NCCL send in an engine's CUDA context stalls inference
     if "sglang.srt.model_executor.model_runner" in sys.modules:
         raise UsageError(
             "this process runs an SGLang engine and asked to join a routing group over NCCL; run the relay in a process (and on "

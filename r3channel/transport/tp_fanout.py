@@ -60,7 +60,6 @@ class TensorParallelFanout:
                 del failure
 
     def _share(self, text: str, *, source: int) -> str:
-        """Send the `source` rank's text, cut to fit, to all ranks."""
         raw = text.encode("utf-8", "replace")[:_REASON_BYTES].ljust(_REASON_BYTES)
         data_N = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(self._device)
         dist.broadcast(data_N, dist.get_global_rank(self._group, source), group=self._group)

@@ -33,9 +33,9 @@ _LINE_BYTES = 64
 _STREAMED_BYTES = 512
 """Runs of this size or more are written past the caches, a line at a time."""
 _CHECKED_BYTES = 16 << 10
-"""Rows that are checked, and then summed, before the next ones: within a level-1 cache."""
+"""Bytes of rows that are checked and then summed at a time: they fit a level-1 cache."""
 _VECTOR_BYTES = 64
-"""Lines that are checked at once: one register with AVX-512, two with AVX2; 32 and 128 are slower with both."""
+"""Bytes of lines that are checked at once: one register with AVX-512, two with AVX2; 32 and 128 are slower with both."""
 _GATHERED_ROWS = 32
 """Rows that are gathered, and then summed while they are in the level-1 cache."""
 _HEADER_WORDS = 13
