@@ -193,8 +193,7 @@ class ProcessGroupTransport(Transport):
         self._warm(deadline_s)
 
     def _warm(self, deadline_s: float) -> None:
-        # The lower rank's byte goes first, so that the two do not wait for each other. In a group of many nothing is sent: most of
-        # its ranks never meet.
+        # the lower rank's byte goes first, so that the two do not wait for each other; most ranks of a larger group never meet
         byte_N = torch.zeros(1, dtype=torch.uint8, device=self.device)
         for peer in range(self.world_size) if self._members == "pair" else ():
             for sends in (self.rank < peer, self.rank > peer) if peer != self.rank else ():
