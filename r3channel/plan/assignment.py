@@ -335,7 +335,7 @@ def exchange(weights_S: Ints, index_PC: Ints) -> None:
 def _best_swap(weights_PC: Ints, sums_P: Ints, full: int) -> tuple[int, int, int] | None:
     """Find the swap that lowers the larger of both sums most.
 
-    The result is (part, place in the fullest part, place in the part); None where no swap gains.
+    The result is (part, place in the fullest part, place in the part), or None.
     """
     parts, count = weights_PC.shape
     order = np.argsort(weights_PC, axis=1, kind="stable")

@@ -81,8 +81,6 @@ class Listener:
     ) -> None:
         """Bind the interface and start to listen.
 
-        The interface is bound when the call returns.
-
         Args:
             interface: the address to listen on.
             token: the run's token.
