@@ -111,11 +111,8 @@ def encode_chunk(ids_TLK: Ids, *, codecs: Sequence[Codec]) -> tuple[int, Wire]:
 
 
 def _lz4_share(ids_TLK: Ids) -> float:
-    """Return the share of bytes that lz4 leaves of sampled rows.
-
-    The sample has some of the first rows and some from the middle on. The share is 0 where there are few rows.
-    """
     rows = _PROBE_IDS // max(1, ids_TLK[:1].size) + 1
+    # a sample stands for all: some of the first rows, and some from the middle on
     if len(ids_TLK) <= 2 * rows:
         return 0.0
     parts = [np.ascontiguousarray(ids_TLK[at : at + rows]) for at in (0, len(ids_TLK) // 2)]

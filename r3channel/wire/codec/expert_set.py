@@ -61,11 +61,8 @@ class ExpertSet(Codec):
 
 
 def _decompress(zstd: Any, wire: memoryview, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return exactly `nbytes` of plain data.
-
-    The library ignores `max_output_size` when the data declare a size, so the declared size is compared first.
-    """
     try:
+        # compared first: the library ignores `max_output_size` when the data declare a size
         declared = zstd.get_frame_parameters(wire)
         if declared.content_size != nbytes or declared.dict_id != 0:
             raise FrameCorrupt(f"set chunk declares {declared.content_size} bytes, expected {nbytes}")
@@ -87,7 +84,8 @@ def _steps(ids_TLK: Ids) -> Ids | None:
     steps_KN = np.empty((slots, len(ids_NK)), ids_NK.dtype)
     for at in range(0, len(ids_NK), _BLOCK_SETS):
         part = slice(at, at + _BLOCK_SETS)
-        planes = _sorted_planes(np.array(ids_NK[part].T, order="C"))  # a single set is contiguous as it is
+        # np.array copies always; ascontiguousarray would not copy a single set
+        planes = _sorted_planes(np.array(ids_NK[part].T, order="C"))
         steps_KN[0, part] = planes[0]
         for slot in range(1, slots):
             np.subtract(planes[slot], planes[slot - 1], out=steps_KN[slot, part])
@@ -97,10 +95,7 @@ def _steps(ids_TLK: Ids) -> Ids | None:
 
 
 def _sorted_planes(planes_KN: Ids) -> list[Ids]:
-    """Sort the planes, ascending at each position.
-
-    This overwrites its argument.
-    """
+    """Sort the planes at each position, overwriting the argument."""
     planes, spare = list(planes_KN), np.empty_like(planes_KN[0])
     for low, high in _network(len(planes)):
         np.minimum(planes[low], planes[high], out=spare)
@@ -132,10 +127,6 @@ def _network(slots: int) -> tuple[tuple[int, int], ...]:
 
 
 def _accumulate(planes_BKN: Ids, *, out_NK: Ids) -> None:
-    """Write the running sums over the slots into `out_NK`.
-
-    The steps come as byte planes. Sums that do not increase, because an id repeats or a sum overflows, are refused.
-    """
     _, slots, sets = planes_BKN.shape
     for at in range(0, sets, _BLOCK_SETS):
         part = slice(at, at + _BLOCK_SETS)
@@ -144,6 +135,6 @@ def _accumulate(planes_BKN: Ids, *, out_NK: Ids) -> None:
             sums_KN |= planes_BKN[1, :, part].astype(out_NK.dtype) << 8
         for slot in range(1, slots):
             np.add(sums_KN[slot - 1], sums_KN[slot], out=sums_KN[slot])
-        if not (sums_KN[1:] > sums_KN[:-1]).all():
+        if not (sums_KN[1:] > sums_KN[:-1]).all():  # an id repeats, or a sum overflows
             raise FrameCorrupt("set chunk holds a row whose ids do not increase; made by a faulty encoder?")
         out_NK[part] = sums_KN.T
