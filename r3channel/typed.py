@@ -1,4 +1,4 @@
-"""Public calls that name an argument of a wrong type, where Python would name what breaks further on."""
+"""Type checks for public calls: the error names the wrong argument, not the later line that breaks on it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_types(call: F) -> F:
     that an annotation names is looked at.
 
     >>> from collections.abc import Sequence
-    >>> @typed
+    >>> @check_types
     ... def seal(step: int, names: Sequence[str] = ()) -> int:
     ...     return step
     >>> seal(3, ["a"]), seal("3")

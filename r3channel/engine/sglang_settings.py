@@ -91,7 +91,7 @@ def judge(name: str, value: Any) -> Setting | None:
     Returns:
         The line, or None if the value was neither tested nor read.
 
-    >>> judged("pp_size", 2).verdict, judged("pp_size", 1).verdict, judged("enable_hisparse", True)
+    >>> judge("pp_size", 2).verdict, judge("pp_size", 1).verdict, judge("enable_hisparse", True)
     (<Verdict.REFUSED: 'refused'>, <Verdict.READ: 'by reading'>, None)
     """
     return next((setting for setting in SETTINGS if setting.matches(name, value)), None)

@@ -1,4 +1,4 @@
-"""The spans of a run: the files that its processes appended to (`trace_file.py`) are one Chrome trace, which Perfetto opens.
+"""Reads the trace files of a run's processes (`trace_file.py`) as one Chrome trace, which Perfetto opens.
 
 A sample is a flow: an arrow from where it was generated over the relay to the trainer that replays it. Times are the wall
 clock's: what is compared across nodes is off by as much as their clocks.

@@ -1,4 +1,4 @@
-"""Find the mistakes that, made one after another, predict the ids that were seen: few mistakes that leave little unexplained.
+"""Searches for a short chain of mistakes that together explain nearly all ids that were seen.
 
 A chain of moves tells for each cell (a slot and a layer) where its ids come from. The move that explains most of what is left is
 put before the known ones, in the places where it holds. If no move explains much, two at once are tried. The search looks at

@@ -206,7 +206,7 @@ def _round_up(nbytes: int) -> int:
 
     So memory fits the next frame of nearly the same size.
 
-    >>> [_rounded(n) for n in (1000, 200_000, 1_000_000)]
+    >>> [_round_up(n) for n in (1000, 200_000, 1_000_000)]
     [1000, 212992, 1048576]
     """
     if nbytes < SMALL_BYTES:

@@ -6,8 +6,8 @@
     ticket = relay.seal(step, assignment)          # returns before a byte is sent
     relay.join_previous(timeout_s=...)             # the next rollout, before it seals again
 
-One process runs the relay beside (or as part of) the rollout manager. Receivers ask `hello` where they connect. The relay keeps
-a step's rows until every receiver has acknowledged them. `Relay` has the public calls and owns four parts: `Intake` (bytes ->
+One process runs the relay beside (or as part of) the rollout manager. A receiver calls `hello` to learn where to connect. The relay
+keeps a step's rows until every receiver has acknowledged them. `Relay` has the public calls and owns four parts: `Intake` (bytes ->
 table), `Samples` (the table), `Steps` (table -> tickets, acknowledgements) and `RowServer` (tickets -> receivers). README.md
 beside this file describes the locks, DESIGN.md the way of a request.
 """
@@ -93,11 +93,11 @@ class Relay:
     ) -> tuple[Relay, Recovery]:
         """Make a relay that takes over what killed relays left in `config.journal`.
 
-        Every row is verified as if it came from an engine. What was read is deleted.
+        Every row is verified as if it came from an engine. The dead relays' journal folders are deleted then.
 
-        Seal the recovered steps again: one by one, by the same number and with the assignment that the recovery names, or all at
-        once with `resume`, which uses their old tickets. Receivers that had acknowledged a step are not waited for again. A
-        receiver that never learned of its acknowledgement may come again until the next step is sealed.
+        Seal the recovered steps again: call `seal` with each old number and its old ticket's assignment (`Recovery.steps`), or
+        `resume` to seal all under their old tickets. Receivers that had acknowledged a step are not waited for again. Such a
+        receiver may not know that its acknowledgement arrived: it can fetch its rows again until the next step is sealed.
 
         Args:
             spec: As of the constructor.
@@ -113,7 +113,7 @@ class Relay:
         """
         if not config.journal:
             raise errors.UsageError(
-                "a relay without journal leaves nothing to recover: its memory went with it"
+                "config.journal is not set: without it a relay's rows end with its process, and nothing is left to recover"
             )
         relay = cls(spec, layout, config, **options)
         try:
@@ -158,9 +158,9 @@ class Relay:
         return self._door.url
 
     def expect_engines(self, engines: Iterable[str], *, timeout_s: float) -> None:
-        """Refuse replies of these engines unless they say hello in time.
+        """Require a hello from each of these engines.
 
-        A reply of an engine that has not said hello then raises `PluginNotApplied`.
+        Until the deadline `add` waits for an engine's hello; after it, `add` raises `PluginNotApplied`.
 
         Args:
             engines: The names or addresses by which `add` names the engines.
@@ -310,8 +310,9 @@ class Relay:
     def cut(self, sample_id: str, tokens: Tokens, kept: int, *, step: int) -> None:
         """Keep only the rows of a sample's first tokens.
 
-        Call it for a response that was cut after `add`. The call waits up to `frame_timeout_s` for directly delivered frames. All
-        rows are verified once more before their digests are replaced. After an error the sample is as it was.
+        Call it for a response that was cut after `add`. The call waits up to `frame_timeout_s` for directly delivered frames. The
+        last turn that is kept gets new digests; its rows are first checked against the old ones, so that new digests cannot hide
+        damage. After an error the sample is as it was.
 
         Args:
             sample_id: A sample that no step has taken.
@@ -322,7 +323,7 @@ class Relay:
         Raises:
             SampleUnknown: The sample is not here, or is another step's.
             TurnMismatch: The rows were made for other tokens.
-            RowCountMismatch: So many tokens cannot be left.
+            RowCountMismatch: `kept` is below 2, or above the sample's tokens.
             FrameMissing: A frame did not come in time.
             FrameCorrupt: The rows are not those that came.
             UsageError: `token_tensors` are declared.
@@ -337,9 +338,9 @@ class Relay:
 
         Args:
             sample_id: The sample's name.
-            tokens: The tokens that the next turn begins with. The result is then 0 where a turn of these tokens could not add to
-                the rows that are held, or had better bring all rows: the held rows are of other tokens, in a step, refused, or
-                partly the live router's.
+            tokens: The tokens that the next turn begins with. If given, the result is 0 where that turn should not build on the
+                held rows: they belong to other tokens, the sample is in a step, a frame of it was refused, or some rows are left
+                to the live router.
         """
 
         return self.samples.rows_held(sample_id, tokens)
@@ -384,7 +385,7 @@ class Relay:
         Raises:
             FrameMissing: Frames did not come in time; the error names them.
             SampleUnknown: An assigned sample was never added.
-            StepError: The step is not newer than those before, or `max_live` allows fewer rows for the live router.
+            StepError: The step is not newer than those before, or more rows are left to the live router than `max_live` allows.
             ConfigError: The layout cannot cut the assignment.
         """
         return self.steps.seal(step, assignment)
@@ -472,7 +473,7 @@ class Relay:
         return self.row_server.hello((dp, pp, cp))
 
     def list_page(self, process: str, target: str) -> None:
-        """List a process's /metrics at the /targets of this relay's page.
+        """Add a process's /metrics to the /targets of this relay's page.
 
         Args:
             process: The process's name.

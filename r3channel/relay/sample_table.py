@@ -1,8 +1,8 @@
 """The table of samples and their replies, from the reply to delivery. It has rules only: no I/O, no threads, no clock.
 
-    reply    EXPECTED -> HELD -> TAKEN -> gone (delivered)
-                 |         \\-> FAILED          a direct frame came and cannot be used; a good copy of it heals
-                 \\-----------> FAILED
+    turn     EXPECTED -> HELD                rows came, or are left to the live router
+                 \\-> FAILED -> HELD          its direct frame cannot be used; a good copy came
+    sample   waits -> taken by a step (`step`) -> gone (delivered)
 
 A sample is an ordered list of turns, one per reply; turns are never joined. A frame may come before its reply: the table keeps
 the frame by its name until a reply claims it. Events come in as calls, with the time where it matters; a call returns what must
@@ -70,8 +70,7 @@ class Sample:
     was_cut: bool = False
     """Tokens were cut off after they were generated."""
     packed: PackedSample | None = None
-    """The sample's entry in a ticket, where it has one turn, whose rows are here. It is made when the rows come, not while a
-    step is sealed."""
+    """The finished ticket entry of a sample of one turn, made when its rows come so that `seal` need not; None for others."""
 
     @property
     def error(self) -> R3Error | None:
@@ -140,7 +139,7 @@ class Reply:
     live: bool = False
     """The reply came without routing, and its rows are left to the live router."""
     cut: bool = False
-    """The tokens may end before what was generated; once the rows are read, whether they do."""
+    """Before the rows are read: whether the tokens may be fewer than were generated. Afterwards: whether they are."""
 
     @property
     def where(self) -> str:
@@ -267,7 +266,7 @@ class SampleTable:
     def wants(self, name: FrameName) -> bool:
         """Return whether a frame with this name is still needed.
 
-        A frame that is here whole, or was, is not: it is sent again.
+        False for a frame that is here undamaged, or was used: what comes now is a second copy.
         """
         kept = self._unclaimed.get(name)
         return name not in self._used and (kept is None or isinstance(kept.what, R3Error))
@@ -309,13 +308,13 @@ class SampleTable:
                 del self._unclaimed[oldest]  # from now on it is a frame that never came
 
     def refuse(self, reference: FrameReference) -> VerifiedRows | R3Error | None:
-        """Refuse the frame of a refused reply, here or still to come.
+        """Drop the frame of a refused reply, now or when it comes.
 
         Returns:
             The frame's rows, which the caller frees, or its error; None where it is not here, or is another reply's.
         """
         name = reference.name
-        if name in self._awaited or name in self._used:  # another reply's frame: this one repeats it
+        if name in self._awaited or name in self._used:  # another reply waits for it or has used it
             return None
         self._use(name)
         kept = self._unclaimed.pop(name, None)
@@ -393,7 +392,7 @@ class SampleTable:
         late = [sample.name for sample in incomplete if sample.awaited]
         if late:
             raise errors.StepError(
-                f"step {step}: {len(late)} samples got another turn while it was sealed, whose frames are to come: {late[:5]}",
+                f"step {step}: while it was sealed, {len(late)} samples got another turn whose frame is to come: {late[:5]}",
                 samples=late,
                 step=step,
             )
@@ -470,17 +469,17 @@ def _check_fit(reply: Reply, source: VerifiedRows | FrameReference, *, held_rows
     if reply.key is not None and key != reply.key:
         raise _swap_error(reply.sample_id, reply.where, key, reply.key)
     if held_rows and first != held_rows:
-        what = "rows between are nowhere" if first > held_rows else "sent again"
+        what = "the rows between are missing" if first > held_rows else "sent again"
         raise errors.TurnMismatch(
             f"{reply.where}: rows from {first} on, but rows 0..{held_rows} are held; expected to begin at row {held_rows} "
-            f"({what}). Set routed_experts_start_len to the tokens of the turns before, less one",
+            f"({what}). Set routed_experts_start_len to what `relay.rows_held(sample_id)` returns",
             samples=[reply.sample_id],
         )
     if first != held_rows or end != reply.tokens - 1:
         raise errors.RowCountMismatch(
             f"{reply.where}: rows {first}..{end} for {reply.tokens} tokens; expected {held_rows}..{reply.tokens - 1}. Is "
             "`tokens` the whole sequence, prompt and response? Was a start offset set without append (a later turn that was put "
-            "on a new Sample, not on the one that has the rows before), or the text cut after generation? Tokens that the loop "
-            "appended itself come after: `add_live(..., append=True)`",
+            "on a new Sample, not on the one that has the rows before), or the text cut after generation? If your loop appended "
+            "tokens itself, add them next: `add_live(..., append=True)`",
             samples=[reply.sample_id],
         )

@@ -1,7 +1,7 @@
 """Turns the table of samples into sealed steps: tickets, each receiver's rows, and acknowledgements.
 
-`Steps` calls `Samples` alone. The relay's public methods and `RowServer` call `Steps`. It knows no bytes of a frame and no
-connection.
+Of the relay's parts `Steps` calls only `relay.samples.Samples` (here `HeldSamples`). The relay's public methods and `RowServer`
+call `Steps`. It handles no frame bytes and no connections.
 
     sealed -> prepared (in the background: where each receiver's rows lie) -> acknowledged by every receiver -> gone, rows freed
                                        \\-> abandoned: its samples wait for a step again
@@ -46,7 +46,8 @@ _IDLE_S = 60.0
 class SealedStep:
     """A step from its seal to the last acknowledgement.
 
-    The relay's condition guards all but `prepare`: the background calls `prepare`, and publishes each result whole.
+    Hold the relay's condition for everything but `prepare`. The background calls `prepare` without it, and takes it to publish
+    each result whole.
     """
 
     ticket: Ticket
@@ -128,7 +129,7 @@ class Steps:
         self.clock, self.metrics = held.clock, held.metrics
         self._steps: dict[int, SealedStep] = {}
         self._seals: dict[int, int] = {}
-        """Steps that are being sealed or were abandoned -> the number of their next seal."""
+        """Abandoned steps that are not sealed again yet -> the number of their next seal."""
         self._sealing = set[int]()
         self.newest = -1
         self.acked_before: dict[int, set[ShardKey]] = {}
@@ -364,7 +365,7 @@ class Steps:
         """Check rows at rest that a receiver found damaged.
 
         Raises:
-            FrameCorrupt: Rows are damaged here, too. The error names all samples of the receiver's DP rank that are.
+            FrameCorrupt: The relay's own copy is damaged. The error names all damaged samples of the receiver's DP rank.
         """
         with self._changed:
             sealed = self._find_step(seal)

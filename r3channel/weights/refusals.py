@@ -1,4 +1,4 @@
-"""Settings with which an update would be verified and committed, and would still leave something old; each with its remedy.
+"""Engine settings under which a verified and committed update would still leave something old; each with its remedy.
 
 Nothing here has side effects. `ANY_WAY` and `STAGED` are checked with what `/server_info` says, before a link opens; a model is
 checked by our half in the engine. Written against SGLang 0.5.23 and 0.5.15.post1.
@@ -113,7 +113,7 @@ _SERIALISED = re.compile(r"is_checkpoint_\w+_serialized")
 def _is_before(version: Any, first: tuple[int, ...]) -> bool:
     """Return whether a release is older, or unknown.
 
-    >>> [_before(version, (0, 5, 23)) for version in ("0.5.15.post1", None, "0.5.23", "0.6.0.dev1")]
+    >>> [_is_before(version, (0, 5, 23)) for version in ("0.5.15.post1", None, "0.5.23", "0.6.0.dev1")]
     [True, True, False, False]
     """
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", str(version))

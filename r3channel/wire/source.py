@@ -1,4 +1,4 @@
-"""Sources of a known number of bytes that come one after another, from memory or from elsewhere.
+"""Byte sources of known length, read front to back, from memory or a socket.
 
 Whoever reads a frame takes its few numbers first, and lets the rows be written where they are to stay.
 """

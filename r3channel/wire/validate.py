@@ -52,7 +52,7 @@ def check(
         (whether every id is in range and no row of a layer repeats one, the digest of each layer).
 
     >>> ids = np.array([[[1, 2, 3]], [[4, 5, 4]]], np.uint8)
-    >>> checked(ids, num_experts=6, first_row=0)[0], checked(ids[:1], num_experts=6, first_row=0)[0]
+    >>> check(ids, num_experts=6, first_row=0)[0], check(ids[:1], num_experts=6, first_row=0)[0]
     (False, True)
     """
     compiled, items_TLI = kernels(), items_of(expert_ids_TLK)

@@ -336,7 +336,7 @@ def test_others_come_in_while_a_turn_is_verified(relay: Relay, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    "row, words", [(11, "rows between are nowhere"), (9, "sent again"), (0, "sent again")]
+    "row, words", [(11, "the rows between are missing"), (9, "sent again"), (0, "sent again")]
 )
 def test_a_gap_or_overlap_is_refused_and_rows_stay(relay: Relay, row: int, words: str) -> None:
     relay.add("s", turn(0, 10), TOKENS[:11])
