@@ -6,10 +6,10 @@
     ticket = relay.seal(step, assignment)          # returns before a byte is sent
     relay.join_previous(timeout_s=...)             # the next rollout, before it seals again
 
-One process runs the relay beside (or as part of) the rollout manager. A receiver calls `hello` to learn where to connect. The relay
-keeps a step's rows until every receiver has acknowledged them. `Relay` has the public calls and owns four parts: `Intake` (bytes ->
-table), `Samples` (the table), `Steps` (table -> tickets, acknowledgements) and `RowServer` (tickets -> receivers). README.md
-beside this file describes the locks, DESIGN.md the way of a request.
+One process runs the relay beside (or as part of) the rollout manager. A receiver calls `hello` to learn where to connect. The
+relay keeps a step's rows until every receiver has acknowledged them. `Relay` has the public calls and owns four parts: `Intake`
+(bytes -> table), `Samples` (the table), `Steps` (table -> tickets, acknowledgements) and `RowServer` (tickets -> receivers).
+README.md beside this file describes the locks, DESIGN.md the way of a request.
 """
 
 from __future__ import annotations
