@@ -116,8 +116,8 @@ class TrainerChannel:
         verified at the end of the block.
 
         The rows that routers are handed are compared with the engines' digests: on a CPU before a router uses them, on a GPU by
-        `step.verify_rows()`, at the latest at the end of the block. The first pipeline stage compares the model's input ids with the
-        ticket's tokens, too: on a CPU at once, on a GPU in `step.verify_rows()`.
+        `step.verify_rows()`, at the latest at the end of the block. The first pipeline stage compares the model's input ids
+        with the ticket's tokens, too: on a CPU at once, on a GPU in `step.verify_rows()`.
 
         Args:
             ticket: The step's ticket, or its bytes.
