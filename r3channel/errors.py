@@ -20,7 +20,7 @@ class R3Error(Exception):
     An error that names samples, engines, ranks or a step carries all of them, however few its message lists: a loop can
     discard every one in a single call. They cross process borders with the error.
 
-    >>> R3Error("two samples are lost", samples=["a", "b"], step=3).within("relay 1").samples
+    >>> R3Error("two samples are lost", samples=["a", "b"], step=3).prefix("relay 1").samples
     ('a', 'b')
     """
 

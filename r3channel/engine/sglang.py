@@ -203,7 +203,7 @@ class FrameCapturer(RoutedExpertsCapturer):
         kept = getattr(self.request, "r3channel_kept", None)
         self._unfinished = self.rows.gather_frame(
             slots_T[first_row:], first_row=first_row, sample_key=sample_key(str(self.request.rid)),
-            kept=tuple(kept.within(first_row, seqlen - 1)) if kept else (),
+            kept=tuple(kept.rows_between(first_row, seqlen - 1)) if kept else (),
             hashed=self.outlet is not None and self.outlet.encodes_here,
         )  # fmt: skip
         return self._unfinished.bytes_TN
@@ -273,7 +273,7 @@ def _find_restored(batch: Any) -> Iterator[Restored]:
     at = 0
     for req, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
         if kept := getattr(req, "r3channel_kept", None):
-            for rows in kept.within(start, start + count):
+            for rows in kept.rows_between(start, start + count):
                 yield Restored(at + rows.first_row - start, rows)
         at += count
 

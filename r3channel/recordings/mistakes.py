@@ -213,7 +213,7 @@ MISTAKES = {
     "zigzag_order": Mistake("context-parallel chunks are in the other order, zigzag against contiguous", maps=_zigzag_order),
     "off_by_one_row": Mistake(
         "each row has its neighbour's ids: a last token without a row, padding or shifted labels", "by_sample",
-        lambda slots: map(slots.shifted, (1, -1))),
+        lambda slots: map(slots.shift, (1, -1))),
     "shifted_padding": Mistake(
         "rows stand before or behind their places, as far as padding goes: it is on the other side",
         maps=_shifted_padding, voted=partial(_row_moves, sign=-1)),

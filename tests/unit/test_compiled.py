@@ -42,7 +42,7 @@ import numpy as np
 from r3channel.wire import validate as distinct
 ids = np.arange(48, dtype=np.uint8).reshape(2, 3, 8)
 assert distinct.kernels() is not None
-print(distinct.__file__, distinct.checked(ids, num_experts=128, first_row=0))
+print(distinct.__file__, distinct.check(ids, num_experts=128, first_row=0))
 """
 
 FORMS = """
@@ -50,7 +50,7 @@ import numpy as np
 from r3channel.wire import validate as distinct
 for slots in (8, 24):
     ids = np.arange(slots, dtype=np.uint8)[None, None].repeat(3, 1).repeat(50, 0)
-    print(slots, distinct.checked(ids, num_experts=100, first_row=0))
+    print(slots, distinct.check(ids, num_experts=100, first_row=0))
 """
 TOGETHER = """
 from numba.core.caching import IndexDataCacheFile as Cache
@@ -76,10 +76,10 @@ runs = HostRuns.of(np.array([[0, 0, 0, 1, 4]]), samples=1, spec=spec)
 held, at = SlotRows(spec, slots=8), np.arange(4)
 loops = [
     lambda: held.write(at, few[:, [0] * 5].repeat(4, 0), weight_version=0, kind=0),
-    lambda: held.unfinished(at, first_row=0, sample_key=0, hashed=True),
-    lambda: distinct.checked(few, num_experts=64, first_row=0),
-    lambda: distinct.checked(many, num_experts=64, first_row=0),
-    lambda: distinct.summed(distinct.items_of(few), distinct.counted(1, first_row=0, valid_T=None)),
+    lambda: held.gather_frame(at, first_row=0, sample_key=0, hashed=True),
+    lambda: distinct.check(few, num_experts=64, first_row=0),
+    lambda: distinct.check(many, num_experts=64, first_row=0),
+    lambda: distinct.sum_digests(distinct.items_of(few), distinct.count_coefficients(1, first_row=0, valid_T=None)),
     lambda: column_digests(few[0], runs),
     lambda: warm.place_samples(warm.PLAN, dp=0, ids_of=lambda _: warm.IDS_TLK),
 ]

@@ -85,7 +85,7 @@ def test_the_relays_side_of_an_own_loop_runs_as_the_first_page_has_it(tmp_path: 
     names = run(snippet("Assignment.balanced(lengths, dp=2"), own_loop(tmp_path))
     try:
         assert names["spec"] == SPEC and names["reply"]["meta_info"]["routed_experts"] == ""
-        assert names["relay"].undelivered(wait_s=0) == {} and names["ticket"].step == 0
+        assert names["relay"].find_undelivered(wait_s=0) == {} and names["ticket"].step == 0
     finally:
         names["relay"].close()
 
