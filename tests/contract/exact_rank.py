@@ -145,7 +145,7 @@ def stopped(how: str) -> Iterator[None]:
     elif how == "plan":  # when the other one has its plan
         with (
             patch.object(SendPlanner, "aim", forgetful(SendPlanner.aim)),
-            patch.object(SendPlanner, "due", lambda _, links: [*range(len(links))]),
+            patch.object(SendPlanner, "outdated_links", lambda _, links: [*range(len(links))]),
         ):
             yield
     else:
