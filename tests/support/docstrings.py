@@ -1,7 +1,7 @@
-"""Refuses docstrings that are hard to read: `make lint` runs it.
+"""Refuses docstrings and names that are hard to read: `make lint` runs it.
 
 No docstring begins with "Of", which names no subject. In the package a function's begins with a verb, and its first paragraph has
-at most twelve words.
+at most twelve words. There a call's name is no participle, pronoun or adverb alone: such a word names a value.
 """
 
 from __future__ import annotations
@@ -19,6 +19,13 @@ _NO_VERB = re.compile(
     r"[\"'`]*(a|all|an|and|another|any|as|at|both|by|each|every|for|from|how|if|in|it|its|many|more|most|no|none|not|of|on|one|only"
     r"|other|raises|some|such|that|the|their|these|they|this|those|to|under|until|what|when|where|whether|which|who|whose|with)\b",
     re.IGNORECASE,
+)
+
+
+_NO_CALL = re.compile(
+    r"_*(?!(?:need|feed|seed|embed|speed)$)([a-z]+ed|told|sent|held|kept|given|taken|drawn|shown|said|seen|found|made|done|gone|known"
+    r"|written|chosen|brought|bound|spent|left|lost|due|both|each|others?|here|there|which|those|these|that|what|who|some|any|all"
+    r"|still|alone|together|apart|again|alike|ahead|why|when|where|until|after|before|beside|between|once|twice|most|over|off)"
 )
 
 
@@ -55,6 +62,19 @@ def without_verb(source: str) -> Iterator[int]:
             yield node.lineno
 
 
+def without_action(source: str) -> Iterator[int]:
+    """Yield the lines of calls whose names are no verbs; properties and named constructors are values.
+
+    >>> list(without_action("def joined(): ...\\ndef join(): ...\\n"))
+    [1]
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _NO_CALL.fullmatch(node.name):
+            kinds = " ".join(map(ast.unparse, node.decorator_list))
+            if "property" not in kinds and "classmethod" not in kinds:
+                yield node.lineno
+
+
 def refusals(root: Path) -> str:
     """A line for each such docstring below `root`; empty where there is none."""
     files = {path: path.read_text() for top in ROOTS for path in sorted((root / top).rglob("*.py"))}
@@ -68,6 +88,12 @@ def refusals(root: Path) -> str:
         for path, source in files.items()
         if path.is_relative_to(root / "r3channel")
         for line in without_verb(source)
+    ]
+    found += [
+        f"{path}:{line}: a call is named by a verb; a participle, pronoun or adverb names a value"
+        for path, source in files.items()
+        if path.is_relative_to(root / "r3channel")
+        for line in without_action(source)
     ]
     return "\n".join(found)
 
