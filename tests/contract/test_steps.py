@@ -78,7 +78,7 @@ def test_a_sample_that_grows_is_named(make_relay: MakeRelay, monkeypatch: pytest
 
     with monkeypatch.context() as patched:
         patched.setattr(Samples, "await_frames", grows)
-        with pytest.raises(errors.StepError, match="frames are to come") as told:
+        with pytest.raises(errors.StepError, match="frame is to come") as told:
             relay.seal(0, each("a", "b"))
     assert told.value.samples == ("a",)
     status = relay.status()
