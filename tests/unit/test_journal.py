@@ -382,7 +382,7 @@ def test_a_recovery_without_room_changes_nothing_and_may_be_repeated(
 
 def test_there_is_nothing_to_recover_without_a_folder(make_relay: MakeRelay, tmp_path: Path) -> None:
     relay = make_relay("dp=1")
-    with pytest.raises(errors.UsageError, match="config.journal is not set"):
+    with pytest.raises(errors.UsageError, match="journal is not set"):
         Relay.recover(SPEC, relay.layout, relay.config.__class__())
     new, recovery = Relay.recover(SPEC, relay.layout, relay.config.__class__(journal=str(tmp_path / "new")))
     assert recovery == Recovery()
