@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -51,7 +52,8 @@ def test_bytes_arrive_and_a_close_frees_a_waiting_peer(pair: tuple[WeightGroup, 
     until(lambda: engine.calls.count(UPDATE) == 2)
     group.close()
     group.close()
-    assert "closed by peer" in answer.result(SOON_S)["message"]
+    # whether the kernel calls it closed or reset depends on whether the peer had begun to read
+    assert re.search("(closed|reset) by peer", answer.result(SOON_S)["message"])
     with pytest.raises(UsageError, match="closed"):
         group.broadcast(payload, timeout_s=SOON_S)
 
