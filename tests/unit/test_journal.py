@@ -264,6 +264,20 @@ def test_a_delivered_or_abandoned_step_is_not_sealed_again(make_relay: MakeRelay
     assert new.status()["pending"] == sorted(recovery.pending)
 
 
+def test_who_had_acknowledged_is_not_waited_for_after_a_second_kill(
+    make_relay: MakeRelay, recover: Recover
+) -> None:
+    relay = make_relay("dp=2")
+    fill(relay)
+    receivers_of(relay)[0].receive(relay.seal(0, assignment(dp=2)))
+    until(lambda: len(relay.find_undelivered(wait_s=0)[0]) == 1)
+    left = relay.find_undelivered(wait_s=0)
+    for _ in range(2):
+        relay, found = recover(relay)
+    relay.resume(found)
+    assert relay.find_undelivered(wait_s=0) == left
+
+
 NAME = "s\ud800\n✓"
 """Ids of samples may hold lone surrogates."""
 
