@@ -105,8 +105,8 @@ def table(result: dict[str, Any], trainers: list[dict[str, Any]]) -> str:
         "",
         f"steps {result['steps']}, layout {result['layout']}, {result['wall_s']:.0f} s; coverage of the slowest rank "
         f"{result['stage_coverage']:.1%}",
-        f"B/token: engine frame {tokens['engine_frame']:.1f}, engine HTTP {tokens['engine_http']:.1f}, through Ray "
-        f"{tokens['object_store']:.1f}, wire {tokens['wire']:.1f}, landed per rank {landed}",
+        f"bytes a token: {tokens['engine_frame']:.1f} in the engine's frame, {tokens['engine_http']:.1f} in its reply, "
+        f"{tokens['object_store']:.1f} through Ray, {tokens['wire']:.1f} sent to trainers; {landed} at each",
         f"|log-prob engine - {result['trainer_dtype']} trainer|, same batch, same weights: replay on "
         f"{diff['replay_on']:.5f}, replay off {diff['replay_off']:.5f}",
     ]
