@@ -209,7 +209,7 @@ def test_the_pages_are_short_enough_to_be_read() -> None:
     """Generated tables are not counted."""
     generated = re.compile(r"<!-- (\w+): generated -->.*?<!-- /\1 -->", re.DOTALL)
     words = {page: len(generated.sub("", text).split()) for page, text in PAGES.items()}
-    assert sum(count for page, count in words.items() if page != "tests/README.md") <= 13_960
+    assert sum(count for page, count in words.items() if page != "tests/README.md") <= 14_000
     limits = {
         "examples/slime/README.md": 1_500, "README.md": 1_300, "r3channel/DESIGN.md": 900,
         "r3channel/DECISIONS.md": 3_000,
