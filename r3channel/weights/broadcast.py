@@ -71,8 +71,7 @@ class Broadcast(Update):
         scale = next((meta.name for meta, *_ in manifest.arrivals if is_scale(meta.name)), None)
         if scale is not None and self._config.expected is None:  # SGLang skips a name that it does not have
             raise ManifestMismatch(
-                f"tensor {scale} is the scale of a float8 weight, and an engine of plain weights would serve float8 ones without "
-                "it; expected=None does not look"
+                f"{scale} is the scale of a float8 weight: a plain engine would skip it, and expected=None does not look"
             )
         rows = [[meta.row() for meta in bucket.tensors] for bucket in self._buckets]
         rows = [] if source.manifest is manifest else rows  # nothing changed
@@ -154,8 +153,7 @@ class Broadcast(Update):
         self._ranks.check()
         number, self._packed = self._packed, self._packed + 1
         self._wait_loaded(number - 1)  # of two buffers, the bucket before the last has this one's
-        packer = self._source.packer
-        self._payloads[number % 2] = packer.pack(number, self._buckets[number], tensors, self._run)
+        self._payloads[number % 2] = self._source.pack(number, self._buckets[number], tensors, self._run)
         self._say(["ready", number], to=0)
 
     def _wait_loaded(self, loaded: int) -> None:
@@ -186,10 +184,9 @@ class Broadcast(Update):
                 self._source.leave()
 
     def _join_group(self, name: str, world_size: int) -> None:
-        config, source = self._config, self._source
-        where: dict[str, Any] = {"host": config.host, "backend": config.backend}
-        source.group = group = WeightGroup(name, world_size=world_size, **where)
-        source.joining = background(partial(group.join, timeout_s=self._run.deadline.left_s()))
+        host, backend = self._config.host, self._config.backend
+        self._source.group = group = WeightGroup(name, world_size=world_size, host=host, backend=backend)
+        self._source.joining = background(partial(group.join, timeout_s=self._run.deadline.left_s()))
         self._say(["where", group.where], to=0)
 
     def _send(self, number: int, limit_s: float) -> None:
@@ -305,8 +302,7 @@ class Broadcast(Update):
         self._lost |= lost
         if errors and not (lost and self._left and not self.now.alone):
             error = next(iter(errors.values()))
-            kind = type(error) if isinstance(error, R3Error) else R3Error
-            raise kind(f"{what}: {error}") from error
+            raise error.prefix(what) if isinstance(error, R3Error) else R3Error(f"{what}: {error}") from error
         return not errors
 
     def _next(self, what: str) -> tuple[int, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from r3channel.errors import ConfigError
 from r3channel.observe.metrics import Metrics
@@ -52,5 +52,6 @@ class SyncConfig:
     def __post_init__(self) -> None:
         if self.verify and self.staged is False:
             raise ConfigError("verify=True tells what staged parameters will hold; staged=False stages none")
-        if self.backend not in ("gloo", "nccl"):
-            raise ConfigError(f"backend {self.backend!r}: expected gloo or nccl")
+        for name, known in (("backend", ("gloo", "nccl")), ("wire", get_args(Wire))):
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"{name} {value!r}: expected {' or '.join(known)}")

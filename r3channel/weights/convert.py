@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from r3channel.errors import ConfigError
 from r3channel.weights.geometry import MOST_PIECES, Box
 from r3channel.weights.geometry import Part as Place
-from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.manifest import Named, TensorMeta
 
 _LOCAL_EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight")
 _LOCAL_NORM = re.compile(r"(layers\.\d+)\.input_layernorm\.weight")
@@ -33,6 +33,8 @@ _LATENT_NORM = re.compile(r"self_attention\.(q|kv)_layernorm\.weight")
 _LATENT = "self_attention.linear_kv_down_proj."
 _ROUTER = ".mlp.router."
 _EXPERT = ".mlp.experts.linear_fc"
+Chunks = Sequence[torch.nn.Module]
+"""A rank's model chunks, wrapped or not."""
 
 
 class NamedView:
@@ -83,9 +85,8 @@ expert number local to its EP rank), dtype and shape; the dimension that TP spli
 
 
 def hf_weights(
-    bridge: Any, chunks: Sequence[torch.nn.Module], *, dtype: torch.dtype | None = None, source: bool | None = None,
-    experts: bool | None = None,
-) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
+    bridge: Any, chunks: Chunks, *, dtype: torch.dtype | None = None, source: bool | None = None, experts: bool | None = None
+) -> Iterator[Named]:  # fmt: skip
     """Yield every whole tensor of the model under its Hugging Face name.
 
     The order is the same on every rank. The call is collective: every rank of the TP, EP and PP groups must iterate to the end,
@@ -137,7 +138,7 @@ def _sent_dtype(name: str, kept: torch.dtype, wanted: torch.dtype | None) -> tor
     return wanted
 
 
-def _local(bridge: Any, chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+def _local(bridge: Any, chunks: Chunks) -> Iterator[Named]:
     for view in map(NamedView, chunks):
         names = bridge._weight_name_mapping_mcore_local_to_global(view, consider_ep=False)
         # Megatron keeps the experts' biases as buffers
@@ -153,9 +154,8 @@ def _partition_dim(weight: torch.Tensor) -> int:
 
 
 def _all_stages(mine: Sequence[_Shard], *, group: Any, device: torch.device) -> list[_Shard]:
-    text = json.dumps([(stage, meta.row(), dim) for stage, meta, dim in mine]).encode()
-    texts = gathered_bytes(text, group=group, device=device)
-    rows = [row for text in texts for row in json.loads(text)]
+    told = json.dumps([(stage, meta.row(), dim) for stage, meta, dim in mine]).encode()
+    rows = [row for text in gathered_bytes(told, group=group, device=device) for row in json.loads(text)]
     return [(stage, TensorMeta.from_row(meta), dim) for stage, meta, dim in rows]
 
 
@@ -172,9 +172,7 @@ def gathered_bytes(raw: bytes, *, group: Any, device: torch.device) -> list[byte
     return [row.cpu().numpy()[: int(n)].tobytes() for row, n in zip(rows, lengths, strict=True)]
 
 
-def _convert(
-    bridge: Any, name: str, weight: torch.Tensor, dim: int, *, apart: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _convert(bridge: Any, name: str, weight: torch.Tensor, dim: int, *, apart: bool) -> Iterator[Named]:
     """Yield the whole checkpoint tensors of a parameter.
 
     With `apart` only this EP rank's experts are yielded.
@@ -211,7 +209,7 @@ def _gather(weight: torch.Tensor, *, group: Any) -> list[torch.Tensor]:
     return parts
 
 
-def _hf_names(bridge: Any, name: str, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _hf_names(bridge: Any, name: str, whole: torch.Tensor) -> Iterator[Named]:
     return zip(*bridge._weight_to_hf_format(name, whole), strict=True)
 
 
@@ -239,9 +237,7 @@ class Part(NamedTuple):
     """Number of ranks in the group whose ranks hold other parts of the parameter. `rank` is this rank's number there."""
 
 
-def parts_of(
-    named: Iterable[tuple[str, torch.Tensor]], *, dense: tuple[int, int], expert: tuple[int, int]
-) -> Iterator[Part]:
+def parts_of(named: Iterable[Named], *, dense: tuple[int, int], expert: tuple[int, int]) -> Iterator[Part]:
     """Yield Megatron's parameters as parts of the whole model's parameters.
 
     Args:
@@ -273,13 +269,11 @@ def merged_tp(name: str, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
 
 Merge = Callable[[str, list[torch.Tensor], int], torch.Tensor]
 """Takes a name, the parts of all ranks and the dimension that is split. Returns the whole parameter."""
-Convert = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
+Convert = Callable[[str, torch.Tensor], Iterable[Named]]
 """Takes a name and a whole parameter. Returns checkpoint tensors by name."""
 
 
-def hf_shards(
-    bridge: Any, chunks: Sequence[torch.nn.Module], *, dtype: torch.dtype | None = None
-) -> list[Shard]:
+def hf_shards(bridge: Any, chunks: Chunks, *, dtype: torch.dtype | None = None) -> list[Shard]:
     """Return this rank's part of every checkpoint tensor.
 
     It is for `WeightSync.sharded`. There is no communication and no copy; see `shards_of`.

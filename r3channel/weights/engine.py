@@ -54,11 +54,10 @@ class EngineHandle:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        try:
+        fits = False
+        with contextlib.suppress(ValueError):  # the port is not a number
             parts = urlsplit(url)
             fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # the port is not a number
-            fits = False
         if not fits:
             raise errors.ConfigError(f"engine address {url!r}: expected http://host:port")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
@@ -249,7 +248,7 @@ class EngineHandle:
             **how: `group_name`; `flush_cache`, which drops the KV cache of the old weights; `load_format`: with None the engine
                 expects a broadcast for each tensor.
         """
-        rows = [(meta.name, meta.dtype_name, list(meta.shape)) for meta in tensors]
+        rows = [meta.row() for meta in tensors]
         body = dict(zip(("names", "dtypes", "shapes"), zip(*rows, strict=True), strict=True))
         self._put_in({"load_format": "flattened_bucket", **body, **how}, timeout_s)
 

@@ -262,13 +262,10 @@ class Needs:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        packed = zlib.compress(self.parts.columns_CP.astype("<i8").tobytes(), 1)
-        return {
-            "params": [meta.row() for meta in self.params],
-            "missing": self.missing,
-            "kinds": [(box.start, box.stop, strides) for box, strides in self.parts.kinds],
-            "parts": base64.b64encode(packed).decode(),
-        }
+        params = [meta.row() for meta in self.params]
+        kinds = [(box.start, box.stop, strides) for box, strides in self.parts.kinds]
+        parts = base64.b64encode(zlib.compress(self.parts.columns_CP.astype("<i8").tobytes(), 1)).decode()
+        return {"params": params, "missing": self.missing, "kinds": kinds, "parts": parts}
 
     @classmethod
     def from_dict(cls, value: dict[str, Any], tensors: int) -> Needs:

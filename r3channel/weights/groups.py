@@ -128,44 +128,13 @@ class WeightGroup:
             in_background(wire.abort, name="weights-bury")
 
 
-class Packer:
-    """Packs buckets into two buffers in turn and checks what it packs; one leaves while the other is packed. One thread."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._rooms = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
-
-    def pack(self, number: int, bucket: Bucket, tensors: Sequence[torch.Tensor], run: Run) -> torch.Tensor:
-        """Pack one bucket and check that its numbers are finite.
-
-        Returns:
-            Flat uint8, valid until bucket `number + 2` is packed.
-
-        Raises:
-            NonFiniteWeights: A tensor holds NaN or Inf; names bucket and tensor.
-        """
-        with run.stage("pack"):
-            payload_N = self._room(number, bucket.payload_bytes)[: bucket.payload_bytes]
-            for view, tensor in zip(bucket.views(payload_N), tensors, strict=True):
-                view.copy_(tensor.detach())
-            if payload_N.is_cuda:  # another thread sends it, whose current stream is the default one
-                torch.cuda.current_stream(payload_N.device).synchronize()
-        with run.stage("digest"):
-            if bad := first_nonfinite(bucket.placed, payload_N):
-                raise nonfinite(f"bucket {number}", bad)
-        return payload_N
-
-    def _room(self, number: int, nbytes: int) -> torch.Tensor:
-        if len(self._rooms[number % 2]) < nbytes:
-            self._rooms[number % 2] = new_memory(nbytes, self._device)
-        return self._rooms[number % 2]
-
-
 class Source:
-    """This trainer rank's end of broadcasts, for all updates of a session."""
+    """This trainer rank's end of broadcasts, for all updates of a session: packs buckets, and is rank 0 of a group of its own."""
 
     def __init__(self, config: SyncConfig) -> None:
-        self.packer = Packer(device_of(config.backend))
+        self._device = device_of(config.backend)
+        self._rooms = [torch.empty(0, dtype=torch.uint8, device=self._device)] * 2
+        """Two buffers, filled in turn: one leaves while the other is packed."""
         self.group: WeightGroup | None = None
         self.joining: Future[None] = Future()
         self.manifest: Manifest | None = None
@@ -174,6 +143,31 @@ class Source:
         """Each source's buckets, by its rank."""
         self.formed: tuple[Sequence[tuple[str, str]], dict[int, str]] = (), {}
         """At rank 0: the engines in the groups as (URL, boot id), and the groups' names by source."""
+
+    def pack(self, number: int, bucket: Bucket, tensors: Sequence[torch.Tensor], run: Run) -> torch.Tensor:
+        """Pack one bucket and check that its numbers are finite.
+
+        One thread calls.
+
+        Returns:
+            Flat uint8, valid until bucket `number + 2` is packed.
+
+        Raises:
+            NonFiniteWeights: A tensor holds NaN or Inf; names bucket and tensor.
+        """
+        at, nbytes = number % 2, bucket.payload_bytes
+        with run.stage("pack"):
+            if len(self._rooms[at]) < nbytes:
+                self._rooms[at] = new_memory(nbytes, self._device)
+            payload_N = self._rooms[at][:nbytes]
+            for view, tensor in zip(bucket.views(payload_N), tensors, strict=True):
+                view.copy_(tensor.detach())
+            if payload_N.is_cuda:  # another thread sends it, whose current stream is the default one
+                torch.cuda.current_stream(payload_N.device).synchronize()
+        with run.stage("digest"):
+            if bad := first_nonfinite(bucket.placed, payload_N):
+                raise nonfinite(f"bucket {number}", bad)
+        return payload_N
 
     def leave(self) -> None:
         """Leave the group; engines that wait in it fail at once.
@@ -376,9 +370,7 @@ class JointReceiver:
             self._changed.notify_all()
 
     @contextmanager
-    def receive_next(
-        self, update: int, trainer: int, nbytes: int, *, timeout_s: float
-    ) -> Iterator[torch.Tensor]:
+    def receive(self, update: int, trainer: int, nbytes: int, *, timeout_s: float) -> Iterator[torch.Tensor]:
         """Receive a trainer's next record at its turn.
 
         Args:

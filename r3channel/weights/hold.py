@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -50,7 +51,7 @@ class _Stage:
     update: int = -1
     digests: dict[str, str] = field(default_factory=dict)
     """By parameter, once everything has been placed."""
-    came: dict[int, int] = field(default_factory=dict)
+    came: Counter[int] = field(default_factory=Counter)
     """The number of items placed, by link."""
     committed: bool = False
 
@@ -218,8 +219,8 @@ class Hold:
             late = update < self._stage.update  # others have gone on to the next update
             if not late and (self._stage.update != update or self._stage.digests):
                 self._stage = _Stage(update)  # whatever was staged before is void
-            if not late:
-                self._stage.came[number] = self._stage.came.get(number, 0) if first else 0
+            if not (late or first):
+                self._stage.came[number] = 0
         entries, seen = table[first : first + count], xxhash.xxh3_64()
         if len(entries) != count:
             raise ValueError(f"entries {first} to {first + count} of {len(table)}")
@@ -242,14 +243,12 @@ class Hold:
             name = self._learned.tensors[self._needs.parts[entries[0].part].tensor].name
             raise WeightsCorrupt(f"{count} pieces from {name} on came damaged")
         with self._lock:  # where another link has begun the next update meanwhile, nobody asks for it
-            self._stage.came[number] = self._stage.came.get(number, 0) + sum(
-                entry.box.numel for entry in entries
-            )
+            self._stage.came[number] += sum(entry.box.numel for entry in entries)
 
     def _land(self, number: int, update: int, runs: Sequence[rank_link.Run], seen: xxhash.xxh3_64) -> None:
         views, left_s = [run.view for run in runs], self._until_s - time.monotonic()
         sizes = [view.nbytes for view in views]
-        with self._joint.receive_next(update, number, sum(sizes), timeout_s=max(left_s, 0.0)) as flat_N:
+        with self._joint.receive(update, number, sum(sizes), timeout_s=max(left_s, 0.0)) as flat_N:
             seen.update(hashed_bytes(flat_N))
             for view, part_N in zip(views, flat_N.split(sizes), strict=True):
                 view.copy_(part_N.view(view.dtype).view(view.shape))

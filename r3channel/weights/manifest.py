@@ -27,6 +27,7 @@ _NAMES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16"
 _DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in (*_NAMES, *_FLOAT8)}
 """What may be named on the wire; nothing is looked up in torch by a name that came from outside."""
 Named = tuple[str, torch.Tensor]
+"""A tensor's name, and the tensor."""
 Push = Callable[[Sequence[torch.Tensor]], None]
 """Takes the next bucket's tensors, in order. They may be overwritten once the next call but one has returned."""
 
@@ -65,8 +66,7 @@ class TensorMeta:
                 "written in its own bytes, which is not done: start the engine with float32 scales"
             ) from error
         except (TypeError, ValueError) as error:
-            shown = str(row)[:200]
-            raise ManifestMismatch(f"manifest row {shown}: expected [name, dtype, [sizes]]") from error
+            raise ManifestMismatch(f"manifest row {row!s:.200}: expected [name, dtype, [sizes]]") from error
         return cls(name=name, dtype=dtype, shape=tuple(shape))
 
     def row(self) -> list[Any]:
@@ -133,23 +133,6 @@ class Manifest(NamedTuple):
     buckets: tuple[Bucket, ...]
     arrivals: tuple[tuple[TensorMeta, int, int], ...]
     """Each tensor, its bucket and its place in the bucket, in the caller's order."""
-
-    @classmethod
-    def of(cls, buckets: Sequence[Bucket], order: Iterable[TensorMeta] = ()) -> Manifest:
-        """Make a manifest of filled buckets.
-
-        Args:
-            buckets: the buckets, in sending order.
-            order: the tensors as the caller gives them; without it they come as they lie in the buckets.
-        """
-        numbered = enumerate(buckets)
-        placed = {m.name: (m, n, at) for n, bucket in numbered for at, m in enumerate(bucket.tensors)}
-        return cls(tuple(buckets), tuple(placed[meta.name] for meta in order) or tuple(placed.values()))
-
-    @property
-    def size(self) -> tuple[int, int, int]:
-        """Return the numbers of tensors, of buckets and of bytes."""
-        return len(self.arrivals), len(self.buckets), sum(bucket.payload_bytes for bucket in self.buckets)
 
 
 def nonfinite(where: str, meta: TensorMeta) -> NonFiniteWeights:
@@ -223,13 +206,10 @@ def fill_buckets(metas: Iterable[TensorMeta], *, cap_bytes: int) -> Manifest:
         if meta.name in arrivals:
             raise ManifestMismatch(f"tensor {meta.name} is given twice in one update")
         if _PACKED_NAME.search(meta.name):
-            raise ManifestMismatch(
-                f"tensor {meta.name} is of a packed format; this version sends plain weights, and float8 ones with their scales"
-            )
+            raise ManifestMismatch(f"{meta.name} is of a packed format: give plain or float8 weights")
         arrivals[meta.name], key = meta, unit_of(meta.name)
         units[key] = [*units.pop(key, ()), meta]  # its last one decides its place
-    filled: list[list[TensorMeta]] = []
-    room = 0
+    filled, room = list[list[TensorMeta]](), 0
     for unit in units.values():
         nbytes = sum(meta.nbytes for meta in unit)
         if not filled or nbytes > room:
@@ -237,7 +217,9 @@ def fill_buckets(metas: Iterable[TensorMeta], *, cap_bytes: int) -> Manifest:
             room = cap_bytes
         filled[-1] += unit
         room -= nbytes
-    return Manifest.of([Bucket.of(members) for members in filled], arrivals.values())
+    buckets = tuple(map(Bucket.of, filled))
+    placed = {m.name: (m, n, at) for n, bucket in enumerate(buckets) for at, m in enumerate(bucket.tensors)}
+    return Manifest(buckets, tuple(placed[name] for name in arrivals))
 
 
 def is_scale(name: str) -> bool:

@@ -114,12 +114,6 @@ class Run:
     """What the engines' own checksums will be: by number of ranks, then by rank."""
     _inner_s: float = 0.0
 
-    def finish(self, tensors: int, buckets: int, payload_bytes: int) -> UpdateReport:
-        report = self.report
-        report.version, report.wall_s = self.version, self.deadline.elapsed_s
-        report.tensors, report.buckets, report.payload_bytes = tensors, buckets, payload_bytes
-        return report
-
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Measure the block's time, less that of stages inside it."""

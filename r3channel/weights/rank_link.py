@@ -394,11 +394,9 @@ class RankLink:
         flat = torch.empty(meta.nbytes // meta.dtype.itemsize, dtype=meta.dtype)
         self.link.recv_into(host_bytes(flat), timeout_s=timeout_s)
         if tensor_digest(cross_sums(flat) if self.summed else flat) != reply["digest"]:
-            self.link.abort(f"{meta.name} could not be read back")
-            raise GiverChanged(
-                f"{where}: {meta.name} holds other bytes than were committed as version {version}, or they came damaged",
-                engines=[self.engine],
-            )
+            why = f"{meta.name} holds other bytes than were committed as version {version}, or they came damaged"
+            self.link.abort(why)
+            raise GiverChanged(f"{where}: {why}", engines=[self.engine])
         return flat
 
     def _place(self, piece: Piece) -> tuple[int, int]:
@@ -410,7 +408,8 @@ class RankLink:
         for at, piece in enumerate(pieces):
             size = piece.box.numel * piece.dtype.itemsize
             if not at or piece.dtype != pieces[at - 1].dtype or nbytes + size > self.record_bytes:
-                begins, nbytes = [*begins, at], 0
+                begins.append(at)
+                nbytes = 0
             nbytes += size
         for begin, end in pairwise([*begins, len(pieces)]):
             runs = runs_of(pieces[begin:end], self.needs, self.shared) if self.shared else ()

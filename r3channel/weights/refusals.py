@@ -32,6 +32,16 @@ def _none_of(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value not in values
 
 
+def _is_old(version: Any) -> bool:
+    """Return whether a release is before 0.5.23, or unknown.
+
+    >>> [_is_old(version) for version in ("0.5.15.post1", None, "0.5.23", "0.6.0.dev1")]
+    [True, True, False, False]
+    """
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", str(version))
+    return numbers is None or tuple(map(int, numbers.groups())) < (0, 5, 23)
+
+
 _QUANTISES = "it quantises a plain checkpoint at its start: plain weights would get its old scales"
 _FLOAT8 = "start it without, or from a checkpoint of float8 blocks, and give float8 blocks (examples/float8_blocks.py)"
 _PACKED = "they are not made here, and float32 ones do not fit (start it with an FP8 GEMM backend that keeps float32 scales)"
@@ -41,14 +51,10 @@ _DRAFT = (
 )
 
 ANY_WAY: tuple[Setting, ...] = (
-    Setting(
-        "dp_size", _is_above(1), "SGLang hands weights to one replica alone", "start one engine for each"
-    ),
+    Setting("dp_size", _is_above(1), "weights reach one replica alone", "start one engine for each"),
     Setting("pp_size", _is_above(1), "only its first stage answers: others stay old unseen", "--pp-size 1"),
     Setting("weight_cache_mode", _none_of(None, "off"), "its weights are shared with a daemon and others"),
-    Setting(
-        "offload_group_size", _is_above(0), "a pass begins with layers fetched before", "--cpu-offload-gb"
-    ),
+    Setting("offload_group_size", _is_above(0), "layers of a pass are fetched before it", "--cpu-offload-gb"),
     Setting("dcp_replicate_q_proj", bool, "queries use copies of weights that were made at its start"),
     Setting("enable_elastic_expert_backup", bool, "experts return as in the checkpoint it was started from"),
     Setting("modelopt_quant", bool, _QUANTISES, _FLOAT8),
@@ -58,9 +64,7 @@ ANY_WAY: tuple[Setting, ...] = (
 """Settings that are refused for staged bytes and for broadcasts."""
 
 _OURSELVES = "start it without, or let SGLang load by itself: `staged=False`"
-OLD = Setting(
-    "version", lambda v: _is_before(v, (0, 5, 23)), "it has no begin and end of updates", _OURSELVES
-)
+OLD = Setting("version", _is_old, "it has no begin and end of updates", _OURSELVES)
 """An old release. It gets no order at all, because an exception in an order would end the engine."""
 
 STAGED: tuple[Setting, ...] = (
@@ -108,13 +112,3 @@ def refused_model(model: torch.nn.Module) -> Iterator[str]:
 
 
 _SERIALISED = re.compile(r"is_checkpoint_\w+_serialized")
-
-
-def _is_before(version: Any, first: tuple[int, ...]) -> bool:
-    """Return whether a release is older, or unknown.
-
-    >>> [_is_before(version, (0, 5, 23)) for version in ("0.5.15.post1", None, "0.5.23", "0.6.0.dev1")]
-    [True, True, False, False]
-    """
-    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", str(version))
-    return numbers is None or tuple(map(int, numbers.groups())) < first

@@ -42,8 +42,6 @@ turn."""
 Held = tuple[tuple[tuple[TensorMeta, Box], ...], ...]
 Links = dict[str, list[RankLink]]
 """By an engine's URL, the links to its ranks in their order."""
-Sums = list[Digests]
-"""Digests of what an engine would hold, by rank."""
 Feed = Callable[[Push], object]
 """Gives an update's values, bucket by bucket."""
 
@@ -89,7 +87,7 @@ class SendPlanner:
         """A digest of what all trainers hold, and what this trainer holds."""
         self._shards: dict[str, list[tuple[int, int, TensorMeta, Box]]] = {}
         """By tensor, the boxes of it that are held, with their bucket and place there."""
-        self.committed: dict[int, tuple[str, Sums]] = {}
+        self.committed: dict[int, tuple[str, list[Digests]]] = {}
         """By an engine's number of ranks: the committed version's name in errors, and its digests by rank."""
 
     # -- links ---------------------------------------------------------------------------------------------------------
@@ -312,9 +310,7 @@ def check_complete(
     placed = {unit_of(metas[index].name) for index in used} if scales else ()
     scale = next((name for name in scales if unit_of(name) in placed), None)
     if scale is not None:
-        raise ManifestMismatch(
-            f"the engine has no place for {scale}, the scale of a float8 weight: it keeps plain weights. Give it those"
-        )
+        raise ManifestMismatch(f"the engine keeps plain weights: it has no place for {scale}. Give it those")
     if missing and names:
         raise ManifestMismatch(
             f"{len(missing)} parameters of the engine would keep their old values, first {missing[:_SHOWN]}; of the tensors "

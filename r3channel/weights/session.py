@@ -19,8 +19,6 @@ from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
-import torch
-
 from r3channel import errors
 from r3channel.observe.metrics import Metrics
 from r3channel.transport.collective_lock import PROCESS_SLOT
@@ -29,7 +27,7 @@ from r3channel.weights.config import SyncConfig
 from r3channel.weights.convert import Shard
 from r3channel.weights.engine import EngineHandle, Engines, handle_of
 from r3channel.weights.geometry import Box
-from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, read_again, read_first
+from r3channel.weights.manifest import Bucket, Named, TensorMeta, read_again, read_first
 from r3channel.weights.progress import CONTROL_S, REPAIR_S, Deadline, Run, UpdateReport, background
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.send_planner import Feed, Given, SendPlanner, UpdateSpec, from_peer
@@ -38,7 +36,7 @@ from r3channel.weights.store import HeldWeights
 from r3channel.weights.transaction import EngineState
 from r3channel.weights.update import Grouped, Staged, Update
 
-Tensors = Iterable[tuple[str, torch.Tensor]] | Iterable[Shard]
+Tensors = Iterable[Named] | Iterable[Shard]
 log = logging.getLogger(__name__)
 _NAMES = "weight_updates", "weight_pause_seconds", "weight_bytes", "engine_evictions"
 _COUNTED = [f"r3channel_{name}_total" for name in _NAMES]
@@ -71,14 +69,12 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         Raises:
             ConfigError: `exact` with `staged=False`, a wire for shards without `exact`, no engine, or an engine given twice.
         """
-        self._config, self._exact = config, exact
+        self._config, self._exact, wire = config, exact, config.wire
         if self._exact and config.staged is False:
             raise errors.ConfigError("shards are sent to staged engines only; staged=False stages none")
-        if config.wire in JOINT and not self._exact:
-            raise errors.ConfigError(
-                f"wire={config.wire!r} is for WeightSync.sharded: `whole` takes backend={config.wire!r}"
-            )
-        self._engines = Engines(config.engines, config.wire if config.wire in JOINT else config.backend)
+        if wire in JOINT and not self._exact:
+            raise errors.ConfigError(f"wire={wire!r} is for `sharded`: `whole` takes backend={wire!r}")
+        self._engines = Engines(config.engines, wire if wire in JOINT else config.backend)
         self._must_stage = config.staged is True or config.verify or self._exact
         self._way = "" if config.staged else "broadcast: not wanted"
         self._ranks = TrainerRanks(group)
@@ -386,14 +382,12 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
-    def _bring(
-        self, members: Sequence[EngineHandle], run: Run, source: Callable[[], Given | None]
-    ) -> UpdateReport:
+    def _bring(self, members: list[EngineHandle], run: Run, give: Callable[[], Given | None]) -> UpdateReport:
         """Update engines to the run's version."""
         version, names = run.version, ", ".join(member.url for member in members)
         failed = f"weight version {version} was not committed, version {self.version} stays"
         try:
-            if (giving := source()) is None:
+            if (giving := give()) is None:
                 why = "no other engine took it staged; republish()"
                 raise errors.UsageError(f"nothing holds version {self.version} for engine {names}: {why}")
             spec, feed = giving
@@ -415,7 +409,12 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
             self.version, self._spec = version, spec
             self.held = HeldWeights(version, run.checksums) if run.checksums else None
         work.check_all_follow()
-        return run.finish(*(spec.manifest or Manifest.of([Bucket.of(self._planner.metas)])).size)
+        buckets = spec.manifest.buckets if spec.manifest else (Bucket.of(self._planner.metas),)
+        report = run.report
+        report.tensors, report.buckets = sum(len(bucket.tensors) for bucket in buckets), len(buckets)
+        report.payload_bytes = sum(bucket.payload_bytes for bucket in buckets)
+        report.version, report.wall_s = version, run.deadline.elapsed_s
+        return report
 
     def _from_peer(self, member: EngineHandle, deadline: Deadline) -> UpdateReport:
         run = Run(deadline, -1 if self.version is None else self.version, alone=True)
@@ -428,21 +427,17 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         if not self._way or spec.manifest is None:
             # One engine alone is brought over its links: the others need not pause.
             way = Grouped if self._config.wire in JOINT and not run.alone else Staged
-            work = way(*given)
             try:
-                work.run(spec, feed)
-                return work
+                return way(*given).run(spec, feed)
             except errors.CannotStage as error:
                 if spec.manifest is None or self._must_stage:
                     raise
                 run.report.way = self._way = f"broadcast: {error}"
             self._ranks.begin()  # the broadcast is another update
-        work = Broadcast(*given)
-        work.run(spec, feed)
-        return work
+        return Broadcast(*given).run(spec, feed)
 
 
-def _check(exact: bool, one: tuple[str, torch.Tensor] | Shard) -> tuple[str, torch.Tensor] | Shard:
+def _check(exact: bool, one: Named | Shard) -> Named | Shard:
     if isinstance(one, Shard) and not exact:
         raise errors.UsageError("shards for a session of whole tensors; make it with WeightSync.sharded")
     if isinstance(one, Shard) or not exact:

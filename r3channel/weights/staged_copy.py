@@ -84,7 +84,7 @@ class Room(NamedTuple):
         """
         if nbytes > self.memory_bytes and not insist:
             where, share = "the host's memory and the engine's control groups", self.memory_bytes
-            remedy = "give it more memory, spread it over more hosts, or staged=False"
+            remedy = "give it more memory, spread it over more hosts, or WeightSync.whole(staged=False)"
         elif nbytes > self.shm_bytes and shared:
             where, share = SHM, self.shm_bytes
             remedy = 'enlarge it (docker --shm-size), or leave out wire="shared_memory"'
@@ -297,9 +297,8 @@ class StagedCopy:
             slots: Sequence[torch.Tensor | None] = [None] * _THREADS
             if not flat.is_cuda and not _lock_pages(self, flat):
                 slots = new_memory(_THREADS * _SLOT_BYTES).split(_SLOT_BYTES)
-                all(
-                    _lock_pages(self, slot) for slot in slots
-                )  # unlocked: CUDA copies once more, which is slow
+                # unlocked: CUDA copies once more, which is slow
+                all(_lock_pages(self, slot) for slot in slots)
             self._lanes.extend((torch.cuda.Stream(device), slot) for slot in slots)
 
     def seal(self, *, checksums: bool = False) -> tuple[dict[str, str], dict[str, str]]:

@@ -20,7 +20,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from functools import partial
 from traceback import clear_frames
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -29,7 +29,7 @@ from r3channel.weights.engine import EngineHandle, Engines
 from r3channel.weights.manifest import Push
 from r3channel.weights.progress import AGAIN_S, CONTROL_S, GRACE_S, REPAIR_S, Run, T, background
 from r3channel.weights.rank_link import RankLink
-from r3channel.weights.send_planner import Feed, SendPlanner, Sums, UpdateSpec, check_complete
+from r3channel.weights.send_planner import Feed, SendPlanner, UpdateSpec, check_complete
 from r3channel.weights.staged_copy import staged_bytes
 from r3channel.weights.transaction import CALLS, Action, Engine, EngineState, Event, Kind, Transaction, step
 from r3channel.weights.transaction import UpdateState as State
@@ -80,7 +80,7 @@ class Update:
         """Return the engines that the update goes on with."""
         return [self._handles[engine.url] for engine in self.now.engines if engine.member]
 
-    def run(self, spec: UpdateSpec, feed: Feed) -> None:
+    def run(self, spec: UpdateSpec, feed: Feed) -> Self:
         """Run the update, which brings the engines to the version.
 
         It returns or raises once no call is under way and engines with whole weights serve. An interrupt ends the update as a
@@ -89,6 +89,9 @@ class Update:
         Args:
             spec: What the update gives.
             feed: Gives the update's tensors, bucket by bucket.
+
+        Returns:
+            This update, whose state says how it ended.
 
         Raises:
             Exception: What failed the update.
@@ -107,6 +110,7 @@ class Update:
                 self._engines.version = self._version
         if self.now.state is State.ABORT and self.now.error is not None:
             raise self.now.error
+        return self
 
     def check_all_follow(self) -> None:
         """Check that all engines and trainer ranks follow an update that counts.
@@ -298,8 +302,7 @@ class Staged(Update):
         for name, how in self._spec.rounded.items():
             if report.rounded.get(name) != how:
                 raise errors.ManifestMismatch(
-                    f"the engine that is read keeps {name} rounded ({how}), the one to be filled does not; "
-                    "give it the trainer's weights (`republish`)"
+                    f"the engine read keeps {name} rounded ({how}), this one does not: `republish` the trainer's weights"
                 )
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
@@ -329,7 +332,7 @@ class Staged(Update):
 
     def _verify(self, handle: EngineHandle, left_s: float) -> None:
         how = {"checksums": self._config.verify, "timeout_s": left_s}
-        sums: Sums = _at_once(handle, lambda link: link.verify(self._ranks.update, **how))
+        sums = _at_once(handle, lambda link: link.verify(self._ranks.update, **how))
         # engines with equal numbers of ranks must agree
         other, wanted = self._coming.setdefault(len(sums), (f"engine {handle.url}", sums))
         if sums != wanted:

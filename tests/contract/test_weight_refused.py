@@ -12,6 +12,7 @@ import torch
 from r3channel.errors import CannotStage, ConfigError, EngineRefused, ManifestMismatch
 from r3channel.weights.loader_map import Learned
 from r3channel.weights.refusals import ANY_WAY, STAGED
+from r3channel.weights.session import WeightSync
 from tests.support.fake_engine import FakeEngine, Model
 from tests.support.weights import COMMIT, NAMES, give, holds, refused, serving, session, weights
 
@@ -56,6 +57,16 @@ def test_a_setting_that_allows_no_update_is_refused(name: str, value: Any, why: 
     with pytest.raises(ConfigError, match=said):
         session(good, bad, staged=staged)
     assert bad.calls == ["/server_info"] and holds(bad, 0) and holds(good, 0)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [("wire", "tcp or shared_memory or cuda_ipc or nccl or gloo"), ("backend", "gloo or nccl")],
+    ids=["wire", "backend"],
+)
+def test_a_way_for_bytes_that_does_not_exist_is_refused(option: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{option} 'auto': expected {said}$"):
+        WeightSync.whole(["http://127.0.0.1:9"], **{option: "auto"})
 
 
 @pytest.mark.parametrize(("name", "value", "why"), STAGED_ONLY)

@@ -5,6 +5,7 @@ python -m tests.support.pages [RESULT.json...]     # writes the tables anew, fro
 
 from __future__ import annotations
 
+import itertools
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,7 @@ from r3channel.integrations.slime import arguments
 from r3channel.tools.errors import describe, every_error
 from r3channel.trainer.adapters import megatron_refusals
 from r3channel.weights import transaction
-from tests.support import figures, rooms
+from tests.support import figures, rooms, ways
 
 PACKAGE = Path(__file__).parents[2] / "r3channel"
 _MIB, _UNITS = 1 << 20, {"_s": "s", "_bytes": "bytes"}
@@ -197,6 +198,31 @@ def transaction_lines() -> list[str]:
     return table_of("update | call | by | in | an engine is then | else", rows)
 
 
+def way_lines() -> list[str]:
+    """What to choose a way by: how long an engine is paused, and how long the update takes."""
+    rows = list[tuple[str, ...]]()
+    for (model, gigabytes, ranks), gbit_s in itertools.product(ways.MODELS, ways.LINKS_GBIT_S):
+        size = {"gigabytes": gigabytes, "ranks": ranks, "gbit_s": gbit_s}
+        times = (" / ".join(map(_seconds, ways.seconds_of(way, **size))) for way in ways.WAYS)
+        rows.append((f"{model}: {gigabytes} GB, {ranks} ranks", f"{gbit_s:g}", *times))
+    tcp, shared = ways.STAGED_GB_S.values()
+    return [
+        "Computed, not measured: seconds of the pause / of the whole update, with as many trainer ranks as engine ranks.",
+        f"From measured rates of a rank in GB/s: {tcp} over `tcp` and {shared} in `shared_memory` (`bench weights --only large`,",
+        f"2 x AMD EPYC), {ways.CHANGE_OVER_GB_S} to change over (H100, `make gpu`). `nccl` and broadcast get all of the link,",
+        "which no run has shown.",
+        "",
+        *table_of(
+            "model, ranks of an engine | Gbit/s of a rank | `tcp` | `shared_memory` | `nccl` | broadcast",
+            rows,
+        ),
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.{1 if seconds < 10 else 0}f}"
+
+
 TABLES = {
     "rooms": Table(PACKAGE / "DESIGN.md", rooms.room_lines),
     "layouts": Table(PACKAGE / "plan" / "README.md", layout_lines),
@@ -207,6 +233,7 @@ TABLES = {
     "settings": Table(PACKAGE / "engine" / "README.md", setting_lines),
     "refusals": Table(PACKAGE / "trainer" / "README.md", refusal_lines),
     "transaction": Table(PACKAGE / "weights" / "README.md", transaction_lines),
+    "ways": Table(PACKAGE / "weights" / "README.md", way_lines),
 }
 
 

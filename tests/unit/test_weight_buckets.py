@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from r3channel.errors import ConfigError, ManifestMismatch
 from r3channel.weights import groups, progress
-from r3channel.weights.groups import Packer
+from r3channel.weights.config import SyncConfig
+from r3channel.weights.groups import Source
 from r3channel.weights.manifest import Bucket, TensorMeta, fill_buckets, unit_of
 from r3channel.weights.progress import Deadline, Run
 
@@ -115,10 +116,10 @@ def test_the_real_receiver_reads_back_every_byte(receiver: Any, model: Model, se
     metas, cap_bytes = model
     sent = {m.name: filled_tensor(m, seed + i) for i, m in enumerate(metas)}
     received: dict[str, torch.Tensor] = {}
-    packer, run = Packer(torch.device("cpu")), Run(Deadline(20, "test"))
+    source, run = Source(SyncConfig(engines=[])), Run(Deadline(20, "test"))
     for number, bucket in enumerate(fill_buckets(metas, cap_bytes=cap_bytes).buckets):
         with patch.object(groups, "first_nonfinite", lambda *_: None):  # random bytes may be none
-            payload = packer.pack(number, bucket, [sent[name] for name in names_of(bucket)], run)
+            payload = source.pack(number, bucket, [sent[name] for name in names_of(bucket)], run)
         tensors, shapes = bucket.tensors, [list(m.shape) for m in bucket.tensors]
         names, dtypes = [m.name for m in tensors], [m.dtype_name for m in tensors]
         theirs = receiver.empty(names, dtypes, shapes, "cpu")
@@ -169,17 +170,17 @@ def test_a_float8_weight_leaves_with_its_scale() -> None:
 
 def test_packing_takes_parameters_and_any_strides() -> None:
     weight = torch.nn.Parameter(torch.arange(6.0).view(2, 3)).t()
-    bucket, packer = Bucket.of([TensorMeta.of("a", weight)]), Packer(torch.device("cpu"))
-    packed = packer.pack(0, bucket, [weight], Run(Deadline(20, "test")))
+    bucket, source = Bucket.of([TensorMeta.of("a", weight)]), Source(SyncConfig(engines=[]))
+    packed = source.pack(0, bucket, [weight], Run(Deadline(20, "test")))
     assert torch.equal(packed.view(torch.float32).view(3, 2), weight) and not packed.requires_grad
 
 
 def test_packing_reuses_two_buffers() -> None:
-    packer, run = Packer(torch.device("cpu")), Run(Deadline(20, "test"))
+    source, run = Source(SyncConfig(engines=[])), Run(Deadline(20, "test"))
     packed = []
     for number, size in enumerate((64, 64, 10, 64)):
         tensor = torch.zeros(size, dtype=torch.uint8)
-        packed.append(packer.pack(number, Bucket.of([TensorMeta.of("a", tensor)]), [tensor], run))
+        packed.append(source.pack(number, Bucket.of([TensorMeta.of("a", tensor)]), [tensor], run))
     addresses = [payload.data_ptr() for payload in packed]
     assert addresses[0] == addresses[2] != addresses[1] == addresses[3]
     assert [len(payload) for payload in packed] == [64, 64, 10, 64]
@@ -208,9 +209,9 @@ def test_a_bucket_packed_on_a_device_is_whole_when_it_is_handed_over(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
     tensor = torch.arange(4).to(dtype)
     bucket = Bucket.of([TensorMeta.of("w", tensor)])
-    packer = Packer(torch.device("cpu"))
-    monkeypatch.setattr(packer, "_room", lambda *_: out_N)
-    packer.pack(0, bucket, [tensor], Run(Deadline(20, "test")))
+    source = Source(SyncConfig(engines=[]))
+    source._rooms[0] = out_N
+    source.pack(0, bucket, [tensor], Run(Deadline(20, "test")))
     assert [held.view(dtype).tolist() for held in waited] == [tensor.tolist()]
 
 

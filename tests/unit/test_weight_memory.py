@@ -16,6 +16,7 @@ import torch
 from r3channel.errors import CannotStage
 from r3channel.weights import staged_copy
 from r3channel.weights.checksums import cross_sums
+from r3channel.weights.session import WeightSync
 from r3channel.weights.staged_copy import Room, StagedCopy, free_bytes
 from tests.gpu.checks.weights import check
 from tests.gpu.facts import Facts
@@ -55,6 +56,8 @@ def test_a_rank_may_take_its_share_of_its_host_and_no_more(monkeypatch: pytest.M
         refused(sync, 1, "this engine is on cpu: take", cause=CannotStage)
     with session(engine, staged="auto") as sync:
         assert "8,192 bytes" in (way := give(sync, 1).way) and "control groups is 800: give" in way
+    with session(engine, make=WeightSync.sharded, group=None, staged="auto") as sync:
+        refused(sync, 2, r"or WeightSync\.whole\(staged=False\)", cause=CannotStage)
 
 
 @pytest.mark.parametrize("wire", ["tcp", "shared_memory"])
