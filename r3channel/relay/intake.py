@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from r3channel import errors
-from r3channel.recordings.recorder import head_of
 from r3channel.relay import reply as replies
 from r3channel.relay.journal import SavedTurn
 from r3channel.relay.sample_table import Reply, Sample, Turn
@@ -58,7 +57,7 @@ class Intake:
 
     def __init__(self, samples: Samples) -> None:
         self._samples, self._table, self._changed = samples, samples.table, samples.changed
-        self._spec, self._metrics, self._tensors = samples.spec, samples.metrics, samples.tensors
+        self._metrics, self._tensors = samples.metrics, samples.tensors
         self.clock, self.engines = samples.clock, samples.engines
         self.verifier = FrameVerifier(
             spec=samples.spec, store=samples.store, journal=samples.journal, clock=samples.clock,
@@ -365,23 +364,14 @@ class Intake:
             begin = max(reply.held_rows, reply.rows.first_row)
             reply.cut = reply.cut and begin + 1 < reply.tokens <= reply.rows.end_row
             if reply.cut:
-                reply.rows = self._cut(reply.rows, reply.tokens - 1, where=reply.where)
+                end_row = reply.tokens - 1
+                self._metrics.inc("r3channel_cut_rows_total", reply.rows.end_row - end_row)
+                reply.rows = self.verifier.cut(reply.rows, end_row, where=reply.where, room_s=room_s)
         if self._tensors and nbytes:
             reply.tensors = keep_tensors(
                 source, self._samples.store, self._tensors, where=reply.where, tokens=reply.tokens,
                 held_rows=reply.held_rows, key=key, room_s=room_s,
             )  # fmt: skip
-
-    def _cut(self, rows: VerifiedRows, end_row: int, *, where: str) -> VerifiedRows:
-        try:
-            kept = rows.cut(end_row, where=where)
-            # a frame of its own, so that a recovery after a kill finds these rows alone
-            data = head_of(kept, self._spec) + kept.ids_TLK.tobytes()
-            room_s = self._samples.config.backpressure_timeout_s
-            return self.verifier.keep(InHand(data), where=where, max_rows=end_row + 1, room_s=room_s)
-        finally:
-            self._metrics.inc("r3channel_cut_rows_total", rows.end_row - end_row)
-            self._samples.free(rows)
 
     def _reference(self, begun: memoryview, source: Source) -> FrameReference:
         if source.left and not self._tensors:

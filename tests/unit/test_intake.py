@@ -474,6 +474,14 @@ def test_a_cut_sample_survives_a_kill_with_the_rows_that_are_left(on_disk: Relay
     assert len(file.read_bytes()) < IDS[:40].nbytes
 
 
+def test_a_reply_that_is_cut_needs_no_room_beside_its_own(relay: Relay) -> None:
+    relay.add("whole", turn(0, 40), TOKENS)
+    relay.samples.store.ceiling_bytes = relay.samples.store.live_bytes
+    relay.discard(["whole"])
+    relay.add("s", turn(0, 40), TOKENS[:16], cut=True)
+    assert np.array_equal(rows_here(relay, "s"), IDS[:15])
+
+
 # -- what the disk cannot keep -------------------------------------------------------------------------------------------
 
 
