@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from r3channel import errors
 from r3channel.relay import reply as replies
@@ -26,30 +26,6 @@ from r3channel.wire.routing import Ids, as_tokens, hash_tokens, hashes_of
 from r3channel.wire.source import InHand, Source
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """The sample and engine of a reply, and how it is taken in."""
-
-    sample_id: str
-    engine: str = "?"
-    append: bool = False
-    """The reply is a further turn of a sample that is here."""
-    cut: bool = False
-    """The tokens may end before what was generated."""
-
-
-class Brought(NamedTuple):
-    """The contents of a reply.
-
-    The ways in differ in how they make this, and in nothing else.
-    """
-
-    source: Source | None
-    """The reply's bytes; None where rows are left to the live router."""
-    key: int | None
-    tokens: Tokens
 
 
 class Intake:
@@ -134,95 +110,60 @@ class Intake:
 
     # -- replies ---------------------------------------------------------------------------------------------------
 
-    def take(self, of: Arrival, bring: Callable[[], Brought]) -> VerifiedRows | None:
-        """Take in one reply, verified.
-
-        All calls that add a reply use this. The reply counts as received at once, so that the outcomes add up whatever becomes
-        of it.
+    def take(self, reply: Reply, source: Source | None, tokens: Tokens) -> VerifiedRows | None:
+        """Take in the bytes of a reply, as `Relay.add_frame` does.
 
         Args:
-            of: Whose reply it is, and how it is taken in.
-            bring: Makes what the reply brought.
+            reply: Whose reply it is, and how it is taken in.
+            source: The reply's bytes; None leaves its rows to the live router.
+            tokens: The whole sequence.
 
         Returns:
             The verified rows. None where no rows are here yet, or ever.
         """
-        self._samples.check_open()
-        if not of.append:  # a further turn belongs to a sample that was counted before
-            self._samples.count("received")
-            if self.clock.trace is not None:
-                self.clock.trace.sample(of.sample_id)
-        try:
-            with self.clock.span("ingest"):
-                self.engines.check(of.engine)
-                return self._take(of, bring())
-        except BaseException as error:  # also where the caller's `tokens` failed, or memory cannot be had
-            told = (
-                replies.no_base64(error, of.sample_id, of.engine)
-                if isinstance(error, replies.NotBase64)
-                else error
-            )
-            if isinstance(told, errors.R3Error):  # a frame's own errors have these names in their text only
-                told.samples, told.engines = told.samples or (of.sample_id,), told.engines or (of.engine,)
-                self._samples.reject(told)
-            if not of.append:
-                self._samples.count("duplicate" if isinstance(told, errors.SampleTwice) else "rejected")
-            if told is error:
-                raise
-            raise told from error
+        with self._received(reply):
+            return self._take(reply, source, tokens)
 
-    def of_reply(
-        self, of: Arrival, reply: object, tokens: Tokens | Callable[[Any], Tokens], text: memoryview | None = None
-    ) -> Brought:  # fmt: skip
-        """Find the frame of a parsed reply.
+    def take_parsed(
+        self, reply: Reply, parsed: object, tokens: Tokens | Callable[[Any], Tokens], text: memoryview | None = None
+    ) -> VerifiedRows | None:  # fmt: skip
+        """Take in a parsed reply, as `Relay.add` does.
 
         Args:
-            of: Whose reply it is.
-            reply: The parsed reply.
+            reply: Whose reply it is, and how it is taken in.
+            parsed: The engine's reply.
             tokens: The whole sequence, or a function that makes it from the parsed reply.
             text: The frame's base64, where it was cut out of the reply. Else the frame is where SGLang puts it.
         """
-        try:
-            source = replies.Base64Text(
-                text or replies.routing_text(reply, sample_id=of.sample_id, engine=of.engine)
-            )
-        except errors.RoutingMissing:
-            if self._samples.config.on_missing != "live":
-                raise
-            source = None
-        return Brought(source, replies.key_of(reply), tokens(reply) if callable(tokens) else tokens)
+        with self._received(reply):
+            return self._take_parsed(reply, parsed, tokens, text)
 
-    def take_body(self, of: Arrival, body: bytes, tokens: Tokens | Callable[[Any], Tokens]) -> Any:
+    def take_body(self, reply: Reply, body: bytes, tokens: Tokens | Callable[[Any], Tokens]) -> Any:
         """Take in a reply's body, as `Relay.add_body` does."""
-        whose, reply = {"sample_id": of.sample_id, "engine": of.engine}, None
-
-        def bring() -> Brought:
-            nonlocal reply
-            one = replies.read_body(partial(replies.last_event, **whose), body, **whose)
-            reply, text = replies.read_body(replies.split_reply, one, **whose)
-            return self.of_reply(of, reply, tokens, text)
-
-        self.take(of, bring)
-        return reply
+        with self._received(reply):
+            one = replies.read_body(partial(replies.last_event, where=reply.where), body, where=reply.where)
+            parsed, text = replies.read_body(replies.split_reply, one, where=reply.where)
+            self._take_parsed(reply, parsed, tokens, text)
+        return parsed
 
     def take_bodies(
-        self, arrivals: Sequence[Arrival], body: bytes, tokens: Callable[[str, Any], Tokens], *, engine: str
+        self, expected: Sequence[Reply], body: bytes, tokens: Callable[[str, Any], Tokens], *, engine: str
     ) -> dict[str, Any]:
         """Take in a body of several samples, as `Relay.add_bodies` does."""
         self.engines.check(engine)
-        names = [of.sample_id for of in arrivals]
-        split = replies.read_body(replies.split_replies, body, sample_id=str(names), engine=engine)
+        names = [reply.sample_id for reply in expected]
+        split = replies.read_body(replies.split_replies, body, where=f"samples {names} from engine {engine}")
         if len(split) != len(set(names)):
             raise errors.UsageError(
                 f"engine {engine}: {len(split)} replies for the samples {names!r}; expected one name for each"
             )
         taken = dict[str, Any]()
-        for of, (reply, text) in zip(arrivals, split, strict=True):
+        for reply, (parsed, text) in zip(expected, split, strict=True):
             try:
-                self.take(of, partial(self.of_reply, of, reply, partial(tokens, of.sample_id), text))
-                taken[of.sample_id] = reply
+                self.take_parsed(reply, parsed, partial(tokens, reply.sample_id), text)
+                taken[reply.sample_id] = parsed
             except errors.R3Error as error:
-                taken[of.sample_id] = error
+                taken[reply.sample_id] = error
         return taken
 
     def cut(self, sample_id: str, tokens: Tokens, kept: int, *, step: int) -> None:
@@ -266,9 +207,10 @@ class Intake:
         try:
             for number, turn in enumerate(turns):
                 reply = Reply(
-                    sample_id, "recovered", turn.key, turn.tokens, turn.tokens_hash, turn.prefix_hash
-                )
-                self._enter(reply, turn.source(), append=number > 0, room_s=0.0)
+                    sample_id, "recovered", append=number > 0, key=turn.key, tokens=turn.tokens,
+                    tokens_hash=turn.tokens_hash, prefix_hash=turn.prefix_hash,
+                )  # fmt: skip
+                self._enter(reply, turn.source(), room_s=0.0)
         except errors.R3Error:
             if not self._samples.drop([sample_id] if number else [], outcome="rejected"):
                 self._samples.count("rejected")
@@ -277,8 +219,9 @@ class Intake:
 
     def probe(self, reply: Mapping[str, Any], *, engine: str, tokens: int) -> None:
         """Check an engine by a probe's reply, as `Relay.check_engine` does."""
+        where = f"sample probe from engine {engine}"
         try:
-            hello, data = Hello.split(replies.frame_bytes_of(reply, sample_id="probe", engine=engine))
+            hello, data = Hello.split(replies.frame_bytes_of(reply, where=where))
             if hello is not None:
                 self.engines.greet(hello, engine=engine)
             if data[:3] != FRAME_MAGIC[:3]:
@@ -287,7 +230,6 @@ class Intake:
                     "installed in the engine's environment, and was R3CHANNEL_ENGINE=1 set when it started? The engine's "
                     "log names a hook that failed"
                 )
-            where = f"sample probe from engine {engine}"
             rows = self.verifier.keep(InHand(data), where=where, max_rows=tokens)
             self._samples.free(rows)
             if rows.end_row != tokens - 1:
@@ -301,24 +243,61 @@ class Intake:
 
     # -- one reply -------------------------------------------------------------------------------------------------
 
-    def _take(self, of: Arrival, brought: Brought) -> VerifiedRows | None:
-        tokens_T, source = as_tokens(brought.tokens), brought.source or InHand(b"")
+    @contextmanager
+    def _received(self, reply: Reply) -> Generator[None]:
+        """Count what becomes of a reply that is taken in meanwhile.
+
+        All calls that add a reply use this. The reply counts as received at once, so that the outcomes add up whatever becomes
+        of it.
+        """
+        self._samples.check_open()
+        if not reply.append:  # a further turn belongs to a sample that was counted before
+            self._samples.count("received")
+            if self.clock.trace is not None:
+                self.clock.trace.sample(reply.sample_id)
+        try:
+            with self.clock.span("ingest"):
+                self.engines.check(reply.engine)
+                yield
+        except BaseException as error:  # also where the caller's `tokens` failed, or memory cannot be had
+            if isinstance(error, errors.R3Error):  # many have these names in their text only
+                error.samples, error.engines = (
+                    error.samples or (reply.sample_id,),
+                    error.engines or (reply.engine,),
+                )
+                self._samples.reject(error)
+            if not reply.append:
+                self._samples.count("duplicate" if isinstance(error, errors.SampleTwice) else "rejected")
+            raise
+
+    def _take_parsed(
+        self, reply: Reply, parsed: object, tokens: Tokens | Callable[[Any], Tokens], text: memoryview | None
+    ) -> VerifiedRows | None:
+        try:
+            source = replies.Base64Text(
+                text or replies.routing_text(parsed, where=reply.where), where=reply.where
+            )
+        except errors.RoutingMissing:
+            if self._samples.config.on_missing != "live":
+                raise
+            source = None
+        reply.key = replies.key_of(parsed)
+        return self._take(reply, source, tokens(parsed) if callable(tokens) else tokens)
+
+    def _take(self, reply: Reply, source: Source | None, tokens: Tokens) -> VerifiedRows | None:
+        tokens_T, nbytes = as_tokens(tokens), source.left if source else 0
         if len(tokens_T) < 2:
             raise errors.RowCountMismatch(
-                f"sample {of.sample_id} from engine {of.engine}: {len(tokens_T)} tokens, which have no row; expected two or more"
+                f"{reply.where}: {len(tokens_T)} tokens, which have no row; expected two or more"
             )
-        live, nbytes = brought.source is None, source.left
-        reply = Reply(
-            of.sample_id, of.engine, brought.key, len(tokens_T), *hashes_of(tokens_T), live=live, cut=of.cut
-        )
-        if of.append:
-            reply.held_rows = self._samples.rows_held(of.sample_id)
+        reply.live, reply.tokens = source is None, len(tokens_T)
+        reply.tokens_hash, reply.prefix_hash = hashes_of(tokens_T)
+        if reply.append:
+            reply.held_rows = self._samples.rows_held(reply.sample_id)
             reply.held_hash = hash_tokens(tokens_T[: reply.held_rows])
-        turn = self._enter(
-            reply, source, append=of.append, room_s=self._samples.config.backpressure_timeout_s
-        )
+        turn = self._enter(reply, source or InHand(b""), room_s=self._samples.config.backpressure_timeout_s)
         if (recorder := self._samples.recorder) is not None:
-            recorder.keep(of.sample_id, tokens_T)
+            recorder.keep(reply.sample_id, tokens_T)
         self._metrics.inc("r3channel_rows_total", turn.end_row - turn.first_row)
         for name, own in reply.tensors.rows.items() if reply.tensors else ():
             self._metrics.inc("r3channel_tensor_bytes_total", own.nbytes, tensor=name)
@@ -326,11 +305,11 @@ class Intake:
             self._metrics.inc("r3channel_bytes_total", nbytes, leg="engine_frame")
         return reply.rows
 
-    def _enter(self, reply: Reply, source: Source, *, append: bool, room_s: float) -> Turn:
+    def _enter(self, reply: Reply, source: Source, *, room_s: float) -> Turn:
         try:
             self._read(reply, source, room_s=room_s)
             with self._changed:
-                turn = self._table.reply(reply, append=append, now_s=time.monotonic())
+                turn = self._table.reply(reply, now_s=time.monotonic())
                 self._note(self._table.samples[reply.sample_id], turn)
             return turn
         except BaseException:

@@ -121,14 +121,18 @@ class Sample:
 
 @dataclass(slots=True)
 class Reply:
-    """The contents of a reply, with its tokens as two hashes."""
+    """A reply on its way in: whose it is, how it is taken in, and what it brought, with its tokens as two hashes."""
 
     sample_id: str
-    engine: str
-    key: int | None
-    tokens: int
-    tokens_hash: int
-    prefix_hash: int
+    engine: str = "?"
+    append: bool = False
+    """The reply is a further turn of a sample that is here."""
+    cut: bool = False
+    """Before the rows are read: whether the tokens may be fewer than were generated. Afterwards: whether they are."""
+    key: int | None = None
+    tokens: int = 0
+    tokens_hash: int = 0
+    prefix_hash: int = 0
     held_rows: int = 0
     """Rows of the sample that were here before this further turn came."""
     held_hash: int | None = None
@@ -138,8 +142,6 @@ class Reply:
     tensors: HeldTensors | None = None
     live: bool = False
     """The reply came without routing, and its rows are left to the live router."""
-    cut: bool = False
-    """Before the rows are read: whether the tokens may be fewer than were generated. Afterwards: whether they are."""
 
     @property
     def where(self) -> str:
@@ -176,21 +178,21 @@ class SampleTable:
         sample = self.samples.get(name)
         return sample.turns[-1].end_row if sample and sample.turns else 0
 
-    def reply(self, reply: Reply, *, append: bool, now_s: float) -> Turn:
+    def reply(self, reply: Reply, *, now_s: float) -> Turn:
         """Take a reply with rows, a frame reference, or neither.
 
         The frame of a frame reference is here or will come. After an error nothing has changed, and the rows are still the
         caller's.
 
         Raises:
-            SampleTwice: The sample is here, and `append` is not set or a step has taken it.
+            SampleTwice: The sample is here, and the reply is no further turn or a step has taken it.
             SampleUnknown: The sample has no turn to append to.
             TurnMismatch: The rows or the tokens do not continue the turns before.
             RowCountMismatch: The rows do not fit the reply's tokens.
             FrameCorrupt: The frame belongs to another request, or was damaged on its way.
             FrameReferenceInvalid: The frame reference is for another request.
         """
-        sample, rows = self._check_name(reply, append=append), reply.rows
+        sample, rows = self._check_name(reply), reply.rows
         first_row = self.rows_announced(reply.sample_id)
         turn = Turn(
             first_row, reply.tokens - 1, reply.engine, reply.key, tensors=reply.tensors, live=reply.live
@@ -217,15 +219,15 @@ class SampleTable:
             self._use(turn.name)
         return turn
 
-    def _check_name(self, reply: Reply, *, append: bool) -> Sample | None:
+    def _check_name(self, reply: Reply) -> Sample | None:
         sample = self.samples.get(reply.sample_id)
-        if sample is not None and (not append or sample.step is not None):
+        if sample is not None and (not reply.append or sample.step is not None):
             where = "waits for a step" if sample.step is None else f"is in step {sample.step}"
             raise errors.SampleTwice(
                 f"sample {reply.sample_id} was added twice; the first {where}. Was a request retried?",
                 samples=[reply.sample_id],
             )
-        if sample is None and append:
+        if sample is None and reply.append:
             raise errors.SampleUnknown(
                 f"sample {reply.sample_id} has no turn to append to; rejected, discarded, expired or sealed before?",
                 samples=[reply.sample_id],

@@ -181,8 +181,10 @@ class Steps:
                 # samples without a frame were left to the live router
                 for name in self._held.table.unknown(ticket.assignment.sample_ids):
                     whole = ticket.sample(name)
-                    live = Reply(name, "recovered", None, whole.tokens, whole.tokens_hash, 0, live=True)
-                    self._held.table.reply(live, append=False, now_s=time.monotonic())
+                    live = Reply(
+                        name, "recovered", tokens=whole.tokens, tokens_hash=whole.tokens_hash, live=True
+                    )
+                    self._held.table.reply(live, now_s=time.monotonic())
             self.seal(step, ticket.assignment, before=ticket)
 
     def _check_live(self, step: int, samples: Sequence[Sample]) -> None:
