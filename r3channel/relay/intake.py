@@ -377,11 +377,9 @@ class Intake:
 def _check_cut(sample: Sample, tokens_T: Ids, kept: int, *, where: str) -> None:
     if (len(tokens_T), hashes_of(tokens_T)[0]) != (sample.tokens, sample.tokens_hash):
         raise errors.TurnMismatch(
-            f"{where}: {len(tokens_T)} tokens are not the {sample.tokens} that its rows were made for; expected the same",
-            samples=[sample.name],
+            f"{where}: {len(tokens_T)} tokens are not the {sample.tokens} that its rows were made for; expected the same"
         )
     if not 2 <= kept <= sample.tokens:
         raise errors.RowCountMismatch(
-            f"{where}: {kept} of {sample.tokens} tokens are to be left; expected two at least",
-            samples=[sample.name],
+            f"{where}: {kept} of {sample.tokens} tokens are to be left; expected two at least"
         )

@@ -182,7 +182,7 @@ class SampleTable:
         """Take a reply with rows, a frame reference, or neither.
 
         The frame of a frame reference is here or will come. After an error nothing has changed, and the rows are still the
-        caller's.
+        caller's, who sets the names that the error carries.
 
         Raises:
             SampleTwice: The sample is here, and the reply is no further turn or a step has taken it.
@@ -192,23 +192,29 @@ class SampleTable:
             FrameCorrupt: The frame belongs to another request, or was damaged on its way.
             FrameReferenceInvalid: The frame reference is for another request.
         """
-        sample, rows = self._check_name(reply), reply.rows
+        sample, rows, reference = self._check_name(reply), reply.rows, reply.reference
         first_row = self.rows_announced(reply.sample_id)
         turn = Turn(
             first_row, reply.tokens - 1, reply.engine, reply.key, tensors=reply.tensors, live=reply.live
         )
-        if reply.reference is not None:
-            turn.name, rows = self._claim(reply, reply.reference)
-            turn.key = reply.reference.sample_key  # equal to the reply's key, if the reply names its request
-        source = rows or reply.reference
-        if source is not None:
+        if reference is not None:
+            if reply.key not in (None, reference.sample_key):
+                raise errors.FrameReferenceInvalid(
+                    f"{reply.where}: the frame reference is for request key {reference.sample_key:#x}, the reply for "
+                    f"{reply.key:#x}; were replies swapped?"
+                )
+            turn.name, turn.key = reference.name, reference.sample_key
+        if (source := rows or reference) is not None:
             _check_fit(reply, source, held_rows=first_row)
         if sample is not None and reply.held_hash not in (None, sample.prefix_hash):
             raise errors.TurnMismatch(
                 f"{reply.where}: the first {first_row} tokens differ from those that the held rows were made for; expected the "
-                "same. Was the conversation tokenized anew? Append token ids, not text",
-                samples=[reply.sample_id],
+                "same. Was the conversation tokenized anew? Append token ids, not text"
             )
+        if kept := turn.name and self._unclaimed.get(turn.name):
+            rows = _of_turn(reply.sample_id, turn, kept.what)
+            if isinstance(rows, R3Error):
+                raise rows
         sample = self._put(reply, now_s=now_s)
         sample.turns.append(turn)
         sample.hold(turn, rows)
@@ -224,36 +230,13 @@ class SampleTable:
         if sample is not None and (not reply.append or sample.step is not None):
             where = "waits for a step" if sample.step is None else f"is in step {sample.step}"
             raise errors.SampleTwice(
-                f"sample {reply.sample_id} was added twice; the first {where}. Was a request retried?",
-                samples=[reply.sample_id],
+                f"sample {reply.sample_id} was added twice; the first {where}. Was a request retried?"
             )
         if sample is None and reply.append:
             raise errors.SampleUnknown(
-                f"sample {reply.sample_id} has no turn to append to; rejected, discarded, expired or sealed before?",
-                samples=[reply.sample_id],
+                f"sample {reply.sample_id} has no turn to append to; rejected, discarded, expired or sealed before?"
             )
         return sample
-
-    def _claim(self, reply: Reply, reference: FrameReference) -> tuple[FrameName, VerifiedRows | None]:
-        """Return the frame's name, and its rows if they are here."""
-        if reply.key is not None and reference.sample_key != reply.key:
-            raise errors.FrameReferenceInvalid(
-                f"{reply.where}: the frame reference is for request key {reference.sample_key:#x}, the reply for "
-                f"{reply.key:#x}; were replies swapped?",
-                samples=[reply.sample_id],
-            )
-        kept = self._unclaimed.get(reference.name)
-        if kept is None:
-            return reference.name, None
-        if isinstance(kept.what, R3Error):
-            raise _of_sample(kept.what, reply.sample_id)
-        if kept.what.sample_key != reference.sample_key:
-            raise errors.FrameCorrupt(
-                f"{reply.where}: the frame belongs to request key {kept.what.sample_key:#x}, its frame reference says "
-                f"{reference.sample_key:#x}; were replies swapped?",
-                samples=[reply.sample_id],
-            )
-        return reference.name, kept.what
 
     def _put(self, reply: Reply, *, now_s: float) -> Sample:
         sample = self.samples.pop(reply.sample_id, None) or Sample(reply.sample_id, 0, 0, 0, now_s)
@@ -292,11 +275,11 @@ class SampleTable:
                 self._bound_failed(name)
             return True
         sample, turn = self._awaited[name]
-        turn.error = _misfit(sample.name, turn, what)
-        if turn.error is not None:
+        rows = _of_turn(sample.name, turn, what)
+        turn.error = rows if isinstance(rows, R3Error) else None
+        if isinstance(rows, R3Error):
             return False
-        assert not isinstance(what, R3Error)
-        sample.hold(turn, what)
+        sample.hold(turn, rows)
         del self._awaited[name]
         self._use(name)
         self._look_again(sample)
@@ -441,9 +424,10 @@ class SampleTable:
         return len(self._unclaimed)
 
 
-def _misfit(name: str, turn: Turn, what: VerifiedRows | R3Error) -> R3Error | None:
+def _of_turn(name: str, turn: Turn, what: VerifiedRows | R3Error) -> VerifiedRows | R3Error:
+    """Return a direct frame's rows if they are the turn's, else why the turn cannot have them."""
     if isinstance(what, R3Error):
-        return _of_sample(what, name)
+        return type(what)(f"sample {name}: {what}", samples=[name], engines=what.engines)
     where = f"sample {name} from engine {turn.engine}"
     if turn.key is not None and what.sample_key != turn.key:
         return _swap_error(name, where, what.sample_key, turn.key)
@@ -453,16 +437,12 @@ def _misfit(name: str, turn: Turn, what: VerifiedRows | R3Error) -> R3Error | No
             f"{turn.first_row}..{turn.end_row}",
             samples=[name],
         )
-    return None
+    return what
 
 
 def _swap_error(name: str, where: str, key: int, wanted: int) -> errors.FrameCorrupt:
     text = f"{where}: the frame belongs to request key {key:#x}, expected the reply's {wanted:#x}; were replies swapped?"
     return errors.FrameCorrupt(text, samples=[name])
-
-
-def _of_sample(error: R3Error, name: str) -> R3Error:
-    return type(error)(f"sample {name}: {error}", samples=[name], engines=error.engines)
 
 
 def _check_fit(reply: Reply, source: VerifiedRows | FrameReference, *, held_rows: int) -> None:
@@ -474,14 +454,12 @@ def _check_fit(reply: Reply, source: VerifiedRows | FrameReference, *, held_rows
         what = "the rows between are missing" if first > held_rows else "sent again"
         raise errors.TurnMismatch(
             f"{reply.where}: rows from {first} on, but rows 0..{held_rows} are held; expected to begin at row {held_rows} "
-            f"({what}). Set routed_experts_start_len to what `relay.rows_held(sample_id)` returns",
-            samples=[reply.sample_id],
+            f"({what}). Set routed_experts_start_len to what `relay.rows_held(sample_id)` returns"
         )
     if first != held_rows or end != reply.tokens - 1:
         raise errors.RowCountMismatch(
             f"{reply.where}: rows {first}..{end} for {reply.tokens} tokens; expected {held_rows}..{reply.tokens - 1}. Is "
             "`tokens` the whole sequence, prompt and response? Was a start offset set without append (a later turn that was put "
             "on a new Sample, not on the one that has the rows before), or the text cut after generation? If your loop appended "
-            "tokens itself, add them next: `add_live(..., append=True)`",
-            samples=[reply.sample_id],
+            "tokens itself, add them next: `add_live(..., append=True)`"
         )
