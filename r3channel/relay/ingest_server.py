@@ -5,7 +5,7 @@ head: its framing, its size, its characters. Rows of a body are then received wi
 ceiling bounds the ingest, too. A connection that has not shown the token is a stranger; of too many strangers the oldest is
 closed. `wire.parcel` describes paths and answers.
 The protocol is plain HTTP: on any interface but the loopback one, use a private network. This module knows no frame, sample or
-step.
+step: of the relay it calls `Intake.deliver`, and its engines.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from hmac import compare_digest
 from ipaddress import ip_address
-from typing import Protocol
 
 from r3channel import errors
 from r3channel.observe.stage_clock import StageClock
-from r3channel.relay.engines import EngineRegistry
+from r3channel.relay.intake import Intake
 from r3channel.transport.auth import is_authorized
 from r3channel.wire.hello import MAX_HELLO_BYTES, Hello
 from r3channel.wire.parcel import ADDRESS_HEADER, FRAMES_PATH, HELLO_PATH, SESSION_HEADER, Status, open_parcel
@@ -60,27 +59,6 @@ _STATUS_OF: dict[type, Status] = {
     errors.FrameMagicMismatch: Status.FRAME_DAMAGED,
 }
 """The status that answers each error; other errors of the package are answered with NO_PARCEL."""
-
-
-class Intake(Protocol):
-    """The taker of an ingest's parcels and hellos.
-
-    All calls come from the ingest's threads.
-    """
-
-    clock: StageClock
-    engines: EngineRegistry
-
-    def deliver(self, boot_id: int, count: int, body: Source) -> None:
-        """Read an opened parcel with `wire.parcel.frames_in` and keep its frames.
-
-        A frame for which the call returned is not dropped. Errors of `body` pass; frames that came whole before are kept.
-
-        Raises:
-            FrameReferenceInvalid: The bytes are no parcel.
-            StoreFull: There is no room for a frame.
-            FrameError: A frame was damaged on the way. The others of the parcel are kept.
-        """
 
 
 class BodyLost(OSError):
