@@ -155,7 +155,7 @@ class EngineRegistry:
 
         The text names the frame and its engine, and says what is known about the engine.
         """
-        boot_id, serial = turn.name or (0, 0)
+        boot_id, serial = turn.name
         engine = turn.engine if turn.engine != "?" else self.name_of(boot_id)
         where = f"engine {engine}, frame {serial}, rows {turn.first_row}..{turn.end_row}"
         if not self.hears(boot_id):

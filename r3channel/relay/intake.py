@@ -16,7 +16,7 @@ from typing import Any
 from r3channel import errors
 from r3channel.relay import reply as replies
 from r3channel.relay.journal import SavedTurn
-from r3channel.relay.sample_table import Reply, Sample, Turn
+from r3channel.relay.sample_table import Sample, Turn
 from r3channel.relay.samples import Samples, Tokens
 from r3channel.relay.verify import DAMAGED, MOST_ROWS, FrameVerifier, VerifiedRows, keep_tensors
 from r3channel.wire.header import FRAME_MAGIC
@@ -81,8 +81,8 @@ class Intake:
         """
         if not self._table.wants(name):
             return 0
-        if (owner := self._table.owner(name)) is not None:
-            return owner[1].end_row - owner[1].first_row
+        if (turn := self._table.owner(name)) is not None:
+            return turn.end_row - turn.first_row
         return min(self.engines.context_of(name[0]), MOST_ROWS) or MOST_ROWS
 
     def _land(self, name: FrameName, frame: Source, most_rows: int) -> errors.R3Error | None:
@@ -98,10 +98,10 @@ class Intake:
     def arrive(self, name: FrameName, what: VerifiedRows | errors.R3Error) -> None:
         """Put a direct frame into the table: its rows, or its error."""
         with self._changed:
-            owner = self._table.owner(name)
+            turn = self._table.owner(name)
             taken = self._table.frame(name, what, now_s=time.monotonic())
-            if taken and owner is not None:
-                self._note(*owner)
+            if taken and turn is not None:
+                self._note(turn)
             self._changed.notify_all()
         if isinstance(what, errors.R3Error):
             self._samples.reject(what)
@@ -110,60 +110,60 @@ class Intake:
 
     # -- replies ---------------------------------------------------------------------------------------------------
 
-    def take(self, reply: Reply, source: Source | None, tokens: Tokens) -> VerifiedRows | None:
+    def take(self, turn: Turn, source: Source | None, tokens: Tokens) -> VerifiedRows | None:
         """Take in the bytes of a reply, as `Relay.add_frame` does.
 
         Args:
-            reply: Whose reply it is, and how it is taken in.
+            turn: Whose reply it is, and how it is taken in.
             source: The reply's bytes; None leaves its rows to the live router.
             tokens: The whole sequence.
 
         Returns:
             The verified rows. None where no rows are here yet, or ever.
         """
-        with self._received(reply):
-            return self._take(reply, source, tokens)
+        with self._received(turn):
+            return self._take(turn, source, tokens)
 
     def take_parsed(
-        self, reply: Reply, parsed: object, tokens: Tokens | Callable[[Any], Tokens], text: memoryview | None = None
+        self, turn: Turn, reply: object, tokens: Tokens | Callable[[Any], Tokens], text: memoryview | None = None
     ) -> VerifiedRows | None:  # fmt: skip
         """Take in a parsed reply, as `Relay.add` does.
 
         Args:
-            reply: Whose reply it is, and how it is taken in.
-            parsed: The engine's reply.
+            turn: Whose reply it is, and how it is taken in.
+            reply: The engine's reply, parsed.
             tokens: The whole sequence, or a function that makes it from the parsed reply.
             text: The frame's base64, where it was cut out of the reply. Else the frame is where SGLang puts it.
         """
-        with self._received(reply):
-            return self._take_parsed(reply, parsed, tokens, text)
+        with self._received(turn):
+            return self._take_parsed(turn, reply, tokens, text)
 
-    def take_body(self, reply: Reply, body: bytes, tokens: Tokens | Callable[[Any], Tokens]) -> Any:
+    def take_body(self, turn: Turn, body: bytes, tokens: Tokens | Callable[[Any], Tokens]) -> Any:
         """Take in a reply's body, as `Relay.add_body` does."""
-        with self._received(reply):
-            one = replies.read_body(partial(replies.last_event, where=reply.where), body, where=reply.where)
-            parsed, text = replies.read_body(replies.split_reply, one, where=reply.where)
-            self._take_parsed(reply, parsed, tokens, text)
-        return parsed
+        with self._received(turn):
+            one = replies.read_body(partial(replies.last_event, where=turn.where), body, where=turn.where)
+            reply, text = replies.read_body(replies.split_reply, one, where=turn.where)
+            self._take_parsed(turn, reply, tokens, text)
+        return reply
 
     def take_bodies(
-        self, expected: Sequence[Reply], body: bytes, tokens: Callable[[str, Any], Tokens], *, engine: str
+        self, turns: Sequence[Turn], body: bytes, tokens: Callable[[str, Any], Tokens], *, engine: str
     ) -> dict[str, Any]:
         """Take in a body of several samples, as `Relay.add_bodies` does."""
         self.engines.check(engine)
-        names = [reply.sample_id for reply in expected]
+        names = [turn.sample_id for turn in turns]
         split = replies.read_body(replies.split_replies, body, where=f"samples {names} from engine {engine}")
         if len(split) != len(set(names)):
             raise errors.UsageError(
                 f"engine {engine}: {len(split)} replies for the samples {names!r}; expected one name for each"
             )
         taken = dict[str, Any]()
-        for reply, (parsed, text) in zip(expected, split, strict=True):
+        for turn, (reply, text) in zip(turns, split, strict=True):
             try:
-                self.take_parsed(reply, parsed, partial(tokens, reply.sample_id), text)
-                taken[reply.sample_id] = parsed
+                self.take_parsed(turn, reply, partial(tokens, turn.sample_id), text)
+                taken[turn.sample_id] = reply
             except errors.R3Error as error:
-                taken[reply.sample_id] = error
+                taken[turn.sample_id] = error
         return taken
 
     def cut(self, sample_id: str, tokens: Tokens, kept: int, *, step: int) -> None:
@@ -179,10 +179,10 @@ class Intake:
             _check_cut(sample, tokens_T, kept, where=where)
             last = [turn for turn in sample.turns if turn.first_row < kept - 1][-1]
             rows = last.rows and self.verifier.cut(last.rows, kept - 1, where=where)
-            self._metrics.inc("r3channel_cut_rows_total", sample.tokens - kept)
+            self._metrics.inc("r3channel_cut_rows_total", len(tokens_T) - kept)
             with self._changed:
                 gone = sample.cut(kept, hashes_of(tokens_T[:kept]), rows)
-                self._note(sample, last)
+                self._note(last)
         except errors.R3Error as error:
             error.samples = error.samples or (sample_id,)
             raise
@@ -205,12 +205,12 @@ class Intake:
         number = 0
         self._samples.count("received")
         try:
-            for number, turn in enumerate(turns):
-                reply = Reply(
-                    sample_id, "recovered", append=number > 0, key=turn.key, tokens=turn.tokens,
-                    tokens_hash=turn.tokens_hash, prefix_hash=turn.prefix_hash,
+            for number, saved in enumerate(turns):
+                turn = Turn(
+                    sample_id, "recovered", append=number > 0, key=saved.key, tokens=saved.tokens,
+                    tokens_hash=saved.tokens_hash, prefix_hash=saved.prefix_hash,
                 )  # fmt: skip
-                self._enter(reply, turn.source(), room_s=0.0)
+                self._enter(turn, saved.source(), room_s=0.0)
         except errors.R3Error:
             if not self._samples.drop([sample_id] if number else [], outcome="rejected"):
                 self._samples.count("rejected")
@@ -244,112 +244,110 @@ class Intake:
     # -- one reply -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _received(self, reply: Reply) -> Generator[None]:
+    def _received(self, turn: Turn) -> Generator[None]:
         """Count what becomes of a reply that is taken in meanwhile.
 
         All calls that add a reply use this. The reply counts as received at once, so that the outcomes add up whatever becomes
         of it.
         """
         self._samples.check_open()
-        if not reply.append:  # a further turn belongs to a sample that was counted before
+        if not turn.append:  # a further turn belongs to a sample that was counted before
             self._samples.count("received")
             if self.clock.trace is not None:
-                self.clock.trace.sample(reply.sample_id)
+                self.clock.trace.sample(turn.sample_id)
         try:
             with self.clock.span("ingest"):
-                self.engines.check(reply.engine)
+                self.engines.check(turn.engine)
                 yield
         except BaseException as error:  # also where the caller's `tokens` failed, or memory cannot be had
             if isinstance(error, errors.R3Error):  # many have these names in their text only
-                error.samples, error.engines = (
-                    error.samples or (reply.sample_id,),
-                    error.engines or (reply.engine,),
-                )
+                error.samples = error.samples or (turn.sample_id,)
+                error.engines = error.engines or (turn.engine,)
                 self._samples.reject(error)
-            if not reply.append:
+            if not turn.append:
                 self._samples.count("duplicate" if isinstance(error, errors.SampleTwice) else "rejected")
             raise
 
     def _take_parsed(
-        self, reply: Reply, parsed: object, tokens: Tokens | Callable[[Any], Tokens], text: memoryview | None
+        self, turn: Turn, reply: object, tokens: Tokens | Callable[[Any], Tokens], text: memoryview | None
     ) -> VerifiedRows | None:
         try:
             source = replies.Base64Text(
-                text or replies.routing_text(parsed, where=reply.where), where=reply.where
+                text or replies.routing_text(reply, where=turn.where), where=turn.where
             )
         except errors.RoutingMissing:
             if self._samples.config.on_missing != "live":
                 raise
             source = None
-        reply.key = replies.key_of(parsed)
-        return self._take(reply, source, tokens(parsed) if callable(tokens) else tokens)
+        turn.key = replies.key_of(reply)
+        return self._take(turn, source, tokens(reply) if callable(tokens) else tokens)
 
-    def _take(self, reply: Reply, source: Source | None, tokens: Tokens) -> VerifiedRows | None:
+    def _take(self, turn: Turn, source: Source | None, tokens: Tokens) -> VerifiedRows | None:
         tokens_T, nbytes = as_tokens(tokens), source.left if source else 0
         if len(tokens_T) < 2:
             raise errors.RowCountMismatch(
-                f"{reply.where}: {len(tokens_T)} tokens, which have no row; expected two or more"
+                f"{turn.where}: {len(tokens_T)} tokens, which have no row; expected two or more"
             )
-        reply.live, reply.tokens = source is None, len(tokens_T)
-        reply.tokens_hash, reply.prefix_hash = hashes_of(tokens_T)
-        if reply.append:
-            reply.held_rows = self._samples.rows_held(reply.sample_id)
-            reply.held_hash = hash_tokens(tokens_T[: reply.held_rows])
-        turn = self._enter(reply, source or InHand(b""), room_s=self._samples.config.backpressure_timeout_s)
+        turn.live, turn.tokens = source is None, len(tokens_T)
+        turn.tokens_hash, turn.prefix_hash = hashes_of(tokens_T)
+        if turn.append:
+            turn.first_row = self._samples.rows_held(turn.sample_id)
+            turn.held_hash = hash_tokens(tokens_T[: turn.first_row])
+        self._enter(turn, source or InHand(b""), room_s=self._samples.config.backpressure_timeout_s)
         if (recorder := self._samples.recorder) is not None:
-            recorder.keep(reply.sample_id, tokens_T)
+            recorder.keep(turn.sample_id, tokens_T)
         self._metrics.inc("r3channel_rows_total", turn.end_row - turn.first_row)
-        for name, own in reply.tensors.rows.items() if reply.tensors else ():
+        for name, own in turn.tensors.rows.items() if turn.tensors else ():
             self._metrics.inc("r3channel_tensor_bytes_total", own.nbytes, tensor=name)
-        if reply.rows is not None:
+        rows = None if turn.reference else turn.rows
+        if rows is not None:
             self._metrics.inc("r3channel_bytes_total", nbytes, leg="engine_frame")
-        return reply.rows
+        return rows
 
-    def _enter(self, reply: Reply, source: Source, *, room_s: float) -> Turn:
+    def _enter(self, turn: Turn, source: Source, *, room_s: float) -> None:
         try:
-            self._read(reply, source, room_s=room_s)
+            self._read(turn, source, room_s=room_s)
             with self._changed:
-                turn = self._table.reply(reply, now_s=time.monotonic())
-                self._note(self._table.samples[reply.sample_id], turn)
-            return turn
+                self._table.reply(turn, now_s=time.monotonic())
+                self._note(turn)
         except BaseException:
-            unclaimed = None
-            if reply.reference is not None:  # the reply's direct frame is dropped, too
+            gone = turn.rows
+            if turn.reference is not None:  # the reply's direct frame is dropped, too
                 with self._changed:
-                    unclaimed = self._table.refuse(reply.reference)
-            self._samples.free(reply.rows, unclaimed)
-            if reply.tensors is not None:
-                reply.tensors.block.free()
+                    gone = self._table.refuse(turn.name)
+            self._samples.free(gone)
+            if turn.tensors is not None:
+                turn.tensors.block.free()
             raise
 
-    def _read(self, reply: Reply, source: Source, *, room_s: float) -> None:
+    def _read(self, turn: Turn, source: Source, *, room_s: float) -> None:
         """Keep a reply's frame or its reference, and the tensors behind it."""
         begun = source.take(min(nbytes := source.left, REFERENCE_BYTES))
         referred, key = bytes(begun[: len(REFERENCE_MAGIC)]) == REFERENCE_MAGIC, None
-        if reply.cut and (self._tensors or referred):
+        if turn.cut and (self._tensors or referred):
             raise errors.UsageError(
-                f"{reply.where}: cut=True, and rows come directly, or token_tensors are declared"
+                f"{turn.where}: cut=True, and rows come directly, or token_tensors are declared"
             )
         if referred:
-            reply.reference = self._reference(begun, source)
-            key = reply.reference.sample_key
-        elif not reply.live:
+            turn.reference = self._reference(begun, source)
+            key = turn.reference.sample_key
+        elif not turn.live:
             self._samples.expire()
-            reply.rows = self.verifier.keep(
-                source, where=reply.where, max_rows=MOST_ROWS if reply.cut else reply.tokens, room_s=room_s, begun=begun,
+            turn.rows = self.verifier.keep(
+                source, where=turn.where, max_rows=MOST_ROWS if turn.cut else turn.tokens, room_s=room_s, begun=begun,
                 more=bool(self._tensors),
             )  # fmt: skip
-            key = reply.rows.sample_key
-            begin = max(reply.held_rows, reply.rows.first_row)
-            reply.cut = reply.cut and begin + 1 < reply.tokens <= reply.rows.end_row
-            if reply.cut:
-                end_row = reply.tokens - 1
-                self._metrics.inc("r3channel_cut_rows_total", reply.rows.end_row - end_row)
-                reply.rows = self.verifier.cut(reply.rows, end_row, where=reply.where, room_s=room_s)
+            key = turn.rows.sample_key
+            begin = max(turn.first_row, turn.rows.first_row)
+            turn.cut = turn.cut and begin + 1 < turn.tokens <= turn.rows.end_row
+            if turn.cut:
+                end_row = turn.tokens - 1
+                self._metrics.inc("r3channel_cut_rows_total", turn.rows.end_row - end_row)
+                turn.rows = self.verifier.cut(turn.rows, end_row, where=turn.where, room_s=room_s)
         if self._tensors and nbytes:
-            reply.tensors = keep_tensors(
-                source, self._samples.store, self._tensors, where=reply.where, tokens=reply.tokens,
-                held_rows=reply.held_rows, key=key, room_s=room_s,
+            turn.tensors = keep_tensors(
+                source, self._samples.store, self._tensors, where=turn.where, tokens=turn.tokens,
+                held_rows=turn.first_row, key=key, room_s=room_s,
             )  # fmt: skip
 
     def _reference(self, begun: memoryview, source: Source) -> FrameReference:
@@ -360,26 +358,28 @@ class Intake:
             )
         return FrameReference.from_bytes(begun)
 
-    def _note(self, sample: Sample, turn: Turn) -> None:
+    def _note(self, turn: Turn) -> None:
         """Write to the journal whose frame this is, once both are here."""
         if self._samples.journal is None or turn.rows is None:
             return
+        number = self._table.samples[turn.sample_id].turns.index(turn)
         try:
             self._samples.journal.note(
-                turn.rows.ref, sample_id=sample.name, turn=sample.turns.index(turn), key=turn.key,
-                tokens_hash=sample.tokens_hash, prefix_hash=sample.prefix_hash,
+                turn.rows.ref, sample_id=turn.sample_id, turn=number, key=turn.key, tokens_hash=turn.tokens_hash,
+                prefix_hash=turn.prefix_hash,
             )  # fmt: skip
         except errors.StoreFull as error:
             # the table has the frame already; after a kill nobody knows whose it is
-            log.warning("r3channel: sample %s would not survive a kill: %s", sample.name, error)
+            log.warning("r3channel: sample %s would not survive a kill: %s", turn.sample_id, error)
 
 
 def _check_cut(sample: Sample, tokens_T: Ids, kept: int, *, where: str) -> None:
-    if (len(tokens_T), hashes_of(tokens_T)[0]) != (sample.tokens, sample.tokens_hash):
+    last = sample.last
+    if (len(tokens_T), hashes_of(tokens_T)[0]) != (last.tokens, last.tokens_hash):
         raise errors.TurnMismatch(
-            f"{where}: {len(tokens_T)} tokens are not the {sample.tokens} that its rows were made for; expected the same"
+            f"{where}: {len(tokens_T)} tokens are not the {last.tokens} that its rows were made for; expected the same"
         )
-    if not 2 <= kept <= sample.tokens:
+    if not 2 <= kept <= last.tokens:
         raise errors.RowCountMismatch(
-            f"{where}: {kept} of {sample.tokens} tokens are to be left; expected two at least"
+            f"{where}: {kept} of {last.tokens} tokens are to be left; expected two at least"
         )

@@ -35,7 +35,7 @@ from r3channel.recordings.recorder import Recorder
 from r3channel.relay.intake import Intake, Tokens
 from r3channel.relay.journal import Recovery, take_over
 from r3channel.relay.row_server import RowServer
-from r3channel.relay.sample_table import Reply
+from r3channel.relay.sample_table import Turn
 from r3channel.relay.samples import NAMED, Samples
 from r3channel.relay.sealed_steps import Steps
 from r3channel.relay.verify import VerifiedRows
@@ -213,7 +213,7 @@ class Relay:
             RoutingError: A typed error that names sample and engine. Nothing is kept. The caller decides what happens to a bad
                 sample.
         """
-        return self.intake.take_parsed(Reply(sample_id, engine, append, cut), reply, tokens)
+        return self.intake.take_parsed(Turn(sample_id, engine, append, cut), reply, tokens)
 
     @check_types
     def add_body(
@@ -245,7 +245,7 @@ class Relay:
             RoutingMissing: The body is no JSON object.
             UsageError: The body holds several samples.
         """
-        return self.intake.take_body(Reply(sample_id, engine, append, cut), body, tokens)
+        return self.intake.take_body(Turn(sample_id, engine, append, cut), body, tokens)
 
     @check_types
     def add_bodies(
@@ -275,8 +275,8 @@ class Relay:
             RoutingMissing: The body is no JSON.
             UsageError: The body has more or fewer replies than there are names.
         """
-        expected = [Reply(name, engine, append, cut) for name in sample_ids]
-        return self.intake.take_bodies(expected, body, tokens, engine=engine)
+        turns = [Turn(name, engine, append, cut) for name in sample_ids]
+        return self.intake.take_bodies(turns, body, tokens, engine=engine)
 
     @check_types
     def add_frame(
@@ -286,7 +286,7 @@ class Relay:
 
         The frame may come from a recording, from another transport or from `pd_merge.merged_frame`.
         """
-        return self.intake.take(Reply(sample_id, engine, append), InHand(data), tokens)
+        return self.intake.take(Turn(sample_id, engine, append), InHand(data), tokens)
 
     @check_types
     def add_live(self, sample_id: str, tokens: Tokens, *, append: bool = False) -> None:
@@ -297,7 +297,7 @@ class Relay:
             tokens: The whole sequence, prompt and response.
             append: The sample is here; leave only the rows of its further tokens to the live router.
         """
-        self.intake.take(Reply(sample_id, append=append), None, tokens)
+        self.intake.take(Turn(sample_id, append=append), None, tokens)
 
     @check_types
     def cut(self, sample_id: str, tokens: Tokens, kept: int, *, step: int) -> None:

@@ -20,7 +20,7 @@ from r3channel.plan.capacity import beside_bytes
 from r3channel.recordings.recorder import head_of
 from r3channel.relay.journal import Journal
 from r3channel.relay.memory import Block, Store
-from r3channel.wire.digest import fold, layer_digests
+from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame import Frame, read_frame
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
 from r3channel.wire.source import Source
@@ -51,8 +51,6 @@ class VerifiedRows:
     block: Block
     ref: int
     """The frame's number in the journal."""
-    fold: int
-    """Identity of `digests_L`."""
 
     @property
     def end_row(self) -> int:
@@ -178,8 +176,8 @@ class FrameVerifier:
         invalid = tuple((start, min(end, end_row)) for start, end in rows.invalid if start < end_row)
         spans = tuple(s._replace(end=min(s.end, end_row)) for s in rows.provenance if s.start < end_row)
         digests_L = rows.digests_before(end_row)
-        told = {"provenance": spans, "invalid": invalid, "digests_L": digests_L, "fold": fold(digests_L)}
-        kept = replace(rows, ids_TLK=rows.ids_TLK[: end_row - rows.first_row], **told)
+        ids_TLK = rows.ids_TLK[: end_row - rows.first_row]
+        kept = replace(rows, ids_TLK=ids_TLK, provenance=spans, invalid=invalid, digests_L=digests_L)
         if (
             self.journal is not None
         ):  # a frame of its own, so that a recovery after a kill finds these rows alone
@@ -200,7 +198,7 @@ class FrameVerifier:
         ids_TLK.flags.writeable = False
         return VerifiedRows(
             ids_TLK=ids_TLK, first_row=frame.first_row, sample_key=frame.sample_key, digests_L=frame.digests_L,
-            provenance=frame.provenance, invalid=_invalid(frame), block=block, ref=next(self._refs), fold=fold(frame.digests_L),
+            provenance=frame.provenance, invalid=_invalid(frame), block=block, ref=next(self._refs),
         )  # fmt: skip
 
     def _check_policy(self, frame: Frame) -> None:

@@ -413,7 +413,7 @@ def test_of_a_response_that_was_cut_the_rows_of_the_tokens_that_are_left_are_tra
     (kept,) = turns_here(relay, "s")
     relay.add_frame("same", frame(15, span(0, 15, 1)), TOKENS[:16])
     (same,) = turns_here(relay, "same")
-    for name in ("first_row", "end_row", "provenance", "invalid", "fold", "sample_key"):
+    for name in ("first_row", "end_row", "provenance", "invalid", "sample_key"):
         assert getattr(kept, name) == getattr(same, name), name
     assert np.array_equal(kept.ids_TLK, same.ids_TLK) and np.array_equal(kept.digests_L, same.digests_L)
     assert relay.status()["store"]["frames"] == 2 and relay.metrics.value("r3channel_cut_rows_total") == 25
