@@ -204,6 +204,7 @@ class IngestServer:
         address, bound = self._listener.getsockname()[:2]
         self.url = f"http://{f'[{address}]' if ':' in address else address}:{bound}"
         """Base address; what engines get as R3CHANNEL_RELAY_URL."""
+        intake.engines.hears, intake.engines.unreached = self.hears, self.unreached_address
         self._thread = threading.Thread(target=self._accept, name="r3channel-ingest", daemon=True)
         self._thread.start()
 

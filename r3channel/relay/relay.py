@@ -152,10 +152,6 @@ class Relay:
             self.intake, token=obtain_token(path), host=self.config.interface, port=self.config.ingest_port,
             max_body_bytes=min(self.config.store_bytes, _MOST_BODY_BYTES),
         )  # fmt: skip
-        self.samples.engines.hears, self.samples.engines.unreached = (
-            self._door.hears,
-            self._door.unreached_address,
-        )
         return self._door.url
 
     def expect_engines(self, engines: Iterable[str], *, timeout_s: float) -> None:
@@ -539,7 +535,7 @@ class Relay:
         watch("r3channel_oldest_in_flight_seconds", steps.oldest_s)
         watch("r3channel_background_thread_alive", lambda: float(samples.broken is None))
         watch("r3channel_recording_lost_steps", self._lost_steps)
-        watch("r3channel_connection", lambda: rows.connection)
+        watch("r3channel_connection", lambda: max(rows.status()["lives"].values(), default=0))
 
     def _lost_steps(self) -> float:
         if (recorder := self.samples.recorder) is None:

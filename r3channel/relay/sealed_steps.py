@@ -131,7 +131,7 @@ class Steps:
         self.newest = -1
         self.acked_before: dict[int, set[ShardKey]] = {}
         """Step -> receivers that acknowledged it to the relay before this one. The steps here are still to be sealed again."""
-        self._closed = self._warned = False
+        self._warned = False
         self._queue: SimpleQueue[int | None] = SimpleQueue()
         self.thread = threading.Thread(target=self._prepare_all, name="r3channel-prepare", daemon=True)
         self.thread.start()
@@ -272,7 +272,8 @@ class Steps:
         """
         with self._changed:
             steps = self._steps.values()  # each event looks at the steps, not at all receivers
-            ended = lambda: self._closed or self._held.broken or not any(sealed.missing for sealed in steps)  # noqa: E731
+            held = self._held
+            ended = lambda: held.closed or held.broken or not any(sealed.missing for sealed in steps)  # noqa: E731
             self._changed.wait_for(ended, timeout=wait_s)
             return self._missing()
 
@@ -436,7 +437,6 @@ class Steps:
             The receivers that have not acknowledged, by step, and the names of their DP ranks' samples.
         """
         with self._changed:
-            self._closed = True
             undelivered = self._missing()
             parts = [(self._steps[step].ticket.assignment.ranks, keys) for step, keys in undelivered.items()]
             self._wake_all()
