@@ -26,7 +26,7 @@ from r3channel.relay.intake import Intake
 from r3channel.transport.auth import is_authorized
 from r3channel.wire.hello import MAX_HELLO_BYTES, Hello
 from r3channel.wire.parcel import ADDRESS_HEADER, FRAMES_PATH, HELLO_PATH, SESSION_HEADER, Status, open_parcel
-from r3channel.wire.source import Source
+from r3channel.wire.source import Pieces
 
 try:
     import h11
@@ -65,7 +65,7 @@ class BodyLost(OSError):
     """The connection ended within a body, or the body stood still or took too long."""
 
 
-class Body(Source):
+class Body(Pieces):
     """A request's body. All calls raise `BodyLost`."""
 
     def __init__(self, sock: socket.socket, nbytes: int, *, ahead: memoryview, clock: StageClock) -> None:
@@ -73,20 +73,13 @@ class Body(Source):
         self.sock, self._ahead, self._clock = sock, ahead, clock
         self._deadline_s = time.monotonic() + BODY_S
 
-    def fill(self, out_N: memoryview) -> None:
-        at, size = 0, len(out_N)
-        while at < size:
-            if self._ahead:
-                part = self._ahead[: size - at]
-                out_N[at : at + len(part)] = part
-                self._ahead = self._ahead[len(part) :]
-                at += len(part)
-            elif size - at >= _SMALL_BYTES:
-                at += self._receive(out_N[at:])
-            else:  # never past the body: the bytes behind it are the next request's
-                buffer = memoryview(bytearray(min(_SMALL_BYTES, self.left - at)))
-                self._ahead = buffer[: self._receive(buffer)]
-        self.left -= size
+    def receive(self, out_N: memoryview) -> int:
+        if len(out_N) >= _SMALL_BYTES:
+            return self._receive(out_N)
+        # never past the body: the bytes behind it are the next request's
+        buffer = memoryview(bytearray(min(_SMALL_BYTES, self.left)))
+        self._ahead = buffer[: self._receive(buffer)]
+        return 0
 
     def _receive(self, out_N: memoryview) -> int:
         try:

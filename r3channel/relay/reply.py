@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 from r3channel.errors import FrameCorrupt, FrameError, RoutingMissing, UsageError
 from r3channel.wire.frame import sample_key
 from r3channel.wire.header import HEADER_BYTES, announced_bytes
-from r3channel.wire.source import Source
+from r3channel.wire.source import Pieces
 
 ROUTING_FIELD = "routed_experts"
 _SLICE_CHARACTERS = 256 << 10
@@ -61,7 +61,7 @@ def decode_base64(text: str | bytes | memoryview) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-class Base64Text(Source):
+class Base64Text(Pieces):
     """The bytes of a reply's base64 text, decoded slice by slice.
 
     No memory of the whole text's size is taken. The constructor, and a read of a bad slice, raise FrameCorrupt.
@@ -72,24 +72,13 @@ class Base64Text(Source):
     """
 
     def __init__(self, text: str | memoryview, *, where: str = "a reply") -> None:
-        self._text, self._at, self._ahead, self._where = text, 0, memoryview(b""), where
+        self._text, self._at, self._where = text, 0, where
         end = text[-2:] if isinstance(text, str) else bytes(text[-2:]).decode("latin-1")
         if len(text) % 4:
             raise self._corrupt(f"{len(text)} characters, expected a multiple of 4")
         self.left = len(text) // 4 * 3 - end.count("=")
 
-    def fill(self, out_N: memoryview) -> None:
-        at, size = 0, len(out_N)
-        while at < size:
-            if not self._ahead:
-                self._ahead = self._next()
-            part = self._ahead[: size - at]
-            out_N[at : at + len(part)] = part
-            self._ahead = self._ahead[len(part) :]
-            at += len(part)
-        self.left -= size
-
-    def _next(self) -> memoryview:
+    def receive(self, out_N: memoryview) -> int:
         text = self._text[self._at : self._at + _SLICE_CHARACTERS]
         self._at += len(text)
         try:
@@ -98,7 +87,8 @@ class Base64Text(Source):
             raise self._corrupt(error) from error
         if not data or (len(data) != len(text) // 4 * 3 and self._at < len(self._text)):
             raise self._corrupt("padding within the text")
-        return memoryview(data)
+        self._ahead = memoryview(data)
+        return 0
 
     def _corrupt(self, why: object) -> FrameCorrupt:
         return FrameCorrupt(f"{self._where}: {ROUTING_FIELD} is not base64, expected a frame: {why}")
