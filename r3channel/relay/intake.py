@@ -81,7 +81,7 @@ class Intake:
         """
         if not self._table.wants(name):
             return 0
-        if (turn := self._table.owner(name)) is not None:
+        if (turn := self._table.owner(name)) is not None and not turn.cut:
             return turn.end_row - turn.first_row
         return min(self.engines.context_of(name[0]), MOST_ROWS) or MOST_ROWS
 
@@ -99,7 +99,7 @@ class Intake:
         """Put a direct frame into the table: its rows, or its error."""
         with self._changed:
             turn = self._table.owner(name)
-            taken = self._table.frame(name, what, now_s=time.monotonic())
+            taken = self._table.frame(name, what, now_s=time.monotonic(), cut=self.verifier.cut)
             if taken and turn is not None:
                 self._note(turn)
             self._changed.notify_all()
@@ -308,7 +308,7 @@ class Intake:
         try:
             self._read(turn, source, room_s=room_s)
             with self._changed:
-                self._table.reply(turn, now_s=time.monotonic())
+                self._table.reply(turn, now_s=time.monotonic(), cut=self.verifier.cut)
                 self._note(turn)
         except BaseException:
             gone = turn.rows
@@ -324,26 +324,24 @@ class Intake:
         """Keep a reply's frame or its reference, and the tensors behind it."""
         begun = source.take(min(nbytes := source.left, REFERENCE_BYTES))
         referred, key = bytes(begun[: len(REFERENCE_MAGIC)]) == REFERENCE_MAGIC, None
-        if turn.cut and (self._tensors or referred):
-            raise errors.UsageError(
-                f"{turn.where}: cut=True, and rows come directly, or token_tensors are declared"
-            )
+        if turn.cut and self._tensors:
+            raise errors.UsageError(f"{turn.where}: cut=True, and token_tensors are declared")
+        what: VerifiedRows | FrameReference | None = None
         if referred:
-            turn.reference = self._reference(begun, source)
-            key = turn.reference.sample_key
+            what = turn.reference = self._reference(begun, source)
         elif not turn.live:
             self._samples.expire()
-            turn.rows = self.verifier.keep(
+            what = turn.rows = self.verifier.keep(
                 source, where=turn.where, max_rows=MOST_ROWS if turn.cut else turn.tokens, room_s=room_s, begun=begun,
                 more=bool(self._tensors),
             )  # fmt: skip
-            key = turn.rows.sample_key
-            begin = max(turn.first_row, turn.rows.first_row)
-            turn.cut = turn.cut and begin + 1 < turn.tokens <= turn.rows.end_row
+        if what is not None:
+            key, begin = what.sample_key, max(turn.first_row, what.first_row)
+            turn.cut = turn.cut and begin + 1 < turn.tokens <= what.end_row
             if turn.cut:
-                end_row = turn.tokens - 1
-                self._metrics.inc("r3channel_cut_rows_total", turn.rows.end_row - end_row)
-                turn.rows = self.verifier.cut(turn.rows, end_row, where=turn.where, room_s=room_s)
+                self._metrics.inc("r3channel_cut_rows_total", what.end_row - turn.end_row)
+                if turn.rows is not None:
+                    turn.rows = self.verifier.cut(turn.rows, turn.end_row, where=turn.where, room_s=room_s)
         if self._tensors and nbytes:
             turn.tensors = keep_tensors(
                 source, self._samples.store, self._tensors, where=turn.where, tokens=turn.tokens,

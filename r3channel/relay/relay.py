@@ -199,7 +199,7 @@ class Relay:
                 `routed_experts_start_len = rows_held`. `tokens` is the whole sequence again. Gaps, overlaps and changed tokens
                 are refused, and the rows that are held stay.
             cut: `tokens` may end before what was generated, as where a limit or a stop string was applied afterwards. All rows
-                are verified, and the rows of the remaining tokens are kept. Not with direct delivery or token tensors.
+                are verified, and the rows of the remaining tokens are kept. Not with token tensors.
 
         Returns:
             The verified rows. None when the reply holds a frame reference: the frame comes directly, `seal` waits for it, and

@@ -12,7 +12,7 @@ be freed. The caller holds one lock around each call. A call's time grows with i
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -30,6 +30,8 @@ _REMEMBERED = 1 << 16
 """Most names of used frames that are remembered, to know a frame that is sent again."""
 _MOST_FAILED = 1 << 12
 """Most unusable frames that are kept until their replies come. Each takes 1 to 5 kB, which no store counts."""
+
+Cut = Callable[..., VerifiedRows]
 
 
 @dataclass(slots=True, eq=False)
@@ -190,11 +192,16 @@ class SampleTable:
         sample = self.samples.get(name)
         return sample.last.end_row if sample else 0
 
-    def reply(self, turn: Turn, *, now_s: float) -> None:
+    def reply(self, turn: Turn, *, now_s: float, cut: Cut | None = None) -> None:
         """Take a reply with rows, a frame reference, or neither.
 
         The frame of a frame reference is here or will come. After an error nothing has changed, and the rows are still the
         caller's, who sets the names that the error carries.
+
+        Args:
+            turn: The reply.
+            now_s: The time.
+            cut: `FrameVerifier.cut`, for the direct frame of a turn whose tokens were cut.
 
         Raises:
             SampleTwice: The sample is here, and the reply is no further turn or a step has taken it.
@@ -221,7 +228,7 @@ class SampleTable:
                 "the same. Was the conversation tokenized anew? Append token ids, not text"
             )
         if kept is not None:
-            rows = _of_turn(turn, kept.what)
+            rows = _of_turn(turn, kept.what, cut)
             if isinstance(rows, R3Error):
                 raise rows
         sample = self.samples.pop(turn.sample_id, None) or Sample(turn.sample_id)
@@ -263,7 +270,7 @@ class SampleTable:
         """Return the turn that waits for a frame."""
         return self._awaited.get(name)
 
-    def frame(self, name: FrameName, what: VerifiedRows | R3Error, *, now_s: float) -> bool:
+    def frame(self, name: FrameName, what: VerifiedRows | R3Error, *, now_s: float, cut: Cut) -> bool:
         """Take a direct frame: its rows, or why it cannot be used.
 
         Returns:
@@ -277,7 +284,7 @@ class SampleTable:
             if isinstance(what, R3Error):
                 self._bound_failed(name)
             return True
-        sample, rows = self.samples[turn.sample_id], _of_turn(turn, what)
+        sample, rows = self.samples[turn.sample_id], _of_turn(turn, what, cut)
         if isinstance(rows, R3Error):
             turn.error = rows
             return False
@@ -426,13 +433,18 @@ class SampleTable:
         return len(self._unclaimed)
 
 
-def _of_turn(turn: Turn, what: VerifiedRows | R3Error) -> VerifiedRows | R3Error:
+def _of_turn(turn: Turn, what: VerifiedRows | R3Error, cut: Cut | None) -> VerifiedRows | R3Error:
     """Return a direct frame's rows if they are the turn's, else why the turn cannot have them."""
     name = turn.sample_id
     if isinstance(what, R3Error):
         return type(what)(f"sample {name}: {what}", samples=[name], engines=what.engines)
     if what.sample_key != turn.key:
         return _swap_error(turn, what.sample_key)
+    if cut is not None and turn.cut and what.end_row > turn.end_row:
+        try:
+            what = cut(what, turn.end_row, where=turn.where)
+        except R3Error as error:
+            return error
     if (what.first_row, what.end_row) != (turn.first_row, turn.end_row):
         return errors.RowCountMismatch(
             f"{turn.where}: the frame has rows {what.first_row}..{what.end_row}, its frame reference said "
@@ -448,8 +460,7 @@ def _swap_error(turn: Turn, key: int) -> errors.FrameCorrupt:
 
 
 def _check_fit(turn: Turn, source: VerifiedRows | FrameReference) -> None:
-    held, key, first = turn.first_row, source.sample_key, source.first_row
-    end = first + source.rows if isinstance(source, FrameReference) else source.end_row
+    held, key, first, end = turn.first_row, source.sample_key, source.first_row, source.end_row
     if turn.key not in (None, key):
         raise _swap_error(turn, key)
     if held and first != held:
@@ -458,7 +469,7 @@ def _check_fit(turn: Turn, source: VerifiedRows | FrameReference) -> None:
             f"{turn.where}: rows from {first} on, but rows 0..{held} are held; expected to begin at row {held} ({what}). Set "
             "routed_experts_start_len to what `relay.rows_held(sample_id)` returns"
         )
-    if first != held or end != turn.end_row:
+    if first != held or (end != turn.end_row and not turn.cut):
         raise errors.RowCountMismatch(
             f"{turn.where}: rows {first}..{end} for {turn.tokens} tokens; expected {held}..{turn.end_row}. Is "
             "`tokens` the whole sequence, prompt and response? Was a start offset set without append (a later turn that was put "
