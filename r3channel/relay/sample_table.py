@@ -32,6 +32,7 @@ _MOST_FAILED = 1 << 12
 """Most unusable frames that are kept until their replies come. Each takes 1 to 5 kB, which no store counts."""
 
 Cut = Callable[..., VerifiedRows]
+"""`relay.verify.FrameVerifier.cut`."""
 
 
 @dataclass(slots=True, eq=False)
