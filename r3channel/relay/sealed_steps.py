@@ -272,8 +272,7 @@ class Steps:
         """
         with self._changed:
             steps = self._steps.values()  # each event looks at the steps, not at all receivers
-            held = self._held
-            ended = lambda: held.closed or held.broken or not any(sealed.missing for sealed in steps)  # noqa: E731
+            ended = lambda: self._held.broken or not any(sealed.missing for sealed in steps)  # noqa: E731
             self._changed.wait_for(ended, timeout=wait_s)
             return self._missing()
 
