@@ -178,8 +178,7 @@ class Steps:
                 # samples without a frame were left to the live router
                 for name in self._held.table.unknown(ticket.assignment.sample_ids):
                     whole = ticket.sample(name)
-                    hashed = {"tokens": whole.tokens, "tokens_hash": whole.tokens_hash}
-                    turn = Turn(name, "recovered", **hashed, live=True)
+                    turn = Turn(name, tokens=whole.tokens, tokens_hash=whole.tokens_hash, live=True)
                     self._held.table.reply(turn, now_s=time.monotonic())
             self.seal(step, ticket.assignment, before=ticket)
 

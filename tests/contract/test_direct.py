@@ -182,8 +182,8 @@ def test_of_a_response_that_was_cut_the_rows_of_the_tokens_that_are_left_come_di
     assert place.relay.metrics.value("r3channel_cut_rows_total") == 4
     place.add("s1", direct.reference_reply("r2", 9, serial=2, first_row=4), 9, append=True)
     direct.deliver(place.relay, (2, frame("r2", 4, first_row=4)))
-    (shard,) = receive(receivers_of(place.relay), place.seal("s1"))
-    assert np.array_equal(direct.rows_here(place.relay, "s1"), ids) and shard.sample_ids == ("s1",)
+    assert np.array_equal(direct.rows_here(place.relay, "s1"), ids)
+    receive(receivers_of(place.relay), place.seal("s1"))  # compares digests
     place.relay.join_previous(timeout_s=SOON_S)
     until(lambda: place.relay.metrics.value("r3channel_samples_total", outcome="cut") == 1)
     assert place.relay.status()["store"]["frames"] == 0

@@ -477,9 +477,9 @@ def test_a_cut_sample_survives_a_kill_with_the_rows_that_are_left(on_disk: Relay
 def test_with_tensors_beside_the_rows_no_response_is_cut() -> None:
     config = ChannelConfig(token_tensors="combine_weights")
     with closing(Relay(SPEC, TrainerLayout(), config)) as relay:
-        with pytest.raises(errors.UsageError, match="sample s from engine .*token_tensors are declared"):
+        with pytest.raises(errors.UsageError, match=r"sample s from engine .*token_tensors are declared"):
             relay.add("s", turn(0, 40), TOKENS[:16], cut=True)
-        with pytest.raises(errors.UsageError, match="step 3: sample s: .*token_tensors are declared"):
+        with pytest.raises(errors.UsageError, match=r"step 3: sample s: .*token_tensors are declared"):
             relay.cut("s", TOKENS, 16, step=3)
 
 
