@@ -121,7 +121,7 @@ class Intake:
         Returns:
             The verified rows. None where no rows are here yet, or ever.
         """
-        with self._received(turn):
+        with self._receive(turn):
             return self._take(turn, source, tokens)
 
     def take_parsed(
@@ -135,12 +135,12 @@ class Intake:
             tokens: The whole sequence, or a function that makes it from the parsed reply.
             text: The frame's base64, where it was cut out of the reply. Else the frame is where SGLang puts it.
         """
-        with self._received(turn):
+        with self._receive(turn):
             return self._take_parsed(turn, reply, tokens, text)
 
     def take_body(self, turn: Turn, body: bytes, tokens: Tokens | Callable[[Any], Tokens]) -> Any:
         """Take in a reply's body, as `Relay.add_body` does."""
-        with self._received(turn):
+        with self._receive(turn):
             one = replies.read_body(partial(replies.last_event, where=turn.where), body, where=turn.where)
             reply, text = replies.read_body(replies.split_reply, one, where=turn.where)
             self._take_parsed(turn, reply, tokens, text)
@@ -244,8 +244,8 @@ class Intake:
     # -- one reply -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _received(self, turn: Turn) -> Generator[None]:
-        """Count what becomes of a reply that is taken in meanwhile.
+    def _receive(self, turn: Turn) -> Generator[None]:
+        """Receive a reply: count it, and what becomes of it.
 
         All calls that add a reply use this. The reply counts as received at once, so that the outcomes add up whatever becomes
         of it.

@@ -435,7 +435,7 @@ class SampleTable:
 
 
 def _of_turn(turn: Turn, what: VerifiedRows | R3Error, cut: Cut | None) -> VerifiedRows | R3Error:
-    """Return a direct frame's rows if they are the turn's, else why the turn cannot have them."""
+    """Return a direct frame's rows, or why its turn cannot have them."""
     name = turn.sample_id
     if isinstance(what, R3Error):
         return type(what)(f"sample {name}: {what}", samples=[name], engines=what.engines)
