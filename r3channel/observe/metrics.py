@@ -20,7 +20,7 @@ import threading
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,8 @@ class _Histogram:
         self.sum += value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        rows, running = [], 0
-        for le, count in zip((*map(str, STAGE_BUCKETS_S), "+Inf"), self.counts, strict=True):
-            running += count
-            rows.append((le, float(running)))
-        return rows
+        limits = (*map(str, STAGE_BUCKETS_S), "+Inf")
+        return list(zip(limits, map(float, accumulate(self.counts)), strict=True))
 
 
 _Key = tuple[str, ...]

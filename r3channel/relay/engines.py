@@ -34,8 +34,8 @@ class EngineRegistry:
     unreached: Callable[[int], str] = lambda _boot_id: ""
     """Returns the ingest's address if an engine's process has never reached it, else an empty text."""
     _deadlines_s: dict[str, float] = field(default_factory=dict[str, float])
-    _greeted: dict[str, Hello | None] = field(default_factory=dict[str, Hello | None])
-    _refused: dict[str, str] = field(default_factory=dict[str, str])
+    _heard: dict[str, Hello | str | None] = field(default_factory=dict[str, Hello | str | None])
+    """Name of an engine -> its hello, why that is refused, or None for an engine whose frames are good and that said none."""
     _names: dict[int, str] = field(default_factory=dict[int, str])
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -64,15 +64,10 @@ class EngineRegistry:
         reason = self._reason(hello)
         with self._changed:
             self._names[hello.boot_id] = name
-            for known in (self._names, self._greeted, self._refused, self.pages):
+            for known in (self._names, self._heard, self.pages):
                 _forget_oldest(known)
             self.pages[f"engine {name}, replica {hello.replica}"] = hello.page
-            if reason:
-                self._refused[name] = reason
-                self._greeted.pop(name, None)
-            else:
-                self._greeted[name] = hello
-                self._refused.pop(name, None)
+            self._heard[name] = reason or hello
             self._changed.notify_all()
         if reason:
             raise PluginNotApplied(f"the hello of engine {name} is refused: {reason}")
@@ -83,8 +78,8 @@ class EngineRegistry:
         The engine answered a request that was no probe.
         """
         with self._changed:
-            self._greeted.setdefault(_plain(engine), None)
-            self._refused.pop(_plain(engine), None)
+            if not isinstance(self._heard.get(_plain(engine)), Hello):
+                self._heard[_plain(engine)] = None
             self._changed.notify_all()
 
     def check(self, engine: str) -> None:
@@ -97,18 +92,14 @@ class EngineRegistry:
         """
         name = _plain(engine)
         with self._changed:
-            deadline_s = self._deadlines_s.get(name)
-            if deadline_s is None and name not in self._refused:
-                return
-            self._changed.wait_for(
-                lambda: name in self._greeted or name in self._refused,
-                timeout=max(0.0, (deadline_s or 0.0) - time.monotonic()),
-            )
-            if name in self._greeted:
-                return
-            refused = self._refused.get(name)
-        if refused:
+            if (deadline_s := self._deadlines_s.get(name)) is not None:
+                left_s = max(0.0, deadline_s - time.monotonic())
+                self._changed.wait_for(lambda: name in self._heard, timeout=left_s)
+            refused, silent = self._heard.get(name), deadline_s is not None and name not in self._heard
+        if isinstance(refused, str):
             raise PluginNotApplied(f"engine {name} is refused: {refused}")
+        if not silent:
+            return
         raise PluginNotApplied(
             f"engine {name} did not say hello in time. Is r3channel installed in its environment, was it started with "
             "R3CHANNEL_ENGINE=1, and, for direct delivery, with this relay's R3CHANNEL_RELAY_URL and R3CHANNEL_TOKEN_FILE? "
@@ -116,7 +107,7 @@ class EngineRegistry:
         )
 
     def knows(self, boot_id: int) -> bool:
-        return boot_id in self._names and self._names[boot_id] not in self._refused
+        return boot_id in self._names and not isinstance(self._heard.get(self._names[boot_id]), str)
 
     def name_of(self, boot_id: int) -> str:
         return self._names.get(boot_id, "?")
@@ -127,8 +118,8 @@ class EngineRegistry:
         The number is that of its hello. The result is 0 without a hello, or where another process has said hello under its name
         since.
         """
-        hello = self._greeted.get(self.name_of(boot_id))
-        return hello.context if hello is not None and hello.boot_id == boot_id else 0
+        hello = self._heard.get(self.name_of(boot_id))
+        return hello.context if isinstance(hello, Hello) and hello.boot_id == boot_id else 0
 
     def counts(self) -> tuple[int, int]:
         """Return how many engines have said hello, and how many have not.
@@ -136,26 +127,21 @@ class EngineRegistry:
         The second number counts engines that were expected and have not said hello, or whose hello was refused.
         """
         with self._changed:
-            silent = {*self._deadlines_s, *self._refused} - self._greeted.keys()
-            return len(self._greeted), len(silent)
+            greeted = {name for name, heard in self._heard.items() if not isinstance(heard, str)}
+            return len(greeted), len({*self._deadlines_s, *self._heard} - greeted)
 
     def reports(self) -> dict[str, str]:
         """Return what is known about each engine, in words."""
         with self._changed:
-            known = dict.fromkeys(self._deadlines_s, "no hello yet") | dict.fromkeys(
-                self._greeted, "frames seen"
-            )
-            for name, hello in self._greeted.items():
-                if hello is not None:
-                    known[name] = f"SGLang {hello.sglang}, r3channel {hello.r3channel}, {hello.delivery}"
-            return known | {name: f"refused: {why}" for name, why in self._refused.items()}
+            known = dict.fromkeys(self._deadlines_s, "no hello yet")
+            return known | {name: _report(heard) for name, heard in self._heard.items()}
 
     def late(self, turn: Turn) -> str:
         """Return what is known about a frame that has not come.
 
         The text names the frame and its engine, and says what is known about the engine.
         """
-        boot_id, serial = turn.name or (0, 0)
+        boot_id, serial = turn.name
         engine = turn.engine if turn.engine != "?" else self.name_of(boot_id)
         where = f"engine {engine}, frame {serial}, rows {turn.first_row}..{turn.end_row}"
         if not self.hears(boot_id):
@@ -174,6 +160,12 @@ class EngineRegistry:
         seen = {key: hello.spec.get(key) for key in ours if hello.spec.get(key) != ours[key]}
         expected = {key: ours[key] for key in seen}
         return f"its model's routing has {seen or hello.spec_digest}, expected {expected or self.spec.digest}"
+
+
+def _report(heard: Hello | str | None) -> str:
+    if isinstance(heard, Hello):
+        return f"SGLang {heard.sglang}, r3channel {heard.r3channel}, {heard.delivery}"
+    return f"refused: {heard}" if heard else "frames seen"
 
 
 def _forget_oldest(known: dict[Any, Any]) -> None:

@@ -5,7 +5,7 @@ head: its framing, its size, its characters. Rows of a body are then received wi
 ceiling bounds the ingest, too. A connection that has not shown the token is a stranger; of too many strangers the oldest is
 closed. `wire.parcel` describes paths and answers.
 The protocol is plain HTTP: on any interface but the loopback one, use a private network. This module knows no frame, sample or
-step.
+step: of the relay it calls `Intake.deliver`, and its engines.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from hmac import compare_digest
 from ipaddress import ip_address
-from typing import Protocol
 
 from r3channel import errors
 from r3channel.observe.stage_clock import StageClock
-from r3channel.relay.engines import EngineRegistry
+from r3channel.relay.intake import Intake
 from r3channel.transport.auth import is_authorized
 from r3channel.wire.hello import MAX_HELLO_BYTES, Hello
 from r3channel.wire.parcel import ADDRESS_HEADER, FRAMES_PATH, HELLO_PATH, SESSION_HEADER, Status, open_parcel
-from r3channel.wire.source import Source
+from r3channel.wire.source import Pieces
 
 try:
     import h11
@@ -62,32 +61,11 @@ _STATUS_OF: dict[type, Status] = {
 """The status that answers each error; other errors of the package are answered with NO_PARCEL."""
 
 
-class Intake(Protocol):
-    """The taker of an ingest's parcels and hellos.
-
-    All calls come from the ingest's threads.
-    """
-
-    clock: StageClock
-    engines: EngineRegistry
-
-    def deliver(self, boot_id: int, count: int, body: Source) -> None:
-        """Read an opened parcel with `wire.parcel.frames_in` and keep its frames.
-
-        A frame for which the call returned is not dropped. Errors of `body` pass; frames that came whole before are kept.
-
-        Raises:
-            FrameReferenceInvalid: The bytes are no parcel.
-            StoreFull: There is no room for a frame.
-            FrameError: A frame was damaged on the way. The others of the parcel are kept.
-        """
-
-
 class BodyLost(OSError):
     """The connection ended within a body, or the body stood still or took too long."""
 
 
-class Body(Source):
+class Body(Pieces):
     """A request's body. All calls raise `BodyLost`."""
 
     def __init__(self, sock: socket.socket, nbytes: int, *, ahead: memoryview, clock: StageClock) -> None:
@@ -95,20 +73,13 @@ class Body(Source):
         self.sock, self._ahead, self._clock = sock, ahead, clock
         self._deadline_s = time.monotonic() + BODY_S
 
-    def fill(self, out_N: memoryview) -> None:
-        at, size = 0, len(out_N)
-        while at < size:
-            if self._ahead:
-                part = self._ahead[: size - at]
-                out_N[at : at + len(part)] = part
-                self._ahead = self._ahead[len(part) :]
-                at += len(part)
-            elif size - at >= _SMALL_BYTES:
-                at += self._receive(out_N[at:])
-            else:  # never past the body: the bytes behind it are the next request's
-                buffer = memoryview(bytearray(min(_SMALL_BYTES, self.left - at)))
-                self._ahead = buffer[: self._receive(buffer)]
-        self.left -= size
+    def receive(self, out_N: memoryview) -> int:
+        if len(out_N) >= _SMALL_BYTES:
+            return self._receive(out_N)
+        # never past the body: the bytes behind it are the next request's
+        buffer = memoryview(bytearray(min(_SMALL_BYTES, self.left)))
+        self._ahead = buffer[: self._receive(buffer)]
+        return 0
 
     def _receive(self, out_N: memoryview) -> int:
         try:
@@ -226,6 +197,7 @@ class IngestServer:
         address, bound = self._listener.getsockname()[:2]
         self.url = f"http://{f'[{address}]' if ':' in address else address}:{bound}"
         """Base address; what engines get as R3CHANNEL_RELAY_URL."""
+        intake.engines.hears, intake.engines.unreached = self.hears, self.unreached_address
         self._thread = threading.Thread(target=self._accept, name="r3channel-ingest", daemon=True)
         self._thread.start()
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from r3channel import errors
-from r3channel.recordings.recorder import head_of
 from r3channel.relay import reply as replies
 from r3channel.relay.journal import SavedTurn
-from r3channel.relay.sample_table import Reply, Sample, Turn
+from r3channel.relay.sample_table import Sample, Turn
 from r3channel.relay.samples import Samples, Tokens
 from r3channel.relay.verify import DAMAGED, MOST_ROWS, FrameVerifier, VerifiedRows, keep_tensors
 from r3channel.wire.header import FRAME_MAGIC
@@ -29,36 +28,12 @@ from r3channel.wire.source import InHand, Source
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """The sample and engine of a reply, and how it is taken in."""
-
-    sample_id: str
-    engine: str = "?"
-    append: bool = False
-    """The reply is a further turn of a sample that is here."""
-    cut: bool = False
-    """The tokens may end before what was generated."""
-
-
-class Brought(NamedTuple):
-    """The contents of a reply.
-
-    The ways in differ in how they make this, and in nothing else.
-    """
-
-    source: Source | None
-    """The reply's bytes; None where rows are left to the live router."""
-    key: int | None
-    tokens: Tokens
-
-
 class Intake:
     """The way of rows into the relay. Any thread may call."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples, self._table, self._changed = samples, samples.table, samples.changed
-        self._spec, self._metrics, self._tensors = samples.spec, samples.metrics, samples.tensors
+        self._metrics, self._tensors = samples.metrics, samples.tensors
         self.clock, self.engines = samples.clock, samples.engines
         self.verifier = FrameVerifier(
             spec=samples.spec, store=samples.store, journal=samples.journal, clock=samples.clock,
@@ -106,8 +81,8 @@ class Intake:
         """
         if not self._table.wants(name):
             return 0
-        if (owner := self._table.owner(name)) is not None:
-            return owner[1].end_row - owner[1].first_row
+        if (turn := self._table.owner(name)) is not None and not turn.cut:
+            return turn.end_row - turn.first_row
         return min(self.engines.context_of(name[0]), MOST_ROWS) or MOST_ROWS
 
     def _land(self, name: FrameName, frame: Source, most_rows: int) -> errors.R3Error | None:
@@ -123,10 +98,10 @@ class Intake:
     def arrive(self, name: FrameName, what: VerifiedRows | errors.R3Error) -> None:
         """Put a direct frame into the table: its rows, or its error."""
         with self._changed:
-            owner = self._table.owner(name)
-            taken = self._table.frame(name, what, now_s=time.monotonic())
-            if taken and owner is not None:
-                self._note(*owner)
+            turn = self._table.owner(name)
+            taken = self._table.frame(name, what, now_s=time.monotonic(), cut=self.verifier.cut)
+            if taken and turn is not None:
+                self._note(turn)
             self._changed.notify_all()
         if isinstance(what, errors.R3Error):
             self._samples.reject(what)
@@ -135,95 +110,60 @@ class Intake:
 
     # -- replies ---------------------------------------------------------------------------------------------------
 
-    def take(self, of: Arrival, bring: Callable[[], Brought]) -> VerifiedRows | None:
-        """Take in one reply, verified.
-
-        All calls that add a reply use this. The reply counts as received at once, so that the outcomes add up whatever becomes
-        of it.
+    def take(self, turn: Turn, source: Source | None, tokens: Tokens) -> VerifiedRows | None:
+        """Take in the bytes of a reply, as `Relay.add_frame` does.
 
         Args:
-            of: Whose reply it is, and how it is taken in.
-            bring: Makes what the reply brought.
+            turn: Whose reply it is, and how it is taken in.
+            source: The reply's bytes; None leaves its rows to the live router.
+            tokens: The whole sequence.
 
         Returns:
             The verified rows. None where no rows are here yet, or ever.
         """
-        self._samples.check_open()
-        if not of.append:  # a further turn belongs to a sample that was counted before
-            self._samples.count("received")
-            if self.clock.trace is not None:
-                self.clock.trace.sample(of.sample_id)
-        try:
-            with self.clock.span("ingest"):
-                self.engines.check(of.engine)
-                return self._take(of, bring())
-        except BaseException as error:  # also where the caller's `tokens` failed, or memory cannot be had
-            told = (
-                replies.no_base64(error, of.sample_id, of.engine)
-                if isinstance(error, replies.NotBase64)
-                else error
-            )
-            if isinstance(told, errors.R3Error):  # a frame's own errors have these names in their text only
-                told.samples, told.engines = told.samples or (of.sample_id,), told.engines or (of.engine,)
-                self._samples.reject(told)
-            if not of.append:
-                self._samples.count("duplicate" if isinstance(told, errors.SampleTwice) else "rejected")
-            if told is error:
-                raise
-            raise told from error
+        with self._receive(turn):
+            return self._take(turn, source, tokens)
 
-    def of_reply(
-        self, of: Arrival, reply: object, tokens: Tokens | Callable[[Any], Tokens], text: memoryview | None = None
-    ) -> Brought:  # fmt: skip
-        """Find the frame of a parsed reply.
+    def take_parsed(
+        self, turn: Turn, reply: object, tokens: Tokens | Callable[[Any], Tokens], text: memoryview | None = None
+    ) -> VerifiedRows | None:  # fmt: skip
+        """Take in a parsed reply, as `Relay.add` does.
 
         Args:
-            of: Whose reply it is.
-            reply: The parsed reply.
+            turn: Whose reply it is, and how it is taken in.
+            reply: The engine's reply, parsed.
             tokens: The whole sequence, or a function that makes it from the parsed reply.
             text: The frame's base64, where it was cut out of the reply. Else the frame is where SGLang puts it.
         """
-        try:
-            source = replies.Base64Text(
-                text or replies.routing_text(reply, sample_id=of.sample_id, engine=of.engine)
-            )
-        except errors.RoutingMissing:
-            if self._samples.config.on_missing != "live":
-                raise
-            source = None
-        return Brought(source, replies.key_of(reply), tokens(reply) if callable(tokens) else tokens)
+        with self._receive(turn):
+            return self._take_parsed(turn, reply, tokens, text)
 
-    def take_body(self, of: Arrival, body: bytes, tokens: Tokens | Callable[[Any], Tokens]) -> Any:
+    def take_body(self, turn: Turn, body: bytes, tokens: Tokens | Callable[[Any], Tokens]) -> Any:
         """Take in a reply's body, as `Relay.add_body` does."""
-        whose, reply = {"sample_id": of.sample_id, "engine": of.engine}, None
-
-        def bring() -> Brought:
-            nonlocal reply
-            one = replies.read_body(partial(replies.last_event, **whose), body, **whose)
-            reply, text = replies.read_body(replies.split_reply, one, **whose)
-            return self.of_reply(of, reply, tokens, text)
-
-        self.take(of, bring)
+        with self._receive(turn):
+            one = replies.read_body(partial(replies.last_event, where=turn.where), body, where=turn.where)
+            reply, text = replies.read_body(replies.split_reply, one, where=turn.where)
+            self._take_parsed(turn, reply, tokens, text)
         return reply
 
     def take_bodies(
-        self, arrivals: Sequence[Arrival], body: bytes, tokens: Callable[[str, Any], Tokens], *, engine: str
+        self, turns: Sequence[Turn], body: bytes, tokens: Callable[[str, Any], Tokens], *, engine: str
     ) -> dict[str, Any]:
         """Take in a body of several samples, as `Relay.add_bodies` does."""
         self.engines.check(engine)
-        names = [of.sample_id for of in arrivals]
-        split = replies.read_body(replies.split_replies, body, sample_id=str(names), engine=engine)
+        names = [turn.sample_id for turn in turns]
+        split = replies.read_body(replies.split_replies, body, where=f"samples {names} from engine {engine}")
         if len(split) != len(set(names)):
             raise errors.UsageError(
                 f"engine {engine}: {len(split)} replies for the samples {names!r}; expected one name for each"
             )
         taken = dict[str, Any]()
-        for of, (reply, text) in zip(arrivals, split, strict=True):
+        for turn, (reply, text) in zip(turns, split, strict=True):
             try:
-                self.take(of, partial(self.of_reply, of, reply, partial(tokens, of.sample_id), text))
-                taken[of.sample_id] = reply
+                self.take_parsed(turn, reply, partial(tokens, turn.sample_id), text)
+                taken[turn.sample_id] = reply
             except errors.R3Error as error:
-                taken[of.sample_id] = error
+                taken[turn.sample_id] = error
         return taken
 
     def cut(self, sample_id: str, tokens: Tokens, kept: int, *, step: int) -> None:
@@ -239,10 +179,10 @@ class Intake:
             _check_cut(sample, tokens_T, kept, where=where)
             last = [turn for turn in sample.turns if turn.first_row < kept - 1][-1]
             rows = last.rows and self.verifier.cut(last.rows, kept - 1, where=where)
-            self._metrics.inc("r3channel_cut_rows_total", sample.tokens - kept)
+            self._metrics.inc("r3channel_cut_rows_total", len(tokens_T) - kept)
             with self._changed:
                 gone = sample.cut(kept, hashes_of(tokens_T[:kept]), rows)
-                self._note(sample, last)
+                self._note(last)
         except errors.R3Error as error:
             error.samples = error.samples or (sample_id,)
             raise
@@ -265,11 +205,12 @@ class Intake:
         number = 0
         self._samples.count("received")
         try:
-            for number, turn in enumerate(turns):
-                reply = Reply(
-                    sample_id, "recovered", turn.key, turn.tokens, turn.tokens_hash, turn.prefix_hash
-                )
-                self._enter(reply, turn.source(), append=number > 0, room_s=0.0)
+            for number, saved in enumerate(turns):
+                turn = Turn(
+                    sample_id, "recovered", append=number > 0, key=saved.key, tokens=saved.tokens,
+                    tokens_hash=saved.tokens_hash, prefix_hash=saved.prefix_hash,
+                )  # fmt: skip
+                self._enter(turn, saved.source(), room_s=0.0)
         except errors.R3Error:
             if not self._samples.drop([sample_id] if number else [], outcome="rejected"):
                 self._samples.count("rejected")
@@ -278,8 +219,9 @@ class Intake:
 
     def probe(self, reply: Mapping[str, Any], *, engine: str, tokens: int) -> None:
         """Check an engine by a probe's reply, as `Relay.check_engine` does."""
+        where = f"sample probe from engine {engine}"
         try:
-            hello, data = Hello.split(replies.frame_bytes_of(reply, sample_id="probe", engine=engine))
+            hello, data = Hello.split(replies.frame_bytes_of(reply, where=where))
             if hello is not None:
                 self.engines.greet(hello, engine=engine)
             if data[:3] != FRAME_MAGIC[:3]:
@@ -288,7 +230,6 @@ class Intake:
                     "installed in the engine's environment, and was R3CHANNEL_ENGINE=1 set when it started? The engine's "
                     "log names a hook that failed"
                 )
-            where = f"sample probe from engine {engine}"
             rows = self.verifier.keep(InHand(data), where=where, max_rows=tokens)
             self._samples.free(rows)
             if rows.end_row != tokens - 1:
@@ -302,86 +243,110 @@ class Intake:
 
     # -- one reply -------------------------------------------------------------------------------------------------
 
-    def _take(self, of: Arrival, brought: Brought) -> VerifiedRows | None:
-        tokens_T, source = as_tokens(brought.tokens), brought.source or InHand(b"")
-        if len(tokens_T) < 2:
-            raise errors.RowCountMismatch(
-                f"sample {of.sample_id} from engine {of.engine}: {len(tokens_T)} tokens, which have no row; expected two or more"
-            )
-        live, nbytes = brought.source is None, source.left
-        reply = Reply(
-            of.sample_id, of.engine, brought.key, len(tokens_T), *hashes_of(tokens_T), live=live, cut=of.cut
-        )
-        if of.append:
-            reply.held_rows = self._samples.rows_held(of.sample_id)
-            reply.held_hash = hash_tokens(tokens_T[: reply.held_rows])
-        turn = self._enter(
-            reply, source, append=of.append, room_s=self._samples.config.backpressure_timeout_s
-        )
-        if (recorder := self._samples.recorder) is not None:
-            recorder.keep(of.sample_id, tokens_T)
-        self._metrics.inc("r3channel_rows_total", turn.end_row - turn.first_row)
-        for name, own in reply.tensors.rows.items() if reply.tensors else ():
-            self._metrics.inc("r3channel_tensor_bytes_total", own.nbytes, tensor=name)
-        if reply.rows is not None:
-            self._metrics.inc("r3channel_bytes_total", nbytes, leg="engine_frame")
-        return reply.rows
+    @contextmanager
+    def _receive(self, turn: Turn) -> Generator[None]:
+        """Receive a reply: count it, and what becomes of it.
 
-    def _enter(self, reply: Reply, source: Source, *, append: bool, room_s: float) -> Turn:
+        All calls that add a reply use this. The reply counts as received at once, so that the outcomes add up whatever becomes
+        of it.
+        """
+        self._samples.check_open()
+        if not turn.append:  # a further turn belongs to a sample that was counted before
+            self._samples.count("received")
+            if self.clock.trace is not None:
+                self.clock.trace.sample(turn.sample_id)
         try:
-            self._read(reply, source, room_s=room_s)
-            with self._changed:
-                turn = self._table.reply(reply, append=append, now_s=time.monotonic())
-                self._note(self._table.samples[reply.sample_id], turn)
-            return turn
-        except BaseException:
-            unclaimed = None
-            if reply.reference is not None:  # the reply's direct frame is dropped, too
-                with self._changed:
-                    unclaimed = self._table.refuse(reply.reference)
-            self._samples.free(reply.rows, unclaimed)
-            if reply.tensors is not None:
-                reply.tensors.block.free()
+            with self.clock.span("ingest"):
+                self.engines.check(turn.engine)
+                yield
+        except BaseException as error:  # also where the caller's `tokens` failed, or memory cannot be had
+            if isinstance(error, errors.R3Error):  # many have these names in their text only
+                error.samples = error.samples or (turn.sample_id,)
+                error.engines = error.engines or (turn.engine,)
+                self._samples.reject(error)
+            if not turn.append:
+                self._samples.count("duplicate" if isinstance(error, errors.SampleTwice) else "rejected")
             raise
 
-    def _read(self, reply: Reply, source: Source, *, room_s: float) -> None:
+    def _take_parsed(
+        self, turn: Turn, reply: object, tokens: Tokens | Callable[[Any], Tokens], text: memoryview | None
+    ) -> VerifiedRows | None:
+        try:
+            source = replies.Base64Text(
+                text or replies.routing_text(reply, where=turn.where), where=turn.where
+            )
+        except errors.RoutingMissing:
+            if self._samples.config.on_missing != "live":
+                raise
+            source = None
+        turn.key = replies.key_of(reply)
+        return self._take(turn, source, tokens(reply) if callable(tokens) else tokens)
+
+    def _take(self, turn: Turn, source: Source | None, tokens: Tokens) -> VerifiedRows | None:
+        tokens_T, nbytes = as_tokens(tokens), source.left if source else 0
+        if len(tokens_T) < 2:
+            raise errors.RowCountMismatch(
+                f"{turn.where}: {len(tokens_T)} tokens, which have no row; expected two or more"
+            )
+        turn.live, turn.tokens = source is None, len(tokens_T)
+        turn.tokens_hash, turn.prefix_hash = hashes_of(tokens_T)
+        if turn.append:
+            turn.first_row = self._samples.rows_held(turn.sample_id)
+            turn.held_hash = hash_tokens(tokens_T[: turn.first_row])
+        self._enter(turn, source or InHand(b""), room_s=self._samples.config.backpressure_timeout_s)
+        if (recorder := self._samples.recorder) is not None:
+            recorder.keep(turn.sample_id, tokens_T)
+        self._metrics.inc("r3channel_rows_total", turn.end_row - turn.first_row)
+        for name, own in turn.tensors.rows.items() if turn.tensors else ():
+            self._metrics.inc("r3channel_tensor_bytes_total", own.nbytes, tensor=name)
+        rows = None if turn.reference else turn.rows
+        if rows is not None:
+            self._metrics.inc("r3channel_bytes_total", nbytes, leg="engine_frame")
+        return rows
+
+    def _enter(self, turn: Turn, source: Source, *, room_s: float) -> None:
+        try:
+            self._read(turn, source, room_s=room_s)
+            with self._changed:
+                self._table.reply(turn, now_s=time.monotonic(), cut=self.verifier.cut)
+                self._note(turn)
+        except BaseException:
+            gone = turn.rows
+            if turn.reference is not None:  # the reply's direct frame is dropped, too
+                with self._changed:
+                    gone = self._table.refuse(turn.name)
+            self._samples.free(gone)
+            if turn.tensors is not None:
+                turn.tensors.block.free()
+            raise
+
+    def _read(self, turn: Turn, source: Source, *, room_s: float) -> None:
         """Keep a reply's frame or its reference, and the tensors behind it."""
         begun = source.take(min(nbytes := source.left, REFERENCE_BYTES))
         referred, key = bytes(begun[: len(REFERENCE_MAGIC)]) == REFERENCE_MAGIC, None
-        if reply.cut and (self._tensors or referred):
-            raise errors.UsageError(
-                f"{reply.where}: cut=True, and rows come directly, or token_tensors are declared"
-            )
+        if turn.cut and self._tensors:
+            raise errors.UsageError(f"{turn.where}: cut=True, and token_tensors are declared")
+        what: VerifiedRows | FrameReference | None = None
         if referred:
-            reply.reference = self._reference(begun, source)
-            key = reply.reference.sample_key
-        elif not reply.live:
+            what = turn.reference = self._reference(begun, source)
+        elif not turn.live:
             self._samples.expire()
-            reply.rows = self.verifier.keep(
-                source, where=reply.where, max_rows=MOST_ROWS if reply.cut else reply.tokens, room_s=room_s, begun=begun,
+            what = turn.rows = self.verifier.keep(
+                source, where=turn.where, max_rows=MOST_ROWS if turn.cut else turn.tokens, room_s=room_s, begun=begun,
                 more=bool(self._tensors),
             )  # fmt: skip
-            key = reply.rows.sample_key
-            begin = max(reply.held_rows, reply.rows.first_row)
-            reply.cut = reply.cut and begin + 1 < reply.tokens <= reply.rows.end_row
-            if reply.cut:
-                reply.rows = self._cut(reply.rows, reply.tokens - 1, where=reply.where)
+        if what is not None:
+            key, begin = what.sample_key, max(turn.first_row, what.first_row)
+            turn.cut = turn.cut and begin + 1 < turn.tokens <= what.end_row
+            if turn.cut:
+                self._metrics.inc("r3channel_cut_rows_total", what.end_row - turn.end_row)
+                if turn.rows is not None:
+                    turn.rows = self.verifier.cut(turn.rows, turn.end_row, where=turn.where, room_s=room_s)
         if self._tensors and nbytes:
-            reply.tensors = keep_tensors(
-                source, self._samples.store, self._tensors, where=reply.where, tokens=reply.tokens,
-                held_rows=reply.held_rows, key=key, room_s=room_s,
+            turn.tensors = keep_tensors(
+                source, self._samples.store, self._tensors, where=turn.where, tokens=turn.tokens,
+                held_rows=turn.first_row, key=key, room_s=room_s,
             )  # fmt: skip
-
-    def _cut(self, rows: VerifiedRows, end_row: int, *, where: str) -> VerifiedRows:
-        try:
-            kept = rows.cut(end_row, where=where)
-            # a frame of its own, so that a recovery after a kill finds these rows alone
-            data = head_of(kept, self._spec) + kept.ids_TLK.tobytes()
-            room_s = self._samples.config.backpressure_timeout_s
-            return self.verifier.keep(InHand(data), where=where, max_rows=end_row + 1, room_s=room_s)
-        finally:
-            self._metrics.inc("r3channel_cut_rows_total", rows.end_row - end_row)
-            self._samples.free(rows)
 
     def _reference(self, begun: memoryview, source: Source) -> FrameReference:
         if source.left and not self._tensors:
@@ -391,28 +356,28 @@ class Intake:
             )
         return FrameReference.from_bytes(begun)
 
-    def _note(self, sample: Sample, turn: Turn) -> None:
+    def _note(self, turn: Turn) -> None:
         """Write to the journal whose frame this is, once both are here."""
         if self._samples.journal is None or turn.rows is None:
             return
+        number = self._table.samples[turn.sample_id].turns.index(turn)
         try:
             self._samples.journal.note(
-                turn.rows.ref, sample_id=sample.name, turn=sample.turns.index(turn), key=turn.key,
-                tokens_hash=sample.tokens_hash, prefix_hash=sample.prefix_hash,
+                turn.rows.ref, sample_id=turn.sample_id, turn=number, key=turn.key, tokens_hash=turn.tokens_hash,
+                prefix_hash=turn.prefix_hash,
             )  # fmt: skip
         except errors.StoreFull as error:
             # the table has the frame already; after a kill nobody knows whose it is
-            log.warning("r3channel: sample %s would not survive a kill: %s", sample.name, error)
+            log.warning("r3channel: sample %s would not survive a kill: %s", turn.sample_id, error)
 
 
 def _check_cut(sample: Sample, tokens_T: Ids, kept: int, *, where: str) -> None:
-    if (len(tokens_T), hashes_of(tokens_T)[0]) != (sample.tokens, sample.tokens_hash):
+    last = sample.last
+    if (len(tokens_T), hashes_of(tokens_T)[0]) != (last.tokens, last.tokens_hash):
         raise errors.TurnMismatch(
-            f"{where}: {len(tokens_T)} tokens are not the {sample.tokens} that its rows were made for; expected the same",
-            samples=[sample.name],
+            f"{where}: {len(tokens_T)} tokens are not the {last.tokens} that its rows were made for; expected the same"
         )
-    if not 2 <= kept <= sample.tokens:
+    if not 2 <= kept <= last.tokens:
         raise errors.RowCountMismatch(
-            f"{where}: {kept} of {sample.tokens} tokens are to be left; expected two at least",
-            samples=[sample.name],
+            f"{where}: {kept} of {last.tokens} tokens are to be left; expected two at least"
         )

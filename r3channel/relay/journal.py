@@ -21,7 +21,7 @@ import struct
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -261,34 +261,28 @@ def dead_relays(root: Path, *, but: Path) -> Generator[list[Remains]]:
     Raises:
         UsageError: A relay that lives, or another recovery, holds all of the folders.
     """
-    locks = dict[Path, int | None]()
-    try:
+    locked = dict[Path, bool]()
+    with ExitStack() as held:
         for path in root.glob(f"{_PREFIX}*"):
             with suppress(FileNotFoundError):  # a relay that closes meanwhile takes its folder with it
                 if path != but:
-                    locks[path] = _lock(path)
-        free = [path for path, lock in locks.items() if lock is not None]
-        if locks and not free:
-            raise errors.UsageError(f"{sorted(map(str, locks))} belong to relays that live; end those first")
+                    locked[path] = _lock(path, held)
+        free = [path for path, ours in locked.items() if ours]
+        if locked and not free:
+            raise errors.UsageError(f"{sorted(map(str, locked))} belong to relays that live; end those first")
         yield [read_remains(path) for path in sorted(free, key=lambda path: path.stat().st_mtime)]
-    finally:
-        for lock in locks.values():
-            if lock is not None:
-                os.close(lock)
 
 
-def _lock(folder: Path) -> int | None:
+def _lock(folder: Path, held: ExitStack) -> bool:
+    """Return whether the folder is locked now, until `held` ends."""
     file = os.open(folder / LOCK, os.O_RDWR)
+    held.callback(os.close, file)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.stat(folder / LOCK)  # FileNotFoundError: its relay closed just now, and deleted the folder
     except BlockingIOError:
-        os.close(file)
-        return None
-    except BaseException:
-        os.close(file)
-        raise
-    return file
+        return False
+    os.stat(folder / LOCK)  # FileNotFoundError: its relay closed just now, and deleted the folder
+    return True
 
 
 @dataclass

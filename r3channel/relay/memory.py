@@ -126,14 +126,11 @@ class Store:
         """Wait for room, then count it. The caller holds the lock."""
         if self._closed:
             raise UsageError("the store is closed")
-        if not self._waiting and nbytes <= self.ceiling_bytes - self.live_bytes:
-            self.live_bytes += nbytes
-            self._blocks += 1
-            return
         if nbytes > self.ceiling_bytes:  # it never fits, and would hold up all others
             timeout_s = 0.0
         deadline_s, mine = time.monotonic() + timeout_s, _Waiter(nbytes)
         self._waiting.append(mine)
+        self._grant()
         while not (mine.granted or self._closed) and (left_s := deadline_s - time.monotonic()) > 0:
             self._changed.wait(left_s)
         if mine.granted:

@@ -76,7 +76,7 @@ def merged_frame(
     """
     halves = list[SampleRouting]()
     for reply, engine in ((prefill, "prefill"), (decode, "decode")):
-        data = frame_bytes_of(reply, sample_id=sample_id, engine=engine)
+        data = frame_bytes_of(reply, where=f"sample {sample_id} from engine {engine}")
         frame = parse_frame(data, spec=spec, sample_id=sample_id, engine=engine)
         halves.append(frame.routing(sample_id=sample_id))
     whole = merge(*halves)

@@ -32,9 +32,10 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
-from r3channel.relay.intake import Arrival, Brought, Intake, Tokens
+from r3channel.relay.intake import Intake, Tokens
 from r3channel.relay.journal import Recovery, take_over
 from r3channel.relay.row_server import RowServer
+from r3channel.relay.sample_table import Turn
 from r3channel.relay.samples import NAMED, Samples
 from r3channel.relay.sealed_steps import Steps
 from r3channel.relay.verify import VerifiedRows
@@ -151,10 +152,6 @@ class Relay:
             self.intake, token=obtain_token(path), host=self.config.interface, port=self.config.ingest_port,
             max_body_bytes=min(self.config.store_bytes, _MOST_BODY_BYTES),
         )  # fmt: skip
-        self.samples.engines.hears, self.samples.engines.unreached = (
-            self._door.hears,
-            self._door.unreached_address,
-        )
         return self._door.url
 
     def expect_engines(self, engines: Iterable[str], *, timeout_s: float) -> None:
@@ -202,7 +199,7 @@ class Relay:
                 `routed_experts_start_len = rows_held`. `tokens` is the whole sequence again. Gaps, overlaps and changed tokens
                 are refused, and the rows that are held stay.
             cut: `tokens` may end before what was generated, as where a limit or a stop string was applied afterwards. All rows
-                are verified, and the rows of the remaining tokens are kept. Not with direct delivery or token tensors.
+                are verified, and the rows of the remaining tokens are kept. Not with token tensors.
 
         Returns:
             The verified rows. None when the reply holds a frame reference: the frame comes directly, `seal` waits for it, and
@@ -212,9 +209,7 @@ class Relay:
             RoutingError: A typed error that names sample and engine. Nothing is kept. The caller decides what happens to a bad
                 sample.
         """
-
-        of = Arrival(sample_id, engine, append, cut)
-        return self.intake.take(of, lambda: self.intake.of_reply(of, reply, tokens))
+        return self.intake.take_parsed(Turn(sample_id, engine, append, cut), reply, tokens)
 
     @check_types
     def add_body(
@@ -246,8 +241,7 @@ class Relay:
             RoutingMissing: The body is no JSON object.
             UsageError: The body holds several samples.
         """
-
-        return self.intake.take_body(Arrival(sample_id, engine, append, cut), body, tokens)
+        return self.intake.take_body(Turn(sample_id, engine, append, cut), body, tokens)
 
     @check_types
     def add_bodies(
@@ -277,9 +271,8 @@ class Relay:
             RoutingMissing: The body is no JSON.
             UsageError: The body has more or fewer replies than there are names.
         """
-
-        arrivals = [Arrival(name, engine, append, cut) for name in sample_ids]
-        return self.intake.take_bodies(arrivals, body, tokens, engine=engine)
+        turns = [Turn(name, engine, append, cut) for name in sample_ids]
+        return self.intake.take_bodies(turns, body, tokens, engine=engine)
 
     @check_types
     def add_frame(
@@ -289,10 +282,7 @@ class Relay:
 
         The frame may come from a recording, from another transport or from `pd_merge.merged_frame`.
         """
-
-        return self.intake.take(
-            Arrival(sample_id, engine, append), lambda: Brought(InHand(data), None, tokens)
-        )
+        return self.intake.take(Turn(sample_id, engine, append), InHand(data), tokens)
 
     @check_types
     def add_live(self, sample_id: str, tokens: Tokens, *, append: bool = False) -> None:
@@ -303,8 +293,7 @@ class Relay:
             tokens: The whole sequence, prompt and response.
             append: The sample is here; leave only the rows of its further tokens to the live router.
         """
-
-        self.intake.take(Arrival(sample_id, append=append), lambda: Brought(None, None, tokens))
+        self.intake.take(Turn(sample_id, append=append), None, tokens)
 
     @check_types
     def cut(self, sample_id: str, tokens: Tokens, kept: int, *, step: int) -> None:
@@ -546,7 +535,7 @@ class Relay:
         watch("r3channel_oldest_in_flight_seconds", steps.oldest_s)
         watch("r3channel_background_thread_alive", lambda: float(samples.broken is None))
         watch("r3channel_recording_lost_steps", self._lost_steps)
-        watch("r3channel_connection", lambda: rows.connection)
+        watch("r3channel_connection", lambda: max(rows.status()["lives"].values(), default=0))
 
     def _lost_steps(self) -> float:
         if (recorder := self.samples.recorder) is None:

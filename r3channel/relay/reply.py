@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 from r3channel.errors import FrameCorrupt, FrameError, RoutingMissing, UsageError
 from r3channel.wire.frame import sample_key
 from r3channel.wire.header import HEADER_BYTES, announced_bytes
-from r3channel.wire.source import Source
+from r3channel.wire.source import Pieces
 
 ROUTING_FIELD = "routed_experts"
 _SLICE_CHARACTERS = 256 << 10
@@ -61,52 +61,40 @@ def decode_base64(text: str | bytes | memoryview) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-class NotBase64(ValueError):
-    """A text that was read as base64 is not base64."""
+class Base64Text(Pieces):
+    """The bytes of a reply's base64 text, decoded slice by slice.
 
-
-class Base64Text(Source):
-    """The bytes of a base64 text, decoded slice by slice.
-
-    No memory of the whole text's size is taken. The constructor, and a read of a bad slice, raise NotBase64, a ValueError as of
-    `decode_base64`.
+    No memory of the whole text's size is taken. The constructor, and a read of a bad slice, raise FrameCorrupt.
 
     >>> source = Base64Text("AQIDBA==")
     >>> source.left, bytes(source.take(3)), bytes(source.take(1))
     (4, b'\\x01\\x02\\x03', b'\\x04')
     """
 
-    def __init__(self, text: str | memoryview) -> None:
-        self._text, self._at, self._ahead = text, 0, memoryview(b"")
+    def __init__(self, text: str | memoryview, *, where: str = "a reply") -> None:
+        self._text, self._at, self._where = text, 0, where
         end = text[-2:] if isinstance(text, str) else bytes(text[-2:]).decode("latin-1")
         if len(text) % 4:
-            raise NotBase64(f"{len(text)} characters, expected a multiple of 4")
+            raise self._corrupt(f"{len(text)} characters, expected a multiple of 4")
         self.left = len(text) // 4 * 3 - end.count("=")
 
-    def fill(self, out_N: memoryview) -> None:
-        at, size = 0, len(out_N)
-        while at < size:
-            if not self._ahead:
-                self._ahead = self._next()
-            part = self._ahead[: size - at]
-            out_N[at : at + len(part)] = part
-            self._ahead = self._ahead[len(part) :]
-            at += len(part)
-        self.left -= size
-
-    def _next(self) -> memoryview:
+    def receive(self, out_N: memoryview) -> int:
         text = self._text[self._at : self._at + _SLICE_CHARACTERS]
         self._at += len(text)
         try:
             data = decode_base64(text)
         except ValueError as error:
-            raise NotBase64(str(error)) from error
+            raise self._corrupt(error) from error
         if not data or (len(data) != len(text) // 4 * 3 and self._at < len(self._text)):
-            raise NotBase64("padding within the text")
-        return memoryview(data)
+            raise self._corrupt("padding within the text")
+        self._ahead = memoryview(data)
+        return 0
+
+    def _corrupt(self, why: object) -> FrameCorrupt:
+        return FrameCorrupt(f"{self._where}: {ROUTING_FIELD} is not base64, expected a frame: {why}")
 
 
-def last_event(body: bytes, *, sample_id: str, engine: str) -> bytes:
+def last_event(body: bytes, *, where: str) -> bytes:
     """Return the data of an event stream's last event with a frame.
 
     A body that is no stream is returned whole. Without a frame in any event, the result is the last event's data, which may be an
@@ -122,7 +110,7 @@ def last_event(body: bytes, *, sample_id: str, engine: str) -> bytes:
     for reply in (parse(line[5:]) for line in lines if b'"index"' in line):
         indices = [each.get("index") for each in (reply, *_choices_of(reply)) if _is_object(each)]
         if any(indices):  # an OpenAI route's stream has one frame, which may be any choice's
-            raise _several("events of several choices", sample_id, engine)
+            raise _several("events of several choices", where)
     # An event of usage may follow the frame's. An event whose field is no text goes before one without the field, so that the
     # error names the field.
     return max(reversed(lines), key=lambda line: (_value_at(line) > 0, _KEY in line), default=b"")[5:]
@@ -221,9 +209,9 @@ def _choices_of(reply: object) -> list[Any]:
     return [choice for choice in choices if _is_object(choice)] if _is_list(choices) else []
 
 
-def _several(what: str, sample_id: str, engine: str) -> UsageError:
+def _several(what: str, where: str) -> UsageError:
     return UsageError(
-        f"sample {sample_id} from engine {engine}: the reply holds {what}, expected one sample. Was n above 1, or were several "
+        f"{where}: the reply holds {what}, expected one sample. Was n above 1, or were several "
         "prompts sent? `add_bodies` takes such a body; or `add` each item of the parsed list by itself"
     )
 
@@ -244,8 +232,12 @@ def _text_at(body: bytes, begin: int) -> tuple[memoryview, int]:
     return memoryview(parse(body[begin - 1 : end + 1]).encode()), end  # the text has escaped characters
 
 
-def routing_text(reply: object, *, sample_id: str, engine: str) -> str:
+def routing_text(reply: object, *, where: str) -> str:
     """Return the text of a reply's routing field.
+
+    Args:
+        reply: The parsed reply.
+        where: Whose reply it is, for errors.
 
     Raises:
         RoutingMissing: There is no such field. If the reply is an error, the message has the engine's own words.
@@ -253,11 +245,10 @@ def routing_text(reply: object, *, sample_id: str, engine: str) -> str:
         UsageError: The reply is of several samples.
     """
     if _is_list(reply) or len(_choices_of(reply)) > 1:
-        raise _several("a list of replies or choices", sample_id, engine)
+        raise _several("a list of replies or choices", where)
     text = _holder_of(reply).get(ROUTING_FIELD)
     if isinstance(text, str) and text:
         return text
-    where = f"sample {sample_id} from engine {engine}"
     if _is_object(reply) and (place := _place_of(reply)):
         raise FrameError(
             f"{where}: {ROUTING_FIELD} is at {place}, expected text at meta_info, sglext or choices[0].meta_info. Is it another "
@@ -267,9 +258,7 @@ def routing_text(reply: object, *, sample_id: str, engine: str) -> str:
     raise RoutingMissing(
         f"{where}: no {ROUTING_FIELD} in the reply, expected a frame. "
         + (f"The engine says: {str(said)[:300]}. " if said else "")
-        + "Was return_routed_experts set, and was the server started with --enable-return-routed-experts?",
-        samples=[sample_id],
-        engines=[engine],
+        + "Was return_routed_experts set, and was the server started with --enable-return-routed-experts?"
     )
 
 
@@ -284,7 +273,7 @@ def _place_of(reply: Any) -> str:
     return ""
 
 
-def frame_bytes_of(reply: object, *, sample_id: str, engine: str) -> bytes:
+def frame_bytes_of(reply: object, *, where: str) -> bytes:
     """Return the bytes of a reply's routing field.
 
     The bytes are a frame, a frame reference, or an engine's hello and a frame.
@@ -293,18 +282,8 @@ def frame_bytes_of(reply: object, *, sample_id: str, engine: str) -> bytes:
         RoutingMissing: As of `routing_text`.
         FrameCorrupt: The field is not base64.
     """
-    try:
-        return decode_base64(routing_text(reply, sample_id=sample_id, engine=engine))
-    except ValueError as error:
-        raise no_base64(error, sample_id, engine) from error
-
-
-def no_base64(error: ValueError, sample_id: str, engine: str) -> FrameCorrupt:
-    return FrameCorrupt(
-        f"sample {sample_id} from engine {engine}: {ROUTING_FIELD} is not base64, expected a frame: {error}",
-        samples=[sample_id],
-        engines=[engine],
-    )
+    source = Base64Text(routing_text(reply, where=where), where=where)
+    return bytes(source.take(source.left))
 
 
 def key_of(reply: object) -> int | None:
@@ -318,7 +297,7 @@ def key_of(reply: object) -> int | None:
     return sample_key(request_id) if isinstance(request_id, str) else None
 
 
-def read_body(read: Callable[[bytes], Any], body: bytes, *, sample_id: str, engine: str) -> Any:
+def read_body(read: Callable[[bytes], Any], body: bytes, *, where: str) -> Any:
     """Return what `read` makes of a body.
 
     Raises:
@@ -328,9 +307,7 @@ def read_body(read: Callable[[bytes], Any], body: bytes, *, sample_id: str, engi
         return read(body)
     except ValueError as error:
         raise RoutingMissing(
-            f"sample {sample_id} from engine {engine}: {len(body)} bytes beginning with {body[:40]!r} are no JSON, "
-            f"expected a reply: {error}",
-            samples=[sample_id],
+            f"{where}: {len(body)} bytes beginning with {body[:40]!r} are no JSON, expected a reply: {error}"
         ) from error
 
 

@@ -44,6 +44,11 @@ _TAKEN_S = 5.0
 """Seconds within which a receiver posts its first receive over a process group, and takes each bucket. Else its connection ends,
 because all others wait for their turn meanwhile. Eight megabytes take milliseconds to move and to place."""
 
+_ASKED = {
+    wire.READY: (*wire.SEAL, "group"), wire.GROUP: ("gpu",), wire.DAMAGED: wire.SEAL, wire.DONE: wire.SEAL,
+}  # fmt: skip
+"""Kind of a receiver's record -> the values that it must have."""
+
 
 class RowServer:
     """The listener for receivers, and their connections. States: OPEN -> CLOSED.
@@ -90,12 +95,6 @@ class RowServer:
         """Return the connected receivers, and how many connections each has had."""
         with self._lock:
             return {"connected": sorted(self._serving), "lives": dict(self._lives)}
-
-    @property
-    def connection(self) -> int:
-        """Return the most connections that one receiver has had."""
-        with self._lock:
-            return max(self._lives.values(), default=0)
 
     def close(self, *, timeout_s: float) -> list[str]:
         """End every connection.
@@ -183,21 +182,19 @@ class _Served:
 
     def _answer(self, kind: int, body: bytes) -> None:
         try:
+            expected = kind if kind in _ASKED else wire.DONE
+            values = wire.unpack(kind, body, expected=expected, names=_ASKED[expected])
             if kind == wire.READY:
-                values = wire.unpack(kind, body, expected=wire.READY, names=(*wire.SEAL, "group"))
                 if values["group"] and self._group is None:
                     raise TicketMismatch(f"receiver {self.key} uses a process group and never asked for one")
                 out = self._outgoing(wire.seal_in(values))
                 self._send(out, values["step"], group=bool(values["group"]))
             elif kind == wire.GROUP:
-                values = wire.unpack(kind, body, expected=wire.GROUP, names=("gpu",))
                 self._join_group(values["gpu"])
             elif kind == wire.DAMAGED:
-                values = wire.unpack(kind, body, expected=wire.DAMAGED, names=wire.SEAL)
                 self._delivery.steps.verify_again(wire.seal_in(values), self.key)
                 self._say(wire.AGAIN)
             else:
-                values = wire.unpack(kind, body, expected=wire.DONE, names=wire.SEAL)
                 self._delivery.steps.acknowledge(wire.seal_in(values), self.key)
                 self._say(wire.THANKS)
         except TransportError:

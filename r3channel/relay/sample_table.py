@@ -12,14 +12,17 @@ be freed. The caller holds one lock around each call. A call's time grows with i
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+
+import numpy as np
 
 from r3channel import errors
 from r3channel.errors import R3Error
 from r3channel.plan.ticket import PackedSample, TicketSample, pack_sample
 from r3channel.relay.verify import HeldTensors, VerifiedRows
+from r3channel.wire.digest import fold
 from r3channel.wire.parcel import FrameName, FrameReference
 
 EXPECTED, HELD, FAILED = "EXPECTED", "HELD", "FAILED"
@@ -28,23 +31,52 @@ _REMEMBERED = 1 << 16
 _MOST_FAILED = 1 << 12
 """Most unusable frames that are kept until their replies come. Each takes 1 to 5 kB, which no store counts."""
 
+Cut = Callable[..., VerifiedRows]
+"""`relay.verify.FrameVerifier.cut`."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Turn:
-    """A reply of a sample: rows [first_row, end_row), expected or here."""
+    """A reply of a sample, from the call that brings it to the sample's delivery, with its tokens as two hashes."""
 
-    first_row: int
-    end_row: int
-    engine: str
-    key: int | None
+    sample_id: str
+    engine: str = "?"
+    append: bool = False
+    """The sample is here already."""
+    cut: bool = False
+    """Before the rows are read: whether the tokens may be fewer than were generated. Afterwards: whether they are."""
+    key: int | None = None
     """The request's key, which its frame carries too; None where the reply names none."""
-    name: FrameName | None = None
-    """The name of the frame that is to come directly; None where the reply held it."""
+    tokens: int = 0
+    """The sample's tokens, those of the turns before included."""
+    tokens_hash: int = 0
+    """The hash of all these tokens."""
+    prefix_hash: int = 0
+    """The hash of those with rows: a later turn begins with them."""
+    first_row: int = 0
+    """Rows of the sample that were here before."""
+    held_hash: int | None = None
+    """The hash of the first `first_row` tokens; None where they are not compared."""
+    reference: FrameReference | None = None
+    """It stands for a frame that comes directly; None where the reply held its rows, or has none."""
     rows: VerifiedRows | None = None
-    error: R3Error | None = None
     tensors: HeldTensors | None = None
     live: bool = False
-    """The turn's rows did not come, and are left to the live router."""
+    """The rows did not come, and are left to the live router."""
+    error: R3Error | None = None
+
+    @property
+    def end_row(self) -> int:
+        return self.tokens - 1
+
+    @property
+    def name(self) -> FrameName:
+        """Return the name of the direct frame; zeros where there is none."""
+        return self.reference.name if self.reference else (0, 0)
+
+    @property
+    def where(self) -> str:
+        return f"sample {self.sample_id} from engine {self.engine}"
 
     @property
     def state(self) -> str:
@@ -53,24 +85,22 @@ class Turn:
 
 @dataclass(slots=True)
 class Sample:
-    """A trained sequence, as far as it is known."""
+    """A trained sequence, as far as it is known. There is no sample without a turn."""
 
     name: str
-    tokens: int
-    tokens_hash: int
-    """The hash of all its tokens."""
-    prefix_hash: int
-    """The hash of its tokens with rows: a later turn begins with them."""
-    since_s: float
+    since_s: float = 0.0
     turns: list[Turn] = field(default_factory=list[Turn])
     step: int | None = None
     """The step that has taken it."""
     held: tuple[VerifiedRows, ...] = ()
     """The rows of its turns that are here, in the turns' order. The tuple never changes: another turn makes another tuple."""
-    was_cut: bool = False
-    """Tokens were cut off after they were generated."""
     packed: PackedSample | None = None
     """The finished ticket entry of a sample of one turn, made when its rows come so that `seal` need not; None for others."""
+
+    @property
+    def last(self) -> Turn:
+        """Return the newest turn, whose tokens are the sample's."""
+        return self.turns[-1]
 
     @property
     def error(self) -> R3Error | None:
@@ -93,10 +123,24 @@ class Sample:
     def hold(self, turn: Turn, rows: VerifiedRows | None) -> None:
         """Keep these rows as a turn's."""
         turn.rows = rows
-        self.held, self.packed = tuple([one.rows for one in self.turns if one.rows]), None
-        if rows and len(self.turns) == 1:
-            told = rows.fold, rows.provenance, rows.invalid
-            self.packed = pack_sample(TicketSample(self.name, self.tokens, self.tokens_hash, *told))
+        self.held = tuple([one.rows for one in self.turns if one.rows])
+        self.packed = self.pack() if rows and len(self.turns) == 1 else None
+
+    def pack(self) -> PackedSample:
+        """Return what the ticket says of the sample."""
+        held, invalid = self.held, list[tuple[int, int]]()
+        for turn in self.turns:
+            rows = turn.rows
+            # the last token has no row
+            missing = [(turn.first_row, turn.end_row)] if turn.first_row < turn.end_row else []
+            for start, end in missing if rows is None else rows.invalid:  # rows that nobody has are invalid
+                if invalid and invalid[-1][1] == start:  # ranges that touch are one
+                    start = invalid.pop()[0]
+                invalid.append((start, end))
+        digest = fold(np.add.reduce([rows.digests_L for rows in held])) if held else 0
+        spans = tuple(span for rows in held for span in rows.provenance)
+        tokens = self.last.tokens, self.last.tokens_hash
+        return pack_sample(TicketSample(self.name, *tokens, digest, spans, tuple(invalid)))
 
     def cut(
         self, tokens: int, hashes: tuple[int, int], rows: VerifiedRows | None
@@ -112,38 +156,11 @@ class Sample:
             The rows of the turns behind, which the caller frees.
         """
         end_row, turns = tokens - 1, self.turns
-        self.tokens, (self.tokens_hash, self.prefix_hash), self.was_cut = tokens, hashes, True
         self.turns = [turn for turn in turns if turn.first_row < end_row]
-        self.turns[-1].end_row = end_row
-        self.hold(self.turns[-1], rows)
+        last = self.last
+        last.tokens, (last.tokens_hash, last.prefix_hash), last.cut = tokens, hashes, True
+        self.hold(last, rows)
         return [turn.rows for turn in turns if turn.first_row >= end_row]
-
-
-@dataclass(slots=True)
-class Reply:
-    """The contents of a reply, with its tokens as two hashes."""
-
-    sample_id: str
-    engine: str
-    key: int | None
-    tokens: int
-    tokens_hash: int
-    prefix_hash: int
-    held_rows: int = 0
-    """Rows of the sample that were here before this further turn came."""
-    held_hash: int | None = None
-    """The hash of the first `held_rows` tokens; None where the reply is no further turn."""
-    rows: VerifiedRows | None = None
-    reference: FrameReference | None = None
-    tensors: HeldTensors | None = None
-    live: bool = False
-    """The reply came without routing, and its rows are left to the live router."""
-    cut: bool = False
-    """Before the rows are read: whether the tokens may be fewer than were generated. Afterwards: whether they are."""
-
-    @property
-    def where(self) -> str:
-        return f"sample {self.sample_id} from engine {self.engine}"
 
 
 @dataclass(slots=True)
@@ -158,7 +175,7 @@ class SampleTable:
     def __init__(self) -> None:
         self.samples: dict[str, Sample] = {}
         """The samples in the order of their newest replies."""
-        self._awaited: dict[FrameName, tuple[Sample, Turn]] = {}
+        self._awaited: dict[FrameName, Turn] = {}
         self._unclaimed: dict[FrameName, _Unclaimed] = {}
         self._failed: deque[FrameName] = deque()
         """Unclaimed frames that cannot be used, the oldest first, and some that have gone since."""
@@ -174,91 +191,70 @@ class SampleTable:
         A frame reference promises the rows of its frame.
         """
         sample = self.samples.get(name)
-        return sample.turns[-1].end_row if sample and sample.turns else 0
+        return sample.last.end_row if sample else 0
 
-    def reply(self, reply: Reply, *, append: bool, now_s: float) -> Turn:
+    def reply(self, turn: Turn, *, now_s: float, cut: Cut | None = None) -> None:
         """Take a reply with rows, a frame reference, or neither.
 
         The frame of a frame reference is here or will come. After an error nothing has changed, and the rows are still the
-        caller's.
+        caller's, who sets the names that the error carries.
+
+        Args:
+            turn: The reply.
+            now_s: The time.
+            cut: `FrameVerifier.cut`, for the direct frame of a turn whose tokens were cut.
 
         Raises:
-            SampleTwice: The sample is here, and `append` is not set or a step has taken it.
+            SampleTwice: The sample is here, and the reply is no further turn or a step has taken it.
             SampleUnknown: The sample has no turn to append to.
             TurnMismatch: The rows or the tokens do not continue the turns before.
             RowCountMismatch: The rows do not fit the reply's tokens.
             FrameCorrupt: The frame belongs to another request, or was damaged on its way.
             FrameReferenceInvalid: The frame reference is for another request.
         """
-        sample, rows = self._check_name(reply, append=append), reply.rows
-        first_row = self.rows_announced(reply.sample_id)
-        turn = Turn(
-            first_row, reply.tokens - 1, reply.engine, reply.key, tensors=reply.tensors, live=reply.live
-        )
-        if reply.reference is not None:
-            turn.name, rows = self._claim(reply, reply.reference)
-            turn.key = reply.reference.sample_key  # equal to the reply's key, if the reply names its request
-        source = rows or reply.reference
-        if source is not None:
-            _check_fit(reply, source, held_rows=first_row)
-        if sample is not None and reply.held_hash not in (None, sample.prefix_hash):
+        sample, rows, reference, kept = self._check_name(turn), turn.rows, turn.reference, None
+        turn.first_row = self.rows_announced(turn.sample_id)
+        if reference is not None:
+            if turn.key not in (None, reference.sample_key):
+                raise errors.FrameReferenceInvalid(
+                    f"{turn.where}: the frame reference is for request key {reference.sample_key:#x}, the reply for "
+                    f"{turn.key:#x}; were replies swapped?"
+                )
+            turn.key, kept = reference.sample_key, self._unclaimed.get(turn.name)
+        if (source := rows or reference) is not None:
+            _check_fit(turn, source)
+        if sample is not None and turn.held_hash not in (None, sample.last.prefix_hash):
             raise errors.TurnMismatch(
-                f"{reply.where}: the first {first_row} tokens differ from those that the held rows were made for; expected the "
-                "same. Was the conversation tokenized anew? Append token ids, not text",
-                samples=[reply.sample_id],
+                f"{turn.where}: the first {turn.first_row} tokens differ from those that the held rows were made for; expected "
+                "the same. Was the conversation tokenized anew? Append token ids, not text"
             )
-        sample = self._put(reply, now_s=now_s)
+        if kept is not None:
+            rows = _of_turn(turn, kept.what, cut)
+            if isinstance(rows, R3Error):
+                raise rows
+        sample = self.samples.pop(turn.sample_id, None) or Sample(turn.sample_id)
+        self.samples[sample.name] = sample  # at the end, where the newest are
+        sample.since_s = now_s
         sample.turns.append(turn)
         sample.hold(turn, rows)
-        if turn.name is not None and self._unclaimed.pop(turn.name, None) is None:
-            self._awaited[turn.name] = (sample, turn)
-            self._incomplete[sample.name] = sample
-        elif turn.name is not None:
+        if kept is not None:
+            del self._unclaimed[turn.name]
             self._use(turn.name)
-        return turn
+        elif reference is not None:
+            self._awaited[turn.name] = turn
+            self._incomplete[sample.name] = sample
 
-    def _check_name(self, reply: Reply, *, append: bool) -> Sample | None:
-        sample = self.samples.get(reply.sample_id)
-        if sample is not None and (not append or sample.step is not None):
+    def _check_name(self, turn: Turn) -> Sample | None:
+        sample = self.samples.get(turn.sample_id)
+        if sample is not None and (not turn.append or sample.step is not None):
             where = "waits for a step" if sample.step is None else f"is in step {sample.step}"
             raise errors.SampleTwice(
-                f"sample {reply.sample_id} was added twice; the first {where}. Was a request retried?",
-                samples=[reply.sample_id],
+                f"sample {turn.sample_id} was added twice; the first {where}. Was a request retried?"
             )
-        if sample is None and append:
+        if sample is None and turn.append:
             raise errors.SampleUnknown(
-                f"sample {reply.sample_id} has no turn to append to; rejected, discarded, expired or sealed before?",
-                samples=[reply.sample_id],
+                f"sample {turn.sample_id} has no turn to append to; rejected, discarded, expired or sealed before?"
             )
-        return sample
-
-    def _claim(self, reply: Reply, reference: FrameReference) -> tuple[FrameName, VerifiedRows | None]:
-        """Return the frame's name, and its rows if they are here."""
-        if reply.key is not None and reference.sample_key != reply.key:
-            raise errors.FrameReferenceInvalid(
-                f"{reply.where}: the frame reference is for request key {reference.sample_key:#x}, the reply for "
-                f"{reply.key:#x}; were replies swapped?",
-                samples=[reply.sample_id],
-            )
-        kept = self._unclaimed.get(reference.name)
-        if kept is None:
-            return reference.name, None
-        if isinstance(kept.what, R3Error):
-            raise _of_sample(kept.what, reply.sample_id)
-        if kept.what.sample_key != reference.sample_key:
-            raise errors.FrameCorrupt(
-                f"{reply.where}: the frame belongs to request key {kept.what.sample_key:#x}, its frame reference says "
-                f"{reference.sample_key:#x}; were replies swapped?",
-                samples=[reply.sample_id],
-            )
-        return reference.name, kept.what
-
-    def _put(self, reply: Reply, *, now_s: float) -> Sample:
-        sample = self.samples.pop(reply.sample_id, None) or Sample(reply.sample_id, 0, 0, 0, now_s)
-        sample.tokens, sample.since_s = reply.tokens, now_s
-        sample.tokens_hash, sample.prefix_hash = reply.tokens_hash, reply.prefix_hash
-        sample.was_cut |= reply.cut
-        self.samples[reply.sample_id] = sample  # at the end, where the newest are
         return sample
 
     # -- frames that come directly ---------------------------------------------------------------------------------
@@ -271,11 +267,11 @@ class SampleTable:
         kept = self._unclaimed.get(name)
         return name not in self._used and (kept is None or isinstance(kept.what, R3Error))
 
-    def owner(self, name: FrameName) -> tuple[Sample, Turn] | None:
-        """Return the sample and the turn that wait for a frame."""
+    def owner(self, name: FrameName) -> Turn | None:
+        """Return the turn that waits for a frame."""
         return self._awaited.get(name)
 
-    def frame(self, name: FrameName, what: VerifiedRows | R3Error, *, now_s: float) -> bool:
+    def frame(self, name: FrameName, what: VerifiedRows | R3Error, *, now_s: float, cut: Cut) -> bool:
         """Take a direct frame: its rows, or why it cannot be used.
 
         Returns:
@@ -283,18 +279,18 @@ class SampleTable:
         """
         if not self.wants(name):
             return False
-        if name not in self._awaited:
+        if (turn := self._awaited.get(name)) is None:
             self._unclaimed.pop(name, None)  # put it at the end: frames lie in the order in which they came
             self._unclaimed[name] = _Unclaimed(what, now_s)
             if isinstance(what, R3Error):
                 self._bound_failed(name)
             return True
-        sample, turn = self._awaited[name]
-        turn.error = _misfit(sample.name, turn, what)
-        if turn.error is not None:
+        sample, rows = self.samples[turn.sample_id], _of_turn(turn, what, cut)
+        if isinstance(rows, R3Error):
+            turn.error = rows
             return False
-        assert not isinstance(what, R3Error)
-        sample.hold(turn, what)
+        turn.error = None
+        sample.hold(turn, rows)
         del self._awaited[name]
         self._use(name)
         self._look_again(sample)
@@ -307,24 +303,23 @@ class SampleTable:
             if kept is not None and isinstance(kept.what, R3Error):
                 del self._unclaimed[oldest]  # from now on it is a frame that never came
 
-    def refuse(self, reference: FrameReference) -> VerifiedRows | R3Error | None:
+    def refuse(self, name: FrameName) -> VerifiedRows | R3Error | None:
         """Drop the frame of a refused reply, now or when it comes.
 
         Returns:
             The frame's rows, which the caller frees, or its error; None where it is not here, or is another reply's.
         """
-        name = reference.name
         if name in self._awaited or name in self._used:  # another reply waits for it or has used it
             return None
         self._use(name)
         kept = self._unclaimed.pop(name, None)
         return kept and kept.what
 
-    def leave_live(self, late: Iterable[tuple[Sample, Turn]]) -> None:
+    def leave_live(self, late: Iterable[Turn]) -> None:
         """Leave turns whose frames have not come to the live router."""
-        for sample, turn in late:
+        for turn in late:
             turn.live = True
-            self._look_again(sample)
+            self._look_again(self.samples[turn.sample_id])
 
     def _look_again(self, sample: Sample) -> None:
         if all(turn.state == HELD for turn in sample.turns):
@@ -345,20 +340,20 @@ class SampleTable:
         samples = self.samples
         return [name for name in names if name not in samples or samples[name].step is not None]
 
-    def outstanding(self, names: Iterable[str]) -> list[tuple[Sample, Turn]]:
+    def outstanding(self, names: Iterable[str]) -> list[Turn]:
         """Return the turns of these samples whose frames have not come.
 
         Samples that are not here have none.
         """
         late = [self._incomplete[name] for name in names if name in self._incomplete]
-        return [(sample, turn) for sample in late for turn in sample.awaited]
+        return [turn for sample in late for turn in sample.awaited]
 
-    def is_awaited(self, sample: Sample, turn: Turn) -> bool:
+    def is_awaited(self, turn: Turn) -> bool:
         """Return whether a turn's frame is still to come.
 
         The frame of a sample that has gone meanwhile is not.
         """
-        return turn.state == EXPECTED and self.samples.get(sample.name) is sample
+        return turn.state == EXPECTED and turn.name in self._awaited
 
     def take(self, names: Sequence[str], *, step: int) -> list[Sample]:
         """Give whole samples to a step: all, or none.
@@ -414,7 +409,7 @@ class SampleTable:
         for sample in gone:
             self._incomplete.pop(sample.name, None)
             for turn in sample.turns:
-                if turn.name is not None and self._awaited.pop(turn.name, None):
+                if turn.reference and self._awaited.pop(turn.name, None):
                     self._use(turn.name)
         return gone
 
@@ -439,47 +434,46 @@ class SampleTable:
         return len(self._unclaimed)
 
 
-def _misfit(name: str, turn: Turn, what: VerifiedRows | R3Error) -> R3Error | None:
+def _of_turn(turn: Turn, what: VerifiedRows | R3Error, cut: Cut | None) -> VerifiedRows | R3Error:
+    """Return a direct frame's rows, or why its turn cannot have them."""
+    name = turn.sample_id
     if isinstance(what, R3Error):
-        return _of_sample(what, name)
-    where = f"sample {name} from engine {turn.engine}"
-    if turn.key is not None and what.sample_key != turn.key:
-        return _swap_error(name, where, what.sample_key, turn.key)
+        return type(what)(f"sample {name}: {what}", samples=[name], engines=what.engines)
+    if what.sample_key != turn.key:
+        return _swap_error(turn, what.sample_key)
+    if cut is not None and turn.cut and what.end_row > turn.end_row:
+        try:
+            what = cut(what, turn.end_row, where=turn.where)
+        except R3Error as error:
+            return error
     if (what.first_row, what.end_row) != (turn.first_row, turn.end_row):
         return errors.RowCountMismatch(
-            f"{where}: the frame has rows {what.first_row}..{what.end_row}, its frame reference said "
+            f"{turn.where}: the frame has rows {what.first_row}..{what.end_row}, its frame reference said "
             f"{turn.first_row}..{turn.end_row}",
             samples=[name],
         )
-    return None
+    return what
 
 
-def _swap_error(name: str, where: str, key: int, wanted: int) -> errors.FrameCorrupt:
-    text = f"{where}: the frame belongs to request key {key:#x}, expected the reply's {wanted:#x}; were replies swapped?"
-    return errors.FrameCorrupt(text, samples=[name])
+def _swap_error(turn: Turn, key: int) -> errors.FrameCorrupt:
+    text = f"{turn.where}: the frame belongs to request key {key:#x}, expected the reply's {turn.key:#x}; were replies swapped?"
+    return errors.FrameCorrupt(text, samples=[turn.sample_id])
 
 
-def _of_sample(error: R3Error, name: str) -> R3Error:
-    return type(error)(f"sample {name}: {error}", samples=[name], engines=error.engines)
-
-
-def _check_fit(reply: Reply, source: VerifiedRows | FrameReference, *, held_rows: int) -> None:
-    key, first = source.sample_key, source.first_row
-    end = first + source.rows if isinstance(source, FrameReference) else source.end_row
-    if reply.key is not None and key != reply.key:
-        raise _swap_error(reply.sample_id, reply.where, key, reply.key)
-    if held_rows and first != held_rows:
-        what = "the rows between are missing" if first > held_rows else "sent again"
+def _check_fit(turn: Turn, source: VerifiedRows | FrameReference) -> None:
+    held, key, first, end = turn.first_row, source.sample_key, source.first_row, source.end_row
+    if turn.key not in (None, key):
+        raise _swap_error(turn, key)
+    if held and first != held:
+        what = "the rows between are missing" if first > held else "sent again"
         raise errors.TurnMismatch(
-            f"{reply.where}: rows from {first} on, but rows 0..{held_rows} are held; expected to begin at row {held_rows} "
-            f"({what}). Set routed_experts_start_len to what `relay.rows_held(sample_id)` returns",
-            samples=[reply.sample_id],
+            f"{turn.where}: rows from {first} on, but rows 0..{held} are held; expected to begin at row {held} ({what}). Set "
+            "routed_experts_start_len to what `relay.rows_held(sample_id)` returns"
         )
-    if first != held_rows or end != reply.tokens - 1:
+    if first != held or (end != turn.end_row and not turn.cut):
         raise errors.RowCountMismatch(
-            f"{reply.where}: rows {first}..{end} for {reply.tokens} tokens; expected {held_rows}..{reply.tokens - 1}. Is "
+            f"{turn.where}: rows {first}..{end} for {turn.tokens} tokens; expected {held}..{turn.end_row}. Is "
             "`tokens` the whole sequence, prompt and response? Was a start offset set without append (a later turn that was put "
             "on a new Sample, not on the one that has the rows before), or the text cut after generation? If your loop appended "
-            "tokens itself, add them next: `add_live(..., append=True)`",
-            samples=[reply.sample_id],
+            "tokens itself, add them next: `add_live(..., append=True)`"
         )

@@ -91,7 +91,10 @@ class Samples:
             held, sample = self.table.rows_announced(sample_id), self.table.samples.get(sample_id)
             if tokens is None or sample is None:
                 return held
-            wanted, unsound = sample.prefix_hash, sample.step is not None or sample.error or sample.live_rows
+            wanted, unsound = (
+                sample.last.prefix_hash,
+                sample.step is not None or sample.error or sample.live_rows,
+            )
         same = held <= len(tokens) and hash_tokens(as_tokens(tokens[:held])) == wanted
         return held if same and not unsound else 0
 
@@ -114,11 +117,11 @@ class Samples:
         self.expire()
         with self.clock.span("wait_generation", step=step), self.changed:
             late = self.table.outstanding(names)
-            heard_s = dict.fromkeys(map(_boot_id, late), begun_s := time.monotonic())
+            heard_s = dict.fromkeys((turn.name[0] for turn in late), begun_s := time.monotonic())
             while late and (now_s := time.monotonic()) < begun_s + timeout_s:
                 heard_s |= {boot_id: now_s for boot_id in heard_s if self.engines.hears(boot_id)}
                 # at each event look at the last frame alone, not at thousands
-                if not self.table.is_awaited(*late[-1]) or now_s >= heard_s[_boot_id(late[-1])] + _GONE_S:
+                if not self.table.is_awaited(late[-1]) or now_s >= heard_s[late[-1].name[0]] + _GONE_S:
                     late.pop()
                 else:
                     self.changed.wait(min(begun_s + timeout_s - now_s, _LOOK_S))
@@ -132,16 +135,14 @@ class Samples:
             self.reject(missing)
             log.warning("r3channel: left to the live router: %s", missing)
 
-    def _missing(
-        self, late: Sequence[tuple[Sample, Turn]], *, step: int, waited_s: float
-    ) -> errors.FrameMissing:
-        told = [f"sample {sample.name} from {self.engines.late(turn)}" for sample, turn in late[:5]]
+    def _missing(self, late: Sequence[Turn], *, step: int, waited_s: float) -> errors.FrameMissing:
+        told = [f"sample {turn.sample_id} from {self.engines.late(turn)}" for turn in late[:5]]
         text = "; ".join(told) + (f"; and {len(late) - 5} more" if len(late) > 5 else "")
         text += f". The store holds {self.store.live_bytes} of {self.store.ceiling_bytes} bytes"
         return errors.FrameMissing(
             f"step {step}: waited {waited_s:.1f} s for {len(late)} frames whose frame references came: {text}",
-            samples=dict.fromkeys(sample.name for sample, _ in late),
-            engines=dict.fromkeys(turn.engine for _, turn in late),
+            samples=dict.fromkeys(turn.sample_id for turn in late),
+            engines=dict.fromkeys(turn.engine for turn in late),
             step=step,
         )
 
@@ -178,7 +179,9 @@ class Samples:
                 held.block.free()
             if (recorder := self.recorder) is not None:
                 recorder.forget(sample.name)
-            special = "live" if sample.live_rows else "cut" if sample.was_cut else outcome
+            special = (
+                "live" if sample.live_rows else "cut" if any(turn.cut for turn in sample.turns) else outcome
+            )
             self.count("rejected" if sample.error else special if outcome == "delivered" else outcome)
 
     def free(self, *what: VerifiedRows | errors.R3Error | None) -> None:
@@ -247,7 +250,3 @@ class Samples:
             "expired": list(self._expired),
             "unclaimed": {"frames": self.table.unclaimed},
         }
-
-
-def _boot_id(late: tuple[Sample, Turn]) -> int:
-    return late[1].name[0] if late[1].name else 0

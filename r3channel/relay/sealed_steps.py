@@ -21,19 +21,16 @@ from functools import cached_property
 from itertools import product
 from queue import Empty, SimpleQueue
 
-import numpy as np
-
 from r3channel.errors import R3Error, StepError, TicketMismatch, expect
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey, check_cut
-from r3channel.plan.ticket import PackedSample, Samples, Ticket, TicketSample, pack_sample
+from r3channel.plan.ticket import Samples, Ticket
 from r3channel.relay.journal import Recovery
 from r3channel.relay.row_stream import HeldOfSample, RowStream, StepRows, Turns
-from r3channel.relay.sample_table import Reply, Sample
+from r3channel.relay.sample_table import Sample, Turn
 from r3channel.relay.samples import Samples as HeldSamples
 from r3channel.typed import Json
-from r3channel.wire.digest import fold
 from r3channel.wire.row_protocol import Seal
 
 log = logging.getLogger(__name__)
@@ -134,7 +131,7 @@ class Steps:
         self.newest = -1
         self.acked_before: dict[int, set[ShardKey]] = {}
         """Step -> receivers that acknowledged it to the relay before this one. The steps here are still to be sealed again."""
-        self._closed = self._warned = False
+        self._warned = False
         self._queue: SimpleQueue[int | None] = SimpleQueue()
         self.thread = threading.Thread(target=self._prepare_all, name="r3channel-prepare", daemon=True)
         self.thread.start()
@@ -159,7 +156,7 @@ class Steps:
                     held.check_open()
                     samples = table.take(names, step=step)
                     undo.callback(table.give_back, samples)
-                told = Samples.of_packed(names, [sample.packed or _pack(sample) for sample in samples])
+                told = Samples.of_packed(names, [sample.packed or sample.pack() for sample in samples])
                 ticket = before or Ticket(
                     self.run, step, spec, self.layout, assignment, told, config.bucket_bytes,
                     token_tensors=tuple(tensor.option for tensor in held.tensors), seal=seal,
@@ -181,13 +178,13 @@ class Steps:
                 # samples without a frame were left to the live router
                 for name in self._held.table.unknown(ticket.assignment.sample_ids):
                     whole = ticket.sample(name)
-                    live = Reply(name, "recovered", None, whole.tokens, whole.tokens_hash, 0, live=True)
-                    self._held.table.reply(live, append=False, now_s=time.monotonic())
+                    turn = Turn(name, tokens=whole.tokens, tokens_hash=whole.tokens_hash, live=True)
+                    self._held.table.reply(turn, now_s=time.monotonic())
             self.seal(step, ticket.assignment, before=ticket)
 
     def _check_live(self, step: int, samples: Sequence[Sample]) -> None:
         live = {each.name: each.live_rows for each in samples if not each.packed and each.live_rows}
-        left, rows = sum(live.values()), sum(sample.tokens - 1 for sample in samples)
+        left, rows = sum(live.values()), sum(sample.last.end_row for sample in samples)
         text = f"step {step}: {left} of {rows} rows are left to the live router, of samples {[*live]}"
         if left > (share := self.config.max_live) * rows:
             text += f"; max_live allows a share of {share:g}. The log says why"
@@ -274,7 +271,7 @@ class Steps:
         """
         with self._changed:
             steps = self._steps.values()  # each event looks at the steps, not at all receivers
-            ended = lambda: self._closed or self._held.broken or not any(sealed.missing for sealed in steps)  # noqa: E731
+            ended = lambda: self._held.broken or not any(sealed.missing for sealed in steps)  # noqa: E731
             self._changed.wait_for(ended, timeout=wait_s)
             return self._missing()
 
@@ -438,7 +435,6 @@ class Steps:
             The receivers that have not acknowledged, by step, and the names of their DP ranks' samples.
         """
         with self._changed:
-            self._closed = True
             undelivered = self._missing()
             parts = [(self._steps[step].ticket.assignment.ranks, keys) for step, keys in undelivered.items()]
             self._wake_all()
@@ -470,22 +466,3 @@ class Steps:
         with self._changed:
             times_s = [sealed.sealed_s for sealed in self._steps.values() if sealed.missing]
         return time.monotonic() - min(times_s) if times_s else 0.0
-
-
-# -- what the ticket says of samples -----------------------------------------------------------------------------------
-
-
-def _pack(sample: Sample) -> PackedSample:
-    held, invalid = sample.held, list[tuple[int, int]]()
-    for turn in sample.turns:
-        rows = turn.rows
-        # the last token has no row
-        missing = [(turn.first_row, turn.end_row)] if turn.first_row < turn.end_row else []
-        for start, end in missing if rows is None else rows.invalid:  # rows that nobody has are invalid
-            if invalid and invalid[-1][1] == start:  # ranges that touch are one
-                start = invalid.pop()[0]
-            invalid.append((start, end))
-    digest = fold(np.add.reduce([rows.digests_L for rows in held])) if held else 0
-    spans = tuple(span for rows in held for span in rows.provenance)
-    told = TicketSample(sample.name, sample.tokens, sample.tokens_hash, digest, spans, tuple(invalid))
-    return pack_sample(told)

@@ -20,7 +20,7 @@ from r3channel.plan.capacity import beside_bytes
 from r3channel.recordings.recorder import head_of
 from r3channel.relay.journal import Journal
 from r3channel.relay.memory import Block, Store
-from r3channel.wire.digest import fold, layer_digests
+from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame import Frame, read_frame
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
 from r3channel.wire.source import Source
@@ -51,34 +51,13 @@ class VerifiedRows:
     block: Block
     ref: int
     """The frame's number in the journal."""
-    fold: int
-    """Identity of `digests_L`."""
 
     @property
     def end_row(self) -> int:
         return self.first_row + len(self.ids_TLK)
 
-    def cut(self, end_row: int, *, where: str) -> VerifiedRows:
-        """Return the sample's rows before `end_row`, in the same memory.
-
-        They have digests of their own. A row does not depend on later tokens, so the cut rows are valid.
-
-        Args:
-            end_row: The first row that is left out.
-            where: Whose rows they are, for the error.
-
-        Raises:
-            FrameCorrupt: The rows are not those that came. New digests would hide that.
-        """
-        if not np.array_equal(self._digests(self.end_row), self.digests_L):
-            raise FrameCorrupt(f"{where}: rows at rest are not those that came; was memory damaged?")
-        invalid = tuple((start, min(end, end_row)) for start, end in self.invalid if start < end_row)
-        spans = tuple(s._replace(end=min(s.end, end_row)) for s in self.provenance if s.start < end_row)
-        digests_L = self._digests(end_row)
-        told = {"provenance": spans, "invalid": invalid, "digests_L": digests_L, "fold": fold(digests_L)}
-        return replace(self, ids_TLK=self.ids_TLK[: end_row - self.first_row], **told)
-
-    def _digests(self, end_row: int) -> Ids:
+    def digests_before(self, end_row: int) -> Ids:
+        """Return the digests that the rows before `end_row` have in memory now."""
         first, valid_T = self.first_row, np.ones(end_row - self.first_row, bool)
         for start, end in self.invalid:
             valid_T[start - first : end - first] = False
@@ -176,15 +155,35 @@ class FrameVerifier:
                 if scratch is not None:
                     scratch.free()
 
-    def cut(self, rows: VerifiedRows, end_row: int, *, where: str) -> VerifiedRows:
+    def cut(self, rows: VerifiedRows, end_row: int, *, where: str, room_s: float = 0.0) -> VerifiedRows:
         """Return a sample's rows before `end_row`, in the same memory.
 
-        The journal keeps only these. Raises as `VerifiedRows.cut`, and StoreFull where the journal has no room.
+        They have digests of their own. A row does not depend on later tokens, so the cut rows are valid. The journal keeps only
+        these.
+
+        Args:
+            rows: The rows; after an error they are as they were.
+            end_row: The first row that is left out.
+            where: Whose rows they are, for errors.
+            room_s: Seconds to wait for room on the journal's disk.
+
+        Raises:
+            FrameCorrupt: The rows are not those that came. New digests would hide that.
+            StoreFull: The journal had no room within `room_s`.
         """
-        kept = rows.cut(end_row, where=where)
-        if self.journal is not None:
+        if not np.array_equal(rows.digests_before(rows.end_row), rows.digests_L):
+            raise FrameCorrupt(f"{where}: rows at rest are not those that came; was memory damaged?")
+        invalid = tuple((start, min(end, end_row)) for start, end in rows.invalid if start < end_row)
+        spans = tuple(s._replace(end=min(s.end, end_row)) for s in rows.provenance if s.start < end_row)
+        digests_L = rows.digests_before(end_row)
+        ids_TLK = rows.ids_TLK[: end_row - rows.first_row]
+        kept = replace(rows, ids_TLK=ids_TLK, provenance=spans, invalid=invalid, digests_L=digests_L)
+        if (
+            self.journal is not None
+        ):  # a frame of its own, so that a recovery after a kill finds these rows alone
             kept.ref = next(self._refs)
-            self.journal.frame(kept.ref, (head_of(kept, self.spec), kept.ids_TLK.tobytes()), what=where)
+            parts = head_of(kept, self.spec), kept.ids_TLK.tobytes()
+            self.journal.frame(kept.ref, parts, timeout_s=room_s, what=where)
             self.journal.delete_frames([rows.ref])
         return kept
 
@@ -199,7 +198,7 @@ class FrameVerifier:
         ids_TLK.flags.writeable = False
         return VerifiedRows(
             ids_TLK=ids_TLK, first_row=frame.first_row, sample_key=frame.sample_key, digests_L=frame.digests_L,
-            provenance=frame.provenance, invalid=_invalid(frame), block=block, ref=next(self._refs), fold=fold(frame.digests_L),
+            provenance=frame.provenance, invalid=_invalid(frame), block=block, ref=next(self._refs),
         )  # fmt: skip
 
     def _check_policy(self, frame: Frame) -> None:

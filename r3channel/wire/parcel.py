@@ -60,6 +60,10 @@ class FrameReference(NamedTuple):
     serial: int
 
     @property
+    def end_row(self) -> int:
+        return self.first_row + self.rows
+
+    @property
     def name(self) -> FrameName:
         return self.boot_id, self.serial
 

@@ -44,6 +44,32 @@ class Source(ABC):
             self.fill(scratch_N[: self.left])
 
 
+class Pieces(Source):
+    """A source whose bytes come in pieces of its own size: what was not asked for yet lies ahead."""
+
+    _ahead = memoryview(b"")
+
+    @abstractmethod
+    def receive(self, out_N: memoryview) -> int:
+        """Receive some of the next bytes, one at least.
+
+        Args:
+            out_N: Where they may be written.
+
+        Returns:
+            How many were written there; 0 where they lie ahead instead.
+        """
+
+    def fill(self, out_N: memoryview) -> None:
+        while out_N:
+            if count := min(len(self._ahead), len(out_N)):
+                out_N[:count], self._ahead = self._ahead[:count], self._ahead[count:]
+            else:
+                count = self.receive(out_N)
+            out_N = out_N[count:]
+            self.left -= count
+
+
 class InHand(Source):
     """Bytes in memory; they must not change while they are read.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 
 from r3channel import errors
@@ -21,14 +22,16 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.capacity import beside_bytes
 from r3channel.relay import samples
+from r3channel.relay.journal import read_remains
 from r3channel.relay.relay import Relay
 from r3channel.transport.auth import obtain_token, read_token
 from r3channel.wire.frame import FRAME_MAGIC
 from r3channel.wire.parcel import FRAMES_PATH, HELLO_PATH, REFERENCE_MAGIC
+from r3channel.wire.routing import as_tokens, hash_tokens
 from tests.support import direct
-from tests.support.delivery import MakeRelay
+from tests.support.delivery import MakeRelay, receive, receivers_of
 from tests.support.direct import Engine
-from tests.support.samples import SPEC, reply_for
+from tests.support.samples import SPEC, random_ids, reply_for
 from tests.support.waits import SOON_S, until
 
 
@@ -157,10 +160,41 @@ def test_a_body_that_comes_after_the_end_is_refused_as_every_other_call_is(place
         place.relay.add_body("s1", b"{}", [1, 2])
 
 
-def test_a_response_that_was_cut_is_refused_by_name_where_its_rows_come_directly(place: Place) -> None:
-    with pytest.raises(errors.UsageError, match=r"sample s1 from engine .*cut=True, and rows come directly"):
-        place.relay.add("s1", direct.reference_reply("r1", 9, serial=1), range(5), cut=True)
-    assert not place.relay.status()["pending"]
+@pytest.mark.parametrize("frame_first", [True, False])
+def test_of_a_response_that_was_cut_the_rows_of_the_tokens_that_are_left_come_directly(
+    open_place: Open, tmp_path: Path, frame_first: bool
+) -> None:
+    """A frame that did not get there whole is taken when it comes again; the next turn begins where the rest ends."""
+    place = open_place(journal=str(tmp_path / "journal"))
+    place.relay.samples.engines.greet(direct.hello_of())
+    whole, ids = frame("r1", 8), random_ids(8)
+    parts = [whole, whole] if frame_first else [whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:], whole]
+    if frame_first:
+        direct.deliver(place.relay, (1, whole))
+    place.add("s1", direct.reference_reply("r1", 9, serial=1), 5, cut=True)
+    with suppress(errors.FrameCorrupt):
+        direct.deliver(place.relay, (1, parts[0]))
+    direct.deliver(place.relay, (1, parts[1]))
+    assert np.array_equal(direct.rows_here(place.relay, "s1"), ids[:4]) and place.relay.rows_held("s1") == 4
+    (folder,) = (tmp_path / "journal").iterdir()
+    (saved,) = read_remains(folder).samples["s1"]
+    assert (saved.tokens, saved.tokens_hash) == (5, hash_tokens(as_tokens(range(5))))
+    assert place.relay.metrics.value("r3channel_cut_rows_total") == 4
+    place.add("s1", direct.reference_reply("r2", 9, serial=2, first_row=4), 9, append=True)
+    direct.deliver(place.relay, (2, frame("r2", 4, first_row=4)))
+    assert np.array_equal(direct.rows_here(place.relay, "s1"), ids)
+    receive(receivers_of(place.relay), place.seal("s1"))  # compares digests
+    place.relay.join_previous(timeout_s=SOON_S)
+    until(lambda: place.relay.metrics.value("r3channel_samples_total", outcome="cut") == 1)
+    assert place.relay.status()["store"]["frames"] == 0
+
+
+def test_no_frame_of_other_rows_is_cut_to_fit(place: Place) -> None:
+    place.relay.samples.engines.greet(direct.hello_of())
+    place.add("s1", direct.reference_reply("r1", 9, serial=1), 5, cut=True)
+    direct.deliver(place.relay, (1, frame("r1", 6, first_row=2)))
+    with pytest.raises(errors.RowCountMismatch, match=r"the frame has rows 2\.\."):
+        place.seal("s1")
 
 
 def test_a_seal_does_not_wait_for_a_sample_that_is_discarded_meanwhile(place: Place) -> None:

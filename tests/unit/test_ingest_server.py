@@ -23,6 +23,7 @@ from r3channel.relay.ingest_server import (
     IngestServer,
     Request,
 )
+from r3channel.relay.intake import Intake
 from r3channel.transport.auth import create_token, read_token
 from r3channel.wire.hello import Hello
 from r3channel.wire.parcel import Status, frames_in, pack_parcel
@@ -39,7 +40,7 @@ BODY = b"".join(pack_parcel(7, FRAMES))
 BOOT_IDS = (7, 9, hello_of().boot_id)
 
 
-class Kept:
+class Kept(Intake):
     """An intake that keeps every parcel's frames, unless it is told to fail."""
 
     def __init__(self) -> None:

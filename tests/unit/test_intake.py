@@ -413,7 +413,7 @@ def test_of_a_response_that_was_cut_the_rows_of_the_tokens_that_are_left_are_tra
     (kept,) = turns_here(relay, "s")
     relay.add_frame("same", frame(15, span(0, 15, 1)), TOKENS[:16])
     (same,) = turns_here(relay, "same")
-    for name in ("first_row", "end_row", "provenance", "invalid", "fold", "sample_key"):
+    for name in ("first_row", "end_row", "provenance", "invalid", "sample_key"):
         assert getattr(kept, name) == getattr(same, name), name
     assert np.array_equal(kept.ids_TLK, same.ids_TLK) and np.array_equal(kept.digests_L, same.digests_L)
     assert relay.status()["store"]["frames"] == 2 and relay.metrics.value("r3channel_cut_rows_total") == 25
@@ -472,6 +472,23 @@ def test_a_cut_sample_survives_a_kill_with_the_rows_that_are_left(on_disk: Relay
     on_disk.add("s", turn(0, 40), TOKENS[:16], cut=True)
     (file,) = tmp_path.glob("*/*.frame")
     assert len(file.read_bytes()) < IDS[:40].nbytes
+
+
+def test_with_tensors_beside_the_rows_no_response_is_cut() -> None:
+    config = ChannelConfig(token_tensors="combine_weights")
+    with closing(Relay(SPEC, TrainerLayout(), config)) as relay:
+        with pytest.raises(errors.UsageError, match=r"sample s from engine .*token_tensors are declared"):
+            relay.add("s", turn(0, 40), TOKENS[:16], cut=True)
+        with pytest.raises(errors.UsageError, match=r"step 3: sample s: .*token_tensors are declared"):
+            relay.cut("s", TOKENS, 16, step=3)
+
+
+def test_a_reply_that_is_cut_needs_no_room_beside_its_own(relay: Relay) -> None:
+    relay.add("whole", turn(0, 40), TOKENS)
+    relay.samples.store.ceiling_bytes = relay.samples.store.live_bytes
+    relay.discard(["whole"])
+    relay.add("s", turn(0, 40), TOKENS[:16], cut=True)
+    assert np.array_equal(rows_here(relay, "s"), IDS[:15])
 
 
 # -- what the disk cannot keep -------------------------------------------------------------------------------------------

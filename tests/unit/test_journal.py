@@ -29,7 +29,8 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.relay import journal as durable_module
 from r3channel.relay.journal import Journal, Recovery, Remains, dead_relays, read_remains
 from r3channel.relay.relay import Relay
-from r3channel.wire.frame import encode_frame
+from r3channel.wire.frame import encode_frame, sample_key
+from tests.support import direct
 from tests.support.delivery import (
     TOKENS,
     MakeRelay,
@@ -303,6 +304,19 @@ def test_a_sample_of_turns_comes_back_and_takes_its_next(make_relay: MakeRelay, 
     sample_R, position_R = shard.shard.row_map(0, tp=0)
     rows = shard.layer_ids(0, 1).numpy()[sample_R == 0]
     assert np.array_equal(rows, random_ids(100, seed=1)[position_R[sample_R == 0], 0]) and len(rows) == 40
+
+
+def test_a_turn_whose_frame_came_late_comes_back_with_its_own_tokens(
+    make_relay: MakeRelay, recover: Recover
+) -> None:
+    """Its sample's next reply had come before it, whose frame never did."""
+    old = make_relay("dp=1")
+    for serial, tokens in ((1, 11), (2, 21)):
+        reply = direct.reference_reply("r", tokens, serial=serial, first_row=old.rows_held(NAME))
+        old.add(NAME, reply, range(tokens), append=serial > 1)
+    direct.deliver(old, (1, frame_of(11, sample_key=sample_key("r"))))
+    new, recovery = recover(old)
+    assert recovery.pending == [NAME] and new.rows_held(NAME, range(11)) == 10
 
 
 def later(begin: int, end: int) -> bytes:

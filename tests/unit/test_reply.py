@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from r3channel.errors import FrameCorrupt
 from r3channel.relay import reply as reply_module
-from r3channel.relay.reply import ROUTING_FIELD, Base64Text, NotBase64, parse, split_reply
+from r3channel.relay.reply import ROUTING_FIELD, Base64Text, parse, split_reply
 
 FIELD = "routed_experts"
 quoted = st.sampled_from([FIELD, f'"{FIELD}": "AAAA"', f'\\"{FIELD}":"AAAA"', '\\"', "="])
@@ -59,7 +60,7 @@ def decoded(text: str | memoryview) -> bytes | None:
         while source.left:
             pieces.append(bytes(source.take(min(7, source.left))))
         return b"".join(pieces)
-    except NotBase64:
+    except FrameCorrupt:
         return None
 
 

@@ -57,7 +57,7 @@ def server(models: Models, request: pytest.FixtureRequest) -> Iterator[EngineSer
 
 def test_the_hooks_are_those_of_that_release(server: EngineServer) -> None:
     reply = json.loads(post(server.url + "/generate", probe_body()))
-    hello, frame = Hello.split(frame_bytes_of(reply, sample_id="probe", engine=server.url))
+    hello, frame = Hello.split(frame_bytes_of(reply, where=server.url))
     assert hello is not None
     assert hello.sglang == VERSION
     assert any(hook.endswith("update_weights_from_distributed") for hook in hello.hooks)

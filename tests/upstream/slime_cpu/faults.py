@@ -80,9 +80,10 @@ def _stop(family: list[psutil.Process]) -> None:
 def _owed(intake: Intake, boot_id: int) -> int:
     """Frames of last turns that replies have promised, of samples that no filter drops."""
     with intake._changed:
-        awaited = [(name[0], *late) for name, late in intake._table._awaited.items()]
-    mine = [(sample.name, turn.end_row) for boot, sample, turn in awaited if boot == boot_id]
-    return sum(rows >= _LAST_TURN and not drops(int(name.partition(".")[0])) for name, rows in mine)
+        mine = [turn for name, turn in intake._table._awaited.items() if name[0] == boot_id]
+    return sum(
+        turn.end_row >= _LAST_TURN and not drops(int(turn.sample_id.partition(".")[0])) for turn in mine
+    )
 
 
 def _family(url: str) -> list[psutil.Process]:
