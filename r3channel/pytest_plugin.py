@@ -149,8 +149,8 @@ def r3_ranks(r3_recording: Recording, r3_step: StepUnderTest) -> Callable[..., N
     from r3channel.recordings.run_ranks import run_ranks
 
     def run(function: Callable[[Rank], object], *, timeout_s: float = 120.0) -> None:
-        ran = run_ranks(function, r3_step.recorded, Path(r3_recording.folder), timeout_s=timeout_s)
-        r3_step.check(ran.consumed)
+        consumed, _ = run_ranks(function, r3_step.recorded, Path(r3_recording.folder), timeout_s=timeout_s)
+        r3_step.check(consumed)
 
     return run
 

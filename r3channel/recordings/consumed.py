@@ -14,7 +14,7 @@ import numpy as np
 
 from r3channel.errors import RecordingInvalid
 from r3channel.model.spec import RoutingSpec
-from r3channel.plan.layout import RankCoords, TrainerLayout
+from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.recordings.recorder import write_step
@@ -155,14 +155,12 @@ def consume_step(step: RecordedStep) -> ConsumedRows:
     """Return the ids that all ranks' routers would get, added up."""
     rows, layout = ConsumedRows(step.ticket, step.ticket.spec), step.ticket.layout
     for dp in range(layout.dp):
-        shards = step.shards(dp=dp)
-        for (_, pp, cp), data_N in shards.items():
-            _add_shard(rows, RankCoords(dp=dp, pp=pp, cp=cp, tp=0), data_N)
+        for (_, pp, cp), data_N in step.shards(dp=dp).items():
+            _add_shard(rows, step.ticket.plan.shard(dp=dp, pp=pp, cp=cp), data_N)
     return rows
 
 
-def _add_shard(rows: ConsumedRows, at: RankCoords, data_N: Ids) -> None:
-    shard = rows.ticket.plan.shard(dp=at.dp, pp=at.pp, cp=at.cp)
+def _add_shard(rows: ConsumedRows, shard: Shard, data_N: Ids) -> None:
     for microbatch, ids_SLRK in enumerate(shard.views(data_N)):
         for slot in range(shard.tp_slots):
             for place, layer in enumerate(shard.layers):

@@ -55,10 +55,6 @@ CANNOT = (
 # -- what a cell shows by itself ----------------------------------------------------------------------------------------------
 
 
-def _zero_rows(_: RoutingSpec, ids_NK: Ids) -> Bools:
-    return np.all(ids_NK == 0, axis=-1)
-
-
 def _padding_rows(spec: RoutingSpec, ids_NK: Ids) -> Bools:
     # Padding has consecutive ids. In a model of few experts chance makes such cells, too: they count only if there are more.
     on_end_NK = (ids_NK[:, :1].astype(np.int64) + np.arange(spec.top_k)) % spec.num_experts
@@ -68,17 +64,12 @@ def _padding_rows(spec: RoutingSpec, ids_NK: Ids) -> Bools:
     return hit_N if sure and hit_N.sum() > 4 * likely else np.zeros_like(hit_N)
 
 
-def _duplicated_ids(_: RoutingSpec, ids_NK: Ids) -> Bools:
-    return np.any(np.diff(np.sort(ids_NK, -1), axis=-1) == 0, axis=-1)
-
-
-def _out_of_range(spec: RoutingSpec, ids_NK: Ids) -> Bools:
-    return np.any((ids_NK >= spec.num_experts) | (ids_NK < 0), axis=-1)
-
-
 _LOOKS: dict[str, Callable[[RoutingSpec, Ids], Bools]] = {
-    "zero_rows": _zero_rows, "padding_rows": _padding_rows, "duplicated_ids": _duplicated_ids, "out_of_range": _out_of_range,
-}  # fmt: skip
+    "zero_rows": lambda _, ids_NK: np.all(ids_NK == 0, axis=-1),
+    "padding_rows": _padding_rows,
+    "duplicated_ids": lambda _, ids_NK: np.any(np.diff(np.sort(ids_NK, -1), axis=-1) == 0, axis=-1),
+    "out_of_range": lambda spec, ids_NK: np.any((ids_NK >= spec.num_experts) | (ids_NK < 0), axis=-1),
+}
 """The plainest first. A cell counts for the first one that it shows."""
 
 
@@ -102,8 +93,9 @@ def judge(sides: AlignedPair) -> list[Finding]:
     """
     tests = [_missing, _extra_layers, _columns if sides.seen_RLK.shape[2] != sides.spec.top_k else _explain]
     hits = [(name, hit_RL) for test in tests for name, hit_RL in test(sides) if hit_RL.any()]
-    found = [_finding(name, sides, cells=int(hit.sum()), **sides.example(hit)) for name, hit in hits]
-    return [*found, *_versions(sides)]
+    options = {"step": sides.ticket.step, "of_pass": sides.of_pass}
+    found = [_finding(name, cells=int(hit.sum()), **sides.example(hit), **options) for name, hit in hits]
+    return [*found, *(_finding(name, **place, **options) for name, place in _versions(sides))]
 
 
 def _explain(sides: AlignedPair) -> Iterator[tuple[str, Bools]]:
@@ -145,15 +137,14 @@ def _all_layers(spec: RoutingSpec, hit_R: Bools) -> Bools:
     return np.repeat(hit_R[:, None], spec.num_moe_layers, axis=1)
 
 
-def _finding(name: str, sides: AlignedPair, **values: Any) -> Finding:
-    what, step = MISTAKES[name].what, sides.ticket.step
-    return Finding(name=name, verdict=True, what=what, step=step, of_pass=sides.of_pass, **values)
+def _finding(name: str, *, because: str = "", **values: Any) -> Finding:
+    return Finding(**{"name": name, "verdict": True, "what": because + MISTAKES[name].what} | values)
 
 
 # -- versions -----------------------------------------------------------------------------------------------------------------
 
 
-def _versions(sides: AlignedPair) -> Iterator[Finding]:
+def _versions(sides: AlignedPair) -> Iterator[tuple[str, dict[str, Any]]]:
     """Find rows whose provenance the two sides report differently."""
     said_4R, again_R = _reported_versions(sides), _decoded_again(sides)
     for name, begin, end in zip(sides.names, sides.begin_S, sides.begin_S[1:], strict=False):
@@ -163,7 +154,7 @@ def _versions(sides: AlignedPair) -> Iterator[Finding]:
             fewer = len(np.unique(want_T)) > len(np.unique(seen_T))
             by_one = np.unique(np.abs(seen_T[off] - want_T[off])).tolist() == [1]
             fault = "version_off_by_one" if by_one and not fewer else "mixed_versions"
-            yield _finding(fault, sides, sample=name, position=int(off[0]))
+            yield fault, {"sample": name, "position": int(off[0])}
 
 
 def _decoded_again(sides: AlignedPair) -> Bools:
@@ -203,9 +194,8 @@ def judge_alone(step: RecordedStep) -> list[Finding]:
 
 def judge_beside(step: RecordedStep) -> list[Finding]:
     """Find faults in tensors and log-probs beside the ids."""
-    tensors = [
-        finding for name in step.tokens if name not in step.cut for finding in _find_unsampled(step, name)
-    ]
+    names = [name for name in step.tokens if name not in step.cut]
+    tensors = [finding for name in names for finding in _find_unsampled(step, name)]
     return [*_merge_findings(tensors), *log_probs_suspect(step)]
 
 
@@ -217,8 +207,8 @@ def _find_unsampled(step: RecordedStep, name: str) -> Iterator[Finding]:
         has_N = entries_N[tensor.chosen] == step.tokens[name][row_N + 1]
         at = np.flatnonzero((length_T > 0) & (np.bincount(row_N, has_N, len(length_T)) == 0))
         if len(at):
-            place = {"position": int(at[0]), "cells": len(at)}
-            yield _finding_of(step, "tensor_row", name, because=f"{tensor.name}: ", **place)
+            place = {"step": step.number, "sample": name, "position": int(at[0]), "cells": len(at)}
+            yield _finding("tensor_row", because=f"{tensor.name}: ", **place)
 
 
 def _plain(step: RecordedStep, sample: TicketSample) -> Iterator[Finding]:
@@ -237,8 +227,8 @@ def _plain(step: RecordedStep, sample: TicketSample) -> Iterator[Finding]:
         if hit_TL.any():
             row, place = (int(index[0]) for index in np.nonzero(hit_TL))
             layer, seen = spec.moe_layers[place], tuple(ids_TLK[row, place].tolist())
-            at: dict[str, Any] = {"position": row, "layer": layer, "cells": int(hit_TL.sum()), "seen": seen}
-            yield _finding_of(step, fault, sample.sample_id, **at)
+            at = {"position": row, "layer": layer, "cells": int(hit_TL.sum()), "seen": seen}
+            yield _finding(fault, step=step.number, sample=sample.sample_id, **at)
 
 
 def _compare_digest(step: RecordedStep, name: str) -> Iterator[Finding]:
@@ -246,7 +236,8 @@ def _compare_digest(step: RecordedStep, name: str) -> Iterator[Finding]:
     try:
         step.rows(name)
     except R3Error as error:
-        yield _finding_of(step, "unexplained", name, what=f"{type(error).__name__}: {error}")
+        what = f"{type(error).__name__}: {error}"
+        yield _finding("unexplained", step=step.number, sample=name, what=what)
 
 
 def _merge_findings(findings: Sequence[Finding]) -> list[Finding]:
@@ -304,7 +295,7 @@ def log_probs_suspect(step: RecordedStep) -> Iterator[Finding]:
         near, far = np.abs(on - engine).mean(), np.abs(off - engine).mean()
         because = f"mean |trainer - engine| {near:.3g}, {far:.3g} with replay off: "
         name = step.ticket.samples[sample].sample_id
-        yield _finding_of(step, "replay_hurts", name, verdict=False, because=because)
+        yield _finding("replay_hurts", step=step.number, sample=name, verdict=False, because=because)
 
 
 def _find_repeats(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
@@ -323,8 +314,8 @@ def _find_repeats(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
     if len(at):
         twin, sample = (rows.names[int(rows.sample_R[row])] for row in (first[at[0]], at[0]))
         because = f"{_STRETCH} rows and more have the experts of rows of sample {twin}, of other tokens: "
-        place: dict[str, Any] = {"position": int(rows.position_R[at[0]]), "cells": int(other.sum())}
-        yield _finding_of(step, "stale_row", sample, verdict=False, because=because, **place)
+        place = {"sample": sample, "position": int(rows.position_R[at[0]]), "cells": int(other.sum())}
+        yield _finding("stale_row", step=step.number, verdict=False, because=because, **place)
 
 
 def _neighbours(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
@@ -337,8 +328,8 @@ def _neighbours(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
             f"the first MoE layer agrees with the token {best:+d} positions on in {agreement[best]:.0%} of its experts, with its "
             f"own in {agreement[0]:.0%}: "
         )
-        fields: dict[str, Any] = {"verdict": False, "because": because, "layer": step.spec.moe_layers[0]}
-        yield _finding_of(step, "off_by_one_row", rows.names[0], **fields)
+        place = {"sample": rows.names[0], "layer": step.spec.moe_layers[0]}
+        yield _finding("off_by_one_row", step=step.number, verdict=False, because=because, **place)
 
 
 def _agreement(rows: _Rows, by: int) -> float:
@@ -362,8 +353,3 @@ def _chance(spec: RoutingSpec) -> float:
     The probability is not small in models of one layer, or of few experts.
     """
     return float(perm(spec.num_experts, min(spec.top_k, spec.num_experts))) ** -spec.num_moe_layers
-
-
-def _finding_of(step: RecordedStep, name: str, sample: str, *, because: str = "", **values: Any) -> Finding:
-    options = {"verdict": True, "what": because + MISTAKES[name].what} | values
-    return Finding(name=name, step=step.number, sample=sample, **options)

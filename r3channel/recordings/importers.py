@@ -167,19 +167,22 @@ def _check_sizes(path: Path, archive: zipfile.ZipFile) -> None:
 
 def _step(arrays: dict[str, Any], layout: TrainerLayout | None) -> RecordedStep:
     spec = RoutingSpec.from_dict(json.loads(str(arrays["spec"])))
-    cut = layout or TrainerLayout.from_dict(json.loads(str(arrays.get("layout", "{}"))))
     names, lengths = [str(name) for name in arrays["sample"]], [int(count) for count in arrays["tokens"]]
-    total = sum(lengths)
     arrays = {**arrays, "ids": np.ascontiguousarray(arrays["ids"])}
     check_shape(arrays["ids"], spec=spec, where="ids")
-    counts = len(arrays["ids"]), len(arrays.get("token_ids", range(total)))
+    total, rows = sum(lengths), len(arrays["ids"])
+    counts = rows, len(arrays.get("token_ids", range(total)))
     if counts != (expected := (total - len(lengths), total)):
         raise ValueError(f"{counts} rows and token ids, expected {expected}: a row per token but the last")
+    arrays = {  # what may be missing first
+        "token_ids": np.full(total, -1), "valid": np.ones(rows, bool), "version": np.zeros(rows, np.int64),
+        "kind": np.full(rows, RowKind.UNKNOWN), "layout": "{}", "token_tensors": (), **arrays,
+    }  # fmt: skip
+    cut = layout or TrainerLayout.from_dict(json.loads(str(arrays["layout"])))
     if len(set(names)) < len(names) or not 0 <= int(arrays["step"]) < 1 << 62:
         raise ValueError(f"step {arrays['step']}, samples {names[:5]}; expected each name once")
-    arrays.setdefault("token_ids", np.full(total, -1))
-    tensors = tensors_of([str(option) for option in arrays.get("token_tensors", ())], spec)
-    whole = [_rows_of(arrays, tensor, rows=counts[0]) for tensor in tensors]
+    tensors = tensors_of([str(option) for option in arrays["token_tensors"]], spec)
+    whole = [_rows_of(arrays, tensor, rows=rows) for tensor in tensors]
     samples, frames, tokens, at = {}, dict[str, list[bytes]](), dict[str, Ids](), 0
     beside = dict[str, list[bytes]]()
     for index, (name, length) in enumerate(zip(names, lengths, strict=True)):
@@ -207,15 +210,14 @@ def _rows_of(arrays: dict[str, Any], tensor: TokenTensor, *, rows: int) -> Tenso
 def _sample(
     arrays: dict[str, Any], name: str, own_rows: slice, tokens: Ids | None, spec: RoutingSpec
 ) -> tuple[TicketSample, bytes]:
-    ids_TLK, rows = np.ascontiguousarray(arrays["ids"][own_rows]), own_rows.stop - own_rows.start
-    valid_T = arrays["valid"][own_rows].astype(bool) if "valid" in arrays else np.ones(rows, bool)
-    version_T = arrays["version"][own_rows] if "version" in arrays else np.zeros(rows, np.int64)
-    kind_T = arrays["kind"][own_rows] if "kind" in arrays else np.full(rows, RowKind.UNKNOWN)
+    parts = ("ids", "valid", "version", "kind")
+    ids_TLK, valid_T, version_T, kind_T = (arrays[part][own_rows] for part in parts)
     spans, tokens_hash = spans_of(version_T, kind_T.clip(0)), 0 if tokens is None else hash_tokens(tokens)
-    data = encode_frame(spec, expert_ids_TLK=ids_TLK, valid_T=valid_T, provenance=spans, codec="stored")
+    options: dict[str, Any] = {"valid_T": valid_T.astype(bool), "provenance": spans, "codec": "stored"}
+    data = encode_frame(spec, expert_ids_TLK=ids_TLK, **options)
     frame = parse_frame(data, spec=spec, sample_id=name)
     invalid = tuple(zip(*[iter(frame.invalid_edges.tolist())] * 2, strict=True))
-    return TicketSample(name, rows + 1, tokens_hash, fold(frame.digests_L), spans, invalid), data
+    return TicketSample(name, len(ids_TLK) + 1, tokens_hash, fold(frame.digests_L), spans, invalid), data
 
 
 _STORAGES = {
@@ -266,8 +268,9 @@ class _Machine:
 
     def __init__(self, storage: Callable[[str], bytes]) -> None:
         self._storage, self._memo = storage, dict[int, Any]()
-        self._bytes = cache(partial(str.encode, encoding="latin1"))
+        encode = cache(partial(str.encode, encoding="latin1"))
         """Cached, so that a text that the pickle refers to again gives the same bytes."""
+        self._calls = {**_CALLS, "_codecs encode": lambda text, _: encode(_only(str, text))}
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
 
@@ -276,17 +279,12 @@ class _Machine:
             name = opcode.name
             if name == "STOP":
                 return self._stack.pop()
-            if name in _CONSTANTS:
-                self._stack.append(_CONSTANTS[name]())
-            elif name in _ARGUMENTS:
-                self._stack.append(argument)
-            elif name not in ("PROTO", "FRAME"):
+            if name in _VALUES:
+                self._stack.append(_VALUES[name](argument))
+            elif name != "PROTO":
                 # An unknown opcode raises AttributeError: the file is damaged, or of another protocol.
                 getattr(self, f"_{name.lower()}")(argument)
         raise ValueError("the pickle has no end")
-
-    def _global(self, name: str) -> None:
-        self._stack.append(Foreign(name))
 
     def _mark(self, _: Any) -> None:
         self._marks.append(self._stack)
@@ -336,14 +334,9 @@ class _Machine:
         self._stack.append(numbers)
 
     def _reduce(self, _: Any) -> None:
-        arguments, called = self._stack.pop(), self._stack.pop()
-        name = called.name if isinstance(called, Foreign) else ""
-        value = (
-            self._bytes(_only(str, arguments[0]))
-            if name == "_codecs encode"
-            else _make_array(name, arguments)
-        )
-        self._stack.append(value)
+        arguments, called = self._stack.pop(), _only(Foreign, self._stack.pop())
+        known = self._calls.get(called.name)
+        self._stack.append(known(*arguments[:4]) if known else called)
 
     _newobj = _reduce
 
@@ -357,27 +350,17 @@ class _Machine:
             built.value = flat.reshape(shape, order="F" if fortran else "C")
 
 
-def _make_array(name: str, arguments: tuple[Any, ...]) -> Any:
-    # Only the few names that arrays are made with are known. Any other becomes `Foreign`.
-    if name == "torch._utils _rebuild_tensor_v2":
-        return _tensor(*arguments[:4])
-    if name == "collections OrderedDict":
-        return {}
-    if name.endswith("multiarray _reconstruct"):
-        return Array()
-    if name != "numpy dtype":
-        return Foreign(name)
-    dtype = _only(str, arguments[0])
-    if dtype[:1] not in _NUMBERS or not dtype[1:].isdecimal():
-        raise ValueError(f"an array of {dtype:.40}")
-    return np.dtype(dtype)
-
-
 def _only(kind: Any, value: Any) -> Any:
     # A pickle may hold one value in many places, so a value may be too large to hash, to print or to make an array of.
     if not isinstance(value, kind):
         raise TypeError(f"a {type(value).__name__}, expected {kind}")
     return value
+
+
+def _dtype(name: Any, *_: Any) -> Any:
+    if _only(str, name)[:1] not in _NUMBERS or not name[1:].isdecimal():
+        raise ValueError(f"an array of {name:.40}")
+    return np.dtype(name)
 
 
 def _tensor(storage: Any, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
@@ -388,18 +371,20 @@ def _tensor(storage: Any, offset: int, shape: tuple[int, ...], stride: tuple[int
     plain = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
     if count and any(size > 1 and a != b for size, a, b in zip(shape, stride, plain, strict=True)):
         raise ValueError(f"a tensor of strides {stride} for shape {shape}; expected a contiguous one")
-    if not 0 <= offset <= offset + count <= len(storage):
-        raise ValueError(f"a tensor of {count} numbers at {offset} of {len(storage)}")
-    return storage[offset : offset + count].reshape(shape)
+    return storage[offset : offset + count].reshape(shape)  # which raises where numbers are missing
 
 
-_CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False,
-    "EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple,
+_CALLS: dict[str, Callable[..., Any]] = {
+    "torch._utils _rebuild_tensor_v2": _tensor, "numpy dtype": _dtype, "collections OrderedDict": lambda *_: {},
+    **dict.fromkeys((f"numpy.{core}.multiarray _reconstruct" for core in ("core", "_core")), lambda *_: Array()),
 }  # fmt: skip
-_ARGUMENTS = (
-    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES",
-)  # fmt: skip
+"""The few names that arrays are made with -> what does their work here, of four arguments at most. Any other stays `Foreign`."""
+_VALUES: dict[str, Callable[[Any], Any]] = {
+    "NONE": lambda _: None, "NEWTRUE": lambda _: True, "NEWFALSE": lambda _: False,
+    "EMPTY_DICT": lambda _: {}, "EMPTY_LIST": lambda _: [], "EMPTY_TUPLE": lambda _: (), "GLOBAL": Foreign,
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE"), lambda value: value),
+}  # fmt: skip
+"""Opcode of pickle's protocol 2, which `torch.save` writes -> what it puts on the stack, made of its argument."""
 
 
 DUMPS = ("slime-debug", "miles-dump")

@@ -30,7 +30,7 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.logprobs import read_logprobs
-from r3channel.recordings.segment import Kind, Record, read
+from r3channel.recordings.segment import Kind, Record, Segment, read
 from r3channel.recordings.step import PASSES, Bytes, RecordedStep, SampleKey
 from r3channel.wire.routing import Ids
 
@@ -133,19 +133,6 @@ _Gathered = tuple[dict[SampleKey, list[Bytes]], dict[str, Ids], dict[str, list[B
 
 
 @dataclass(frozen=True)
-class Segment:
-    """The records of a step."""
-
-    path: Path
-    records: list[Record]
-    torn_bytes: int
-
-    @property
-    def ended(self) -> bool:
-        return bool(self.records) and self.records[-1].kind is Kind.END
-
-
-@dataclass(frozen=True)
 class Recording:
     """The steps of a folder. A step is read each time that it is asked for."""
 
@@ -184,7 +171,7 @@ class Recording:
             raise RecordingInvalid(
                 f"{self.folder} has no step {step}; it has {list(self.steps)[:20]}. Does the ring of its recorder hold fewer?"
             )
-        return Segment(self._paths[step], *read(self._paths[step]))
+        return read(self._paths[step])
 
     def step(self, step: int) -> RecordedStep:
         """Read one step; its `cut` names the samples that are not whole.
@@ -207,10 +194,10 @@ class Recording:
         plain = {name: turns for (part, name), turns in frames.items() if part in PASSES[:2]}
         named = {sample.sample_id: plain.get(sample.sample_id, []) for sample in ticket.samples}
         side, router = self.manifest.side, self.manifest.side == "router"
-        options: dict[str, Any] = {"side": side, "tensors": tensors, "logprobs": self._logprobs(ticket)}
         recorded = RecordedStep(
-            ticket, named, tokens, self.manifest.spec, passes=frames if router else {}, **options
-        )
+            ticket, named, tokens, self.manifest.spec, side=side, passes=frames if router else {}, tensors=tensors,
+            logprobs=self._logprobs(ticket),
+        )  # fmt: skip
         if segment.ended and router:
             return recorded  # `check` reports rows that no router used
         cut = tuple(s.sample_id for s in ticket.samples if not self._is_whole(recorded, s.sample_id))
@@ -254,9 +241,8 @@ class Recording:
             return False
         if turns and turns[0] < len(frames):
             return False
-        for frame in frames:
-            there_T[frame.first_row : frame.first_row + frame.rows] = True
-        for start, end in sample.invalid:
+        brought = [(frame.first_row, frame.first_row + frame.rows) for frame in frames]
+        for start, end in [*brought, *sample.invalid]:
             there_T[start:end] = True
         return bool(there_T.all())
 

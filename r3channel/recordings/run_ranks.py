@@ -23,7 +23,7 @@ from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -103,19 +103,9 @@ def all_ranks(step: RecordedStep) -> list[Rank]:
     return [Rank(step, layout.coords(rank)) for rank in range(layout.world_size)]
 
 
-class Ran(NamedTuple):
-    """The ids that all ranks used, and the seconds of the slowest rank.
-
-    The seconds are those of the shard and the function, without the start of the process.
-    """
-
-    consumed: ConsumedRows
-    seconds: float
-
-
 def run_ranks(
     function: Callable[[Rank], object], step: RecordedStep, folder: Path, *, timeout_s: float
-) -> Ran:
+) -> tuple[ConsumedRows, float]:
     """Call a function in a gloo process for each rank.
 
     Args:
@@ -125,7 +115,7 @@ def run_ranks(
         timeout_s: seconds until ranks that are not done count as late.
 
     Returns:
-        The ids that all routers used, added up over ranks, and the slowest rank's seconds.
+        The ids that all routers used, added up over ranks, and the slowest rank's seconds for its shard and the function.
 
     Raises:
         UsageError: no other process can find the function.
@@ -144,7 +134,7 @@ def run_ranks(
         _run(Path(work), step.ticket.layout.world_size, timeout_s)
         ranks = range(step.ticket.layout.world_size)
         seconds = max(_merge(Path(work) / f"rank-{rank}.npz", total) for rank in ranks)
-    return Ran(total, seconds)
+    return total, seconds
 
 
 def _run(work: Path, world_size: int, timeout_s: float) -> None:
@@ -198,7 +188,8 @@ def _child(work: Path, number: int) -> None:
     function = getattr(_module(job["module"], Path(job["file"])), job["function"])
     meeting = f"file://{work}/rendezvous"
     dist.init_process_group("gloo", init_method=meeting, rank=number, world_size=layout.world_size)
-    group = _tp_group(dist, layout, number)
+    # TP changes fastest in the order of ranks.
+    group = dist.new_subgroups(layout.tp)[0] if layout.tp > 1 else None
     dist.barrier()
     begin_s = time.monotonic()
     recorded = Recording.open(job["recording"]).step(job["step"])
@@ -220,16 +211,6 @@ def _module(name: str, file: Path) -> ModuleType:
     sys.path.insert(0, str(file.parent))
     spec.loader.exec_module(module)
     return module
-
-
-def _tp_group(dist: Any, layout: TrainerLayout, number: int) -> Any:
-    # All processes make all gloo groups, in one order.
-    members: dict[tuple[int, int, int], list[int]] = {}
-    for rank in range(layout.world_size):
-        at = layout.coords(rank)
-        members.setdefault((at.dp, at.pp, at.cp), []).append(rank)
-    groups = {tuple(ranks): dist.new_group(ranks) for ranks in members.values() if layout.tp > 1}
-    return next((group for ranks, group in groups.items() if number in ranks), None)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,19 @@ class Record(NamedTuple):
     part: int = 0
 
 
+class Segment(NamedTuple):
+    """The records of one step, as far as they are whole."""
+
+    records: list[Record]
+    torn_bytes: int
+    """Bytes of a torn record behind them."""
+    path: Path
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.records) and self.records[-1].kind is Kind.END
+
+
 def pack(kind: Kind, *payload: bytes | memoryview, sample: int = 0, turn: int = 0, part: int = 0) -> Pieces:
     size = sum(memoryview(piece).nbytes for piece in payload)
     head = _HEAD.pack(_MAGIC, kind, part, sample, turn, size)
@@ -78,11 +91,11 @@ def check_room(file: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def read(path: Path) -> tuple[list[Record], int]:
+def read(path: Path) -> Segment:
     """Read a segment's whole records.
 
     Returns:
-        The records, and the bytes of a torn record behind them. Payloads are views of the mapped file, each at a multiple of 16.
+        The segment. Payloads are views of the mapped file, each at a multiple of 16.
 
     Raises:
         RecordingInvalid: the file is no segment, or a record was changed. Only the last record may be torn.
@@ -93,7 +106,8 @@ def read(path: Path) -> tuple[list[Record], int]:
     except OSError as error:
         raise RecordingInvalid(f"{path}: expected a segment of a recording: {error}") from error
     records = list(_records(data, path))
-    return records, size - sum(HEAD_BYTES + _padded_size(record.payload.nbytes) for record in records)
+    whole = sum(HEAD_BYTES + _padded_size(record.payload.nbytes) for record in records)
+    return Segment(records, size - whole, path)
 
 
 def _records(data: memoryview, path: Path) -> Iterator[Record]:

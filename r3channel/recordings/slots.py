@@ -204,10 +204,8 @@ class Slots:
         ticket = replace(self.ticket, assignment=Assignment.given(ranks), layout=layout)
         other, source = Slots(replace(self.sides, ticket=ticket)), np.full(self.none + 1, self.none)
         for mine, theirs in zip(self._streams(), other._streams(), strict=True):
-            count = min(len(mine), len(theirs))
-            source[mine[:count]] = self.slots_at(
-                other.sample_S[theirs[:count]], other.position_S[theirs[:count]]
-            )
+            at = theirs[: len(mine)]
+            source[mine[: len(at)]] = self.slots_at(other.sample_S[at], other.position_S[at])
         return source
 
     def _streams(self) -> list[Ints]:

@@ -119,7 +119,7 @@ def compare(first: Recording, second: Recording) -> dict[str, Any]:
     shared = sorted(set(first.steps) & set(second.steps))
     pairs = [(first.step(number), second.step(number)) for number in shared]
     steps = [
-        _compare_ids(sides) | _differences_beside(*pair)
+        _compare_ids(sides) | {"logprobs": _largest_difference(*pair), "tensors": _tensors(*pair)}
         for pair in pairs
         for sides in AlignedPair.align(*pair)
     ]
@@ -133,19 +133,13 @@ def compare(first: Recording, second: Recording) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _differences_beside(first: RecordedStep, second: RecordedStep) -> dict[str, dict[str, float]]:
-    logprobs = _largest_difference(first, second) if first.logprobs and second.logprobs else {}
-    return {"logprobs": logprobs, "tensors": _tensors(first, second)}
-
-
 def _largest_difference(first: RecordedStep, second: RecordedStep) -> dict[str, float]:
+    shared = [name for name in SIDES if name in first.logprobs and name in second.logprobs]
+    if not shared:
+        return {}
     _, here, there = np.intersect1d(_places(first), _places(second), return_indices=True)
-    largest = dict[str, float]()
-    for name in SIDES:
-        if name in first.logprobs and name in second.logprobs:
-            apart = first.logprobs[name][here] - second.logprobs[name][there]
-            largest[name] = float(np.abs(apart).max(initial=0))
-    return largest
+    apart = {name: first.logprobs[name][here] - second.logprobs[name][there] for name in shared}
+    return {name: float(np.abs(apart_N).max(initial=0)) for name, apart_N in apart.items()}
 
 
 def _tensors(first: RecordedStep, second: RecordedStep) -> dict[str, float]:

@@ -12,14 +12,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from r3channel.errors import ReplayError, UsageError
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.trainer.router import RouterCall, RouterHandle, name_of
-
-_Array = np.ndarray[Any, np.dtype[Any]]
+from r3channel.wire.routing import Ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +26,7 @@ class Consumed(RouterCall):
 
     layer: int
     """Global 0-based decoder layer."""
-    ids_RK: _Array
+    ids_RK: Ids
     """[rows, K] of the spec's id dtype, in the router's row order; an own copy on the host."""
 
 
@@ -53,20 +51,19 @@ class RouterTap:
         self._handed: dict[int, torch.Tensor] = {}
         self._undo = ExitStack()
 
-    def __enter__(self) -> RouterTap:
-        self.open()
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def open(self) -> None:
+    def open(self) -> RouterTap:
         """Wrap this driver's routers. One tap at a time."""
         if self._driver.tap is not None:
             raise UsageError("the routers are tapped already; close the other tap first")
         self._driver.tap = self
         for handle in self._driver.handles.values():
             self._wrap(handle)
+        return self
+
+    __enter__ = open
 
     def close(self) -> None:
         """Take the wrappers away; a second call does nothing."""

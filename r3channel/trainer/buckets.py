@@ -223,9 +223,8 @@ class DevicePlacement:
             digests: Of `new_digests`.
             begin: The number of the first row; attempts begin with 0, and rows come in order.
         """
-        line_T, layer_T, _, sample_T, coefficient_T, offset_T = self._columns_at(
-            begin, begin + len(source_TCK)
-        )
+        end = begin + len(source_TCK)
+        line_T, layer_T, _, sample_T, coefficient_T, offset_T = self._columns_at(begin, end)
         items_TCI = source_TCK.view(self._item)
         came = items_TCI if self._in_order else items_TCI.index_select(1, self._sources_L)
         self._write(line_T, layer_T, came)

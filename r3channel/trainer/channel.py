@@ -24,8 +24,8 @@ from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import ROUTING_WAITS, StageClock
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
+from r3channel.recordings.logprobs import KeptLogprobs
 from r3channel.trainer.adapters import megatron
-from r3channel.trainer.logprobs import KeptLogprobs
 from r3channel.trainer.mismatch import MismatchReport, RoutingAudit, measure, publish
 from r3channel.trainer.model_tokens import Batches, ModelTokens
 from r3channel.trainer.rank_shard import RankShard
@@ -183,8 +183,6 @@ class TrainerChannel:
         for lag, rows in staleness.counts(shard.sample_ids).items():
             metrics.inc("r3channel_rows_by_staleness_total", rows, lag=label(lag))
         if config.on_stale == "mask":
-            metrics.measure("r3channel_rows_masked_stale_total")
-        if staleness.masks:
             masked = sum(staleness.stale_samples.get(name, 0) for name in shard.sample_ids)
             metrics.inc("r3channel_rows_masked_stale_total", masked)
 
@@ -248,10 +246,7 @@ class TrainerChannel:
             figures["staleness"] = sum(lag * rows for lag, rows in lags.items()) / lags.total()
             figures["staleness_max"] = max(lags)
         if self.report is not None:
-            figures["disagreement"] = self.report.different_fraction
-            if tokens := self.report.logprobs.tokens:
-                figures["logprob_abs_diff"] = self.report.logprobs.absolute / tokens
-                figures["logprob_k3"] = self.report.logprobs.k3 / tokens
+            figures |= {"disagreement": self.report.different_fraction, **self.report.logprobs.means()}
         return figures
 
     def _take_spent(self) -> dict[str, float]:

@@ -7,9 +7,9 @@ changes what the routers do. This module imports no Megatron.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -53,6 +53,12 @@ class LogprobDifference:
     k3: float = 0.0
     """The sum of exp(d) - 1 - d."""
 
+    def means(self) -> dict[str, float]:
+        """Return the figures of the mean token by name; empty without tokens."""
+        if not self.tokens:
+            return {}
+        return {"logprob_abs_diff": self.absolute / self.tokens, "logprob_k3": self.k3 / self.tokens}
+
 
 @dataclass(slots=True)
 class MismatchReport:
@@ -66,18 +72,22 @@ class MismatchReport:
     """Tokens with at least one differing layer, among this rank's layers."""
     logprobs: LogprobDifference = field(default_factory=LogprobDifference)
 
+    def total(self, name: str) -> Any:
+        """Add up one field of all layers."""
+        return sum(getattr(layer, name) for layer in self.layers)
+
     @property
     def pairs(self) -> int:
         """Return the number of (token, layer) pairs compared."""
-        return sum(layer.rows for layer in self.layers)
+        return self.total("rows")
 
     @property
     def different_fraction(self) -> float:
-        return sum(layer.different for layer in self.layers) / max(self.pairs, 1)
+        return self.total("different") / max(self.pairs, 1)
 
     @property
     def mean_overlap(self) -> float:
-        return sum(layer.overlap for layer in self.layers) / max(self.pairs, 1)
+        return self.total("overlap") / max(self.pairs, 1)
 
     def is_at(self, chance: float) -> bool:
         """Return whether replayed and live choices agree only by chance.
@@ -148,33 +158,23 @@ class RoutingAudit:
             mask: Above 0 where log-probs count.
         """
         chosen = mask > 0
-        d = torch.where(
-            chosen, ours.detach().double() - engine.double(), 0.0
-        )  # not d * mask: padding may be inf
+        # Not times the mask: padding may be infinite.
+        d = torch.where(chosen, ours.detach().double() - engine.double(), 0.0)
         self._logprobs.append(torch.stack([chosen.sum(), d.abs().sum(), -d.sum(), (d.exp() - 1 - d).sum()]))
 
     def report(self) -> MismatchReport:
         """Return what has been seen so far. Waits for the device."""
-        layers = sorted(self._layers)
-        tokens = [
-            torch.stack([self._counted_rows(m).sum(), flag.sum()]) for m, flag in self._different.items()
+        flags = self._different.items()
+        tokens = [torch.stack([self._counted_rows(batch).sum(), flag_R.sum()]) for batch, flag_R in flags]
+        by_layer, by_batch, logprobs = _read([*self._layers.values()], tokens, self._logprobs)
+        layers = [
+            LayerMismatch(layer, int(rows), int(different), shared / self._top_k, int(disjoint))
+            for layer, (rows, different, shared, disjoint) in sorted(zip(self._layers, by_layer, strict=True))
         ]
-        found = _read([*(self._layers[layer] for layer in layers), *tokens, *self._logprobs])
-        counts, token_sums = found[: len(layers)], found[len(layers) : len(layers) + len(tokens)]
-        tokens_logprob, absolute, k1, k3 = map(
-            sum, zip(*found[len(layers) + len(tokens) :] or [[0] * 4], strict=True)
-        )
-        return MismatchReport(
-            step=self.step,
-            microbatches=self.chosen,
-            layers=[
-                LayerMismatch(layer, int(rows), int(different), shared / self._top_k, int(disjoint))
-                for layer, (rows, different, shared, disjoint) in zip(layers, counts, strict=True)
-            ],
-            tokens=int(sum(of[0] for of in token_sums)),
-            tokens_different=int(sum(of[1] for of in token_sums)),
-            logprobs=LogprobDifference(int(tokens_logprob), absolute, k1, k3),
-        )
+        seen, different = map(sum, zip([0] * 2, *by_batch, strict=True))
+        count, *sums = map(sum, zip([0] * 4, *logprobs, strict=True))
+        difference = LogprobDifference(int(count), *sums)
+        return MismatchReport(self.step, self.chosen, layers, int(seen), int(different), difference)
 
     def _compare(
         self, layer: int, microbatch: int, natural_RK: torch.Tensor, replayed_RK: torch.Tensor
@@ -188,14 +188,12 @@ class RoutingAudit:
         self._different[microbatch] = self._different.get(microbatch, False) | differs_R
 
 
-def _read(sums: Sequence[torch.Tensor]) -> list[list[float]]:
+def _read(*groups: Sequence[torch.Tensor]) -> list[list[list[float]]]:
     # All sums in one copy to the host; as doubles, counts are exact up to 2**53.
-    if not sums:
-        return []
-    device = sums[0].device
-    joined = torch.cat([part.double().to(device, non_blocking=True) for part in sums]).tolist()
-    ends = itertools.accumulate(map(len, sums), initial=0)
-    return [joined[begin:end] for begin, end in itertools.pairwise(ends)]
+    sums = [part for group in groups for part in group]
+    joined = [part.double().to(sums[0].device, non_blocking=True) for part in sums]
+    numbers = iter(torch.cat(joined).tolist() if joined else ())
+    return [[[*islice(numbers, len(part))] for part in group] for group in groups]
 
 
 def measure(metrics: Metrics) -> None:
@@ -206,19 +204,12 @@ def measure(metrics: Metrics) -> None:
 
 def publish(report: MismatchReport, metrics: Metrics) -> None:
     """Put one rank's report into its metrics, which `measure` has prepared."""
-    different, disjoint = (
-        sum(getattr(layer, name) for layer in report.layers) for name in ("different", "disjoint")
-    )
-    counts = (report.pairs, different, disjoint, report.tokens, report.tokens_different)
-    for name, count in zip(_COUNTED, counts, strict=True):
+    pairs = map(report.total, ("rows", "different", "disjoint"))
+    for name, count in zip(_COUNTED, (*pairs, report.tokens, report.tokens_different), strict=True):
         metrics.inc(name, count)
-    for name, field_name, worst in (
-        ("r3channel_audit_layer_overlap", "overlap", 1),
-        ("r3channel_audit_layer_different", "different", -1),
-    ):
-        shares = {str(one.layer): getattr(one, field_name) / max(one.rows, 1) for one in report.layers}
+    for name, worst in (("overlap", 1), ("different", -1)):
+        shares = {str(one.layer): getattr(one, name) / max(one.rows, 1) for one in report.layers}
         kept = sorted(shares.items(), key=lambda item: worst * item[1])[:_WORST_LAYERS]
-        metrics.replace(name, "layer", dict(kept))
-    if report.logprobs.tokens:
-        metrics.set("r3channel_audit_logprob_abs_diff", report.logprobs.absolute / report.logprobs.tokens)
-        metrics.set("r3channel_audit_logprob_k3", report.logprobs.k3 / report.logprobs.tokens)
+        metrics.replace(f"r3channel_audit_layer_{name}", "layer", dict(kept))
+    for name, mean in report.logprobs.means().items():
+        metrics.set(f"r3channel_audit_{name}", mean)

@@ -51,42 +51,33 @@ def check_batches(
     Raises:
         TicketMismatch: Names, lengths or token ids differ.
     """
-    where, batches = f"ticket of step {ticket.step}, dp {shard.dp}", shard.microbatches
-    for what, planned, given in _facts(ticket, shard, tokens, samples):
-        if len(given) != len(batches):
-            said = f"{where}: {len(batches)} micro-batches planned, this trainer runs {len(given)}. Is micro-batch size or token "
-            raise TicketMismatch(
-                said + "budget another on the two sides?", ranks=[shard.key], step=ticket.step
-            )
-        for index, (batch, ours, theirs) in enumerate(zip(batches, planned, given, strict=True)):
-            if ours != theirs:
-                pairs = zip_longest(batch.sample_ids, ours, theirs)
-                wrong = [name for name, own, other in pairs if own != other and name is not None]
-                raise TicketMismatch(
-                    f"{where}, micro-batch {index}: samples {what} {ours} planned, here {theirs}: {wrong[:5]} differ. "
-                    "Was the batch sorted, trimmed or padded after it was sealed, or is it in another order than the ticket's?",
-                    samples=wrong, ranks=[shard.key], step=ticket.step,
-                )  # fmt: skip
-
-
-def _facts(
-    ticket: Ticket, shard: Shard, tokens: Batches | None, samples: Sequence[Sequence[str]] | None
-) -> Iterator[tuple[str, list[tuple[Any, ...]], list[tuple[Any, ...]]]]:
-    """Yield what is planned and given of each micro-batch.
-
-    Numbers of tokens come before token hashes, so that nothing is hashed where the numbers differ.
-    """
+    names = [batch.sample_ids for batch in shard.microbatches]
     if samples is not None:
-        yield "named", [batch.sample_ids for batch in shard.microbatches], [*map(tuple, samples)]
+        _check_fact(ticket, shard, "named", names, [*map(tuple, samples)])
     if tokens is not None:
-        yield (
-            "of lengths",
-            [batch.tokens for batch in shard.microbatches],
-            [tuple(map(len, own)) for own in tokens],
-        )
-        named = [map(ticket.sample, batch.sample_ids) for batch in shard.microbatches]
+        lengths = [tuple(map(len, own)) for own in tokens]
+        _check_fact(ticket, shard, "of lengths", [batch.tokens for batch in shard.microbatches], lengths)
+        # last, so that nothing is hashed where lengths differ
         hashes = [tuple(hash_tokens(as_tokens(one)) for one in own) for own in tokens]
-        yield "of token hashes", [tuple(one.tokens_hash for one in own) for own in named], hashes
+        planned = [tuple(ticket.sample(name).tokens_hash for name in own) for own in names]
+        _check_fact(ticket, shard, "of token hashes", planned, hashes)
+
+
+def _check_fact(ticket: Ticket, shard: Shard, what: str, planned: list[Any], given: list[Any]) -> None:
+    """Compare what is planned and given, a tuple for each micro-batch."""
+    where, batches = f"ticket of step {ticket.step}, dp {shard.dp}", shard.microbatches
+    if len(given) != len(batches):
+        said = f"{where}: {len(batches)} micro-batches planned, this trainer runs {len(given)}. Is micro-batch size or token "
+        raise TicketMismatch(said + "budget another on the two sides?", ranks=[shard.key], step=ticket.step)
+    for index, (batch, ours, theirs) in enumerate(zip(batches, planned, given, strict=True)):
+        if ours != theirs:
+            pairs = zip_longest(batch.sample_ids, ours, theirs)
+            wrong = [name for name, own, other in pairs if own != other and name is not None]
+            raise TicketMismatch(
+                f"{where}, micro-batch {index}: samples {what} {ours} planned, here {theirs}: {wrong[:5]} differ. "
+                "Was the batch sorted, trimmed or padded after it was sealed, or is it in another order than the ticket's?",
+                samples=wrong, ranks=[shard.key], step=ticket.step,
+            )  # fmt: skip
 
 
 class ModelTokens:
@@ -185,10 +176,8 @@ class ModelTokens:
         planned = shard.lay_out(microbatch, given)
         for by, side in ((1, "right"), (-1, "left")):
             # only between neighbours of one sample: not where a cut or another sample begins
-            inner = np.logical_and(
-                sample == np.roll(sample, by, 1), position == np.roll(position, by, 1) + by
-            )
-            moved = np.where(inner & (planned > 0), np.roll(planned, by, 1), 0)
+            same, next_to = sample == np.roll(sample, by, 1), position == np.roll(position, by, 1) + by
+            moved = np.where(same & next_to & (planned > 0), np.roll(planned, by, 1), 0)
             yield f"it is shifted to the {side} by one (off_by_one_row)", _is_given(found, moved)
         if shard.cp_size > 1:
             left = [np.pad(own, (batch.seq_len - len(own), 0)) for own in given]
@@ -197,10 +186,8 @@ class ModelTokens:
             layout = replace(own, cp_split="zigzag" if own.cp_split == "contiguous" else "contiguous")
             if not any(size % (2 * layout.cp) for size in batch.padded):
                 cut = replace(shard, table=RowTable(shard.microbatches, layout)).lay_out(microbatch, given)
-                said = (
-                    f"context-parallel ranks are cut {layout.cp_split}, planned {own.cp_split} (zigzag_order)"
-                )
-                yield said, _is_given(found, cut)
+                said = f"context-parallel ranks are cut {layout.cp_split}, planned {own.cp_split}"
+                yield f"{said} (zigzag_order)", _is_given(found, cut)
 
     def _order(self, microbatch: int, found: Ids) -> list[int]:
         """Return the order of the ticket's samples in the batch, or []."""

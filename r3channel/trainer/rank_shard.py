@@ -16,8 +16,6 @@ from r3channel.trainer.router_digests import RouterDigestCheck, upload
 from r3channel.trainer.staleness import UNKNOWN, Staleness
 from r3channel.wire.routing import Ids
 
-_TORCH_DTYPES = {np.dtype(np.uint8): torch.uint8, np.dtype(np.int16): torch.int16}
-
 
 class RankShard:
     """The ids of one process for one step; implements `trainer.replay.StepRouting`.
@@ -313,7 +311,7 @@ class RankShard:
         return self.shard.lay_out(microbatch, [*map(of_sample, names)], fill=fill)
 
     def _cut(self) -> Iterator[torch.Tensor]:
-        shard, dtype = self.shard, _TORCH_DTYPES[self.shard.spec.id_dtype]
+        shard, dtype = self.shard, getattr(torch, self.shard.spec.id_dtype.name)
         numbers = range(self.num_microbatches)
         sizes = [shard.microbatch_bytes(number) // shard.tp_slots for number in numbers]
         for number, part_N in zip(numbers, self.data_N.split(sizes), strict=True):
@@ -322,11 +320,10 @@ class RankShard:
 
 def _spread(values_N: Ids, there_T: Ids, shape: tuple[int, ...]) -> Ids:
     # A token without a value gets -1 where values are ids, else 0.
-    spread = np.full(
-        (len(there_T), *values_N.shape[1:]), -1 if values_N.dtype.kind == "i" else 0, values_N.dtype
-    )
+    none, axes = -1 if values_N.dtype.kind == "i" else 0, values_N.shape[1:]
+    spread = np.full((len(there_T), *axes), none, values_N.dtype)
     spread[there_T] = values_N
-    return spread.reshape(*shape, *values_N.shape[1:])
+    return spread.reshape(*shape, *axes)
 
 
 def slot_parts(shard: Shard, data_N: torch.Tensor) -> list[list[torch.Tensor]]:

@@ -109,16 +109,13 @@ class Receiver:
             with _WARMING:
                 warm(self._spec)
         if self._coords.tp == 0:
-            self._reserve()
+            nbytes = self._config.expected_shard_bytes
+            # Now, so that no step waits or fails for memory.
+            for turn in range(1 + self._stays) if nbytes else ():
+                self._buffer(f"whole{turn}", nbytes)
             self._member.join(timeout_s=self._config.join_timeout_s if timeout_s is None else timeout_s)
         else:
             self._member.list_page()
-
-    def _reserve(self) -> None:
-        # Now, so that no step waits or fails for memory.
-        nbytes = self._config.expected_shard_bytes
-        for turn in range(1 + self._stays) if nbytes else ():
-            self._buffer(f"whole{turn}", nbytes)
 
     def receive(
         self, ticket: Ticket, *, tokens: Batches | None = None, samples: Sequence[Sequence[str]] | None = None,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,11 +57,11 @@ class ReplayDriver:
         with ExitStack() as undo:
             for handle in handles.values():
                 _check_spec(handle, spec)
-                undo.callback(_put_before(handle, self._replaying(handle)))
+                undo.callback(_put_before(handle, self._replay_topk))
             for index, chunk in enumerate(chunks):
-                undo.callback(chunk.register_forward_hook(self._after_chunk(index)).remove)
+                undo.callback(chunk.register_forward_hook(partial(self._watch_output, index)).remove)
             if input_ids is not None:  # the first chunk of the first stage
-                before = self._before_model(input_ids)
+                before = partial(self._check_input, input_ids)
                 undo.callback(chunks[0].register_forward_pre_hook(before, with_kwargs=True).remove)
             self._undo = undo.pop_all()
 
@@ -85,7 +86,11 @@ class ReplayDriver:
         pp, input_ids = adapter.parallel_coords().pp, getattr(adapter, "input_ids", None)
         for chunk in range(max(len(chunks), layout.vpp)):
             found = tuple(layer for layer, handle in handles.items() if handle.chunk == chunk)
-            _check_chunk(found, layout.chunk_layers(spec, pp=pp, chunk=chunk), pp=pp, chunk=chunk)
+            if found != (planned := layout.chunk_layers(spec, pp=pp, chunk=chunk)):
+                raise ConfigError(
+                    f"pipeline stage {pp}, chunk {chunk} has routers of decoder layers {found}; the layout plans {planned}. "
+                    "Is the split of layers over stages uneven? Then give first_layers and last_layers"
+                )
         if input_ids is None:
             say_once("the adapter has no input_ids()")
         return cls(handles, chunks, spec=spec, input_ids=None if pp else input_ids)
@@ -150,51 +155,44 @@ class ReplayDriver:
         """Take wrappers and hooks away; a second call does nothing."""
         self._undo.close()
 
-    def _replaying(self, handle: RouterHandle) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        inner = handle.replay.get_replay_topk
+    # -- what the routers and the model chunks call -----------------------------------------------------------------------
 
-        def replay_topk(
-            scores: torch.Tensor, topk: int, num_groups: Any = None, group_topk: Any = None,
-            default_compute_topk: Any = None,
-        ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-            if self._step is None or self._off is not None:
-                self._calls[handle.layer] = self._off or OUTSIDE
-                return inner(scores, topk, num_groups, group_topk, default_compute_topk)
+    def _replay_topk(
+        self, handle: RouterHandle, inner: Callable[..., Any], scores: torch.Tensor, topk: int, num_groups: Any = None,
+        group_topk: Any = None, default_compute_topk: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        if self._step is None or self._off is not None:
+            self._calls[handle.layer] = self._off or OUTSIDE
+            return inner(scores, topk, num_groups, group_topk, default_compute_topk)
 
-            def live_topk() -> torch.Tensor:
-                with torch.no_grad():
-                    return default_compute_topk(scores, topk, num_groups, group_topk)[1]
+        def live_topk() -> torch.Tensor:
+            with torch.no_grad():
+                return default_compute_topk(scores, topk, num_groups, group_topk)[1]
 
-            self._calls[handle.layer], ids_RK = self._step.router_ids(handle, len(scores), live_topk)
-            return scores.gather(1, ids_RK), ids_RK
+        self._calls[handle.layer], ids_RK = self._step.router_ids(handle, len(scores), live_topk)
+        return scores.gather(1, ids_RK), ids_RK
 
-        return replay_topk
+    def _check_input(
+        self, input_ids: Callable[..., Any], _module: Any, arguments: tuple[Any, ...], words: dict[str, Any]
+    ) -> None:
+        step = self._step
+        if step is None or step.tokens is None or step.active is None or self._off is not None:
+            return
+        if (ids := input_ids(*arguments, **words)) is not None:
+            step.tokens.check(step.active.microbatch, ids)
+        else:
+            say_once("it is given embeddings")
 
-    def _before_model(self, input_ids: Callable[..., Any]) -> Callable[..., None]:
-        def check_input(_module: Any, arguments: tuple[Any, ...], words: dict[str, Any]) -> None:
-            step = self._step
-            if step is None or step.tokens is None or step.active is None or self._off is not None:
-                return
-            if (ids := input_ids(*arguments, **words)) is not None:
-                step.tokens.check(step.active.microbatch, ids)
-            else:
-                say_once("it is given embeddings")
-
-        return check_input
-
-    def _after_chunk(self, chunk: int) -> Callable[..., None]:
-        def watch_output(_module: Any, _inputs: Any, output: Any) -> None:
-            if self._step is not None:
-                self._step.watch_backward(chunk, output)
-
-        return watch_output
+    def _watch_output(self, chunk: int, _module: Any, _inputs: Any, output: Any) -> None:
+        if self._step is not None:
+            self._step.watch_backward(chunk, output)
 
 
 def _put_before(handle: RouterHandle, call: Callable[..., Any]) -> Callable[[], object]:
     own = vars(handle.replay)
     if "get_replay_topk" in own:
         raise UsageError(f"{name_of(handle)} is attached to already; close the other driver first")
-    own["get_replay_topk"] = call
+    own["get_replay_topk"] = partial(call, handle, handle.replay.get_replay_topk)
     return lambda: own.pop("get_replay_topk", None)
 
 
@@ -204,12 +202,4 @@ def _check_spec(handle: RouterHandle, spec: RoutingSpec) -> None:
         raise ConfigError(
             f"{name_of(handle)}: top-{handle.top_k} of {handle.num_experts} experts; the spec says top-{spec.top_k} of "
             f"{spec.num_experts} on layers {spec.moe_layers}"
-        )
-
-
-def _check_chunk(found: tuple[int, ...], planned: tuple[int, ...], *, pp: int, chunk: int) -> None:
-    if found != planned:
-        raise ConfigError(
-            f"pipeline stage {pp}, chunk {chunk} has routers of decoder layers {found}; the layout plans {planned}. "
-            "Is the split of layers over stages uneven? Then give first_layers and last_layers"
         )

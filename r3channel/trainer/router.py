@@ -6,7 +6,7 @@ An adapter makes the handles: `r3channel.trainer.adapters.megatron`, or one of a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -78,10 +78,6 @@ class StepRouting(Protocol):
         ...
 
 
-def _count_nothing() -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterHandle:
     """One decoder layer's router."""
@@ -98,7 +94,7 @@ class RouterHandle:
     num_experts: int
     recomputed: bool = False
     """Whether this router runs again in the backward pass."""
-    counts: Callable[[], torch.Tensor | None] = _count_nothing
+    counts: Callable[[], torch.Tensor | None] = field(default=lambda: None)
     """Gives [experts], to which the router adds a call's tokens where gradients are on (expert bias). None: the router does not
     count."""
 

@@ -171,12 +171,8 @@ class RouterDigestCheck:
 
     def _torch_runs_of(self, microbatch: int, rows: torch.Tensor) -> TorchRuns:
         if microbatch not in self._on_device:
-            own, spec, to_device = (
-                self._own(microbatch),
-                self._shard.spec,
-                partial(upload, device=rows.device),
-            )
-            sizes = {"rows": rows.shape[-2], "samples": own.stop - own.start}
-            made = TorchRuns.of(self._runs_of(microbatch), **sizes, spec=spec, tensor=to_device)
+            runs, to_device = self._runs_of(microbatch), partial(upload, device=rows.device)
+            sizes = {"rows": rows.shape[-2], "samples": len(self._shard.microbatches[microbatch].sample_ids)}
+            made = TorchRuns.of(runs, **sizes, spec=self._shard.spec, tensor=to_device)
             self._on_device[microbatch] = made
         return self._on_device[microbatch]

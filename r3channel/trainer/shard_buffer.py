@@ -83,11 +83,9 @@ class ShardBuffer:
         Raises:
             TicketMismatch: The rows belong to other samples than the ticket's.
         """
-        stream, layers = self.stream, self.shard.spec.num_moe_layers
-        both = np.frombuffer(digests, "<u8")
-        engine_SL, part_SC = (
-            each.reshape(len(stream.samples), -1) for each in np.split(both, [len(stream.samples) * layers])
-        )
+        stream, samples = self.stream, len(self.stream.samples)
+        both = np.split(np.frombuffer(digests, "<u8"), [samples * self.shard.spec.num_moe_layers])
+        engine_SL, part_SC = (each.reshape(samples, -1) for each in both)
         columns = [stream.columns.index(source) for source in self.shard.sources]
         table_CSL = torch.as_tensor(self._placement.table(self._sums))
         announced_SL = upload(np.ascontiguousarray(part_SC[:, columns]).view(np.int64), table_CSL.device)

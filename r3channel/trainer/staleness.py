@@ -8,13 +8,12 @@ from functools import cached_property
 
 import numpy as np
 
-from r3channel.errors import ConfigError, RowsStale, UsageError
+from r3channel.errors import RowsStale, UsageError
 from r3channel.plan.ticket import Ticket
 from r3channel.wire.routing import Ids, RowKind
 
 log = logging.getLogger(__name__)
 
-POLICIES = ("accept", "mask", "reject")
 UNKNOWN = np.iinfo(np.int64).min
 """The lag of a row that no engine recorded; never stale, because nothing is known of it."""
 _LARGEST = np.iinfo(np.int64).max
@@ -40,10 +39,8 @@ class Staleness:
             version: The trainer's committed weight version, 0 or more.
             max_staleness: The largest lag that is not stale; -1: no bound. With a bound, rows ahead of the trainer count as stale
                 too.
-            on_stale: One of `POLICIES`.
+            on_stale: `accept`, `mask` or `reject`, as `ChannelConfig` checks it.
         """
-        if on_stale not in POLICIES:
-            raise ConfigError(f"on_stale {on_stale!r}, expected one of {', '.join(POLICIES)}")
         if version < 0:
             raise UsageError(f"weight version {version}: expected 0 or more")
         self.version, self.max_staleness, self.on_stale = version, max_staleness, on_stale

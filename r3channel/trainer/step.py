@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from r3channel.errors import ReplayError, UsageError
-from r3channel.trainer.logprobs import KeptLogprobs
+from r3channel.recordings.logprobs import KeptLogprobs
 from r3channel.trainer.mismatch import RoutingAudit
 from r3channel.trainer.model_tokens import ModelTokens
 from r3channel.trainer.router import LiveTopk, Mode, RouterCall, RouterHandle, StepRouting, name_of
@@ -104,9 +104,8 @@ class ReplayStep:
         self.active = self._running[number] = call
         try:
             yield
-            self._check(
-                {(call.pass_name, handle.layer, index) for handle in self._routers_of(number)}, self._expected
-            )
+            keys = {(call.pass_name, handle.layer, index) for handle in self._routers_of(number)}
+            self._check(keys, self._expected)
         finally:
             self.active = None
             self._running.pop(number, None)
@@ -230,12 +229,8 @@ class ReplayStep:
         Raises:
             UsageError: The output holds no tensor with gradients, so the start of its backward pass would go unnoticed.
         """
-        call = self.active
-        if (
-            call is None
-            or call.pass_name != "forward"
-            or not any(map(_is_recomputed, self._routers_of(chunk)))
-        ):
+        call, recomputed = self.active, any(map(_is_recomputed, self._routers_of(chunk)))
+        if call is None or call.pass_name != "forward" or not recomputed:
             return
         tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
         if not tensors:
@@ -277,21 +272,17 @@ class ReplayStep:
             DigestMismatch: The rows are not those that the engine hashed.
         """
         call = self._call(handle)
-        kept = (
-            self._kept.pop((call.microbatch, handle.layer), None) if call.pass_name == "recompute" else None
-        )
-        ids_RK = self._routing.layer_ids(call.microbatch, handle.layer) if kept is None else kept
+        at = call.microbatch, handle.layer
+        kept = self._kept.pop(at, None) if call.pass_name == "recompute" else None
+        ids_RK = self._routing.layer_ids(*at) if kept is None else kept
         _check_rows(handle, call, ids_RK, tokens)
         # The widened ids are new memory of this pass, because autograd keeps them.
-        wide_RK = self._routing.check_digest(
-            call.microbatch, handle.layer, ids_RK, index_dtype(ids_RK.device)
-        )
+        wide_RK = self._routing.check_digest(*at, ids_RK, index_dtype(ids_RK.device))
         self._calls[call.pass_name, handle.layer, call.microbatch] += 1
         if call.pass_name != "recompute":
             wide_RK = self._beside_live(handle, call, wide_RK, live_topk)
-        if (
-            counts_E := handle.counts()
-        ) is not None and torch.is_grad_enabled():  # the call in which the router counts
+        counts_E = handle.counts()
+        if counts_E is not None and torch.is_grad_enabled():  # the call in which the router counts
             self._uncount(counts_E, wide_RK, call.microbatch)
         return call, wide_RK
 

@@ -21,11 +21,10 @@ from r3channel.errors import ConfigError, FrameError, R3Error, RecordingInvalid,
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.recordings.logprobs import SIDES, read_logprobs, write_logprobs
+from r3channel.recordings.logprobs import SIDES, KeptLogprobs, read_logprobs, write_logprobs
 from r3channel.recordings.recorder import Recorder, segment_name, write_segment, write_step
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.segment import HEAD_BYTES, Kind, check_room, pack, read
-from r3channel.trainer.logprobs import KeptLogprobs
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.routing import as_tokens, hash_tokens

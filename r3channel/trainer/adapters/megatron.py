@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 import itertools
 import logging
+import math
+import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -36,7 +38,6 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("megatron.core.parallel_state", "get_data_parallel_rank"),
     ("megatron.core.parallel_state", "get_pipeline_model_parallel_rank"),
     ("megatron.core.parallel_state", "get_context_parallel_rank"),
-    ("megatron.core.parallel_state", "get_context_parallel_group"),
 )
 """(module, dotted name) of each thing that this adapter uses."""
 _AXES = {"dp": "data", "pp": "pipeline_model", "cp": "context", "tp": "tensor_model", "ep": "expert_model"}
@@ -65,9 +66,7 @@ def check_names() -> list[str]:
 
 def _exists(module: str, name: str) -> bool:
     try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        pkgutil.resolve_name(f"{module}:{name}")
     except (ImportError, AttributeError):
         return False
     return True
@@ -76,10 +75,9 @@ def _exists(module: str, name: str) -> bool:
 def routers(chunks: Sequence[torch.nn.Module], layout: TrainerLayout) -> dict[int, RouterHandle]:
     """Return this rank's routers; see `trainer.router.Adapter`."""
     check_layout(layout, config=config_of(chunks))
-    if _numbers(version()) > _numbers(READ_AGAINST[-1]):
-        log.warning(
-            "r3channel: megatron-core %s is newer than %s, the last read", version(), READ_AGAINST[-1]
-        )
+    installed, newest = version(), READ_AGAINST[-1]
+    if _numbers(installed) > _numbers(newest):
+        log.warning("r3channel: megatron-core %s is newer than %s, the last read", installed, newest)
     return routers_by_layer(chunks, mtp_layers=len(layout.mtp))
 
 
@@ -143,7 +141,7 @@ def _chunk_routers(chunk: int, model: Any) -> Iterator[RouterHandle]:
             raise RouterUnsupported(
                 f"router in decoder layer {layer.layer_number} (1-based) says layer_number {number}; expected the same"
             )
-        yield _handle(chunk, number - 1, module, recomputed=_is_recomputed(module.config, index))
+        yield _handle(chunk, number - 1, module, index=index)
 
 
 def _mtp_routers(chunk: int, model: Any, wanted: int) -> Iterator[RouterHandle]:
@@ -153,13 +151,11 @@ def _mtp_routers(chunk: int, model: Any, wanted: int) -> Iterator[RouterHandle]:
     if len(block.layers) != wanted:
         raise ConfigError(f"the layout maps {wanted} MTP layers; the model has {len(block.layers)}")
     for index, _, module in _routers_in(block.layers):
-        config = module.config
-        uniform = config.recompute_granularity == "full" and config.recompute_method == "uniform"
-        recomputed = uniform or _recomputes_moe(config)  # "block" leaves MTP layers out
-        yield _handle(chunk, config.num_layers + index, module, recomputed=recomputed)
+        # Full recompute by "block" leaves MTP layers out.
+        yield _handle(chunk, module.config.num_layers + index, module, index=math.inf)
 
 
-def _handle(chunk: int, layer: int, module: Any, *, recomputed: bool) -> RouterHandle:
+def _handle(chunk: int, layer: int, module: Any, *, index: float) -> RouterHandle:
     if module.router_replay is None:
         raise RouterUnsupported(
             f"decoder layer {layer}: the router has no RouterReplay; "
@@ -172,19 +168,15 @@ def _handle(chunk: int, layer: int, module: Any, *, recomputed: bool) -> RouterH
         replay=module.router_replay,
         top_k=module.topk,
         num_experts=module.config.num_moe_experts,
-        recomputed=recomputed,
+        recomputed=_is_recomputed(module.config, index),
         counts=lambda: module.local_tokens_per_expert,  # for the update of the expert bias
     )
 
 
-def _is_recomputed(config: Any, index: int) -> bool:
+def _is_recomputed(config: Any, index: float) -> bool:
     """Return whether the router of the chunk's layer `index` is recomputed."""
     if config.recompute_granularity == "full":
         return config.recompute_method == "uniform" or index < config.recompute_num_layers
-    return _recomputes_moe(config)
-
-
-def _recomputes_moe(config: Any) -> bool:
     # Of the modules of selective recompute only `moe` runs the router again (not moe_act, mlp, layernorm).
     return config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
 
@@ -241,12 +233,15 @@ def check_layout(layout: TrainerLayout, *, config: Any) -> None:
     Raises:
         ConfigError: Sizes differ, each named with both values, or the rank order is not Megatron's default.
     """
-    theirs = _sizes(config)
-    ours = {name: getattr(layout, name) for name in theirs}
+    from megatron.core import parallel_state
+
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    sizes = _of_axes("world_size", *_AXES)
+    theirs = {**sizes, "vpp": chunks, "sequence_parallel": bool(config.sequence_parallel)}
     different = [
-        f"{name}: layout {ours[name]}, Megatron {theirs[name]}"
-        for name in theirs
-        if ours[name] != theirs[name]
+        f"{name}: layout {ours}, Megatron {size}"
+        for name, size in theirs.items()
+        if (ours := getattr(layout, name)) != size
     ]
     if different:
         raise ConfigError("the layout is not what Megatron was started with: " + "; ".join(different))
@@ -275,14 +270,6 @@ def _decoder_layers(config: Any, stage: int, chunk: int | None) -> int:
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
     return get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
-
-
-def _sizes(config: Any) -> dict[str, Any]:
-    from megatron.core import parallel_state
-
-    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-    sizes = _of_axes("world_size", *_AXES)
-    return {**sizes, "vpp": chunks, "sequence_parallel": bool(config.sequence_parallel)}
 
 
 def _check_rank_order(layout: TrainerLayout) -> None:
