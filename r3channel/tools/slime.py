@@ -79,7 +79,7 @@ def faults(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[str
     fields = sglang_fields(f"--{_OF_SGLANG}".replace("_", "-"))
     values = parse(words, {flag: _OF_SGLANG + name for flag, (name, _) in fields.items()})
     for row in megatron_refusals.REFUSALS:
-        if row.setting != _SET_BY_US and row.setting in values and row.refused(values[row.setting]):
+        if row.setting != _SET_BY_US and row.setting in values and row.refuses(values[row.setting]):
             yield f"{flag(row.setting, values[row.setting])}: {row.why}"
     engine = {
         name.removeprefix(_OF_SGLANG): value for name, value in values.items() if name.startswith(_OF_SGLANG)

@@ -370,7 +370,7 @@ class RelayMachine(RuleBasedStateMachine):
         late = [turn for turn in model.awaited().values() if turn.name in names and turn.state == WAITING]
         come = bool(frames_come) and not model.used & {turn.serial for turn in late}
         coming = [turn for turn in late if come and model.frame(turn.serial, whole=True)]
-        self.relay.samples.config = replace(self.config, frame_timeout_s=SOON_S if come else 0.002)
+        self.relay.steps.config = replace(self.config, frame_timeout_s=SOON_S if come else 0.002)
         sent = self.pool.submit(deliver, self.relay, *((turn.serial, self.frame(turn)) for turn in coming))
         with refused(*model.seal(step, assignment.sample_ids)):
             ticket = Ticket.from_bytes(self.relay.seal(step, assignment).to_bytes())
@@ -380,7 +380,7 @@ class RelayMachine(RuleBasedStateMachine):
             rows = {name: np.concatenate([turn.ids_TLK for turn in model.samples[name]]) for name in names}
             self.sealed.append((ticket, rows))
         sent.result(SOON_S)
-        self.relay.samples.config = self.config
+        self.relay.steps.config = self.config
 
     @rule(names=st.permutations(NAMES), dp=st.integers(1, 2))
     def seals_what_it_must_not(self, names: list[str], dp: int) -> None:
