@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +18,8 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.wire.chunks import CHUNK_ROWS, chunk_count
 from r3channel.wire.codec import written_as_is
 from r3channel.wire.digest import item_bytes_of, layer_digests
-from r3channel.wire.frame import encode_frame, header_fields
-from r3channel.wire.header import HEADER_BYTES, MAX_SPANS, SPAN, SPAN_BYTES, sealed_header, sections_size
+from r3channel.wire.frame import encode_frame
+from r3channel.wire.header import HEADER_BYTES, MAX_SPANS, SPAN, SPAN_BYTES, seal, sections_size
 from r3channel.wire.mixing import coefficients, multipliers
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, Run, columns_of, spans_of
 from r3channel.wire.token_tensors import LENGTH_BYTES
@@ -189,19 +190,23 @@ class SlotRows:
         begin = -memory_N.ctypes.data % _LINE_BYTES
         self._ids_SN = memory_N[begin : begin + slots * row_bytes].reshape(slots, row_bytes)
         self._stamps_S = np.zeros(slots, np.int16)
-        item = item_bytes_of(spec)
-        self._factors_I = multipliers(spec.top_k * spec.id_dtype.itemsize // item)
         # Compile everything now, and not while a request waits.
-        layer_digests(np.zeros((1, spec.num_moe_layers, spec.top_k), spec.id_dtype), first_row=0)
-        compiled = kernels()
+        one_TLK = np.zeros((1, spec.num_moe_layers, spec.top_k), spec.id_dtype)
+        layer_digests(one_TLK, first_row=0)
+        item, compiled = item_bytes_of(spec), kernels()
         self._weight_bytes = row_bytes - self._weights_at
         self._gather = compiled and compiled.gather_frame(
-            item, row_bytes=spec.bytes_per_token, weights_at=self._weights_at, weight_bytes=self._weight_bytes
-        )
+            item, row_bytes=spec.bytes_per_token, weights_at=self._weights_at, weight_bytes=self._weight_bytes,
+            chunk_rows=CHUNK_ROWS,
+        )  # fmt: skip
         self._scatter = compiled and compiled.scatter_rows(row_bytes)
-        # Arrays that each gather writes beside its rows; they are made once.
-        self._words_W = np.empty(spec.num_moe_layers * (1 + len(self._factors_I)), np.uint64)
-        self._facts_3 = np.empty(3, np.int64)
+        # Arrays that each gather reads and writes beside its rows; they are made once.
+        factors_I = multipliers(spec.top_k * spec.id_dtype.itemsize // item)
+        begin_N = np.frombuffer(
+            encode_frame(spec, expert_ids_TLK=one_TLK[:0], codec="stored"), np.uint64, HEADER_BYTES // 8
+        )
+        self._fixed_W = np.concatenate((begin_N, factors_I))
+        self._words_W = np.empty(spec.num_moe_layers * (1 + len(factors_I)), np.uint64)
         self._makers_M2 = np.empty((MAX_MAKERS, 2), np.int64)
         self._makers_M2[0] = MISSING_MAKER
         self._stamp_of: dict[Maker, int] = {MISSING_MAKER: 0}
@@ -215,12 +220,13 @@ class SlotRows:
 
         Args:
             slots_T: Slots, int64, contiguous.
-            expert_ids_TLK: Ids in the id dtype, or whole rows as bytes; contiguous.
+            expert_ids_TLK: Ids in the id dtype, contiguous; or whole rows as bytes, each contiguous.
             weight_version: The version that made the rows.
             kind: The kind of all these rows.
         """
-        ids_TN = expert_ids_TLK.view(np.uint8).reshape(len(slots_T), self.row_bytes)
-        self._put(slots_T, ids_TN, (weight_version, int(kind)))
+        if expert_ids_TLK.ndim > 2:
+            expert_ids_TLK = expert_ids_TLK.view(np.uint8).reshape(len(slots_T), self.row_bytes)
+        self._put(slots_T, expert_ids_TLK, (weight_version, int(kind)))
 
     def put_back(self, slots_T: Ids, kept: KeptRows) -> None:
         """Write kept rows into the slots of the same positions.
@@ -235,7 +241,9 @@ class SlotRows:
             self._put(slots_T[at.start - kept.first_row : at.stop - kept.first_row], ids_TN, maker)
 
     def _put(self, slots_T: Ids, ids_TN: Ids, maker: Maker) -> None:
-        stamp = self._stamp(maker)
+        stamp = self._stamp_of.get(maker)
+        if stamp is None:
+            stamp = self._new_stamp(maker)
         if self._scatter:
             self._scatter(ids_TN, slots_T, self._ids_SN, self._stamps_S, stamp)
         else:
@@ -259,7 +267,8 @@ class SlotRows:
         return KeptRows(first_row, self._ids_SN[slots_T], made.runs)
 
     def gather_frame(
-        self, slots_T: Ids, *, first_row: int, sample_key: int, kept: Sequence[KeptRows] = (), hashed: bool = False
+        self, slots_T: Ids, *, first_row: int, sample_key: int, kept: Sequence[KeptRows] = (), hashed: bool = False,
+        spans: int = _SPANS_IN_PLACE,
     ) -> UnfinishedFrame:  # fmt: skip
         """Gather a request's rows once, into the memory that becomes its frame.
 
@@ -269,58 +278,51 @@ class SlotRows:
             sample_key: The key of the request in its frame.
             kept: Rows that replace those of the slots at the same positions.
             hashed: Whether the rows' digests are computed too, if that is compiled. Set it for a frame that this thread encodes.
+            spans: Number of provenance spans to leave room for. Rows that have more are gathered twice.
         """
-        made = self._gather_rows(slots_T, first_row, sample_key, hashed=hashed, spans=_SPANS_IN_PLACE)
-        if kept:
-            end, (versions_T, kinds_T) = first_row + made.rows, columns_of(made.runs)
-            known = [
-                run
-                for each in kept
-                if (part := each.rows_between(first_row, end))
-                for run in part.known_runs()
-            ]
-            for at, (version, kind), ids_TN in known:
-                rows = slice(at.start - first_row, at.stop - first_row)
-                versions_T[rows], kinds_T[rows] = version, kind
-                made.bytes_TN[rows] = ids_TN[:, : self.spec.bytes_per_token]
-                made.weights_TN[rows] = ids_TN[:, self._weights_at :]
-                made.kept_rows += len(ids_TN)
-            made.runs = spans_of(versions_T, kinds_T, first_row=first_row)
-        return made
-
-    def _gather_rows(
-        self, slots_T: Ids, first_row: int, sample_key: int, *, hashed: bool, spans: int
-    ) -> UnfinishedFrame:
-        rows = len(slots_T)
+        rows = slots_T.size
         made = UnfinishedFrame(
             self.spec, rows=rows, first_row=first_row, sample_key=sample_key, spans=spans, weight_bytes=self._weight_bytes
         )  # fmt: skip
         if self._gather:
-            self._gather(
-                self._ids_SN, self._stamps_S, self._makers_M2, slots_T.astype(np.int32, copy=False),
-                coefficients(first_row, rows * hashed), self._factors_I, made.head_H, made.rows_N, self._words_W, self._facts_3,
-                first_row, spans, CHUNK_ROWS,
+            slots_T = slots_T if slots_T.dtype == np.int32 else slots_T.astype(np.int32)
+            made.hashed = hashed
+            made.begin, made.spans, made.oldest = self._gather(
+                self._ids_SN, self._stamps_S, self._makers_M2, slots_T, coefficients(first_row, rows * hashed),
+                self._fixed_W, self._words_W, made.memory_N, made.payload, first_row, sample_key, spans,
             )  # fmt: skip
-            found, newest, oldest = self._facts_3.tolist()
-            if found > spans:
-                return self._gather_rows(slots_T, first_row, sample_key, hashed=hashed, spans=found)
-            made.sections = Sections(found, newest, oldest, hashed)
-            return made
-        stamps_T = self._stamps_S.take(slots_T)
-        # Whole rows are taken: with a slice of columns `take` would copy the rows of all slots first.
-        rows_TN = self._ids_SN.take(slots_T, axis=0)
-        made.bytes_TN[:] = rows_TN[:, : self.spec.bytes_per_token]
-        made.weights_TN[:] = rows_TN[:, self._weights_at :]
-        made.runs = spans_of(*self._makers_M2[stamps_T].T, first_row=first_row)
+            if made.spans > spans:
+                return self.gather_frame(
+                    slots_T, first_row=first_row, sample_key=sample_key, kept=kept, hashed=hashed, spans=made.spans
+                )  # fmt: skip
+        else:
+            stamps_T = self._stamps_S.take(slots_T)
+            # Whole rows are taken: with a slice of columns `take` would copy the rows of all slots first.
+            self._copy_rows(self._ids_SN.take(slots_T, axis=0), made, slice(None))
+            made.runs = spans_of(*self._makers_M2[stamps_T].T, first_row=first_row)
+        if kept:
+            self._replace_rows(made, kept)
         return made
 
-    def _stamp(self, maker: Maker) -> int:
-        stamp = self._stamp_of.get(maker)
-        if stamp is None:
-            if len(self._stamp_of) == MAX_MAKERS:
-                self._forget_unused()  # after some 16 thousand weight versions, with two kinds each
-            stamp = self._stamp_of[maker] = len(self._stamp_of)
-            self._makers_M2[stamp] = maker
+    def _replace_rows(self, made: UnfinishedFrame, kept: Sequence[KeptRows]) -> None:
+        first_row, (versions_T, kinds_T) = made.first_row, columns_of(made.runs)
+        parts = [part for each in kept if (part := each.rows_between(first_row, first_row + made.rows))]
+        for at, (version, kind), ids_TN in chain.from_iterable(part.known_runs() for part in parts):
+            rows = slice(at.start - first_row, at.stop - first_row)
+            versions_T[rows], kinds_T[rows] = version, kind
+            self._copy_rows(ids_TN, made, rows)
+            made.kept_rows += len(ids_TN)
+        made.runs = spans_of(versions_T, kinds_T, first_row=first_row)
+
+    def _copy_rows(self, ids_TN: Ids, made: UnfinishedFrame, rows: slice) -> None:
+        made.bytes_TN[rows] = ids_TN[:, : self.spec.bytes_per_token]
+        made.weights_TN[rows] = ids_TN[:, self._weights_at :]
+
+    def _new_stamp(self, maker: Maker) -> int:
+        if len(self._stamp_of) == MAX_MAKERS:
+            self._forget_unused()  # after some 16 thousand weight versions, with two kinds each
+        stamp = self._stamp_of[maker] = len(self._stamp_of)
+        self._makers_M2[stamp] = maker
         return stamp
 
     def _forget_unused(self) -> None:
@@ -334,18 +336,6 @@ class SlotRows:
 
 
 # -- one request ---------------------------------------------------------------------------------------------------------
-
-
-class Sections(NamedTuple):
-    """What a gather has already written before a frame's ids: its spans, the table of its chunks and, if `hashed`, its
-    digests.
-    """
-
-    spans: int
-    newest: int
-    oldest: int
-    """Weight versions."""
-    hashed: bool
 
 
 @lru_cache(maxsize=256)
@@ -371,25 +361,29 @@ class UnfinishedFrame:
             weight_bytes: Size of a row's weights in bytes; 0 without weights.
         """
         self.spec, self.rows, self.first_row, self.sample_key = spec, rows, first_row, sample_key
-        self.sections: Sections | None = None
-        """None if only `runs` are known."""
+        self.shape = (rows,)
+        """SGLang counts the rows here."""
+        self.begin: int | None = None
+        """The byte at which the frame begins; None if only `runs` are known."""
+        self.spans, self.oldest, self.hashed = 0, 0, False
+        """Provenance spans, their oldest weight version, and whether the gather has computed the digests, too."""
         self.kept_rows = 0
         """Number of rows that were kept over a retraction."""
         # Ids are gathered to their final place. Only the gather finds out how long the head before them is. Weights follow the
         # ids, with room for the header of their own frame and for its row lengths.
         self._runs: Sequence[Run] = ()
-        self._payload = _head_bytes(spec.num_moe_layers, chunk_count(rows), spans)
-        self._ids_end = self._payload + rows * spec.bytes_per_token
+        self.payload = _head_bytes(spec.num_moe_layers, chunk_count(rows), spans)
+        self._ids_end = self.payload + rows * spec.bytes_per_token
         self._weight_bytes, behind = weight_bytes, HEADER_BYTES + rows * (weight_bytes + LENGTH_BYTES)
-        self._buffer_N = np.empty(self._ids_end + behind * (weight_bytes > 0), np.uint8)
+        self.memory_N = np.empty(self._ids_end + behind * (weight_bytes > 0), np.uint8)
 
     @property
     def runs(self) -> Sequence[Run]:
         """Return the provenance runs. They tile [first_row, first_row + rows)."""
-        if self.sections is None:
+        if self.begin is None:
             return self._runs
-        at = self._begin(self.sections.spans) + HEADER_BYTES
-        return [*SPAN.iter_unpack(self._buffer_N.data[at : at + self.sections.spans * SPAN_BYTES])]
+        at = self.begin + HEADER_BYTES
+        return [*SPAN.iter_unpack(self.memory_N.data[at : at + self.spans * SPAN_BYTES])]
 
     @runs.setter
     def runs(self, runs: Sequence[Run]) -> None:
@@ -397,21 +391,7 @@ class UnfinishedFrame:
 
         The caller that fills in the rows sets the runs before `encode`, if the gather did not.
         """
-        self.sections, self._runs = None, runs
-
-    @property
-    def head_H(self) -> Ids:
-        """Return the room before the ids, in 8-byte words."""
-        return self._buffer_N[: self._payload].view(np.uint64)
-
-    @property
-    def rows_N(self) -> Ids:
-        """Return the bytes of the ids and, if any, the weights.
-
-        With weights, the bytes run to the end of the weights.
-        """
-        weights = self.rows * self._weight_bytes
-        return self._buffer_N[self._payload : self._ids_end + (weights and weights + HEADER_BYTES)]
+        self.begin, self._runs, self.oldest = None, runs, min([run[2] for run in runs], default=0)
 
     @property
     def bytes_TN(self) -> Ids:
@@ -419,7 +399,7 @@ class UnfinishedFrame:
 
         The caller that made the frame fills in the ids before `encode`.
         """
-        return self._buffer_N[self._payload : self._ids_end].reshape(self.rows, self.spec.bytes_per_token)
+        return self.memory_N[self.payload : self._ids_end].reshape(self.rows, self.spec.bytes_per_token)
 
     @property
     def weights_TN(self) -> Ids:
@@ -437,14 +417,11 @@ class UnfinishedFrame:
     @property
     def weights_frame_N(self) -> Ids:
         """Return the memory of the weights' own frame, right behind the ids."""
-        return self._buffer_N[self._ids_end :]
+        return self.memory_N[self._ids_end :]
 
     @property
     def nbytes(self) -> int:
-        return len(self._buffer_N)
-
-    def _begin(self, spans: int) -> int:
-        return self._payload - _head_bytes(self.spec.num_moe_layers, chunk_count(self.rows), spans)
+        return len(self.memory_N)
 
     def encode(self, *, codec: str = "auto") -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return the frame's bytes.
@@ -461,37 +438,26 @@ class UnfinishedFrame:
         Raises:
             RoutingError: If a row has an unreadable weight version.
         """
-        sections = self.sections
-        oldest = sections.oldest if sections else min([run[2] for run in self._runs], default=0)
-        if oldest == UNREADABLE_VERSION:
+        if self.oldest == UNREADABLE_VERSION:
             raise RoutingError(
                 "rows were made while the engine's weight version was not a number; count versions up from '0'"
             )
-        missing = oldest == NO_VERSION
-        as_is = not missing and written_as_is(codec, num_experts=self.spec.num_experts)
-        if as_is and sections and sections.spans <= MAX_SPANS:
-            return self._finish(sections)
+        as_is = self.oldest != NO_VERSION and written_as_is(codec, num_experts=self.spec.num_experts)
+        if not as_is or self.begin is None or self.spans > MAX_SPANS:
+            return self._encode_anew("stored" if as_is else codec)
+        if not self.hashed:
+            digests_L = layer_digests(self.ids_TLK, first_row=self.first_row)
+            at = self.begin + HEADER_BYTES + self.spans * SPAN_BYTES
+            self.memory_N[at : at + digests_L.nbytes] = digests_L.view(np.uint8)
+        seal(self.memory_N.data[self.begin : self.payload])
+        return self.memory_N[self.begin : self._ids_end]
+
+    def _encode_anew(self, codec: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         runs = self.runs
         data = encode_frame(
             self.spec, expert_ids_TLK=self.ids_TLK, first_row=self.first_row, sample_key=self.sample_key,
-            valid_T=columns_of(runs)[1] != _MISSING if missing else None,
+            valid_T=columns_of(runs)[1] != _MISSING if self.oldest == NO_VERSION else None,
             provenance=[ProvenanceSpan(*run[:3], RowKind(run[3])) for run in runs],
-            kept_rows=self.kept_rows, codec="stored" if as_is else codec,
+            kept_rows=self.kept_rows, codec=codec,
         )  # fmt: skip
         return np.frombuffer(bytearray(data), np.uint8)
-
-    def _finish(self, sections: Sections) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        spec, begin, frame_N = self.spec, self._begin(sections.spans), self._buffer_N
-        at = begin + HEADER_BYTES
-        if not sections.hashed:
-            digests = at + sections.spans * SPAN_BYTES
-            digests_L = layer_digests(self.ids_TLK, first_row=self.first_row)
-            frame_N[digests : digests + digests_L.nbytes] = digests_L.view(np.uint8)
-        fields = header_fields(
-            spec, rows=self.rows, first_row=self.first_row, chunks=chunk_count(self.rows), spans=sections.spans,
-            sections_bytes=self._payload - at, wire_bytes=self._ids_end - self._payload, newest=sections.newest,
-            sample_key=self.sample_key, kept_rows=self.kept_rows,
-        )  # fmt: skip
-        data = frame_N.data
-        data[begin:at] = sealed_header(fields, data[at : self._payload])
-        return frame_N[begin : self._ids_end]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -54,8 +54,11 @@ class Stream:
 
     def run(self, call: Callable[[], object]) -> None:
         """Issue the work of `call`, which may run at once or later."""
-        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+        if self.stream is None:
             call()
+        else:
+            with torch.cuda.stream(self.stream):
+                call()
 
     def record(self) -> Event:
         return _DONE if self.stream is None else self.stream.record_event()
@@ -105,7 +108,7 @@ class Ring:
     def __init__(self, rows: int, row_bytes: int, *, device: torch.device) -> None:
         self.host_RN = torch.empty((rows, row_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.device_RN = torch.empty((rows, row_bytes), dtype=torch.uint8, device=device)
-        self._taken = deque[slice]()
+        self._rows, self._taken = rows, deque[slice]()
 
     def take(self, rows: int) -> slice | None:
         """Take the next rows of both blocks.
@@ -116,7 +119,7 @@ class Ring:
         Returns:
             The segment, or None while no such run of rows is free.
         """
-        start, most = 0, len(self.host_RN)
+        start, most = 0, self._rows
         if self._taken:
             first, start = self._taken[0].start, self._taken[-1].stop
             if start <= first:
@@ -226,7 +229,7 @@ class PassCopies:
         Raises:
             DeadlineExceeded: If the ring has no room within `WAIT_S` seconds.
         """
-        while (segment := self._ring.take(len(slots_T))) is None:
+        while (segment := self._ring.take(slots_T.shape[0])) is None:
             self._wait_for(self._passes[0], until="room")
             self._write_oldest()
         forward, copies = self._streams.forward(), self._streams.copies
@@ -255,7 +258,8 @@ class PassCopies:
         Args:
             serial: Number of the pass.
         """
-        self._come_to = max(self._come_to, serial)
+        if serial > self._come_to:
+            self._come_to = serial
         while self._passes and self._passes[0].copied.query():
             self._write_oldest()
 
@@ -305,8 +309,8 @@ class PassCopies:
         made = self._passes.popleft()
         try:
             with self._timed():
-                maker = {"weight_version": made.weight_version, "kind": made.kind}
-                self._rows.write(made.slots_T, made.rows_TN, **maker)
+                version, kind = made.weight_version, made.kind
+                self._rows.write(made.slots_T, made.rows_TN, weight_version=version, kind=kind)
                 for at, kept in made.restored:
                     self._rows.put_back(made.slots_T[at : at + len(kept.ids_TN)], kept)
         finally:

@@ -72,9 +72,10 @@ class Outlet:
         self.metrics.measure("r3channel_engine_kept_rows_total")
         self.metrics.measure("r3channel_engine_capture_waits_total")
         direct = config.delivery == "direct"
-        self._sender = Sender.start(config, hello, metrics=self.metrics) if direct else None
+        self.sender = Sender.start(config, hello, metrics=self.metrics) if direct else None
+        """Its thread encodes frames; without it `reply` does."""
 
-    def reply(self, unfinished: UnfinishedFrame, *, request_id: str) -> np.ndarray | bytes:
+    def reply(self, unfinished: UnfinishedFrame, *, request_id: str) -> np.ndarray | bytearray:
         """Return the bytes of a finished request's reply; never wait.
 
         Args:
@@ -82,27 +83,22 @@ class Outlet:
             request_id: SGLang's id of the request.
 
         Returns:
-            A frame, a frame reference, or for a probe a hello with its frame. A probe's frame that cannot be encoded is an error
-            frame.
+            Writable memory, because torch wants it: a frame, a frame reference, or for a probe a hello with its frame. A probe's
+            frame that cannot be encoded is an error frame.
 
         Raises:
             RoutingError: In-band, if the rows cannot be encoded.
         """
         if request_id.startswith(PROBE_PREFIX):
-            return self._hello.to_bytes() + encode_or_report(unfinished, codec=self._inband_codec)
-        if self._sender is not None and (reference := self._sender.offer(unfinished)) is not None:
-            return reference.to_bytes()
-        self.metrics.inc("r3channel_engine_frames_total", way="overflowed" if self._sender else "inband")
+            return bytearray(self._hello.to_bytes() + encode_or_report(unfinished, codec=self._inband_codec))
+        if self.sender is not None and (reference := self.sender.offer(unfinished)) is not None:
+            return bytearray(reference.to_bytes())
+        self.metrics.inc("r3channel_engine_frames_total", way="overflowed" if self.sender else "inband")
         return unfinished.encode(codec=self._inband_codec)
 
-    @property
-    def encodes_here(self) -> bool:
-        """Return whether `reply` encodes frames, and not the sender's thread."""
-        return self._sender is None
-
     def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
+        if self.sender is not None:
+            self.sender.close()
         self.metrics.close()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def apply(config: EngineConfig) -> None:
     """
     set_up(config)
     functions = vars(sglang_tensors) | globals()
-    for hook in hooks_of(bags=engine.has_bags(), token_tensors=config.token_tensors):
+    for hook in hooks_of(bags=engine.HAS_BAGS, token_tensors=config.token_tensors):
         HookRegistry.register(hook.path, functions[hook.function], HookType[hook.kind])
 
 
@@ -59,7 +60,7 @@ def apply(config: EngineConfig) -> None:
 
 
 class FrameCapturer(RoutedExpertsCapturer):
-    """SGLang's capturer with narrow staging. `take_unfinished` returns the rows of the last `get_topk`."""
+    """SGLang's capturer with narrow staging. `collect_frame` finishes the frame that `get_topk` makes."""
 
     weighs = False
     """Whether ids are captured in pairs with their weights."""
@@ -86,7 +87,6 @@ class FrameCapturer(RoutedExpertsCapturer):
         tensors = tensors_of(config.token_tensors, self.spec)
         self.weighs = any(tensor.made_by == "router_weights" for tensor in tensors)
         self._version = (weight_version(), parse_weight_version(weight_version()))
-        self._unfinished: UnfinishedFrame | None = None
         self.request: Any = None
         """The request whose rows `get_topk` gathers."""
         self.outlet: Outlet | None = None
@@ -106,7 +106,7 @@ class FrameCapturer(RoutedExpertsCapturer):
         )  # fmt: skip
         self.passes = PassCopies(
             self.rows, LayerSelection(self.spec, device=device), most_rows=len(self.device_cache.buffer), device=device,
-            timed=lambda: outlet.stage("capture"),
+            timed=partial(outlet.stage, "capture"),
             counted=lambda until: count("r3channel_engine_capture_waits_total", until=until),
         )  # fmt: skip
 
@@ -153,11 +153,12 @@ class FrameCapturer(RoutedExpertsCapturer):
         slots_T = getattr(forward_batch, "out_cache_loc_virtual", None)
         if slots_T is None:
             slots_T = forward_batch.out_cache_loc
-        if self.outlet is None or not len(slots_T):  # SGLang never handles the result of an idle batch
+        rows = slots_T.shape[0]  # a tensor's len() takes five calls
+        if self.outlet is None or not rows:  # SGLang never handles the result of an idle batch
             return None
         local_TAK = self._get_local_slice(forward_batch, can_run_graph, cuda_graph_batch)
-        if len(local_TAK) != len(slots_T):
-            local_TAK = local_TAK[: len(slots_T)]
+        if local_TAK.shape[0] != rows:
+            local_TAK = local_TAK[:rows]
         # The version is the current one: the pass was just launched with it.
         staged = self.passes.stage(
             slots_T, local_TAK, weight_version=self._current_version(), kind=_kind_of(forward_batch),
@@ -182,8 +183,6 @@ class FrameCapturer(RoutedExpertsCapturer):
     def get_topk(self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0) -> Any:
         """Gather rows [start_len, seqlen - 1) of a request.
 
-        The frame stays unfinished until `take_unfinished`.
-
         Args:
             req_pool_idx: The request's row in SGLang's table of slots.
             seqlen: Number of the request's tokens.
@@ -191,7 +190,7 @@ class FrameCapturer(RoutedExpertsCapturer):
             start_len: Position of the first row.
 
         Returns:
-            The ids as bytes; SGLang counts the rows.
+            The unfinished frame; SGLang counts the rows of its shape.
 
         Raises:
             ValueError: If `start_len` is negative.
@@ -201,25 +200,11 @@ class FrameCapturer(RoutedExpertsCapturer):
         first_row = min(start_len, seqlen - 1)
         slots_T = self._slots_of(self.request, req_to_token_pool, req_pool_idx, seqlen - 1)
         kept = getattr(self.request, "r3channel_kept", None)
-        self._unfinished = self.rows.gather_frame(
+        return self.rows.gather_frame(
             slots_T[first_row:], first_row=first_row, sample_key=sample_key(str(self.request.rid)),
             kept=tuple(kept.rows_between(first_row, seqlen - 1)) if kept else (),
-            hashed=self.outlet is not None and self.outlet.encodes_here,
+            hashed=self.outlet is not None and self.outlet.sender is None,
         )  # fmt: skip
-        return self._unfinished.bytes_TN
-
-    def take_unfinished(self) -> UnfinishedFrame:
-        """Return the unfinished frame that `get_topk` has just gathered.
-
-        Raises:
-            R3Error: If `get_topk` did not run, for example because another plug-in replaced it.
-        """
-        unfinished, self._unfinished = self._unfinished, None
-        if unfinished is None:
-            raise R3Error(
-                "SGLang collected rows without get_topk; was another plug-in applied over r3channel's?"
-            )
-        return unfinished
 
     def keep(self, req: Any, req_to_token_pool: Any) -> None:
         """Keep the rows of a request before it loses its slots.
@@ -353,15 +338,16 @@ def collect_frame(original: Callable[..., None], processor: Any, req: Any) -> No
         capturer.request = req
         with capturer.outlet.stage("frame"):
             original(processor, req)
-            unfinished = capturer.take_unfinished()
+            if not isinstance(unfinished := req.routed_experts, UnfinishedFrame):
+                raise R3Error(
+                    "SGLang collected rows without get_topk; was another plug-in applied over r3channel's?"
+                )
             if capturer.weighs and not request_id.startswith(PROBE_PREFIX):
                 req.r3channel_weights = KeptWeights(unfinished)
             reply = capturer.outlet.reply(unfinished, request_id=request_id)
         req.r3channel_kept = None
     except Exception as error:
         log.exception("r3channel: no frame for request %s", request_id)
-        reply = report(error, request_id=request_id)
-    if isinstance(reply, bytes):
-        reply = bytearray(reply)  # torch wants memory that may be written
+        reply = bytearray(report(error, request_id=request_id))
     req.routed_experts = torch.frombuffer(reply, dtype=torch.uint8)
     return None

@@ -29,6 +29,8 @@ from r3channel.wire.hello import Hello
 from r3channel.wire.token_tensors import tensors_of
 
 log = logging.getLogger(__name__)
+HAS_BAGS = hasattr(runtime_context, "get_serving")
+"""Whether SGLang keeps its settings in bags by theme. 0.5.23 does; 0.5.15.post1 has one object."""
 engine_config = EngineConfig()
 _table = ""
 """The table of `sglang_hooks.TABLES` that this SGLang follows."""
@@ -57,20 +59,12 @@ def set_up(config: EngineConfig) -> None:
     global engine_config, _table
     is_costly(config)  # an unknown codec ends the start, not the first request
     masks = [tensor.name for tensor in tensors_of(config.token_tensors) if tensor.made_by == "mask_rows"]
-    if masks and not has_bags():
+    if masks and not HAS_BAGS:
         raise ConfigError(f"R3CHANNEL_TOKEN_TENSORS: SGLang {installed_version()} returns no {masks}")
     engine_config, _table = (
         config,
         matching_table() or "",
     )  # before a hook changes the names that are looked up
-
-
-def has_bags() -> bool:
-    """Return whether SGLang keeps its settings in bags by theme.
-
-    0.5.23 does; 0.5.15.post1 has one object.
-    """
-    return hasattr(runtime_context, "get_serving")
 
 
 def settings() -> dict[str, Any]:
@@ -79,7 +73,7 @@ def settings() -> dict[str, Any]:
     The weight version is the one that the scheduler knows now.
     """
     args: Any = runtime_context.get_server_args()
-    values = args.resolved_dict() if has_bags() else vars(args)
+    values = args.resolved_dict() if HAS_BAGS else vars(args)
     return {**values, "weight_version": weight_version()}
 
 
@@ -90,7 +84,7 @@ def asked_for() -> dict[str, Any]:
     """
     args: Any = runtime_context.get_server_args()
     plain: Any = type(args)(model_path="none")  # for which 0.5.15.post1 resolves nothing
-    names = args.__struct_fields__ if has_bags() else vars(plain)
+    names = args.__struct_fields__ if HAS_BAGS else vars(plain)
     shown = [name for name in names if not name.startswith("_")]  # the others are internal to its parser
     values = settings()
     return {name: values[name] for name in shown if getattr(args, name) != getattr(plain, name)}
@@ -98,7 +92,7 @@ def asked_for() -> dict[str, Any]:
 
 def weight_version() -> str:
     """Return the weight version that SGLang's scheduler knows now."""
-    if has_bags():
+    if HAS_BAGS:
         return runtime_context.get_serving().weight_version
     args: Any = runtime_context.get_server_args()
     return args.weight_version if _announced_version is None else _announced_version
@@ -139,7 +133,7 @@ def verified_tokens() -> int:
     It is 1 where nothing is drafted.
     """
     context: Any = runtime_context
-    if has_bags():
+    if HAS_BAGS:
         return context.max_speculative_num_draft_tokens() or 1
     return context.get_server_args().max_speculative_num_draft_tokens or 1
 
@@ -225,6 +219,6 @@ def _unseen(router: Any) -> str:
         return "its capture is switched off"
     if config.output_format is not None:
         return "" if config.output_format is TopKOutputFormat.STANDARD else config.output_format.name
-    backend = "" if has_bags() else settings()["moe_runner_backend"]
+    backend = "" if HAS_BAGS else settings()["moe_runner_backend"]
     standard = backend == "flashinfer_mxfp4" and router.is_fp4_experts
     return backend if backend in refusals.KERNEL_ROUTING and not standard else ""

@@ -111,21 +111,14 @@ def _append(req: Any) -> None:
         "mask_rows": getattr(req, "sampling_mask_rows", None),
         "router_weights": getattr(req, "r3channel_weights", None),
     }
-    if all(own is None for own in kept.values()):
+    if kept == dict.fromkeys(kept):
         return  # the request asked for no tensor
-    reply_N, frames = (
-        req.routed_experts.numpy(),
-        [_frame(tensor, kept[tensor.made_by], req) for tensor in _declared],
-    )
-    first, nbytes = frames[0], sum(map(len, frames))
-    if (
-        len(frames) == 1
-        and not isinstance(first, bytes)
-        and first.ctypes.data == reply_N.ctypes.data + len(reply_N)
-    ):
-        whole = first.base[-len(reply_N) - nbytes :]  # weights lie behind their ids
+    reply, frames = req.routed_experts, [_frame(tensor, kept[tensor.made_by], req) for tensor in _declared]
+    nbytes, own = reply.shape[0], frames[0] if len(frames) == 1 else b""
+    if not isinstance(own, bytes) and torch.from_numpy(own).data_ptr() == reply.data_ptr() + nbytes:
+        whole = own.base[-nbytes - len(own) :]  # weights lie behind their ids
     else:
-        whole = bytearray().join([reply_N, *frames])  # torch wants memory that may be written
+        whole = bytearray().join([reply.numpy(), *frames])  # torch wants memory that may be written
     req.routed_experts = torch.frombuffer(whole, dtype=torch.uint8)
 
 

@@ -12,8 +12,8 @@ from r3channel.engine.capture import UnfinishedFrame
 from r3channel.errors import RoutingError
 from r3channel.wire.frame import sample_key
 from r3channel.wire.routing import RowKind, columns_of
-from r3channel.wire.tensor_frame import TensorRows, encode_in_place, encode_tensor
-from r3channel.wire.token_tensors import TokenTensor, Values
+from r3channel.wire.tensor_frame import TensorRows, encode_tensor, seal_tensor
+from r3channel.wire.token_tensors import LENGTH_BYTES, TokenTensor, Values
 
 
 class KeptMasks:
@@ -152,10 +152,11 @@ class KeptWeights:
             The bytes, or None if a row has no weights.
         """
         whole = self.unfinished
-        if whole.sections is None or whole.sections.oldest < 0:
+        if whole.begin is None or whole.oldest < 0:
             return None
-        memory_N, ones_T = whole.weights_frame_N, np.ones(whole.rows, np.uint16)
-        encode_in_place(tensor, memory_N, ones_T, first_row=self.first_row, sample_key=whole.sample_key)
+        memory_N, rows = whole.weights_frame_N, whole.rows
+        memory_N[len(memory_N) - rows * LENGTH_BYTES :].view("<u2")[:] = 1  # entries of each row
+        seal_tensor(tensor, memory_N, rows=rows, first_row=self.first_row, sample_key=whole.sample_key)
         return memory_N
 
 

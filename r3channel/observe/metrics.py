@@ -133,11 +133,11 @@ class Metrics:
         if value < 0:
             raise UsageError(f"{name}: a counter cannot fall; got {value}")
         called = name, *labels.items()  # a name and its labels are checked once: `inc` runs for every frame
-        key = self._known.get(called)
-        if key is None:
-            key = self._known[called] = self._key(_metric(name, "counter"), labels)
         with self._lock:
-            self._values[name][key] = self._values[name].get(key, 0.0) + value
+            if called not in self._known:
+                self._known[called] = self._key(_metric(name, "counter"), labels)
+                self._values[name].setdefault(self._known[called], 0.0)
+            self._values[name][self._known[called]] += value
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""

@@ -123,28 +123,14 @@ def frame_head(
     parts += digests_L.astype("<u8", copy=False).tobytes(), table_of(chunks, layers=spec.num_moe_layers)
     sections = b"".join(parts)
     sections += bytes(head.padding(len(sections)))
-    fields = header_fields(
-        spec, rows=rows, first_row=first_row, chunks=len(chunks), spans=len(provenance), sections_bytes=len(sections),
-        wire_bytes=sum([chunk.nbytes for chunk in chunks]), newest=max([span[2] for span in provenance], default=-1),
-        sample_key=sample_key, kept_rows=kept_rows, codec=max(codecs, default=0), flags=flags,
+    fields = (
+        FRAME_MAGIC, head.WIRE_VERSION, head.KIND_EXPERT_IDS, max(codecs, default=0), flags,
+        spec.digest, spec.num_experts, spec.top_k, spec.num_moe_layers, spec.id_dtype.itemsize, 0,
+        spec.num_moe_layers, rows, first_row, len(chunks), len(provenance), len(sections),
+        rows * spec.bytes_per_token, sum([chunk.nbytes for chunk in chunks]), sample_key,
+        max([span[2] for span in provenance], default=-1), kept_rows,
     )  # fmt: skip
     return head.assemble(fields, sections)
-
-
-def header_fields(
-    spec: RoutingSpec, *, rows: int, first_row: int, chunks: int, spans: int, sections_bytes: int, wire_bytes: int,
-    newest: int, sample_key: int, kept_rows: int, codec: int = 0, flags: int = 0,
-) -> tuple[int | bytes, ...]:  # fmt: skip
-    """Return the fields of `Header` but for its hashes.
-
-    The fields are a plain tuple: an engine's scheduler pays for this call at each request. `newest` is a weight version.
-    """
-    return (
-        FRAME_MAGIC, head.WIRE_VERSION, head.KIND_EXPERT_IDS, codec, flags,
-        spec.digest, spec.num_experts, spec.top_k, spec.num_moe_layers, spec.id_dtype.itemsize, 0,
-        spec.num_moe_layers, rows, first_row, chunks, spans, sections_bytes,
-        rows * spec.bytes_per_token, wire_bytes, sample_key, newest, kept_rows,
-    )  # fmt: skip
 
 
 def encode_error(message: str, *, sample_key: int = 0) -> bytes:

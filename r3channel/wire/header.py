@@ -7,6 +7,7 @@ anything; hashes stop accidents, not attackers.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -37,6 +38,7 @@ MAX_ERROR_BYTES = 4096
 
 _HEADER = struct.Struct("<4sBBBBQIHHBBHIIIIIQQQqQQQ")
 HEADER_BYTES = _HEADER.size
+_HASH = struct.Struct("<Q")
 SPAN = struct.Struct("<IIqB7x")
 SPAN_BYTES = SPAN.size
 
@@ -79,25 +81,29 @@ class Header(NamedTuple):
         return HEADER_BYTES + self.sections_bytes + self.wire_bytes
 
 
-def sealed_header(fields: tuple[int | bytes, ...], sections: bytes | bytearray | memoryview) -> bytes:
-    """Return a frame's header with both hashes in place.
+def seal(data: memoryview, fields: Sequence[int | bytes] = ()) -> None:
+    """Write both hashes of a header.
 
     Args:
-        fields: The fields of `Header` but for its hashes.
-        sections: The bytes that the first hash covers.
+        data: The header, and behind it the sections.
+        fields: The fields of `Header` but for its hashes; none where the header has them already.
     """
-    packed = _HEADER.pack(*fields, xxhash.xxh3_64_intdigest(sections), 0)[:-8]
-    return packed + xxhash.xxh3_64_intdigest(packed).to_bytes(8, "little")
+    if fields:
+        _HEADER.pack_into(data, 0, *fields, 0, 0)
+    _HASH.pack_into(data, HEADER_BYTES - 16, xxhash.xxh3_64_intdigest(data[HEADER_BYTES:]))
+    _HASH.pack_into(data, HEADER_BYTES - 8, xxhash.xxh3_64_intdigest(data[: HEADER_BYTES - 8]))
 
 
-def assemble(fields: tuple[int | bytes, ...], sections: bytes | bytearray) -> bytes:
+def assemble(fields: Sequence[int | bytes], sections: bytes | bytearray) -> bytes:
     """Return the header and the sections in one piece.
 
     Args:
         fields: The fields of `Header` but for its hashes.
         sections: The sections that follow the header.
     """
-    return b"".join((sealed_header(fields, sections), sections))
+    data = bytearray(HEADER_BYTES) + sections
+    seal(memoryview(data), fields)
+    return bytes(data)
 
 
 def announced_bytes(head: memoryview | bytes) -> int:

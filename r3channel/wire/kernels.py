@@ -332,11 +332,12 @@ def _differences(builder: Any, ids: Any, slots: int) -> Iterator[Any]:
 
 
 @_inline
-def _write_sections(words_H: Any, spans: int, end: Any, digests_L: Any, sizes: tuple[int, int, int]) -> None:
-    """Write the sections that end a frame's head.
+def _write_head(words_H: Any, spans: int, end: Any, digests_L: Any, blank_W: Any, sizes: Any) -> int:
+    """Write a frame's head and return the word at which it begins.
 
-    `wire.frame` describes their layout: spans, digests, table of stored chunks, zeros. At first the spans lie behind the header's
-    room, each with its first row. This call moves the spans to where they stay; the last span ends at `end`.
+    `wire.header` and `wire.frame` describe the layout: header, spans, digests, table of stored chunks, zeros. At first the spans
+    lie behind the header's room, each with its first row. This call moves the spans to where they stay; the last span ends at
+    `end`. The header is `blank_W`, which has no rows, with the sizes of these.
     """
     rows, row_bytes, chunk_rows = sizes
     layers, chunks = digests_L.shape[0], -(-rows // chunk_rows)
@@ -354,41 +355,57 @@ def _write_sections(words_H: Any, spans: int, end: Any, digests_L: Any, sizes: t
         at, height = 5 * chunk, min(chunk_rows, rows - chunk * chunk_rows)
         table_C[at], table_C[at + 1] = chunk * chunk_rows, height
         table_C[at + 2], table_C[at + 3] = layers << 16, height * row_bytes
+    header_W = words_H[begin - _HEADER_WORDS : begin]
+    header_W[:] = blank_W[:_HEADER_WORDS]
+    header_W[6] = header_W[7] = rows * row_bytes
+    header_C = header_W.view(np.uint32)
+    header_C[7], header_C[8], header_C[9] = rows, end, chunks  # `end` is where the first span begins now
+    header_C[10], header_C[11] = spans, 8 * (words_H.shape[0] - begin)
+    return begin - _HEADER_WORDS
 
 
 @lru_cache(maxsize=4)
-def gather_frame(item_bytes: int, *, row_bytes: int, weights_at: int, weight_bytes: int) -> Loop:
+def gather_frame(
+    item_bytes: int, *, row_bytes: int, weights_at: int, weight_bytes: int, chunk_rows: int
+) -> Loop:
     """Return a compiled loop that gathers rows of slots into a frame.
 
-    The loop is f(bytes_SN, stamps_S, makers_M2, slots_T, coefficients_T, multipliers_I, head_H, bytes_N, words_W, facts_3,
-    first_row, room, chunk_rows). It copies the rows into a frame that stores ids as they are, and writes the frame's sections
-    before the ids. It raises IndexError for a slot that does not exist.
+    The loop is f(bytes_SN, stamps_S, makers_M2, slots_T, coefficients_T, fixed_W, words_W, frame_N, payload, first_row,
+    sample_key, room). It copies the rows into a frame that stores ids as they are, and writes the frame's head before the ids,
+    but for the two hashes of its header. It returns where the frame begins, its spans and the oldest weight version; no head is
+    written where `room` is for fewer spans. It raises IndexError for a slot that does not exist.
 
     bytes_SN        rows of slots: ids, and from `weights_at` on their weights
     makers_M2       of each stamp: weight version, kind
     coefficients_T  those of `wire.digest`; of no rows where no digest is asked for
-    head_H          the room for the frame's head in words, right before its ids
-    bytes_N         the ids of all rows, and at the end the weights of all rows
+    fixed_W         the header of a frame without rows; behind it the multipliers of `wire.digest`
     words_W         as in `row_sums`
-    facts_3         spans, newest weight version, oldest one; no sections are written where `room` is for fewer spans
+    frame_N         room for the head; from `payload` on the ids of all rows; the weights of all rows, behind a header's room
 
     Args:
         item_bytes: Bytes of one item.
         row_bytes: Bytes of the ids of one row.
         weights_at: Offset of a row's weights in its slot, in bytes.
         weight_bytes: Bytes of the weights of one row.
+        chunk_rows: Rows of a chunk at most.
     """
     items, block_rows = row_bytes // item_bytes, _GATHERED_ROWS
     item_of: Any = getattr(np, f"uint{8 * item_bytes}")
 
     def run(
-        bytes_SN: Any, stamps_S: Any, makers_M2: Any, slots_T: Any, coefficients_T: Any, multipliers_I: Any, head_H: Any,
-        bytes_N: Any, words_W: Any, facts_3: Any, first_row: int, room: int, chunk_rows: int,
-    ) -> None:  # fmt: skip
-        rows, spans, stamp, layers = slots_T.shape[0], 0, -1, items // multipliers_I.shape[0]
-        source, target, step = bytes_SN.ctypes.data, bytes_N.ctypes.data, bytes_SN.shape[1]
-        behind, newest, oldest = target + bytes_N.shape[0] - rows * weight_bytes, -1, 1 << 62
-        items_N, sums_C = bytes_N[: rows * row_bytes].view(item_of), words_W[layers:]
+        bytes_SN: Any, stamps_S: Any, makers_M2: Any, slots_T: Any, coefficients_T: Any, fixed_W: Any, words_W: Any,
+        frame_N: Any, payload: int, first_row: int, sample_key: Any, room: int,
+    ) -> tuple[int, int, int]:  # fmt: skip
+        rows, spans, stamp, multipliers_I = slots_T.shape[0], 0, -1, fixed_W[_HEADER_WORDS:]
+        layers, head_H, ids_N = (
+            items // multipliers_I.shape[0],
+            frame_N[:payload].view(np.uint64),
+            frame_N[payload:],
+        )
+        source, target, step = bytes_SN.ctypes.data, ids_N.ctypes.data, bytes_SN.shape[1]
+        behind, begin = target + rows * row_bytes + 8 * _HEADER_WORDS, 0
+        newest, oldest = -1, 1 << 62
+        items_N, sums_C = ids_N[: rows * row_bytes].view(item_of), words_W[layers:]
         sums_C[:] = np.uint64(0)
         for first in range(0, rows, block_rows):
             end = min(first + block_rows, rows)
@@ -401,23 +418,22 @@ def gather_frame(item_bytes: int, *, row_bytes: int, weights_at: int, weight_byt
                     version, spans = makers_M2[stamp, 0], spans + 1
                     newest, oldest = max(newest, version), min(oldest, version)
                     if spans <= room:
-                        head_H[at], head_H[at + 1], head_H[at + 2] = (
-                            first_row + row,
-                            version,
-                            makers_M2[stamp, 1],
-                        )
+                        head_H[at], head_H[at + 1] = first_row + row, version
+                        head_H[at + 2] = makers_M2[stamp, 1]
                 _copy(target + row * row_bytes, source + slot * step, row_bytes, False)
                 _copy(behind + row * weight_bytes, source + slot * step + weights_at, weight_bytes, False)
             _add_rows(items_N[first * items : end * items], coefficients_T[first:end], sums_C)
         _add_up(sums_C, coefficients_T, multipliers_I, words_W[:layers])
-        facts_3[0], facts_3[1], facts_3[2] = spans, newest, oldest
         if spans <= room:
-            _write_sections(head_H, spans, first_row + rows, words_W[:layers], (rows, row_bytes, chunk_rows))
+            sizes = rows, row_bytes, chunk_rows
+            begin = _write_head(head_H, spans, first_row + rows, words_W[:layers], fixed_W, sizes)
+            head_H[begin + 8], head_H[begin + 9], head_H[begin + 10] = sample_key, newest, 0
+        return 8 * begin, spans, oldest
 
     words, number, byte, own = _read_only(types.uint64), types.int64, types.uint8, types.uint64[::1]
     held = _read_only(byte, 2), _read_only(types.int16), _read_only(number, 2), _read_only(types.int32)
-    filled = own, byte[::1], own, number[::1]
-    return _jit(types.void(*held, words, words, *filled, number, number, number))(run)
+    filled, numbers = (own, byte[::1]), (number, number, types.uint64, number)
+    return _jit(types.UniTuple(number, 3)(*held, words, words, *filled, *numbers))(run)
 
 
 @lru_cache(maxsize=4)

@@ -23,7 +23,7 @@ def coefficients(first: int, count: int) -> Words:
     if end > _KEPT_POSITIONS:
         return _odd(np.arange(first, end, dtype=np.uint64))
     table = _coefficients
-    if end > len(table):
+    if end > table.size:
         # Threads that come here at once make equal tables, and each goes on with its own.
         _coefficients = table = _odd(np.arange(1 << max(12, (end - 1).bit_length()), dtype=np.uint64))
     return table[first:end]

@@ -25,7 +25,7 @@ from r3channel.wire.header import (
     check_kind,
     check_sections,
     read_header,
-    sealed_header,
+    seal,
 )
 from r3channel.wire.source import InHand
 from r3channel.wire.token_tensors import LENGTH_BYTES, MOST_ENTRIES, TokenTensor, Values
@@ -96,30 +96,30 @@ def encode_tensor(rows: TensorRows) -> bytes:
     values_N = np.ascontiguousarray(rows.entries_N, rows.tensor.entry)
     lengths_T = np.ascontiguousarray(lengths_T, "<u2")
     memory_N = np.empty(HEADER_BYTES + values_N.nbytes + lengths_T.nbytes, np.uint8)
-    memory_N[HEADER_BYTES : HEADER_BYTES + values_N.nbytes] = values_N.view(np.uint8)
-    encode_in_place(rows.tensor, memory_N, lengths_T, first_row=rows.first_row, sample_key=rows.sample_key)
+    behind = len(memory_N) - lengths_T.nbytes
+    memory_N[HEADER_BYTES:behind], memory_N[behind:] = values_N.view(np.uint8), lengths_T.view(np.uint8)
+    seal_tensor(
+        rows.tensor, memory_N, rows=len(lengths_T), first_row=rows.first_row, sample_key=rows.sample_key
+    )
     return memory_N.tobytes()
 
 
-def encode_in_place(
-    tensor: TokenTensor, memory_N: Values, lengths_T: Values, *, first_row: int, sample_key: int
-) -> None:
-    """Write header and lengths around the values of a frame.
+def seal_tensor(tensor: TokenTensor, memory_N: Values, *, rows: int, first_row: int, sample_key: int) -> None:
+    """Write the header of a frame whose values are in place.
 
     Args:
         tensor: What the values are.
-        memory_N: The memory of the frame, in which the values lie.
-        lengths_T: Entries of each row.
+        memory_N: The memory of the frame; values and row lengths lie in it.
+        rows: Number of its rows.
         first_row: Position of the first row in its sample.
         sample_key: Key of the request.
     """
-    data, behind = memory_N.data, len(memory_N) - lengths_T.nbytes
-    memory_N[behind:] = lengths_T.view(np.uint8)
+    nbytes = len(memory_N) - HEADER_BYTES
     fields = Header(
-        kind=tensor.kind, spec_digest=tensor.digest, rows=len(lengths_T), first_row=first_row, sample_key=sample_key,
-        sections_bytes=len(memory_N) - HEADER_BYTES, raw_bytes=behind - HEADER_BYTES,
+        kind=tensor.kind, spec_digest=tensor.digest, rows=rows, first_row=first_row, sample_key=sample_key,
+        sections_bytes=nbytes, raw_bytes=nbytes - rows * LENGTH_BYTES,
     )  # fmt: skip
-    data[:HEADER_BYTES] = sealed_header(fields[:-2], data[HEADER_BYTES:])
+    seal(memory_N.data, fields[:-2])
 
 
 def parse_tensors(data: Any, tensors: Sequence[TokenTensor], *, where: str) -> tuple[TensorRows, ...]:

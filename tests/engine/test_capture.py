@@ -136,7 +136,7 @@ def test_a_frame_built_in_place_is_encode_frames_own(spec: RoutingSpec, compiled
             spec, expert_ids_TLK=ids[:rows], first_row=5, sample_key=8, codec="stored",
             provenance=spans_of(versions_T, np.zeros(rows, np.uint8), first_row=5),
         )  # fmt: skip
-        assert bool(made.sections and made.sections.hashed) == (compiled and hashed)
+        assert made.hashed == (compiled and hashed)
         assert made.encode(codec="stored").tobytes() == expected and np.array_equal(made.ids_TLK, ids[:rows])
 
 

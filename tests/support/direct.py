@@ -111,8 +111,8 @@ class Engine:
 
     @property
     def sender(self) -> Sender:
-        assert self.outlet._sender is not None
-        return self.outlet._sender
+        assert self.outlet.sender is not None
+        return self.outlet.sender
 
     def frames(self, way: str) -> int:
         """How many left this way."""

@@ -229,7 +229,7 @@ TABLES = {
     "options": Table(PACKAGE / "tools" / "README.md", option_lines),
     "errors": Table(PACKAGE / "errors.md", error_lines),
     "measured": Table(PACKAGE.parent / "README.md", partial(figures.lines, "measured")),
-    "capture": Table(PACKAGE / "engine" / "README.md", partial(figures.lines, "capture")),
+    **{t: Table(PACKAGE / "engine" / "README.md", partial(figures.lines, t)) for t in ("capture", "reply")},
     "settings": Table(PACKAGE / "engine" / "README.md", setting_lines),
     "refusals": Table(PACKAGE / "trainer" / "README.md", refusal_lines),
     "transaction": Table(PACKAGE / "weights" / "README.md", transaction_lines),

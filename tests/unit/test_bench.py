@@ -181,17 +181,17 @@ def _placed(work: Workload, dp: int) -> str:
 def test_capture_has_every_variant_and_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.run(["capture", "--json", "--quick", "--rounds", "8"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    variants = report["variants"]
+    variants, nbytes, us = report["variants"], report["topk_bytes"], report["topk_us"]
     assert list(variants) == ["off", "stock", "r3channel", "direct", "off_again"]
     for values in variants.values():
         assert set(values["engine_cpu_ratio_to_off"]) == {"median", "low", "high"}
     # Each request was served by the capturer that its id named: no rows, int32, frames in base64, frames past the reply.
     sent = [variants[way]["http_bytes_per_token"] for way in ("off", "direct", "r3channel", "stock")]
     assert sent[0] < 2 < 384 < sent[1] < 400 < 512 < sent[2] < 530 < 2048 <= sent[3]
-    for name, rows, ways in (("reply", "1000 4000 16000", 4), ("pass", "256 8192", 3)):
-        for rows_us in (report[f"{name}_us"], report[f"{name}_of_stock"]):
-            assert list(rows_us) == rows.split() and all(len(by_way) == ways for by_way in rows_us.values())
-    nbytes, us = report["topk_bytes"], report["topk_us"]
+    shapes = ("reply_us", "1000 4000 16000", 4), ("pass_us", "256 8192", 3), ("parts", "8 1000 16000", 6)
+    for name, rows, count in shapes:
+        for of_rows in (report[name], report[name.replace("_us", "_of_stock")]):
+            assert list(of_rows) == rows.split() and all(len(each) == count for each in of_rows.values())
     assert nbytes["ours"] < 740 < 1366 < nbytes["binary"] + 1 < nbytes["stock"] and min(us.values()) > 0
 
 

@@ -53,6 +53,8 @@ MODEL = "qwen3-30b-a3b"
 SPEC = model_named(MODEL).spec
 ROWS, PASS_ROWS = (1000, 4000, 16000), (256, 8192)
 """Rows of a request that finishes, and rows of a forward pass: one that decodes, one that prefills a chunk."""
+PART_ROWS = (8, 1000, 16000)
+"""Rows of a request whose reply is measured part by part; at the first, what does not grow with rows."""
 BATCH = 32
 """Requests that decode together: a request's decoded rows lie this many slots apart."""
 Ways = Mapping[str, Callable[[Any], object]]
@@ -155,10 +157,10 @@ def _keep_capturers(ways: dict[str, Callable[[], None]], _result: Any, runner: A
     ours: Any = room.get_global_experts_capturer()
     slots, requests = runner.max_total_num_tokens + runner.page_size, runner.max_running_requests
     stock = _capturer(type(ours).__mro__[1], runner.model_config, slots, requests=requests)
-    outlet, sender = ours.outlet, ours.outlet._sender
+    outlet, sender = ours.outlet, ours.outlet.sender
 
     def serve(capturer: Any, sender: Any = None) -> None:
-        outlet._sender = sender
+        outlet.sender = sender
         room.set_global_experts_capturer(capturer)
 
     ways |= {way: partial(serve, None) for way in WAYS} | {"stock": partial(serve, stock)}
@@ -223,7 +225,8 @@ def scheduler_us(*, rounds: int, slots: int) -> dict[str, Any]:
     the host's write included.
 
     Returns:
-        {"reply_us": {rows: {way: us}}, "reply_of_stock": {rows: {way: ratio}}, ...}; the same for `pass`.
+        {"reply_us": {rows: {way: us}}, "reply_of_stock": {rows: {way: ratio}}, "reply_calls": {way: calls}, ...}, the same for
+        `pass`, and the parts of a reply of ours: {"parts": {rows: {part: {"us", "calls"}}}}.
     """
     thread, result = SchedulerThread(slots), dict[str, Any]()
     for name, ways, sizes, draw in (
@@ -232,8 +235,21 @@ def scheduler_us(*, rounds: int, slots: int) -> dict[str, Any]:
     ):
         us = {rows: _medians_us(ways, partial(draw, rows), rounds) for rows in sizes}
         of_stock = {rows: {way: one / of["stock"] for way, one in of.items()} for rows, of in us.items()}
-        result |= {f"{name}_us": us, f"{name}_of_stock": of_stock}
-    return result
+        calls = {way: _count_calls(end, draw(sizes[0]))[0] for way, end in ways.items()}
+        result |= {f"{name}_us": us, f"{name}_of_stock": of_stock, f"{name}_calls": calls}
+    return result | {"parts": {rows: _parts(thread, rows, rounds) for rows in PART_ROWS}}
+
+
+def _parts(thread: SchedulerThread, rows: int, rounds: int) -> dict[str, dict[str, float]]:
+    def cost(measure: Callable[..., tuple[float, Any]]) -> dict[str, float]:
+        whole, _ = measure(thread.replies()["r3channel"], thread.request(rows))
+        costs, made = dict[str, float](), thread.request(rows)
+        for name, part in thread.parts().items():
+            costs[name], made = measure(part, made)
+        return costs | {"rest": whole - costs["gather"] - costs["head"] - costs["message"]}
+
+    us, calls = [cost(_take_cpu_us) for _ in range(rounds + 2)][2:], cost(_count_calls)
+    return {name: {"us": median(each[name] for each in us), "calls": count} for name, count in calls.items()}
 
 
 def _medians_us(ways: Ways, draw: Callable[[], Any], rounds: int) -> dict[str, float]:
@@ -242,13 +258,24 @@ def _medians_us(ways: Ways, draw: Callable[[], Any], rounds: int) -> dict[str, f
     The time to make what `draw` returns for a call is not counted.
     """
 
-    def call_us(way: Callable[[Any], object]) -> float:
-        drawn, begin_s = draw(), time.thread_time()
-        way(drawn)
-        return (time.thread_time() - begin_s) * 1e6
-
-    calls = {name: partial(call_us, way) for name, way in ways.items()}
+    calls = {name: lambda way=way: _take_cpu_us(way, draw())[0] for name, way in ways.items()}
     return {name: median(values) for name, values in interleave(calls, rounds=rounds, warm_up=2).items()}
+
+
+def _take_cpu_us(call: Callable[[Any], Any], given: Any) -> tuple[float, Any]:
+    """Return the call's CPU us of this thread, and what it has made."""
+    begin_s = time.thread_time()
+    made = call(given)
+    return (time.thread_time() - begin_s) * 1e6, made
+
+
+def _count_calls(call: Callable[[Any], Any], given: Any) -> tuple[int, Any]:
+    """Return how many calls of Python and of C are made inside the call, and what it has made."""
+    events = list[str]()
+    sys.setprofile(lambda _frame, event, _value: events.append(event))
+    made = call(given)
+    sys.setprofile(None)
+    return events.count("call") + events.count("c_call") - 1, made  # the last one ends the count
 
 
 class SchedulerThread:
@@ -312,6 +339,26 @@ class SchedulerThread:
 
         return {name: partial(end, capturer) for name, capturer in self._capturers.items()}
 
+    def parts(self) -> dict[str, Callable[[Any], Any]]:
+        """Return the parts of our reply in order. Each takes what the part before it has made."""
+        from orjson import dumps
+        from sglang.srt.managers.detokenizer_manager import DetokenizerManager
+        from sglang.srt.managers.io_struct import _msgpack_encoder as message
+
+        rows = self._capturers["r3channel"].rows
+
+        def gather(req: Any) -> Any:
+            slots_T = req.processor.req_to_token_pool.req_to_token[0, :-1].numpy()
+            return rows.gather_frame(slots_T, first_row=0, sample_key=0, hashed=True)
+
+        return {
+            "gather": gather,
+            "head": lambda made: torch.frombuffer(made.encode(), dtype=torch.uint8),
+            "message": lambda reply: (reply, message.encode(reply))[0],
+            "base64": lambda reply: DetokenizerManager._b64_encode_per_request([reply]),
+            "meta_info": lambda texts: dumps({"meta_info": {"routed_experts": texts[0]}}),
+        }
+
     def replies(self) -> Ways:
         from sglang.srt.managers.io_struct import _msgpack_encoder as message
         from sglang.srt.managers.scheduler_components.batch_result_processor import (
@@ -326,9 +373,9 @@ class SchedulerThread:
         # Its thread is not started.
         queue = Sender(EngineConfig(relay_url="http://x:1"), outlet._hello, token="", metrics=outlet.metrics)
 
-        def end(name: str, sender: Sender | None, req: Any) -> None:
-            outlet._sender = sender
-            set_global_experts_capturer(self._capturers[name])
+        def end(name: str, req: Any) -> None:
+            outlet.sender = queue if name == "direct" else None
+            set_global_experts_capturer(self._capturers["r3channel" if name == "direct" else name])
             collect_frame(Processor._maybe_collect_routed_experts, req.processor, req)
             if name == "weights":
                 add_tensors(None, [req])
@@ -336,9 +383,7 @@ class SchedulerThread:
             queue._waiting.clear()
             queue._bytes = 0
 
-        ways = {"stock": ("stock", None), "r3channel": ("r3channel", None), "direct": ("r3channel", queue)}
-        ways["weights"] = ("weights", None)
-        return {name: partial(end, *way) for name, way in ways.items()}
+        return {name: partial(end, name) for name in ("stock", "r3channel", "direct", "weights")}
 
 
 # -- the sampler's likeliest tokens ----------------------------------------------------------------------------------------

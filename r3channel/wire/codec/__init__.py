@@ -14,6 +14,7 @@ that no chosen codec can hold or makes smaller is stored.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -55,6 +56,7 @@ def codec_named(name: str) -> Codec | None:
     raise ConfigError(f"codec {name!r}, expected one of {(AUTO, *(codec.name for codec in CODECS.values()))}")
 
 
+@lru_cache(maxsize=64)
 def written_as_is(name: str, *, num_experts: int) -> bool:
     """Return whether a codec stores valid ids as they are.
 

@@ -150,8 +150,8 @@ class Engine:
         """The frame of a finished request that has the pass's slots, and [rows, L, K] of its weights where they are kept."""
         told = {"rid": str(number), "return_routed_experts": True, "origin_input_ids": [0] * rows}
         request: Any = SimpleNamespace(**told)
-        slots, collect = number % IN_FLIGHT, self.capturer.get_topk
-        self.room.collect_frame(lambda *_: collect(slots, rows + 1, self.pool), None, request)
+        asked, collect = (number % IN_FLIGHT, rows + 1, self.pool), self.capturer.get_topk
+        self.room.collect_frame(lambda _, req: setattr(req, "routed_experts", collect(*asked)), None, request)
         frame = parse_frame(request.routed_experts.numpy().tobytes(), spec=self.spec)
         if not self.tensors:
             return frame, None
