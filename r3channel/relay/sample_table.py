@@ -221,6 +221,8 @@ class SampleTable:
                     f"{turn.key:#x}; were replies swapped?"
                 )
             turn.key, kept = reference.sample_key, self._unclaimed.get(turn.name)
+            if kept is not None and isinstance(kept.what, R3Error):
+                raise _of_sample(kept.what, turn.sample_id)
         if (source := rows or reference) is not None:
             _check_fit(turn, source)
         if sample is not None and turn.held_hash not in (None, sample.last.prefix_hash):
@@ -436,9 +438,8 @@ class SampleTable:
 
 def _of_turn(turn: Turn, what: VerifiedRows | R3Error, cut: Cut | None) -> VerifiedRows | R3Error:
     """Return a direct frame's rows, or why its turn cannot have them."""
-    name = turn.sample_id
     if isinstance(what, R3Error):
-        return type(what)(f"sample {name}: {what}", samples=[name], engines=what.engines)
+        return _of_sample(what, turn.sample_id)
     if what.sample_key != turn.key:
         return _swap_error(turn, what.sample_key)
     if cut is not None and turn.cut and what.end_row > turn.end_row:
@@ -450,9 +451,13 @@ def _of_turn(turn: Turn, what: VerifiedRows | R3Error, cut: Cut | None) -> Verif
         return errors.RowCountMismatch(
             f"{turn.where}: the frame has rows {what.first_row}..{what.end_row}, its frame reference said "
             f"{turn.first_row}..{turn.end_row}",
-            samples=[name],
+            samples=[turn.sample_id],
         )
     return what
+
+
+def _of_sample(error: R3Error, name: str) -> R3Error:
+    return type(error)(f"sample {name}: {error}", samples=[name], engines=error.engines)
 
 
 def _swap_error(turn: Turn, key: int) -> errors.FrameCorrupt:
