@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import takewhile
 
 import numpy as np
@@ -137,7 +138,7 @@ class Sample:
                 if invalid and invalid[-1][1] == start:  # ranges that touch are one
                     start = invalid.pop()[0]
                 invalid.append((start, end))
-        digest = fold(np.add.reduce([rows.digests_L for rows in held])) if held else 0
+        digest = fold(reduce(np.add, [rows.digests_L for rows in held])) if held else 0
         spans = tuple(span for rows in held for span in rows.provenance)
         tokens = self.last.tokens, self.last.tokens_hash
         return pack_sample(TicketSample(self.name, *tokens, digest, spans, tuple(invalid)))
