@@ -80,9 +80,10 @@ chaos: setup
 	! $(BIN)/python -c "import atheris" || $(BIN)/python -m tests.chaos.guided --seconds 120
 
 # After a crash pytest-xdist waits for ever for the tests that the worker had: the run ends at once, and names the test.
-# Engines and trainers start on one core for most of their time, so two files of tests that have them go on side by side, too.
+# Engines and trainers start on one core for most of their time, so two files of tests that have them go on side by side, too;
+# half of a unit test's time are processes that it waits for, so three go.
 test: setup
-	$(BIN)/python -m pytest -m "not full and not long and not $(HEAVY)" $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -m "not full and not long and not $(HEAVY)" $(WORKERS) -n 3 $(ARGS)
 	$(BIN)/python -m pytest -m "not full and not long and $(HEAVY)" $(WORKERS) $(ARGS)
 
 test-long: setup

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,17 @@ class ByEngine(LoadFileScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByEngine:
+    config.option.loadscopereorder = False  # it would begin with the files of the most tests
     return ByEngine(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that may take longest, then of the most tests: else one worker ends with them alone."""
+    tests, limits = Counter(item.path for item in items), Counter[Path]()
+    for item in items:
+        for limit in item.iter_markers("timeout"):
+            limits[item.path] = max(limits[item.path], *map(int, limit.args))
+    items.sort(key=lambda item: (-limits[item.path], -tests[item.path]))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
@@ -46,9 +47,10 @@ class Import(NamedTuple):
         return f"{self.file}:{self.line} imports {self.module}"
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(), filename=str(path))
+@cache
+def sources() -> list[tuple[str, ast.Module]]:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return [(path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(), str(path))) for path in paths]
 
 
 def imports_of(file: str, tree: ast.Module) -> Iterator[Import]:
@@ -65,6 +67,7 @@ def imports_of(file: str, tree: ast.Module) -> Iterator[Import]:
             yield Import(file, node.lineno, "torch.distributed")
 
 
+@cache
 def all_imports() -> list[Import]:
     return [found for file, tree in sources() for found in imports_of(file, tree)]
 
