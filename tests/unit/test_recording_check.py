@@ -318,6 +318,7 @@ BOMBS = {
     "a key": (
         b"\x80\x02)q\x00" + b"".join(b"h%ch%c\x86q%c" % (at, at, at + 1) for at in range(60)) + b"}h\x3cNs.", "expected",
     ),
+    "a count": (shared_lists(60) + b"(Nctorch\nFloatStorage\nX\x01\x00\x00\x000Nh\x3ctQ.", "a list, expected"),
     "packed": (b"\x80\x02N" + b"0N" * 4_000_000 + b".", "times as many"),
 }  # fmt: skip
 """Name -> (pickle, what is said of it; None: it is read)."""
@@ -328,6 +329,7 @@ def test_a_pickle_takes_no_more_memory_than_its_bytes(tmp_path: Path, name: str)
     pickled, said = BOMBS[name]
     with zipfile.ZipFile(path := tmp_path / "0.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/data/0", bytes(4))
     with nullcontext() if said is None else pytest.raises(RecordingInvalid, match=said):
         read_saved(path)
 
