@@ -269,7 +269,7 @@ def _run(data: bytes, storage: Callable[[str], bytes]) -> Any:
         data: the pickle.
         storage: returns the bytes of a tensor's storage, by its key.
     """
-    stack, marks, memo, taken = list[Any](), list[list[Any]](), dict[int, Any](), list[Any]()
+    stack, marks, memo, taken = list[Any](), list[list[Any]](), dict[Any, Any](), list[Any]()
     encode = cache(partial(str.encode, encoding="latin1"))  # a text that comes again gives the same bytes
     calls = {**_CALLS, "_codecs encode": lambda text, _: encode(_only(str, text))}
     for opcode, argument, _ in pickletools.genops(data):
