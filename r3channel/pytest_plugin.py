@@ -180,10 +180,13 @@ class StepUnderTest:
         """
         __tracebackhide__ = True
         from r3channel.recordings.aligned_pair import AlignedPair
+        from r3channel.recordings.consumed import ConsumedRows
         from r3channel.recordings.diagnose import judge
         from r3channel.recordings.mistakes import NOTES
 
-        found = consumed if consumed is not None else self._merge_ranks()
+        found = consumed or ConsumedRows(self.recorded.ticket, self.recorded.ticket.spec)
+        for rank in self._ranks if consumed is None else ():
+            found.merge(rank.consumed)
         if unused := _describe_unused(self.recorded, found):
             pytest.fail(unused, pytrace=False)
         findings = [one for sides in AlignedPair.align(self.recorded, found.step()) for one in judge(sides)]
@@ -192,14 +195,6 @@ class StepUnderTest:
             pytest.fail(
                 "\n".join(["recorded routing was not consumed exactly", *faults[:_TOLD]]), pytrace=False
             )
-
-    def _merge_ranks(self) -> ConsumedRows:
-        from r3channel.recordings.consumed import ConsumedRows
-
-        total = ConsumedRows(self.recorded.ticket, self.recorded.ticket.spec)
-        for rank in self._ranks:
-            total.merge(rank.consumed)
-        return total
 
 
 def _describe_unused(step: RecordedStep, found: ConsumedRows) -> str:
