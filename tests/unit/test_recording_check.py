@@ -231,16 +231,6 @@ def test_diff_names_the_first_place_and_layers(tmp_path: Path, capsys: pytest.Ca
     assert told["layers"] == {"2": {"different": 0, "order_only": 1}, "3": {"different": 1, "order_only": 0}}
 
 
-@pytest.mark.parametrize(
-    "layout", ["", "dp=4", "tp=2,pp=2", "dp=2,cp=2,packing=thd", "tp=2,cp=2", "dp=8,tp=2"]
-)
-def test_replay_hands_every_row_of_every_layer_to_its_router_under_any_layout(layout: str) -> None:
-    step = fit(Recording.open(GOLDEN).step(2), TrainerLayout.parse(layout))
-    rows = consume_step(step)
-    assert len(step.samples) == 16 and found(step, rows.step()) == []
-    assert all(there.all() for there in rows.there.values()) and len(rows.there) == 16
-
-
 def test_another_layout_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     want = engine_step(lengths=(33, 25, 33, 25, 40, 41, 42, 43))  # micro-batches of 4
     cut = fit(want, TrainerLayout.parse("dp=2"))
