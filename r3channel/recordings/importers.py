@@ -263,12 +263,7 @@ def read_saved(path: Path) -> Any:
 
 
 def _run(data: bytes, storage: Callable[[str], bytes]) -> Any:
-    """Return the value that a pickle's opcodes make.
-
-    Args:
-        data: the pickle.
-        storage: returns the bytes of a tensor's storage, by its key.
-    """
+    """Return the value that a pickle's opcodes make."""
     stack, marks, memo, taken = list[Any](), list[list[Any]](), dict[Any, Any](), list[Any]()
     encode = cache(partial(str.encode, encoding="latin1"))  # a text that comes again gives the same bytes
     calls = {**_CALLS, "_codecs encode": lambda text, _: encode(_only(str, text))}
