@@ -64,16 +64,19 @@ def _steps(metafunc: pytest.Metafunc) -> list[int]:
     from r3channel.errors import RecordingInvalid
     from r3channel.recordings.recording import Recording
 
-    marker, newest = (
-        metafunc.definition.get_closest_marker("r3_recording"),
-        metafunc.config.getoption("--r3-steps"),
-    )
-    path = marker.args[0] if marker is not None else metafunc.config.getoption("--r3-recording")
-    if path is None or (marker is not None and "step" in marker.kwargs):
-        return []
-    with suppress(RecordingInvalid):
-        return list(Recording.open(path).steps)[-(newest or 0) :]
+    path, step = _find_recording(metafunc.definition)
+    if path is not None and step is None:
+        with suppress(RecordingInvalid):
+            return list(Recording.open(path).steps)[-(metafunc.config.getoption("--r3-steps") or 0) :]
     return []
+
+
+def _find_recording(test: pytest.Item) -> tuple[Any, int | None]:
+    """Return the path and the step that the marker, or --r3-recording, names."""
+    marker = test.get_closest_marker("r3_recording")
+    if marker is None:
+        return test.config.getoption("--r3-recording"), None
+    return marker.args[0], marker.kwargs.get("step")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -101,8 +104,7 @@ def r3_recording(request: pytest.FixtureRequest) -> Recording:
     """
     from r3channel.recordings.recording import Recording
 
-    marker = request.node.get_closest_marker("r3_recording")
-    path = marker.args[0] if marker is not None else request.config.getoption("--r3-recording")
+    path, _ = _find_recording(request.node)
     if path is None:
         pytest.skip(
             "no recording: give --r3-recording PATH (a folder that --record wrote), or mark it r3_recording(PATH)"
@@ -116,8 +118,7 @@ def r3_number(r3_recording: Recording, request: pytest.FixtureRequest) -> int:
 
     A test runs with each recorded step, unless the marker names one.
     """
-    marker = request.node.get_closest_marker("r3_recording")
-    named = marker.kwargs.get("step") if marker is not None else None
+    _, named = _find_recording(request.node)
     return int(getattr(request, "param", r3_recording.steps[-1] if named is None else named))
 
 
@@ -179,10 +180,13 @@ class StepUnderTest:
         """
         __tracebackhide__ = True
         from r3channel.recordings.aligned_pair import AlignedPair
+        from r3channel.recordings.consumed import ConsumedRows
         from r3channel.recordings.diagnose import judge
         from r3channel.recordings.mistakes import NOTES
 
-        found = consumed if consumed is not None else self._merge_ranks()
+        found = consumed or ConsumedRows(self.recorded.ticket, self.recorded.ticket.spec)
+        for rank in self._ranks if consumed is None else ():
+            found.merge(rank.consumed)
         if unused := _describe_unused(self.recorded, found):
             pytest.fail(unused, pytrace=False)
         findings = [one for sides in AlignedPair.align(self.recorded, found.step()) for one in judge(sides)]
@@ -192,26 +196,18 @@ class StepUnderTest:
                 "\n".join(["recorded routing was not consumed exactly", *faults[:_TOLD]]), pytrace=False
             )
 
-    def _merge_ranks(self) -> ConsumedRows:
-        from r3channel.recordings.consumed import ConsumedRows
-
-        total = ConsumedRows(self.recorded.ticket, self.recorded.ticket.spec)
-        for rank in self._ranks:
-            total.merge(rank.consumed)
-        return total
-
 
 def _describe_unused(step: RecordedStep, found: ConsumedRows) -> str:
     layers = step.ticket.spec.moe_layers
-    silent: dict[str, list[Any]] = {}
+    silent = list[tuple[str, list[int]]]()
     for sample in step.samples:
         there_TL = found.there.get(("forward", sample.sample_id))
         used = [there_TL is not None and bool(there_TL[:, place].any()) for place in range(len(layers))]
         if lacking := [layer for layer, one in zip(layers, used, strict=True) if not one]:
-            silent[sample.sample_id] = lacking
+            silent.append((sample.sample_id, lacking))
     if not silent:
         return ""
-    name, lacking = next(iter(silent.items()))
+    (name, lacking), *_ = silent
     return (
         f"no router used rows of {len(silent)} of {len(step.samples)} samples: the first is {name}, layers {lacking[:20]}; "
         f"expected all of {list(layers)[:20]}. Is rank.record_used called at each router, in every micro-batch, on every rank?"

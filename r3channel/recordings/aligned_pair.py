@@ -78,8 +78,7 @@ class AlignedPair:
     @cached_property
     def begin_S(self) -> Ints:
         """Return the row of each sample's first token, then the row count."""
-        rows = [self.ticket.sample(name).tokens - 1 for name in self.names]
-        return np.concatenate(([0], np.cumsum(rows))).astype(np.int64)
+        return np.cumsum([0, *(self.ticket.sample(name).tokens - 1 for name in self.names)])
 
     @cached_property
     def sample_R(self) -> Ints:

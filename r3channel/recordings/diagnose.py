@@ -258,7 +258,7 @@ class _Rows(NamedTuple):
     sample_R: Ids
     position_R: Ids
     ids_RLK: Ids
-    token_3R: Ids
+    token_R3: Ids
     """The token before, the row's own, and the one after it."""
     inner_R: Ids
     """True for rows that are neither the first nor the last of their sample."""
@@ -269,13 +269,12 @@ def _suspicions(step: RecordedStep) -> Iterator[Finding]:
     parts = []
     for index, name in enumerate(names):
         ids_TLK, there_T = step.ids(name)
-        token_T, at = step.tokens[name], np.flatnonzero(there_T)
+        at = np.flatnonzero(there_T)
         inner = (at > 0) & (at < len(there_T) - 1)
-        around = np.stack([token_T[at - 1], token_T[at], token_T[at + 1]]).T
+        around = step.tokens[name][at[:, None] + (-1, 0, 1)]
         parts.append((np.full(len(at), index), at, ids_TLK[at], around, inner))
     if parts:
-        sample, position, ids, token, inner = map(np.concatenate, zip(*parts, strict=True))
-        rows = _Rows(names, sample, position, ids, token.T, inner)
+        rows = _Rows(names, *map(np.concatenate, zip(*parts, strict=True)))
         yield from _find_repeats(step, rows)
         yield from _neighbours(step, rows)
 
@@ -303,7 +302,7 @@ def _find_repeats(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
 
     The experts are the same in all layers, as in a slot that was not written again.
     """
-    count, token = len(rows.ids_RLK), rows.token_3R[1]
+    count, token = len(rows.ids_RLK), rows.token_R3[:, 1]
     if not 0 < count * _chance(step.spec) < _RARE:
         return
     (words,) = words_of(rows.ids_RLK.reshape(count, -1))
@@ -338,7 +337,7 @@ def _agreement(rows: _Rows, by: int) -> float:
     Each row of the first layer is compared with the row before it whose token, `by` positions on, is the same. The share is 0 if
     there are too few such rows.
     """
-    ids_RK, token_R = rows.ids_RLK[rows.inner_R, 0], rows.token_3R[1 + by, rows.inner_R]
+    ids_RK, token_R = rows.ids_RLK[rows.inner_R, 0], rows.token_R3[rows.inner_R, 1 + by]
     order = np.argsort(token_R, kind="stable")
     same = np.flatnonzero(token_R[order][1:] == token_R[order][:-1])
     if len(same) < _PAIRS:

@@ -22,7 +22,7 @@ import re
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial, partialmethod
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -257,97 +257,74 @@ def read_saved(path: Path) -> Any:
             _check_sizes(path, archive)
             (pickled,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             root = pickled.removesuffix("data.pkl")
-            machine = _Machine(cache(lambda key: archive.read(f"{root}data/{key}")))
-            return machine.run(archive.read(pickled))
+            return _run(archive.read(pickled), cache(lambda key: archive.read(f"{root}data/{key}")))
     except _DAMAGE as error:
         raise RecordingInvalid(f"{path}: expected a file that torch.save wrote: {error!r}"[:500]) from error
 
 
-class _Machine:
-    """Reads a pickle's opcodes, with the stack of values that they work on."""
+def _run(data: bytes, storage: Callable[[str], bytes]) -> Any:
+    """Return the value that a pickle's opcodes make."""
+    stack, marks, memo, taken = list[Any](), list[list[Any]](), dict[Any, Any](), list[Any]()
+    encode = cache(partial(str.encode, encoding="latin1"))  # a text that comes again gives the same bytes
+    calls = {**_CALLS, "_codecs encode": lambda text, _: encode(_only(str, text))}
+    for opcode, argument, _ in pickletools.genops(data):
+        name = opcode.name
+        if count := _TAKEN.get(name, 0):
+            taken = stack[-count:]
+            del stack[-count:]
+        elif name in _TAKEN:
+            taken, stack = stack, marks.pop()
+        match name:
+            case _ if name in _VALUES:
+                stack.append(_VALUES[name](argument))
+            case "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
+                stack.append(tuple(taken))
+            case "APPEND" | "APPENDS":
+                stack[-1].extend(taken)
+            case "SETITEM" | "SETITEMS":
+                _set_items(stack[-1], taken)
+            case "MARK":
+                marks.append(stack)
+                stack = []
+            case "BINPUT" | "LONG_BINPUT":
+                memo[argument] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
+            case "BINPERSID":
+                stack.append(_numbers(taken[0], storage))
+            case "REDUCE" | "NEWOBJ":
+                known = calls.get(_only(Foreign, taken[0]).name)
+                stack.append(known(*taken[1][:4]) if known else taken[0])
+            case "BUILD":
+                _build(stack[-1], taken[0])
+            case "STOP":
+                return stack.pop()
+            case _ if name != "PROTO":
+                raise ValueError(f"opcode {name}: damaged, or of another protocol")
+    raise ValueError("the pickle has no end")
 
-    def __init__(self, storage: Callable[[str], bytes]) -> None:
-        self._storage, self._memo = storage, dict[int, Any]()
-        encode = cache(partial(str.encode, encoding="latin1"))
-        """Cached, so that a text that the pickle refers to again gives the same bytes."""
-        self._calls = {**_CALLS, "_codecs encode": lambda text, _: encode(_only(str, text))}
-        self._stack: list[Any] = []
-        self._marks: list[list[Any]] = []
 
-    def run(self, data: bytes) -> Any:
-        for opcode, argument, _ in pickletools.genops(data):
-            name = opcode.name
-            if name == "STOP":
-                return self._stack.pop()
-            if name in _VALUES:
-                self._stack.append(_VALUES[name](argument))
-            elif name != "PROTO":
-                # An unknown opcode raises AttributeError: the file is damaged, or of another protocol.
-                getattr(self, f"_{name.lower()}")(argument)
-        raise ValueError("the pickle has no end")
+def _set_items(changed: Any, taken: list[Any]) -> None:
+    for key, value in zip(taken[::2], taken[1::2], strict=True):
+        if isinstance(changed, dict):
+            changed[_only(str | int | None, key)] = value
 
-    def _mark(self, _: Any) -> None:
-        self._marks.append(self._stack)
-        self._stack = []
 
-    def _pop_values(self, count: int = 0) -> list[Any]:
-        """Take the last `count` values, or all since the last mark."""
-        if not count:
-            items, self._stack = self._stack, self._marks.pop()
-            return items
-        items = self._stack[-count:]
-        del self._stack[-count:]
-        return items
+def _numbers(described: Any, storage: Callable[[str], bytes]) -> Any:
+    _, kind, key, _, count = described
+    numbers = np.frombuffer(storage(_only(str, key)), _STORAGES[kind.name[6:-7]])
+    if len(numbers) != _only(int, count):
+        raise ValueError(f"storage {key} has {len(numbers)} numbers, expected {count}")
+    return numbers
 
-    def _put(self, at: int) -> None:
-        self._memo[at] = self._stack[-1]
 
-    def _get(self, at: int) -> None:
-        self._stack.append(self._memo[at])
-
-    _binput = _long_binput = _put
-    _binget = _long_binget = _get
-
-    def _tuple(self, _: Any, *, count: int = 0) -> None:
-        values = tuple(self._pop_values(count))
-        self._stack.append(values)
-
-    def _appends(self, _: Any, *, count: int = 0) -> None:
-        values = self._pop_values(count)
-        self._stack[-1].extend(values)
-
-    def _setitems(self, _: Any, *, count: int = 0) -> None:
-        values = self._pop_values(count)
-        for key, value in zip(values[::2], values[1::2], strict=True):
-            if isinstance(self._stack[-1], dict):
-                self._stack[-1][_only(str | int | None, key)] = value
-
-    _tuple1, _tuple2 = partialmethod(_tuple, count=1), partialmethod(_tuple, count=2)
-    _tuple3 = partialmethod(_tuple, count=3)
-    _append, _setitem = partialmethod(_appends, count=1), partialmethod(_setitems, count=2)
-
-    def _binpersid(self, _: Any) -> None:
-        _, kind, key, _, count = self._stack.pop()
-        numbers = np.frombuffer(self._storage(_only(str, key)), _STORAGES[kind.name[6:-7]])
-        if len(numbers) != count:
-            raise ValueError(f"storage {key} has {len(numbers)} numbers, expected {count}")
-        self._stack.append(numbers)
-
-    def _reduce(self, _: Any) -> None:
-        arguments, called = self._stack.pop(), _only(Foreign, self._stack.pop())
-        known = self._calls.get(called.name)
-        self._stack.append(known(*arguments[:4]) if known else called)
-
-    _newobj = _reduce
-
-    def _build(self, _: Any) -> None:
-        state, built = self._stack.pop(), self._stack[-1]
-        if isinstance(built, np.dtype) and state[1] == ">":
-            raise ValueError("an array of big-endian numbers")
-        if isinstance(built, Array):
-            _, shape, dtype, fortran, data = state
-            flat = np.frombuffer(data, _only(np.dtype, dtype))
-            built.value = flat.reshape(shape, order="F" if fortran else "C")
+def _build(built: Any, state: Any) -> None:
+    if isinstance(built, np.dtype) and state[1] == ">":
+        raise ValueError("an array of big-endian numbers")
+    if isinstance(built, Array):
+        _, shape, dtype, fortran, data = state
+        flat = np.frombuffer(data, _only(np.dtype, dtype))
+        built.value = flat.reshape(shape, order="F" if fortran else "C")
 
 
 def _only(kind: Any, value: Any) -> Any:
@@ -385,6 +362,11 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE"), lambda value: value),
 }  # fmt: skip
 """Opcode of pickle's protocol 2, which `torch.save` writes -> what it puts on the stack, made of its argument."""
+_TAKEN = {
+    "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "SETITEM": 2, "BINPERSID": 1, "REDUCE": 2, "NEWOBJ": 2, "BUILD": 1,
+    "TUPLE": 0, "APPENDS": 0, "SETITEMS": 0,
+}  # fmt: skip
+"""Opcode -> the number of values that it takes off the stack; 0: all since the last mark."""
 
 
 DUMPS = ("slime-debug", "miles-dump")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -16,8 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from r3channel.errors import ConfigError
-from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.aligned_pair import AlignedPair, Ints
 from r3channel.recordings.slots import Move, Slots, Votes
 
@@ -114,7 +111,9 @@ def _other_microbatch(slots: Slots, votes: Votes | None = None) -> Maps:
     if votes:
         a, b = votes.slot_N, votes.from_slot_N
         further = ((slots.round_S[b] - slots.round_S[a]) % slots.rounds)[slots.by_rank[a] == slots.by_rank[b]]
-    return map(slots.of_batches, _most_common(further))
+    for by in _most_common(further):
+        batch_S = slots.batch_S - slots.round_S + (slots.round_S + by) % slots.rounds
+        yield slots.of_calls(batch_S * slots.parts + slots.call_S % slots.parts)
 
 
 def _sp_halves_swapped(slots: Slots) -> Maps:
@@ -126,26 +125,22 @@ def _tp_cp_exchanged(slots: Slots) -> Maps:
     yield from map(slots.of_parts, (turned, np.argsort(turned, axis=None)))
     exchanged = replace(layout, tp=layout.cp, cp=layout.tp, sp=None)
     if exchanged.tp_slots * exchanged.cp == slots.parts:
-        yield from _cut(slots, slots.ticket.assignment.ranks, exchanged)
+        yield from slots.of_cut(slots.ticket.assignment.ranks, exchanged)
 
 
 def _zigzag_order(slots: Slots) -> Maps:
     first = np.arange(cp := slots.ticket.layout.cp)
     zigzag = np.stack([first, 2 * cp - 1 - first], axis=1).ravel()
-    return map(slots.of_chunks, (np.argsort(zigzag), zigzag))
+    for takes in (np.argsort(zigzag), zigzag):
+        chunk_S = np.minimum(slots.chunk_S, len(takes) - 1)
+        yield slots.shift((takes[chunk_S] - chunk_S) * slots.chunk_size[slots.sample_S])
 
 
 def _other_microbatch_size(slots: Slots) -> Maps:
     ranks = [[name for batch in rank for name in batch] for rank in slots.ticket.assignment.ranks]
     for size in sorted({min(size, len(ranks[0])) for size in _SIZES}):
         cut = [[names[at : at + size] for at in range(0, len(names), size)] for names in ranks]
-        yield from _cut(slots, cut, slots.ticket.layout)
-
-
-def _cut(slots: Slots, ranks: Any, layout: TrainerLayout) -> Maps:
-    # A layout that its trainer could not run has no map.
-    with suppress(ConfigError):
-        yield slots.of_cut(ranks, layout)
+        yield from slots.of_cut(cut, slots.ticket.layout)
 
 
 def _exchanges(slots: Slots, votes: Votes) -> tuple[list[dict[int, int]], Counter[tuple[int, int, int]]]:

@@ -144,7 +144,7 @@ class Recorder:
                 self._stop(f"limit: {len(self._written)} steps, {sum(self._written.values())} bytes")
                 return False
             oldest = next(iter(self._written))
-            for path in (oldest, *self.folder.glob(logprobs_glob(int(oldest.name[5:11])))):
+            for path in (oldest, *self.folder.glob(logprobs_glob(int(oldest.stem[5:])))):
                 path.unlink(missing_ok=True)
             del self._written[oldest]
         return True

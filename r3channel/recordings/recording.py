@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
@@ -38,7 +37,6 @@ NAME = "manifest.json"
 SIDES = ("engine", "router")
 _FORMAT, _VERSION = "r3channel-recording", 1
 _NAMED = ("r3channel", "numpy", "torch", "sglang", "megatron-core", "ray", "transformers")
-_SEGMENT = re.compile(r"step-(\d+)\.r3s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +148,8 @@ class Recording:
 
     @cached_property
     def _paths(self) -> dict[int, Path]:
-        named = ((_SEGMENT.fullmatch(path.name), path) for path in self.folder.glob("step-*.r3s"))
-        return {int(match[1]): path for match, path in named if match}
+        paths = self.folder.glob("step-*.r3s")
+        return {int(path.stem[5:]): path for path in paths if path.stem[5:].isdecimal()}
 
     @property
     def steps(self) -> tuple[int, ...]:

@@ -124,16 +124,16 @@ def run_ranks(
     name = function.__qualname__
     if "." in name or "<" in name:
         raise UsageError(f"{name}: expected a function of a module, not inside of something, to be loaded")
-    total = ConsumedRows(step.ticket, step.ticket.spec)
-    with tempfile.TemporaryDirectory(prefix="r3channel-") as work:
+    total, layout = ConsumedRows(step.ticket, step.ticket.spec), step.ticket.layout
+    with tempfile.TemporaryDirectory(prefix="r3channel-") as temporary:
         job = {
             "module": function.__module__, "file": inspect.getfile(function), "function": name,
-            "recording": str(Path(folder).absolute()), "step": step.number, "layout": step.ticket.layout.to_dict(), "work": work,
+            "recording": str(Path(folder).absolute()), "step": step.number, "layout": layout.to_dict(),
         }  # fmt: skip
-        (Path(work) / "job.json").write_text(json.dumps(job))
-        _run(Path(work), step.ticket.layout.world_size, timeout_s)
-        ranks = range(step.ticket.layout.world_size)
-        seconds = max(_merge(Path(work) / f"rank-{rank}.npz", total) for rank in ranks)
+        work = Path(temporary)
+        (work / "job.json").write_text(json.dumps(job))
+        _run(work, layout.world_size, timeout_s)
+        seconds = max(_merge(work / f"rank-{rank}.npz", total) for rank in range(layout.world_size))
     return total, seconds
 
 

@@ -7,11 +7,13 @@ after the other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from r3channel.errors import ConfigError
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.aligned_pair import AlignedPair, Bools, Ints
@@ -158,24 +160,6 @@ class Slots:
         """
         return self.of_calls(self.batch_S * self.parts + source.ravel()[self.call_S % self.parts])
 
-    def of_batches(self, by: int) -> Ints:
-        """Return the map that gives micro-batches another one's rows.
-
-        Args:
-            by: the other micro-batch is so many further on at the same DP rank, cyclically.
-        """
-        batch_S = self.batch_S - self.round_S + (self.round_S + by) % self.rounds
-        return self.of_calls(batch_S * self.parts + self.call_S % self.parts)
-
-    def of_chunks(self, takes: Ints) -> Ints:
-        """Return the map that exchanges context-parallel chunks within each sample.
-
-        Args:
-            takes: each chunk gets chunk `takes[chunk]`.
-        """
-        chunk = np.minimum(self.chunk_S, len(takes) - 1)
-        return self.shift((takes[chunk] - chunk) * self.chunk_size[self.sample_S])
-
     def of_samples(self, source: Mapping[int, int], by: int = 0) -> Ints:
         """Return the map that gives samples other samples' rows.
 
@@ -189,24 +173,23 @@ class Slots:
         moved = self.slots_at(other_S, self.position_S + by)
         return np.where(other_S != self.sample_S, moved, self.own_S)
 
-    def of_cut(self, ranks: Sequence[Sequence[Sequence[str]]], layout: TrainerLayout) -> Ints:
-        """Return the map that reads rows laid out for another trainer.
+    def of_cut(self, ranks: Sequence[Sequence[Sequence[str]]], layout: TrainerLayout) -> Iterator[Ints]:
+        """Yield the map that reads rows laid out for another trainer.
 
-        Each rank's calls read, one after another, the rows of other micro-batches or of another layout.
+        Each rank's calls read, one after another, the rows of other micro-batches or of another layout. A trainer that could not
+        run has no map.
 
         Args:
             ranks: sample ids of each micro-batch of each DP rank of that trainer.
             layout: that trainer's layout.
-
-        Raises:
-            ConfigError: that trainer cannot be.
         """
-        ticket = replace(self.ticket, assignment=Assignment.given(ranks), layout=layout)
-        other, source = Slots(replace(self.sides, ticket=ticket)), np.full(self.none + 1, self.none)
-        for mine, theirs in zip(self._streams(), other._streams(), strict=True):
-            at = theirs[: len(mine)]
-            source[mine[: len(at)]] = self.slots_at(other.sample_S[at], other.position_S[at])
-        return source
+        with suppress(ConfigError):
+            ticket = replace(self.ticket, assignment=Assignment.given(ranks), layout=layout)
+            other, source = Slots(replace(self.sides, ticket=ticket)), np.full(self.none + 1, self.none)
+            for mine, theirs in zip(self._streams(), other._streams(), strict=True):
+                at = theirs[: len(mine)]
+                source[mine[: len(at)]] = self.slots_at(other.sample_S[at], other.position_S[at])
+            yield source
 
     def _streams(self) -> list[Ints]:
         """Return each rank's slots in the order of its calls."""

@@ -181,11 +181,6 @@ def written(where: Any, what: Callable[[Ids], Any]) -> Callable[[RecordedStep], 
     return lambda step: changed(step, change)
 
 
-def layers(order: Callable[[Ids], Any]) -> Callable[[RecordedStep], RecordedStep]:
-    """Layers take each other's ids, by their places."""
-    return lambda step: changed(step, lambda _, ids: ids[:, order(np.arange(ids.shape[1]))])
-
-
 def shifted(by: int) -> Callable[[RecordedStep], RecordedStep]:
     """Each row has the ids that stand so many rows on."""
     return lambda step: changed(step, lambda _, ids: ids[(np.arange(len(ids)) + by).clip(0, len(ids) - 1)])
@@ -283,7 +278,7 @@ CASES: dict[str, list[tuple[RoutingSpec, str, Callable[[RecordedStep], RecordedS
     "padding_rows": [(PLAIN, "", padding_rows)],
     "off_by_one_row": [(PLAIN, "dp=2", shifted(1)), (DENSE, "tp=2", shifted(-1))],
     "missing_prefix": [(PLAIN, "", shifted(6))],
-    "shifted_layer": [(PLAIN, "", layers(lambda places: np.roll(places, 1)))],
+    "shifted_layer": [(PLAIN, "", lambda step: changed(step, lambda _, ids: np.roll(ids, 1, axis=1)))],
     "dense_layer_counted": [(DENSE, "", dense_layer_counted)],
     "mtp_shift": [(DENSE, "", mtp_shift)],
     "retraction_overwrite": [(PLAIN, "", retraction_overwrite)],

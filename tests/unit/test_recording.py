@@ -267,17 +267,18 @@ def logprobs_of(step: Ticket, kept: tuple[str, ...] = SIDES) -> dict[str, np.nda
     return {"sample": sample, "position": position} | {name: value - SIDES.index(name) / 4 for name in kept}
 
 
-def test_log_probs_lie_beside_their_step_as_safetensors(tmp_path: Path) -> None:
-    record(Recorder(tmp_path, steps=2, ring=True), 0)
-    given = logprobs_of(ticket_of(0))
-    path = write_logprobs(tmp_path, 0, 3, given)
-    assert path is not None and path.name == "step-000000.logprobs-3.safetensors"
+@pytest.mark.parametrize("first", [0, 1_000_000], ids=str)
+def test_log_probs_lie_beside_their_step_as_safetensors_and_go_with_it(tmp_path: Path, first: int) -> None:
+    record(Recorder(tmp_path, steps=2, ring=True), first)
+    given = logprobs_of(ticket_of(first))
+    path = write_logprobs(tmp_path, first, 3, given)
+    assert path is not None and path.name == f"step-{first or '000000'}.logprobs-3.safetensors"
     assert [str(load_file(path)[name].dtype) for name in given] == ["int32"] * 2 + ["float32"] * 3
-    found = Recording.open(tmp_path).step(0).logprobs
+    found = Recording.open(tmp_path).step(first).logprobs
     assert found.keys() == given.keys() and all(np.array_equal(found[name], given[name]) for name in given)
-    assert write_logprobs(tmp_path, 1, 3, given) is None  # a step that nobody records
-    record(Recorder(tmp_path, steps=2, ring=True), 1, 2)
-    assert sorted(one.name[:11] for one in tmp_path.glob("step*")) == ["step-000001", "step-000002"]
+    assert write_logprobs(tmp_path, first + 1, 3, given) is None  # a step that nobody records
+    record(Recorder(tmp_path, steps=2, ring=True), first + 1, first + 2)
+    assert Recording.open(tmp_path).steps == (first + 1, first + 2) and not path.exists()
 
 
 @pytest.mark.parametrize("damage", ["short", "size", "end", "of another step"])
