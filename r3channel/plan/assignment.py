@@ -386,10 +386,9 @@ def _tight(tokens: Mapping[str, int], max_tokens: int) -> Microbatches:
 
 
 def _split(bins: Microbatches, count: int) -> Microbatches:
-    heap = [(-len(names), index, names) for index, names in enumerate(bins)]
-    heapq.heapify(heap)
-    while len(heap) < count:
-        _, index, names = heap[0]  # the bin with the most samples
-        heapq.heapreplace(heap, (-len(names[::2]), index, names[::2]))
-        heapq.heappush(heap, (-len(names[1::2]), len(heap), names[1::2]))
-    return tuple(names for _, _, names in sorted(heap, key=operator.itemgetter(1)))
+    found = list(bins)
+    while len(found) < count:
+        names = max(found, key=len)
+        at = found.index(names)
+        found[at : at + 1] = names[::2], names[1::2]
+    return tuple(found)

@@ -184,6 +184,28 @@ def test_dynamic_micro_batches_keep_the_budget_and_are_at_most_one_more(
     assert len(ranks[0]) <= max(needed) + 1
 
 
+@pytest.mark.parametrize(
+    ("lengths", "dp", "budget", "sums"),
+    [
+        pytest.param([6, 4, 3, 2, 1], 1, 10, [[8, 8]], id="even bins"),
+        pytest.param([3, 3, 2, 2, 2], 1, 6, [[6, 6]], id="even bins are too full"),
+        pytest.param([7, 6, 3, 2, 2], 1, 10, [[10, 10]], id="the fullest bin with room is taken"),
+        pytest.param(
+            [45, 30, *[15] * 18, *[10] * 15, 9], 2, 30,
+            [[45, 30, 30, 30, 30, 30, 29, 20, 10], [30, 30, 30, 30, 30, 30, 30, 30, 10]],
+            id="the first rank's bins are too few",
+        ),
+    ],
+)  # fmt: skip
+def test_a_ranks_micro_batches_are_even_where_that_needs_no_more(
+    lengths: list[int], dp: int, budget: int, sums: list[list[int]]
+) -> None:
+    tokens = {f"s{i}": n for i, n in enumerate(lengths)}
+    assignment = Assignment.dynamic(tokens, dp=dp, max_tokens=budget)
+    found = [[sum(tokens[name] for name in batch) for batch in rank] for rank in assignment.ranks]
+    assert sorted(assignment.sample_ids) == sorted(tokens) and [sorted(rank)[::-1] for rank in found] == sums
+
+
 @pytest.mark.parametrize("make", ["balanced", "dynamic"])
 def test_lengths_of_two_bytes_do_not_wrap(make: str) -> None:
     tokens = {f"s{i}": np.int16(n) for i, n in enumerate((30000, 30000, 20000, 2000))}
