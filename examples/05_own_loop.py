@@ -15,7 +15,7 @@ from examples.embedded.sglang import EngineOptions, engines
 from r3channel import Assignment, RoutingSpec, Ticket, TrainerLayout
 from r3channel.relay import Relay
 from r3channel.trainer import TrainerChannel
-from r3channel.transport.http import urlopen
+from r3channel.transport.network import urlopen
 
 LAYOUT = TrainerLayout()
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from r3channel.observe.metrics import Metrics
-from r3channel.transport.http import urlopen
+from r3channel.transport.network import urlopen
 from r3channel.weights.convert import Shard
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import UpdateReport, WeightSync

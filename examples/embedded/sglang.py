@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from r3channel.errors import ConfigError, EngineUnavailable, UsageError
-from r3channel.transport.http import urlopen
+from r3channel.transport.network import urlopen
 
 if TYPE_CHECKING:
     import psutil

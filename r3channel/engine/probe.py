@@ -15,7 +15,7 @@ from r3channel.engine.sglang_settings import Verdict, find_refused, flag, judgem
 from r3channel.errors import R3Error
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.check import Check, CheckContext
-from r3channel.transport.http import urlopen
+from r3channel.transport.network import urlopen
 from r3channel.wire.frame import FRAME_MAGIC, parse_frame
 from r3channel.wire.hello import Hello, probe_body
 

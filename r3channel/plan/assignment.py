@@ -227,9 +227,9 @@ def _cut(sample_ids: Sequence[str], size: int) -> Microbatches:
 def balance(weights: Mapping[str, int], *, parts: int) -> list[list[str]]:
     """Split names into lists of equal count and nearly equal sums.
 
-    Each list has its heaviest name first. The result is the better of the largest differencing method (Karmarkar and Karp 1982)
-    and of longest-first, improved by exchanges between the fullest part and the others. Differencing wins on even lengths,
-    longest-first on lengths with a long tail. Ties go by name and number, so every process computes the same answer.
+    Each list has its heaviest name first. The result is the better of longest-first and of a snake (dealt out to the parts there
+    and back), improved by exchanges between the fullest part and the others. A snake wins on few even lengths, longest-first on
+    lengths with a long tail. Ties go by name and number, so every process computes the same answer.
 
     Args:
         weights: The weight of each name; `len(weights)` must be a multiple of `parts`.
@@ -248,39 +248,11 @@ def balance(weights: Mapping[str, int], *, parts: int) -> list[list[str]]:
     if parts == 1:
         return [names]
     longest_PC = np.asarray(longest_first(weights_S.tolist(), parts, most=len(names) // parts))
-    best_PC = min(
-        (differencing(weights_S, parts), longest_PC),
-        key=lambda index_PC: int(weights_S[index_PC].sum(axis=1).max()),
-    )
+    snake_CP = np.arange(len(names)).reshape(-1, parts)
+    snake_CP[1::2] = snake_CP[1::2, ::-1]
+    best_PC = min(longest_PC, snake_CP.T, key=lambda index_PC: int(weights_S[index_PC].sum(axis=1).max()))
     exchange(weights_S, best_PC)
     return [[names[index] for index in part] for part in np.sort(best_PC, axis=1).tolist()]
-
-
-def differencing(weights_S: Ints, parts: int) -> Ints:
-    """Split descending weights by the largest differencing method.
-
-    This is the multi-way form. Each state holds as many items in every part. The two states of the largest spread are merged, the
-    heaviest part of one with the lightest part of the other.
-
-    Args:
-        weights_S: Weights, descending.
-        parts: The number of parts.
-
-    Returns:
-        [parts, count] indices into `weights_S`.
-    """
-    groups = np.arange(len(weights_S)).reshape(-1, parts, 1)
-    states = [(weights_S[group[:, 0]], group) for group in groups]
-    heap = [(int(sums[-1] - sums[0]), number) for number, (sums, _) in enumerate(states)]
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        (_, first), (_, second) = heapq.heappop(heap), heapq.heappop(heap)
-        sums = states[first][0] + states[second][0][::-1]
-        items = np.concatenate((states[first][1], states[second][1][::-1]), axis=1)
-        order = np.argsort(-sums, kind="stable")
-        heapq.heappush(heap, (int(sums.min() - sums.max()), len(states)))
-        states.append((sums[order], items[order]))
-    return states[heap[0][1]][1]
 
 
 def longest_first(weights: Sequence[int], parts: int, *, most: int) -> list[list[int]]:
@@ -414,10 +386,9 @@ def _tight(tokens: Mapping[str, int], max_tokens: int) -> Microbatches:
 
 
 def _split(bins: Microbatches, count: int) -> Microbatches:
-    heap = [(-len(names), index, names) for index, names in enumerate(bins)]
-    heapq.heapify(heap)
-    while len(heap) < count:
-        _, index, names = heap[0]  # the bin with the most samples
-        heapq.heapreplace(heap, (-len(names[::2]), index, names[::2]))
-        heapq.heappush(heap, (-len(names[1::2]), len(heap), names[1::2]))
-    return tuple(names for _, _, names in sorted(heap, key=operator.itemgetter(1)))
+    found = list(bins)
+    while len(found) < count:
+        names = max(found, key=len)
+        at = found.index(names)
+        found[at : at + 1] = names[::2], names[1::2]
+    return tuple(found)

@@ -22,8 +22,6 @@ from r3channel.relay.send_buffers import Bytes
 from r3channel.relay.verify import HeldTensors, VerifiedRows
 from r3channel.wire.digest import range_digests
 from r3channel.wire.routing import Ids
-from r3channel.wire.tensor_frame import TensorRows
-from r3channel.wire.token_tensors import TokenTensor
 
 Turns = Sequence[VerifiedRows]
 HeldOfSample = Mapping[str, Sequence[HeldTensors]]
@@ -175,18 +173,17 @@ class StepRows:
         return found
 
     def _cut_tensors(self, shard: Shard) -> list[bytes]:
-        names = [name for batch in shard.microbatches for name in batch.sample_ids]
-        return [
-            cut_tensor(shard, tensor, self._whole_turns(tensor, names))
-            for tensor in received_tensors(self._ticket, shard)
-        ]
-
-    def _whole_turns(self, tensor: TokenTensor, names: Sequence[str]) -> dict[str, list[TensorRows]]:
-        step, held = self._ticket.step, self._tensors
-        return {
-            name: [turn.check_tensor(tensor, name, step=step) for turn in held.get(name, ())]
-            for name in names
+        step, found = self._ticket.step, list[bytes]()
+        held = {
+            name: self._tensors.get(name, ()) for batch in shard.microbatches for name in batch.sample_ids
         }
+        for tensor in received_tensors(self._ticket, shard):
+            rows = {
+                name: [turn.check_tensor(tensor, name, step=step) for turn in turns]
+                for name, turns in held.items()
+            }
+            found.append(cut_tensor(shard, tensor, rows))
+        return found
 
     def verify(self, dp: int) -> list[Ids]:
         """Compute the digests of one DP rank's rows as they lie here.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from r3channel.errors import ConfigError
 from r3channel.observe.stage_clock import ROUTING_WAITS, Span, merge_intervals
-from r3channel.transport.http import urlopen
+from r3channel.transport.network import urlopen
 
 TIMEOUT_S = 5.0
 WORK = ("place", "send")

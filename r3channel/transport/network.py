@@ -1,15 +1,18 @@
 """The network of this machine: its interfaces, the address that the option `interface` means here, and what NCCL is told.
 
 gloo takes the interface on the route to the relay (`transport.process_group`), which on its machine is the one that it binds.
+`urlopen` asks the named machine itself, whatever proxy the environment names: engines are on the cluster's network.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import socket
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from r3channel.errors import ConfigError
@@ -17,6 +20,7 @@ from r3channel.observe.check import Check, CheckContext
 
 AUTO = "auto"
 _ANY_PORT = 9
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _OUTSIDE = "192.0.2.1"
 """An address reserved for documents, which no machine has: the route to it is the default route."""
 _NCCL = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_CONF_FILE")
@@ -123,6 +127,17 @@ def _is_here(host: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def urlopen(request: str | urllib.request.Request, *, timeout_s: float) -> Any:
+    """Open a request without any proxy and return the response.
+
+    The response is closed by `with`. Any thread may call.
+
+    Raises:
+        OSError: whatever `urllib.request.urlopen` raises.
+    """
+    return _OPENER.open(request, timeout=timeout_s)
 
 
 # -- findings ------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request
 
 from r3channel import errors
-from r3channel.transport.http import urlopen
+from r3channel.transport.network import urlopen
 from r3channel.transport.process_group import nccl_version, torch_version
 from r3channel.weights import rank_link
 from r3channel.weights.manifest import TensorMeta

@@ -308,6 +308,24 @@ def test_a_reference_of_a_reply_without_a_name_takes_no_others_frame(place: Plac
     assert raised.value.samples == ("a",) and direct.turns_here(place.relay, "a") == []
 
 
+def test_a_frame_that_was_damaged_where_it_was_encoded_is_encoded_anew(place: Place) -> None:
+    with place.engine() as engine:
+        encode, encoded = engine.sender._encode, list[list[bytes]]()
+
+        def encode_damaged_at_first(batch: Any) -> list[bytes]:
+            encoded.append(parts := encode(batch))
+            if len(encoded) == 1:
+                head, entry, frame, pad = parts
+                parts[:] = head, entry, frame[:-5] + bytes([frame[-5] ^ 1]) + frame[-4:], pad
+            return parts
+
+        engine.sender._encode = encode_damaged_at_first  # type: ignore[method-assign]
+        place.add("s1", engine.finish("r1", 9), 9)
+        until(lambda: engine.frames("direct") == 1, "the frame is taken")
+        place.seal("s1")
+        assert len(encoded) == 2
+
+
 # -- the store is full ---------------------------------------------------------------------------------------------------
 
 

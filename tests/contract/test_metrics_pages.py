@@ -26,7 +26,7 @@ from r3channel.relay.sealed_steps import SealedStep, Steps
 from r3channel.tools.report_page import verdict_of
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.shard_buffer import ShardBuffer
-from r3channel.transport.http import urlopen
+from r3channel.transport.network import urlopen
 from tests.support.delivery import MakeRelay, receivers_of
 from tests.support.direct import Engine
 from tests.support.samples import reply_for

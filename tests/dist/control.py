@@ -9,7 +9,7 @@ from urllib.request import Request
 
 from r3channel.errors import R3Error, TransportError
 from r3channel.relay.relay import Relay
-from r3channel.transport.http import urlopen
+from r3channel.transport.network import urlopen
 from r3channel.wire.row_protocol import error_of, values_of
 from tests.support.http_answers import Answering
 from tests.support.waits import ENGINE_S

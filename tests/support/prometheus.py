@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.embedded.sglang import free_port
-from r3channel.transport.http import urlopen
+from r3channel.transport.network import urlopen
 from tests.support.waits import PROGRAM_S
 
 PROMETHEUS = shutil.which("prometheus")

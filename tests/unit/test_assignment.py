@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3channel.errors import ConfigError, SampleTwice
-from r3channel.plan.assignment import Assignment, balance, differencing, longest_first
+from r3channel.plan.assignment import Assignment, balance, longest_first
 
 
 @settings(max_examples=50)
@@ -50,13 +50,37 @@ def test_no_rank_is_fuller_than_greedy_or_much_fuller_than_possible(
         assert fullest <= greedy and (fullest <= 1.05 * bound or greedy > 1.05 * bound)
 
 
-def test_exchanges_mend_what_both_greedy_ways_leave() -> None:
-    lengths = np.asarray([16, 16, 13, 10, 9, 1])
-    parts = differencing(lengths, 2), longest_first(lengths.tolist(), 2, most=3)
-    greedy = [int(lengths[np.asarray(ways)].sum(axis=1).max()) for ways in parts]
+@pytest.mark.parametrize(
+    ("weights", "parts", "fullest"),
+    [
+        pytest.param([20, 16, 14, 12, 10, 7, 7, 7, 6, 6, 5, 3], 3, 38, id="longest-first would end at 39"),
+        pytest.param([20, 20, 12, 10, 10, 9, 8, 6, 4, 4, 2, 1], 4, 27, id="a snake would end at 28"),
+        pytest.param([16, 16, 13, 10, 9, 1], 2, 33, id="both begin with 35"),
+    ],
+)
+def test_the_better_beginning_is_mended_by_exchanges(weights: list[int], parts: int, fullest: int) -> None:
+    tokens = {f"s{i}": n for i, n in enumerate(weights)}
+    assert max(sum(tokens[name] for name in part) for part in balance(tokens, parts=parts)) == fullest
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 10**6), st.integers(2, 6), st.integers(1, 8), st.sampled_from([9, 100, 10_000]))
+def test_no_exchange_is_left_that_would_lower_the_fullest_part(
+    seed: int, parts: int, count: int, most: int
+) -> None:
+    lengths = np.random.default_rng(seed).integers(1, most, parts * count)
     tokens = {f"s{i}": int(n) for i, n in enumerate(lengths)}
-    sums = sorted(sum(tokens[name] for name in part) for part in balance(tokens, parts=2))
-    assert min(greedy) == 35 and sums == [32, 33]
+    ranks = [[tokens[name] for name in part] for part in balance(tokens, parts=parts)]
+    sums = [sum(rank) for rank in ranks]
+    full = sums.index(max(sums))
+    left = [
+        (mine, theirs)
+        for rank, load in zip(ranks, sums, strict=True)
+        for mine in ranks[full]
+        for theirs in rank
+        if max(sums[full] - mine + theirs, load + mine - theirs) < sums[full]
+    ]
+    assert not left or sums[full] <= 1.001 * sum(sums) / parts
 
 
 @settings(max_examples=50)
@@ -158,6 +182,28 @@ def test_dynamic_micro_batches_keep_the_budget_and_are_at_most_one_more(
         halves = sum(2 * n > budget for n in fit)
         needed.append(len(lengths) - len(fit) + max(halves, -(-sum(fit) // budget)))
     assert len(ranks[0]) <= max(needed) + 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dp", "budget", "sums"),
+    [
+        pytest.param([6, 4, 3, 2, 1], 1, 10, [[8, 8]], id="even bins"),
+        pytest.param([3, 3, 2, 2, 2], 1, 6, [[6, 6]], id="even bins are too full"),
+        pytest.param([7, 6, 3, 2, 2], 1, 10, [[10, 10]], id="the fullest bin with room is taken"),
+        pytest.param(
+            [45, 30, *[15] * 18, *[10] * 15, 9], 2, 30,
+            [[45, 30, 30, 30, 30, 30, 29, 20, 10], [30, 30, 30, 30, 30, 30, 30, 30, 10]],
+            id="the first rank's bins are too few",
+        ),
+    ],
+)  # fmt: skip
+def test_a_ranks_micro_batches_are_even_where_that_needs_no_more(
+    lengths: list[int], dp: int, budget: int, sums: list[list[int]]
+) -> None:
+    tokens = {f"s{i}": n for i, n in enumerate(lengths)}
+    assignment = Assignment.dynamic(tokens, dp=dp, max_tokens=budget)
+    found = [[sum(tokens[name] for name in batch) for batch in rank] for rank in assignment.ranks]
+    assert sorted(assignment.sample_ids) == sorted(tokens) and [sorted(rank)[::-1] for rank in found] == sums
 
 
 @pytest.mark.parametrize("make", ["balanced", "dynamic"])

@@ -45,7 +45,7 @@ from r3channel.relay.memory import Store
 from r3channel.relay.relay import Relay
 from r3channel.relay.reply import Base64Text, split_reply
 from r3channel.relay.verify import keep_tensors
-from r3channel.transport.http import urlopen
+from r3channel.transport.network import urlopen
 from r3channel.wire.token_tensors import tensors_of
 
 WAYS = ("off", "stock", "r3channel", "direct", "off_again")

@@ -20,7 +20,7 @@ from urllib.error import URLError
 import numpy as np
 
 from r3channel.recordings.recording import Recording
-from r3channel.transport.http import urlopen
+from r3channel.transport.network import urlopen
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.header import FRAME_MAGIC
 
