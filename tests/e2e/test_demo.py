@@ -30,7 +30,6 @@ from r3channel.weights.store import HeldWeights
 from tests.e2e.conftest import Run, RunDemo
 from tests.engine.reference import reference_ids
 from tests.support import children
-from tests.support.foreground import foreground
 from tests.support.prometheus import PROMETHEUS
 from tests.support.waits import PROGRAM_S, RUN_S, busy
 from tests.support.weights import as_engine_keeps
@@ -146,7 +145,7 @@ def test_ctrl_c_while_parts_start_gives_the_prompt_back_and_leaves_nothing() -> 
         command = [sys.executable, "-m", "examples.demo"]
         child = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": folder},
-            preexec_fn=foreground,
+            preexec_fn=children.foreground,
         )  # fmt: skip
         try:
             assert child.stderr is not None

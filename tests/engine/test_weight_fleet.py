@@ -17,8 +17,7 @@ from r3channel.weights.engine import EngineHandle
 from r3channel.weights.store import checkpoint_tensors
 from tests.engine.client import greedy, serving
 from tests.engine.conftest import Weights
-from tests.support.meanwhile import meanwhile
-from tests.support.waits import UPDATE_S
+from tests.support.waits import UPDATE_S, meanwhile
 from tests.support.weights import connected
 
 pytestmark = pytest.mark.engine
