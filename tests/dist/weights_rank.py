@@ -21,7 +21,7 @@ from r3channel.weights.convert import hf_shards, hf_weights
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.groups import WeightGroup
 from r3channel.weights.session import WeightSync
-from tests.dist import deepseek, deepseek_export
+from tests.dist import deepseek
 from tests.dist.ranks import ROOT, megatron_world
 from tests.support.waits import UPDATE_S, until
 from tests.support.weights import connected
@@ -150,9 +150,9 @@ def readme(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
 
 def tied(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
     """The names that a rank of a model with tied embeddings gives."""
-    config, model = deepseek_export.hf_config(), deepseek.build(tied=True, mtp_num_layers=None)
+    config, model = deepseek.hf_config(), deepseek.build(tied=True, mtp_num_layers=None)
     config.tie_word_embeddings = True
-    bridge = deepseek_export.bridge_of(config, model.config)
+    bridge = deepseek.bridge_of(config, model.config)
     names = [name for name, _ in hf_weights(bridge, [model])]
     stage, silent = ([n for n, _ in hf_weights(bridge, [model], source=gives)] for gives in (True, False))
     assert silent == []
