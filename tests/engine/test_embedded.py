@@ -1,4 +1,4 @@
-"""The embedded mode around the engine: environment, shims, the tiny model, a server that ends with its starter; and a user's loop."""
+"""The embedded mode around the engine: environment, shims, the tiny model, a server that ends with its starter, a user's loop."""
 
 from __future__ import annotations
 
