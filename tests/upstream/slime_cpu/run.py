@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from examples.embedded import sglang
 from examples.embedded.model import VOCAB_SIZE, write_model
 from examples.embedded.sglang import EngineOptions, EngineServer, environment, free_port, kill_family
 from r3channel.model.spec import RoutingSpec
@@ -236,10 +237,7 @@ def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str, ro
     env = environment()
     if options.own_engines:
         # slime numbers its engines behind the trainers, and SGLang takes the number for a NUMA node's
-        cores = sorted(os.sched_getaffinity(0))
-        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
-            str(cores[rank % len(cores)]) for rank in range(options.world + options.engines)
-        )
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = sglang.cores_of_ranks(options.world + options.engines)
     names = (
         "R3DEMO_EMBEDDED", "SGLANG_USE_CPU_ENGINE", "GLOO_SOCKET_IFNAME", "HF_HUB_OFFLINE",
         "TRANSFORMERS_OFFLINE",
