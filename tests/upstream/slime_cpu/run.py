@@ -39,7 +39,7 @@ from tests.upstream.slime_cpu.witness import compare, said_by_dump, said_by_reco
 _HERE = "tests.upstream.slime_cpu"
 _LOG_TAIL = 3000
 _TIMES = {"m": 6, "h": 360}
-"""Of the alerts: a minute is six seconds, because a job is short."""
+"""The alerts' units in seconds: a minute is six, because a job is short."""
 _FIRED = 'max by (alertname, reason, instance) (max_over_time(ALERTS{alertstate="firing"}[1d]))'
 WARM_STEPS = 2
 """In a run's first steps processes warm up: what is measured counts from behind them."""
