@@ -12,12 +12,12 @@ def stage_table(seconds: Mapping[str, Mapping[str, float]]) -> str:
 
     `seconds` is {process: {stage: seconds}}, of all threads of a process.
     """
-    processes = list(seconds)
-    rows = [["stage (seconds)", *processes]]
+    rows = [["stage (seconds)", *seconds]]
     for stage in STAGES:
-        if any(stage in seconds[process] for process in processes):
-            rows.append([stage, *(_cell(seconds[process].get(stage)) for process in processes)])
-    return _align(rows)
+        if any(stage in own for own in seconds.values()):
+            rows.append([stage, *(f"{own[stage]:.3f}" if stage in own else "-" for own in seconds.values())])
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows)
 
 
 def in_slots(intervals: Iterable[tuple[float, float]], *, stage: str, step: int) -> list[Span]:
@@ -29,16 +29,3 @@ def in_slots(intervals: Iterable[tuple[float, float]], *, stage: str, step: int)
         free_s[slot : slot + 1] = [end_s]
         found[at] = Span(stage, step, f"slot {slot}", start_s, end_s)
     return [found[at] for at in sorted(found)]
-
-
-def _cell(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds:.3f}"
-
-
-def _align(rows: list[list[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        numbers = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-        lines.append("  ".join([row[0].ljust(widths[0]), *numbers]))
-    return "\n".join(lines)

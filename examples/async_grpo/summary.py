@@ -38,9 +38,8 @@ def summarise(
         "digests_checked": sum(trainer.get("digests_checked", 0) for trainer in trainers),
         "digests_different": sum(trainer.get("digests_different", 0) for trainer in trainers),
         "stage_coverage": slowest["coverage"],
-        "coverage_by_process": {
-            name: part["coverage"] for name, part in _processes(manager, trainers).items()
-        },
+        "coverage_by_process": {"relay": manager["coverage"]}
+        | {f"trainer{trainer['rank']}": trainer["coverage"] for trainer in trainers},
         "samples_lost": manager["lost"],
         "faults": faults,
         "samples_by_outcome": manager.get("outcomes", {}),
@@ -97,11 +96,10 @@ def bytes_by_leg(manager: dict[str, Any], trainers: list[dict[str, Any]]) -> dic
 
 def table(result: dict[str, Any], trainers: list[dict[str, Any]]) -> str:
     """The text at the end of the demo."""
-    stages = dict(result["stages_by_process_s"].items())
     tokens, diff = result["bytes_per_token"], result["logprob_abs_diff"]
     landed = ", ".join(f"{value:.1f}" for value in tokens["landed_per_rank"].values())
     lines = [
-        stage_table(stages),
+        stage_table(result["stages_by_process_s"]),
         "",
         f"steps {result['steps']}, layout {result['layout']}, {result['wall_s']:.0f} s; coverage of the slowest rank "
         f"{result['stage_coverage']:.1%}",
@@ -139,10 +137,6 @@ def _summed(parts: Iterable[dict[str, float]]) -> dict[str, float]:
         for key, value in part.items():
             found[key] = found.get(key, 0.0) + value
     return found
-
-
-def _processes(manager: dict[str, Any], trainers: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {"relay": manager} | {f"trainer{trainer['rank']}": trainer for trainer in trainers}
 
 
 def _expert_load(total: Comparison, spec: RoutingSpec) -> dict[str, list[int]]:

@@ -180,14 +180,9 @@ def _audit(
     audits = [part["mismatch"].to_dict() for part in parts if part["mismatch"] is not None]
     if not replied:  # delivered to the relay alone: the routers' digests are the verdict
         return (0, 0), audits
-    counts = compare_step(
-        total, engine=engine_rows(replied, layers), router=router, copies=copies, passes=_passes(args)
-    )
-    return counts, audits
-
-
-def _passes(args: argparse.Namespace) -> tuple[str, ...]:
-    return ("natural",) if args.no_replay else ("forward", "recompute", "logprob")
+    passes = ("natural",) if args.no_replay else ("forward", "recompute", "logprob")
+    engine = engine_rows(replied, layers)
+    return compare_step(total, engine=engine, router=router, copies=copies, passes=passes), audits
 
 
 def _with_rank(arrays: dict[str, Any], rank: int, step: int) -> dict[str, Any]:
@@ -247,7 +242,8 @@ def start_cluster(args: argparse.Namespace, folder: Path) -> Iterator[Cluster]:
         cluster = Cluster(spec, manager, trainers, [engine.url for engine in engines])
         try:
             yield cluster
-            _close(cluster)
+            cluster.all("close")
+            fetch(cluster.manager.close.remote(), timeout_s=STEP_TIMEOUT_S)
         except Exception as error:
             if text := _obituary(cluster, channel=args.use_r3_channel):
                 raise PartDied(text) from error
@@ -382,11 +378,6 @@ def _page_faults(page: str) -> list[str]:
     """What the pages that the relay lists show at the run's end, in the words of `r3channel top`."""
     urls = urls_of(page.replace("/metrics", "/targets")) if page else []
     return [*faults_of(Between(Look(url, 0.0, []), Look.read(url, timeout_s=10.0)) for url in urls)]
-
-
-def _close(cluster: Cluster) -> None:
-    cluster.all("close")
-    fetch(cluster.manager.close.remote(), timeout_s=STEP_TIMEOUT_S)
 
 
 def _kill(actors: list[Any]) -> None:

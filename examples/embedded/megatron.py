@@ -45,11 +45,6 @@ LOCAL_CONFIG: dict[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
     "moe_router_dtype": "fp32",
 }
-_FULL_RECOMPUTE: dict[str, Any] = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,12 +166,11 @@ def build(
     *,
     dtype: str = "bfloat16",
     lr: float = 1e-4,
-    recompute: bool = True,
     config_changes: dict[str, Any] | None = None,
 ) -> TrainerModel:
     """This rank's part of the checkpoint in `model_dir`, with DDP and optimizer. Collective over all ranks.
 
-    Router replay is on, sequence parallelism as the layout says, full activation recompute by layer when `recompute`.
+    Router replay is on, sequence parallelism as the layout says, full activation recompute by layer.
 
     Args:
         dtype: of the parameters; "bfloat16" adds float32 main parameters to the optimizer.
@@ -188,10 +182,9 @@ def build(
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r}: expected one of {sorted(_DTYPES)}")
     hf_config = _read_config(Path(model_dir))
-    changes = {**_FULL_RECOMPUTE} if recompute else {}
+    changes = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     changes |= {"sequence_parallel": layout.sequence_parallel, "moe_layer_freq": _layer_pattern(hf_config)}
-    changes |= _pipeline_changes(layout)
-    changes |= config_changes or {}
+    changes |= _pipeline_changes(layout) | (config_changes or {})
     bridge = _bridge_class()(hf_config, changes, dtype=_DTYPES[dtype])
     chunks = _load(bridge, model_dir, dtype=dtype)
     optimizer = _optimizer(chunks, dtype=dtype, lr=lr)

@@ -35,30 +35,12 @@ class ModelShape:
     dtype: str = "float32"
 
 
-def write_model(
-    folder: str | os.PathLike[str],
-    *,
-    layers: int = 4,
-    dense_layers: Sequence[int] = (0,),
-    experts: int = 128,
-    top_k: int = 8,
-    hidden: int = 64,
-    seed: int = 0,
-    dtype: str = "float32",
-) -> Path:
-    """Write the checkpoint into `folder` unless it already holds one made from the same parameters; return the folder.
+def write_model(folder: str | os.PathLike[str], **sizes: Any) -> Path:
+    """Write the checkpoint of `ModelShape(**sizes)` into `folder` unless it already holds that one; return the folder.
 
     Words of the tokenizer are "t4" .. "t511", ids 4 .. 511; 0..3 are <pad>, <s>, </s>, <unk>.
     """
-    shape = ModelShape(
-        layers=layers,
-        dense_layers=tuple(sorted(dense_layers)),
-        experts=experts,
-        top_k=top_k,
-        hidden=hidden,
-        seed=seed,
-        dtype=dtype,
-    )
+    shape = ModelShape(**sizes)
     path, key = Path(folder), {"format": _FORMAT, **json.loads(json.dumps(asdict(shape)))}
     mark = path / _MARK
     if mark.is_file() and json.loads(mark.read_text()) == key:
@@ -192,13 +174,9 @@ def write_tokenizer(folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.embedded.model")
     parser.add_argument("folder")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--dense-layers", type=int, nargs="*", default=[0])
-    parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", default="float32")
+    for name, size in asdict(ModelShape()).items():
+        kind: dict[str, Any] = {"type": int, "nargs": "*"} if name == "dense_layers" else {"type": type(size)}
+        parser.add_argument(f"--{name.replace('_', '-')}", default=size, **kind)
     options = vars(parser.parse_args(argv))
     print(write_model(options.pop("folder"), **options))
     return 0

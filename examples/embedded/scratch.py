@@ -33,11 +33,8 @@ def scratch() -> Iterator[Path]:
 
 def remove_leftovers() -> list[Path]:
     """Delete the folders of this user's runs whose process is gone; which these were."""
-    return [folder for folder in sorted(_base().glob(PREFIX + "*")) if _is_ours(folder) and _removed(folder)]
-
-
-def _base() -> Path:
-    return Path(tempfile.gettempdir())
+    folders = sorted(Path(tempfile.gettempdir()).glob(PREFIX + "*"))
+    return [folder for folder in folders if _is_ours(folder) and _removed(folder)]
 
 
 def _is_ours(folder: Path) -> bool:

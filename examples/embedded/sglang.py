@@ -138,7 +138,7 @@ class EngineOptions:
         if self.device == "cuda":
             env["SGLANG_GRPC_PORT"] = str(free_port())  # 0.5.15.post1 counts 10,000 on, which may be no port
         elif self.tp > 1:
-            env["SGLANG_CPU_OMP_THREADS_BIND"] = _cores_of_ranks(self.tp)
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(self.tp)
         env.update(self.env)
         env["R3DEMO_PARENT_PID"] = str(os.getpid())
         env["PYTHONSAFEPATH"] = "1"  # a file in the working directory must not shadow a package
@@ -151,7 +151,7 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _cores_of_ranks(ranks: int) -> str:
+def cores_of_ranks(ranks: int) -> str:
     """SGLang binds CPU ranks to cores by NUMA nodes, of which a small machine has one, unless it is told."""
     cores = sorted(os.sched_getaffinity(0))
     return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))

@@ -21,7 +21,6 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.trainer.audit import RouterTap
 from r3channel.trainer.mismatch import MismatchReport, RoutingAudit
 from tests.dist import deepseek
-from tests.dist.deepseek_export import export
 from tests.dist.ranks import facts_of, megatron_world
 from tests.dist.replay_bench import LENGTH, MICROBATCHES, ROWS, SAMPLES, Bench, Routing, bench, refused
 
@@ -274,7 +273,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"passed": []}
     with megatron_world(job) as layout:
         if job.get("export"):
-            result |= export(job, layout)
+            result |= deepseek.export(job, layout)
         for name, fact in facts_of(__name__).items() if job.get("facts", True) else ():
             everywhere = fact.__code__.co_argcount == 1
             if (everywhere or layout.world_size == 1) and job.get("left_out", "nothing") not in name:

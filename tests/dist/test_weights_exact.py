@@ -18,11 +18,10 @@ from examples.embedded.sglang import EngineOptions, EngineServer
 from r3channel.cli import main
 from r3channel.plan.layout import TrainerLayout
 from r3channel.transport.process_group import in_background
-from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
 from tests.dist.ranks import run_ranks
 from tests.support.waits import ENGINE_S, UPDATE_S
-from tests.support.weights import connected
+from tests.support.weights import checksums, connected
 
 pytestmark = [pytest.mark.dist, pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -45,10 +44,6 @@ def servers(model_dir: Path) -> Iterator[list[EngineServer]]:
 @pytest.fixture(scope="module")
 def engines(servers: list[EngineServer]) -> list[str]:
     return [server.url for server in servers]
-
-
-def checksums(urls: list[str]) -> list[list[dict[str, str]]]:
-    return [EngineHandle(url).weight_checksums(timeout_s=UPDATE_S) for url in urls]
 
 
 def verified(engines: list[str], manifest: str, capsys: pytest.CaptureFixture[str], *, version: int) -> None:
@@ -82,13 +77,13 @@ def test_every_parameter_of_every_rank_equals_what_sglang_loads_itself(
     check_results(results, sum(tensor.nbytes for tensor in whole.values()), engines=len(engines))
 
     verified(engines, manifest, capsys, version=5)
-    got = checksums(engines)
+    got = checksums(*engines)
 
     expected = {n: 4 * (t if dtype == "float32" else t.to(torch.bfloat16).float()) for n, t in whole.items()}
     with WeightSync.whole(engines, staged=False) as sync:  # ranks are asked of the engines
         sync.connect(timeout_s=UPDATE_S)
         sync.update(expected.items(), version=7, timeout_s=UPDATE_S)
-    assert got == checksums(engines) and len(got[0]) == 2
+    assert got == checksums(*engines) and len(got[0]) == 2
 
 
 def check_broadcast(results: list[dict[str, Any]], names: list[str], spared_bytes: int) -> None:
@@ -134,10 +129,10 @@ def test_an_engine_of_one_rank_is_filled_from_the_memory_of_two(engines: list[st
             report = sync.add_engine(dummy.url, timeout_s=UPDATE_S)
             assert report is not None and (report.version, report.verified) == (5, PARAMETERS)
             assert set(sync.routable()) == {engines[0], dummy.url}
-        got = checksums([dummy.url])
+        got = checksums(dummy.url)
         with connected([dummy.url], staged=False) as sync:
             sync.update(tensors.items(), version=6, timeout_s=UPDATE_S)
-        assert got == checksums([dummy.url])
+        assert got == checksums(dummy.url)
 
 
 @pytest.mark.full

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 from collections import deque
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,12 @@ from r3channel.errors import WeightUpdateFailed
 from r3channel.plan.layout import TrainerLayout
 from r3channel.weights import convert
 from r3channel.weights.convert import hf_shards, hf_weights
-from r3channel.weights.engine import EngineHandle
 from r3channel.weights.groups import WeightGroup
 from r3channel.weights.session import WeightSync
-from tests.dist import deepseek, deepseek_export
+from tests.dist import deepseek
 from tests.dist.ranks import ROOT, megatron_world
 from tests.support.waits import UPDATE_S, until
-from tests.support.weights import connected
+from tests.support.weights import checksums, connected
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,8 @@ def scale(chunks: list[torch.nn.Module], factor: float) -> None:
 def exact(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
     """Publishes to engines, also what is spoilt."""
     model = megatron.build(job["model"], layout, dtype=job["dtype"])
-    result: dict[str, Any] = {"reports": [], **broadcast(job, model)}
+    asked = job["engines"] if job["rank"] == 0 else ()  # by one rank, for their checksums
+    result: dict[str, Any] = {"reports": [], **broadcast(job, model, asked)}
     how: dict[str, Any] = {"group": dist.group.WORLD, "verify": True, "make": WeightSync.sharded}
 
     def publish(sync: WeightSync, version: int, factor: float) -> None:
@@ -57,18 +58,18 @@ def exact(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
             publish(sync, version, 2.0)
         report = sync.update_one(job["engines"][0], timeout_s=UPDATE_S)
         result["one"] = [report.version, report.verified]
-    result["over_tcp"] = checksums(job)
+    result["over_tcp"] = checksums(*asked)
     with connected(job["engines"], wire="gloo", **how) as sync:
         for version, factor in ((3, 2.0), (4, 2.0), (5, 0.25)):  # the last are those that came over TCP
             publish(sync, version, factor)
-            result["changed" if version == 3 else "in_a_group"] = checksums(job)
+            result["changed" if version == 3 else "in_a_group"] = checksums(*asked)
         if sync.held is not None and job["rank"] == 0:
             sync.held.write(job["manifest"])
         result["refused"] = spoiled(sync, model, job["rank"])
     return result
 
 
-def broadcast(job: dict[str, Any], model: Any) -> dict[str, Any]:
+def broadcast(job: dict[str, Any], model: Any, asked: Iterable[str]) -> dict[str, Any]:
     """Broadcast twice, at last what the second version is over TCP: experts from the ranks that hold them, one sender for each.
     Tells what this rank sends, and the bytes that it gathers: so, and where the stage's first rank sends all."""
     from megatron.core import parallel_state as mpu
@@ -99,18 +100,12 @@ def broadcast(job: dict[str, Any], model: Any) -> dict[str, Any]:
             sent.clear()
             report = sync.update(given(experts=own), version=version, timeout_s=UPDATE_S)
             found["sent"] = [sum(sent), report.payload_bytes]
-        found |= {"broadcast": checksums(job), "sends": [name for name, _ in given(experts=own)]}
+        found |= {"broadcast": checksums(*asked), "sends": [name for name, _ in given(experts=own)]}
         for experts in (own, None):
             came.append(0)
             deque(given(experts=experts), maxlen=0)
     scale(model.chunks, 0.25)
     return found | {"gathered": came[1:]}
-
-
-def checksums(job: dict[str, Any]) -> list[Any]:
-    """By rank 0, what the engines' own checker says of each parameter."""
-    urls = job["engines"] if job["rank"] == 0 else ()
-    return [EngineHandle(url).weight_checksums(timeout_s=UPDATE_S) for url in urls]
 
 
 def spoiled(sync: WeightSync, model: Any, rank: int) -> str:
@@ -138,7 +133,7 @@ def readme(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
             Path("kill").touch()
             until(Path("killed").exists, "an engine's end", limit_s=UPDATE_S)
         if version == 3 and job["rank"] == 0:
-            one, other = (EngineHandle(url).weight_checksums(timeout_s=UPDATE_S) for url in job["engines"])
+            one, other = checksums(*job["engines"])
             print("the engines are", "equal" if one == other else "not equal")
 
     own = {"bridge": model.bridge, "chunks": model.chunks, "engines": job["engines"], "train": train}
@@ -150,9 +145,9 @@ def readme(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
 
 def tied(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
     """The names that a rank of a model with tied embeddings gives."""
-    config, model = deepseek_export.hf_config(), deepseek.build(tied=True, mtp_num_layers=None)
+    config, model = deepseek.hf_config(), deepseek.build(tied=True, mtp_num_layers=None)
     config.tie_word_embeddings = True
-    bridge = deepseek_export.bridge_of(config, model.config)
+    bridge = deepseek.bridge_of(config, model.config)
     names = [name for name, _ in hf_weights(bridge, [model])]
     stage, silent = ([n for n, _ in hf_weights(bridge, [model], source=gives)] for gives in (True, False))
     assert silent == []

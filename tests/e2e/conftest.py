@@ -17,9 +17,8 @@ import pytest
 from dashboards.dashboard import dashboard
 from tests.support import children
 from tests.support.children import ROOT
-from tests.support.meanwhile import meanwhile
 from tests.support.prometheus import answer, prometheus
-from tests.support.waits import RUN_S, SOON_S, await_memory
+from tests.support.waits import RUN_S, SOON_S, await_memory, meanwhile
 
 OLDER_RAY = {"RAY_ADDRESS": "127.0.0.1:1", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
 """What a cluster that was started before leaves in the environment."""

@@ -10,9 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 import psutil
@@ -30,7 +28,7 @@ from r3channel.weights.store import HeldWeights
 from tests.e2e.conftest import Run, RunDemo
 from tests.engine.reference import reference_ids
 from tests.support import children
-from tests.support.foreground import foreground
+from tests.support.http_answers import Answering
 from tests.support.prometheus import PROMETHEUS
 from tests.support.waits import PROGRAM_S, RUN_S, busy
 from tests.support.weights import as_engine_keeps
@@ -146,7 +144,7 @@ def test_ctrl_c_while_parts_start_gives_the_prompt_back_and_leaves_nothing() -> 
         command = [sys.executable, "-m", "examples.demo"]
         child = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": folder},
-            preexec_fn=foreground,
+            preexec_fn=children.foreground,
         )  # fmt: skip
         try:
             assert child.stderr is not None
@@ -275,12 +273,9 @@ def test_a_run_goes_on_without_an_engine_that_was_killed_and_says_so(tmp_path: P
 
 def test_requests_of_an_engine_that_is_gone_go_to_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     manager, requests = RolloutManager.__new__(RolloutManager), [Request(str(at), [1], 1) for at in range(5)]
-    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        gone, alive = (f"http://127.0.0.1:{port}" for port in (free_port(), server.server_port))
-        manager.routable = gone, alive
+    with Answering(lambda *_: (501, b"")) as server:
+        manager.routable = gone, alive = f"http://127.0.0.1:{free_port()}", server.url
         answers = manager._ask(requests, {})
-        server.shutdown()
     assert [url for url, _ in answers.values()] == [alive] * 5 and manager.routable == (alive,)
     assert all("answered 501" in str(answer) for _, answer in answers.values()), "it was asked, and said so"
     assert capsys.readouterr().err.count(f"an engine is out, its requests go to the others: {gone}") == 1

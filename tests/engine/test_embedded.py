@@ -1,8 +1,9 @@
-"""The embedded mode around the engine: environment, shims, the tiny model, and a server that never outlives its starter."""
+"""The embedded mode around the engine: environment, shims, the tiny model, a server that ends with its starter, a user's loop."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,8 +15,8 @@ import pytest
 from examples.embedded.model import write_model
 from examples.embedded.sglang import EngineOptions, EngineServer, environment
 from r3channel.errors import ConfigError, UsageError
-from tests.engine.client import post
-from tests.support.children import said_by
+from tests.engine.client import post, serving
+from tests.support.children import printed, said_by
 from tests.support.waits import ENGINE_S, SOON_S, until
 
 SHIMS = Path(__file__).parents[2] / "examples" / "embedded" / "shims"
@@ -101,3 +102,14 @@ def test_a_paused_engine_leaves_the_cores_to_the_trainers(engine_server: EngineS
 def cpu_s(process: psutil.Process) -> float:
     used = process.cpu_times()
     return used.user + used.system
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_an_own_loop_of_two_engines_two_turns_and_a_discard_runs(model_dir: Path, engine_url: str) -> None:
+    with serving(model_dir) as second:
+        said = printed("examples/05_own_loop.py", str(model_dir), engine_url, second.url, OMP_NUM_THREADS="1")
+    steps = re.findall(r"step (\d): 4 samples, 88 tokens, live router agrees (\d\.\d+)", said)
+    assert [number for number, _ in steps] == ["0", "1"]
+    # Engines and trainer hold the same float32 weights in step 0: rows of other tokens would agree by chance, 0.06.
+    assert float(steps[0][1]) > 0.99 and float(steps[1][1]) > 0.9

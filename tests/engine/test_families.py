@@ -14,14 +14,13 @@ from r3channel.errors import WeightUpdateFailed
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from r3channel.weights.engine import EngineHandle
 from r3channel.wire.routing import Ids
 from tests.engine.client import Reply, generate, generate_together, prompts_of, random_prompt, serving
 from tests.engine.families import FAMILIES, ON_CPU, write_families
 from tests.engine.reference import reference_ids
 from tests.support.direct import rows_here
 from tests.support.waits import UPDATE_S
-from tests.support.weights import connected
+from tests.support.weights import checksums, connected
 
 REFUSED = r"(has no place for|have no place there:) .*o_prj\.weight.*: (not linked|serving the committed)"
 """By a loader that refuses a name; by us, once it was asked."""
@@ -85,8 +84,7 @@ def _served(model: Path, options: dict[str, Any]) -> list[Reply]:
 
 def _hold_weights_to_names(url: str, model: Path) -> None:
     """By parts or by whole tensors, as the family's loader is: a misspelt name is found, the right ones change nothing."""
-    client = EngineHandle(url)
-    before = client.weight_checksums(timeout_s=UPDATE_S)
+    (before,) = checksums(url)
     given = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
     named = next(name for name in given if name.endswith("self_attn.o_proj.weight"))
     misspelt = {name.replace("o_proj", "o_prj") if name == named else name: t for name, t in given.items()}
@@ -95,10 +93,10 @@ def _hold_weights_to_names(url: str, model: Path) -> None:
             with pytest.raises(WeightUpdateFailed, match=REFUSED):
                 sync.update(misspelt.items(), version=1, timeout_s=UPDATE_S)
             sync.update(((name, tensor + 1) for name, tensor in given.items()), version=1, timeout_s=UPDATE_S)
-            other, *_ = client.weight_checksums(timeout_s=UPDATE_S)
+            ((other, *_),) = checksums(url)
             assert other.keys() == before[0].keys() and not other.items() & before[0].items()
             report = sync.update(given.items(), version=2, timeout_s=UPDATE_S)
-        assert client.weight_checksums(timeout_s=UPDATE_S) == before
+        assert checksums(url) == [before]
         # no broadcast is compared
         compared = sum(map(len, before)) - FUSED.get(model.name, 0) if staged else 0
         assert report.verified == compared and report.skipped == ()

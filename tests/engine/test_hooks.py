@@ -24,7 +24,7 @@ SAID = {
     "plugin_with_a_name_gone": "TopkCaptureOutput.finalize is gone",
     "plugin_with_unknown_codec": "brotli",
 }
-"""By the plug-in as it ends the process. Each name and parameter that a release lacks: tests/upstream/test_versions.py."""
+"""By the plug-in as it ends the process. Each name and parameter that a release lacks: tests/upstream/test_patch.py."""
 
 
 @pytest.mark.parametrize("case", SAID)

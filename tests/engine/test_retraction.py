@@ -16,8 +16,8 @@ from examples.embedded.sglang import EngineServer
 from r3channel.wire.hello import Hello, probe_body
 from r3channel.wire.routing import Ids, RowKind
 from tests.engine.client import Reply, generate, generate_together, post, prompts_of, serving
-from tests.support.meanwhile import meanwhile
 from tests.support.samples import SPEC
+from tests.support.waits import meanwhile
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 

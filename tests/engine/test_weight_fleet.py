@@ -17,9 +17,8 @@ from r3channel.weights.engine import EngineHandle
 from r3channel.weights.store import checkpoint_tensors
 from tests.engine.client import greedy, serving
 from tests.engine.conftest import Weights
-from tests.support.meanwhile import meanwhile
-from tests.support.waits import UPDATE_S
-from tests.support.weights import connected
+from tests.support.waits import UPDATE_S, meanwhile
+from tests.support.weights import checksums, connected
 
 pytestmark = pytest.mark.engine
 
@@ -81,8 +80,8 @@ def test_checkpoint_engine_a_dummy_engine_is_filled_from_a_checkpoint_alone(
         report = alone.update(checkpoint_tensors(model_dir), version=3, timeout_s=UPDATE_S)
         assert report.verified == 38 and alone.routable() == (dummy.url,)
     assert greedy(dummy.url) == (tokens, "3")
-    checksums = [EngineHandle(url).weight_checksums(timeout_s=UPDATE_S) for url in (engine_url, dummy.url)]
-    assert checksums[0] == checksums[1]
+    one, other = checksums(engine_url, dummy.url)
+    assert one == other
 
 
 @pytest.mark.long
@@ -137,15 +136,14 @@ with WeightSync.whole([url], bucket_bytes=1 << 20, staged=True) as sync:
 def test_a_trainer_that_dies_while_it_stages_leaves_an_engine_that_serves_as_before(
     restored: None, engine_url: str, model_dir: Path, changed: Weights
 ) -> None:
-    client, (tokens, _) = EngineHandle(engine_url), greedy(engine_url)
-    before = client.weight_checksums(timeout_s=UPDATE_S)
+    (tokens, _), before = greedy(engine_url), checksums(engine_url)
     command = [sys.executable, "-c", TRAINER, engine_url, str(model_dir / "model.safetensors")]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert child.stdout is not None and child.stdout.readline() == "half\n"
     finally:
         kill_family(child)
-    assert greedy(engine_url) == (tokens, "7") and client.weight_checksums(timeout_s=UPDATE_S) == before
+    assert greedy(engine_url) == (tokens, "7") and checksums(engine_url) == before
 
     with connected([engine_url], verify=True, staged=True) as sync:
         assert sync.update(changed.items(), version=9, timeout_s=UPDATE_S).verified == 38

@@ -8,21 +8,16 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from r3channel.weights.engine import EngineHandle
 from tests.engine.client import generate, greedy, post, random_prompt, serving
 from tests.engine.conftest import Weights
 from tests.engine.families import ON_CPU, write_families
 from tests.support.waits import UPDATE_S
-from tests.support.weights import connected
+from tests.support.weights import checksums, connected
 
 pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(600)]
 
 PLUGIN: dict[str, Any] = {"capture": False, "r3channel": False, "env": ON_CPU | {"R3CHANNEL_WEIGHTS": "1"}}
 EPLB = ("--ep-size", "2", "--enable-eplb", "--eplb-rebalance-num-iterations", "20")
-
-
-def checksums(url: str) -> Any:
-    return EngineHandle(url).weight_checksums(timeout_s=UPDATE_S)
 
 
 def checksums_from_disk(url: str, model: Path) -> Any:
@@ -50,7 +45,7 @@ def test_mla_is_staged_in_parts_and_serves_as_loaded_from_disk(family: str, tp: 
             report = sync.update(weights.items(), version=1, timeout_s=UPDATE_S)
         updated = checksums(server.url), logprobs()
         assert (checksums_from_disk(server.url, tmp_path / family), logprobs()) == updated
-        assert report.loaded == "" and report.verified == sum(map(len, updated[0]))
+        assert report.loaded == "" and report.verified == sum(map(len, updated[0][0]))
 
 
 def test_experts_that_eplb_moves_are_learned(model_dir: Path, original: Weights, changed: Weights) -> None:

@@ -2,6 +2,9 @@
 
 With `--engines` the clean recordings are made anew by real SGLang servers, each of another model and layout, through a relay
 and its recorder. The faulty ones come from them: the engines' side as it is, and a routers' side with one known mistake.
+
+Beside it lie frames that every later release of wire version 2 must decode, and one of version 1, which it must refuse by name.
+Never regenerate the files of a released wire version.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,25 +31,18 @@ RUNNING = 128
 GRAPHS = ("1", "2", "4", "8", "16", "32", "64", str(RUNNING))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """How a server captures, if it does."""
-
-    r3channel: bool = True
-    capture: bool = True
-    env: Mapping[str, str] = field(default_factory=dict)
+Variant = Mapping[str, Any]
+"""How a server captures, if it does: `r3channel`, `capture` and `env` of its options."""
 
 
 def options_of(device: str, model: Path, variant: Variant) -> EngineOptions:
-    own: dict[str, Any] = {"r3channel": variant.r3channel, "capture": variant.capture, "model": model}
     if device == "cpu":
-        return EngineOptions(**own, env=variant.env, chunked_prefill_size=128)
+        return EngineOptions(**{"model": model, "chunked_prefill_size": 128, **variant})
     arguments = ("--load-format", "dummy", "--mem-fraction-static", "0.95", "--cuda-graph-bs-decode", *GRAPHS)
-    return EngineOptions(
-        **own, device="cuda", dtype="bfloat16", max_total_tokens=65_536, max_running_requests=RUNNING,
-        chunked_prefill_size=2048, extra_args=arguments,
-        env={"SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.gpu.served", **variant.env},
-    )  # fmt: skip
+    own: dict[str, Any] = {"model": model, **variant, "extra_args": arguments}
+    own["env"] = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.gpu.served", **variant.get("env", {})}
+    own |= {"max_total_tokens": 65_536, "max_running_requests": RUNNING, "chunked_prefill_size": 2048}
+    return EngineOptions(**own, device="cuda", dtype="bfloat16")
 
 
 def written(device: str, folder: Path) -> tuple[Path, RoutingSpec]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,3 +45,8 @@ def facts_of(program: str, *arguments: str, **environment: str) -> Any:
     """The JSON in the line that begins with FACTS, of all that `python -c program` prints."""
     lines = said_by(program, *arguments, **environment).splitlines()
     return json.loads(next(line.removeprefix("FACTS ") for line in lines if line.startswith("FACTS ")))
+
+
+def foreground() -> None:
+    """Before a child that a test interrupts begins: what a shell starts in the background, as tests may be, ignores Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

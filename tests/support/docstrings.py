@@ -78,23 +78,17 @@ def without_action(source: str) -> Iterator[int]:
 def refusals(root: Path) -> str:
     """A line for each such docstring below `root`; empty where there is none."""
     files = {path: path.read_text() for top in ROOTS for path in sorted((root / top).rglob("*.py"))}
+    package = {path: source for path, source in files.items() if path.is_relative_to(root / "r3channel")}
     found = [
-        f'{path}:{line}: a docstring begins with "Of"; begin with what it is'
-        for path, source in files.items()
-        for line in without_subject(source)
-    ]
-    found += [
-        f"{path}:{line}: a function's docstring begins with a verb, in a sentence of {_MOST_WORDS} words at most"
-        for path, source in files.items()
-        if path.is_relative_to(root / "r3channel")
-        for line in without_verb(source)
-    ]
-    found += [
-        f"{path}:{line}: a call is named by a verb; a participle, pronoun or adverb names a value"
-        for path, source in files.items()
-        if path.is_relative_to(root / "r3channel")
-        for line in without_action(source)
-    ]
+        f"{path}:{line}: {why}"
+        for check, sources, why in (
+            (without_subject, files, 'a docstring begins with "Of"; begin with what it is'),
+            (without_verb, package, f"a function's docstring begins with a verb, in a sentence of {_MOST_WORDS} words at most"),
+            (without_action, package, "a call is named by a verb; a participle, pronoun or adverb names a value"),
+        )
+        for path, source in sources.items()
+        for line in check(source)
+    ]  # fmt: skip
     return "\n".join(found)
 
 

@@ -6,6 +6,7 @@ python -m tests.support.pages [RESULT.json...]     # writes the tables anew, fro
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +21,7 @@ from r3channel.integrations.slime import arguments
 from r3channel.tools.errors import describe, every_error
 from r3channel.trainer.adapters import megatron_refusals
 from r3channel.weights import transaction
-from tests.support import figures, rooms, ways
+from tests.support import figures, rooms
 
 PACKAGE = Path(__file__).parents[2] / "r3channel"
 _MIB, _UNITS = 1 << 20, {"_s": "s", "_bytes": "bytes"}
@@ -198,18 +199,53 @@ def transaction_lines() -> list[str]:
     return table_of("update | call | by | in | an engine is then | else", rows)
 
 
+# -- seconds of a weight update by each way, computed from measured rates -------------------------------------------------------
+
+MODELS = (("Qwen3-30B-A3B", 61, 4), ("Qwen3-235B-A22B", 470, 8), ("DeepSeek-V3, float8", 671, 16))
+"""Name, GB, and ranks of an engine."""
+LINKS_GBIT_S = (400, 12.5)
+"""One rank's share of the network: a card of its own, or an eighth of 100 Gbit/s."""
+STAGED_GB_S = {"tcp": 2.2, "shared_memory": 2.6}
+"""Into one rank's copy, checked and verified: 542 MB in 0.24 and 0.21 s, the update less its pause (`bench weights --only large`,
+two cores of an AMD EPYC for trainer and engine, load 0.7)."""
+CHANGE_OVER_GB_S = 48
+"""From a copy in locked memory into an H100's parameters (`make gpu`)."""
+WAYS = (*STAGED_GB_S, "nccl", "broadcast")
+
+
+def seconds_of(way: str, *, gigabytes: float, ranks: int, gbit_s: float) -> tuple[float, float]:
+    """Return the seconds that an engine is paused, and those of the whole update.
+
+    There are as many trainer ranks as engine ranks, so both ends of the network carry the same. Over `nccl` and in a broadcast
+    bytes travel during the pause, as fast as the link allows.
+
+    >>> [seconds_of(way, gigabytes=96, ranks=4, gbit_s=8) for way in ("tcp", "nccl", "broadcast")]
+    [(0.5, 24.5), (24.5, 24.5), (96.0, 96.0)]
+    >>> [round(seconds_of("tcp", gigabytes=2.2, ranks=1, gbit_s=gbit_s)[1], 2) for gbit_s in (400, 8)]
+    [1.05, 2.25]
+    >>> [round(seconds_of("shared_memory", gigabytes=2.6, ranks=1, gbit_s=gbit_s)[1], 2) for gbit_s in (400, 8)]
+    [1.05, 1.05]
+    """
+    link_gb_s = math.inf if way == "shared_memory" else gbit_s / 8
+    if way == "broadcast":  # each rank gets the whole model, and loads it as it comes
+        return gigabytes / link_gb_s, gigabytes / link_gb_s
+    part = gigabytes / ranks
+    travel_s, change_over_s = part / min(link_gb_s, STAGED_GB_S.get(way, math.inf)), part / CHANGE_OVER_GB_S
+    return change_over_s + (travel_s if way == "nccl" else 0.0), travel_s + change_over_s
+
+
 def way_lines() -> list[str]:
     """What to choose a way by: how long an engine is paused, and how long the update takes."""
     rows = list[tuple[str, ...]]()
-    for (model, gigabytes, ranks), gbit_s in itertools.product(ways.MODELS, ways.LINKS_GBIT_S):
+    for (model, gigabytes, ranks), gbit_s in itertools.product(MODELS, LINKS_GBIT_S):
         size = {"gigabytes": gigabytes, "ranks": ranks, "gbit_s": gbit_s}
-        times = (" / ".join(map(_seconds, ways.seconds_of(way, **size))) for way in ways.WAYS)
+        times = (" / ".join(map(_seconds, seconds_of(way, **size))) for way in WAYS)
         rows.append((f"{model}: {gigabytes} GB, {ranks} ranks", f"{gbit_s:g}", *times))
-    tcp, shared = ways.STAGED_GB_S.values()
+    tcp, shared = STAGED_GB_S.values()
     return [
         "Computed, not measured: seconds of the pause / of the whole update, with as many trainer ranks as engine ranks.",
         f"From measured rates of a rank in GB/s: {tcp} over `tcp` and {shared} in `shared_memory` (`bench weights --only large`,",
-        f"2 x AMD EPYC), {ways.CHANGE_OVER_GB_S} to change over (H100, `make gpu`). `nccl` and broadcast get all of the link,",
+        f"2 x AMD EPYC), {CHANGE_OVER_GB_S} to change over (H100, `make gpu`). `nccl` and broadcast get all of the link,",
         "which no run has shown.",
         "",
         *table_of(

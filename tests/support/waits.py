@@ -1,4 +1,4 @@
-"""How long tests wait at most: guards against what hangs, ten times what a quiet machine of two cores takes.
+"""How long tests wait at most: guards against what hangs, ten times what a quiet machine of two cores takes; and meanwhile.
 
 A limit that users are promised, and a deadline that is to pass, stand in the test that is about them.
 """
@@ -6,8 +6,11 @@ A limit that users are promised, and a deadline that is to pass, stand in the te
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 SOON_S = 30.0
@@ -50,3 +53,21 @@ def await_memory(gib: float, what: str) -> None:
 
     free = f"{gib:g} GiB of memory for {what}"
     until(lambda: psutil.virtual_memory().available >= gib * 2**30, free, limit_s=RUN_S)
+
+
+@contextmanager
+def meanwhile(call: Callable[[], object], *, every_s: float = 0.0) -> Iterator[None]:
+    """While the block runs, a thread calls this again and again; what it raises is raised after the block."""
+    over = threading.Event()
+
+    def calls() -> None:
+        while not over.wait(every_s):
+            call()
+
+    with ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(calls)
+        try:
+            yield
+        finally:
+            over.set()
+        calling.result()

@@ -11,6 +11,7 @@ import torch
 from r3channel.errors import WeightUpdateFailed
 from r3channel.weights import hold, rank_link, staged_copy
 from r3channel.weights.checksums import cross_sums, host_bytes, tensor_digest
+from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
 from tests.support.fake_engine import FakeEngine
 from tests.support.waits import UPDATE_S
@@ -45,6 +46,11 @@ def connected(
     opened = make(urls, **options)
     opened.connect(timeout_s=UPDATE_S)
     return opened
+
+
+def checksums(*urls: str) -> list[list[dict[str, str]]]:
+    """What each engine's own checker says of its parameters, by rank."""
+    return [EngineHandle(url).weight_checksums(timeout_s=UPDATE_S) for url in urls]
 
 
 def broadcasting(*engines: Any, **options: Any) -> WeightSync:

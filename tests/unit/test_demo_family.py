@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from examples.embedded.sglang import segments_of
-from tests.support.foreground import foreground
+from tests.support.children import foreground
 from tests.support.waits import PROGRAM_S, SOON_S
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ from tests.support.samples import SPEC, frame_of, random_ids, reply_for, reply_o
 from tests.unit.test_documents import SNIPPETS
 
 ELSEWHERE = {
-    "TrainerChannel.attach(model_chunks": "real Megatron; the calls of examples/05_own_loop.py, which test_own_loop runs",
+    "TrainerChannel.attach(model_chunks": "real Megatron; the calls of examples/05_own_loop.py, which test_embedded runs",
     "return_token_ids": "a chat template and an engine; test_openai_routes runs it",
     "with WeightSync.sharded(engines": "two engines and several ranks; test_weights_exact runs it",
 }

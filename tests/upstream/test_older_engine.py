@@ -17,9 +17,9 @@ from r3channel.relay.reply import frame_bytes_of
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import Hello, probe_body
 from r3channel.wire.routing import RowKind
+from tests.engine import test_speculative as speculative
 from tests.engine.client import Reply, check_replies, generate, generate_together, post, prompts_of, serving
-from tests.engine.draft import Models, write_models
-from tests.engine.test_speculative import LENGTHS, NEW_TOKENS, SPEC, passes_by_accepted, speculating
+from tests.engine.test_speculative import SPEC, Models, write_models
 from tests.support.waits import UPDATE_S
 from tests.support.weights import connected
 from tests.upstream.wheels import path_with, slimes_sglang, unpacked, without_other_models
@@ -103,9 +103,11 @@ def test_accepted_tokens_have_transformers_rows(tree: Callable[[str], Path], mod
     """More rows are verified in a pass than a prefill has, so the buffer must have room for them."""
     algorithm, overlap = ("EAGLE", True) if tree is unpacked else ("STANDALONE", False)
     env = {**older(tree), "TRITON_INTERPRET": "1"}
-    with speculating(models, algorithm=algorithm, overlap=overlap, env=env) as server:
-        replies = generate_together(server.url, prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
-    assert min(passes_by_accepted(replies)) > 0
+    with speculative.speculating(models, algorithm=algorithm, overlap=overlap, env=env) as server:
+        replies = generate_together(
+            server.url, prompts_of(speculative.LENGTHS), new_tokens=speculative.NEW_TOKENS
+        )
+    assert min(speculative.passes_by_accepted(replies)) > 0
     check_replies(replies, model=models.target, spec=SPEC)
 
 
@@ -116,7 +118,7 @@ def test_chains_with_dp_attention_are_taken_in_slimes_image_alone_and_an_unread_
     arguments = "--tp-size 2 --dp-size 2 --enable-dp-attention --disable-fast-image-processor"
     env = {**older(tree), "TRITON_INTERPRET": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with pytest.raises(EngineUnavailable, match="ended with exit code"):
-        speculating(models, *arguments.split(), env=env, log_path=tmp_path / "log").__enter__()
+        speculative.speculating(models, *arguments.split(), env=env, log_path=tmp_path / "log").__enter__()
     log = (tmp_path / "log").read_text()
     _, refused, said = log.partition("ConfigError: r3channel refuses this engine: ")
     assert refused, log

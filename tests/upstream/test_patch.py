@@ -1,11 +1,14 @@
-"""`r3channel patch` on the releases of SGLang that it has hooks for: reversed, each file has its bytes again; patched, a real
-server on CPU gives the ids of transformers' routers, without our plug-in and beside it, and is stock while r3channel is off."""
+"""The releases of SGLang that we have hooks for: each has every name that they need, by its published wheel. `r3channel patch` on
+them: reversed, each file has its bytes again; patched, a real server on CPU gives the ids of transformers' routers, without our
+plug-in and beside it, and is stock while r3channel is off."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +19,70 @@ from examples.embedded.model import write_model
 from examples.embedded.sglang import environment, free_port
 from r3channel.cli import main
 from r3channel.engine.sglang_hooks import TABLES, hooked_names
+from r3channel.engine.sglang_settings import SETTINGS
 from r3channel.tools.patch import known_patches
 from tests.engine.client import check_replies, serving
 from tests.engine.reference import reference_ids
 from tests.support.children import facts_of
 from tests.upstream.test_older_engine import SPEC, VERSION, answers, check_update
-from tests.upstream.wheels import path_with, unpacked, without_other_models
+from tests.upstream.wheels import path_with, slimes_sglang, unpacked, without_other_models
 
 EACH = pytest.mark.parametrize("version", list(TABLES))
 NO_PLUGIN = {"SGLANG_PLUGINS": "r3channel_embedded"}
 """SGLang loads the plug-in that it needs on a CPU, and ours not."""
+
+# -- names and settings ----------------------------------------------------------------------------------------------------
+
+PROBLEMS = """
+import json
+from r3channel.engine.sglang_hooks import TABLES, _problems, check_hooks
+print("FACTS " + json.dumps([check_hooks(), {table: _problems(table) for table in TABLES}]))
+"""
+LACKS = {
+    "0.5.15.post1": ("SamplingMaskRows.append is gone", "RoutedExpertsCapturer.create no longer takes model"),
+    "0.5.23": (
+        "ServerArgs.max_speculative_num_draft_tokens is gone", "RoutedExpertsCapturer.create no longer takes enable, ",
+    ),
+}  # fmt: skip
+"""What is said in a release of the other one's names: one that is gone, and parameters."""
+
+
+@pytest.mark.long
+@pytest.mark.engine
+@EACH
+def test_a_release_has_every_name_of_its_table_and_does_not_pass_for_the_other(version: str) -> None:
+    (other,) = set(TABLES) - {version}
+    problems, by_table = facts_of(PROBLEMS, **environment({"PYTHONPATH": path_with(version)}))
+    assert problems == by_table[version] == []
+    assert all(any(said in line for line in by_table[other]) for said in LACKS[version]), by_table[other]
+
+
+WRITTEN_AS_ASKED = {
+    "debug_cuda_graph",  # its default
+    "enable_page_major_kv_layout",  # with enable_unified_memory, itself unread
+    *("limit_mm_data_per_request", "lora_target_modules", "mooncake_ib_device"),  # in another form
+}
+
+
+@pytest.mark.parametrize("tree", [unpacked, slimes_sglang])
+def test_each_setting_that_a_release_resolves_itself_is_judged(tree: Callable[[str], Path]) -> None:
+    root = tree("sglang==0.5.15.post1") / "sglang/srt"
+    declared = (root / "server_args.py").read_text()
+    elsewhere = "\n".join(path.read_text() for path in root.rglob("*.py"))
+    passes = "\n".join(path.read_text() for path in root.glob("arg_groups/*.py"))
+    writes = {
+        declared: r"self\.(\w+) = ",
+        elsewhere: r"server_args\.(\w+) = ",
+        passes: r'"(\w+)"(?:: |\] = )',
+    }
+    written = {name for text, write in writes.items() for name in re.findall(write, text)}
+    written &= set(re.findall(r"^    (\w+): A\[", declared, re.MULTILINE))
+    patterns = [pattern for setting in SETTINGS for pattern in setting.names.split()]
+    judged = {name for name in written if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    assert len(judged) > 90 and written - judged == WRITTEN_AS_ASKED
+
+
+# -- files -----------------------------------------------------------------------------------------------------------------
 
 
 def touched(version: str) -> list[str]:

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -178,37 +178,20 @@ def _capturer(kind: Any, model_config: Any, slots: int, *, requests: int) -> Any
 def scheduler(effort: Effort) -> dict[str, Any]:
     """Measure the scheduler's thread in a child process.
 
-    SGLang's classes need the embedded environment from the first import on.
-    """
-    from examples.embedded.sglang import environment
-
-    arguments = ["-m", _NAME, str(effort.rounds_of(40, 10)), str(effort.choose(120_000, 20_000))]
-    return child_said(arguments, timeout_s=_TIMEOUT_S, env=environment())
-
-
-def child_said(
-    arguments: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Return the JSON object in the last line of a Python process.
-
-    All processes that it has started end with it.
-
-    Args:
-        arguments: Arguments of the Python interpreter.
-        timeout_s: Seconds until the process has to end.
-        env: Environment of the process, or None for this process's own.
+    SGLang's classes need the embedded environment from the first import on. All that the child has started ends with it.
 
     Raises:
-        EngineUnavailable: If the process does not end in time, or ends with a status other than 0.
+        EngineUnavailable: If the child does not end in time, or ends with a status other than 0.
     """
-    from examples.embedded.sglang import kill_family
+    from examples.embedded.sglang import environment, kill_family
 
-    command = [sys.executable, *arguments]
-    child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    sizes = str(effort.rounds_of(40, 10)), str(effort.choose(120_000, 20_000))
+    command, pipe = [sys.executable, "-m", _NAME, *sizes], subprocess.PIPE
+    child = subprocess.Popen(command, env=environment(), stdout=pipe, stderr=pipe, text=True)
     try:
-        stdout, stderr = child.communicate(timeout=timeout_s)
+        stdout, stderr = child.communicate(timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        raise EngineUnavailable(f"{shlex.join(command)} did not end within {timeout_s:.0f} s") from error
+        raise EngineUnavailable(f"{shlex.join(command)} did not end within {_TIMEOUT_S:.0f} s") from error
     finally:
         kill_family(child)
     if child.returncode:

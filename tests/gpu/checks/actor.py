@@ -10,7 +10,6 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.util import find_spec
 from multiprocessing.managers import BaseManager
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, DigestMismatch
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.relay import row_server
@@ -37,9 +37,11 @@ from tests.support.samples import SPEC
 LAYOUT, STEPS, LIMIT_S = TrainerLayout(packing="thd"), 20, 60.0
 
 
-def config_of(transport: str) -> ChannelConfig:
+def config_of(transport: str, spec: RoutingSpec = SPEC) -> ChannelConfig:
+    """Large steps go in the buckets of users."""
     limits: dict[str, Any] = dict.fromkeys(("join_timeout_s", "send_timeout_s", "step_timeout_s"), LIMIT_S)
-    return ChannelConfig(transport=transport, bucket_bytes=1024, fallback="", **limits)
+    limits |= {"bucket_bytes": 1024} if spec is SPEC else {}
+    return ChannelConfig(transport=transport, fallback="", **limits)
 
 
 class Owner(RelayHost):
@@ -70,11 +72,10 @@ class Owner(RelayHost):
         return self.large.seal(self.relay, step)
 
     def enlarge(self, transport: str, mebibytes: int) -> None:
-        """From here on a relay of steps of this size, in the buckets of users."""
+        """From here on a relay of steps of this size."""
         self.relay.close()
         self.large = Steps(mebibytes, shifts=(0,))
-        config = replace(config_of(transport), bucket_bytes=ChannelConfig().bucket_bytes)
-        self.relay = Relay(LARGE, LAYOUT, config)
+        self.relay = Relay(LARGE, LAYOUT, config_of(transport, LARGE))
 
     def join_previous(self) -> None:
         self.relay.join_previous(timeout_s=LIMIT_S)
@@ -122,9 +123,9 @@ def relay_in(how: str, *given: str) -> Iterator[tuple[Any, Any]]:
     ray.kill(actor)  # the next one waits for its GPU
 
 
-def receiver_of(control: Any, transport: str, device: torch.device) -> Receiver:
+def receiver_of(control: Any, transport: str, device: torch.device, spec: RoutingSpec = SPEC) -> Receiver:
     at: dict[str, Any] = {"layout": LAYOUT, "coords": LAYOUT.coords(0), "device": device}
-    return Receiver(control, spec=SPEC, config=config_of(transport), **at)
+    return Receiver(control, spec=spec, config=config_of(transport, spec), **at)
 
 
 def steps(owner: Any, receiver: Receiver, facts: Facts) -> None:

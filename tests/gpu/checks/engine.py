@@ -26,7 +26,7 @@ from r3channel.relay.relay import Relay
 from tests.engine import client
 from tests.engine.test_retraction import passes_of
 from tests.gpu.facts import WAITS, Facts
-from tests.gpu.server import RUNNING, Variant, serving, written
+from tests.gpu.server import RUNNING, serving, written
 from tests.support.direct import rows_here
 from tests.support.waits import until
 
@@ -47,7 +47,7 @@ def check(device: str, facts: Facts) -> None:
         envs["direct"] |= client.direct_to(relay, folder)
         for tap in taps.values():
             tap.mkdir()
-        variants, begin = {way: Variant(env=env) for way, env in envs.items()}, time.monotonic()
+        variants, begin = {way: {"env": env} for way, env in envs.items()}, time.monotonic()
         with relay, serving(device, model, variants, logs=folder) as servers:
             facts.note("both servers are ready, s", time.monotonic() - begin)
             for way, server in servers.items():
@@ -123,8 +123,8 @@ def cost(device: str, facts: Facts) -> None:
         model, spec = written(device, folder)
         relay = Relay(spec, TrainerLayout(), ChannelConfig())
         variants = {
-            "off": Variant(r3channel=False, capture=False), "SGLang's own": Variant(r3channel=False),
-            "reply": Variant(), "direct": Variant(env=client.direct_to(relay, folder)),
+            "off": {"r3channel": False, "capture": False}, "SGLang's own": {"r3channel": False},
+            "reply": {}, "direct": {"env": client.direct_to(relay, folder)},
         }  # fmt: skip
         with relay, serving(device, model, variants, logs=folder) as servers:
             urls = {variant: server.url for variant, server in servers.items()}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tests.gpu.facts import Facts
-from tests.gpu.server import Variant, options_of, written
+from tests.gpu.server import options_of, written
 
 MODULES = (
     "sglang.srt.server_args", "sglang.srt.layers.moe.topk", "sglang.srt.layers.attention.triton_backend",
@@ -29,7 +29,7 @@ def check(device: str, facts: Facts) -> None:
     facts.note("versions", {name: version(name) for name in packages})
     with tempfile.TemporaryDirectory() as folder:
         model, _ = written(device, Path(folder))
-        options = options_of(device, model, Variant())
+        options = options_of(device, model, {})
         os.environ.update(options.environment())
         begin = time.monotonic()
         for name in MODULES:

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from r3channel.config import ChannelConfig
-from r3channel.trainer.receiver import Receiver
-from tests.gpu.checks.actor import LAYOUT, config_of, receiver_of, relay_in, steps
+from tests.gpu.checks.actor import receiver_of, relay_in, steps
 from tests.gpu.checks.device import SPEC, Steps, replay
 from tests.gpu.facts import Facts
 
@@ -46,9 +43,7 @@ def large(owner: Any, control: Any, transport: str, where: torch.device, facts: 
     """1 GB in the buckets that users have: right, and what it costs the receiving process. NCCL's sockets are a part of that."""
     mebibytes = 1 if facts.small else 1 << 10
     owner.enlarge(transport, mebibytes)
-    at: dict[str, Any] = {"layout": LAYOUT, "coords": LAYOUT.coords(0), "device": where}
-    config = replace(config_of(transport), bucket_bytes=ChannelConfig().bucket_bytes)
-    receiver, sealed = Receiver(control, spec=SPEC, config=config, **at), Steps(mebibytes, shifts=(0,))
+    receiver, sealed = receiver_of(control, transport, where, SPEC), Steps(mebibytes, shifts=(0,))
     receiver.join()
     for step in range(2):  # the first makes its memory
         ticket, begin, cpu_s = owner.seal_large(step), time.monotonic(), time.process_time()

@@ -17,24 +17,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+from examples.embedded import sglang
 from examples.embedded.model import VOCAB_SIZE, write_model
 from examples.embedded.sglang import EngineOptions, EngineServer, environment, free_port, kill_family
 from r3channel.model.spec import RoutingSpec
 from r3channel.tools.report_page import write_page
 from r3channel.transport.auth import create_token, read_token
-from tests.upstream.slime_cpu.alerts import watched
+from tests.support.children import ROOT
+from tests.support.prometheus import answer, prometheus
 from tests.upstream.slime_cpu.process_use import ProcessUse
 from tests.upstream.slime_cpu.router import Router
 from tests.upstream.slime_cpu.sources import Sources, ready
 from tests.upstream.slime_cpu.witness import compare, said_by_dump, said_by_recording
 
-_ROOT = Path(__file__).resolve().parents[3]
 _HERE = "tests.upstream.slime_cpu"
 _LOG_TAIL = 3000
+_TIMES = {"m": 6, "h": 360}
+"""The alerts' units in seconds: a minute is six, because a job is short."""
+_FIRED = 'max by (alertname, reason, instance) (max_over_time(ALERTS{alertstate="firing"}[1d]))'
 WARM_STEPS = 2
 """In a run's first steps processes warm up: what is measured counts from behind them."""
 
@@ -146,6 +152,21 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def watched(work: Path) -> Iterator[dict[str, list[dict[str, str]]]]:
+    """Alert of the project's own -> the labels with which it has fired, filled at the end; empty where there is no Prometheus."""
+    fired: dict[str, list[dict[str, str]]] = {}
+    rules = (ROOT / "dashboards/alerts.yml").read_text()
+    rules = re.sub(r"(\d+)([mh])\b", lambda time: f"{int(time[1]) * _TIMES[time[2]]}s", rules)
+    with prometheus(work, work / "told", every="2s", rules=rules) as api:
+        yield fired
+        if not api:
+            return
+        time.sleep(2.0)  # the last evaluation
+        for one in answer(api, f"query?query={quote(_FIRED)}"):
+            fired.setdefault(one["metric"].pop("alertname"), []).append(one["metric"])
+
+
 def _engine(options: argparse.Namespace, model: Path) -> EngineOptions:
     direct = {
         "R3CHANNEL_DELIVERY": "direct",
@@ -236,10 +257,7 @@ def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str, ro
     env = environment()
     if options.own_engines:
         # slime numbers its engines behind the trainers, and SGLang takes the number for a NUMA node's
-        cores = sorted(os.sched_getaffinity(0))
-        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
-            str(cores[rank % len(cores)]) for rank in range(options.world + options.engines)
-        )
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = sglang.cores_of_ranks(options.world + options.engines)
     names = (
         "R3DEMO_EMBEDDED", "SGLANG_USE_CPU_ENGINE", "GLOO_SOCKET_IFNAME", "HF_HUB_OFFLINE",
         "TRANSFORMERS_OFFLINE",
@@ -249,7 +267,7 @@ def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str, ro
         "SLIME_ACCELERATOR": "cpu", "SLIME_HOST_IP": "127.0.0.1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled", "no_proxy": "127.0.0.1,localhost",
         "NO_PROXY": "127.0.0.1,localhost",
-        "PYTHONPATH": os.pathsep.join([str(_ROOT), megatron, slime, env["PYTHONPATH"], extra]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), megatron, slime, env["PYTHONPATH"], extra]),
         "SLIME_CPU_WITNESS": "" if options.bare else str(options.work / "routers"), "SLIME_CPU_TOLD": str(options.work / "told"),
         "R3CHANNEL_METRICS_PORT": "0", "R3CHANNEL_METRICS_DIR": str(options.work / "told"),
         "TMPDIR": f"{ray_dir}/tmp", "SLIME_CPU_FAULTS": options.faults, "SLIME_CPU_CORRUPT": str(int(options.corrupt)),
