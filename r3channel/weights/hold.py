@@ -12,7 +12,6 @@ import struct
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -51,8 +50,8 @@ class _Stage:
     update: int = -1
     digests: dict[str, str] = field(default_factory=dict)
     """By parameter, once everything has been placed."""
-    came: Counter[int] = field(default_factory=Counter)
-    """The number of items placed, by link."""
+    came: int = 0
+    """The number of items placed."""
     committed: bool = False
 
 
@@ -216,11 +215,10 @@ class Hold:
     ) -> None:  # fmt: skip
         update, first, count, digest = rank_link.HEAD.unpack(body)
         with self._lock:
-            late = update < self._stage.update  # others have gone on to the next update
-            if not late and (self._stage.update != update or self._stage.digests):
-                self._stage = _Stage(update)  # whatever was staged before is void
-            if not (late or first):
-                self._stage.came[number] = 0
+            stage = self._stage
+            late = update < stage.update  # others have gone on to the next update
+            if not late and (stage.update != update or stage.digests):
+                self._stage = stage = _Stage(update)  # whatever was staged before is void
         entries, seen = table[first : first + count], xxhash.xxh3_64()
         if len(entries) != count:
             raise ValueError(f"entries {first} to {first + count} of {len(table)}")
@@ -242,8 +240,8 @@ class Hold:
         if seen.intdigest() != digest:
             name = self._learned.tensors[self._needs.parts[entries[0].part].tensor].name
             raise WeightsCorrupt(f"{count} pieces from {name} on came damaged")
-        with self._lock:  # where another link has begun the next update meanwhile, nobody asks for it
-            self._stage.came[number] += sum(entry.box.numel for entry in entries)
+        with self._lock:  # another link may have begun the next update meanwhile: there it does not count
+            stage.came += sum(entry.box.numel for entry in entries)
 
     def _land(self, number: int, update: int, runs: Sequence[rank_link.Run], seen: xxhash.xxh3_64) -> None:
         views, left_s = [run.view for run in runs], self._until_s - time.monotonic()
@@ -258,9 +256,8 @@ class Hold:
             return {"error": moved}
         with self._lock:
             stage = self._stage
-            came = sum(stage.came.values())
-            if stage.update != update or came != self._items:
-                staged = f"{came} of {self._items} items of update {stage.update} are staged"
+            if stage.update != update or stage.came != self._items:
+                staged = f"{stage.came} of {self._items} items of update {stage.update} are staged"
                 return {"error": f"{staged}, asked for {update}"}
         stage.digests, sums = copy.seal(checksums=checksums and not self._whole)
         # another engine has moved experts elsewhere
