@@ -30,7 +30,7 @@ from r3channel.weights.geometry import (
 from r3channel.weights.groups import turns
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import Deadline
-from r3channel.weights.rank_link import RankLink
+from r3channel.weights.rank_link import Piece, RankLink
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.send_planner import SendPlanner, UpdateSpec
 from tests.support.reshard import bounds_of, cases, held_by, model_side, plain_side, replicated
@@ -209,6 +209,14 @@ def test_an_engine_that_is_left_out_or_comes_back_changes_nothing_for_those_that
     assert tables([one, other, third]) == [1, 1, 1], "what is held is again what they were told of"
     planner.survey(UpdateSpec(((), ((W, Box.whole((8,))),)), None), DEADLINE)
     assert tables([one]) == [2, 1, 1], "it comes in another bucket"
+
+
+def test_a_record_takes_as_many_neighbours_as_it_has_room_for() -> None:
+    box = Box((0,), (8,))
+    link, pieces = rank_link(W, box), [Piece(0, one, W.dtype, W, 0, ()) for one in box.cut(1)]
+    link.record_bytes = 3 * W.dtype.itemsize
+    (records,), _ = link.records([pieces[::-1]])
+    assert [(record.first, len(record.pieces)) for record in records] == [(0, 3), (3, 3), (6, 2)]
 
 
 def test_what_ranks_report_is_gathered_to_the_map_that_they_have() -> None:
