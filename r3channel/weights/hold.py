@@ -39,7 +39,7 @@ WORD_BYTES = 1024
 """Most bytes of a reason that is sent to the trainer."""
 
 
-_Runs = dict[tuple[int, int], list[rank_link.Run]]
+_Places = dict[tuple[int, int], list[torch.Tensor]]
 """Where each record of a trainer's table lies, by first entry and number of entries. It is the same at every update."""
 
 
@@ -175,7 +175,7 @@ class Hold:
             link.abort("the rank has ended it")  # also where we are at fault: no dead thread holds an engine
 
     def _listen(self, number: int, link: Connection, reply: dict[str, Any], copy: StagedCopy) -> None:
-        table, runs, failure = list[rank_link.Entry](), _Runs(), ""
+        table, places, failure = list[rank_link.Entry](), _Places(), ""
         rank_link.send_blob(link, rank_link.NEEDS, reply | {"shared": copy.shared()}, timeout_s=None)
         while "error" not in reply:  # a rank that cannot stage holds no engine
             kind, body = link.recv_record(timeout_s=None)
@@ -185,13 +185,13 @@ class Hold:
                     if len(self._mapped) == len(self._links):
                         copy.hide()
                     table = rank_link.read_table(rank_link.receive_blob(link, body), self._needs.parts)
-                    runs, failure = _Runs(), ""
+                    places, failure = _Places(), ""
                 elif kind == rank_link.BEGIN:
                     update, records, left_s = rank_link.LIMIT.unpack(body)
                     self._until_s, failure = time.monotonic() + left_s + _CONNECT_S, ""
                     self._joint.begin(update, number, records)
                 elif kind in (rank_link.DATA, rank_link.PLACED, rank_link.LANDS):
-                    self._place(number, link, kind, table, runs, body, copy)
+                    self._place(number, link, kind, table, places, body, copy)
                 elif kind == rank_link.LEAVES and body.decode() == self._joint.name:
                     self._joint.close(f"trainer rank {number} has left it")
                 elif kind == rank_link.END:
@@ -210,7 +210,7 @@ class Hold:
                 failure = failure or f"{type(error).__name__}: {error}"
 
     def _place(
-        self, number: int, link: Connection, kind: int, table: Sequence[rank_link.Entry], runs: _Runs, body: bytes,
+        self, number: int, link: Connection, kind: int, table: Sequence[rank_link.Entry], places: _Places, body: bytes,
         copy: StagedCopy,
     ) -> None:  # fmt: skip
         update, first, count, digest = rank_link.HEAD.unpack(body)
@@ -222,19 +222,20 @@ class Hold:
         entries, seen = table[first : first + count], xxhash.xxh3_64()
         if len(entries) != count:
             raise ValueError(f"entries {first} to {first + count} of {len(table)}")
-        if (first, count) not in runs:
-            runs[first, count] = rank_link.runs_of(entries, self._needs, copy.views)
+        if (first, count) not in places:
+            runs = rank_link.runs_of(entries, self._needs, copy.views)
+            places[first, count] = [run.view for run in runs]
+        views = places[first, count]
         if kind == rank_link.LANDS:
-            self._land(number, update, runs[first, count], seen)
-        for run in runs[first, count] if kind != rank_link.LANDS else ():
-            in_place = kind == rank_link.PLACED or (run.view.is_contiguous() and not late)
-            landing = run.view if in_place else torch.empty(run.view.shape, dtype=run.view.dtype)
-            flat = landing.contiguous()
+            self._land(number, update, views, seen)
+        for view in views if kind != rank_link.LANDS else ():
+            in_place = kind == rank_link.PLACED or (view.is_contiguous() and not late)
+            came = view.contiguous() if in_place else torch.empty(view.shape, dtype=view.dtype)
             if kind == rank_link.DATA:  # else the trainer has put it there
-                link.recv_into(host_bytes(flat), timeout_s=None)
-            seen.update(hashed_bytes(flat))
+                link.recv_into(host_bytes(came), timeout_s=None)
+            seen.update(hashed_bytes(came))
             if not (in_place or late):
-                run.view.copy_(landing)
+                view.copy_(came)
         if late:
             return
         if seen.intdigest() != digest:
@@ -243,9 +244,8 @@ class Hold:
         with self._lock:  # another link may have begun the next update meanwhile: there it does not count
             stage.came += sum(entry.box.numel for entry in entries)
 
-    def _land(self, number: int, update: int, runs: Sequence[rank_link.Run], seen: xxhash.xxh3_64) -> None:
-        views, left_s = [run.view for run in runs], self._until_s - time.monotonic()
-        sizes = [view.nbytes for view in views]
+    def _land(self, number: int, update: int, views: Sequence[torch.Tensor], seen: xxhash.xxh3_64) -> None:
+        sizes, left_s = [view.nbytes for view in views], self._until_s - time.monotonic()
         with self._joint.receive(update, number, sum(sizes), timeout_s=max(left_s, 0.0)) as flat_N:
             seen.update(hashed_bytes(flat_N))
             for view, part_N in zip(views, flat_N.split(sizes), strict=True):
