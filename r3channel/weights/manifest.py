@@ -26,6 +26,8 @@ _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 _NAMES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 _DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in (*_NAMES, *_FLOAT8)}
 """What may be named on the wire; nothing is looked up in torch by a name that came from outside."""
+SHOWN = 3
+"""How many names an error lists, of however many."""
 Named = tuple[str, torch.Tensor]
 """A tensor's name, and the tensor."""
 Push = Callable[[Sequence[torch.Tensor]], None]
