@@ -27,13 +27,12 @@ from r3channel.errors import ManifestMismatch, R3Error, WeightsError
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.groups import WeightGroup
 from r3channel.weights.loader_map import NAMES_UNKNOWN
-from r3channel.weights.manifest import Bucket, TensorMeta, engine_names, is_scale
+from r3channel.weights.manifest import SHOWN, Bucket, TensorMeta, engine_names, is_scale
 from r3channel.weights.progress import REPAIR_S, background
 from r3channel.weights.send_planner import check_complete
 from r3channel.weights.transaction import Action, EngineState, Kind
 from r3channel.weights.update import LOSSES, Update
 
-_SHOWN = 3
 Order = Callable[[EngineHandle], None]
 _ANSWER_S = 2.0
 """Seconds that an engine may take longer for a bucket than its source: once the source has given up, engines that waited for it
@@ -112,7 +111,7 @@ class Broadcast(Update):
             held = {name for sums in handle.weight_checksums(timeout_s=left_s) for name in sums}
             if draft := sorted(name for name in held if name.startswith(("draft.", "draft_step_"))):
                 raise ManifestMismatch(
-                    f"engine {handle.url}: {len(draft)} parameters of its draft may stay old, first {draft[:_SHOWN]}. "
+                    f"engine {handle.url}: {len(draft)} parameters of its draft may stay old, first {draft[:SHOWN]}. "
                     f"{handle.unstaged}"
                 )
         why = next((link.whole for link in handle.ranks if NAMES_UNKNOWN in link.whole), "")
@@ -132,8 +131,8 @@ class Broadcast(Update):
         missing, unknown = sorted(held - names), sorted(names - held)
         if held and (missing or unknown):
             raise ManifestMismatch(
-                f"engine {handle.url}: {len(missing)} parameters would keep their old values, first {missing[:_SHOWN]}; "
-                f"{len(unknown)} of the update have no place there, first {unknown[:_SHOWN]}. The names of this family are "
+                f"engine {handle.url}: {len(missing)} parameters would keep their old values, first {missing[:SHOWN]}; "
+                f"{len(unknown)} of the update have no place there, first {unknown[:SHOWN]}. The names of this family are "
                 f"not known here, or the model is given in part, and {why}; expected=None does not look"
             )
 

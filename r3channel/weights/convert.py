@@ -72,6 +72,8 @@ def te_name(name: str, *, latent: bool = False) -> str:
     'decoder.layers.1.mlp.experts.linear_fc1.weight3'
     >>> te_name("decoder.layers.1.self_attention.kv_layernorm.weight", latent=True)
     'decoder.layers.1.self_attention.linear_kv_up_proj.layer_norm_weight'
+    >>> [te_name("decoder.layers.1.input_layernorm.weight", latent=latent) for latent in (True, False)]
+    ['decoder.layers.1.input_layernorm.weight', 'decoder.layers.1.self_attention.linear_qkv.layer_norm_weight']
     """
     name = _LOCAL_EXPERT.sub(r"experts.\2.weight\1", name)
     if latent:

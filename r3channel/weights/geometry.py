@@ -73,8 +73,7 @@ class Box(NamedTuple):
         for first in range(self.start[axis], self.stop[axis], lines):
             start, stop = [*self.start], [*self.stop]
             start[axis], stop[axis] = first, min(first + lines, self.stop[axis])
-            part = Box(tuple(start), tuple(stop))
-            yield from part.cut(most) if lines == 1 else (part,)
+            yield from Box(tuple(start), tuple(stop)).cut(most)
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
         """Return slices that cut this box out of an outer one.

@@ -12,7 +12,6 @@ import struct
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -40,7 +39,7 @@ WORD_BYTES = 1024
 """Most bytes of a reason that is sent to the trainer."""
 
 
-_Runs = dict[tuple[int, int], list[rank_link.Run]]
+_Places = dict[tuple[int, int], list[torch.Tensor]]
 """Where each record of a trainer's table lies, by first entry and number of entries. It is the same at every update."""
 
 
@@ -51,8 +50,8 @@ class _Stage:
     update: int = -1
     digests: dict[str, str] = field(default_factory=dict)
     """By parameter, once everything has been placed."""
-    came: Counter[int] = field(default_factory=Counter)
-    """The number of items placed, by link."""
+    came: int = 0
+    """The number of items placed."""
     committed: bool = False
 
 
@@ -176,7 +175,7 @@ class Hold:
             link.abort("the rank has ended it")  # also where we are at fault: no dead thread holds an engine
 
     def _listen(self, number: int, link: Connection, reply: dict[str, Any], copy: StagedCopy) -> None:
-        table, runs, failure = list[rank_link.Entry](), _Runs(), ""
+        table, places, failure = list[rank_link.Entry](), _Places(), ""
         rank_link.send_blob(link, rank_link.NEEDS, reply | {"shared": copy.shared()}, timeout_s=None)
         while "error" not in reply:  # a rank that cannot stage holds no engine
             kind, body = link.recv_record(timeout_s=None)
@@ -186,13 +185,13 @@ class Hold:
                     if len(self._mapped) == len(self._links):
                         copy.hide()
                     table = rank_link.read_table(rank_link.receive_blob(link, body), self._needs.parts)
-                    runs, failure = _Runs(), ""
+                    places, failure = _Places(), ""
                 elif kind == rank_link.BEGIN:
                     update, records, left_s = rank_link.LIMIT.unpack(body)
                     self._until_s, failure = time.monotonic() + left_s + _CONNECT_S, ""
                     self._joint.begin(update, number, records)
                 elif kind in (rank_link.DATA, rank_link.PLACED, rank_link.LANDS):
-                    self._place(number, link, kind, table, runs, body, copy)
+                    self._place(number, link, kind, table, places, body, copy)
                 elif kind == rank_link.LEAVES and body.decode() == self._joint.name:
                     self._joint.close(f"trainer rank {number} has left it")
                 elif kind == rank_link.END:
@@ -211,43 +210,42 @@ class Hold:
                 failure = failure or f"{type(error).__name__}: {error}"
 
     def _place(
-        self, number: int, link: Connection, kind: int, table: Sequence[rank_link.Entry], runs: _Runs, body: bytes,
+        self, number: int, link: Connection, kind: int, table: Sequence[rank_link.Entry], places: _Places, body: bytes,
         copy: StagedCopy,
     ) -> None:  # fmt: skip
         update, first, count, digest = rank_link.HEAD.unpack(body)
         with self._lock:
-            late = update < self._stage.update  # others have gone on to the next update
-            if not late and (self._stage.update != update or self._stage.digests):
-                self._stage = _Stage(update)  # whatever was staged before is void
-            if not (late or first):
-                self._stage.came[number] = 0
+            stage = self._stage
+            late = update < stage.update  # others have gone on to the next update
+            if not late and (stage.update != update or stage.digests):
+                self._stage = stage = _Stage(update)  # whatever was staged before is void
         entries, seen = table[first : first + count], xxhash.xxh3_64()
         if len(entries) != count:
             raise ValueError(f"entries {first} to {first + count} of {len(table)}")
-        if (first, count) not in runs:
-            runs[first, count] = rank_link.runs_of(entries, self._needs, copy.views)
+        if (first, count) not in places:
+            runs = rank_link.runs_of(entries, self._needs, copy.views)
+            places[first, count] = [run.view for run in runs]
+        views = places[first, count]
         if kind == rank_link.LANDS:
-            self._land(number, update, runs[first, count], seen)
-        for run in runs[first, count] if kind != rank_link.LANDS else ():
-            in_place = kind == rank_link.PLACED or (run.view.is_contiguous() and not late)
-            landing = run.view if in_place else torch.empty(run.view.shape, dtype=run.view.dtype)
-            flat = landing.contiguous()
+            self._land(number, update, views, seen)
+        for view in views if kind != rank_link.LANDS else ():
+            in_place = kind == rank_link.PLACED or (view.is_contiguous() and not late)
+            came = view.contiguous() if in_place else torch.empty(view.shape, dtype=view.dtype)
             if kind == rank_link.DATA:  # else the trainer has put it there
-                link.recv_into(host_bytes(flat), timeout_s=None)
-            seen.update(hashed_bytes(flat))
+                link.recv_into(host_bytes(came), timeout_s=None)
+            seen.update(hashed_bytes(came))
             if not (in_place or late):
-                run.view.copy_(landing)
+                view.copy_(came)
         if late:
             return
         if seen.intdigest() != digest:
             name = self._learned.tensors[self._needs.parts[entries[0].part].tensor].name
             raise WeightsCorrupt(f"{count} pieces from {name} on came damaged")
-        with self._lock:  # where another link has begun the next update meanwhile, nobody asks for it
-            self._stage.came[number] += sum(entry.box.numel for entry in entries)
+        with self._lock:  # another link may have begun the next update meanwhile: there it does not count
+            stage.came += sum(entry.box.numel for entry in entries)
 
-    def _land(self, number: int, update: int, runs: Sequence[rank_link.Run], seen: xxhash.xxh3_64) -> None:
-        views, left_s = [run.view for run in runs], self._until_s - time.monotonic()
-        sizes = [view.nbytes for view in views]
+    def _land(self, number: int, update: int, views: Sequence[torch.Tensor], seen: xxhash.xxh3_64) -> None:
+        sizes, left_s = [view.nbytes for view in views], self._until_s - time.monotonic()
         with self._joint.receive(update, number, sum(sizes), timeout_s=max(left_s, 0.0)) as flat_N:
             seen.update(hashed_bytes(flat_N))
             for view, part_N in zip(views, flat_N.split(sizes), strict=True):
@@ -258,9 +256,8 @@ class Hold:
             return {"error": moved}
         with self._lock:
             stage = self._stage
-            came = sum(stage.came.values())
-            if stage.update != update or came != self._items:
-                staged = f"{came} of {self._items} items of update {stage.update} are staged"
+            if stage.update != update or stage.came != self._items:
+                staged = f"{stage.came} of {self._items} items of update {stage.update} are staged"
                 return {"error": f"{staged}, asked for {update}"}
         stage.digests, sums = copy.seal(checksums=checksums and not self._whole)
         # another engine has moved experts elsewhere

@@ -26,6 +26,8 @@ _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 _NAMES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 _DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in (*_NAMES, *_FLOAT8)}
 """What may be named on the wire; nothing is looked up in torch by a name that came from outside."""
+SHOWN = 3
+"""How many names an error lists, of however many."""
 Named = tuple[str, torch.Tensor]
 """A tensor's name, and the tensor."""
 Push = Callable[[Sequence[torch.Tensor]], None]
@@ -246,21 +248,6 @@ def _fuse(name: str) -> str:
     return _MEMBER.sub(lambda member: _FUSED_INTO[member[0]], name)
 
 
-def fused_name(name: str) -> str:
-    """Return the engine's parameter that takes this tensor.
-
-    The engine may fuse the tensor with others. Where it keeps the tensor as it is, this is the tensor's own name.
-
-    >>> fused_name("model.layers.3.mlp.experts.7.up_proj.weight")
-    'model.layers.3.mlp.experts.w13_weight'
-    >>> fused_name("model.layers.3.self_attn.k_proj.weight")
-    'model.layers.3.self_attn.qkv_proj.weight'
-    """
-    if expert := _EXPERT.match(name):
-        return f"{expert['head']}.{'w2' if expert['module'] == 'down' else 'w13'}_weight"
-    return _fuse(name)
-
-
 def engine_names(names: Iterable[str]) -> frozenset[str]:
     """Return the parameters that tensors of these names fill.
 
@@ -268,14 +255,17 @@ def engine_names(names: Iterable[str]) -> frozenset[str]:
 
     >>> sorted(engine_names(["a.q_proj.weight", "a.k_proj.weight", "b.q_proj.weight", "norm.weight"]))
     ['a.qkv_proj.weight', 'b.q_proj.weight', 'norm.weight']
+    >>> sorted(engine_names(["a.mlp.experts.7.up_proj.weight"]))
+    ['a.mlp.experts.w13_weight']
     """
-    fused: dict[str, list[str]] = {}
+    stacked, fused = set[str](), dict[str, list[str]]()
     for name in names:
-        fused.setdefault(fused_name(name), []).append(name)
-    stacked = "w13_weight", "w2_weight"
-    alone = {key for key, parts in fused.items() if len(parts) == 1 and not key.endswith(stacked)}
+        if expert := _EXPERT.match(name):
+            stacked.add(f"{expert['head']}.{'w2' if expert['module'] == 'down' else 'w13'}_weight")
+        else:
+            fused.setdefault(_fuse(name), []).append(name)
     # a part without its fellows keeps its own name
-    return frozenset(parts[0] if key in alone else key for key, parts in fused.items())
+    return frozenset(stacked).union(key if len(parts) > 1 else parts[0] for key, parts in fused.items())
 
 
 # -- the caller's tensors ---------------------------------------------------------------------------------------------------

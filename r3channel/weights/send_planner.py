@@ -28,14 +28,13 @@ from r3channel.weights.config import SyncConfig
 from r3channel.weights.engine import EngineHandle
 from r3channel.weights.geometry import Box, Needs, Part, RankPlan, ShardMap, plan_reshard, report_of
 from r3channel.weights.groups import JointGroup, Source
-from r3channel.weights.manifest import Manifest, Push, TensorMeta, is_scale, unit_of
+from r3channel.weights.manifest import SHOWN, Manifest, Push, TensorMeta, is_scale, unit_of
 from r3channel.weights.progress import Deadline, Run
 from r3channel.weights.rank_link import NEEDS, TABLE, Digests, Piece, RankLink, Record
 from r3channel.weights.ranks import TrainerRanks
 from r3channel.weights.staged_copy import shared_views
 from r3channel.weights.transaction import EngineState
 
-_SHOWN = 3
 _RECORD_BYTES: dict[str, int] = {"gloo": 4 << 20, "cuda_ipc": 64 << 20, "nccl": 64 << 20}
 """A record's bytes at most, by wire, where it is not `rank_link.RECORD_BYTES`: each record waits for a GPU, or in a group for a
 turn."""
@@ -313,8 +312,8 @@ def check_complete(
         raise ManifestMismatch(f"the engine keeps plain weights: it has no place for {scale}. Give it those")
     if missing and names:
         raise ManifestMismatch(
-            f"{len(missing)} parameters of the engine would keep their old values, first {missing[:_SHOWN]}; of the tensors "
-            f"{len(unknown)} have no place there: {unknown[:_SHOWN]}. Is one misspelt, or the model given in part?"
+            f"{len(missing)} parameters of the engine would keep their old values, first {missing[:SHOWN]}; of the tensors "
+            f"{len(unknown)} have no place there: {unknown[:SHOWN]}. Is one misspelt, or the model given in part?"
         )
     return rounded, tuple(unknown)
 

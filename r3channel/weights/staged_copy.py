@@ -283,11 +283,10 @@ class StagedCopy:
             handle, path = tempfile.mkstemp(prefix=os.path.basename(SHARED), dir=SHM)
             self.hide, self.shared = weakref.finalize(self, os.unlink, path), lambda: path
             flat = map_shared(handle, nbytes)
-        elif wire in ON_GPU:
-            flat = new_memory(nbytes, device)
-            self.shared = partial(ipc_handle, flat) if wire == "cuda_ipc" else str
         else:
-            flat = new_memory(nbytes)
+            flat = new_memory(nbytes, device if wire in ON_GPU else None)
+        if wire == "cuda_ipc":
+            self.shared = partial(ipc_handle, flat)
         self.views = staged_views(params, flat)
         """Each parameter's memory, flat, in its dtype. At first its content is arbitrary."""
         self._sealed: Sequence[str] = ()

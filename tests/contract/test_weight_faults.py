@@ -222,16 +222,6 @@ def test_a_cache_that_is_not_flushed_because_requests_wait_fails_no_update() -> 
     assert holds(engine, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
-def test_float8_of_another_maker_is_sent_and_looked_through(dtype: torch.dtype) -> None:
-    engine, named = FakeEngine(), {NAMES[0]: torch.ones(8, 8).to(dtype)}
-    with broadcasting(engine) as sync:
-        give(sync, 1, named.items())
-        assert torch.equal(engine.tensors[NAMES[0]].float(), torch.ones(8, 8))
-        bad = {NAMES[0]: torch.full((8, 8), float("nan")).to(dtype)}
-        refused(sync, 2, "NaN", bad.items())
-
-
 def test_an_engine_that_cannot_join_is_not_taken_in(sync: WeightSync, pair: Pair) -> None:
     with pytest.raises(errors.EngineUnavailable, match=r"127\.0\.0\.1:9"):
         sync.add_engine("http://127.0.0.1:9", timeout_s=UPDATE_S)
