@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -157,22 +158,21 @@ def read(config: Any) -> dict[str, Any]:
     text = _language_model(_mapping(config))
     try:
         return _placement(text)
+    except ConfigError as error:
+        raise error.prefix(f"model type {text.get('model_type')!r}") from None
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(
-            f"{_name(text)}: {error}; {_keys(text)}. A value is not of the kind that its key means"
-        ) from error
+        said = f"{error}; {_keys(text)}. A value is not of the kind that its key means"
+        raise ConfigError(f"model type {text.get('model_type')!r}: {said}") from error
 
 
 def _placement(text: Mapping[str, Any]) -> dict[str, Any]:
     _refuse(text)
     experts, top_k = _number(text, _EXPERTS), _number(text, _TOP_K)
     if experts < 2 or not top_k or any(text.get(key) is False for key in _SWITCHES):
-        raise ConfigError(
-            f"{_name(text)}: no number of experts or top-k in the config; is this an MoE model? {_keys(text)}"
-        )
+        raise ConfigError(f"no number of experts or top-k in the config; is this an MoE model? {_keys(text)}")
     moe = _pattern(text)
     extra = (text.get("zero_expert_num") or 0) + _SKIPPING.get(_family(text), 0)
-    layers = tuple(layer for layer, is_moe in enumerate(moe) if is_moe)
+    layers = tuple(compress(range(len(moe)), moe))
     return {"num_layers": len(moe), "moe_layers": layers, "num_experts": experts + extra, "top_k": top_k}
 
 
@@ -204,41 +204,30 @@ def _language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _refuse(text: Mapping[str, Any]) -> None:
     if text.get("is_encoder_decoder"):
-        raise ConfigError(
-            f"{_name(text)}: an encoder and a decoder, both with routers; rows have one layer axis"
-        )
+        raise ConfigError("an encoder and a decoder, both with routers; rows have one layer axis")
     if reason := _REFUSED.get(_family(text)):
-        raise ConfigError(f"{_name(text)}: {reason}")
+        raise ConfigError(reason)
     if (unread := _unread(text)) and not text.get("mlp_layer_types"):
         raise ConfigError(
-            f"{_name(text)}: {', '.join(unread)} may say which layers are MoE, and is not understood. {_WAY_OUT}"
+            f"{', '.join(unread)} may say which layers are MoE, and is not understood. {_WAY_OUT}"
         )
 
 
 def _unread(text: Mapping[str, Any]) -> list[str]:
-    known = PLACEMENT_KEYS | _BESIDE
-    return sorted(
-        key for key, value in text.items() if _SUSPECT.search(key) and key not in known and _says(value)
-    )
+    # Numbers, lists and words may place layers; a flag or a fraction does not.
+    told = {key for key, value in text.items() if value and not isinstance(value, bool | float | Mapping)}
+    return sorted(filter(_SUSPECT.search, told - PLACEMENT_KEYS - _BESIDE))
 
 
 _WAY_OUT = "Say it in the config as mlp_layer_types, a list of 'dense' or 'sparse' for each layer"
 
 
-def _says(value: Any) -> bool:
-    # Numbers, lists and words may place layers; a flag or a fraction does not.
-    return bool(value) and not isinstance(value, bool | float | Mapping)
-
-
 def _number(text: Mapping[str, Any], keys: Sequence[str]) -> int:
     given = {key: text[key] for key in keys if text.get(key) is not None}
-    found = {
-        int(item)
-        for value in given.values()
-        for item in (value if isinstance(value, list | tuple) else [value])
-    }
+    lists = [value if isinstance(value, list | tuple) else [value] for value in given.values()]
+    found = {*map(int, chain.from_iterable(lists))}
     if len(found) > 1:
-        raise ConfigError(f"{_name(text)}: {given}, expected one number for all layers")
+        raise ConfigError(f"{given}, expected one number for all layers")
     return found.pop() if found else 0
 
 
@@ -247,8 +236,13 @@ def _pattern(text: Mapping[str, Any]) -> Sequence[bool]:
     layers = _number(text, _LAYERS)
     for key, listed in _LISTED.items():
         value = text.get(key)
-        if value is not None and not isinstance(value, int):
-            return _fitting(key, listed(value, layers), 0 if key in _BLOCKS else layers, text)
+        if value is None or isinstance(value, int):
+            continue
+        found, wanted = listed(value, layers), 0 if key in _BLOCKS else layers
+        if len(found) < wanted:
+            raise ConfigError(f"{key} has {len(found)} entries for {layers} layers")
+        # Some files list their MTP layers after the others (Step-3.7, DeepSeek-V4): these are cut.
+        return found[: wanted or len(found)]
     return _narrow(layers, text)
 
 
@@ -256,12 +250,10 @@ def _narrow(layers: int, text: Mapping[str, Any]) -> Sequence[bool]:
     given = {key: value for key, value in text.items() if value is not None}
     keys = _NARROWING.keys() - _DEAD.get(_family(text), set())
     if not layers or (_family(text) not in FAMILIES and not keys & given.keys()):
-        raise ConfigError(
-            f"{_name(text)}: nothing known says which layers are MoE; {_keys(text)}. {_WAY_OUT}"
-        )
+        raise ConfigError(f"nothing known says which layers are MoE; {_keys(text)}. {_WAY_OUT}")
     if _family(text) not in FAMILIES and given.get("moe_layer_freq", 1) > 1:
         raise ConfigError(
-            f"{_name(text)}: moe_layer_freq {given['moe_layer_freq']} counts from layer 0 in some families (DeepSeek), "
+            f"moe_layer_freq {given['moe_layer_freq']} counts from layer 0 in some families (DeepSeek), "
             f"from the first MoE layer in others (Sarvam). {_WAY_OUT}"
         )
     merged = {**FAMILIES.get(_family(text), {}), **given}
@@ -269,19 +261,8 @@ def _narrow(layers: int, text: Mapping[str, Any]) -> Sequence[bool]:
     return [all(holds(layer, value, merged) for holds, value in rules) for layer in range(layers)]
 
 
-def _fitting(key: str, found: Sequence[bool], layers: int, text: Mapping[str, Any]) -> Sequence[bool]:
-    if len(found) < layers:
-        raise ConfigError(f"{_name(text)}: {key} has {len(found)} entries for {layers} layers")
-    # Some files list their MTP layers after the others (Step-3.7, DeepSeek-V4): these are cut.
-    return found[: layers or len(found)]
-
-
 def _family(text: Mapping[str, Any]) -> str:
     return text.get("model_type") or ""
-
-
-def _name(text: Mapping[str, Any]) -> str:
-    return f"model type {text.get('model_type')!r}"
 
 
 def _keys(text: Mapping[str, Any]) -> str:
