@@ -207,16 +207,13 @@ def _refuse(text: Mapping[str, Any]) -> None:
         raise ConfigError("an encoder and a decoder, both with routers; rows have one layer axis")
     if reason := _REFUSED.get(_family(text)):
         raise ConfigError(reason)
-    if (unread := _unread(text)) and not text.get("mlp_layer_types"):
+    # Numbers, lists and words may place layers; a flag or a fraction does not.
+    told = {key for key, value in text.items() if value and not isinstance(value, bool | float | Mapping)}
+    unread = sorted(filter(_SUSPECT.search, told - PLACEMENT_KEYS - _BESIDE))
+    if unread and not text.get("mlp_layer_types"):
         raise ConfigError(
             f"{', '.join(unread)} may say which layers are MoE, and is not understood. {_WAY_OUT}"
         )
-
-
-def _unread(text: Mapping[str, Any]) -> list[str]:
-    # Numbers, lists and words may place layers; a flag or a fraction does not.
-    told = {key for key, value in text.items() if value and not isinstance(value, bool | float | Mapping)}
-    return sorted(filter(_SUSPECT.search, told - PLACEMENT_KEYS - _BESIDE))
 
 
 _WAY_OUT = "Say it in the config as mlp_layer_types, a list of 'dense' or 'sparse' for each layer"
