@@ -20,12 +20,8 @@ from r3channel.errors import ConfigError
 _NESTED = ("text_config", "thinker_config", "llm_config", "language_config")
 """Keys under which a multimodal configuration keeps that of its language model."""
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers")  # LongCat, DBRX
-_EXPERTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-)  # the last: ERNIE, Aria, DBRX
+# ERNIE, Aria and DBRX have the last.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = (
     "num_experts_per_tok",
     "num_experts_per_token",  # Kimi-Linear
@@ -34,18 +30,14 @@ _TOP_K = (
     "moe_k",  # ERNIE
     "top_k_experts",  # Gemma 4
 )
-_SWITCHES = (
-    "enable_moe_block",
-    "is_moe",
-)  # Gemma 4, Doge: false in a dense model that has the other keys all the same
+# Gemma 4, Doge: false in a dense model that has the other keys all the same.
+_SWITCHES = ("enable_moe_block", "is_moe")
 
 # -- which layers are MoE --------------------------------------------------------------------------------------------------
 
 Listed = Callable[[Any, int], Sequence[bool]]
-_SPARSE, _DENSE = (
-    {"sparse", "moe", "hash_moe"},
-    {"dense", "mlp", "linear_attention", "full_attention", "mamba", "attention"},
-)
+_SPARSE = {"sparse", "moe", "hash_moe"}
+_DENSE = {"dense", "mlp", "linear_attention", "full_attention", "mamba", "attention"}
 
 
 def _words(value: Sequence[str], _: int) -> list[bool]:
@@ -61,10 +53,9 @@ def _indices(value: str | Sequence[int], layers: int) -> list[bool]:
 
 _LISTED: dict[str, Listed] = {
     "mlp_layer_types": _words,  # transformers' own key; wins over all others (ExaoneMoeConfig)
-    "layers_block_type": _words,  # NemotronHConfig: attention and MLP are layers of their own
-    "hybrid_override_pattern": lambda value, _: [
-        letter == "E" for letter in value
-    ],  # NemotronHConfig, before 5
+    # NemotronHConfig, from 5 on and before: attention and MLP are layers of their own.
+    "layers_block_type": _words,
+    "hybrid_override_pattern": lambda value, _: [letter == "E" for letter in value],
     "moe_layers": _indices,  # Llama4TextConfig
     "moe_layers_enum": _indices,  # Step3p7TextConfig: "3,4,5"
     "is_moe_layer": lambda value, _: [bool(item) for item in value],  # EXAONE-MoE's own config.json
@@ -137,9 +128,8 @@ _REFUSED = {
     "jetmoe": "its attention has a router of its own, so a layer has two",
     "doge": "its router names product keys, not experts",
 }
-_DEAD = {
-    "qwen3_omni_moe_talker_text": {"decoder_sparse_step", "mlp_only_layers"}
-}  # fields its model never reads
+# Fields that a family's model never reads.
+_DEAD = {"qwen3_omni_moe_talker_text": {"decoder_sparse_step", "mlp_only_layers"}}
 _SKIPPING = {"zaya": 1}  # ZayaRouter has one class more than there are experts: the token skips the layer
 
 
