@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,8 @@ from r3channel.errors import ConfigError
 _NESTED = ("text_config", "thinker_config", "llm_config", "language_config")
 """Keys under which a multimodal configuration keeps that of its language model."""
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers")  # LongCat, DBRX
-_EXPERTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-)  # the last: ERNIE, Aria, DBRX
+# ERNIE, Aria and DBRX have the last.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = (
     "num_experts_per_tok",
     "num_experts_per_token",  # Kimi-Linear
@@ -33,18 +30,14 @@ _TOP_K = (
     "moe_k",  # ERNIE
     "top_k_experts",  # Gemma 4
 )
-_SWITCHES = (
-    "enable_moe_block",
-    "is_moe",
-)  # Gemma 4, Doge: false in a dense model that has the other keys all the same
+# Gemma 4, Doge: false in a dense model that has the other keys all the same.
+_SWITCHES = ("enable_moe_block", "is_moe")
 
 # -- which layers are MoE --------------------------------------------------------------------------------------------------
 
 Listed = Callable[[Any, int], Sequence[bool]]
-_SPARSE, _DENSE = (
-    {"sparse", "moe", "hash_moe"},
-    {"dense", "mlp", "linear_attention", "full_attention", "mamba", "attention"},
-)
+_SPARSE = {"sparse", "moe", "hash_moe"}
+_DENSE = {"dense", "mlp", "linear_attention", "full_attention", "mamba", "attention"}
 
 
 def _words(value: Sequence[str], _: int) -> list[bool]:
@@ -60,10 +53,9 @@ def _indices(value: str | Sequence[int], layers: int) -> list[bool]:
 
 _LISTED: dict[str, Listed] = {
     "mlp_layer_types": _words,  # transformers' own key; wins over all others (ExaoneMoeConfig)
-    "layers_block_type": _words,  # NemotronHConfig: attention and MLP are layers of their own
-    "hybrid_override_pattern": lambda value, _: [
-        letter == "E" for letter in value
-    ],  # NemotronHConfig, before 5
+    # NemotronHConfig, from 5 on and before: attention and MLP are layers of their own.
+    "layers_block_type": _words,
+    "hybrid_override_pattern": lambda value, _: [letter == "E" for letter in value],
     "moe_layers": _indices,  # Llama4TextConfig
     "moe_layers_enum": _indices,  # Step3p7TextConfig: "3,4,5"
     "is_moe_layer": lambda value, _: [bool(item) for item in value],  # EXAONE-MoE's own config.json
@@ -136,9 +128,8 @@ _REFUSED = {
     "jetmoe": "its attention has a router of its own, so a layer has two",
     "doge": "its router names product keys, not experts",
 }
-_DEAD = {
-    "qwen3_omni_moe_talker_text": {"decoder_sparse_step", "mlp_only_layers"}
-}  # fields its model never reads
+# Fields that a family's model never reads.
+_DEAD = {"qwen3_omni_moe_talker_text": {"decoder_sparse_step", "mlp_only_layers"}}
 _SKIPPING = {"zaya": 1}  # ZayaRouter has one class more than there are experts: the token skips the layer
 
 
@@ -157,22 +148,21 @@ def read(config: Any) -> dict[str, Any]:
     text = _language_model(_mapping(config))
     try:
         return _placement(text)
+    except ConfigError as error:
+        raise error.prefix(f"model type {text.get('model_type')!r}") from None
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(
-            f"{_name(text)}: {error}; {_keys(text)}. A value is not of the kind that its key means"
-        ) from error
+        said = f"{error}; {_keys(text)}. A value is not of the kind that its key means"
+        raise ConfigError(f"model type {text.get('model_type')!r}: {said}") from error
 
 
 def _placement(text: Mapping[str, Any]) -> dict[str, Any]:
     _refuse(text)
     experts, top_k = _number(text, _EXPERTS), _number(text, _TOP_K)
     if experts < 2 or not top_k or any(text.get(key) is False for key in _SWITCHES):
-        raise ConfigError(
-            f"{_name(text)}: no number of experts or top-k in the config; is this an MoE model? {_keys(text)}"
-        )
+        raise ConfigError(f"no number of experts or top-k in the config; is this an MoE model? {_keys(text)}")
     moe = _pattern(text)
     extra = (text.get("zero_expert_num") or 0) + _SKIPPING.get(_family(text), 0)
-    layers = tuple(layer for layer, is_moe in enumerate(moe) if is_moe)
+    layers = tuple(compress(range(len(moe)), moe))
     return {"num_layers": len(moe), "moe_layers": layers, "num_experts": experts + extra, "top_k": top_k}
 
 
@@ -204,41 +194,27 @@ def _language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _refuse(text: Mapping[str, Any]) -> None:
     if text.get("is_encoder_decoder"):
-        raise ConfigError(
-            f"{_name(text)}: an encoder and a decoder, both with routers; rows have one layer axis"
-        )
+        raise ConfigError("an encoder and a decoder, both with routers; rows have one layer axis")
     if reason := _REFUSED.get(_family(text)):
-        raise ConfigError(f"{_name(text)}: {reason}")
-    if (unread := _unread(text)) and not text.get("mlp_layer_types"):
+        raise ConfigError(reason)
+    # Numbers, lists and words may place layers; a flag or a fraction does not.
+    told = {key for key, value in text.items() if value and not isinstance(value, bool | float | Mapping)}
+    unread = sorted(filter(_SUSPECT.search, told - PLACEMENT_KEYS - _BESIDE))
+    if unread and not text.get("mlp_layer_types"):
         raise ConfigError(
-            f"{_name(text)}: {', '.join(unread)} may say which layers are MoE, and is not understood. {_WAY_OUT}"
+            f"{', '.join(unread)} may say which layers are MoE, and is not understood. {_WAY_OUT}"
         )
-
-
-def _unread(text: Mapping[str, Any]) -> list[str]:
-    known = PLACEMENT_KEYS | _BESIDE
-    return sorted(
-        key for key, value in text.items() if _SUSPECT.search(key) and key not in known and _says(value)
-    )
 
 
 _WAY_OUT = "Say it in the config as mlp_layer_types, a list of 'dense' or 'sparse' for each layer"
 
 
-def _says(value: Any) -> bool:
-    # Numbers, lists and words may place layers; a flag or a fraction does not.
-    return bool(value) and not isinstance(value, bool | float | Mapping)
-
-
 def _number(text: Mapping[str, Any], keys: Sequence[str]) -> int:
     given = {key: text[key] for key in keys if text.get(key) is not None}
-    found = {
-        int(item)
-        for value in given.values()
-        for item in (value if isinstance(value, list | tuple) else [value])
-    }
+    lists = [value if isinstance(value, list | tuple) else [value] for value in given.values()]
+    found = {*map(int, chain.from_iterable(lists))}
     if len(found) > 1:
-        raise ConfigError(f"{_name(text)}: {given}, expected one number for all layers")
+        raise ConfigError(f"{given}, expected one number for all layers")
     return found.pop() if found else 0
 
 
@@ -247,8 +223,13 @@ def _pattern(text: Mapping[str, Any]) -> Sequence[bool]:
     layers = _number(text, _LAYERS)
     for key, listed in _LISTED.items():
         value = text.get(key)
-        if value is not None and not isinstance(value, int):
-            return _fitting(key, listed(value, layers), 0 if key in _BLOCKS else layers, text)
+        if value is None or isinstance(value, int):
+            continue
+        found, wanted = listed(value, layers), 0 if key in _BLOCKS else layers
+        if len(found) < wanted:
+            raise ConfigError(f"{key} has {len(found)} entries for {layers} layers")
+        # Some files list their MTP layers after the others (Step-3.7, DeepSeek-V4): these are cut.
+        return found[: wanted or len(found)]
     return _narrow(layers, text)
 
 
@@ -256,12 +237,10 @@ def _narrow(layers: int, text: Mapping[str, Any]) -> Sequence[bool]:
     given = {key: value for key, value in text.items() if value is not None}
     keys = _NARROWING.keys() - _DEAD.get(_family(text), set())
     if not layers or (_family(text) not in FAMILIES and not keys & given.keys()):
-        raise ConfigError(
-            f"{_name(text)}: nothing known says which layers are MoE; {_keys(text)}. {_WAY_OUT}"
-        )
+        raise ConfigError(f"nothing known says which layers are MoE; {_keys(text)}. {_WAY_OUT}")
     if _family(text) not in FAMILIES and given.get("moe_layer_freq", 1) > 1:
         raise ConfigError(
-            f"{_name(text)}: moe_layer_freq {given['moe_layer_freq']} counts from layer 0 in some families (DeepSeek), "
+            f"moe_layer_freq {given['moe_layer_freq']} counts from layer 0 in some families (DeepSeek), "
             f"from the first MoE layer in others (Sarvam). {_WAY_OUT}"
         )
     merged = {**FAMILIES.get(_family(text), {}), **given}
@@ -269,19 +248,8 @@ def _narrow(layers: int, text: Mapping[str, Any]) -> Sequence[bool]:
     return [all(holds(layer, value, merged) for holds, value in rules) for layer in range(layers)]
 
 
-def _fitting(key: str, found: Sequence[bool], layers: int, text: Mapping[str, Any]) -> Sequence[bool]:
-    if len(found) < layers:
-        raise ConfigError(f"{_name(text)}: {key} has {len(found)} entries for {layers} layers")
-    # Some files list their MTP layers after the others (Step-3.7, DeepSeek-V4): these are cut.
-    return found[: layers or len(found)]
-
-
 def _family(text: Mapping[str, Any]) -> str:
     return text.get("model_type") or ""
-
-
-def _name(text: Mapping[str, Any]) -> str:
-    return f"model type {text.get('model_type')!r}"
 
 
 def _keys(text: Mapping[str, Any]) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -108,19 +109,14 @@ class RoutingSpec:
         """
         if not config.num_moe_experts:
             raise ConfigError("the Megatron config has no num_moe_experts; is this an MoE model?")
-        pattern = _megatron_pattern(config.moe_layer_freq, config.num_layers)
+        pattern, layers = config.moe_layer_freq, range(config.num_layers)
+        if isinstance(pattern, int):  # Megatron-core 0.16.1
+            pattern = [layer % pattern == 0 for layer in layers]
+        if len(pattern) != len(layers):
+            raise ConfigError(f"moe_layer_freq has {len(pattern)} entries for {len(layers)} layers")
         return cls(
             num_layers=config.num_layers,
-            moe_layers=tuple(layer for layer, is_moe in enumerate(pattern) if is_moe),
+            moe_layers=tuple(compress(layers, pattern)),
             num_experts=config.num_moe_experts,
             top_k=config.moe_router_topk,
         )
-
-
-def _megatron_pattern(frequency: int | Sequence[int], layers: int) -> Sequence[int]:
-    """Return for each layer whether it is MoE (Megatron-core 0.16.1)."""
-    if isinstance(frequency, int):
-        return [int(layer % frequency == 0) for layer in range(layers)]
-    if len(frequency) != layers:
-        raise ConfigError(f"moe_layer_freq has {len(frequency)} entries for {layers} layers")
-    return frequency

@@ -78,8 +78,8 @@ class RankShard:
         if came is not None:
             own = received_tensors(ticket, shard)
             options["tensors"] = {one.name: slot_bytes(shard, one, came[one.name])[slot] for one in own}
-        parts = [parts[slot] for parts in slot_parts(shard, data_N)]
-        return cls(ticket, shard, torch.cat(parts) if parts else data_N[:0], tp=tp, **options)
+        own_N = torch.cat([parts[slot] for parts in slot_parts(shard, data_N)])
+        return cls(ticket, shard, own_N, tp=tp, **options)
 
     @property
     def num_microbatches(self) -> int:
@@ -260,9 +260,7 @@ class RankShard:
             The rows of this TP rank by cause: `invalid`, `padding`.
         """
         counts = {"invalid": 0, "padding": 0}
-        for index in range(self.num_microbatches):
-            if not self._may_live(index):
-                continue
+        for index in filter(self._may_live, range(self.num_microbatches)):
             sample_R, position_R = self.shard.row_map(index, tp=self.tp)
             counts["invalid"] += int(self._invalid(index, sample_R, position_R).sum())
             if self.ticket.layout.pad_policy == "live":

@@ -148,16 +148,18 @@ class Receiver:
                 self._begin(ticket, shard)
                 slot.enter_context(PROCESS_SLOT.use("routing", where, timeout_s=self._config.step_timeout_s))
                 landed = self._receive_whole(ticket, shard) if tp0 else None
-                part_N = self._part(shard, landed)  # lack of memory is a failure that all ranks learn
+                cut = shard.tp_slots > 1
+                # Uncut, TP0's part is its whole shard itself. Lack of memory is a failure that all ranks learn.
+                part_N = self._buffer("part", shard.slot_bytes) if landed is None or cut else landed.rows_N
                 tables = self._tables(shard, landed)
-                digests_N = self._own(tables, 8 * _samples(shard) * len(shard.layers), cut=shard.tp_slots > 1)
+                digests_N = self._own(tables, 8 * _samples(shard) * len(shard.layers), cut=cut)
                 beside = {
                     tensor: slot_bytes(shard, tensor, landed.tensors[tensor.name]) if landed else None
                     for tensor in received_tensors(ticket, shard)
                 }
             with self.clock.span("rebroadcast", step=ticket.step):
                 self._hand_on(shard, landed, part_N)
-                self._share(tables, digests_N, cut=shard.tp_slots > 1)
+                self._share(tables, digests_N, cut=cut)
                 tensors = {
                     tensor.name: self._hand_on_tensor(tensor, ticket, parts)
                     for tensor, parts in beside.items()
@@ -310,12 +312,6 @@ class Receiver:
         if tables.is_cuda:  # made on another stream; kept until this stream has used it
             tables.record_stream(torch.cuda.current_stream())
         return list(tables.view(shard.tp_slots, -1).view(torch.uint8))
-
-    def _part(self, shard: Shard, landed: ShardBuffer | None) -> torch.Tensor:
-        # Where a part has all rows, TP0's part is its whole shard itself.
-        if shard.tp_slots > 1:
-            return self._buffer("slot", shard.slot_bytes)
-        return self._buffer("part", shard.slot_bytes) if landed is None else landed.rows_N
 
     def _own(self, parts: list[torch.Tensor] | None, nbytes: int, *, cut: bool) -> torch.Tensor:
         if parts is not None and not cut:

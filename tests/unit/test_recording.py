@@ -297,7 +297,7 @@ def test_damaged_log_probs_are_named(recorded: Path, damage: str) -> None:
 
 @pytest.mark.parametrize("layout", ["dp=2", "tp=2,cp=2", "pp=2,cp=2,packing=thd"])
 def test_each_rank_places_what_its_model_puts_out(tmp_path: Path, layout: str) -> None:
-    """In the layout of each rank's output, prompts masked; the engine's side may be missing."""
+    """In the layout of each rank's output, prompts masked; a side that one micro-batch lacks is left out of all."""
     step = replace(engine_step(layout=layout).ticket, step=0)
     write_segment(tmp_path / segment_name(0), [pack(Kind.TICKET, step.to_bytes())])
     given, places = logprobs_of(step, ("trainer",)), {one.sample_id: n for n, one in enumerate(step.samples)}
@@ -307,11 +307,13 @@ def test_each_rank_places_what_its_model_puts_out(tmp_path: Path, layout: str) -
             own = [given["trainer"][given["sample"] == places[name]] for name in batch.sample_ids]
             outputs = torch.from_numpy(shard.lay_out(index, own))
             prompt = [(np.arange(tokens) >= 4).astype(np.float32) for tokens in batch.tokens]
-            kept.add(index, torch.from_numpy(shard.lay_out(index, prompt)), trainer=outputs, natural=None)
+            sides = {"trainer": outputs, "engine": None if index else outputs}
+            kept.add(index, torch.from_numpy(shard.lay_out(index, prompt)), **sides)
         assert kept.write(tmp_path)
     found = read_logprobs(tmp_path, 0)
     order = np.lexsort((found["position"], found["sample"]))
     answer = given["position"] >= 4
+    assert found.keys() == given.keys()
     assert all(np.array_equal(found[name][order], own[answer]) for name, own in given.items())
     assert len(list(tmp_path.glob("*.logprobs-*"))) == step.layout.dp * step.layout.cp
     with pytest.raises(UsageError, match="a recording can place"):

@@ -17,6 +17,7 @@ from miles.utils.misc import load_function  # pyright: ignore[reportMissingImpor
 from r3channel.errors import StepError
 from r3channel.integrations.slime.arguments import layout_of
 from r3channel.integrations.slime.relay_manager import config_of
+from r3channel.integrations.slime.sample_rows import by_microbatch
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.ray_host import RayRelay
@@ -81,7 +82,7 @@ class ShardReplay:
         if self._tokens is not None:
             self._tokens.verify()
         each = [sample.tolist() for sample in rollout_data["tokens"]]
-        tokens = [[each[index] for index in batch] for batch in rollout_data["micro_batch_indices"]]
+        tokens = by_microbatch(each, rollout_data["micro_batch_indices"])
         shard = receiver.receive(Ticket.from_bytes(ray.get(sealed)), tokens=tokens)
         try:
             for microbatch in range(shard.num_microbatches):

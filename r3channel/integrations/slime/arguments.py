@@ -118,7 +118,10 @@ def prepare(args: Namespace, *, detached: bool = False) -> Namespace:
     """
     channel = channel_of(args)
     updates, exact = args.r3_weights != "off", args.r3_weights not in ("off", "broadcast")
-    problem = "" if updates else _weights_problem(args)
+    # slime's broadcast updater calls neither begin_weight_update nor end_weight_update. An SGLang that has these calls refuses
+    # broadcasts without them, and slime then waits in the broadcast for ever.
+    broadcasts = not updates and getattr(args, "update_weight_transport", "") == "nccl"
+    alone = args.colocate or args.debug_train_only or args.debug_rollout_only
     own_gpus = not args.colocate and not args.release_train and args.update_weight_mode == "full"
     direct, transport = args.r3_delivery == "direct", getattr(args, "rollout_data_transport", "object-store")
     refusals = (
@@ -147,9 +150,11 @@ def prepare(args: Namespace, *, detached: bool = False) -> Namespace:
          "begin_weight_update: 0.5.23 has; expected off or broadcast"),
         (updates and direct and not channel.token_file, f"--r3-weights {args.r3_weights} and --r3-delivery "
          "direct: engines ask who sends weights for the run's token; expected --r3-token-file, a path that every node can read"),
-        (problem, problem),
+        (broadcasts and not alone and _takes_staged(), "this SGLang takes broadcast weights only between begin_weight_update and "
+         "end_weight_update, which slime's updater does not call: the run would hang in its first update. Give --r3-weights "
+         "broadcast, or --update-weight-transport disk"),
     )  # fmt: skip
-    preflight.refuse(str(text) for wrong, text in refusals if wrong)
+    preflight.refuse(text for wrong, text in refusals if wrong)
     if updates:
         args.update_weight_transport = "nccl"  # the one of slime's ways whose updater does everything
     args.r3_channel = asdict(channel) | {"trace": channel.trace and str(Path(channel.trace).absolute())}
@@ -274,20 +279,6 @@ def layout_of(args: Namespace) -> TrainerLayout:
         args, world_size=args.actor_num_nodes * args.actor_num_gpus_per_node, packing="thd", uniform=False,
         cp_split="contiguous" if args.allgather_cp else "zigzag", pad_multiple=args.data_pad_size_multiplier,
     )  # fmt: skip
-
-
-def _weights_problem(args: Namespace) -> str:
-    # slime's broadcast updater calls neither begin_weight_update nor end_weight_update. An SGLang that has these calls refuses
-    # broadcasts without them, and slime then waits in the broadcast for ever.
-    transport = getattr(args, "update_weight_transport", "")
-    if args.colocate or args.debug_train_only or args.debug_rollout_only or transport != "nccl":
-        return ""
-    if not _takes_staged():
-        return ""
-    return (
-        "this SGLang takes broadcast weights only between begin_weight_update and end_weight_update, which slime's updater "
-        "does not call: the run would hang in its first update. Give --r3-weights broadcast, or --update-weight-transport disk"
-    )
 
 
 def _takes_staged() -> bool | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from r3channel.errors import ConfigError
 from r3channel.plan.capacity import relay_gpu_bytes
@@ -17,14 +17,7 @@ SEES_ALL = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """Without this variable Ray hides every GPU from an actor that asks for none."""
 
 
-class SharedGpu(NamedTuple):
-    """An engine's GPU: the id of its node in Ray, and its number there."""
-
-    node: str
-    gpu: str
-
-
-def shared_gpu(nodes: Mapping[int, str], bundles: Sequence[int], gpus: Sequence[Any]) -> SharedGpu:
+def shared_gpu(nodes: Mapping[int, str], bundles: Sequence[int], gpus: Sequence[Any]) -> tuple[str, str]:
     """Return the first engine's GPU.
 
     Args:
@@ -32,13 +25,16 @@ def shared_gpu(nodes: Mapping[int, str], bundles: Sequence[int], gpus: Sequence[
         bundles: The bundles of engines.
         gpus: The GPUs of these bundles, as slime numbers them.
 
+    Returns:
+        The id of the GPU's node in Ray, and the GPU's number there.
+
     Raises:
         ConfigError: If slime starts no engine that has a GPU.
     """
     if not bundles:
         text = "--r3-relay-gpu shared: slime starts no engine whose GPU the relay could share (external ones, or none); "
         raise ConfigError(f"{text}expected --r3-relay-gpu own, {_TCP}")
-    return SharedGpu(nodes[bundles[0]], str(gpus[0]))
+    return nodes[bundles[0]], str(gpus[0])
 
 
 def check_own(there: int, taken: int) -> None:
@@ -93,8 +89,8 @@ def check_room(args: Namespace, total_bytes: int, *, receivers: int) -> None:
     needs = relay_gpu_bytes(args.r3_channel["bucket_bytes"], receivers=receivers)
     if fraction and (1 - fraction) * total_bytes < needs:
         most = int(100 * (1 - needs / total_bytes)) / 100
-        text = (
+        raise ConfigError(
             f"--sglang-mem-fraction-static {fraction} leaves {(1 - fraction) * total_bytes / 1e9:.1f} of the "
+            f"{total_bytes / 1e9:.0f} GB of a GPU that the relay shares, and it takes about {needs / 1e9:.1f}; expected at most "
+            f"{most} less what the engine's graphs take, --r3-relay-gpu own, {_TCP}"
         )
-        text += f"{total_bytes / 1e9:.0f} GB of a GPU that the relay shares, and it takes about {needs / 1e9:.1f}; expected at "
-        raise ConfigError(f"{text}most {most} less what the engine's graphs take, --r3-relay-gpu own, {_TCP}")

@@ -13,7 +13,7 @@ from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError
 from r3channel.integrations.preflight import LOOPBACK
 from r3channel.integrations.slime.arguments import layout_of, spec_of
-from r3channel.integrations.slime.sample_rows import SampleRows
+from r3channel.integrations.slime.sample_rows import SampleRows, by_microbatch
 from r3channel.recordings.recorder import recorder_of
 from r3channel.relay.ray_host import RelayHost
 from r3channel.relay.relay import Relay
@@ -89,8 +89,7 @@ class RelayManager(RelayHost):
         partitions, microbatches, steps, _ = self._schedule
         if self.args.use_critic and step < self.args.num_critic_only_steps:
             return boxes
-        cuts = zip(partitions, microbatches, strict=True)
-        ranks = [[[partition[at] for at in batch] for batch in rank] for partition, rank in cuts]
+        ranks = [by_microbatch(*cut) for cut in zip(partitions, microbatches, strict=True)]
         ticket = ray.put(self.rows.seal(step, samples, ranks, steps=steps).to_bytes())
         for box in boxes:
             self.put_beside(box, ticket)

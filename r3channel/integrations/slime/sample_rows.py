@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from operator import eq
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from r3channel.wire.frame import encode_frame
 from r3channel.wire.parcel import REFERENCE_BYTES
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 _FIELD = "routed_experts"
 START = f"{_FIELD}_start_len"
@@ -63,6 +64,11 @@ class Rows:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self.name,)  # in a dump of samples, or in another process, no relay knows it
+
+
+def by_microbatch(values: Sequence[_T], batches: Sequence[Sequence[int]]) -> list[list[_T]]:
+    """Return the values of each micro-batch, which holds places in `values`."""
+    return [[values[place] for place in batch] for batch in batches]
 
 
 def names_at(ticket: Ticket, dp: int, batches: Sequence[Sequence[Any]]) -> list[list[str]]:

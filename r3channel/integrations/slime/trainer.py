@@ -24,7 +24,7 @@ from slime.observability.metric_utils import compute_rollout_step  # pyright: ig
 from r3channel.errors import StepError
 from r3channel.integrations.slime.arguments import layout_of
 from r3channel.integrations.slime.relay_manager import config_of
-from r3channel.integrations.slime.sample_rows import names_at
+from r3channel.integrations.slime.sample_rows import by_microbatch, names_at
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.ray_host import RayRelay
 from r3channel.trainer.adapters.megatron import parallel_coords
@@ -87,12 +87,12 @@ class ChannelActor(MegatronTrainRayActor):
         if ticket is None:
             text = f"rollout {rollout_id} came without a ticket; expected one from r3channel's rollout manager. Was the job "
             raise StepError(text + "started with `r3channel slime`?")
-        batches = [
-            [rollout_data["sample_indices"][at] for at in batch]
-            for batch in rollout_data["micro_batch_indices"]
-        ]
-        given = {"tokens": _tokens(rollout_data), "samples": names_at(ticket, parallel_coords().dp, batches)}
-        with channel.step(ticket, **given, version=self.weight_updater.weight_version) as self._step:
+        batches = rollout_data["micro_batch_indices"]
+        indices = by_microbatch(rollout_data["sample_indices"], batches)
+        names = names_at(ticket, parallel_coords().dp, indices)
+        tokens = by_microbatch(_token_ids(rollout_data["tokens"]), batches)
+        version = self.weight_updater.weight_version
+        with channel.step(ticket, tokens=tokens, samples=names, version=version) as self._step:
             try:
                 with channel.receiver.clock.span("train", step=ticket.step):
                     super().train_actor(rollout_id, rollout_data, external_data=external_data)
@@ -154,10 +154,6 @@ def log_step(args: Namespace, rollout_id: int, figures: dict[str, float]) -> Non
     logging_utils.log(args, figures | {"rollout/step": step}, step_key="rollout/step")
 
 
-def _tokens(rollout_data: dict[str, Any]) -> list[list[list[int]]]:
+def _token_ids(tokens: list[torch.Tensor]) -> list[list[int]]:
     # One fetch from the device for all samples.
-    tokens = rollout_data["tokens"]
-    flat = torch.cat(tokens).tolist()
-    ends = torch.tensor([len(one) for one in tokens]).cumsum(0).tolist()
-    each = [flat[end - len(one) : end] for one, end in zip(tokens, ends, strict=True)]
-    return [[each[index] for index in batch] for batch in rollout_data["micro_batch_indices"]]
+    return [own.tolist() for own in torch.cat(tokens).cpu().split([*map(len, tokens)])]

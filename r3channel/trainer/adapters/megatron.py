@@ -108,15 +108,10 @@ def routers_by_layer(chunks: Sequence[torch.nn.Module], *, mtp_layers: int = 0) 
     return dict(sorted(found.items()))
 
 
-def _unwrap(chunk: torch.nn.Module) -> Any:
-    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
-        chunk = inner
-    return chunk
-
-
-def _language_model(chunk: torch.nn.Module) -> Any:
+def _language_model(model: Any) -> Any:
+    while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
+        model = inner
     # A wrapper of several models is refused, because it decides which tokens its decoder sees.
-    model = _unwrap(chunk)
     if hasattr(model, "decoder"):
         return model
     inner = [name for name, child in model.named_modules() if name and hasattr(child, "decoder")]

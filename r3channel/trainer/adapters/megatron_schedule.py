@@ -8,21 +8,17 @@ This module knows Megatron's calling convention (keywords `forward_step_func`, `
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from r3channel.trainer.step import ReplayStep
-
-
-def _offset(iterator: Any) -> int:
-    # slime's iterators count through all optimizer steps of a rollout.
-    return iterator.offset
 
 
 def with_replay(
     run: Callable[..., Any],
     step_of: Callable[[], ReplayStep | None],
     *,
-    index_of: Callable[[Any], int] = _offset,
+    index_of: Callable[[Any], int] = attrgetter("offset"),
 ) -> Callable[..., Any]:
     """Return the schedule `run` with a step's replay in it.
 
@@ -32,8 +28,8 @@ def with_replay(
     Args:
         run: Megatron's schedule.
         step_of: Gives the open step; where it gives None, `run` runs as it is.
-        index_of: Gives from a chunk's data iterator the micro-batch that comes next. A count of calls would fail with interleaved
-            chunks or several runs of the schedule.
+        index_of: Gives from a chunk's data iterator the micro-batch that comes next; slime's iterators count through all
+            optimizer steps of a rollout. A count of calls would fail with interleaved chunks or several runs of the schedule.
     """
 
     def schedule(*, forward_step_func: Callable[..., Any], forward_only: bool = False, **options: Any) -> Any:

@@ -240,7 +240,7 @@ def furthest(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
 def waits_of(run: Callable[[], object], device: str) -> int:
     """How often the host waited for the device; on a CPU, how often it would."""
     if device == "cpu":
-        from tests.unit.test_host_reads import watched
+        from tests.unit.test_replay_step import watched
 
         with watched() as seen:
             run()
