@@ -56,18 +56,6 @@ def parse_weight_version(text: str) -> int:
     return int(text)
 
 
-def check_representable(spec: RoutingSpec) -> None:
-    """Refuse the shape in which a missing row could look real.
-
-    Raises:
-        ConfigError: For 256 experts with top-1. After narrowing, a padding id (-1) would be the same byte as expert 255.
-    """
-    if spec.num_experts == 256 and spec.top_k == 1:
-        raise ConfigError(
-            "256 experts with top-1: -1 and expert 255 are the same byte, so a missing row would look real"
-        )
-
-
 def refusals(
     values: Mapping[str, Any], *, spec: RoutingSpec, routers: Iterable[Router] | None = None
 ) -> Iterator[Refusal]:
@@ -79,11 +67,15 @@ def refusals(
         routers: Routers of the built model, or None if they are not known.
     """
     yield from find_refused(values)
-    for check, value in ((check_representable, spec), (parse_weight_version, values["weight_version"])):
-        try:
-            check(value)  # type: ignore[arg-type]
-        except ConfigError as error:
-            yield "", str(error)
+    if spec.num_experts == 256 and spec.top_k == 1:  # ids are narrowed to a byte, the padding id -1 too
+        yield (
+            "",
+            "256 experts with top-1: -1 and expert 255 are the same byte, so a missing row would look real",
+        )
+    try:
+        parse_weight_version(values["weight_version"])
+    except ConfigError as error:
+        yield "", str(error)
     if routers is not None:
         yield from _refused_routers(list(routers), spec=spec)
 

@@ -153,11 +153,7 @@ def _problem(name: Name) -> str | None:
         found = pkgutil.resolve_name(name.path)
     except (ImportError, AttributeError) as error:
         return f"{name.path} is gone ({error}); {where}"
-    missing = [parameter for parameter in name.parameters if parameter not in _parameters(found)]
+    missing = [one for one in name.parameters if one not in inspect.signature(found).parameters]
     if missing:
         return f"{name.path} no longer takes {', '.join(missing)}; {where}"
     return None
-
-
-def _parameters(found: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(found).parameters)
