@@ -7,7 +7,7 @@ made of it. A setting that is not there was neither tested nor read.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -54,16 +54,6 @@ class Setting(NamedTuple):
         return str(value) not in self.not_among
 
 
-class Together(NamedTuple):
-    """Settings that are taken one by one and refused together."""
-
-    names: str
-    """The settings, as text for the reader."""
-    word: str
-    why: str
-    covers: Callable[[Mapping[str, Any]], bool]
-
-
 REFUSED = Verdict.REFUSED
 _ASIDE = "no row depends on it"
 _LINES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["setting"]
@@ -74,15 +64,20 @@ def has_dp_attention(values: Mapping[str, Any]) -> bool:
     return bool(values.get("enable_dp_attention")) or (values.get("attn_dp_size") or 1) > 1
 
 
-TOGETHER: tuple[Together, ...] = (
-    Together(
-        "moe_runner_backend flashinfer_cutlass with DP attention",
-        "a2a",
-        "with FP4 experts each rank routes its own tokens before they are gathered, and its rows are looked for where they would "
-        "lie behind those of the ranks before it",
-        lambda values: values.get("moe_runner_backend") == "flashinfer_cutlass" and has_dp_attention(values),
-    ),
+TOGETHER = (
+    "moe_runner_backend flashinfer_cutlass with DP attention",
+    "a2a",
+    "with FP4 experts each rank routes its own tokens before they are gathered, and its rows are looked for where they would "
+    "lie behind those of the ranks before it",
 )
+"""Settings that are taken one by one and refused together: their names for the reader, the word, and why."""
+
+
+def refused_together(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (word, reason) of settings that are refused together."""
+    names, word, why = TOGETHER
+    if values.get("moe_runner_backend") == "flashinfer_cutlass" and has_dp_attention(values):
+        yield word, f"{names}: {why}"
 
 
 def judge(name: str, value: Any) -> Setting | None:
@@ -122,7 +117,7 @@ def find_refused(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """
     for name, value, setting in judgements(values, Verdict.REFUSED):
         yield setting.why, f"{flag(name, value)}: {REFUSALS[setting.why]}"
-    yield from ((pair.word, f"{pair.names}: {pair.why}") for pair in TOGETHER if pair.covers(values))
+    yield from refused_together(values)
 
 
 def flag(name: str, value: Any) -> str:

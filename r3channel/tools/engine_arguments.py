@@ -15,7 +15,7 @@ from typing import Any
 from r3channel.config import REFUSALS, EngineConfig, load_values
 from r3channel.engine import sglang_settings
 from r3channel.engine.refusals import Refusal, refused_chains
-from r3channel.engine.sglang_settings import REFUSED, TOGETHER, flag, judge
+from r3channel.engine.sglang_settings import REFUSED, flag, judge
 from r3channel.errors import nearest
 from r3channel.observe.check import Check, CheckContext
 
@@ -39,8 +39,8 @@ def check_engine_arguments(context: CheckContext) -> Iterator[Check]:
         else:
             word, found = _judge(name, value, defaults.get(name))
             yield _check(typed, word, found, allow)
-    pairs = [(pair.word, f"{pair.names}: {pair.why}") for pair in TOGETHER if pair.covers(values)]
-    for word, text in (*pairs, *refused_chains({"speculative_algorithm": None} | values)):
+    values.setdefault("speculative_algorithm", None)
+    for word, text in (*sglang_settings.refused_together(values), *refused_chains(values)):
         yield _check("together", word, f"refused: {text}", allow)
 
 

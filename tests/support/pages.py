@@ -159,10 +159,8 @@ def setting_lines() -> list[str]:
         "| settings | values | | why; of what is refused also the word that overrides |",
         "|---|---|---|---|",
     ]
-    lines += [
-        f"| `{pair.names}` | | {sglang_settings.REFUSED} | {pair.why} (`{pair.word}`) |"
-        for pair in sglang_settings.TOGETHER
-    ]
+    names, word, why = sglang_settings.TOGETHER
+    lines.append(f"| `{names}` | | {sglang_settings.REFUSED} | {why} (`{word}`) |")
     for setting in sglang_settings.SETTINGS:
         if setting.verdict is sglang_settings.Verdict.READ:
             continue
