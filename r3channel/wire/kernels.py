@@ -1,7 +1,7 @@
 """Loops over ids that numpy has no fast form for, compiled by numba (extra `fast`): each shape of row when it is first asked for.
 
 Knows items, vectors and addresses; knows no samples, frames or shards. An item is as many ids of one row as fit an unsigned word;
-digests are those that `wire.digest` defines. Callers import this module lazily, through `validate.kernels()`, and have a numpy
+digests are those that `wire.digest` defines. Callers import this module lazily, through `digest.kernels()`, and have a numpy
 form of the same. All loops let other threads run, so none of them allocates: numba takes memory through Python's raw allocator,
 and `tracemalloc.stop()` in another thread ends a process in which that happens without the GIL (CPython gh-128679, mended in
 3.12.9). A loop takes about 1 s to compile, and is cached on disk where a folder can be written.

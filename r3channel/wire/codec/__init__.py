@@ -19,11 +19,10 @@ from functools import lru_cache
 import numpy as np
 
 from r3channel.errors import ConfigError
-from r3channel.wire.codec.base import Codec, Wire, bytes_of, needed_by
+from r3channel.wire.codec.base import Codec, Stored, Wire, bytes_of, needed_by
 from r3channel.wire.codec.expert_set import ExpertSet
 from r3channel.wire.codec.lz4 import Lz4
 from r3channel.wire.codec.packed9 import Packed9
-from r3channel.wire.codec.stored import Stored
 from r3channel.wire.routing import Ids
 
 __all__ = ["CODECS", "Codec", "Wire", "bytes_of"]
