@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from r3channel.config import REFUSALS, EngineConfig, load_values
-from r3channel.engine import sglang_settings
-from r3channel.engine.refusals import Refusal, refused_chains
-from r3channel.engine.sglang_settings import REFUSED, flag, judge
+from r3channel.engine import refusals
+from r3channel.engine.refusals import REFUSED, Refusal, flag, judge
 from r3channel.errors import nearest
 from r3channel.observe.check import Check, CheckContext
 
@@ -40,7 +39,7 @@ def check_engine_arguments(context: CheckContext) -> Iterator[Check]:
             word, found = _judge(name, value, defaults.get(name))
             yield _check(typed, word, found, allow)
     values.setdefault("speculative_algorithm", None)
-    for word, text in (*sglang_settings.refused_together(values), *refused_chains(values)):
+    for word, text in (*refusals.refused_together(values), *refusals.refused_chains(values)):
         yield _check("together", word, f"refused: {text}", allow)
 
 
@@ -67,7 +66,7 @@ def find_refused(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iter
         values: the settings that were typed.
         defaults: the default of each setting that this SGLang has.
     """
-    yield from sglang_settings.find_refused(values)
+    yield from refusals.find_refused(values)
     for name, default in defaults.items():
         word, _ = _judge(name, value := values.get(name, default), default)
         if word == "unread":

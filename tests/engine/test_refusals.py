@@ -7,8 +7,19 @@ from typing import Any
 import pytest
 
 from r3channel.config import REFUSALS
-from r3channel.engine.refusals import Router, refusals, refuse, refused_chains, refused_unread, unread
-from r3channel.engine.sglang_settings import SETTINGS, TOGETHER, Verdict, flag, judge
+from r3channel.engine.refusals import (
+    SETTINGS,
+    TOGETHER,
+    Router,
+    Verdict,
+    flag,
+    judge,
+    refusals,
+    refuse,
+    refused_chains,
+    refused_unread,
+    unread,
+)
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from examples.embedded.sglang import environment
+from r3channel.engine.refusals import SETTINGS
 from r3channel.engine.sglang_hooks import TABLES
-from r3channel.engine.sglang_settings import SETTINGS
 from tests.support.children import facts_of
 from tests.upstream.wheels import path_with, slimes_sglang, unpacked
 
