@@ -64,16 +64,23 @@ def _steps(metafunc: pytest.Metafunc) -> list[int]:
     from r3channel.errors import RecordingInvalid
     from r3channel.recordings.recording import Recording
 
-    marker, newest = (
-        metafunc.definition.get_closest_marker("r3_recording"),
-        metafunc.config.getoption("--r3-steps"),
-    )
-    path = marker.args[0] if marker is not None else metafunc.config.getoption("--r3-recording")
-    if path is None or (marker is not None and "step" in marker.kwargs):
+    path, step = _recording_of(metafunc.definition, metafunc.config)
+    if path is None or step is not None:
         return []
     with suppress(RecordingInvalid):
-        return list(Recording.open(path).steps)[-(newest or 0) :]
+        return list(Recording.open(path).steps)[-(metafunc.config.getoption("--r3-steps") or 0) :]
     return []
+
+
+def _recording_of(test: Any, config: pytest.Config) -> tuple[Any, int | None]:
+    """Return the path and the step that a test names.
+
+    The path is None without a recording, the step None for all of its steps.
+    """
+    marker = test.get_closest_marker("r3_recording")
+    if marker is None:
+        return config.getoption("--r3-recording"), None
+    return marker.args[0], marker.kwargs.get("step")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -101,8 +108,7 @@ def r3_recording(request: pytest.FixtureRequest) -> Recording:
     """
     from r3channel.recordings.recording import Recording
 
-    marker = request.node.get_closest_marker("r3_recording")
-    path = marker.args[0] if marker is not None else request.config.getoption("--r3-recording")
+    path, _ = _recording_of(request.node, request.config)
     if path is None:
         pytest.skip(
             "no recording: give --r3-recording PATH (a folder that --record wrote), or mark it r3_recording(PATH)"
@@ -116,8 +122,7 @@ def r3_number(r3_recording: Recording, request: pytest.FixtureRequest) -> int:
 
     A test runs with each recorded step, unless the marker names one.
     """
-    marker = request.node.get_closest_marker("r3_recording")
-    named = marker.kwargs.get("step") if marker is not None else None
+    _, named = _recording_of(request.node, request.config)
     return int(getattr(request, "param", r3_recording.steps[-1] if named is None else named))
 
 
