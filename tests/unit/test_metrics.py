@@ -22,7 +22,8 @@ from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, FrameCorrupt, UsageError
 from r3channel.observe.metric_table import LABELS, METRICS
 from r3channel.observe.metrics import Metrics
-from r3channel.observe.stage_clock import STAGES, WAITS, Span, StageClock, merge_intervals
+from r3channel.observe.stage_clock import STAGES, WAITS, StageClock, merge_intervals
+from r3channel.observe.trace import Span
 from r3channel.tools.run_model import hidden_share, waits_of
 from r3channel.trainer.mismatch import LayerMismatch, MismatchReport, publish
 from tests.support.children import said_by
