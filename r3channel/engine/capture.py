@@ -15,8 +15,7 @@ import torch
 
 from r3channel.errors import RoutingError
 from r3channel.model.spec import RoutingSpec
-from r3channel.wire.chunks import CHUNK_ROWS, chunk_count
-from r3channel.wire.codec import written_as_is
+from r3channel.wire.codec import CHUNK_ROWS, chunk_count, written_as_is
 from r3channel.wire.digest import item_bytes_of, kernels, layer_digests
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.header import HEADER_BYTES, MAX_SPANS, SPAN, SPAN_BYTES, seal, sections_size
