@@ -397,11 +397,8 @@ def gather_frame(
         frame_N: Any, payload: int, first_row: int, sample_key: Any, room: int,
     ) -> tuple[int, int, int]:  # fmt: skip
         rows, spans, stamp, multipliers_I = slots_T.shape[0], 0, -1, fixed_W[_HEADER_WORDS:]
-        layers, head_H, ids_N = (
-            items // multipliers_I.shape[0],
-            frame_N[:payload].view(np.uint64),
-            frame_N[payload:],
-        )
+        layers = items // multipliers_I.shape[0]
+        head_H, ids_N = frame_N[:payload].view(np.uint64), frame_N[payload:]
         source, target, step = bytes_SN.ctypes.data, ids_N.ctypes.data, bytes_SN.shape[1]
         behind, begin = target + rows * row_bytes + 8 * _HEADER_WORDS, 0
         newest, oldest = -1, 1 << 62

@@ -100,7 +100,7 @@ def codecs_for(ids_TLK: Ids, *, codec: str) -> tuple[Codec, ...]:
     if named is not None:
         return (named,)
     share = _lz4_share(ids_TLK)
-    if ids_TLK.dtype != np.int16 or not PACKED9.holds(ids_TLK):
+    if not PACKED9.holds(ids_TLK):
         return (LZ4,) if share < LZ4.worth_it else (STORED,)
     return (PACKED9, LZ4) if share < _DOUBTFUL else (PACKED9,)
 
