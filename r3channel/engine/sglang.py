@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,6 +86,7 @@ class FrameCapturer(RoutedExpertsCapturer):
         config = engine.engine_config
         tensors = tensors_of(config.token_tensors, self.spec)
         self.weighs = any(tensor.made_by == "router_weights" for tensor in tensors)
+        self._version = (weight_version(), parse_weight_version(weight_version()))
         self.request: Any = None
         """The request whose rows `get_topk` gathers."""
         self.outlet: Outlet | None = None
@@ -160,7 +161,7 @@ class FrameCapturer(RoutedExpertsCapturer):
             local_TAK = local_TAK[:rows]
         # The version is the current one: the pass was just launched with it.
         staged = self.passes.stage(
-            slots_T, local_TAK, weight_version=_version_or_mark(weight_version()), kind=_kind_of(forward_batch),
+            slots_T, local_TAK, weight_version=self._current_version(), kind=_kind_of(forward_batch),
             restored=getattr(forward_batch, "r3channel_restored", ()),
         )  # fmt: skip
         if not no_copy_to_cpu:
@@ -235,6 +236,12 @@ class FrameCapturer(RoutedExpertsCapturer):
             self.rows.forget(slots_T[transferred])
         return slots_T
 
+    def _current_version(self) -> int:
+        text = weight_version()
+        if text != self._version[0]:
+            self._version = (text, _version_or_mark(text))
+        return self._version[1]
+
 
 def note_batch(made: Any, _class: Any, batch: Any, *_rest: Any, **_more: Any) -> None:
     """Note what a batch's rows need; hook AFTER `ForwardBatch.init_new`.
@@ -308,7 +315,6 @@ def _prefill_graph_size(tokens: int) -> int:
     return min(size for size in sizes if size >= tokens)
 
 
-@lru_cache(maxsize=1)  # nearly every pass has the version of the one before
 def _version_or_mark(text: str) -> int:
     try:
         return parse_weight_version(text)
