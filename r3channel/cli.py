@@ -36,10 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if package in ("", "r3channel"):
             raise
-        print(
-            f"r3channel: this command needs the package {package}, which is not installed: {extras.remedy(package)}",
-            file=sys.stderr,
-        )
+        lack = f"this command needs the package {package}, which is not installed"
+        print(f"r3channel: {lack}: {extras.remedy(package)}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # as with `r3channel inspect rec | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
@@ -56,13 +54,12 @@ def _dispatch(arguments: list[str]) -> int:
     if name == "--version":
         print(f"r3channel {__version__}")
         return 0
+    if not name:
+        print(commands.overview(), file=sys.stderr)
+        return 2
     if name not in commands.COMMANDS:
-        said = (
-            f"command {name!r}, expected one of: {', '.join(commands.COMMANDS)}{nearest(name, commands.COMMANDS)}"
-            if name
-            else commands.overview()
-        )
-        print(f"r3channel: {said}" if name else said, file=sys.stderr)
+        known = f"{', '.join(commands.COMMANDS)}{nearest(name, commands.COMMANDS)}"
+        print(f"r3channel: command {name!r}, expected one of: {known}", file=sys.stderr)
         return 2
     module = commands.COMMANDS[name].module
     # A command's parser belongs to the command: it is imported only when asked for, with options we do not know.

@@ -133,9 +133,8 @@ def r3_step(
     from r3channel.plan.layout import TrainerLayout
     from r3channel.recordings.consumed import fit
 
-    step = fit(
-        r3_recording.step(r3_number), TrainerLayout.parse(r3_layout) if r3_layout is not None else None
-    )
+    layout = None if r3_layout is None else TrainerLayout.parse(r3_layout)
+    step = fit(r3_recording.step(r3_number), layout)
     for what in step.untested:
         request.node.user_properties.append((_UNTESTED, f"step {step.number}, {step.ticket.layout}: {what}"))
     return StepUnderTest(step)
@@ -192,9 +191,8 @@ class StepUnderTest:
         findings = [one for sides in AlignedPair.align(self.recorded, found.step()) for one in judge(sides)]
         faults = [str(one) for one in findings if one.name not in NOTES]
         if faults:
-            pytest.fail(
-                "\n".join(["recorded routing was not consumed exactly", *faults[:_TOLD]]), pytrace=False
-            )
+            said = "\n".join(["recorded routing was not consumed exactly", *faults[:_TOLD]])
+            pytest.fail(said, pytrace=False)
 
 
 def _describe_unused(step: RecordedStep, found: ConsumedRows) -> str:

@@ -28,7 +28,7 @@ from examples.async_grpo.stages import in_slots
 from r3channel.errors import EngineUnavailable, R3Error
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.stage_clock import StageClock
-from r3channel.observe.trace_file import TraceFile
+from r3channel.observe.trace import TraceFile
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.wire.hello import PROBE_PREFIX

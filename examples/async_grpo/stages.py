@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from r3channel.observe.stage_clock import STAGES, Span
+from r3channel.observe.stage_clock import STAGES
+from r3channel.observe.trace import Span
 
 
 def stage_table(seconds: Mapping[str, Mapping[str, float]]) -> str:

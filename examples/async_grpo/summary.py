@@ -13,7 +13,7 @@ from examples.async_grpo.compare import Comparison
 from examples.async_grpo.modules import channel_modules
 from examples.async_grpo.stages import stage_table
 from r3channel.model.spec import RoutingSpec
-from r3channel.observe.stage_clock import Span
+from r3channel.observe.trace import Span
 from r3channel.plan.layout import TrainerLayout
 from r3channel.tools.run_model import facts_of
 

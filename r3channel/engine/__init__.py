@@ -2,5 +2,3 @@
 
 `capture` is the pure part, `sglang` the only module that talks to SGLang, `sglang_hooks` the list of names it needs there.
 """
-
-from __future__ import annotations

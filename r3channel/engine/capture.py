@@ -15,15 +15,13 @@ import torch
 
 from r3channel.errors import RoutingError
 from r3channel.model.spec import RoutingSpec
-from r3channel.wire.chunks import CHUNK_ROWS, chunk_count
-from r3channel.wire.codec import written_as_is
-from r3channel.wire.digest import item_bytes_of, layer_digests
+from r3channel.wire.codec import CHUNK_ROWS, chunk_count, written_as_is
+from r3channel.wire.digest import item_bytes_of, kernels, layer_digests
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.header import HEADER_BYTES, MAX_SPANS, SPAN, SPAN_BYTES, seal, sections_size
 from r3channel.wire.mixing import coefficients, multipliers
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, Run, columns_of, spans_of
 from r3channel.wire.token_tensors import LENGTH_BYTES
-from r3channel.wire.validate import kernels
 
 NO_VERSION = -1
 """Weight version of a slot that was never written; its rows are MISSING."""

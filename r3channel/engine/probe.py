@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-from r3channel.engine.sglang_settings import Verdict, find_refused, flag, judgements
+from r3channel.engine.refusals import Verdict, find_refused, flag, judgements
 from r3channel.errors import R3Error
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.check import Check, CheckContext

@@ -61,10 +61,8 @@ def set_up(config: EngineConfig) -> None:
     masks = [tensor.name for tensor in tensors_of(config.token_tensors) if tensor.made_by == "mask_rows"]
     if masks and not HAS_BAGS:
         raise ConfigError(f"R3CHANNEL_TOKEN_TENSORS: SGLang {installed_version()} returns no {masks}")
-    engine_config, _table = (
-        config,
-        matching_table() or "",
-    )  # before a hook changes the names that are looked up
+    engine_config = config
+    _table = matching_table() or ""  # before a hook changes the names that are looked up
 
 
 def settings() -> dict[str, Any]:

@@ -119,9 +119,7 @@ def matching_table() -> str | None:
     Returns:
         The name of the table, or None if no table matches.
     """
-    own = installed_version()
-    candidates = [own] if own in TABLES else sorted(TABLES, reverse=True)
-    return next((table for table in candidates if not _problems(table)), None)
+    return next((table for table in _candidates() if not _problems(table)), None)
 
 
 def check_hooks() -> list[str]:
@@ -135,12 +133,12 @@ def check_hooks() -> list[str]:
     """
     if importlib.util.find_spec("sglang") is None:
         return [f"SGLang is not installed; r3channel was read against SGLang {' and '.join(READ_AGAINST)}"]
-    if matching_table() is not None:
-        return []
+    return min(map(_problems, _candidates()), key=len)
+
+
+def _candidates() -> list[str]:
     own = installed_version()
-    if own in TABLES:
-        return _problems(own)
-    return min((_problems(table) for table in TABLES), key=len)
+    return [own] if own in TABLES else sorted(TABLES, reverse=True)
 
 
 def _problems(table: str) -> list[str]:
@@ -153,11 +151,7 @@ def _problem(name: Name) -> str | None:
         found = pkgutil.resolve_name(name.path)
     except (ImportError, AttributeError) as error:
         return f"{name.path} is gone ({error}); {where}"
-    missing = [parameter for parameter in name.parameters if parameter not in _parameters(found)]
+    missing = [one for one in name.parameters if one not in inspect.signature(found).parameters]
     if missing:
         return f"{name.path} no longer takes {', '.join(missing)}; {where}"
     return None
-
-
-def _parameters(found: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(found).parameters)

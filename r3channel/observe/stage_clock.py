@@ -17,10 +17,9 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from r3channel.errors import UsageError
-from r3channel.observe.trace_file import TraceFile
+from r3channel.observe.trace import Span, TraceFile
 
 STAGES: tuple[str, ...] = (
     # the path of a row, in order
@@ -39,21 +38,6 @@ WAITS: tuple[str, ...] = tuple(stage for stage in STAGES if stage.startswith("wa
 ROUTING_WAITS = tuple(stage for stage in WAITS if stage != "wait_generation")
 """A trainer's waits for the rows of its step; one that waits for the next rollout waits for no relay."""
 _STAGE_SET = frozenset(STAGES)
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The time from `start_s` to `end_s` (time.monotonic) that one thread was in one stage."""
-
-    stage: str
-    step: int | None
-    thread: str
-    start_s: float
-    end_s: float
-
-    @property
-    def seconds(self) -> float:
-        return self.end_s - self.start_s
 
 
 def merge_intervals(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

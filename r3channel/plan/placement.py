@@ -21,10 +21,9 @@ from r3channel.plan.row_order import Ints
 from r3channel.plan.shards import Plan, ShardKey
 from r3channel.plan.stream import Stream, Stretches
 from r3channel.plan.ticket import TicketSample
-from r3channel.wire.digest import coefficients, item_bytes_of, layer_digests
+from r3channel.wire.digest import coefficients, item_bytes_of, items_of, kernels, layer_digests
 from r3channel.wire.mixing import multipliers
 from r3channel.wire.routing import Ids
-from r3channel.wire.validate import items_of, kernels
 
 _BLOCK_BYTES = 96 << 10
 """Transposed at once by numpy, so that both sides stay in the level-2 cache."""

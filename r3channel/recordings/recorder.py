@@ -25,7 +25,7 @@ from r3channel.recordings.logprobs import logprobs_glob
 from r3channel.recordings.recording import Manifest
 from r3channel.recordings.segment import Kind, Pieces, check_room, nbytes_of, pack
 from r3channel.recordings.step import PASSES, Bytes, RecordedStep
-from r3channel.wire.chunks import stored_entries
+from r3channel.wire.codec import stored_entries
 from r3channel.wire.frame import frame_head
 from r3channel.wire.routing import Ids, ProvenanceSpan
 

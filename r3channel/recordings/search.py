@@ -17,8 +17,8 @@ import numpy as np
 from r3channel.recordings.aligned_pair import AlignedPair, Bools, Ints
 from r3channel.recordings.mistakes import Catalogue
 from r3channel.recordings.slots import Move, Slots
+from r3channel.wire.digest import items_of, row_words
 from r3channel.wire.routing import Ids
-from r3channel.wire.validate import items_of, row_words
 
 Chain = tuple[Move, ...]
 """The mistake that was made last comes first."""

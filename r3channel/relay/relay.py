@@ -42,8 +42,8 @@ from r3channel.relay.verify import VerifiedRows
 from r3channel.transport.auth import obtain_token
 from r3channel.transport.network import local_address
 from r3channel.typed import Json, check_types
+from r3channel.wire.digest import warm
 from r3channel.wire.source import InHand
-from r3channel.wire.validate import warm
 
 if TYPE_CHECKING:
     from r3channel.relay.ingest_server import IngestServer

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from r3channel.config import REFUSALS, EngineConfig, load_values
-from r3channel.engine import sglang_settings
-from r3channel.engine.refusals import Refusal, refused_chains
-from r3channel.engine.sglang_settings import REFUSED, TOGETHER, flag, judge
+from r3channel.engine import refusals
+from r3channel.engine.refusals import REFUSED, Refusal, flag, judge
 from r3channel.errors import nearest
 from r3channel.observe.check import Check, CheckContext
 
@@ -39,8 +38,8 @@ def check_engine_arguments(context: CheckContext) -> Iterator[Check]:
         else:
             word, found = _judge(name, value, defaults.get(name))
             yield _check(typed, word, found, allow)
-    pairs = [(pair.word, f"{pair.names}: {pair.why}") for pair in TOGETHER if pair.covers(values)]
-    for word, text in (*pairs, *refused_chains({"speculative_algorithm": None} | values)):
+    values.setdefault("speculative_algorithm", None)
+    for word, text in (*refusals.refused_together(values), *refusals.refused_chains(values)):
         yield _check("together", word, f"refused: {text}", allow)
 
 
@@ -67,7 +66,7 @@ def find_refused(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iter
         values: the settings that were typed.
         defaults: the default of each setting that this SGLang has.
     """
-    yield from sglang_settings.find_refused(values)
+    yield from refusals.find_refused(values)
     for name, default in defaults.items():
         word, _ = _judge(name, value := values.get(name, default), default)
         if word == "unread":

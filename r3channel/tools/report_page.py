@@ -19,8 +19,8 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from r3channel.errors import ConfigError
-from r3channel.observe.stage_clock import ROUTING_WAITS, Span, merge_intervals
-from r3channel.observe.trace import chrome_trace, read, spans_of
+from r3channel.observe.stage_clock import ROUTING_WAITS, merge_intervals
+from r3channel.observe.trace import Span, chrome_trace, read, spans_of
 from r3channel.tools import commands
 from r3channel.tools.run_model import WORK, ends_of, facts_of, longest, sums
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from r3channel.errors import ConfigError
-from r3channel.observe.stage_clock import ROUTING_WAITS, Span, merge_intervals
+from r3channel.observe.stage_clock import ROUTING_WAITS, merge_intervals
+from r3channel.observe.trace import Span
 from r3channel.transport.network import urlopen
 
 TIMEOUT_S = 5.0

@@ -11,7 +11,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from r3channel.engine.sglang_settings import flag
+from r3channel.engine.refusals import flag
 from r3channel.errors import nearest
 from r3channel.integrations import guard, preflight
 from r3channel.integrations.slime import api_check, launch

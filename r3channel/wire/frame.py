@@ -4,7 +4,7 @@
     validity bitmap   ceil(T/8) bytes, only with flag VALIDITY; bit = row is valid
     provenance        spans x {start u32, end u32, weight_version i64, kind u8 (`RowKind`), 7 zero}
     digests           L x u64 over all rows (see `wire.digest`)
-    chunk table       see `wire.chunks`
+    chunk table       see `wire.codec`
     padding           zeros to a multiple of 16 B from the start of the frame
     chunks            ids [rows, L, K] in `spec.id_dtype`, each coded on its own
 
@@ -26,8 +26,16 @@ import xxhash
 from r3channel import errors
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire import header as head
-from r3channel.wire.chunks import CHUNK_ROWS, Entry, encode_chunks, read_table, table_of
-from r3channel.wire.codec import CODECS, Wire, codecs_for
+from r3channel.wire.codec import (
+    CHUNK_ROWS,
+    CODECS,
+    Entry,
+    Wire,
+    codecs_for,
+    encode_chunks,
+    read_table,
+    table_of,
+)
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame_view import Frame
 from r3channel.wire.header import FRAME_MAGIC, HEADER_BYTES, MAX_ROWS, Header

@@ -8,12 +8,11 @@ import numpy as np
 
 from r3channel import errors
 from r3channel.model.spec import RoutingSpec
-from r3channel.wire.chunks import Entry
-from r3channel.wire.codec import CODECS
+from r3channel.wire.codec import CODECS, Entry
+from r3channel.wire.digest import check, sound_rows
 from r3channel.wire.mixing import Valid, Words
 from r3channel.wire.routing import Ids, ProvenanceSpan, SampleRouting, marked_missing, raise_unsound
 from r3channel.wire.source import InHand, Source
-from r3channel.wire.validate import check, sound_rows
 
 _WORD_BYTES = 16
 _NAMED_LAYERS = 5

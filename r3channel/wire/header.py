@@ -14,8 +14,7 @@ import xxhash
 
 from r3channel import errors
 from r3channel.model.spec import RoutingSpec
-from r3channel.wire.chunks import CHUNK_BYTES, chunk_count
-from r3channel.wire.codec import CODECS
+from r3channel.wire.codec import CHUNK_BYTES, CODECS, chunk_count
 from r3channel.wire.source import Source
 from r3channel.wire.token_tensors import KIND_ERROR, KIND_EXPERT_IDS, kind_names
 

@@ -20,17 +20,12 @@ HELLO_MAGIC = b"R3H\x01"
 PROBE_PREFIX = "r3channel-probe-"
 MAX_HELLO_BYTES = 16384
 _HEAD = struct.Struct("<4sI")
-_NUMBERS = "context", "kept_bytes", "replica"
-_LATER: Json = {
-    "torch": "",
-    "nccl": "",
-    "page": "",
-    "unread": (),
-    "weighing": (),
-    **dict.fromkeys(_NUMBERS, 0),
-}
+_LATER = ("torch", "nccl", "page", "unread", "weighing", "context", "kept_bytes", "replica")
 """Fields that an older engine does not send."""
-_KINDS = {int: ("boot_id", "spec_digest", *_NUMBERS), str: ("engine", "page"), dict: ("spec",)}
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("boot_id", "spec_digest", "context", "kept_bytes", "replica"), int),
+    **dict.fromkeys(("engine", "page"), str), "spec": dict,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +96,9 @@ class Hello:
     @classmethod
     def _from_json(cls, text: bytes) -> Hello:
         try:
-            values = _LATER | json.loads(text)
+            values = {f.name: f.default for f in fields(cls) if f.name in _LATER} | json.loads(text)
             found = {f.name: values[f.name] for f in fields(cls)}
-            for name, kind in ((name, kind) for kind, names in _KINDS.items() for name in names):
+            for name, kind in _KINDS.items():
                 if type(found[name]) is not kind:
                     raise TypeError(f"{name} is a {type(found[name]).__name__}")
             if not (0 <= found["boot_id"] < 1 << 64 and 0 <= found["context"] < 1 << 32):

@@ -1,7 +1,7 @@
 """Loops over ids that numpy has no fast form for, compiled by numba (extra `fast`): each shape of row when it is first asked for.
 
 Knows items, vectors and addresses; knows no samples, frames or shards. An item is as many ids of one row as fit an unsigned word;
-digests are those that `wire.digest` defines. Callers import this module lazily, through `validate.kernels()`, and have a numpy
+digests are those that `wire.digest` defines. Callers import this module lazily, through `digest.kernels()`, and have a numpy
 form of the same. All loops let other threads run, so none of them allocates: numba takes memory through Python's raw allocator,
 and `tracemalloc.stop()` in another thread ends a process in which that happens without the GIL (CPython gh-128679, mended in
 3.12.9). A loop takes about 1 s to compile, and is cached on disk where a folder can be written.
@@ -397,11 +397,8 @@ def gather_frame(
         frame_N: Any, payload: int, first_row: int, sample_key: Any, room: int,
     ) -> tuple[int, int, int]:  # fmt: skip
         rows, spans, stamp, multipliers_I = slots_T.shape[0], 0, -1, fixed_W[_HEADER_WORDS:]
-        layers, head_H, ids_N = (
-            items // multipliers_I.shape[0],
-            frame_N[:payload].view(np.uint64),
-            frame_N[payload:],
-        )
+        layers = items // multipliers_I.shape[0]
+        head_H, ids_N = frame_N[:payload].view(np.uint64), frame_N[payload:]
         source, target, step = bytes_SN.ctypes.data, ids_N.ctypes.data, bytes_SN.shape[1]
         behind, begin = target + rows * row_bytes + 8 * _HEADER_WORDS, 0
         newest, oldest = -1, 1 << 62

@@ -20,8 +20,8 @@ import xxhash
 
 from r3channel.errors import ExpertIdInvalid, RoutingError, RowCountMismatch, SpecMismatch, UsageError
 from r3channel.model.spec import RoutingSpec
+from r3channel.wire.digest import sound, sound_rows
 from r3channel.wire.mixing import Ids, Valid
-from r3channel.wire.validate import sound, sound_rows
 
 
 class RowKind(IntEnum):

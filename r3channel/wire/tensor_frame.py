@@ -17,16 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from r3channel import errors
-from r3channel.wire.header import (
-    HEADER_BYTES,
-    MAX_ROWS,
-    Header,
-    announced_bytes,
-    check_kind,
-    check_sections,
-    read_header,
-    seal,
-)
+from r3channel.wire import header as head
+from r3channel.wire.header import HEADER_BYTES
 from r3channel.wire.source import InHand
 from r3channel.wire.token_tensors import LENGTH_BYTES, MOST_ENTRIES, TokenTensor, Values
 
@@ -115,11 +107,11 @@ def seal_tensor(tensor: TokenTensor, memory_N: Values, *, rows: int, first_row: 
         sample_key: Key of the request.
     """
     nbytes = len(memory_N) - HEADER_BYTES
-    fields = Header(
+    fields = head.Header(
         kind=tensor.kind, spec_digest=tensor.digest, rows=rows, first_row=first_row, sample_key=sample_key,
         sections_bytes=nbytes, raw_bytes=nbytes - rows * LENGTH_BYTES,
     )  # fmt: skip
-    seal(memory_N.data, fields[:-2])
+    head.seal(memory_N.data, fields[:-2])
 
 
 def parse_tensors(data: Any, tensors: Sequence[TokenTensor], *, where: str) -> tuple[TensorRows, ...]:
@@ -142,7 +134,7 @@ def parse_tensors(data: Any, tensors: Sequence[TokenTensor], *, where: str) -> t
                 f"{where}: no {tensor.name} behind the routing, expected some (token_tensors names it). Did the request set "
                 f"{tensor.asked_by}, and did the engine start with R3CHANNEL_TOKEN_TENSORS={tensor.option}?"
             )
-        nbytes = (tensor is not tensors[-1] and announced_bytes(rest)) or len(rest)
+        nbytes = (tensor is not tensors[-1] and head.announced_bytes(rest)) or len(rest)
         found.append(_parse(rest[:nbytes], tensor, where=f"{where}: {tensor.name}"))
         rest = rest[nbytes:]
     return tuple(found)
@@ -150,19 +142,19 @@ def parse_tensors(data: Any, tensors: Sequence[TokenTensor], *, where: str) -> t
 
 def _parse(data: memoryview, tensor: TokenTensor, *, where: str) -> TensorRows:
     source = InHand(data)
-    header = read_header(source.take(HEADER_BYTES), nbytes=len(data), where=where)
-    check_kind(header, source, kind=tensor.kind, where=where)
+    header = head.read_header(source.take(HEADER_BYTES), nbytes=len(data), where=where)
+    head.check_kind(header, source, kind=tensor.kind, where=where)
     if header.spec_digest != tensor.digest:
         raise errors.SpecMismatch(
             f"{where}: not {tensor.option}; do engine and relay name the same token_tensors?"
         )
     entries, odd = divmod(header.raw_bytes, tensor.entry.itemsize)
     sizes = header.raw_bytes + header.rows * LENGTH_BYTES, 0
-    bounded = header.first_row + header.rows <= MAX_ROWS
+    bounded = header.first_row + header.rows <= head.MAX_ROWS
     if (header.sections_bytes, header.wire_bytes) != sizes or odd or not bounded:
         raise errors.FrameCorrupt(f"{where}: impossible numbers in the header: {header._asdict()}")
     sections = source.take(header.sections_bytes)
-    check_sections(header, sections, where=where)
+    head.check_sections(header, sections, where=where)
     lengths_T = np.frombuffer(sections[header.raw_bytes :], "<u2")
     if int(lengths_T.sum(dtype=np.int64)) != entries:
         raise errors.FrameCorrupt(

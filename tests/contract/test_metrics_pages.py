@@ -86,7 +86,9 @@ def look_at_the_top(targets: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     def place(role: str) -> str:
         (file,) = targets.glob(f"{role}-*.json")
-        return json.loads(file.read_text())[0]["targets"][0]
+        ((group,)) = json.loads(file.read_text())
+        assert group["labels"] == {"job": "r3channel"}
+        return group["targets"][0]
 
     assert main(["top", str(targets), "--once", "--every", "0.1"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]

@@ -7,8 +7,19 @@ from typing import Any
 import pytest
 
 from r3channel.config import REFUSALS
-from r3channel.engine.refusals import Router, refusals, refuse, refused_chains, refused_unread, unread
-from r3channel.engine.sglang_settings import SETTINGS, TOGETHER, Verdict, flag, judge
+from r3channel.engine.refusals import (
+    SETTINGS,
+    TOGETHER,
+    Router,
+    Verdict,
+    flag,
+    judge,
+    refusals,
+    refuse,
+    refused_chains,
+    refused_unread,
+    unread,
+)
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 
@@ -94,7 +105,7 @@ def test_every_refusal_of_the_table_has_a_reason_and_comes_before_what_is_taken(
     kinds = [setting.verdict is Verdict.REFUSED for setting in SETTINGS]
     assert kinds == sorted(kinds, reverse=True)
     words = {setting.why for setting in SETTINGS if setting.verdict is Verdict.REFUSED}
-    assert words | {pair.word for pair in TOGETHER} <= set(REFUSALS)
+    assert words | {TOGETHER[1]} <= set(REFUSALS)
 
 
 def test_a_value_is_judged_by_the_first_line_that_is_about_it() -> None:

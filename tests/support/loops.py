@@ -10,14 +10,13 @@ import pytest
 from r3channel.engine import capture
 from r3channel.plan import placement as place
 from r3channel.wire import digest
-from r3channel.wire import validate as distinct
 from r3channel.wire.codec import packed9
 
 
 @contextmanager
 def numba(there: bool) -> Iterator[None]:
-    assert distinct.kernels() is not None, "the locked environment has it; without it nothing is compared"
+    assert digest.kernels() is not None, "the locked environment has it; without it nothing is compared"
     with pytest.MonkeyPatch.context() as patch:
-        for module in () if there else (capture, place, distinct, digest, packed9):
+        for module in () if there else (capture, place, digest, packed9):
             patch.setattr(module, "kernels", lambda: None)
         yield

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from r3channel.config import ENV_PREFIX, ChannelConfig, EngineConfig, field_texts
-from r3channel.engine import sglang_settings
+from r3channel.engine import refusals
 from r3channel.integrations.slime import arguments
 from r3channel.tools.errors import describe, every_error
 from r3channel.trainer.adapters import megatron_refusals
@@ -160,15 +160,13 @@ def setting_lines() -> list[str]:
         "| settings | values | | why; of what is refused also the word that overrides |",
         "|---|---|---|---|",
     ]
-    lines += [
-        f"| `{pair.names}` | | {sglang_settings.REFUSED} | {pair.why} (`{pair.word}`) |"
-        for pair in sglang_settings.TOGETHER
-    ]
-    for setting in sglang_settings.SETTINGS:
-        if setting.verdict is sglang_settings.Verdict.READ:
+    names, word, why = refusals.TOGETHER
+    lines.append(f"| `{names}` | | {refusals.REFUSED} | {why} (`{word}`) |")
+    for setting in refusals.SETTINGS:
+        if setting.verdict is refusals.Verdict.READ:
             continue
-        refusal = setting.verdict is sglang_settings.REFUSED
-        why = f"{sglang_settings.REFUSALS[setting.why]} (`{setting.why}`)" if refusal else setting.why
+        refusal = setting.verdict is refusals.REFUSED
+        why = f"{refusals.REFUSALS[setting.why]} (`{setting.why}`)" if refusal else setting.why
         names = " ".join(f"`{name}`" for name in setting.names.split())
         lines.append(f"| {names} | {setting.values} | {setting.verdict} | {why} |")
     asked = '`r3channel doctor --engine-arguments "--page-size 64"`'

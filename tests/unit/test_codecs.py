@@ -22,8 +22,7 @@ from r3channel.config import EngineConfig
 from r3channel.engine.frame_sender import is_costly
 from r3channel.model.presets import model_named
 from r3channel.model.spec import RoutingSpec
-from r3channel.wire.chunks import CHUNK_ROWS
-from r3channel.wire.codec import CODECS, LZ4, PACKED9, SET, STORED, Codec, bytes_of
+from r3channel.wire.codec import CHUNK_ROWS, CODECS, LZ4, PACKED9, SET, STORED, Codec, bytes_of
 from r3channel.wire.frame import HEADER_BYTES, encode_frame, parse_frame
 from r3channel.wire.routing import Ids
 from tests.chaos.mutations import rehash

@@ -39,18 +39,18 @@ def test_rows_of_each_size_are_placed_as_by_numpy(experts: int, top_k: int, rows
 
 PROGRAM = """
 import numpy as np
-from r3channel.wire import validate as distinct
+from r3channel.wire import digest
 ids = np.arange(48, dtype=np.uint8).reshape(2, 3, 8)
-assert distinct.kernels() is not None
-print(distinct.__file__, distinct.check(ids, num_experts=128, first_row=0))
+assert digest.kernels() is not None
+print(digest.__file__, digest.check(ids, num_experts=128, first_row=0))
 """
 
 FORMS = """
 import numpy as np
-from r3channel.wire import validate as distinct
+from r3channel.wire import digest
 for slots in (8, 24):
     ids = np.arange(slots, dtype=np.uint8)[None, None].repeat(3, 1).repeat(50, 0)
-    print(slots, distinct.check(ids, num_experts=100, first_row=0))
+    print(slots, digest.check(ids, num_experts=100, first_row=0))
 """
 TOGETHER = """
 from numba.core.caching import IndexDataCacheFile as Cache
@@ -66,7 +66,7 @@ import sys, threading
 import tracemalloc  # noqa: TID251
 import numpy as np
 from r3channel.engine.capture import SlotRows
-from r3channel.wire import validate as distinct
+from r3channel.wire import digest
 from r3channel.wire.digest import HostRuns, column_digests
 from tests.support.samples import sparse
 from tests.dist import warm
@@ -77,9 +77,9 @@ held, at = SlotRows(spec, slots=8), np.arange(4)
 loops = [
     lambda: held.write(at, few[:, [0] * 5].repeat(4, 0), weight_version=0, kind=0),
     lambda: held.gather_frame(at, first_row=0, sample_key=0, hashed=True),
-    lambda: distinct.check(few, num_experts=64, first_row=0),
-    lambda: distinct.check(many, num_experts=64, first_row=0),
-    lambda: distinct.sum_digests(distinct.items_of(few), distinct.count_coefficients(1, first_row=0, valid_T=None)),
+    lambda: digest.check(few, num_experts=64, first_row=0),
+    lambda: digest.check(many, num_experts=64, first_row=0),
+    lambda: digest.sum_digests(digest.items_of(few), digest.count_coefficients(1, first_row=0, valid_T=None)),
     lambda: column_digests(few[0], runs),
     lambda: warm.place_samples(warm.PLAN, dp=0, ids_of=lambda _: warm.IDS_TLK),
 ]

@@ -15,19 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3channel.errors import UsageError
-from r3channel.wire import mixing, validate
+from r3channel.wire import digest, mixing
 from r3channel.wire.digest import (
     HostRuns,
     TorchRuns,
+    check,
     coefficients,
     column_digests,
     column_digests_torch,
     fold,
     layer_digests,
     range_digests,
+    sound,
+    sound_rows,
 )
 from r3channel.wire.routing import Ids
-from r3channel.wire.validate import check, sound, sound_rows
 from tests.support.loops import numba
 from tests.support.samples import SPEC, random_ids, sparse
 
@@ -169,7 +171,7 @@ def judged(ids: np.ndarray, experts: int) -> np.ndarray:
 @pytest.mark.parametrize("slots", [2, 3, 7, 8, 9, 10, 22])
 @pytest.mark.usefixtures("form")
 def test_repeats_at_block_ends_are_found(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "_BLOCK_ROWS", 256)
+    monkeypatch.setattr(digest, "_BLOCK_ROWS", 256)
     for rows in (255, 256, 257, 513):
         ids = np.random.default_rng(rows).permuted(np.tile(np.arange(32, dtype=np.uint8), (rows, 1)), axis=1)[
             :, None, :slots

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -10,7 +9,6 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +20,8 @@ from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, FrameCorrupt, UsageError
 from r3channel.observe.metric_table import LABELS, METRICS
 from r3channel.observe.metrics import Metrics
-from r3channel.observe.stage_clock import STAGES, WAITS, Span, StageClock, merge_intervals
+from r3channel.observe.stage_clock import STAGES, WAITS, StageClock, merge_intervals
+from r3channel.observe.trace import Span
 from r3channel.tools.run_model import hidden_share, waits_of
 from r3channel.trainer.mismatch import LayerMismatch, MismatchReport, publish
 from tests.support.children import said_by
@@ -184,15 +183,6 @@ def test_measuring_again_keeps_the_count_and_another_role_does_not_measure() -> 
         Metrics("relay").measure("r3channel_digests_checked_total")
 
 
-def test_the_run_is_a_label_of_every_series() -> None:
-    with closing(Metrics("relay", run="qwen 7")) as metrics:
-        metrics.measure("r3channel_samples_total")
-        metrics.set("r3channel_store_bytes", 3)
-        metrics.clock.record("send", 0.0, 1.0)
-        lines = [line for line in page(metrics.serve()).splitlines() if not line.startswith("#")]
-    assert len(lines) > len(LABELS["outcome"]) and all('run="qwen 7"' in line for line in lines)
-
-
 def test_a_gauge_of_the_worst_forgets_the_others() -> None:
     metrics = Metrics("trainer")
     metrics.replace("r3channel_audit_layer_overlap", "layer", {"1": 0.5, "2": 0.25})
@@ -238,17 +228,6 @@ def test_promtool_finds_no_fault_in_a_page(role: str) -> None:
     command = ["promtool", "check", "metrics"]
     done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=PROGRAM_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_prometheus_is_told_of_a_page_while_it_is_served(tmp_path: Path) -> None:
-    config = ChannelConfig(metrics_port=0, metrics_dir=str(tmp_path / "targets"), run_name="r")
-    metrics = Metrics.of("relay", config)
-    (file,) = (tmp_path / "targets").iterdir()
-    ((found,)) = json.loads(file.read_text())
-    assert file.suffix == ".json" and found["labels"] == {"job": "r3channel"}
-    assert f"http://{found['targets'][0]}/metrics" == metrics.url
-    metrics.close()
-    assert not list((tmp_path / "targets").iterdir())
 
 
 def test_a_page_is_served_where_the_configuration_names_a_port_and_the_log_says_where(

@@ -19,9 +19,8 @@ pytest.importorskip("matplotlib", reason="the page needs matplotlib (extra plot)
 from examples.async_grpo.stages import in_slots
 from r3channel.cli import main
 from r3channel.errors import ConfigError
-from r3channel.observe.stage_clock import Span, StageClock
-from r3channel.observe.trace import chrome_trace, read, spans_of
-from r3channel.observe.trace_file import TraceFile
+from r3channel.observe.stage_clock import StageClock
+from r3channel.observe.trace import Span, TraceFile, chrome_trace, read, spans_of
 from r3channel.tools.report_page import page, verdict_of
 from r3channel.tools.run_model import facts_of
 from tests.support.children import ROOT

@@ -24,8 +24,7 @@ from r3channel.relay.pd_merge import merge, merged_frame
 from r3channel.relay.relay import Relay
 from r3channel.relay.verify import MOST_ROWS, VerifiedRows
 from r3channel.wire import header as frame_header
-from r3channel.wire.chunks import CHUNK_ROWS, Entry, table_of
-from r3channel.wire.codec import CODECS
+from r3channel.wire.codec import CHUNK_ROWS, CODECS, Entry, table_of
 from r3channel.wire.digest import coefficients, layer_digests
 from r3channel.wire.frame import encode_frame, parse_frame, sample_key
 from r3channel.wire.header import FLAG_UNORDERED, MAX_ROWS, Header, assemble, padding

@@ -18,8 +18,8 @@ import pytest
 from examples.embedded.model import write_model
 from examples.embedded.sglang import environment, free_port
 from r3channel.cli import main
+from r3channel.engine.refusals import SETTINGS
 from r3channel.engine.sglang_hooks import TABLES, hooked_names
-from r3channel.engine.sglang_settings import SETTINGS
 from r3channel.tools.patch import known_patches
 from tests.engine.client import check_replies, serving
 from tests.engine.reference import reference_ids

@@ -1,4 +1,7 @@
-"""What a codec is: how the ids of one chunk become bytes and back. Knows arrays, and no rows, layers or hashes of a frame."""
+"""What a codec is: how the ids of one chunk become bytes and back. Knows arrays, and no rows, layers or hashes of a frame.
+
+The plainest one is here: codec 0, the ids as they are.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from r3channel.errors import ConfigError
+from r3channel.errors import ConfigError, FrameCorrupt
 from r3channel.wire.routing import Ids
 
 Wire = bytes | memoryview
@@ -74,3 +77,23 @@ def needed_by(codec: Codec) -> Any:
 def bytes_of(ids_TLK: Ids) -> memoryview:
     """Return the memory of a C-contiguous array."""
     return ids_TLK.reshape(-1).view(np.uint8).data
+
+
+class Stored(Codec):
+    """Little-endian ids, token-major.
+
+    >>> bytes(Stored().encode(np.array([[[3, 1]]], np.uint8)))
+    b'\\x03\\x01'
+    """
+
+    codec_id = 0
+    name = "stored"
+    as_is = True
+
+    def encode(self, ids_TLK: Ids) -> memoryview:
+        return bytes_of(ids_TLK)
+
+    def decode_into(self, wire: memoryview, out_TLK: Ids) -> None:
+        if len(wire) != out_TLK.nbytes:
+            raise FrameCorrupt(f"stored chunk has {len(wire)} bytes, expected {out_TLK.nbytes}")
+        np.copyto(out_TLK, np.frombuffer(wire, out_TLK.dtype).reshape(out_TLK.shape))

@@ -10,8 +10,8 @@ import numpy as np
 
 from r3channel.errors import FrameCorrupt
 from r3channel.wire.codec.base import Codec
+from r3channel.wire.digest import kernels
 from r3channel.wire.routing import Ids
-from r3channel.wire.validate import kernels
 
 _BLOCK_IDS = 1 << 16
 """Ids worked on at a time, so that the steps between meet in the cache; a multiple of 8."""
