@@ -166,6 +166,13 @@ def test_damage_of_many_layers_names_a_few_and_counts_the_others() -> None:
         parse_frame(data, spec=spec).verify()
 
 
+def test_ids_at_an_odd_address_are_verified() -> None:
+    ids = random_ids(40, spec=WIDE)
+    data = b"x" + encode_frame(WIDE, expert_ids_TLK=ids, codec="stored")
+    frame = parse_frame(memoryview(data)[1:], spec=WIDE)
+    assert np.array_equal(frame.verify(), ids)
+
+
 # -- what travels in place of a frame ----------------------------------------------------------------------------------
 
 REFERENCE = FrameReference(sample_key=2**64 - 1, boot_id=2**63, serial=2**40, first_row=2**24, rows=2**24)
