@@ -33,8 +33,9 @@ from tests.gpu.checks.device import Steps
 from tests.gpu.facts import Facts, words_of
 from tests.support.delivery import check_rows, sealed
 from tests.support.samples import SPEC
+from tests.support.waits import PROGRAM_S
 
-LAYOUT, STEPS, LIMIT_S = TrainerLayout(packing="thd"), 20, 60.0
+LAYOUT, STEPS, LIMIT_S = TrainerLayout(packing="thd"), 20, PROGRAM_S  # the relay is a program that starts
 
 
 def config_of(transport: str, spec: RoutingSpec = SPEC) -> ChannelConfig:
