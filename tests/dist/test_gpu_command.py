@@ -46,13 +46,20 @@ def walked(site: Path, *, without: str = "") -> subprocess.CompletedProcess[str]
     return run("-c", walk, limit_s=JOB_S, PYTHONPATH=f"{ROOT}/tests/gpu/emulated:{path}")
 
 
-@pytest.mark.long
-def test_every_check_runs_in_small_without_a_gpu_or_says_why_not(tmp_path: Path) -> None:
-    child = command(out := tmp_path / "gpu.json", "--device", "cpu")
+COSTS = [check.name for check in CHECKS if check.name.endswith("_cost")]
+ROWS = [check.name for check in CHECKS if check.name not in COSTS]
+
+
+@pytest.mark.parametrize(
+    "names", [pytest.param(ROWS, marks=pytest.mark.long, id="rows"), pytest.param(COSTS, id="costs")]
+)
+def test_every_check_runs_in_small_without_a_gpu_or_says_why_not(names: list[str], tmp_path: Path) -> None:
+    child = command(out := tmp_path / "gpu.json", "--device", "cpu", *names)
     assert child.returncode == 0, child.stdout + child.stderr
     found = json.loads(out.read_text())["checks"]
-    wanted = {check.name: ON_A_CPU.get(check.name, "passed") for check in CHECKS}
-    assert {one["name"]: one["status"] for one in found} == wanted
+    assert {one["name"]: one["status"] for one in found} == {
+        name: ON_A_CPU.get(name, "passed") for name in names
+    }
     assert all(one["why"] for one in found if one["status"] == "not run")
     assert all(one["figures"] for one in found if one["status"] == "passed")
     assert len(child.stdout.splitlines()) == 1 + len(found), "a line each, after the machine's"
