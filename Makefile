@@ -57,7 +57,8 @@ $(READY):
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	@touch $(VENV)/unfinished && rm -f $(VENV)/ready-*
 	@echo 'setup: torch$(if $(TORCH_PIP_ARGS),,$(LARGE))'; $(PIP) $(TORCH_PIP_ARGS) "$(TORCH)"
-	@echo "setup: $$(grep -c '^[^\#].*==' $(LOCK)) locked packages"; $(PIP) --no-deps -r $(LOCK)
+	@# pip unpacks on one core.
+	@echo "setup: $$(grep -c '^[^\#].*==' $(LOCK)) locked packages"; grep '^[^#].*==' $(LOCK) | xargs -P 2 -n 30 $(PIP) --no-deps
 	@echo "setup: r3channel"; $(PIP) --no-deps --no-build-isolation -e .
 	@# On all cores: pip compiles on one. Left out is most of what no process imports. Some packages ship templates.
 	@$(BIN)/python -m compileall -qq -j 0 -x '/(tests?|models|multimodal_gen|data|rllib|serve|tune|train)/' $(VENV)/lib || :
@@ -82,9 +83,9 @@ chaos: setup
 
 # After a crash pytest-xdist waits for ever for the tests that the worker had: the run ends at once, and names the test.
 # Engines and trainers start on one core for most of their time, so two files of tests that have them go on side by side, too;
-# half of a unit test's time are processes that it waits for, so three go.
+# half of a unit test's time are processes that it waits for, so four go.
 test: setup
-	$(BIN)/python -m pytest -m "not full and not long and not $(HEAVY)" $(WORKERS) -n 3 $(ARGS)
+	$(BIN)/python -m pytest -m "not full and not long and not $(HEAVY)" $(WORKERS) -n 4 $(ARGS)
 	$(BIN)/python -m pytest -m "not full and not long and $(HEAVY)" $(WORKERS) $(ARGS)
 
 test-long: setup

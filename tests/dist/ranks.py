@@ -1,4 +1,4 @@
-"""The one rank program: `run_ranks` starts it as several processes, each runs `run(job)` of a module and keeps what it gives.
+"""The one rank program: `run_ranks` starts it, it forks one process a rank, and each runs `run(job)` of a module and keeps its result.
 
 Rendezvous by file, a deadline, and the failing rank named.
 """
@@ -9,19 +9,27 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from examples.embedded import megatron_shim
+from examples.embedded.sglang import kill_family
 from r3channel.plan.layout import TrainerLayout
 from tests.support.waits import ENGINE_S, RUN_S, await_memory, end_of
 
 ROOT = Path(__file__).parents[2]
+_MEGATRON = (
+    "mbridge.models.qwen3moe", "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer",
+    "megatron.core.distributed", "megatron.core.pipeline_parallel", "transformers.models.auto",
+)  # fmt: skip
+"""What a rank of Megatron imports when it runs."""
 Job = dict[str, Any]
 
 
@@ -42,34 +50,19 @@ def run_ranks(
     path = os.pathsep.join(map(str, [*overlay, ROOT]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     await_memory(0.7 * world_size, f"{world_size} ranks")
-    processes = list[subprocess.Popen[bytes]]()
-    for rank in range(world_size):
-        command = [
-            sys.executable, "-m", "tests.dist.ranks", module, json.dumps({**job, **where, "rank": rank}),
-        ]  # fmt: skip
-        with (folder / f"log.{rank}").open("wb") as log:
-            processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
+    command = [sys.executable, "-m", "tests.dist.ranks", module, json.dumps({**job, **where})]
+    results = [folder / f"result.{rank}.json" for rank in range(world_size)]
+    with (said := folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     try:
-        _wait(processes, folder, timeout_s)
+        code = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        late = [rank for rank, result in enumerate(results) if not result.exists()]
+        code = f"ranks {late} still running after {timeout_s} s{end_of(folder / f'log.{late[0]}') if late else ''}"
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [json.loads((folder / f"result.{rank}.json").read_text()) for rank in range(world_size)]
-
-
-def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        codes = [process.poll() for process in processes]
-        for rank, code in enumerate(codes):
-            late = code is None and time.monotonic() > deadline_s
-            what = f"still running after {timeout_s} s" if late else f"exit status {code}"
-            log = folder / f"log.{rank}"
-            assert not code and not late, f"rank {rank}: {what}\n{end_of(log)}"
-        if None not in codes:
-            return
-        time.sleep(0.05)
+        kill_family(process)
+    assert code == 0, f"{code}{end_of(said)}"
+    return [json.loads(result.read_text()) for result in results]
 
 
 def write_result(job: Job, result: Mapping[str, Any]) -> None:
@@ -95,8 +88,35 @@ def facts_of(module: str) -> dict[str, Callable[..., Any]]:
 
 
 def main(module: str, job: str) -> None:
+    """Fork all ranks of this process, which makes their imports once. The first that fails ends it."""
     torch.set_num_threads(1)
-    write_result(own := json.loads(job), import_module(module).run(own))
+    import_module(module)
+    if "examples.embedded.megatron" in sys.modules:
+        megatron_shim.install()
+        for name in _MEGATRON:
+            import_module(name)
+    own, context = json.loads(job), get_context("fork")
+    jobs = [{**own, "rank": rank} for rank in range(own["world_size"])]
+    ranks = [context.Process(target=_run, args=(module, each)) for each in jobs]
+    for process in ranks:
+        process.start()
+    while running := [process.sentinel for process in ranks if process.exitcode is None]:
+        wait(running)
+        for rank, process in enumerate(ranks):
+            if process.exitcode:
+                print(f"rank {rank}: exit status {process.exitcode}{end_of(_log(own, rank))}", flush=True)
+                os._exit(1)  # `run_ranks` kills those that are left
+
+
+def _run(module: str, job: Job) -> None:
+    with _log(job, job["rank"]).open("wb") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    write_result(job, import_module(module).run(job))
+
+
+def _log(job: Job, rank: int) -> Path:
+    return Path(job["out"]) / f"log.{rank}"
 
 
 if __name__ == "__main__":
