@@ -113,12 +113,14 @@ class Samples:
 
         Raises:
             FrameMissing: Frames did not come, and `on_lost` is not `live`.
+            UsageError: The relay was closed meanwhile.
         """
         self.expire()
         with self.clock.span("wait_generation", step=step), self.changed:
             late = self.table.outstanding(names)
             heard_s = dict.fromkeys((turn.name[0] for turn in late), begun_s := time.monotonic())
             while late and (now_s := time.monotonic()) < begun_s + timeout_s:
+                self.check_open()
                 heard_s |= {boot_id: now_s for boot_id in heard_s if self.engines.hears(boot_id)}
                 # at each event look at the last frame alone, not at thousands
                 if not self.table.is_awaited(late[-1]) or now_s >= heard_s[late[-1].name[0]] + _GONE_S:

@@ -246,17 +246,20 @@ def test_a_dp_rank_waits_for_its_own_rows(make_relay: MakeRelay, monkeypatch: py
 
 
 def test_closing_ends_waits_and_frees_memory(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
-    relay, slowly = make_relay("dp=2"), Slowly(monkeypatch)
+    relay, slowly = make_relay("dp=2", frame_timeout_s=10 * SOON_S), Slowly(monkeypatch)
     ticket = sealed(relay)
+    relay.add("late", reference_reply("late", TOKENS, serial=1), range(TOKENS))
     assert slowly.entered.wait(SOON_S)
     with ThreadPoolExecutor(4) as pool:
         receiving = pool.submit(receivers_of(relay)[1].receive, ticket)
         joining = pool.submit(relay.join_previous, timeout_s=10 * SOON_S)
-        waiting(relay, 2)
+        sealing = pool.submit(relay.seal, 1, Assignment.given([[["late"]], [["other"]]]))
+        waiting(relay, 3)
         closing = pool.submit(relay.close, timeout_s=SOON_S)
-        for ended in (receiving, joining):
-            with pytest.raises(errors.R3Error):
+        for ended in (receiving, joining, sealing):
+            with pytest.raises(errors.R3Error) as told:
                 ended.result(SOON_S)
+        assert isinstance(told.value, errors.UsageError) and "closed" in str(told.value)
         slowly.go_on.set()
         with pytest.raises(errors.StepError, match=r"\{0: \[\(0, 0, 0\), \(1, 0, 0\)\]\}.*running: \[\]"):
             closing.result(SOON_S)
