@@ -226,6 +226,7 @@ class Steps:
         if self._journal is not None:
             self._journal.write_ticket(step, ticket.to_bytes())
         with self._changed:
+            self._held.check_open()
             kept = [number for number, older in self._steps.items() if not (older.missing or older.in_use)]
             # these are kept only for a receiver that might connect again; now a newer step is sealed, so none will
             gone = {number: self._take_out(number) for number in kept}

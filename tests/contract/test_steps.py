@@ -269,6 +269,16 @@ def test_closing_ends_waits_and_frees_memory(make_relay: MakeRelay, monkeypatch:
         relay.find_undelivered(wait_s=10 * SOON_S)
 
 
+def test_a_seal_beside_a_close_is_refused(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relay is closed when the seal has taken its samples."""
+    relay = make_relay(journal="")
+    add(relay, "a")
+    take, table = relay.samples.table.take, relay.samples.table
+    monkeypatch.setattr(table, "take", lambda *given, **more: (take(*given, **more), relay.close())[0])
+    with pytest.raises(errors.UsageError, match="closed"):
+        relay.seal(0, each("a"))
+
+
 def test_closing_ends_a_group_whose_receiver_asked_for_it_and_never_joined(make_relay: MakeRelay) -> None:
     relay = make_relay(transport="gloo", join_timeout_s=10 * SOON_S)
     add(relay, "a")
