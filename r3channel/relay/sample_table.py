@@ -398,10 +398,17 @@ class SampleTable:
             sample.step = step
         return samples
 
-    def give_back(self, samples: Iterable[Sample]) -> None:
-        """Make samples wait for a step again, in their old places."""
+    def give_back(self, samples: Iterable[Sample], *, now_s: float | None = None) -> None:
+        """Make samples wait for a step again.
+
+        Args:
+            samples: The samples.
+            now_s: The time, for samples of a step that was sealed: they wait anew, behind all others.
+        """
         for sample in samples:
             sample.step = None
+            if now_s is not None:  # the step kept it from expiring, for as long as it took
+                sample.since_s, self.samples[sample.name] = now_s, self.samples.pop(sample.name)
 
     def remove(self, names: Iterable[str]) -> list[Sample]:
         """Remove samples, whatever their state, and return them.

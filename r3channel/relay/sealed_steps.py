@@ -254,7 +254,7 @@ class Steps:
             self._seals[step] = sealed.ticket.seal + 1
             samples = self._held.table.samples
             names = [name for name in sealed.ticket.assignment.sample_ids if name in samples]
-            self._held.table.give_back(samples[name] for name in names)
+            self._held.table.give_back([samples[name] for name in names], now_s=time.monotonic())
             sealed.wake()
             self._changed.notify_all()
         if self._journal is not None:

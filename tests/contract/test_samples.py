@@ -78,13 +78,16 @@ def test_samples_that_expire_are_named_once(make_relay: MakeRelay, caplog: pytes
     assert ["'old'" in one for one in said] == [True, False] and "1 frames without a reply" in said[1]
 
 
-def test_a_late_turn_keeps_its_sample_young(make_relay: MakeRelay) -> None:
+def test_a_late_turn_keeps_its_sample_young_and_so_does_a_step(make_relay: MakeRelay) -> None:
+    """A sample that an abandoned step gives back waits anew, however long that took."""
     relay = make_relay()
-    for name in ("a", "b"):
+    for name in ("given back", "a", "b"):
         relay.add(name, reply_for(name, 9), range(9))
+    relay.seal(0, one_batch("given back"))
     turn = draft_of("more", 4, first_row=8).encode().tobytes()
     relay.add_frame("a", turn, range(13), append=True)
     young_s = relay.samples.table.samples["a"].since_s
+    assert relay.abandon(0) == 1
     samples, _ = relay.samples.table.expire(before_s=young_s, unclaimed_s=0.0)
     assert [sample.name for sample in samples] == ["b"]
     relay.samples.let_go(samples, outcome="expired")
