@@ -265,9 +265,12 @@ class SampleTable:
     def wants(self, name: FrameName) -> bool:
         """Return whether a frame with this name is still needed.
 
-        False for a frame that is here undamaged, or was used: what comes now is a second copy.
+        False for a frame that is here undamaged, or was used: what comes now is a second copy. False, too, where a step has the
+        sample and goes on without the frame.
         """
-        kept = self._unclaimed.get(name)
+        kept, turn = self._unclaimed.get(name), self._awaited.get(name)
+        if turn is not None and self.samples[turn.sample_id].step is not None:
+            return False
         return name not in self._used and (kept is None or isinstance(kept.what, R3Error))
 
     def owner(self, name: FrameName) -> Turn | None:

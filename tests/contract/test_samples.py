@@ -140,6 +140,7 @@ def test_a_frame_that_comes_too_late_for_its_rows_is_freed_with_its_sample(make_
     assert shard.live_counts()["invalid"] == 8
     relay.join_previous(timeout_s=SOON_S)
     assert relay.status()["store"]["frames"] == 0
+    assert relay.metrics.value("r3channel_samples_total", outcome="live") == 1
 
 
 def test_rows_that_came_and_are_wrong_are_never_left_to_the_live_router(make_relay: MakeRelay) -> None:
