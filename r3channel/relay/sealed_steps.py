@@ -158,7 +158,7 @@ class Steps:
                     undo.callback(table.give_back, samples)
                 told = Samples.of_packed(names, [sample.packed or sample.pack() for sample in samples])
                 ticket = before or Ticket(
-                    self.run, step, spec, self.layout, assignment, told, config.bucket_bytes,
+                    self.run, int(step), spec, self.layout, assignment, told, config.bucket_bytes,
                     token_tensors=tuple(tensor.option for tensor in held.tensors), seal=seal,
                 )  # fmt: skip
                 ticket.check()

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
@@ -126,7 +127,7 @@ def test_whatever_breaks_a_step_is_that_steps_error_and_the_relay_goes_on(
     add(relay, "a", "b")
     with monkeypatch.context() as patch:
         patch.setattr(SealedStep if broken == "prepare" else Recorder, broken, breaks)
-        ticket = relay.seal(0, each("a"))
+        ticket = relay.seal(np.int64(0), each("a"))  # pyright: ignore[reportArgumentType]
         until(lambda: relay.status()["steps"][0]["state"] == "FAILED")
         (receiver,) = receivers_of(relay)
         with pytest.raises(errors.StepError, match=r"step 0: .*MemoryError\('no room for an index'\)"):
