@@ -211,7 +211,7 @@ class SampleTable:
             TurnMismatch: The rows or the tokens do not continue the turns before.
             RowCountMismatch: The rows do not fit the reply's tokens.
             FrameCorrupt: The frame belongs to another request, or was damaged on its way.
-            FrameReferenceInvalid: The frame reference is for another request.
+            FrameReferenceInvalid: The frame reference is for another request, or its frame is another reply's.
         """
         sample, rows, reference, kept = self._check_name(turn), turn.rows, turn.reference, None
         turn.first_row = self.rows_announced(turn.sample_id)
@@ -230,6 +230,11 @@ class SampleTable:
             raise errors.TurnMismatch(
                 f"{turn.where}: the first {turn.first_row} tokens differ from those that the held rows were made for; expected "
                 "the same. Was the conversation tokenized anew? Append token ids, not text"
+            )
+        if reference is not None and (turn.name in self._used or turn.name in self._awaited):
+            raise errors.FrameReferenceInvalid(
+                f"{turn.where}: another reply has or awaits frame {reference.serial} of its frame reference, or it was dropped with "
+                "one that was refused; expected a frame of its own. Was a reply added twice?"
             )
         if kept is not None:
             rows = _of_turn(turn, kept.what, cut)

@@ -294,6 +294,16 @@ def test_swapped_references_are_refused(place: Place) -> None:
             place.add("s1", first, 9)
 
 
+def test_a_reply_that_is_added_twice_is_refused_and_costs_the_first_nothing(place: Place) -> None:
+    place.relay.samples.engines.greet(direct.hello_of())
+    place.add("first", reply := direct.reference_reply("r", 9, serial=1), 9)
+    for _ in range(2):  # while its frame is awaited, and when it is here
+        with pytest.raises(errors.FrameReferenceInvalid, match=r"sample again .*added twice"):
+            place.add("again", reply, 9)
+        direct.deliver(place.relay, (1, frame("r", 8)))
+    place.seal("first")
+
+
 @pytest.mark.parametrize("frame_first", [True, False])
 def test_a_reference_of_a_reply_without_a_name_takes_no_others_frame(place: Place, frame_first: bool) -> None:
     """The key of request a with the serial of b's frame; both have 8 rows."""
