@@ -226,10 +226,11 @@ class SampleTable:
                 raise _of_sample(kept.what, turn.sample_id)
         if (source := rows or reference) is not None:
             _check_fit(turn, source)
-        if sample is not None and turn.held_hash not in (None, sample.last.prefix_hash):
+        other = sample is not None and turn.held_hash not in (None, sample.last.prefix_hash)
+        if other or turn.end_row < turn.first_row:
             raise errors.TurnMismatch(
-                f"{turn.where}: the first {turn.first_row} tokens differ from those that the held rows were made for; expected "
-                "the same. Was the conversation tokenized anew? Append token ids, not text"
+                f"{turn.where}: the first {turn.first_row} tokens differ from those that the held rows were made for, or none "
+                "follows; expected the same and more. Was the conversation tokenized anew? Append token ids, not text"
             )
         if reference is not None and (turn.name in self._used or turn.name in self._awaited):
             raise errors.FrameReferenceInvalid(

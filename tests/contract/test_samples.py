@@ -158,6 +158,8 @@ def test_tokens_that_the_loop_appends_are_refused_with_the_way_to_add_them(make_
     with pytest.raises(errors.RowCountMismatch, match=r"add them next: `add_live\(\.\.\., append=True\)"):
         relay.add("s", reply_for("s", 9), range(10))
     relay.add("s", reply_for("s", 9), range(9))
+    with pytest.raises(errors.TurnMismatch, match=r"the first 8 tokens .* or none follows"):
+        relay.add_live("s", range(8), append=True)
     relay.add_live("s", range(10), append=True)
     sample = relay.seal(0, one_batch("s")).sample("s")
     assert (sample.tokens, sample.invalid) == (10, ((8, 9),))
