@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -120,16 +121,8 @@ def test_tokens_that_are_no_ids_are_refused_and_the_frame_waits(place: Place) ->
 
 
 def test_a_connection_without_a_thread_costs_no_other(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, refused = threading.Thread.start, []
-
-    def refuse_one(thread: threading.Thread) -> None:
-        if thread.name == "r3channel-ingest-one" and not refused:
-            refused.append(thread)
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse_one)
-    with pytest.raises(OSError):
+    with monkeypatch.context() as patched, pytest.raises(OSError):
+        patched.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         place.hello(direct.hello_of().to_bytes())
     assert place.hello(direct.hello_of().to_bytes()) == 200
 
