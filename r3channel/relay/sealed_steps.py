@@ -407,6 +407,8 @@ class Steps:
                 tensors = {name: [one.block.view for one in own] for name, own in sealed.tensors.items()}
                 recorder.write(sealed.ticket, sealed.turns, tensors)
         except Exception as error:
+            if self._steps.get(step) is not sealed:  # abandoned: its rows may have been written over
+                return
             log.exception("r3channel: step %d", step)
             text = f"step {step}: cannot be sent or recorded: {error!r}"
             told = error if isinstance(error, R3Error) else StepError(text, step=step)

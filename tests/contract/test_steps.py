@@ -100,8 +100,9 @@ def check_delivered(relay: Relay, ticket: Ticket) -> list[RankShard]:
 
 
 def test_who_waits_is_told_of_an_abandon(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
-    relay, slowly = make_relay(), Slowly(monkeypatch)
-    add(relay, "a")
+    """While its rows are prepared. They may be written over: another sample lies there before that ends."""
+    relay, slowly, long = make_relay("cp=2"), Slowly(monkeypatch), range(6000)
+    relay.add("a", reply_for("a", len(long)), long)
     with ThreadPoolExecutor(1) as pool:
         receiving = pool.submit(receivers_of(relay)[0].receive, relay.seal(0, each("a")))
         assert slowly.entered.wait(SOON_S)
@@ -111,9 +112,10 @@ def test_who_waits_is_told_of_an_abandon(make_relay: MakeRelay, monkeypatch: pyt
         with pytest.raises(errors.TicketMismatch, match="abandoned"):
             receiving.result(SOON_S)
         relay.discard(["a"])
+        relay.add("b", reply_for("b", len(long), seed=1), long)
         slowly.go_on.set()
-    add(relay, "a")
-    check_delivered(relay, relay.seal(1, each("a")))
+    check_delivered(relay, relay.seal(1, each("b")))
+    assert relay.metrics.value("r3channel_rejected_total", reason="corrupt") == 0
 
 
 @pytest.mark.parametrize("broken", ["prepare", "write"])
