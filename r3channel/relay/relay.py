@@ -443,9 +443,10 @@ class Relay:
         with self.clock.span("wait_join"):
             steps = self.find_undelivered(wait_s=limit)
         if steps:
+            entered = "Have those trainers entered the step? A send cannot finish before its receiver starts"
             raise errors.DeadlineExceeded(
                 f"waited {limit:.1f} s for the send of step(s) {sorted(steps)}; not acknowledged by (dp, pp, cp) "
-                f"{_as_lists(steps)}. Have those trainers entered the step? A send cannot finish before its receiver starts",
+                f"{_as_lists(steps)}. {self.steps.failure() or entered}",
                 ranks=[key for keys in steps.values() for key in keys],
                 step=min(steps),
             )

@@ -276,6 +276,11 @@ class Steps:
             self._changed.wait_for(ended, timeout=wait_s)
             return self._missing()
 
+    def failure(self) -> R3Error | None:
+        """Return why a step under way cannot be delivered."""
+        with self._changed:
+            return next((each.error for each in self._steps.values() if each.error and each.missing), None)
+
     def _missing(self) -> dict[int, tuple[ShardKey, ...]]:
         return {step: tuple(sorted(each.missing)) for step, each in self._steps.items() if each.missing}
 

@@ -134,6 +134,8 @@ def test_whatever_breaks_a_step_is_that_steps_error_and_the_relay_goes_on(
         (receiver,) = receivers_of(relay)
         with pytest.raises(errors.StepError, match=r"step 0: .*MemoryError\('no room for an index'\)"):
             receiver.receive(ticket)
+    with pytest.raises(errors.DeadlineExceeded, match=r"step 0: .*MemoryError\('no room for an index'\)"):
+        relay.join_previous(timeout_s=0)
     assert relay.abandon(0) == 1
     check_delivered(relay, relay.seal(0, each("a", "b")))
 
