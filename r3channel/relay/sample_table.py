@@ -234,8 +234,7 @@ class SampleTable:
             )
         if reference is not None and (turn.name in self._used or turn.name in self._awaited):
             raise errors.FrameReferenceInvalid(
-                f"{turn.where}: another reply has or awaits frame {reference.serial} of its frame reference, or it was dropped with "
-                "one that was refused; expected a frame of its own. Was a reply added twice?"
+                f"{turn.where}: frame {reference.serial} is another reply's, or went with a refused one. Was a reply added twice?"
             )
         if kept is not None:
             rows = _of_turn(turn, kept.what, cut)
@@ -388,13 +387,10 @@ class SampleTable:
         incomplete = [self._incomplete[name] for name in names if name in self._incomplete]
         failed = [sample for sample in incomplete if sample.error is not None]
         if failed:
-            first = failed[0].error
+            first, more = failed[0].error, f" (and {len(failed) - 1} more samples)" if len(failed) > 1 else ""
             assert first is not None
             raise type(first)(
-                f"step {step}: {first}"
-                + (f" (and {len(failed) - 1} more samples)" if len(failed) > 1 else ""),
-                samples=[sample.name for sample in failed],
-                step=step,
+                f"step {step}: {first}{more}", samples=[sample.name for sample in failed], step=step
             )
         late = [sample.name for sample in incomplete if sample.awaited]
         if late:

@@ -91,10 +91,8 @@ class Samples:
             held, sample = self.table.rows_announced(sample_id), self.table.samples.get(sample_id)
             if tokens is None or sample is None:
                 return held
-            wanted, unsound = (
-                sample.last.prefix_hash,
-                sample.step is not None or sample.error or sample.live_rows,
-            )
+            wanted = sample.last.prefix_hash
+            unsound = sample.step is not None or sample.error or sample.live_rows
         same = held <= len(tokens) and hash_tokens(as_tokens(tokens[:held])) == wanted
         return held if same and not unsound else 0
 
@@ -181,10 +179,8 @@ class Samples:
                 held.block.free()
             if (recorder := self.recorder) is not None:
                 recorder.forget(sample.name)
-            special = (
-                "live" if sample.live_rows else "cut" if any(turn.cut for turn in sample.turns) else outcome
-            )
-            self.count("rejected" if sample.error else special if outcome == "delivered" else outcome)
+            how = "live" if sample.live_rows else "cut" if any(turn.cut for turn in sample.turns) else outcome
+            self.count("rejected" if sample.error else how if outcome == "delivered" else outcome)
 
     def free(self, *what: VerifiedRows | errors.R3Error | None) -> None:
         """Free the memory of rows, and delete them from the journal.
@@ -233,11 +229,10 @@ class Samples:
             LookupError: No sample waits for a step.
         """
         with self.changed:
-            waiting = (s.since_s for s in self.table.samples.values() if s.step is None)
-            oldest_s = next(waiting, None)
-        if oldest_s is None:
-            raise LookupError("no sample waits for a step")
-        return oldest_s + self.config.expiry_s - time.monotonic()
+            for sample in self.table.samples.values():
+                if sample.step is None:
+                    return sample.since_s + self.config.expiry_s - time.monotonic()
+        raise LookupError("no sample waits for a step")
 
     def status(self) -> Json:
         """Return where the samples are that no step has taken.
