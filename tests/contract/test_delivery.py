@@ -106,13 +106,8 @@ def test_a_receiver_that_comes_twice_is_served_on_its_newest_connection(make_rel
 
 
 def test_any_failure_of_a_receiver_is_raised_not_swallowed(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=1")
-
-    class Broken:
-        def hello(self, **_: Any) -> dict[str, Any]:
-            raise OSError("cable")
-
-    (receiver,) = receivers_of(relay, control=Broken())
+    relay, broken = make_relay("dp=1"), Mock(hello=Mock(side_effect=OSError("cable")))
+    (receiver,) = receivers_of(relay, control=broken)
     with pytest.raises(OSError, match="cable"):
         receiver.receive(sealed(relay))
     check_rows(receivers_of(relay)[0].receive(ticket_of(relay, 0)))
