@@ -111,14 +111,14 @@ class Recorder:
     def write(
         self, ticket: Ticket, turns: Sequence[Sequence[TurnRows]], tensors: Mapping[str, Sequence[Bytes]] = _NONE,
     ) -> None:  # fmt: skip
-        """Append a sealed step, and forget the tokens of its samples.
+        """Append a sealed step; `forget` ends the wait of its samples' tokens.
 
         Args:
             ticket: the step's ticket.
             turns: rows of each sample's turns, samples in the ticket's order.
             tensors: sample id -> frames that its turns bring beside their rows.
         """
-        tokens = [self._kept.pop(name, _NO_TOKENS) for name in ticket.assignment.sample_ids]
+        tokens = [self._kept.get(name, _NO_TOKENS) for name in ticket.assignment.sample_ids]
         frames = ([(0, head_of(turn, ticket.spec), turn.ids_TLK.data) for turn in sample] for sample in turns)
         records = [] if self.stopped else [*_records(ticket, tokens, frames, tensors)]
         path = self.folder / segment_name(ticket.step)

@@ -98,13 +98,12 @@ class EngineRegistry:
             refused, silent = self._heard.get(name), deadline_s is not None and name not in self._heard
         if isinstance(refused, str):
             raise PluginNotApplied(f"engine {name} is refused: {refused}")
-        if not silent:
-            return
-        raise PluginNotApplied(
-            f"engine {name} did not say hello in time. Is r3channel installed in its environment, was it started with "
-            "R3CHANNEL_ENGINE=1, and, for direct delivery, with this relay's R3CHANNEL_RELAY_URL and R3CHANNEL_TOKEN_FILE? "
-            "Its log names a hook or a hello that failed; `r3channel doctor --engine URL` asks it"
-        )
+        if silent:
+            raise PluginNotApplied(
+                f"engine {name} did not say hello in time. Is r3channel installed in its environment, was it started with "
+                "R3CHANNEL_ENGINE=1, and, for direct delivery, with this relay's R3CHANNEL_RELAY_URL and R3CHANNEL_TOKEN_FILE? "
+                "Its log names a hook or a hello that failed; `r3channel doctor --engine URL` asks it"
+            )
 
     def knows(self, boot_id: int) -> bool:
         return boot_id in self._names and not isinstance(self._heard.get(self._names[boot_id]), str)

@@ -328,7 +328,12 @@ class Intake:
             raise errors.UsageError(f"{turn.where}: cut=True, and token_tensors are declared")
         what: VerifiedRows | FrameReference | None = None
         if referred:
-            what = turn.reference = self._reference(begun, source)
+            if source.left and not self._tensors:
+                raise errors.FrameReferenceInvalid(
+                    f"{len(begun) + source.left} bytes, expected {REFERENCE_BYTES}; do tensors lie behind the frame reference "
+                    "that token_tensors does not name?"
+                )
+            what = turn.reference = FrameReference.from_bytes(begun)
         elif not turn.live:
             self._samples.expire()
             what = turn.rows = self.verifier.keep(
@@ -347,14 +352,6 @@ class Intake:
                 source, self._samples.store, self._tensors, where=turn.where, tokens=turn.tokens,
                 held_rows=turn.first_row, key=key, room_s=room_s,
             )  # fmt: skip
-
-    def _reference(self, begun: memoryview, source: Source) -> FrameReference:
-        if source.left and not self._tensors:
-            raise errors.FrameReferenceInvalid(
-                f"{len(begun) + source.left} bytes, expected {REFERENCE_BYTES}; do tensors lie behind the frame reference that "
-                "token_tensors does not name?"
-            )
-        return FrameReference.from_bytes(begun)
 
     def _note(self, turn: Turn) -> None:
         """Write to the journal whose frame this is, once both are here."""

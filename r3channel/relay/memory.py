@@ -131,12 +131,15 @@ class Store:
         deadline_s, mine = time.monotonic() + timeout_s, _Waiter(nbytes)
         self._waiting.append(mine)
         self._grant()
-        while not (mine.granted or self._closed) and (left_s := deadline_s - time.monotonic()) > 0:
-            self._changed.wait(left_s)
+        try:
+            while not (mine.granted or self._closed) and (left_s := deadline_s - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+        finally:  # also after a signal, whose handler raises here
+            if not mine.granted:
+                self._waiting.remove(mine)
+                self._grant()  # there may be room for whoever waited behind this one
         if mine.granted:
             return
-        self._waiting.remove(mine)
-        self._grant()  # there may be room for whoever waited behind this one
         if self._closed:
             raise UsageError("the store is closed")
         raise StoreFull(

@@ -443,9 +443,10 @@ class Relay:
         with self.clock.span("wait_join"):
             steps = self.find_undelivered(wait_s=limit)
         if steps:
+            entered = "Have those trainers entered the step? A send cannot finish before its receiver starts"
             raise errors.DeadlineExceeded(
                 f"waited {limit:.1f} s for the send of step(s) {sorted(steps)}; not acknowledged by (dp, pp, cp) "
-                f"{_as_lists(steps)}. Have those trainers entered the step? A send cannot finish before its receiver starts",
+                f"{_as_lists(steps)}. {self.steps.failure() or entered}",
                 ranks=[key for keys in steps.values() for key in keys],
                 step=min(steps),
             )
@@ -534,13 +535,9 @@ class Relay:
         watch("r3channel_store_bytes", lambda: samples.store.live_bytes)
         watch("r3channel_oldest_in_flight_seconds", steps.oldest_s)
         watch("r3channel_background_thread_alive", lambda: float(samples.broken is None))
-        watch("r3channel_recording_lost_steps", self._lost_steps)
+        # without a recorder this raises, which leaves the gauge out
+        watch("r3channel_recording_lost_steps", lambda: samples.recorder.lost)  # pyright: ignore[reportOptionalMemberAccess]
         watch("r3channel_connection", lambda: max(rows.status()["lives"].values(), default=0))
-
-    def _lost_steps(self) -> float:
-        if (recorder := self.samples.recorder) is None:
-            raise LookupError("nothing is recorded")  # leaves the gauge out
-        return recorder.lost
 
 
 def _as_lists(missing: Mapping[int, Sequence[ShardKey]]) -> dict[int, list[ShardKey]]:

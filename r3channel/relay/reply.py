@@ -130,8 +130,7 @@ def split_reply(body: bytes) -> tuple[Any, memoryview | None]:
     Raises:
         ValueError: As of `json.loads`, also for a body that is nested too deeply for it.
     """
-    (reply, text), *_ = _split(body, 1, lambda reply: [reply])
-    return reply, text
+    return _split(body, 1, lambda reply: [reply])[0]
 
 
 def split_replies(body: bytes) -> list[tuple[Any, memoryview | None]]:

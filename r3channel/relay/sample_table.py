@@ -211,7 +211,7 @@ class SampleTable:
             TurnMismatch: The rows or the tokens do not continue the turns before.
             RowCountMismatch: The rows do not fit the reply's tokens.
             FrameCorrupt: The frame belongs to another request, or was damaged on its way.
-            FrameReferenceInvalid: The frame reference is for another request.
+            FrameReferenceInvalid: The frame reference is for another request, or its frame is another reply's.
         """
         sample, rows, reference, kept = self._check_name(turn), turn.rows, turn.reference, None
         turn.first_row = self.rows_announced(turn.sample_id)
@@ -226,10 +226,15 @@ class SampleTable:
                 raise _of_sample(kept.what, turn.sample_id)
         if (source := rows or reference) is not None:
             _check_fit(turn, source)
-        if sample is not None and turn.held_hash not in (None, sample.last.prefix_hash):
+        other = sample is not None and turn.held_hash not in (None, sample.last.prefix_hash)
+        if other or turn.end_row < turn.first_row:
             raise errors.TurnMismatch(
-                f"{turn.where}: the first {turn.first_row} tokens differ from those that the held rows were made for; expected "
-                "the same. Was the conversation tokenized anew? Append token ids, not text"
+                f"{turn.where}: the first {turn.first_row} tokens differ from those that the held rows were made for, or none "
+                "follows; expected the same and more. Was the conversation tokenized anew? Append token ids, not text"
+            )
+        if reference is not None and (turn.name in self._used or turn.name in self._awaited):
+            raise errors.FrameReferenceInvalid(
+                f"{turn.where}: frame {reference.serial} is another reply's, or went with a refused one. Was a reply added twice?"
             )
         if kept is not None:
             rows = _of_turn(turn, kept.what, cut)
@@ -265,9 +270,12 @@ class SampleTable:
     def wants(self, name: FrameName) -> bool:
         """Return whether a frame with this name is still needed.
 
-        False for a frame that is here undamaged, or was used: what comes now is a second copy.
+        False for a frame that is here undamaged, or was used: what comes now is a second copy. False, too, where a step has the
+        sample and goes on without the frame.
         """
-        kept = self._unclaimed.get(name)
+        kept, turn = self._unclaimed.get(name), self._awaited.get(name)
+        if turn is not None and self.samples[turn.sample_id].step is not None:
+            return False
         return name not in self._used and (kept is None or isinstance(kept.what, R3Error))
 
     def owner(self, name: FrameName) -> Turn | None:
@@ -379,13 +387,10 @@ class SampleTable:
         incomplete = [self._incomplete[name] for name in names if name in self._incomplete]
         failed = [sample for sample in incomplete if sample.error is not None]
         if failed:
-            first = failed[0].error
+            first, more = failed[0].error, f" (and {len(failed) - 1} more samples)" if len(failed) > 1 else ""
             assert first is not None
             raise type(first)(
-                f"step {step}: {first}"
-                + (f" (and {len(failed) - 1} more samples)" if len(failed) > 1 else ""),
-                samples=[sample.name for sample in failed],
-                step=step,
+                f"step {step}: {first}{more}", samples=[sample.name for sample in failed], step=step
             )
         late = [sample.name for sample in incomplete if sample.awaited]
         if late:
@@ -398,10 +403,17 @@ class SampleTable:
             sample.step = step
         return samples
 
-    def give_back(self, samples: Iterable[Sample]) -> None:
-        """Make samples wait for a step again, in their old places."""
+    def give_back(self, samples: Iterable[Sample], *, now_s: float | None = None) -> None:
+        """Make samples wait for a step again.
+
+        Args:
+            samples: The samples.
+            now_s: The time, for samples of a step that was sealed: they wait anew, behind all others.
+        """
         for sample in samples:
             sample.step = None
+            if now_s is not None:  # the step kept it from expiring, for as long as it took
+                sample.since_s, self.samples[sample.name] = now_s, self.samples.pop(sample.name)
 
     def remove(self, names: Iterable[str]) -> list[Sample]:
         """Remove samples, whatever their state, and return them.

@@ -91,10 +91,8 @@ class Samples:
             held, sample = self.table.rows_announced(sample_id), self.table.samples.get(sample_id)
             if tokens is None or sample is None:
                 return held
-            wanted, unsound = (
-                sample.last.prefix_hash,
-                sample.step is not None or sample.error or sample.live_rows,
-            )
+            wanted = sample.last.prefix_hash
+            unsound = sample.step is not None or sample.error or sample.live_rows
         same = held <= len(tokens) and hash_tokens(as_tokens(tokens[:held])) == wanted
         return held if same and not unsound else 0
 
@@ -113,12 +111,14 @@ class Samples:
 
         Raises:
             FrameMissing: Frames did not come, and `on_lost` is not `live`.
+            UsageError: The relay was closed meanwhile.
         """
         self.expire()
         with self.clock.span("wait_generation", step=step), self.changed:
             late = self.table.outstanding(names)
             heard_s = dict.fromkeys((turn.name[0] for turn in late), begun_s := time.monotonic())
             while late and (now_s := time.monotonic()) < begun_s + timeout_s:
+                self.check_open()
                 heard_s |= {boot_id: now_s for boot_id in heard_s if self.engines.hears(boot_id)}
                 # at each event look at the last frame alone, not at thousands
                 if not self.table.is_awaited(late[-1]) or now_s >= heard_s[late[-1].name[0]] + _GONE_S:
@@ -179,10 +179,8 @@ class Samples:
                 held.block.free()
             if (recorder := self.recorder) is not None:
                 recorder.forget(sample.name)
-            special = (
-                "live" if sample.live_rows else "cut" if any(turn.cut for turn in sample.turns) else outcome
-            )
-            self.count("rejected" if sample.error else special if outcome == "delivered" else outcome)
+            how = "live" if sample.live_rows else "cut" if any(turn.cut for turn in sample.turns) else outcome
+            self.count("rejected" if sample.error else how if outcome == "delivered" else outcome)
 
     def free(self, *what: VerifiedRows | errors.R3Error | None) -> None:
         """Free the memory of rows, and delete them from the journal.
@@ -231,11 +229,10 @@ class Samples:
             LookupError: No sample waits for a step.
         """
         with self.changed:
-            waiting = (s.since_s for s in self.table.samples.values() if s.step is None)
-            oldest_s = next(waiting, None)
-        if oldest_s is None:
-            raise LookupError("no sample waits for a step")
-        return oldest_s + self.config.expiry_s - time.monotonic()
+            for sample in self.table.samples.values():
+                if sample.step is None:
+                    return sample.since_s + self.config.expiry_s - time.monotonic()
+        raise LookupError("no sample waits for a step")
 
     def status(self) -> Json:
         """Return where the samples are that no step has taken.

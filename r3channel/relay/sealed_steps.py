@@ -158,7 +158,7 @@ class Steps:
                     undo.callback(table.give_back, samples)
                 told = Samples.of_packed(names, [sample.packed or sample.pack() for sample in samples])
                 ticket = before or Ticket(
-                    self.run, step, spec, self.layout, assignment, told, config.bucket_bytes,
+                    self.run, int(step), spec, self.layout, assignment, told, config.bucket_bytes,
                     token_tensors=tuple(tensor.option for tensor in held.tensors), seal=seal,
                 )  # fmt: skip
                 ticket.check()
@@ -226,6 +226,7 @@ class Steps:
         if self._journal is not None:
             self._journal.write_ticket(step, ticket.to_bytes())
         with self._changed:
+            self._held.check_open()
             kept = [number for number, older in self._steps.items() if not (older.missing or older.in_use)]
             # these are kept only for a receiver that might connect again; now a newer step is sealed, so none will
             gone = {number: self._take_out(number) for number in kept}
@@ -253,7 +254,7 @@ class Steps:
             self._seals[step] = sealed.ticket.seal + 1
             samples = self._held.table.samples
             names = [name for name in sealed.ticket.assignment.sample_ids if name in samples]
-            self._held.table.give_back(samples[name] for name in names)
+            self._held.table.give_back([samples[name] for name in names], now_s=time.monotonic())
             sealed.wake()
             self._changed.notify_all()
         if self._journal is not None:
@@ -274,6 +275,11 @@ class Steps:
             ended = lambda: self._held.broken or not any(sealed.missing for sealed in steps)  # noqa: E731
             self._changed.wait_for(ended, timeout=wait_s)
             return self._missing()
+
+    def failure(self) -> R3Error | None:
+        """Return why a step under way cannot be delivered."""
+        with self._changed:
+            return next((each.error for each in self._steps.values() if each.error and each.missing), None)
 
     def _missing(self) -> dict[int, tuple[ShardKey, ...]]:
         return {step: tuple(sorted(each.missing)) for step, each in self._steps.items() if each.missing}
@@ -406,6 +412,8 @@ class Steps:
                 tensors = {name: [one.block.view for one in own] for name, own in sealed.tensors.items()}
                 recorder.write(sealed.ticket, sealed.turns, tensors)
         except Exception as error:
+            if self._steps.get(step) is not sealed:  # abandoned: its rows may have been written over
+                return
             log.exception("r3channel: step %d", step)
             text = f"step {step}: cannot be sent or recorded: {error!r}"
             told = error if isinstance(error, R3Error) else StepError(text, step=step)

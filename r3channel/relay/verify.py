@@ -178,9 +178,8 @@ class FrameVerifier:
         digests_L = rows.digests_before(end_row)
         ids_TLK = rows.ids_TLK[: end_row - rows.first_row]
         kept = replace(rows, ids_TLK=ids_TLK, provenance=spans, invalid=invalid, digests_L=digests_L)
-        if (
-            self.journal is not None
-        ):  # a frame of its own, so that a recovery after a kill finds these rows alone
+        if self.journal is not None:
+            # a frame of its own, so that a recovery after a kill finds these rows alone
             kept.ref = next(self._refs)
             parts = head_of(kept, self.spec), kept.ids_TLK.tobytes()
             self.journal.frame(kept.ref, parts, timeout_s=room_s, what=where)

@@ -145,14 +145,19 @@ class Listener:
                     log.warning("%s could not accept a connection: %s", self._where, error)
 
     def _receive(self, link: Connection) -> None:
+        thread = threading.Thread(target=self._greet, args=(link,), name="r3channel-link", daemon=True)
         with self._lock:
             # who holds the token is no stranger after a round trip: the oldest is the likeliest not to have it
             if len(self._strangers) >= MOST_STRANGERS:
                 oldest = next(iter(self._strangers))
                 del self._strangers[oldest]
                 oldest.abort("it gave way to a newer stranger")
+            try:
+                thread.start()  # it takes the lock before it looks for its link
+            except RuntimeError:
+                link.close()
+                raise
             self._strangers[link] = None
-        threading.Thread(target=self._greet, args=(link,), name="r3channel-link", daemon=True).start()
 
     def _greet(self, link: Connection) -> None:
         try:

@@ -54,19 +54,12 @@ def interfaces() -> list[Interface]:
     """
     import psutil
 
-    states, kinds = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6)
-    return [
-        Interface(
-            name=name,
-            up=states[name].isup,
-            addresses=tuple(
-                at.address.partition("%")[0] for kind in kinds for at in found if at.family == kind
-            ),
-            speed_mbit_s=states[name].speed or None,
-        )
-        for name, found in psutil.net_if_addrs().items()
-        if name in states
-    ]
+    states, kinds, found = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6), list[Interface]()
+    for name, own in psutil.net_if_addrs().items():
+        addresses = tuple(at.address.partition("%")[0] for kind in kinds for at in own if at.family == kind)
+        if (state := states.get(name)) is not None:
+            found.append(Interface(name, state.isup, addresses, state.speed or None))
+    return found
 
 
 def route_to(address: str) -> str | None:

@@ -106,13 +106,8 @@ def test_a_receiver_that_comes_twice_is_served_on_its_newest_connection(make_rel
 
 
 def test_any_failure_of_a_receiver_is_raised_not_swallowed(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=1")
-
-    class Broken:
-        def hello(self, **_: Any) -> dict[str, Any]:
-            raise OSError("cable")
-
-    (receiver,) = receivers_of(relay, control=Broken())
+    relay, broken = make_relay("dp=1"), Mock(hello=Mock(side_effect=OSError("cable")))
+    (receiver,) = receivers_of(relay, control=broken)
     with pytest.raises(OSError, match="cable"):
         receiver.receive(sealed(relay))
     check_rows(receivers_of(relay)[0].receive(ticket_of(relay, 0)))
@@ -178,9 +173,14 @@ def test_an_engine_without_the_plug_in_is_noticed_at_start(make_relay: MakeRelay
 
 
 def test_a_recording_holds_the_step_as_it_was_sent(make_relay: MakeRelay, tmp_path: Path) -> None:
+    """Also one that was given up when it had been recorded, and sealed again."""
     relay = make_relay("dp=2", recorder=Recorder(tmp_path))
-    ticket = sealed(relay)
+    given_up = sealed(relay)
+    until(lambda: not relay.steps._steps[0].in_use)
+    relay.abandon(0)
+    ticket = relay.seal(0, given_up.assignment)
     shards = receive(receivers_of(relay), ticket)
+    until(lambda: relay.status()["store"]["frames"] == 0, "it is recorded, and freed")
     recording = recorded(tmp_path)
     assert recording.ticket == ticket
     for shard in shards:

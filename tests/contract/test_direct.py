@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -120,16 +121,8 @@ def test_tokens_that_are_no_ids_are_refused_and_the_frame_waits(place: Place) ->
 
 
 def test_a_connection_without_a_thread_costs_no_other(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, refused = threading.Thread.start, []
-
-    def refuse_one(thread: threading.Thread) -> None:
-        if thread.name == "r3channel-ingest-one" and not refused:
-            refused.append(thread)
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse_one)
-    with pytest.raises(OSError):
+    with monkeypatch.context() as patched, pytest.raises(OSError):
+        patched.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         place.hello(direct.hello_of().to_bytes())
     assert place.hello(direct.hello_of().to_bytes()) == 200
 
@@ -292,6 +285,16 @@ def test_swapped_references_are_refused(place: Place) -> None:
         first["meta_info"]["id"], second["meta_info"]["id"] = "r2", "r1"
         with pytest.raises(errors.FrameReferenceInvalid, match="were replies swapped"):
             place.add("s1", first, 9)
+
+
+def test_a_reply_that_is_added_twice_is_refused_and_costs_the_first_nothing(place: Place) -> None:
+    place.relay.samples.engines.greet(direct.hello_of())
+    place.add("first", reply := direct.reference_reply("r", 9, serial=1), 9)
+    for _ in range(2):  # while its frame is awaited, and when it is here
+        with pytest.raises(errors.FrameReferenceInvalid, match=r"sample again .*added twice"):
+            place.add("again", reply, 9)
+        direct.deliver(place.relay, (1, frame("r", 8)))
+    place.seal("first")
 
 
 @pytest.mark.parametrize("frame_first", [True, False])

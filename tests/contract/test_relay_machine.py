@@ -106,6 +106,8 @@ class Model:
             error = errors.SampleUnknown
         elif error is None and turn.first != held:
             error = errors.TurnMismatch if held else errors.RowCountMismatch
+        elif error is None and turn.serial and turn.serial in {*self.used, *self.awaited()}:
+            error = errors.FrameReferenceInvalid
         if here is not None or (error and turn.serial not in self.awaited()):
             self.used.add(turn.serial)
         if error is None:

@@ -78,13 +78,16 @@ def test_samples_that_expire_are_named_once(make_relay: MakeRelay, caplog: pytes
     assert ["'old'" in one for one in said] == [True, False] and "1 frames without a reply" in said[1]
 
 
-def test_a_late_turn_keeps_its_sample_young(make_relay: MakeRelay) -> None:
+def test_a_late_turn_keeps_its_sample_young_and_so_does_a_step(make_relay: MakeRelay) -> None:
+    """A sample that an abandoned step gives back waits anew, however long that took."""
     relay = make_relay()
-    for name in ("a", "b"):
+    for name in ("given back", "a", "b"):
         relay.add(name, reply_for(name, 9), range(9))
+    relay.seal(0, one_batch("given back"))
     turn = draft_of("more", 4, first_row=8).encode().tobytes()
     relay.add_frame("a", turn, range(13), append=True)
     young_s = relay.samples.table.samples["a"].since_s
+    assert relay.abandon(0) == 1
     samples, _ = relay.samples.table.expire(before_s=young_s, unclaimed_s=0.0)
     assert [sample.name for sample in samples] == ["b"]
     relay.samples.let_go(samples, outcome="expired")
@@ -137,6 +140,7 @@ def test_a_frame_that_comes_too_late_for_its_rows_is_freed_with_its_sample(make_
     assert shard.live_counts()["invalid"] == 8
     relay.join_previous(timeout_s=SOON_S)
     assert relay.status()["store"]["frames"] == 0
+    assert relay.metrics.value("r3channel_samples_total", outcome="live") == 1
 
 
 def test_rows_that_came_and_are_wrong_are_never_left_to_the_live_router(make_relay: MakeRelay) -> None:
@@ -154,6 +158,8 @@ def test_tokens_that_the_loop_appends_are_refused_with_the_way_to_add_them(make_
     with pytest.raises(errors.RowCountMismatch, match=r"add them next: `add_live\(\.\.\., append=True\)"):
         relay.add("s", reply_for("s", 9), range(10))
     relay.add("s", reply_for("s", 9), range(9))
+    with pytest.raises(errors.TurnMismatch, match=r"the first 8 tokens .* or none follows"):
+        relay.add_live("s", range(8), append=True)
     relay.add_live("s", range(10), append=True)
     sample = relay.seal(0, one_batch("s")).sample("s")
     assert (sample.tokens, sample.invalid) == (10, ((8, 9),))

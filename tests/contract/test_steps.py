@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
@@ -43,16 +44,6 @@ def add(relay: Relay, *names: str) -> None:
 def each(*names: str) -> Assignment:
     """Each sample is a micro-batch."""
     return Assignment.given([[[name] for name in names]])
-
-
-def check_untouched(relay: Relay, *names: str) -> None:
-    """These samples wait for a step, nothing else is here, and no file says otherwise."""
-    status = relay.status()
-    assert status["pending"] == sorted(names) and status["steps"] == {}
-    assert status["store"]["frames"] == len(names)
-    assert relay.samples.journal is not None
-    kept = sorted(path.suffix for path in relay.samples.journal.folder.iterdir() if path.suffix)
-    assert kept == [".frame"] * len(names)
 
 
 # -- all or nothing ----------------------------------------------------------------------------------------------------
@@ -99,8 +90,9 @@ def check_delivered(relay: Relay, ticket: Ticket) -> list[RankShard]:
 
 
 def test_who_waits_is_told_of_an_abandon(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
-    relay, slowly = make_relay(), Slowly(monkeypatch)
-    add(relay, "a")
+    """While its rows are prepared. They may be written over: another sample lies there before that ends."""
+    relay, slowly, long = make_relay("cp=2"), Slowly(monkeypatch), range(6000)
+    relay.add("a", reply_for("a", len(long)), long)
     with ThreadPoolExecutor(1) as pool:
         receiving = pool.submit(receivers_of(relay)[0].receive, relay.seal(0, each("a")))
         assert slowly.entered.wait(SOON_S)
@@ -110,9 +102,10 @@ def test_who_waits_is_told_of_an_abandon(make_relay: MakeRelay, monkeypatch: pyt
         with pytest.raises(errors.TicketMismatch, match="abandoned"):
             receiving.result(SOON_S)
         relay.discard(["a"])
+        relay.add("b", reply_for("b", len(long), seed=1), long)
         slowly.go_on.set()
-    add(relay, "a")
-    check_delivered(relay, relay.seal(1, each("a")))
+    check_delivered(relay, relay.seal(1, each("b")))
+    assert relay.metrics.value("r3channel_rejected_total", reason="corrupt") == 0
 
 
 @pytest.mark.parametrize("broken", ["prepare", "write"])
@@ -126,11 +119,13 @@ def test_whatever_breaks_a_step_is_that_steps_error_and_the_relay_goes_on(
     add(relay, "a", "b")
     with monkeypatch.context() as patch:
         patch.setattr(SealedStep if broken == "prepare" else Recorder, broken, breaks)
-        ticket = relay.seal(0, each("a"))
+        ticket = relay.seal(np.int64(0), each("a"))  # pyright: ignore[reportArgumentType]
         until(lambda: relay.status()["steps"][0]["state"] == "FAILED")
         (receiver,) = receivers_of(relay)
         with pytest.raises(errors.StepError, match=r"step 0: .*MemoryError\('no room for an index'\)"):
             receiver.receive(ticket)
+    with pytest.raises(errors.DeadlineExceeded, match=r"step 0: .*MemoryError\('no room for an index'\)"):
+        relay.join_previous(timeout_s=0)
     assert relay.abandon(0) == 1
     check_delivered(relay, relay.seal(0, each("a", "b")))
 
@@ -144,12 +139,16 @@ CUTS = {
 
 
 @pytest.mark.parametrize("layout", CUTS)
-def test_what_cannot_be_cut_is_refused_before_a_sample_is_taken(make_relay: MakeRelay, layout: str) -> None:
+def test_what_cannot_be_cut_is_refused_before_a_sample_is_taken(
+    make_relay: MakeRelay, tmp_path: Path, layout: str
+) -> None:
     relay = make_relay(layout)
     add(relay, *"abc")
     with pytest.raises(errors.ConfigError):
         relay.seal(0, Assignment.given(CUTS[layout]))
-    check_untouched(relay, *"abc")
+    status, files = relay.status(), sorted(path.suffix for path in tmp_path.glob("*/*.*"))
+    assert (status["pending"], status["steps"], files) == ([*"abc"], {}, [".frame"] * 3)
+    assert status["store"]["frames"] == 3
     assert relay.discard([*"abc"]) == 3 and relay.status()["store"]["bytes"] == 0
 
 
@@ -246,17 +245,20 @@ def test_a_dp_rank_waits_for_its_own_rows(make_relay: MakeRelay, monkeypatch: py
 
 
 def test_closing_ends_waits_and_frees_memory(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
-    relay, slowly = make_relay("dp=2"), Slowly(monkeypatch)
+    relay, slowly = make_relay("dp=2", frame_timeout_s=10 * SOON_S), Slowly(monkeypatch)
     ticket = sealed(relay)
+    relay.add("late", reference_reply("late", TOKENS, serial=1), range(TOKENS))
     assert slowly.entered.wait(SOON_S)
     with ThreadPoolExecutor(4) as pool:
         receiving = pool.submit(receivers_of(relay)[1].receive, ticket)
         joining = pool.submit(relay.join_previous, timeout_s=10 * SOON_S)
-        waiting(relay, 2)
+        sealing = pool.submit(relay.seal, 1, Assignment.given([[["late"]], [["other"]]]))
+        waiting(relay, 3)
         closing = pool.submit(relay.close, timeout_s=SOON_S)
-        for ended in (receiving, joining):
-            with pytest.raises(errors.R3Error):
+        for ended in (receiving, joining, sealing):
+            with pytest.raises(errors.R3Error) as told:
                 ended.result(SOON_S)
+        assert isinstance(told.value, errors.UsageError) and "closed" in str(told.value)
         slowly.go_on.set()
         with pytest.raises(errors.StepError, match=r"\{0: \[\(0, 0, 0\), \(1, 0, 0\)\]\}.*running: \[\]"):
             closing.result(SOON_S)
@@ -264,6 +266,16 @@ def test_closing_ends_waits_and_frees_memory(make_relay: MakeRelay, monkeypatch:
     assert relay.samples.journal is not None and not relay.samples.journal.folder.exists()
     with pytest.raises(errors.UsageError, match="closed"):
         relay.find_undelivered(wait_s=10 * SOON_S)
+
+
+def test_a_seal_beside_a_close_is_refused(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relay is closed when the seal has taken its samples."""
+    relay = make_relay(journal="")
+    add(relay, "a")
+    take, table = relay.samples.table.take, relay.samples.table
+    monkeypatch.setattr(table, "take", lambda *given, **more: (take(*given, **more), relay.close())[0])
+    with pytest.raises(errors.UsageError, match="closed"):
+        relay.seal(0, each("a"))
 
 
 def test_closing_ends_a_group_whose_receiver_asked_for_it_and_never_joined(make_relay: MakeRelay) -> None:

@@ -153,15 +153,6 @@ def test_all_samples_assigned_twice_are_carried_by_the_error_and_found_fast() ->
     assert refusal.value.samples == tuple(names) and len(str(refusal.value)) < 200
 
 
-@pytest.mark.parametrize("longest", [4000, 8192, 32768, 65536, 131072, 400000])
-def test_a_sample_over_the_budget_counts_as_one_micro_batch(longest: int) -> None:
-    tokens = {f"s{i}": 400 for i in range(63)} | {"long": longest}
-    batches = Assignment.dynamic(tokens, dp=1, max_tokens=8192).ranks[0]
-    rest = 63 * 400 + (longest if longest <= 8192 else 0)
-    assert len(batches) == (longest > 8192) + -(-rest // 8192)
-    assert longest <= 8192 or ("long",) in batches
-
-
 @settings(max_examples=100)
 @given(
     st.integers(0, 10**6), st.sampled_from([1, 2, 4]), st.integers(1, 24), st.sampled_from([300, 1000, 5000])

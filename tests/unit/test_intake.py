@@ -468,12 +468,6 @@ def test_of_turns_that_are_cut_what_is_left_is_sealed_and_survives_a_kill(
     on_disk.abandon(0)
 
 
-def test_a_cut_sample_survives_a_kill_with_the_rows_that_are_left(on_disk: Relay, tmp_path: Path) -> None:
-    on_disk.add("s", turn(0, 40), TOKENS[:16], cut=True)
-    (file,) = tmp_path.glob("*/*.frame")
-    assert len(file.read_bytes()) < IDS[:40].nbytes
-
-
 def test_with_tensors_beside_the_rows_no_response_is_cut() -> None:
     config = ChannelConfig(token_tensors="combine_weights")
     with closing(Relay(SPEC, TrainerLayout(), config)) as relay:

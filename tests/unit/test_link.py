@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -385,8 +386,15 @@ def test_all_ranks_of_a_large_fleet_may_open_before_the_first_has_proved_anythin
             listening._introduce(link, TOKEN, listening._HELLO.pack(0, b""), limit)
 
 
-def test_a_stranger_that_stays_silent_is_sent_away(door: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "GREETING_S", 0.1)
+SILENT = listening, "GREETING_S", 0.1
+NO_THREAD = threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread"))
+
+
+@pytest.mark.parametrize("why", [SILENT, NO_THREAD], ids=["it is silent", "no thread greets it"])
+def test_a_stranger_that_stays_silent_or_that_no_thread_greets_is_sent_away(
+    door: Listener, monkeypatch: pytest.MonkeyPatch, why: tuple[Any, str, Any]
+) -> None:
+    monkeypatch.setattr(*why)
     with stranger(door) as bare:
         assert bare.recv(1) == b""
 

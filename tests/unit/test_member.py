@@ -239,18 +239,15 @@ def masked(relay: Played, **changes: Any) -> None:
     relay.link.send([MASKS], timeout_s=SOON_S)
 
 
-def test_digests_that_come_damaged_are_asked_for_again(play: Play) -> None:
+def test_digests_and_masks_that_come_damaged_are_asked_for_again(play: Play) -> None:
     first, second = receive(play(lambda relay: relay.send_all(hash=1), whole))
     assert first.digests == b"" and second.digests == DIGESTS
 
-
-def test_masks_that_come_damaged_are_asked_for_again(play: Play) -> None:
     def good(relay: Played) -> None:
         masked(relay)
         relay.thank()
 
-    stage = play(lambda relay: masked(relay, tensors=[[len(MASKS), 1]]), good)
-    first, second = receive(stage, ticket=MASKED)
+    first, second = receive(play(lambda relay: masked(relay, tensors=[[len(MASKS), 1]]), good), ticket=MASKED)
     assert (first.taken, second.taken) == (b"", MASKS)
 
 

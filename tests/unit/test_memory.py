@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -212,6 +213,15 @@ def test_those_behind_one_that_gives_up_are_served_at_once(store: Store) -> None
     small, given = begun(store, 50)
     ended(large, small)
     assert isinstance(refused[0], StoreFull) and isinstance(given[0], Block)
+
+
+def test_who_is_interrupted_while_it_waits_leaves_the_line(store: Store) -> None:
+    full = store.allocate(store.ceiling_bytes)
+    store._changed.wait = Mock(side_effect=KeyboardInterrupt)  # as of a signal that comes there
+    with pytest.raises(KeyboardInterrupt):
+        store.allocate(1, timeout_s=WAIT_S)
+    full.free()
+    assert store.live_bytes == len(store) == 0
 
 
 def test_many_threads_end_with_the_books_in_order(store: Store) -> None:

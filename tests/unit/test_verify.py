@@ -27,7 +27,7 @@ from r3channel.wire import header as frame_header
 from r3channel.wire.codec import CHUNK_ROWS, CODECS, Entry, table_of
 from r3channel.wire.digest import coefficients, layer_digests
 from r3channel.wire.frame import encode_frame, parse_frame, sample_key
-from r3channel.wire.header import FLAG_UNORDERED, MAX_ROWS, Header, assemble, padding
+from r3channel.wire.header import FLAG_UNORDERED, Header, assemble, padding
 from r3channel.wire.parcel import FrameReference
 from r3channel.wire.routing import RowKind, SampleRouting, spans_of
 from tests.support.direct import deliver, hello_of, reference_reply
@@ -153,42 +153,31 @@ def own_copy(data: bytes) -> bytes:
     return bytes(memoryview(data))
 
 
-def delivering_many_rows(codec: int, reference_first: bool) -> Iterator[None]:
-    relay, data = opened(context=0 if reference_first else 4096), bomb(MOST_ROWS, codec=codec)
+def delivering_many_rows(codec: int, way: str) -> Iterator[None]:
+    relay, data = opened(context=4096 if way == "frame first" else 0), bomb(MOST_ROWS, codec=codec)
     warm(relay)
-    if reference_first:
+    if way == "reference first":
         claim(relay, "s", 4096, serial=1)
     yield
-    deliver(relay, (1, own_copy(data)))
+    if way != "in the reply":
+        deliver(relay, (1, own_copy(data)))
     assert relay.status()["store"] == {"frames": 0, "bytes": 0}
     with pytest.raises(errors.RowCountMismatch, match=r"1048576 rows, .* at most 409[56]\. Is the prompt"):
-        if reference_first:
+        if way == "reference first":
             relay.samples.table.take(["s"], step=0)
-        else:
+        elif way == "frame first":
             claim(relay, "s", 4096, serial=1)
+        else:
+            relay.add_frame("s", own_copy(data), range(4096))
     relay.close()
 
 
 @pytest.mark.parametrize("codec", [LZ4, SET])
-@pytest.mark.parametrize("reference_first", [True, False])
-def test_a_frame_with_more_rows_than_allowed_is_not_decoded(codec: int, reference_first: bool) -> None:
+@pytest.mark.parametrize("way", ["reference first", "frame first", "in the reply"])
+def test_a_frame_with_more_rows_than_allowed_is_not_decoded(codec: int, way: str) -> None:
     size = len(bomb(MOST_ROWS, codec=codec))
     assert size < MOST_ROWS * SPEC.bytes_per_token / 50
-    assert growth_of(delivering_many_rows, codec, reference_first).peak < 3 * size + MIB
-
-
-def adding_many_rows(codec: int) -> Iterator[None]:
-    relay, data = opened(), bomb(MAX_ROWS, codec=codec)
-    warm(relay)
-    yield
-    with pytest.raises(errors.RowCountMismatch):
-        relay.add_frame("s", own_copy(data), range(100))
-    relay.close()
-
-
-@pytest.mark.parametrize("codec", [LZ4, SET])
-def test_an_in_band_frame_with_more_rows_than_its_reply_has_tokens_is_not_decoded(codec: int) -> None:
-    assert growth_of(adding_many_rows, codec).peak < len(bomb(MAX_ROWS, codec=codec)) + MIB
+    assert growth_of(delivering_many_rows, codec, way).peak < 3 * size + MIB
 
 
 DECODED_BYTES = MOST_ROWS * SPEC.bytes_per_token

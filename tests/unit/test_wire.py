@@ -225,11 +225,6 @@ def test_another_engines_frame_a_size_beyond_the_bytes_and_too_many_frames_are_r
         open_parcel(InHand(pack_parcel(5, [])[0].replace(bytes(4), b"\xff" * 4, 1)))
 
 
-def test_a_hello_goes_in_front_of_the_probes_frame() -> None:
-    assert Hello.split(HELLO.to_bytes() + b"R3F\x01...") == (HELLO, b"R3F\x01...")
-    assert Hello.split(b"R3F\x01...") == (None, b"R3F\x01...")
-
-
 def test_a_hello_of_an_older_engine_lacks_what_came_later() -> None:
     values = asdict(HELLO)
     for name in ("torch", "nccl", "context"):
