@@ -14,13 +14,14 @@ import torch
 from r3channel import errors
 from r3channel.transport.connection import Connection
 from r3channel.transport.process_group import in_background
+from r3channel.weights.broadcast import Broadcast
 from r3channel.weights.hold import Hold
 from r3channel.weights.rank_link import RankLink
 from r3channel.weights.send_planner import _RECORD_BYTES
 from r3channel.weights.session import WeightSync
 from r3channel.weights.transaction import EngineState
 from tests.support.fake_engine import UPDATE, FakeEngine
-from tests.support.waits import SOON_S, UPDATE_S, busy
+from tests.support.waits import SOON_S, UPDATE_S, busy, until
 from tests.support.weights import NAMES, broadcasting, give, holds, refused, serving, session, weights
 
 GOOD = [
@@ -189,6 +190,19 @@ def test_a_fault_in_any_phase_leaves_every_engine_with_one_version_or_fenced_by_
 
 def engines_of(way: str) -> FakeEngine:
     return FakeEngine() if way == "broadcast" else serving()
+
+
+def test_a_source_that_has_left_before_it_sends_costs_one_engine(sync: WeightSync, pair: Pair) -> None:
+    send, first = Broadcast._send, iter([True])
+
+    def late(self: Broadcast, *words: Any) -> None:
+        if next(first, False):
+            until(lambda: self._source.group is None)
+        send(self, *words)
+
+    pair[1].script[UPDATE, 0] = "die"
+    with patch.object(Broadcast, "_send", late):
+        assert give(sync, 2).evicted.keys() == {pair[1].url} and holds(pair[0], 2)
 
 
 def test_a_release_without_begin_and_end_is_updated_without_them() -> None:
