@@ -205,6 +205,13 @@ def test_a_source_that_has_left_before_it_sends_costs_one_engine(sync: WeightSyn
         assert give(sync, 2).evicted.keys() == {pair[1].url} and holds(pair[0], 2)
 
 
+def test_an_engine_that_refuses_to_say_how_an_order_went_serves_on() -> None:
+    with session(engine := serving()) as sync:
+        engine.script |= {("order/open", 0): "drop", ("order/look", 0): "refuse"}
+        refused(sync, 1, f"{engine.url} ")
+        assert holds(engine, 0)
+
+
 def test_a_release_without_begin_and_end_is_updated_without_them() -> None:
     old = FakeEngine()
     old.settings = {"version": "0.5.15.post1"}
