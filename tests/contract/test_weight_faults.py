@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +22,7 @@ from r3channel.weights.rank_link import RankLink
 from r3channel.weights.send_planner import _RECORD_BYTES
 from r3channel.weights.session import WeightSync
 from r3channel.weights.transaction import EngineState
+from r3channel.weights.update import _at_once
 from tests.support.fake_engine import UPDATE, FakeEngine
 from tests.support.waits import SOON_S, UPDATE_S, busy, until
 from tests.support.weights import NAMES, broadcasting, give, holds, refused, serving, session, weights
@@ -210,6 +213,18 @@ def test_an_engine_that_refuses_to_say_how_an_order_went_serves_on() -> None:
         engine.script |= {("order/open", 0): "drop", ("order/look", 0): "refuse"}
         refused(sync, 1, f"{engine.url} ")
         assert holds(engine, 0)
+
+
+def test_the_links_of_an_engine_are_idle_once_a_call_over_one_of_them_has_failed() -> None:
+    engine, done = SimpleNamespace(ranks=[0.0, 0.2]), list[float]()
+
+    def call(rank: Any) -> None:
+        time.sleep(rank)
+        done.append(1 / rank)
+
+    with pytest.raises(ZeroDivisionError):
+        _at_once(engine, call)  # pyright: ignore[reportArgumentType]
+    assert done == [5.0]
 
 
 def test_a_release_without_begin_and_end_is_updated_without_them() -> None:
