@@ -168,6 +168,8 @@ def test_a_fault_in_any_phase_leaves_every_engine_with_one_version_or_fenced_by_
             if left_behind(phase, fault):
                 said = f"version 2 is committed, but 1 of 2 .*{bad.url}"
                 refused(sync, 2, said, error=errors.EngineLeftBehind)
+                # both updates' bytes, which go to each of two engines where they are staged
+                assert sync.metrics.value("r3channel_weight_bytes_total") / 16384 == 1 + (way != "broadcast")
             elif fails:
                 said, damages = refused(sync, 2, "version 1 stays"), phase in BYTES and way != "broadcast"
                 assert ("damaged" in said) == (fault == "refuse" and damages)
