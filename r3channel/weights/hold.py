@@ -229,7 +229,8 @@ class Hold:
         if kind == rank_link.LANDS:
             self._land(number, update, views, seen)
         for view in views if kind != rank_link.LANDS else ():
-            in_place = kind == rank_link.PLACED or (view.is_contiguous() and not late)
+            # a link receives in the host's memory alone: an engine that is updated alone may stage on its GPU
+            in_place = kind == rank_link.PLACED or (view.is_cpu and view.is_contiguous() and not late)
             came = view.contiguous() if in_place else torch.empty(view.shape, dtype=view.dtype)
             if kind == rank_link.DATA:  # else the trainer has put it there
                 link.recv_into(host_bytes(came), timeout_s=None)
