@@ -90,6 +90,9 @@ def test_an_engine_has_one_staged_copy_at_most_and_none_when_the_session_is_clos
             refused(
                 sync, version + 2, "holds NaN", spoiled.items()
             )  # an error that is kept, with what its frames hold
+            with monkeypatch.context() as other:
+                other.setattr(engine.receiver, "_agree", lambda word: [word, "it does not"])
+                refused(sync, version + 2, "nothing was touched: rank 1: it does not")
         until(lambda: not left())
 
 
