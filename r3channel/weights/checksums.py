@@ -99,7 +99,7 @@ def _finite_on_host(values: torch.Tensor) -> bool:
     dtype, sign = values.dtype, 1 << (8 * values.itemsize - 1)
     # All patterns above that of the largest number are NaN or Inf: of OCP's e4m3 one, as it has no Inf.
     first = int(torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(_SIGNED[dtype.itemsize])) + 1
-    if first == sign:  # float8 of AMD's, whose only NaN is minus zero
+    if not 0 < first < sign:  # float8 of AMD's, whose only NaN is minus zero; UE8M0, which has no sign
         return bool(torch.isfinite(values.detach().float()).all())
     signed = values.detach().view(_SIGNED[dtype.itemsize]).numpy()
     return int(signed.max()) < first and int(signed.view(f"u{dtype.itemsize}").max()) < first + sign

@@ -128,7 +128,7 @@ def test_any_bits_of_any_float_type_are_judged_as_torch_judges_them(dtype: torch
 
 
 def test_all_bit_patterns_of_the_small_types() -> None:
-    for dtype in SMALL:
+    for dtype in (*SMALL, torch.float8_e8m0fnu):
         for pattern in range(256):
             tensor = torch.tensor([0, pattern], dtype=torch.uint8).view(dtype)
             assert finite(tensor) == is_finite(tensor), (dtype, pattern)
