@@ -112,6 +112,13 @@ def test_a_rank_that_is_to_leave_while_it_joins_leaves_once_it_has() -> None:
         trainer.recv(1, torch.empty(1, dtype=torch.uint8), timeout_s=SOON_S)
 
 
+def test_a_word_of_an_update_that_was_given_up_does_not_count_in_the_next_one() -> None:
+    receiver = JointReceiver(where={"name": "test-late", "world_size": 3}, rank=2, trainers=2)
+    for update, trainer, records in ((7, 0, 1), (6, 1, 5), (7, 1, 1)):
+        receiver.begin(update, trainer, records)
+    assert list(receiver._order) == [0, 1]
+
+
 def empty(count: int) -> list[FakeEngine]:
     return [FakeEngine(receives={n: 0 * t for n, t in weights(1).items()}) for _ in range(count)]
 
