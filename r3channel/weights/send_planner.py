@@ -179,9 +179,11 @@ class SendPlanner:
     def survey(self, spec: UpdateSpec, deadline: Deadline) -> None:
         """Gather what all ranks hold, if it changed anywhere.
 
-        One rank's change since the last call is enough: then all ranks exchange what they hold.
+        One rank's change since the last call is enough: then all ranks exchange what they hold. So they do where a rank failed
+        in the last call, and has not heard what the others did.
         """
-        if any(self.ranks.exchange(spec.held != self._held[1], deadline)):
+        known = self.ranks.exchange(self._held[0] if spec.held == self._held[1] else "", deadline)
+        if "" in known or len({*known}) > 1:
             report = report_of(chain.from_iterable(spec.held))
             self._source = ShardMap.gathered(self.ranks.exchange_bytes(report, deadline))
             self._held, self._shards = (self._source.digest, spec.held), {}

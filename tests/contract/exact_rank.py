@@ -26,7 +26,7 @@ from r3channel.transport.process_group import ProcessGroupTransport
 from r3channel.weights import ranks
 from r3channel.weights.convert import Shard
 from r3channel.weights.engine import EngineHandle
-from r3channel.weights.geometry import Box
+from r3channel.weights.geometry import Box, ShardMap
 from r3channel.weights.groups import WeightGroup
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.rank_link import RankLink
@@ -119,13 +119,15 @@ def stopping(job: dict[str, Any]) -> dict[str, Any]:
         for version, how in enumerate(job["stops"], start=2):
             dist.barrier()  # the test's own
             begun_s = time.monotonic()
+            # in a survey of what all hold, that of the others has changed
+            mine = shards(rank, version)[:: -1 if how == "survey" and rank != 1 else 1]
             with stopped(how) if rank == 1 else nullcontext():
-                given = failing(job, how, shards(rank, version), at=2) if rank == 1 else shards(rank, version)
+                given = failing(job, how, mine, at=2) if rank == 1 else mine
                 said = failure(partial(sync.update, given, version=version, timeout_s=UPDATE_S))
             told[how] = [time.monotonic() - begun_s, *said]
             if how != "kill":
                 dist.barrier()
-                sync.update(shards(rank, version), version=version, timeout_s=UPDATE_S)
+                sync.update(mine, version=version, timeout_s=UPDATE_S)
     return told
 
 
@@ -141,6 +143,9 @@ def stopped(how: str) -> Iterator[None]:
                 yield
     elif how == "link":
         with patch.object(RankLink, "send", side_effect=OSError("no buffer space")):
+            yield
+    elif how == "survey":  # when the others have heard what all hold
+        with patch.object(ShardMap, "gathered", side_effect=OSError("no room")):
             yield
     elif how == "plan":  # when the other one has its plan
         with (

@@ -126,7 +126,7 @@ def empty(count: int) -> list[FakeEngine]:
 def test_rank_that_stops_alone_is_named_to_others_at_once_and_next_update_succeeds(tmp_path: Path) -> None:
     said = {
         "slot": "DeadlineExceeded: .*waited 0.2 s for step 3", "plan": "OSError: no memory", "link": "OSError: no buffer",
-        "convert": "ValueError: gather failed", "kill": "is gone",
+        "survey": "OSError: no room", "convert": "ValueError: gather failed", "kill": "is gone",
     }  # fmt: skip
     (engine,) = empty(1)
     job = {"engines": [engine.url], "stops": list(said)}
