@@ -279,7 +279,10 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                 except errors.WeightUpdateFailed as error:  # the next update may fall back for all
                     if self._must_stage or not isinstance(error.__cause__, errors.CannotStage):
                         raise
+                self._ranks.begin()  # what failed there is over
                 self._meet([member], deadline)
+                # else ranks that meet no engine would take it in where rank 0 does not
+                self._ranks.exchange("met", deadline)
                 return None
             except BaseException:
                 self._engines.drop(member)

@@ -276,9 +276,10 @@ def float8(job: dict[str, Any]) -> dict[str, Any]:
     given = Shard(TensorMeta.of(FLOAT8, plain()), half, plain()[half.slices_in(Box.whole((512, 200)))])
     with WeightSync.sharded(job["engines"], group=dist.group.WORLD) as sync:
         sync.connect(timeout_s=UPDATE_S)
+        absent = [failure(lambda: sync.add_engine("http://127.0.0.1:9", timeout_s=UPDATE_S)) for _ in "12"]
         report = sync.update(float8_blocks([given], like=job["like"]), version=1, timeout_s=UPDATE_S)
         joined = sync.add_engine(job["joins"], timeout_s=UPDATE_S)
-        facts = {"joined": joined and joined.version, "routable": list(sync.routable())}
+        facts = {"joined": joined and joined.version, "routable": list(sync.routable()), "absent": absent}
         return {"tensors": report.tensors} | facts
 
 

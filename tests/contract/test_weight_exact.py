@@ -162,6 +162,7 @@ def test_shards_of_two_trainer_ranks_become_float8_at_an_engine_and_at_one_that_
     job = {"engines": [pair[0].url], "joins": pair[1].url, "like": str(checkpoint)}
     results = run_ranks(RANK, tmp_path, world_size=2, job=job)
     assert [(found["tensors"], found["joined"]) for found in results] == [(2, 1), (2, 1)]
+    assert all("Connection refused" in said for found in results for _, said in found["absent"])
     assert results[0]["routable"] == sorted(engine.url for engine in pair)
     for engine in pair:
         assert all(torch.equal(engine.tensors[n].float(), t.float()) for n, t in wanted.items())
