@@ -169,8 +169,9 @@ class Broadcast(Update):
                     self._source.leave()
                 if what == "join":
                     self._join_group(*arguments)
-                elif what == "send":
-                    background(partial(self._send, *arguments))
+                elif what == "send" and (group := self._source.group):
+                    # of the group as it is now: `leave` may be carried out before the thread begins
+                    background(partial(self._send, group, *arguments))
                 elif what == "stand_in" and (group := self._source.group):
                     first, count = arguments
                     for member in range(first, first + count):  # so that the join ends for the others
@@ -188,9 +189,8 @@ class Broadcast(Update):
         self._source.joining = background(partial(group.join, timeout_s=self._run.deadline.left_s()))
         self._say(["where", group.where], to=0)
 
-    def _send(self, number: int, limit_s: float) -> None:
-        why, group = "", self._source.group
-        assert group is not None
+    def _send(self, group: WeightGroup, number: int, limit_s: float) -> None:
+        why = ""
         try:
             self._source.joining.result(limit_s)
             group.broadcast(self._payloads[number % 2], timeout_s=limit_s)

@@ -293,7 +293,8 @@ class EngineHandle:
         except errors.R3Error as error:
             failure = error
             if not isinstance(error, errors.EngineRefused):  # the order had no answer
-                self._look(self.order({"op": "look"}, control_s))
+                with contextlib.suppress(errors.EngineRefused):  # what it found is known then, too
+                    self.hold({"op": "look"}, control_s)
         if EngineState.FENCED not in (self.found, self.now.state):
             self.resume(control_s)
         if failure is not None:

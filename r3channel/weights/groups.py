@@ -362,7 +362,8 @@ class JointReceiver:
         with self._changed:
             if update > self._update:
                 self._update, self._records, self._order = update, {}, deque()
-            self._records[trainer] = records
+            # a late trainer may tell of an update that was given up
+            self._records |= {trainer: records} if update == self._update else {}
             if len(self._records) == (trainers := self._told.get("trainers", 0)):
                 mine, size = self._told["rank"] - trainers, self._told["where"]["world_size"] - trainers
                 counts = [count for _, count in sorted(self._records.items())]

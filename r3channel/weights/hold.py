@@ -7,7 +7,6 @@ the parameters decides how much is allocated, never what a trainer says.
 from __future__ import annotations
 
 import json
-import math
 import struct
 import threading
 import time
@@ -41,6 +40,9 @@ WORD_BYTES = 1024
 
 _Places = dict[tuple[int, int], list[torch.Tensor]]
 """Where each record of a trainer's table lies, by first entry and number of entries. It is the same at every update."""
+
+Ready = tuple[StagedCopy, list[torch.Tensor]]
+"""The staged copy, and the parameters that were found unchanged."""
 
 
 @dataclass(slots=True)
@@ -80,12 +82,10 @@ class Hold:
         self._needs, self._whole = self._learned.needs, bool(self._learned.refused)
         self._lock = threading.Lock()
         self._stage = _Stage()
-        self._until_s = math.inf
+        self._until_s = float("inf")
         """When the time of the update that began last is over, on the clock of `time.monotonic`."""
         self._joint = JointReceiver()
         self._mapped = set[int]()
-        self._ready: tuple[StagedCopy, list[torch.Tensor]] | None = None
-        """The copy, and the parameters that `check` found unchanged."""
         self._serving: tuple[int, Mapping[str, str], Sequence[torch.Tensor]] | None = None
         """The version, digests and flat parameters that a trainer may read back; None before a commit over these links."""
         self._items = sum(part.box.numel for part in self._needs.parts)
@@ -229,7 +229,8 @@ class Hold:
         if kind == rank_link.LANDS:
             self._land(number, update, views, seen)
         for view in views if kind != rank_link.LANDS else ():
-            in_place = kind == rank_link.PLACED or (view.is_contiguous() and not late)
+            # a link receives in the host's memory alone: an engine that is updated alone may stage on its GPU
+            in_place = kind == rank_link.PLACED or (view.is_cpu and view.is_contiguous() and not late)
             came = view.contiguous() if in_place else torch.empty(view.shape, dtype=view.dtype)
             if kind == rank_link.DATA:  # else the trainer has put it there
                 link.recv_into(host_bytes(came), timeout_s=None)
@@ -275,7 +276,7 @@ class Hold:
 
     # -- the scheduler's thread ----------------------------------------------------------------------------------------
 
-    def check(self, model: torch.nn.Module, update: int) -> None:
+    def check(self, model: torch.nn.Module, update: int) -> Ready:
         """Check that the update is ready to be committed.
 
         The update is staged and verified, and the parameters are those of the dry run. Nothing is touched yet.
@@ -283,6 +284,9 @@ class Hold:
         Args:
             model: The engine's model.
             update: The update's number.
+
+        Returns:
+            What `change_over` takes. While it is kept, so is the staged copy's memory.
 
         Raises:
             WeightsError: The update is not staged and verified here, a parameter is not what it was, or experts have moved.
@@ -293,22 +297,22 @@ class Hold:
         if moved := self._learned.moved_experts():
             self.close()  # so that the next update learns anew
             raise WeightsError(moved)
-        self._ready = copy, [] if self._whole else self._targets(model)
+        return copy, [] if self._whole else self._targets(model)
 
-    def change_over(self, model: torch.nn.Module, version: int) -> None:
+    def change_over(self, model: torch.nn.Module, version: int, ready: Ready) -> None:
         """Make the staged bytes the parameters.
 
-        The staged copy stays as it is: the order may come again. `check` must come first.
+        The staged copy stays as it is: the order may come again.
 
         Args:
             model: The engine's model.
             version: The version that the parameters have then.
+            ready: What `check` returned.
 
         Raises:
             WeightsError: A parameter holds other values than were staged.
         """
-        assert self._ready is not None
-        (copy, targets), self._ready, self._serving = self._ready, None, None
+        (copy, targets), self._serving = ready, None
         self._stage.committed = True
         if self._whole:
             named = zip(self._needs.params, copy.views, strict=True)

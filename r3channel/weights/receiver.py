@@ -30,7 +30,7 @@ import torch
 from r3channel.errors import WeightsError
 from r3channel.weights.checksums import tensor_digest
 from r3channel.weights.convert import gathered_bytes
-from r3channel.weights.hold import WORD_BYTES, Hold
+from r3channel.weights.hold import WORD_BYTES, Hold, Ready
 from r3channel.weights.loader_map import Learned, learn
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.rank_link import COMMIT_FORMAT, FLUSH_REFUSED, FOUND_OPEN, OPEN_FORMAT, UNTOUCHED
@@ -64,8 +64,9 @@ class Receiver:
             WeightsError: Not all ranks did it; has every failed rank's reason.
         """
         if order["op"] == "commit":
-            self._agree_on(lambda: self._mine(order).check(model, order["update"]), UNTOUCHED)
-            self._agree_on(lambda: self._mine(order).change_over(model, order["version"]))
+            ready = list[Ready]()
+            self._agree_on(lambda: ready.append(self._mine(order).check(model, order["update"])), UNTOUCHED)
+            self._agree_on(lambda: self._mine(order).change_over(model, order["version"], ready[0]))
         elif order["op"] == "regroup":
             self._agree_on(lambda: self._mine(order).regroup(order["joint"], self._rank))
         elif order["op"] != "look":

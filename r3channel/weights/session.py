@@ -279,7 +279,10 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
                 except errors.WeightUpdateFailed as error:  # the next update may fall back for all
                     if self._must_stage or not isinstance(error.__cause__, errors.CannotStage):
                         raise
+                self._ranks.begin()  # what failed there is over
                 self._meet([member], deadline)
+                # else ranks that meet no engine would take it in where rank 0 does not
+                self._ranks.exchange("met", deadline)
                 return None
             except BaseException:
                 self._engines.drop(member)
@@ -408,12 +411,12 @@ class WeightSync(contextlib.AbstractContextManager["WeightSync"]):
         if not run.alone:
             self.version, self._spec = version, spec
             self.held = HeldWeights(version, run.checksums) if run.checksums else None
-        work.check_all_follow()
         buckets = spec.manifest.buckets if spec.manifest else (Bucket.of(self._planner.metas),)
         report = run.report
         report.tensors, report.buckets = sum(len(bucket.tensors) for bucket in buckets), len(buckets)
         report.payload_bytes = sum(bucket.payload_bytes for bucket in buckets)
         report.version, report.wall_s = version, run.deadline.elapsed_s
+        work.check_all_follow()  # at last: what was sent is counted, also where an engine is left behind
         return report
 
     def _from_peer(self, member: EngineHandle, deadline: Deadline) -> UpdateReport:

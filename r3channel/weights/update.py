@@ -384,7 +384,8 @@ class Grouped(Staged):
 
 
 def _at_once(handle: EngineHandle, call: Callable[[RankLink], T]) -> list[T]:
-    calls = [background(partial(_letting_go, call, link)) for link in handle.ranks]
+    # of all, also where one fails at once: the next update uses these links
+    wait(calls := [background(partial(_letting_go, call, link)) for link in handle.ranks])
     return [call.result() for call in calls]
 
 

@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ from r3channel.transport.process_group import ProcessGroupTransport
 from r3channel.weights import ranks
 from r3channel.weights.convert import Shard
 from r3channel.weights.engine import EngineHandle
-from r3channel.weights.geometry import Box
+from r3channel.weights.geometry import Box, ShardMap
 from r3channel.weights.groups import WeightGroup
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.rank_link import RankLink
@@ -82,6 +83,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     # A thread of gloo that comes for the interpreter while it ends would end the process.
     names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
     assert not any("gloo" in name for name in names), names
+    assert not [thread for thread in threading.enumerate() if "listener" in thread.name]
     return result
 
 
@@ -119,13 +121,15 @@ def stopping(job: dict[str, Any]) -> dict[str, Any]:
         for version, how in enumerate(job["stops"], start=2):
             dist.barrier()  # the test's own
             begun_s = time.monotonic()
+            # in a survey of what all hold, that of the others has changed
+            mine = shards(rank, version)[:: -1 if how == "survey" and rank != 1 else 1]
             with stopped(how) if rank == 1 else nullcontext():
-                given = failing(job, how, shards(rank, version), at=2) if rank == 1 else shards(rank, version)
+                given = failing(job, how, mine, at=2) if rank == 1 else mine
                 said = failure(partial(sync.update, given, version=version, timeout_s=UPDATE_S))
             told[how] = [time.monotonic() - begun_s, *said]
             if how != "kill":
                 dist.barrier()
-                sync.update(shards(rank, version), version=version, timeout_s=UPDATE_S)
+                sync.update(mine, version=version, timeout_s=UPDATE_S)
     return told
 
 
@@ -141,6 +145,9 @@ def stopped(how: str) -> Iterator[None]:
                 yield
     elif how == "link":
         with patch.object(RankLink, "send", side_effect=OSError("no buffer space")):
+            yield
+    elif how == "survey":  # when the others have heard what all hold
+        with patch.object(ShardMap, "gathered", side_effect=OSError("no room")):
             yield
     elif how == "plan":  # when the other one has its plan
         with (
@@ -183,8 +190,14 @@ def late(job: dict[str, Any]) -> dict[str, Any]:
     log tells of a wait."""
     rank, told, logged = job["rank"], list[Any](), list[object]()
     ranks.log.addFilter(lambda record: logged.append(record) or True)
-    with WeightSync.sharded(job["engines"], group=dist.group.WORLD) as sync:
+    make = partial(WeightSync.sharded, job["engines"], group=dist.group.WORLD)
+    with make() as sync, make() as other:
+        if not rank:
+            failure(lambda: sync.connect(timeout_s=0.1))
+        dist.barrier()  # the test's own
         sync.connect(timeout_s=UPDATE_S)
+        time.sleep(0.5 * (1 - rank))  # rank 1 is there first, where rank 0's word of the first session lies
+        other.connect(timeout_s=UPDATE_S)
         for version in range(1, 2 * job["late"] + 1):
             stands_still = version % 2 == 0
             if rank and stands_still:
@@ -271,9 +284,10 @@ def float8(job: dict[str, Any]) -> dict[str, Any]:
     given = Shard(TensorMeta.of(FLOAT8, plain()), half, plain()[half.slices_in(Box.whole((512, 200)))])
     with WeightSync.sharded(job["engines"], group=dist.group.WORLD) as sync:
         sync.connect(timeout_s=UPDATE_S)
+        absent = [failure(lambda: sync.add_engine("http://127.0.0.1:9", timeout_s=UPDATE_S)) for _ in "12"]
         report = sync.update(float8_blocks([given], like=job["like"]), version=1, timeout_s=UPDATE_S)
         joined = sync.add_engine(job["joins"], timeout_s=UPDATE_S)
-        facts = {"joined": joined and joined.version, "routable": list(sync.routable())}
+        facts = {"joined": joined and joined.version, "routable": list(sync.routable()), "absent": absent}
         return {"tensors": report.tensors} | facts
 
 

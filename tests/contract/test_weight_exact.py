@@ -112,6 +112,13 @@ def test_a_rank_that_is_to_leave_while_it_joins_leaves_once_it_has() -> None:
         trainer.recv(1, torch.empty(1, dtype=torch.uint8), timeout_s=SOON_S)
 
 
+def test_a_word_of_an_update_that_was_given_up_does_not_count_in_the_next_one() -> None:
+    receiver = JointReceiver(where={"name": "test-late", "world_size": 3}, rank=2, trainers=2)
+    for update, trainer, records in ((7, 0, 1), (6, 1, 5), (7, 1, 1)):
+        receiver.begin(update, trainer, records)
+    assert list(receiver._order) == [0, 1]
+
+
 def empty(count: int) -> list[FakeEngine]:
     return [FakeEngine(receives={n: 0 * t for n, t in weights(1).items()}) for _ in range(count)]
 
@@ -119,7 +126,7 @@ def empty(count: int) -> list[FakeEngine]:
 def test_rank_that_stops_alone_is_named_to_others_at_once_and_next_update_succeeds(tmp_path: Path) -> None:
     said = {
         "slot": "DeadlineExceeded: .*waited 0.2 s for step 3", "plan": "OSError: no memory", "link": "OSError: no buffer",
-        "convert": "ValueError: gather failed", "kill": "is gone",
+        "survey": "OSError: no room", "convert": "ValueError: gather failed", "kill": "is gone",
     }  # fmt: skip
     (engine,) = empty(1)
     job = {"engines": [engine.url], "stops": list(said)}
@@ -155,6 +162,7 @@ def test_shards_of_two_trainer_ranks_become_float8_at_an_engine_and_at_one_that_
     job = {"engines": [pair[0].url], "joins": pair[1].url, "like": str(checkpoint)}
     results = run_ranks(RANK, tmp_path, world_size=2, job=job)
     assert [(found["tensors"], found["joined"]) for found in results] == [(2, 1), (2, 1)]
+    assert all("Connection refused" in said for found in results for _, said in found["absent"])
     assert results[0]["routable"] == sorted(engine.url for engine in pair)
     for engine in pair:
         assert all(torch.equal(engine.tensors[n].float(), t.float()) for n, t in wanted.items())

@@ -17,11 +17,11 @@ from r3channel.errors import CannotStage
 from r3channel.weights import staged_copy
 from r3channel.weights.checksums import cross_sums
 from r3channel.weights.session import WeightSync
-from r3channel.weights.staged_copy import Room, StagedCopy, free_bytes
+from r3channel.weights.staged_copy import Room, StagedCopy, free_bytes, new_memory
 from tests.gpu.checks.weights import check
 from tests.gpu.facts import Facts
 from tests.support.waits import until
-from tests.support.weights import give, refused, serving, session, weights
+from tests.support.weights import give, holds, refused, serving, session, weights
 
 MACHINE = {"proc/meminfo": "MemFree: 9 kB\nMemAvailable: 2 kB"}
 POD = {"pod/memory.max": "900", "pod/memory.current": "700", "pod/memory.stat": "anon 9\ninactive_file 50"}
@@ -90,7 +90,26 @@ def test_an_engine_has_one_staged_copy_at_most_and_none_when_the_session_is_clos
             refused(
                 sync, version + 2, "holds NaN", spoiled.items()
             )  # an error that is kept, with what its frames hold
+            with monkeypatch.context() as other:
+                other.setattr(engine.receiver, "_agree", lambda word: [word, "it does not"])
+                refused(sync, version + 2, "nothing was touched: rank 1: it does not")
         until(lambda: not left())
+
+
+class OnGpu(torch.Tensor):
+    """Host memory that is read as a GPU's is: by way of a copy."""
+
+    is_cpu = False  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
+
+    def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def test_bytes_that_come_over_a_link_reach_a_copy_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged_copy, "new_memory", lambda *size: new_memory(*size).as_subclass(OnGpu))
+    with session(engine := serving()) as sync:
+        give(sync, 1)
+        assert holds(engine, 1)
 
 
 def test_a_trainer_lets_go_of_a_ranks_memory_before_the_link_ends(monkeypatch: pytest.MonkeyPatch) -> None:
