@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -89,20 +89,20 @@ class TrainerChannel:
         """
         config, layout = expect(config or ChannelConfig(), ChannelConfig), expect(layout, TrainerLayout)
         spec = adapter.spec_from_config(chunks)
-        driver = ReplayDriver.attach(chunks, spec=spec, layout=layout, adapter=adapter)
-        device = next(chunks[0].parameters()).device
-        receiver = Receiver(
-            control, spec=spec, layout=layout, coords=adapter.parallel_coords(), config=config,
-            fanout=TensorParallelFanout(adapter.tp_group() if layout.tp > 1 else None, device=device), device=device,
-            clock=clock, metrics=metrics,
-        )  # fmt: skip
-        channel = cls(driver, receiver, config)
-        try:
+        with ExitStack() as undo:
+            driver = ReplayDriver.attach(chunks, spec=spec, layout=layout, adapter=adapter)
+            undo.callback(driver.close)
+            device = next(chunks[0].parameters()).device
+            receiver = Receiver(
+                control, spec=spec, layout=layout, coords=adapter.parallel_coords(), config=config,
+                fanout=TensorParallelFanout(adapter.tp_group() if layout.tp > 1 else None, device=device), device=device,
+                clock=clock, metrics=metrics,
+            )  # fmt: skip
+            undo.callback(receiver.close)
+            channel = cls(driver, receiver, config)
             receiver.join()
             channel._take_spent()  # so that time before the first step is not counted as its waits
-        except BaseException:
-            channel.close()
-            raise
+            undo.pop_all()
         return channel
 
     @contextmanager

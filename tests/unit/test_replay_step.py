@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from examples.embedded.bench.operations import Operations
 from r3channel.config import ChannelConfig
-from r3channel.errors import DigestMismatch, ReplayError, TransportError, UsageError
+from r3channel.errors import ConfigError, DigestMismatch, ReplayError, TransportError, UsageError
+from r3channel.observe.metrics import Metrics
 from r3channel.plan.layout import TrainerLayout
 from r3channel.trainer.adapters import megatron
 from r3channel.trainer.adapters.megatron_schedule import with_replay
@@ -209,14 +210,20 @@ class Nowhere:
             return {"host": "127.0.0.1", "port": port, "token": "00" * 32, "run": "run"}
 
 
-def test_an_attach_that_cannot_join_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attach_that_cannot_join_or_serve_its_page_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     model, control, layout = Model(), Nowhere(), TrainerLayout()
     monkeypatch.setattr(ReplayDriver, "attach", lambda chunks, **_: driver_on(chunks[0]))
     monkeypatch.setattr(megatron, "spec_from_config", lambda _chunks: SPEC)
     monkeypatch.setattr(megatron, "parallel_coords", lambda: layout.coords(0))
-    with pytest.raises(TransportError):
-        TrainerChannel.attach([model], control, layout=layout, config=ChannelConfig(join_timeout_s=0.01))
-    assert not model._forward_hooks and not model.router._forward_pre_hooks
+    with closing(Metrics("relay")) as page:
+        for port, error in (
+            (-1, TransportError),
+            (page.serve() - 1, ConfigError),
+        ):  # taken: rank 0 serves at 1 more
+            config = ChannelConfig(join_timeout_s=0.01, metrics_port=port)
+            with pytest.raises(error):
+                TrainerChannel.attach([model], control, layout=layout, config=config)
+            assert not model._forward_hooks and not vars(model.router.replay)
 
 
 # -- Megatron's schedule with a step in it: contexts by the iterator's own count, and a check before the optimizer ------------
