@@ -132,12 +132,14 @@ class TrainerChannel:
             TicketMismatch: Batch or model input is not the ticket's. Names sample and cause (left padding, another order or cut).
             DigestMismatch: Rows that a router was handed are not those that the engine hashed.
             RowsStale: The policy refuses the rows. The bytes were taken and acknowledged before, so the next step can follow.
-            UsageError: `max_staleness` has a bound and no version was given.
+            UsageError: `max_staleness` has a bound and no version was given, or another step is open.
         """
         ticket = Ticket.from_bytes(ticket) if isinstance(ticket, bytes) else ticket
         if version is None and self.config.max_staleness >= 0:
             raise UsageError(f"max_staleness is {self.config.max_staleness}, but step() was given no version")
-        shard = self.shard = self.receiver.receive(ticket, tokens=tokens, samples=samples)
+        if self.shard is not None:
+            raise UsageError(f"step {ticket.step} inside step {self.shard.ticket.step}; leave that one first")
+        shard = self.receiver.receive(ticket, tokens=tokens, samples=samples)
         spent, trace = self._take_spent(), self.receiver.clock.trace
         if trace is not None and (shard.tp, shard.shard.pp, shard.shard.cp) == (0, 0, 0):
             for name in shard.sample_ids:
@@ -150,6 +152,7 @@ class TrainerChannel:
             count=self.config.audit_microbatches,
             counted_rows=shard.counted_rows,
         )
+        self.shard = shard
         try:
             with self.driver.step(shard, step=ticket.step, audit=audit) as step:
                 step.tokens = ModelTokens(shard, tokens)
