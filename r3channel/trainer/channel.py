@@ -277,6 +277,6 @@ class TrainerChannel:
         close_after(error, self.close)
 
     def close(self) -> None:
-        """Leave the group and unbind from the routers; idempotent."""
-        self.receiver.close()
+        """Unbind from the routers and leave the group; idempotent."""
         self.driver.close()
+        self.receiver.close()

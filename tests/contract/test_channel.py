@@ -90,8 +90,11 @@ def test_each_figure_for_a_loops_logger_is_the_steps_own_and_every_name_is_in_th
     }  # fmt: skip
 
 
-def test_a_step_that_is_refused_leaves_the_channel_as_it_was() -> None:
-    with attached(max_staleness=1, on_stale="reject") as (relay, channel, routers):
+def test_a_refused_step_leaves_the_channel_as_it_was_and_a_relay_that_is_gone_no_hook_or_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {"metrics_port": 0, "max_staleness": 1, "on_stale": "reject"}
+    with attached(**options) as (relay, channel, routers):
         for name in "abc":
             relay.add(name, reply_for(name, TOKENS, version=5), range(TOKENS))
         stale, first, second = (relay.seal(at, Assignment.given([[[name]]])) for at, name in enumerate("abc"))
@@ -103,6 +106,8 @@ def test_a_step_that_is_refused_leaves_the_channel_as_it_was() -> None:
                 pass
             run(step, routers, rows=TOKENS)
         assert 2 in relay.status()["steps"], "no row of it has moved"
+        monkeypatch.setattr(relay, "list_page", Mock(side_effect=ConnectionError("gone")))
+    assert not channel.metrics.target and not any(vars(router.replay) for router in routers)
 
 
 PLAIN = SimpleNamespace(**runpy.run_path(str(ROOT / "examples/06_plain_torch.py"), run_name="plain"))
