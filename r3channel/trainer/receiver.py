@@ -227,8 +227,10 @@ class Receiver:
             self._member.announced.set()
 
     def _receive_whole(self, ticket: Ticket, shard: Shard) -> ShardBuffer:
-        if self._ahead is None:
-            return self._receive_now(ticket, shard, self._free(shard))
+        if self._ahead is None or self._ahead[0].identity != ticket.identity:  # over a process group
+            self._ahead, came = None, Future[ShardBuffer]()
+            came.set_result(self._receive_now(ticket, shard, self._free(shard)))
+            self._ahead = ticket, came  # kept if another TP rank fails: the relay has freed the rows
         landed, limit_s = self._ahead[1], self._config.step_timeout_s
         try:
             with self.clock.span("wait_relay", step=ticket.step):

@@ -36,6 +36,7 @@ from tests.support.delivery import (
     receivers_of,
     recorded,
     sealed,
+    start,
     threads,
     ticket_of,
 )
@@ -313,6 +314,19 @@ def test_only_the_prefetched_step_may_be_received_next(relay: Relay) -> None:
     # the relay has its acknowledgement and sends it no second time
     check_rows(receiver.receive(first), prefix="0-")
     check_rows(receiver.receive(second), prefix="1-")
+
+
+def test_a_step_that_one_tp_rank_refused_comes_no_second_time(
+    make_relay_over: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay = make_relay_over("tp=2")
+    ranks, ticket = receivers_of(relay), sealed_as(relay, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks[1], "_buffer", Mock(side_effect=MemoryError))
+        refused = [type(rank.exception(SOON_S)) for rank in start(ranks, ticket)]
+    assert refused == [errors.PeerFailed, MemoryError] and relay.status()["steps"] == {}
+    for shard in receive(ranks, ticket):
+        check_rows(shard, prefix="0-")
 
 
 def test_a_closed_receiver_ends_its_transfer(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
