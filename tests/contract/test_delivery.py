@@ -314,6 +314,10 @@ def test_only_the_prefetched_step_may_be_received_next(relay: Relay) -> None:
     # the relay has its acknowledgement and sends it no second time
     check_rows(receiver.receive(first), prefix="0-")
     check_rows(receiver.receive(second), prefix="1-")
+    receiver.prefetch(third := sealed_as(relay, 2))
+    with pytest.raises(errors.TicketMismatch, match="named"):
+        receiver.receive(third, samples=[["another"]])
+    check_rows(receiver.receive(sealed_as(relay, 3)), prefix="3-")
 
 
 def test_a_step_that_one_tp_rank_refused_comes_no_second_time(
