@@ -41,9 +41,8 @@ def attached(**options: object) -> Iterator[tuple[Relay, TrainerChannel, list[Ro
     with relays() as make:
         relay = make(**options)
         (receiver,) = receivers_of(relay)
-        channel = TrainerChannel(ReplayDriver(handles, [chunk], spec=SPEC), receiver, relay.config)
-        yield relay, channel, routers
-        channel.close()
+        with TrainerChannel(ReplayDriver(handles, [chunk], spec=SPEC), receiver, relay.config) as channel:
+            yield relay, channel, routers
 
 
 def run(step: ReplayStep, routers: list[Router], *, rows: int) -> None:

@@ -239,12 +239,10 @@ def masked(relay: Played, **changes: Any) -> None:
     relay.link.send([MASKS], timeout_s=SOON_S)
 
 
-def test_digests_that_come_damaged_are_asked_for_again(play: Play) -> None:
+def test_digests_and_masks_that_come_damaged_are_asked_for_again(play: Play) -> None:
     first, second = receive(play(lambda relay: relay.send_all(hash=1), whole))
     assert first.digests == b"" and second.digests == DIGESTS
 
-
-def test_masks_that_come_damaged_are_asked_for_again(play: Play) -> None:
     def good(relay: Played) -> None:
         masked(relay)
         relay.thank()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -128,10 +129,8 @@ def driver_on(model: Model) -> ReplayDriver:
 @contextmanager
 def replaying(model: Model, routing: Routing) -> Iterator[Any]:
     """A step."""
-    driver = driver_on(model)
-    with driver.step(routing, step=0) as step:
+    with closing(driver_on(model)) as driver, driver.step(routing, step=0) as step:
         yield step
-    driver.close()
 
 
 def test_a_logprob_pass_before_a_backward_leaves_the_waiting_ids_alone() -> None:
@@ -262,23 +261,18 @@ def interleaved(*, forward_step_func: Any, forward_only: bool, data_iterator: li
 
 
 @pytest.mark.parametrize("forward_only, mode", [(True, "logprob"), (False, "train")])
-def test_each_chunk_counts_by_its_own_iterator(forward_only: bool, mode: str) -> None:
+def test_each_chunk_counts_by_its_own_iterator_and_wrong_rows_are_raised(
+    forward_only: bool, mode: str
+) -> None:
     step: Any = Seen()
-    schedule = with_replay(interleaved, lambda: step)
-    found = schedule(
-        forward_step_func=forward_step, forward_only=forward_only, data_iterator=[Batches(), Batches()]
-    )
-    assert found == ["chunk 0", "chunk 1", "chunk 1", "chunk 0"]
+    schedule = partial(with_replay(interleaved, lambda: step), forward_step_func=forward_step)
+    run = partial(schedule, forward_only=forward_only, data_iterator=[Batches(), Batches()])
+    assert run() == ["chunk 0", "chunk 1", "chunk 1", "chunk 0"]
     order = [(4, mode, "chunk 0"), (4, mode, "chunk 1"), (5, mode, "chunk 1"), (5, mode, "chunk 0")]
     assert step.seen == [*order, "verified"]
-
-
-def test_wrong_rows_are_raised_before_the_schedule_returns() -> None:
-    step: Any = Seen()
     step.wrong = True
-    schedule = with_replay(interleaved, lambda: step)
     with pytest.raises(DigestMismatch):
-        schedule(forward_step_func=forward_step, data_iterator=[Batches(), Batches()])
+        run()
 
 
 def test_outside_of_a_step_the_schedule_is_megatrons() -> None:
@@ -340,13 +334,10 @@ def on(device: str, layers: int = 2) -> tuple[RankShard, RoutingAudit, Layers]:
     return rank, audit, Layers(rank).to(device)
 
 
-@contextmanager
-def driver_of(model: Layers, rank: RankShard) -> Iterator[ReplayDriver]:
+def driver_of(model: Layers, rank: RankShard) -> closing[ReplayDriver]:
     routers = [router for router in model.routers if isinstance(router, Router)]
     handles = {layer: handle(router, layer) for layer, router in zip(rank.shard.layers, routers, strict=True)}
-    driver = ReplayDriver(handles, [model], spec=rank.shard.spec)
-    yield driver
-    driver.close()
+    return closing(ReplayDriver(handles, [model], spec=rank.shard.spec))
 
 
 def passes(rank: RankShard, model: Layers, step: Any, device: str) -> None:
