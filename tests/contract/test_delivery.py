@@ -259,14 +259,6 @@ def test_a_shard_that_is_handed_on_leaves_its_memory_to_the_next(make_relay: Mak
     assert sorted(first._buffers) == ["part", "whole0"]
 
 
-def test_over_a_process_group_rows_wait_for_their_receive(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=1", transport="gloo")
-    (receiver,) = receivers_of(relay)
-    receiver.prefetch(ticket := sealed_as(relay, 0))
-    assert relay.find_undelivered(wait_s=0.3) == {0: ((0, 0, 0),)}
-    check_rows(receiver.receive(ticket), prefix="0-")
-
-
 def test_an_error_of_the_transfer_surfaces_at_the_receive(relay: Relay) -> None:
     (receiver,) = receivers_of(relay)
     ticket = sealed_as(relay, 0)
