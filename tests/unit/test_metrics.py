@@ -9,6 +9,7 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -260,14 +261,15 @@ def test_spans_reach_the_stage_histogram() -> None:
         assert f'r3channel_stage_seconds_count{{role="relay",stage="{stage}"}} 1.0' in text
 
 
-def test_close_frees_the_port_and_may_be_repeated() -> None:
+def test_close_frees_the_port_and_may_be_repeated(tmp_path: Path) -> None:
     metrics = Metrics("relay")
-    port = metrics.serve()
-    metrics.close()
+    port = metrics.serve(folder=str(tmp_path))
     metrics.close()
     with pytest.raises(OSError):
         page(port)
-    assert Metrics("relay").serve(port=port) == port
+    assert Metrics("relay").serve(port=port, folder=str(tmp_path)) == port
+    metrics.close()
+    assert len([*tmp_path.iterdir()]) == 1, "the file of who has the port now"
 
 
 def test_counting_works_without_prometheus_client() -> None:
