@@ -170,8 +170,7 @@ class TrainerChannel:
             if trace is not None:
                 audited = self.report.to_dict() if audit.chosen and self.report else {}
                 trace.note("step", audited | self._figures | {"step": ticket.step})
-            kept = step.logprobs
-            if kept is not None and not kept.write(Path(self.recording or "")):
+            if step.logprobs is not None and not step.logprobs.write(Path(self.recording or "")):
                 self.recording = None
         finally:
             for name, count in zip(DIGESTS, (shard.digests.checked, shard.digests.different), strict=True):
@@ -204,8 +203,7 @@ class TrainerChannel:
         if audit.chosen:
             self.report = audit.report()
             publish(self.report, metrics)
-            spec = self.driver.spec
-            chance = spec.top_k / spec.num_experts
+            chance = self.driver.spec.top_k / self.driver.spec.num_experts
             if self.report.is_at(chance):
                 log.warning(
                     "r3channel: step %d: what was replayed agrees with the live router at chance level (mean overlap %.3f, "
