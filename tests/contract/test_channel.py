@@ -92,8 +92,7 @@ def test_each_figure_for_a_loops_logger_is_the_steps_own_and_every_name_is_in_th
 def test_a_refused_step_leaves_the_channel_as_it_was_and_a_relay_that_is_gone_no_hook_or_page(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = {"metrics_port": 0, "max_staleness": 1, "on_stale": "reject"}
-    with attached(**options) as (relay, channel, routers):
+    with attached(metrics_port=0, max_staleness=1, on_stale="reject") as (relay, channel, routers):
         for name in "abc":
             relay.add(name, reply_for(name, TOKENS, version=5), range(TOKENS))
         stale, first, second = (relay.seal(at, Assignment.given([[[name]]])) for at, name in enumerate("abc"))

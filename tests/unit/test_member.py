@@ -212,8 +212,7 @@ def test_rows_come_bucket_by_bucket_whole_rows_only(play: Play, bucket_rows: int
         relay.link.send([ROWS_TLK[:4].tobytes()], timeout_s=SOON_S)
         relay.link.close()
 
-    stage, bucket_bytes = play(half, whole), bucket_rows * row_bytes + 1
-    _, sink = receive(stage, ticket=replace(TICKET, bucket_bytes=bucket_bytes))
+    _, sink = receive(play(half, whole), ticket=replace(TICKET, bucket_bytes=bucket_rows * row_bytes + 1))
     assert (sink.begins, sink.data, sink.digests) == (begins, ROWS_TLK.tobytes(), DIGESTS)
     assert sink.counted == ROWS_TLK.nbytes + 4 // bucket_rows * bucket_rows * row_bytes
 

@@ -184,8 +184,8 @@ def test_measuring_again_keeps_the_count_and_another_role_does_not_measure() -> 
         Metrics("relay").measure("r3channel_digests_checked_total")
 
 
-def everything(role: str) -> Metrics:
-    """All that a process of this role can ever export: each label at all its values, a hundred audited layers in two steps."""
+def everything(role: str) -> str:
+    """The page of all that this role can ever export: each label at all its values, a hundred audited layers in two steps."""
     metrics = Metrics(role, run="all")
     for metric in METRICS.values():
         if role not in metric.roles:
@@ -199,13 +199,13 @@ def everything(role: str) -> Metrics:
     for order in (range(100), range(100, 0, -1)) if role == "trainer" else ():  # others are the worst in each
         layers = [LayerMismatch(layer, 100, at, at, 0) for layer, at in enumerate(order)]
         publish(MismatchReport(1, (0,), layers), metrics)
-    return metrics
+    with closing(metrics):
+        return page(metrics.serve())
 
 
 @pytest.mark.parametrize("role", LABELS["role"])
 def test_a_process_has_at_most_800_series_whatever_happens(role: str) -> None:
-    with closing(everything(role)) as metrics:
-        text = page(metrics.serve())
+    text = everything(role)
     served = {family.name for family in text_string_to_metric_families(text)}
     assert served <= {name.removesuffix("_total") for name in METRICS}
     series = [line for line in text.splitlines() if not line.startswith("#")]
@@ -217,8 +217,7 @@ def test_a_process_has_at_most_800_series_whatever_happens(role: str) -> None:
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's prometheus")
 @pytest.mark.parametrize("role", LABELS["role"])
 def test_promtool_finds_no_fault_in_a_page(role: str) -> None:
-    with closing(everything(role)) as metrics:
-        text = page(metrics.serve())
+    text = everything(role)
     command = ["promtool", "check", "metrics"]
     done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=PROGRAM_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

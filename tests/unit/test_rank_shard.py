@@ -241,18 +241,6 @@ def test_the_mask_policy_takes_stale_tokens_out_of_the_loss_and_no_others() -> N
     assert not accepting.loss_mask_missed and accepting.loss_mask(0)[0].all()
 
 
-def test_with_context_parallelism_each_rank_masks_its_own_tokens() -> None:
-    masked = 0
-    for cp in (0, 1):
-        shard = aged(MIXED, layout=TrainerLayout(cp=2), cp=cp)
-        shard.set_version(7, max_staleness=2, on_stale="mask")
-        sample, position = shard.shard.token_map(0)
-        gone = (sample >= 0) & (position < 9) & ~shard.loss_mask(0).numpy()
-        assert all(position[gone] < 3)
-        masked += int(gone.sum())
-    assert masked == 3
-
-
 @pytest.mark.parametrize(
     ("samples", "version", "bound", "said", "names"),
     [

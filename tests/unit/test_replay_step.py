@@ -273,11 +273,8 @@ def test_each_chunk_counts_by_its_own_iterator_and_wrong_rows_are_raised(
     step.wrong = True
     with pytest.raises(DigestMismatch):
         run()
-
-
-def test_outside_of_a_step_the_schedule_is_megatrons() -> None:
-    schedule = with_replay(interleaved, lambda: None)
-    assert schedule(forward_step_func=forward_step, data_iterator=[Batches(), Batches()])[0] == "chunk 0"
+    outside = with_replay(interleaved, lambda: None)
+    assert outside(forward_step_func=forward_step, data_iterator=[Batches(), Batches()])[0] == "chunk 0"
 
 
 # -- what a step costs: when it waits for the device, and how many operations it is given ---------------------------------
@@ -368,17 +365,14 @@ def test_an_upload_from_pageable_memory_is_seen() -> None:
 
 @pytest.mark.parametrize("audited", [True, False], ids=["audit", "no audit"])
 def test_no_pass_of_a_step_waits_for_the_device(audited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Enough(Exception):
-        """Left before the end of the step, where the one look is."""
-
     monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
     rank, audit, model = on("meta")
     with (
-        pytest.raises(Enough), watched() as waits, driver_of(model, rank) as driver,
+        pytest.raises(InterruptedError), watched() as waits, driver_of(model, rank) as driver,
         driver.step(rank, step=0, audit=audit if audited else None) as step,
     ):  # fmt: skip
         passes(rank, model, step, "meta")
-        raise Enough
+        raise InterruptedError  # before the end of the step, where the one look is
     assert waits == []
 
 
