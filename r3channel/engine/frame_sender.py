@@ -221,15 +221,12 @@ class Sender:
         try:
             self._say_hello()
             while (batch := self._take()) is not None:
-                self._send(batch)
+                self._deliver(batch, deadline_s=batch[0].since_s + self._config.deliver_timeout_s)
+                with self._changed:
+                    self._bytes -= sum(item.unfinished.nbytes for item in batch)
         except BaseException:
             self._closed.set()  # from now on replies carry their frames themselves
             log.exception("r3channel: direct delivery has ended, frames go in-band")
-
-    def _send(self, batch: Sequence[_Waiting]) -> None:
-        self._deliver(batch, deadline_s=batch[0].since_s + self._config.deliver_timeout_s)
-        with self._changed:
-            self._bytes -= sum(item.unfinished.nbytes for item in batch)
 
     def _encode(self, batch: Sequence[_Waiting]) -> list[bytes]:
         codec = self._config.codec

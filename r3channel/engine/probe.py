@@ -6,9 +6,9 @@ import base64
 import binascii
 import importlib.metadata
 import json
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from typing import Any
 
 from r3channel.engine.refusals import Verdict, find_refused, flag, judgements
@@ -76,7 +76,7 @@ def ask_engine(url: str, *, timeout_s: float) -> Iterator[Check]:
     try:
         reply = probe(url.rstrip("/"), timeout_s=timeout_s)
         data = base64.b64decode(reply["meta_info"]["routed_experts"], validate=True)
-    except (OSError, ValueError, urllib.error.URLError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         seen = f"does not answer a request of two tokens: {error}"
         yield _failed_check(url, seen, "is it up, and is this its address?")
         return
@@ -110,7 +110,7 @@ def _report_hello(url: str, hello: Hello) -> Iterator[Check]:
 def _settings(url: str, hello: Hello, *, timeout_s: float) -> Iterator[Check]:
     try:
         values = _fetch(urllib.request.Request(url.rstrip("/") + "/server_info"), timeout_s=timeout_s)
-    except (OSError, ValueError, urllib.error.URLError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         found = f"/server_info cannot be read: {error}"
         yield Check(name="settings", ok=False, found=found, remedy="ask again")
         return
@@ -152,6 +152,7 @@ def probe(url: str, *, timeout_s: float) -> dict[str, Any]:
 
     Raises:
         OSError: If the engine does not answer.
+        HTTPException: If the answer is not HTTP, or is cut.
         ValueError: If the answer is not JSON.
     """
     body = json.dumps(probe_body()).encode()

@@ -65,10 +65,6 @@ _LISTED: dict[str, Listed] = {
 _BLOCKS = {"layers_block_type", "hybrid_override_pattern"}  # their length counts the layers (NemotronHConfig)
 
 
-def _last(value: int, text: Mapping[str, Any]) -> int:
-    return _number(text, _LAYERS) - 1 if value == -1 else value
-
-
 Narrowing = Callable[[int, Any, Mapping[str, Any]], bool]
 _NARROWING: dict[str, Narrowing] = {
     "first_k_dense_replace": lambda layer, value, _: layer >= value,  # DeepseekV3DecoderLayer
@@ -81,7 +77,7 @@ _NARROWING: dict[str, Narrowing] = {
     "expert_layer_period": lambda layer, value, text: layer % value == (text.get("expert_layer_offset") or 0),  # JambaConfig
     "moe_layer_interval": lambda layer, value, _: (layer + 1) % value == 0,  # Ernie4_5_MoeDecoderLayer
     "moe_layer_start_index": lambda layer, value, _: layer >= value,  # Ernie4_5_MoeDecoderLayer
-    "moe_layer_end_index": lambda layer, value, text: layer <= _last(value, text),  # Ernie4_5_MoeConfig: -1 is the last
+    "moe_layer_end_index": lambda layer, value, text: layer <= value or value == -1,  # Ernie4_5_MoeConfig: -1 is the last
 }  # fmt: skip
 """Keys that take layers away. All that are given hold together."""
 

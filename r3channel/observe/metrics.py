@@ -264,10 +264,10 @@ class Metrics:
 
         The port is free when this returns.
         """
-        server, thread = self._server, self._thread
-        self._server, self._thread, self.target = None, None, ""
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
+        server, thread, file = self._server, self._thread, self._file
+        self._server, self._thread, self._file, self.target = None, None, None, ""
+        if file is not None:
+            file.unlink(missing_ok=True)
         if server is not None and thread is not None:
             server.shutdown()
             server.server_close()

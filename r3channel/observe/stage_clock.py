@@ -97,7 +97,7 @@ class StageClock:
     """Where the time of one process goes, by stage and thread. Any thread may use it.
 
     The spans of a thread never overlap: an outer span pauses while an inner one runs, so they may be added up.
-    The newest `max_spans` spans are kept; the totals without a step go on counting.
+    The newest `max_spans` spans are kept; the totals go on counting.
     """
 
     def __init__(self, role: str, *, max_spans: int = 100_000) -> None:
@@ -162,23 +162,13 @@ class StageClock:
         with self._lock:
             return [Span(*span) for span in self._spans]
 
-    def totals(self, *, step: int | None = None) -> dict[str, float]:
+    def totals(self) -> dict[str, float]:
         """Return the seconds of each stage over all threads.
 
         The stages are in the order of `STAGES`.
-
-        Args:
-            step: counts one step alone; None counts all.
         """
-        if step is None:
-            with self._lock:
-                seconds = dict(self._totals)
-        else:
-            seconds = defaultdict(float)
-            for span in self.spans():
-                if span.step == step:
-                    seconds[span.stage] += span.seconds
-        return {stage: seconds[stage] for stage in STAGES if stage in seconds}
+        with self._lock:
+            return {stage: self._totals[stage] for stage in STAGES if stage in self._totals}
 
     def open(self) -> dict[str, float]:
         """Return how long each stage's oldest open span has lasted.

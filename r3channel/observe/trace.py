@@ -63,9 +63,9 @@ class TraceFile:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self._file = os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.write(self._file, b"[\n")
         except OSError as error:
             raise ConfigError(f"trace {str(folder)!r}: {error}; expected a folder to write into") from error
-        os.write(self._file, b"[\n")
         self._write({"ph": "M", "name": "process_name", "args": {"name": process}}, 0, time.monotonic())
 
     def span(self, stage: str, step: int | None, thread: str, start_s: float, end_s: float) -> None:
@@ -159,11 +159,15 @@ def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
 def spans_of(events: Sequence[Event]) -> dict[str, list[Span]]:
     """Return the spans of each process, in seconds since 1970.
 
-    Processes of one name are together, as when one was started again.
+    Processes of one name are together, as when one was started again. Who could not write its name, on a full disk, has none.
+
+    >>> event = {"ph": "X", "name": "send", "pid": 1, "tid": 2, "ts": 5e6, "dur": 1e6, "args": {"step": 3}}
+    >>> spans_of([event])
+    {'unnamed': [Span(stage='send', step=3, thread='unnamed', start_s=5.0, end_s=6.0)]}
     """
-    named = {
-        (event["name"], event["pid"], event["tid"]): event["args"] for event in events if event["ph"] == "M"
-    }
+    named = defaultdict[Any, dict[str, str]](lambda: {"name": "unnamed"})
+    for event in (event for event in events if event["ph"] == "M"):
+        named[event["name"], event["pid"], event["tid"]] = event["args"]
     found = defaultdict[str, list[Span]](list)
     for event in (event for event in events if event["ph"] == "X"):
         begin_s, thread = event["ts"] / _US, named["thread_name", event["pid"], event["tid"]]["name"]

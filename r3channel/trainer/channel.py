@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -89,20 +89,20 @@ class TrainerChannel:
         """
         config, layout = expect(config or ChannelConfig(), ChannelConfig), expect(layout, TrainerLayout)
         spec = adapter.spec_from_config(chunks)
-        driver = ReplayDriver.attach(chunks, spec=spec, layout=layout, adapter=adapter)
-        device = next(chunks[0].parameters()).device
-        receiver = Receiver(
-            control, spec=spec, layout=layout, coords=adapter.parallel_coords(), config=config,
-            fanout=TensorParallelFanout(adapter.tp_group() if layout.tp > 1 else None, device=device), device=device,
-            clock=clock, metrics=metrics,
-        )  # fmt: skip
-        channel = cls(driver, receiver, config)
-        try:
+        with ExitStack() as undo:
+            driver = ReplayDriver.attach(chunks, spec=spec, layout=layout, adapter=adapter)
+            undo.callback(driver.close)
+            device = next(chunks[0].parameters()).device
+            receiver = Receiver(
+                control, spec=spec, layout=layout, coords=adapter.parallel_coords(), config=config,
+                fanout=TensorParallelFanout(adapter.tp_group() if layout.tp > 1 else None, device=device), device=device,
+                clock=clock, metrics=metrics,
+            )  # fmt: skip
+            undo.callback(receiver.close)
+            channel = cls(driver, receiver, config)
             receiver.join()
             channel._take_spent()  # so that time before the first step is not counted as its waits
-        except BaseException:
-            channel.close()
-            raise
+            undo.pop_all()
         return channel
 
     @contextmanager
@@ -132,12 +132,14 @@ class TrainerChannel:
             TicketMismatch: Batch or model input is not the ticket's. Names sample and cause (left padding, another order or cut).
             DigestMismatch: Rows that a router was handed are not those that the engine hashed.
             RowsStale: The policy refuses the rows. The bytes were taken and acknowledged before, so the next step can follow.
-            UsageError: `max_staleness` has a bound and no version was given.
+            UsageError: `max_staleness` has a bound and no version was given, or another step is open.
         """
         ticket = Ticket.from_bytes(ticket) if isinstance(ticket, bytes) else ticket
         if version is None and self.config.max_staleness >= 0:
             raise UsageError(f"max_staleness is {self.config.max_staleness}, but step() was given no version")
-        shard = self.shard = self.receiver.receive(ticket, tokens=tokens, samples=samples)
+        if self.shard is not None:
+            raise UsageError(f"step {ticket.step} inside step {self.shard.ticket.step}; leave that one first")
+        shard = self.receiver.receive(ticket, tokens=tokens, samples=samples)
         spent, trace = self._take_spent(), self.receiver.clock.trace
         if trace is not None and (shard.tp, shard.shard.pp, shard.shard.cp) == (0, 0, 0):
             for name in shard.sample_ids:
@@ -150,6 +152,7 @@ class TrainerChannel:
             count=self.config.audit_microbatches,
             counted_rows=shard.counted_rows,
         )
+        self.shard = shard
         try:
             with self.driver.step(shard, step=ticket.step, audit=audit) as step:
                 step.tokens = ModelTokens(shard, tokens)
@@ -167,8 +170,7 @@ class TrainerChannel:
             if trace is not None:
                 audited = self.report.to_dict() if audit.chosen and self.report else {}
                 trace.note("step", audited | self._figures | {"step": ticket.step})
-            kept = step.logprobs
-            if kept is not None and not kept.write(Path(self.recording or "")):
+            if step.logprobs is not None and not step.logprobs.write(Path(self.recording or "")):
                 self.recording = None
         finally:
             for name, count in zip(DIGESTS, (shard.digests.checked, shard.digests.different), strict=True):
@@ -201,8 +203,7 @@ class TrainerChannel:
         if audit.chosen:
             self.report = audit.report()
             publish(self.report, metrics)
-            spec = self.driver.spec
-            chance = spec.top_k / spec.num_experts
+            chance = self.driver.spec.top_k / self.driver.spec.num_experts
             if self.report.is_at(chance):
                 log.warning(
                     "r3channel: step %d: what was replayed agrees with the live router at chance level (mean overlap %.3f, "
@@ -274,6 +275,6 @@ class TrainerChannel:
         close_after(error, self.close)
 
     def close(self) -> None:
-        """Leave the group and unbind from the routers; idempotent."""
-        self.receiver.close()
+        """Unbind from the routers and leave the group; idempotent."""
         self.driver.close()
+        self.receiver.close()

@@ -92,6 +92,8 @@ class Receiver:
         """Run and step that were received last."""
         self._ahead: tuple[Ticket, Future[ShardBuffer]] | None = None
         """The prefetched step: still coming on another thread, or complete and not received yet."""
+        self._asked = self._last
+        """The step of the `receive` that ended last: if it failed, it keeps no other back."""
         self._stays = layout.tp_slots == 1 and not self._config.grouped
         """Whether routers use a shard in the memory into which it came. If so, the next shard comes into other memory."""
         self._turn = 0
@@ -143,6 +145,7 @@ class Receiver:
         """
         where, tp0 = f"step {ticket.step}, {self._coords}", self._coords.tp == 0
         with ExitStack() as slot:
+            slot.callback(setattr, self, "_asked", ticket.identity)
             with self._raise_together(where, step=ticket.step):
                 shard = self._check(ticket, tokens, samples)
                 self._begin(ticket, shard)
@@ -197,7 +200,7 @@ class Receiver:
     def _begin(self, ticket: Ticket, shard: Shard) -> None:
         """Start the transfer over TCP, unless it was started before.
 
-        An earlier transfer gives way if it failed, or belongs to another run or an older seal.
+        An earlier transfer gives way if it failed, or belongs to another run, an older seal or a step whose `receive` failed.
         """
         if self._coords.tp or self._config.grouped:
             return
@@ -206,7 +209,8 @@ class Receiver:
             error = before.exception() if before.done() else None
             if other.identity == ticket.identity and not isinstance(error, TransportError):
                 return
-            if error is None and other.run == ticket.run and other.step != ticket.step:
+            kept = error is None and other.identity != self._asked
+            if kept and other.run == ticket.run and other.step != ticket.step:
                 raise UsageError(
                     f"step {ticket.step} while step {other.step} was prefetched; receive that one first"
                 )
@@ -227,8 +231,10 @@ class Receiver:
             self._member.announced.set()
 
     def _receive_whole(self, ticket: Ticket, shard: Shard) -> ShardBuffer:
-        if self._ahead is None:
-            return self._receive_now(ticket, shard, self._free(shard))
+        if self._ahead is None or self._ahead[0].identity != ticket.identity:  # over a process group
+            self._ahead, came = None, Future[ShardBuffer]()
+            came.set_result(self._receive_now(ticket, shard, self._free(shard)))
+            self._ahead = ticket, came  # kept if another TP rank fails: the relay has freed the rows
         landed, limit_s = self._ahead[1], self._config.step_timeout_s
         try:
             with self.clock.span("wait_relay", step=ticket.step):

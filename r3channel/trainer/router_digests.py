@@ -173,6 +173,5 @@ class RouterDigestCheck:
         if microbatch not in self._on_device:
             runs, to_device = self._runs_of(microbatch), partial(upload, device=rows.device)
             sizes = {"rows": rows.shape[-2], "samples": len(self._shard.microbatches[microbatch].sample_ids)}
-            made = TorchRuns.of(runs, **sizes, spec=self._shard.spec, tensor=to_device)
-            self._on_device[microbatch] = made
+            self._on_device[microbatch] = TorchRuns.of(runs, **sizes, spec=self._shard.spec, tensor=to_device)
         return self._on_device[microbatch]

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from r3channel.errors import TicketMismatch
+from r3channel.errors import RowsStale, TicketMismatch, UsageError
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
@@ -41,9 +41,8 @@ def attached(**options: object) -> Iterator[tuple[Relay, TrainerChannel, list[Ro
     with relays() as make:
         relay = make(**options)
         (receiver,) = receivers_of(relay)
-        channel = TrainerChannel(ReplayDriver(handles, [chunk], spec=SPEC), receiver, relay.config)
-        yield relay, channel, routers
-        channel.close()
+        with TrainerChannel(ReplayDriver(handles, [chunk], spec=SPEC), receiver, relay.config) as channel:
+            yield relay, channel, routers
 
 
 def run(step: ReplayStep, routers: list[Router], *, rows: int) -> None:
@@ -88,6 +87,25 @@ def test_each_figure_for_a_loops_logger_is_the_steps_own_and_every_name_is_in_th
         "staleness": 1, "staleness_max": 2, "disagreement": report.different_fraction,
         "logprob_abs_diff": 0.5, "logprob_k3": pytest.approx(math.exp(0.5) - 1.5),
     }  # fmt: skip
+
+
+def test_a_refused_step_leaves_the_channel_as_it_was_and_a_relay_that_is_gone_no_hook_or_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with attached(metrics_port=0, max_staleness=1, on_stale="reject") as (relay, channel, routers):
+        for name in "abc":
+            relay.add(name, reply_for(name, TOKENS, version=5), range(TOKENS))
+        stale, first, second = (relay.seal(at, Assignment.given([[[name]]])) for at, name in enumerate("abc"))
+        with pytest.raises(RowsStale), channel.step(stale, version=9):
+            pass
+        assert channel.shard is None
+        with channel.step(first, version=5) as step:
+            with pytest.raises(UsageError, match="step 2 inside step 1"), channel.step(second, version=5):
+                pass
+            run(step, routers, rows=TOKENS)
+        assert 2 in relay.status()["steps"], "no row of it has moved"
+        monkeypatch.setattr(relay, "list_page", Mock(side_effect=ConnectionError("gone")))
+    assert not channel.metrics.target and not any(vars(router.replay) for router in routers)
 
 
 PLAIN = SimpleNamespace(**runpy.run_path(str(ROOT / "examples/06_plain_torch.py"), run_name="plain"))

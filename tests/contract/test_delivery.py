@@ -36,6 +36,7 @@ from tests.support.delivery import (
     receivers_of,
     recorded,
     sealed,
+    start,
     threads,
     ticket_of,
 )
@@ -258,14 +259,6 @@ def test_a_shard_that_is_handed_on_leaves_its_memory_to_the_next(make_relay: Mak
     assert sorted(first._buffers) == ["part", "whole0"]
 
 
-def test_over_a_process_group_rows_wait_for_their_receive(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=1", transport="gloo")
-    (receiver,) = receivers_of(relay)
-    receiver.prefetch(ticket := sealed_as(relay, 0))
-    assert relay.find_undelivered(wait_s=0.3) == {0: ((0, 0, 0),)}
-    check_rows(receiver.receive(ticket), prefix="0-")
-
-
 def test_an_error_of_the_transfer_surfaces_at_the_receive(relay: Relay) -> None:
     (receiver,) = receivers_of(relay)
     ticket = sealed_as(relay, 0)
@@ -313,6 +306,23 @@ def test_only_the_prefetched_step_may_be_received_next(relay: Relay) -> None:
     # the relay has its acknowledgement and sends it no second time
     check_rows(receiver.receive(first), prefix="0-")
     check_rows(receiver.receive(second), prefix="1-")
+    receiver.prefetch(third := sealed_as(relay, 2))
+    with pytest.raises(errors.TicketMismatch, match="named"):
+        receiver.receive(third, samples=[["another"]])
+    check_rows(receiver.receive(sealed_as(relay, 3)), prefix="3-")
+
+
+def test_a_step_that_one_tp_rank_refused_comes_no_second_time(
+    make_relay_over: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay = make_relay_over("tp=2")
+    ranks, ticket = receivers_of(relay), sealed_as(relay, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks[1], "_buffer", Mock(side_effect=MemoryError))
+        refused = [type(rank.exception(SOON_S)) for rank in start(ranks, ticket)]
+    assert refused == [errors.PeerFailed, MemoryError] and relay.status()["steps"] == {}
+    for shard in receive(ranks, ticket):
+        check_rows(shard, prefix="0-")
 
 
 def test_a_closed_receiver_ends_its_transfer(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from r3channel.wire.tensor_frame import parse_tensors
 from r3channel.wire.token_tensors import tensors_of
 from tests.support.loops import numba
 from tests.support.samples import SPEC, WIDE, random_ids, sparse
-from tests.support.waits import SOON_S
 
 EVERY_OTHER = RoutingSpec(num_layers=5, moe_layers=(1, 3), num_experts=128, top_k=8)
 LINES = sparse(16, experts=128, top_k=8)
@@ -151,25 +149,16 @@ def test_a_slot_that_there_is_not_is_refused(compiled: bool) -> None:
         rows.gather_frame(np.array([10]), first_row=0, sample_key=0)
 
 
-def test_a_frame_may_be_encoded_on_another_thread_after_the_slots_are_reused() -> None:
-    rows, buffer = capture.SlotRows(SPEC, slots=10), device_buffer(SPEC, 10)
-    rows.write(np.arange(10), narrowed(SPEC, buffer), weight_version=1, kind=RowKind.DECODED)
-    unfinished = rows.gather_frame(np.array([2, 3, 4]), first_row=0, sample_key=1)
-    rows.write(np.arange(10), narrowed(SPEC, buffer.flip(0)), weight_version=2, kind=RowKind.PREFILLED)
-    with ThreadPoolExecutor(1) as pool:
-        data = pool.submit(unfinished.encode).result(SOON_S)
-    routing = parse_frame(data.tobytes(), spec=SPEC).routing(sample_id="s")
-    assert np.array_equal(routing.expert_ids_TLK, buffer[2:5, 1:].numpy())
-    assert [span.weight_version for span in routing.provenance] == [1]
-
-
-def test_provenance_follows_the_slot_and_not_the_request() -> None:
+def test_provenance_follows_the_slot_and_not_the_request_and_a_frame_is_its_rows_when_they_are_gathered() -> (
+    None
+):
     rows, buffer = capture.SlotRows(SPEC, slots=16), device_buffer(SPEC, 5)
     ids = narrowed(SPEC, buffer)
     rows.write(np.array([3, 4, 5]), ids[:3], weight_version=1, kind=RowKind.PREFILLED)
     # 5 was freed and reused
     rows.write(np.array([9, 5]), ids[3:], weight_version=2, kind=RowKind.DECODED)
-    unfinished = rows.gather_frame(np.array([4, 3, 5, 9]), first_row=0, sample_key=0)
+    unfinished = rows.gather_frame(slots_T := np.array([4, 3, 5, 9]), first_row=0, sample_key=0)
+    rows.write(slots_T, ids[:4], weight_version=3, kind=RowKind.PREFILLED)  # before the frame is encoded
     frame = parse_frame(unfinished.encode().tobytes(), spec=SPEC)
     assert frame.provenance == (
         ProvenanceSpan(start=0, end=2, weight_version=1, kind=RowKind.PREFILLED),

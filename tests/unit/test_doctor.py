@@ -112,15 +112,17 @@ def answering(answers: dict[str, dict[str, Any]]) -> Answering:
     return Answering(lambda path, _: (200, json.dumps(answers[path]).encode()))
 
 
-def test_an_engine_is_asked_directly_whatever_proxy_is_named_and_one_that_is_not_there_fails_with_its_address(
+def test_an_engine_is_asked_directly_whatever_proxy_is_named_and_what_is_none_fails_with_its_address(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with answering({"/generate": {"meta_info": {}}, "/server_info": {}}) as engine:
         assert doctor.examine(context(engines=[engine.url], timeout_s=SOON_S)) == 1
     assert "answers without routing" in capsys.readouterr().out
-    assert doctor.examine(context(engines=["http://127.0.0.1:9"], timeout_s=SOON_S)) == 1
-    assert "engine http://127.0.0.1:9" in capsys.readouterr().out
+    with Answering(lambda *_: (1000, b"")) as other:  # no status of HTTP
+        for url in ("http://127.0.0.1:9", other.url):
+            assert doctor.examine(context(engines=[url], timeout_s=SOON_S)) == 1
+            assert f"engine {url}" in capsys.readouterr().out
 
 
 def test_engines_are_probed_at_once_and_a_busy_one_is_not_dead(caplog: pytest.LogCaptureFixture) -> None:

@@ -153,6 +153,8 @@ class Attempt:
     begins: list[int] = field(default_factory=list[int])
     data: bytes = b""
     taken: bytes = b""
+    counted: float = 0
+    """Bytes of rows that this attempt and those before it count."""
     digests: bytes = b""
 
 
@@ -188,12 +190,13 @@ def receive(
     clock = StageClock("trainer")
     member = RelayConnection(
         stage, coords=LAYOUT.coords(0), config=ChannelConfig(**values), buckets=HostBuckets(), clock=clock,
-        metrics=Metrics("trainer", clock=clock),
+        metrics=(metrics := Metrics("trainer", clock=clock)),
     )  # fmt: skip
     try:
         member.receive(landed)
     finally:
         member.close()
+    landed.attempts[-1].counted = metrics.value("r3channel_bytes_total", leg="wire_received")
     return landed.attempts
 
 
@@ -203,8 +206,15 @@ def receive(
 @pytest.mark.parametrize(("bucket_rows", "begins"), [(1, list(range(8))), (3, [0, 3, 6]), (100, [0])])
 def test_rows_come_bucket_by_bucket_whole_rows_only(play: Play, bucket_rows: int, begins: list[int]) -> None:
     row_bytes = ROWS_TLK[0].nbytes
-    (sink,) = receive(play(whole), ticket=replace(TICKET, bucket_bytes=bucket_rows * row_bytes + 1))
+
+    def half(relay: Played) -> None:
+        relay.announce()
+        relay.link.send([ROWS_TLK[:4].tobytes()], timeout_s=SOON_S)
+        relay.link.close()
+
+    _, sink = receive(play(half, whole), ticket=replace(TICKET, bucket_bytes=bucket_rows * row_bytes + 1))
     assert (sink.begins, sink.data, sink.digests) == (begins, ROWS_TLK.tobytes(), DIGESTS)
+    assert sink.counted == ROWS_TLK.nbytes + 4 // bucket_rows * bucket_rows * row_bytes
 
 
 @pytest.mark.parametrize(

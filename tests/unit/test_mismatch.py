@@ -7,7 +7,7 @@ import math
 import torch
 
 from r3channel.observe.metrics import Metrics
-from r3channel.trainer.mismatch import LogprobDifference, MismatchReport, RoutingAudit, publish
+from r3channel.trainer.mismatch import LayerMismatch, LogprobDifference, MismatchReport, RoutingAudit, publish
 
 NATURAL = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7]])
 COUNTED = torch.arange(4) < 3
@@ -47,13 +47,9 @@ def test_choices_that_have_nothing_to_do_with_each_other_are_at_chance() -> None
     assert not of(1200, others).is_at(0.5)  # of 16 experts 8: chance itself is agreement
 
 
-def test_order_within_a_row_is_no_difference_and_padding_is_not_counted() -> None:
-    found = report().layers[0]
-    assert (found.rows, found.different, found.overlap, found.disjoint) == (3, 2, 1.5, 1)
-
-
-def test_tokens_count_once_however_many_layers_differ() -> None:
+def test_tokens_count_once_however_many_layers_differ_but_for_the_order_or_in_padding() -> None:
     found = report()
+    assert found.layers[0] == LayerMismatch(3, rows=3, different=2, overlap=1.5, disjoint=1)
     assert (found.tokens, found.tokens_different, found.pairs) == (3, 2, 6)
     assert math.isclose(found.different_fraction, 2 / 6) and math.isclose(found.mean_overlap, 4.5 / 6)
 

@@ -73,12 +73,6 @@ def test_the_live_router_chooses_for_rows_without_routing_and_for_padding_where_
     assert make(TrainerLayout(), policy=policy, invalid=()).live_rows(0) is None
 
 
-def test_audited_rows_are_those_that_an_engine_computed() -> None:
-    shard = make(TrainerLayout(tp=2), policy="live", tp=0)
-    rows = {(s, p) for s, n in ((0, 8), (1, 4)) for p in range(min(n, 5))} - {(0, 2), (0, 3)}
-    assert named(shard, shard.counted_rows(0)) == rows
-
-
 @pytest.mark.parametrize(("policy", "masked"), [("live", set()), ("mask", {2, 3})])
 def test_only_the_mask_policy_takes_tokens_out_of_the_loss(policy: str, masked: set[int]) -> None:
     keep = make(TrainerLayout(), policy=policy).loss_mask(0)
@@ -245,18 +239,6 @@ def test_the_mask_policy_takes_stale_tokens_out_of_the_loss_and_no_others() -> N
     assert shard.loss_mask(0)[0].all()
     (accepting := aged()).set_version(7, max_staleness=0)
     assert not accepting.loss_mask_missed and accepting.loss_mask(0)[0].all()
-
-
-def test_with_context_parallelism_each_rank_masks_its_own_tokens() -> None:
-    masked = 0
-    for cp in (0, 1):
-        shard = aged(MIXED, layout=TrainerLayout(cp=2), cp=cp)
-        shard.set_version(7, max_staleness=2, on_stale="mask")
-        sample, position = shard.shard.token_map(0)
-        gone = (sample >= 0) & (position < 9) & ~shard.loss_mask(0).numpy()
-        assert all(position[gone] < 3)
-        masked += int(gone.sum())
-    assert masked == 3
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from examples.embedded.bench.operations import Operations
 from r3channel.config import ChannelConfig
-from r3channel.errors import DigestMismatch, ReplayError, TransportError, UsageError
+from r3channel.errors import ConfigError, DigestMismatch, ReplayError, TransportError, UsageError
+from r3channel.observe.metrics import Metrics
 from r3channel.plan.layout import TrainerLayout
 from r3channel.trainer.adapters import megatron
 from r3channel.trainer.adapters.megatron_schedule import with_replay
@@ -127,10 +129,8 @@ def driver_on(model: Model) -> ReplayDriver:
 @contextmanager
 def replaying(model: Model, routing: Routing) -> Iterator[Any]:
     """A step."""
-    driver = driver_on(model)
-    with driver.step(routing, step=0) as step:
+    with closing(driver_on(model)) as driver, driver.step(routing, step=0) as step:
         yield step
-    driver.close()
 
 
 def test_a_logprob_pass_before_a_backward_leaves_the_waiting_ids_alone() -> None:
@@ -209,14 +209,20 @@ class Nowhere:
             return {"host": "127.0.0.1", "port": port, "token": "00" * 32, "run": "run"}
 
 
-def test_an_attach_that_cannot_join_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attach_that_cannot_join_or_serve_its_page_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     model, control, layout = Model(), Nowhere(), TrainerLayout()
     monkeypatch.setattr(ReplayDriver, "attach", lambda chunks, **_: driver_on(chunks[0]))
     monkeypatch.setattr(megatron, "spec_from_config", lambda _chunks: SPEC)
     monkeypatch.setattr(megatron, "parallel_coords", lambda: layout.coords(0))
-    with pytest.raises(TransportError):
-        TrainerChannel.attach([model], control, layout=layout, config=ChannelConfig(join_timeout_s=0.01))
-    assert not model._forward_hooks and not model.router._forward_pre_hooks
+    with closing(Metrics("relay")) as page:
+        for port, error in (
+            (-1, TransportError),
+            (page.serve() - 1, ConfigError),
+        ):  # taken: rank 0 serves at 1 more
+            config = ChannelConfig(join_timeout_s=0.01, metrics_port=port)
+            with pytest.raises(error):
+                TrainerChannel.attach([model], control, layout=layout, config=config)
+            assert not model._forward_hooks and not vars(model.router.replay)
 
 
 # -- Megatron's schedule with a step in it: contexts by the iterator's own count, and a check before the optimizer ------------
@@ -255,28 +261,20 @@ def interleaved(*, forward_step_func: Any, forward_only: bool, data_iterator: li
 
 
 @pytest.mark.parametrize("forward_only, mode", [(True, "logprob"), (False, "train")])
-def test_each_chunk_counts_by_its_own_iterator(forward_only: bool, mode: str) -> None:
+def test_each_chunk_counts_by_its_own_iterator_and_wrong_rows_are_raised(
+    forward_only: bool, mode: str
+) -> None:
     step: Any = Seen()
-    schedule = with_replay(interleaved, lambda: step)
-    found = schedule(
-        forward_step_func=forward_step, forward_only=forward_only, data_iterator=[Batches(), Batches()]
-    )
-    assert found == ["chunk 0", "chunk 1", "chunk 1", "chunk 0"]
+    schedule = partial(with_replay(interleaved, lambda: step), forward_step_func=forward_step)
+    run = partial(schedule, forward_only=forward_only, data_iterator=[Batches(), Batches()])
+    assert run() == ["chunk 0", "chunk 1", "chunk 1", "chunk 0"]
     order = [(4, mode, "chunk 0"), (4, mode, "chunk 1"), (5, mode, "chunk 1"), (5, mode, "chunk 0")]
     assert step.seen == [*order, "verified"]
-
-
-def test_wrong_rows_are_raised_before_the_schedule_returns() -> None:
-    step: Any = Seen()
     step.wrong = True
-    schedule = with_replay(interleaved, lambda: step)
     with pytest.raises(DigestMismatch):
-        schedule(forward_step_func=forward_step, data_iterator=[Batches(), Batches()])
-
-
-def test_outside_of_a_step_the_schedule_is_megatrons() -> None:
-    schedule = with_replay(interleaved, lambda: None)
-    assert schedule(forward_step_func=forward_step, data_iterator=[Batches(), Batches()])[0] == "chunk 0"
+        run()
+    outside = with_replay(interleaved, lambda: None)
+    assert outside(forward_step_func=forward_step, data_iterator=[Batches(), Batches()])[0] == "chunk 0"
 
 
 # -- what a step costs: when it waits for the device, and how many operations it is given ---------------------------------
@@ -333,13 +331,10 @@ def on(device: str, layers: int = 2) -> tuple[RankShard, RoutingAudit, Layers]:
     return rank, audit, Layers(rank).to(device)
 
 
-@contextmanager
-def driver_of(model: Layers, rank: RankShard) -> Iterator[ReplayDriver]:
+def driver_of(model: Layers, rank: RankShard) -> closing[ReplayDriver]:
     routers = [router for router in model.routers if isinstance(router, Router)]
     handles = {layer: handle(router, layer) for layer, router in zip(rank.shard.layers, routers, strict=True)}
-    driver = ReplayDriver(handles, [model], spec=rank.shard.spec)
-    yield driver
-    driver.close()
+    return closing(ReplayDriver(handles, [model], spec=rank.shard.spec))
 
 
 def passes(rank: RankShard, model: Layers, step: Any, device: str) -> None:
@@ -370,17 +365,14 @@ def test_an_upload_from_pageable_memory_is_seen() -> None:
 
 @pytest.mark.parametrize("audited", [True, False], ids=["audit", "no audit"])
 def test_no_pass_of_a_step_waits_for_the_device(audited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Enough(Exception):
-        """Left before the end of the step, where the one look is."""
-
     monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
     rank, audit, model = on("meta")
     with (
-        pytest.raises(Enough), watched() as waits, driver_of(model, rank) as driver,
+        pytest.raises(InterruptedError), watched() as waits, driver_of(model, rank) as driver,
         driver.step(rank, step=0, audit=audit if audited else None) as step,
     ):  # fmt: skip
         passes(rank, model, step, "meta")
-        raise Enough
+        raise InterruptedError  # before the end of the step, where the one look is
     assert waits == []
 
 

@@ -64,13 +64,8 @@ def test_nemotrons_pattern_is_its_layers() -> None:
     assert RoutingSpec.from_hf_config({**words, "layers_block_type": blocks}).moe_layers == (1,)
 
 
-def test_layers_told_one_by_one_win_over_counts() -> None:
-    config = PLAIN | {"first_k_dense_replace": 1, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}
-    assert RoutingSpec.from_hf_config(config).moe_layers == (0, 2, 3)
-
-
-def test_the_way_out_that_an_error_names_is_one() -> None:
-    config = PLAIN | {"model_type": "brand_new", "moe_every_n_layers": 2}
+def test_the_way_out_that_an_error_names_is_one_and_wins_over_counts() -> None:
+    config = PLAIN | {"model_type": "brand_new", "moe_every_n_layers": 2, "first_k_dense_replace": 3}
     with pytest.raises(ConfigError, match="Say it in the config as mlp_layer_types"):
         RoutingSpec.from_hf_config(config)
     told = config | {"mlp_layer_types": ["dense", "sparse"] * 2}

@@ -74,11 +74,11 @@ class ChannelActor(MegatronTrainRayActor):
     def train(self, rollout_id: int, rollout_data_ref: Sequence[Any], external_data: Any = None) -> Any:
         """Start to fetch the step's rows, then train as slime does.
 
-        The rows begin to travel before slime fetches the batch and wakes the model.
+        The rows begin to travel before slime fetches the batch, unless the model sleeps: its GPU has no memory for them then.
         """
         sealed = getattr(rollout_data_ref[0], "r3_ticket", None)
         self._ticket = None if sealed is None else Ticket.from_bytes(ray.get(sealed))
-        if self.channel is not None and self._ticket is not None:
+        if self.channel is not None and self._ticket is not None and not self.args.offload_train:
             self.channel.prefetch(self._ticket)
         return super().train(rollout_id, rollout_data_ref, external_data=external_data)
 

@@ -202,11 +202,14 @@ def _of_axes(what: str, *names: str) -> dict[str, int]:
 
 
 def input_ids(
-    input_ids: torch.Tensor | None = None, _positions: Any = None, _mask: Any = None, decoder_input: Any = None, **_: Any
+    input_ids: torch.Tensor | None = None, _at: Any = None, _mask: Any = None, decoder_input: Any = None, *_: Any, **_more: Any
 ) -> torch.Tensor | None:  # fmt: skip
     """Return the token ids of a call of GPTModel.
 
     The result is None where the call has embeddings, which GPTModel prefers.
+
+    >>> input_ids("ids", "positions", "mask", None, "labels"), input_ids("ids", decoder_input="embeddings", labels="labels")
+    ('ids', None)
     """
     return input_ids if decoder_input is None else None
 
