@@ -10,6 +10,7 @@ import logging
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -126,7 +127,8 @@ class Recorder:
             if self._is_room(path, nbytes_of(records)):
                 self._written[path] = write_segment(path, records)
         except OSError as error:  # from the new segment, or from an old one that cannot be removed
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # in a folder that became read-only nothing can be removed either
+                path.unlink(missing_ok=True)
             self._stop(f"cannot write {path.name}: {error}")
         self.lost += bool(self.stopped) and not self.stopped.startswith("limit")
 

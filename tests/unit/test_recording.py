@@ -24,7 +24,7 @@ from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.recordings.logprobs import SIDES, KeptLogprobs, read_logprobs, write_logprobs
 from r3channel.recordings.recorder import Recorder, segment_name, write_segment, write_step
 from r3channel.recordings.recording import Recording
-from r3channel.recordings.segment import HEAD_BYTES, Kind, check_room, pack, read
+from r3channel.recordings.segment import HEAD_BYTES, Kind, pack, read
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.routing import as_tokens, hash_tokens
@@ -164,14 +164,6 @@ def test_a_step_that_is_recorded_again_leaves_a_reader_what_it_has_mapped(tmp_pa
     mapped = read(path)[0]
     write_segment(path, [pack(Kind.TOKENS, b"2" * 8)])
     assert mapped[0].payload == b"1" * 8
-
-
-def test_a_disk_without_room_is_known_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = os.open(tmp_path / "x", os.O_WRONLY | os.O_CREAT)
-    monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_blocks=1, f_bavail=255, f_frsize=4096))
-    with pytest.raises(OSError, match="No space left"):
-        check_room(file, 1 << 20)
-    os.close(file)
 
 
 @pytest.mark.parametrize("limit", ["steps", "max_bytes"])
