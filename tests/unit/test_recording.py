@@ -269,6 +269,11 @@ def test_log_probs_lie_beside_their_step_as_safetensors_and_go_with_it(tmp_path:
     found = Recording.open(tmp_path).step(first).logprobs
     assert found.keys() == given.keys() and all(np.array_equal(found[name], given[name]) for name in given)
     assert write_logprobs(tmp_path, first + 1, 3, given) is None  # a step that nobody records
+    shutil.copy(tmp_path / segment_name(first), copy := tmp_path / "step-copy.r3s")
+    os.utime(copy, (0, 0))  # the oldest goes first
+    record(Recorder(tmp_path, steps=2, ring=True), first)
+    assert Recording.open(tmp_path).step(first).logprobs == {}, "those of the earlier attempt"
+    write_logprobs(tmp_path, first, 3, given)
     record(Recorder(tmp_path, steps=2, ring=True), first + 1, first + 2)
     assert Recording.open(tmp_path).steps == (first + 1, first + 2) and not path.exists()
 
