@@ -303,7 +303,7 @@ def _find_repeats(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
     The experts are the same in all layers, as in a slot that was not written again.
     """
     count, token = len(rows.ids_RLK), rows.token_R3[:, 1]
-    if not 0 < count * _chance(step.spec) < _RARE:
+    if not count or count * _chance(step.spec) >= _RARE:
         return
     (words,) = words_of(rows.ids_RLK.reshape(count, -1))
     _, first, inverse, times = np.unique(words, return_index=True, return_inverse=True, return_counts=True)
@@ -349,6 +349,7 @@ def _agreement(rows: _Rows, by: int) -> float:
 def _chance(spec: RoutingSpec) -> float:
     """Return how probable it is that two rows have equal ids.
 
-    The probability is not small in models of one layer, or of few experts.
+    The probability is not small in models of one layer, or of few experts. In models of many layers it is 0.0: no float is so
+    small.
     """
     return float(perm(spec.num_experts, min(spec.top_k, spec.num_experts))) ** -spec.num_moe_layers

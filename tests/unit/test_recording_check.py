@@ -15,6 +15,7 @@ import torch
 
 from r3channel.cli import main
 from r3channel.errors import RecordingInvalid
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.aligned_pair import AlignedPair
 from r3channel.recordings.consumed import ConsumedRows, consume_step, fit
@@ -134,9 +135,10 @@ def test_one_side_alone_shows_what_its_bytes_show(name: str) -> None:
     assert [(one.name, one.verdict) for one in judge_alone(wrong)] == [(name, True)]
 
 
-def test_one_side_raises_a_suspicion_and_no_verdict_where_only_statistics_speak() -> None:
-    rng, step = np.random.default_rng(0), engine_step(lengths=(600, 600))
-    table = np.stack([rng.permutation(64)[:4] for _ in range(512)])
+@pytest.mark.parametrize("spec", [PLAIN, sparse(48, experts=128, top_k=8)], ids=["6 layers", "48 layers"])
+def test_one_side_raises_a_suspicion_and_no_verdict_where_only_statistics_speak(spec: RoutingSpec) -> None:
+    rng, step = np.random.default_rng(0), engine_step(spec, lengths=(600, 600))
+    table = np.stack([rng.permutation(spec.num_experts)[: spec.top_k] for _ in range(512)])
     rows = rows_of(step)
     for name, ids in rows.items():  # a first layer that sees the token, as real ones do
         ids[:, 0] = table[step.tokens[name][:-1]]
