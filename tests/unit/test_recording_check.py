@@ -340,5 +340,9 @@ def test_two_sides_of_different_runs_are_refused() -> None:
 def test_rows_that_do_not_fit_the_layout_are_refused_with_both_numbers() -> None:
     step = engine_step()
     shard = step.ticket.plan.shard(dp=0, pp=0)
-    with pytest.raises(RecordingInvalid, match="the router used 3 rows, the layout says"):
-        ConsumedRows(step.ticket, step.spec).add_call(shard, np.zeros((3, 4)), microbatch=0, layer=0)
+    count = len(shard.row_map(0, tp=0)[0])
+    for rows, top_k, value in ((3, 4, 0), (count, 5, 0), (count, 4, 256), (count, 4, -1)):
+        used = np.full((rows, top_k), value)  # the last two are 0 and 255 in a byte
+        said = rf"router used {rows} rows, .*ids are .*{value}.* in \({top_k},\) columns"
+        with pytest.raises(RecordingInvalid, match=said):
+            ConsumedRows(step.ticket, step.spec).add_call(shard, used, microbatch=0, layer=0)
