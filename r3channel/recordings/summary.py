@@ -126,10 +126,11 @@ def compare(first: Recording, second: Recording) -> dict[str, Any]:
     counts = ("different", "order_only", "missing")
     beside = [value for step in steps for name in ("logprobs", "tensors") for value in step[name].values()]
     differ = any(beside) or any(step[name] for step in steps for name in counts)
+    cut = {one.number: names for one, other in pairs if (names := sorted({*one.cut, *other.cut}))}
     return {
         "only_first": sorted(set(first.steps) - set(second.steps)),
-        "only_second": sorted(set(second.steps) - set(first.steps)), "steps": steps,
-        "equal": bool(steps) and first.steps == second.steps and not differ,
+        "only_second": sorted(set(second.steps) - set(first.steps)), "cut": cut, "steps": steps,
+        "equal": bool(steps) and first.steps == second.steps and not (differ or cut),
     }  # fmt: skip
 
 
@@ -201,6 +202,7 @@ def text_of(result: dict[str, Any]) -> str:
             f"  layer {layer:>4}: {counts['different']:,} different, {counts['order_only']:,} in their order only"
             for layer, counts in step["layers"].items()
         ]
+    lines += [f"step {n}: cut, and not compared: {', '.join(own[:5])}" for n, own in result["cut"].items()]
     for name in ("first", "second"):
         if only := result[f"only_{name}"]:
             lines.append(f"only in the {name}: steps {only}")

@@ -93,10 +93,12 @@ def test_rows_beyond_a_samples_tokens_cost_it_alone(tmp_path: Path, capsys: Any,
     passes = {("forward", name): turns for name, turns in frames.items()}
     write_step(tmp_path / "router", replace(step, side="router", passes=passes))
     good, forged, router = (str(tmp_path / name) for name in ("good", "forged", "router"))
-    for arguments in (["inspect", forged], ["check", forged], ["check", forged, good]):
-        assert main(arguments) == 1, arguments
+    both = f"check {forged} {good}", f"diff {forged} {good}", f"diff {good} {forged}"
+    for words in (f"inspect {forged}", f"check {forged}", *both):
+        assert main(words.split()) == 1, words
     assert Recording.open(forged).step(0).cut == ("c",) and main(["replay", forged]) == 0
-    assert "1 samples are not whole: c" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "1 samples are not whole: c" in said and said.count("and not compared: c\nnot equal") == 2
     for words in (f"inspect {router}", f"check {router}", f"check {good} {router}", f"diff {good} {router}"):
         assert main(words.split()) == 2 and "sample c: rows" in capsys.readouterr().err
 
