@@ -116,10 +116,10 @@ def compare(first: Recording, second: Recording) -> dict[str, Any]:
     Raises:
         R3Error: a step cannot be read, or two steps do not fit; the errors are those of `Recording.step` and `AlignedPair.of`.
     """
-    shared = sorted(set(first.steps) & set(second.steps))
+    shared, alike = sorted(set(first.steps) & set(second.steps)), first.manifest.side == second.manifest.side
     pairs = [(first.step(number), second.step(number)) for number in shared]
     steps = [
-        _compare_ids(sides) | {"logprobs": _largest_difference(*pair), "tensors": _tensors(*pair)}
+        _compare_ids(sides, alike) | {"logprobs": _largest_difference(*pair), "tensors": _tensors(*pair)}
         for pair in pairs
         for sides in AlignedPair.align(*pair)
     ]
@@ -158,7 +158,9 @@ def _places(step: RecordedStep) -> Ids:
     return (order[step.logprobs["sample"]] << 32) + step.logprobs["position"]
 
 
-def _compare_ids(sides: AlignedPair) -> dict[str, Any]:
+def _compare_ids(sides: AlignedPair, alike: bool) -> dict[str, Any]:
+    # Routers may have rows that their engine has not: those that the live router chose.
+    missing_R = sides.valid_R != sides.there_R if alike else sides.valid_R & ~sides.there_R
     real_RL = differs_RL = sides.differs_RL
     if differs_RL.any() and sides.seen_RLK.shape[2] == sides.spec.top_k:
         real_RL = differs_RL & (np.sort(sides.want_RLK, -1) != np.sort(sides.seen_RLK, -1)).any(-1)
@@ -171,7 +173,7 @@ def _compare_ids(sides: AlignedPair) -> dict[str, Any]:
     report: dict[str, Any] = {
         "step": sides.ticket.step, "pass": sides.of_pass, "rows": int(sides.both_R.sum()),
         **{name: int(hit_RL.sum()) for name, hit_RL in cells.items()},
-        "missing": int((sides.valid_R & ~sides.there_R).sum()), "layers": layers,
+        "missing": int(missing_R.sum()), "layers": layers,
     }  # fmt: skip
     for what, name in (("first", "different"), ("first_order_only", "order_only")):
         if cells[name].any():

@@ -159,6 +159,8 @@ def test_rows_left_to_the_live_router_are_not_judged(tmp_path: Path, capsys: Any
     frames = {**step.frames, **{name: [] for name in live}}
     step = replace(step, ticket=replace(step.ticket, samples=samples), frames=frames)
     write_step(tmp_path, step)
+    write_step(tmp_path / "whole", engine_step(lengths=lengths))
+    assert main(["diff", str(tmp_path), f"{tmp_path}/whole"]) == 1  # as in the other order
     consume_step(step).write(tmp_path / "router")
     assert main(["check", str(tmp_path), "--strict"]) == 0 and "one side alone" in capsys.readouterr().out
     assert main(["check", str(tmp_path), str(tmp_path / "router")]) == 0
