@@ -91,7 +91,8 @@ def judge(sides: AlignedPair) -> list[Finding]:
 
     The list is empty if the two sides agree.
     """
-    tests = [_missing, _extra_layers, _columns if sides.seen_RLK.shape[2] != sides.spec.top_k else _explain]
+    other = sides.seen_RLK.shape[2] != sides.spec.top_k  # then neither layers nor rows can be compared
+    tests = [_missing, *([_columns] if other else [_extra_layers, _explain])]
     hits = [(name, hit_RL) for test in tests for name, hit_RL in test(sides) if hit_RL.any()]
     options = {"step": sides.ticket.step, "of_pass": sides.of_pass}
     found = [_finding(name, cells=int(hit.sum()), **sides.example(hit), **options) for name, hit in hits]
