@@ -130,7 +130,7 @@ def _replay(options: argparse.Namespace) -> int:
         findings += [finding for sides in AlignedPair.align(step, rows.step()) for finding in judge(sides)]
     _print(options, {"steps": results, "findings": [asdict(finding) for finding in findings]}, _show_replay)
     lost = any(result["rows_of_layers"] != result["expected_rows_of_layers"] for result in results)
-    return int(bool(findings) or lost)
+    return int(bool(findings) or lost or not results)
 
 
 def _consume(options: argparse.Namespace, step: RecordedStep) -> tuple[ConsumedRows, float]:

@@ -128,6 +128,8 @@ def test_without_a_whole_sample_nothing_is_green(tmp_path: Path, capsys: pytest.
         record(Recorder(folder), 0)
     changed(Path(torn), segment_name(0), lambda data: data[:600])
     assert Recording.open(torn).step(0).cut == tuple(TOKENS)
+    Recorder(tmp_path / "none").open(SPEC, TrainerLayout())
+    assert main(["replay", str(tmp_path / "none")]) == 1
     for command, *rest in (["inspect", torn], ["diff", whole, torn], ["check", torn], ["check", whole, torn]):
         assert main([command, *rest]) == 1, command
         assert command != "check" or "3 samples that are not whole: a, b, c" in capsys.readouterr().out
