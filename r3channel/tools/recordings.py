@@ -99,7 +99,7 @@ def _record(options: argparse.Namespace) -> int:
     # Imported here, because only this command needs the relay's imports.
     from r3channel.relay.ray_host import NAME, RayRelay
 
-    if options.stop == (options.record is not None):
+    if options.stop == bool(options.record):  # "" is no folder: a shell's variable that is not set
         raise UsageError("expected either a folder to record into, or --stop")
     if options.record:
         options.record = str(Path(options.record).absolute())  # the relay has another working directory
