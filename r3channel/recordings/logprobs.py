@@ -101,10 +101,10 @@ def _read(path: Path) -> dict[str, Ids]:
 
 
 def _view(body: memoryview, name: str, entry: Mapping[str, object]) -> Ids:
-    begin, end = entry["data_offsets"]  # type: ignore[misc]
+    (begin, end), (count,) = entry["data_offsets"], entry["shape"]  # type: ignore[misc]
     if entry["dtype"] != _DTYPES[name][0] or not 0 <= begin <= end <= len(body):
         raise ValueError(f"{name} of {entry['dtype']} at {begin}..{end} of {len(body)} bytes")
-    return np.frombuffer(body[begin:end], _DTYPES[name][1]).reshape(entry["shape"])  # type: ignore[call-overload]
+    return np.frombuffer(body[begin:end], _DTYPES[name][1]).reshape(count)
 
 
 class KeptLogprobs:

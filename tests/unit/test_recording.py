@@ -282,11 +282,12 @@ def test_log_probs_lie_beside_their_step_as_safetensors_and_go_with_it(tmp_path:
     assert Recording.open(tmp_path).steps == (first + 1, first + 2) and not path.exists()
 
 
-@pytest.mark.parametrize("damage", ["short", "size", "end", "of another step"])
+@pytest.mark.parametrize("damage", ["short", "size", "end", "of another step", "of two axes"])
 def test_damaged_log_probs_are_named(recorded: Path, damage: str) -> None:
     given = logprobs_of(ticket_of(0))
     given["position"][-1] += damage == "of another step"
-    path = write_logprobs(recorded, 0, 0, given)
+    columns = {name: own[None] if damage == "of two axes" else own for name, own in given.items()}
+    path = write_logprobs(recorded, 0, 0, columns)
     assert path is not None
     data = path.read_bytes()
     end = data.replace(b"[0, ", b"[9, ")
