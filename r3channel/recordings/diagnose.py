@@ -288,10 +288,12 @@ def log_probs_suspect(step: RecordedStep) -> Iterator[Finding]:
     """
     if not set(SIDES) <= step.logprobs.keys() or len(step.logprobs["engine"]) < _PAIRS:
         return
-    engine, on, off = (step.logprobs[name].astype(np.float64) for name in SIDES)
+    columns = np.stack([step.logprobs[name].astype(np.float64) for name in SIDES])
+    finite_N = np.isfinite(columns).all(0)  # one that is not would make the means NaN, which is no suspicion
+    engine, on, off = columns[:, finite_N]
     worse = np.abs(on - engine) - np.abs(off - engine)
     if worse.mean() > _SURE * worse.std() / len(worse) ** 0.5:
-        sample = int(np.bincount(step.logprobs["sample"], worse).argmax())
+        sample = int(np.bincount(step.logprobs["sample"][finite_N], worse).argmax())
         near, far = np.abs(on - engine).mean(), np.abs(off - engine).mean()
         because = f"mean |trainer - engine| {near:.3g}, {far:.3g} with replay off: "
         name = step.ticket.samples[sample].sample_id

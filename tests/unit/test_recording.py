@@ -347,6 +347,8 @@ def test_inspect_diff_and_check_use_log_probs(tmp_path: Path, capsys: pytest.Cap
     (step,) = json.loads(capsys.readouterr().out)["steps"]
     assert step["logprobs"] == {"engine": 0.0, "trainer": 3.0, "natural": 0.0}
     assert main(["check", str(tmp_path / "a")]) == 0 and "suspicion" not in capsys.readouterr().out
-    for name, strict, code in (("b", "--json", 0), ("b", "--strict", 1)):
-        assert main(["check", str(tmp_path / name), strict]) == code
+    for strict, code in (("--json", 0), ("--strict", 1)):
+        assert main(["check", str(tmp_path / "b"), strict]) == code
+        given["engine"][0] = -np.inf
+        write_logprobs(tmp_path / "b", 2, 0, given)
         assert "replay_hurts" in capsys.readouterr().out
