@@ -159,7 +159,7 @@ class KeptLogprobs:
         sample, position = self._shard.token_map(microbatch)
         batch = self._shard.microbatches[microbatch]
         last = np.asarray([tokens - 1 for tokens in batch.tokens] + [0])  # the last output predicts no token
-        chosen = (kept["mask"].cpu().numpy() > 0) & (position < last[sample])
+        chosen = (kept["mask"] > 0).cpu().numpy() & (position < last[sample])
         places = np.asarray([self._place[name] for name in batch.sample_ids])
         return {
             "sample": places[sample[chosen]],

@@ -310,7 +310,7 @@ def test_each_rank_places_what_its_model_puts_out(tmp_path: Path, layout: str) -
             outputs = torch.from_numpy(shard.lay_out(index, own))
             prompt = [(np.arange(tokens) >= 4).astype(np.float32) for tokens in batch.tokens]
             sides = {"trainer": outputs, "engine": None if index else outputs}
-            kept.add(index, torch.from_numpy(shard.lay_out(index, prompt)), **sides)
+            kept.add(index, torch.from_numpy(shard.lay_out(index, prompt)).bfloat16(), **sides)
         assert kept.write(tmp_path)
     found = read_logprobs(tmp_path, 0)
     order = np.lexsort((found["position"], found["sample"]))
