@@ -69,6 +69,7 @@ CHANNEL = ["demo", "--use-r3-channel"]
         (["plan", "--model", "qwen3-235b", "--layout", "dp=1", "--tokens", "16M"], "mean qwen3-235b-a22b?"),
         (["plan", "--modle", "x"], "unrecognized arguments: --modle x; did you mean --model?"),
         (["errors", "storeful"], "did you mean StoreFull?"),
+        (["export", f"{ROOT}/tests/golden/recording", "--format", "npz", "--out=/dev/null/x"], "null/x"),
         (["record", ""], "expected either a folder to record into, or --stop"),
         ([*PLAN, "--layout", "dp=2,dp=3", "--tokens", "32768"], "'dp' stands twice"),
         ([*PLAN, "--layout", "dp=1"], "plan needs --tokens (all tokens of one step), or --lengths"),
