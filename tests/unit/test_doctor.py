@@ -270,7 +270,7 @@ def test_another_machines_address_is_named_with_the_route_to_it(monkeypatch: pyt
 def test_the_command_prints_them_and_reads_the_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = [listed for listed in doctor.CHECKS if listed.name == "check_network"]
+    alone = [listed for listed in doctor.CHECKS if "check_network" in listed]
     monkeypatch.setattr(doctor, "CHECKS", alone)
     file = tmp_path / "channel.toml"
     file.write_text('interface = "no.such.host.invalid"\n')
