@@ -96,12 +96,12 @@ def examine(context: CheckContext) -> int:
 
 
 def findings(context: CheckContext) -> Iterator[Check]:
-    """Yield the findings about this machine's role, or another subject.
+    """Yield the findings about this machine's role, or about other subjects.
 
     Other subjects are running engines, an engine's settings and a checkout of slime, which lie elsewhere.
     """
     asked = {_ENGINES: context.engines, _SETTINGS: context.engine_arguments, _SLIME: context.slime}
-    subject = next((subject for subject, given in asked.items() if given), context.role)
+    subjects = {subject for subject, given in asked.items() if given} or {context.role}
     for of, module, name in CHECKS:
-        if subject in of:
+        if subjects & {*of}:
             yield from getattr(importlib.import_module(module), name)(context)

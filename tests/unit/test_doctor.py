@@ -119,8 +119,10 @@ def test_an_engine_is_asked_directly_whatever_proxy_is_named_and_one_that_is_not
     with answering({"/generate": {"meta_info": {}}, "/server_info": {}}) as engine:
         assert doctor.examine(context(engines=[engine.url], timeout_s=SOON_S)) == 1
     assert "answers without routing" in capsys.readouterr().out
-    assert doctor.examine(context(engines=["http://127.0.0.1:9"], timeout_s=SOON_S)) == 1
-    assert "engine http://127.0.0.1:9" in capsys.readouterr().out
+    asked = context(engines=["http://127.0.0.1:9"], engine_arguments=["--tp-size", "2"], timeout_s=SOON_S)
+    assert doctor.examine(asked) == 1
+    said = capsys.readouterr().out
+    assert "engine http://127.0.0.1:9" in said and "--tp-size 2" in said, "both subjects"
 
 
 def test_engines_are_probed_at_once_and_a_busy_one_is_not_dead(caplog: pytest.LogCaptureFixture) -> None:
