@@ -38,7 +38,7 @@ _BOUNDS = {
 """Least and most of a value, and the words for them in errors. `_POSITIVE` names values that must be positive and finite."""
 _POSITIVE = (
     "join_timeout_s", "send_timeout_s", "step_timeout_s", "expiry_s", "backpressure_timeout_s", "frame_timeout_s",
-    "max_group_failures", "queue_bytes", "deliver_timeout_s",
+    "unclaimed_timeout_s", "max_group_failures", "queue_bytes", "deliver_timeout_s",
 )  # fmt: skip
 
 REFUSALS = {
