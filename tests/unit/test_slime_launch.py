@@ -305,6 +305,7 @@ def test_the_launchers_help_tells_nothing_that_slime_refuses(capsys: pytest.Capt
     assert slime_launch.run(["--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "--r3-on-stale" in said and "--r3-token-tensors" not in said and "`mask`" not in said
+    assert "Default: what the job needs." in said and "Default: the time." in said
 
 
 # -- a bare flag ---------------------------------------------------------------------------------------------------------
