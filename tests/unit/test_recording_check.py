@@ -278,7 +278,7 @@ TWO = {
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"sample": np.array(["a", "a"])}, "each name once"),
+        ({"sample": np.array(["a", "a"])}, "each name once"), ({"tokens": np.array([0, 62])}, "two tokens at least"),
         ({"token_ids": np.arange(31)}, r"\(60, 31\) rows .* expected \(60, 62\)"),
         ({"step": np.array(-1)}, "step -1"),
         ({"spec": np.array("[" * 100_000)}, "RecursionError"),
