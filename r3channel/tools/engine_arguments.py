@@ -75,8 +75,7 @@ def find_refused(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iter
 
 def allowed_words(environment: Mapping[str, str]) -> frozenset[str]:
     """Return the words of R3CHANNEL_ALLOW in an environment."""
-    given = load_values(EngineConfig, flags=None, file=None, environment=environment)
-    return EngineConfig(allow=given.get("allow", ("", ""))[0]).allowed
+    return EngineConfig(allow=load_values(EngineConfig, environment=environment).get("allow", "")).allowed
 
 
 def parse(words: Sequence[str], flags: Mapping[str, str]) -> dict[str, Any]:
