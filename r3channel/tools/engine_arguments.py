@@ -117,12 +117,8 @@ def sglang_fields(prefix: str) -> dict[str, tuple[str, Any]]:
     found = dict[str, tuple[str, Any]]()
     for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            flags = (node.target.id, *_aliases(node.annotation))
+            texts = [str(part.value) for part in ast.walk(node.annotation) if isinstance(part, ast.Constant)]
+            flags = (node.target.id, *(text for text in texts if text.startswith("--") and " " not in text))
             names = [prefix + flag.removeprefix("--").replace("_", "-") for flag in flags]
             found |= dict.fromkeys(names, (node.target.id, getattr(node.value, "value", None)))
     return found
-
-
-def _aliases(annotation: ast.expr) -> list[str]:
-    texts = [node.value for node in ast.walk(annotation) if isinstance(node, ast.Constant)]
-    return [text for text in texts if isinstance(text, str) and text.startswith("--") and " " not in text]
