@@ -75,14 +75,7 @@ CHANNEL = ["demo", "--use-r3-channel"]
         ([*PLAN, "--layout", "dp=1"], "plan needs --tokens (all tokens of one step), or --lengths"),
         ([*PLAN, "--layout", "dp=1", "--tokens", "100", "--sequence", "0"], "--sequence 0"),
         ([*PLAN, "--layout", "dp=1", "--tokens", "16384", "--microbatch-size", "0"], "at least 1"),
-        ([*PLAN, "--layout", "dp=1", "--tokens", "16384", "--max-tokens", "0"], "budget of 0"),
-        (
-            ["patch", "check", "--target", "nowhere"],
-            "expected the folder that holds sglang/: the python/ of a checkout",
-        ),
         (["weights", "verify", "--engine", "http://127.0.0.1:1"], "is it up, and is this its address?"),
-        (["weights", "verify", "--engine", "http://127.0.0.1:x"], "expected http://host:port"),
-        (["weights", "verify", "--engine", "127.0.0.1"], "expected http://host:port"),
         (["doctor", "--config", "none.toml"], "none.toml: expected a readable TOML file"),
         (["demo", "--layout", "zz=1"], "layout key 'zz'"),
         (["demo", "--layout", "dp=2,tp=2,sp=0"], "leave sp on"),
@@ -92,8 +85,6 @@ CHANNEL = ["demo", "--use-r3-channel"]
         (["demo", "--micro-batch-size", "0"], "--micro-batch-size 0, expected at least 1"),
         (["demo", "--samples", "5"], "--samples 5, expected at least 8"),
         ([*CHANNEL, "--r3-transport", "mpi"], "transport 'mpi', expected one of"),
-        ([*CHANNEL, "--r3-transport", "auto"], "transport 'auto'"),
-        ([*CHANNEL, "--r3-config", "none.toml"], "none.toml: expected a readable TOML file"),
         (["demo", "--dump", "here"], "need --use-r3-channel"),
         (
             ["demo", "--device", "cuda", "--layout", "dp=100"],
