@@ -190,12 +190,9 @@ def typed_commands() -> dict[str, set[str]]:
         texts = re.findall(r"`r3channel ([^`\n]+)`", prose)
         for text in [*texts, *re.findall(r"^\s*r3channel (.+?)(?:\s#.*)?$", blocks, re.MULTILINE)]:
             words = text.split()
-            name = " ".join(
-                words[: 1 + (words[0] == "bench" and words[-1] != words[0] and words[1] in BENCHES)]
-            )
-            own = re.sub(
-                '"[^"]*"', "", text.split(" -- ")[0]
-            )  # not the settings that the doctor is asked about
+            name = " ".join(words[: 1 + (words[0] == "bench" and "".join(words[1:2]) in BENCHES)])
+            # not the settings that the doctor is asked about
+            own = re.sub('"[^"]*"', "", text.split(" -- ")[0])
             found.setdefault(name, set()).update(re.findall(r"--[a-z][\w-]*", own))
     return {name: found[name] for name in found if re.fullmatch(r"[a-z]+( [a-z0-9]+)?", name)}
 
