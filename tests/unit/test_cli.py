@@ -141,6 +141,7 @@ def test_the_overview_has_every_command_and_examples_first(capsys: pytest.Captur
     assert text.startswith("  r3channel doctor ") and all(f"\n  {name} " in text for name in COMMANDS)
     assert cli.main([]) == 2 and "commands:" in capsys.readouterr().err
     assert "command 'sel', expected one of: doctor" in said_by(capsys, "sel")
+    assert cli.main(["--version"]) == 0 and capsys.readouterr().out.startswith("r3channel 0.")
 
 
 @pytest.mark.parametrize(

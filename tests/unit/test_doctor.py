@@ -102,11 +102,6 @@ def test_sglang_is_not_asked_where_it_cannot_be_imported() -> None:
         assert next(probe.check_hooks(asked)).found == "no answer within 0 s"
 
 
-def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("r3channel 0.")
-
-
 def answering(answers: dict[str, dict[str, Any]]) -> Answering:
     """An engine that gives these, by path."""
     return Answering(lambda path, _: (200, json.dumps(answers[path]).encode()))
