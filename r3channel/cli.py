@@ -29,7 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _dispatch(arguments)
         sys.stdout.flush()
         return status
-    except R3Error as error:
+    except BrokenPipeError:  # as with `r3channel inspect rec | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return 141  # the status that a shell gives for SIGPIPE
+    except (R3Error, OSError) as error:
+        if isinstance(error, OSError) and arguments[:1] in (["slime"], ["miles"]):
+            raise  # the script's own
         print(f"r3channel: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
@@ -39,9 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         lack = f"this command needs the package {package}, which is not installed"
         print(f"r3channel: {lack}: {extras.remedy(package)}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # as with `r3channel inspect rec | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
-        return 141  # the status that a shell gives for SIGPIPE
     except KeyboardInterrupt:
         return 130
 

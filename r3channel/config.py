@@ -38,7 +38,7 @@ _BOUNDS = {
 """Least and most of a value, and the words for them in errors. `_POSITIVE` names values that must be positive and finite."""
 _POSITIVE = (
     "join_timeout_s", "send_timeout_s", "step_timeout_s", "expiry_s", "backpressure_timeout_s", "frame_timeout_s",
-    "max_group_failures", "queue_bytes", "deliver_timeout_s",
+    "unclaimed_timeout_s", "max_group_failures", "queue_bytes", "deliver_timeout_s",
 )  # fmt: skip
 
 REFUSALS = {
@@ -189,10 +189,7 @@ class ChannelConfig:
         Raises:
             ConfigError: A name in the file, the flags or the `R3CHANNEL_*` variables is unknown, or a value cannot be used.
         """
-        merged = load_values(
-            cls, flags=flags, file=file, environment=os.environ if environment is None else environment
-        )
-        return cls(**otherwise | {name: value for name, (value, _) in merged.items()})
+        return cls(**otherwise | load_values(cls, flags=flags, file=file, environment=environment))
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, **otherwise: Any) -> ChannelConfig:
@@ -262,9 +259,7 @@ class EngineConfig:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> EngineConfig:
-        values = os.environ if environment is None else environment
-        merged = load_values(cls, flags=None, file=None, environment=values)
-        return cls(**{name: value for name, (value, _) in merged.items()})
+        return cls(**load_values(cls, environment=environment))
 
 
 def _check_bounds(config: ChannelConfig | EngineConfig) -> None:
@@ -279,9 +274,10 @@ def _check_bounds(config: ChannelConfig | EngineConfig) -> None:
 
 
 def load_values(
-    cls: type[Any], *, flags: Mapping[str, Any] | None, file: str | Path | None, environment: Mapping[str, str],
-) -> dict[str, tuple[Any, str]]:  # fmt: skip
-    """Return every value that is set somewhere, with its origin.
+    cls: type[Any], *, flags: Mapping[str, Any] | None = None, file: str | Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return every value that is set somewhere, by name.
 
     Later origins win, in the order file, environment, flags. A variable of either class may be set.
 
@@ -289,31 +285,28 @@ def load_values(
         cls: The class whose fields are the names.
         flags: Values by name; None means unset.
         file: A TOML file.
-        environment: The variables.
-
-    Returns:
-        name -> (value, origin).
+        environment: The variables; those of this process without it.
 
     Raises:
         ConfigError: A name is unknown, the file cannot be read, or a value has another type.
     """
+    environment = os.environ if environment is None else environment
     _refuse_unknown(environment)
-    kinds = {f.name: type(f.default) for f in fields(cls)}
-    merged: dict[str, tuple[Any, str]] = {}
+    kinds, merged = {f.name: type(f.default) for f in fields(cls)}, dict[str, Any]()
     if file:
         for name, value in _read_toml(file).items():
             if name not in kinds:
                 raise ConfigError(f"{file}: unknown name {name!r}, expected one of {sorted(kinds)}")
-            merged[name] = (_convert(f"{file}: {name}", value, kinds[name]), str(file))
+            merged[name] = _convert(f"{file}: {name}", value, kinds[name])
     for name, kind in kinds.items():
         key = ENV_PREFIX + name.upper()
         if key in environment:
-            merged[name] = (_convert(key, environment[key], kind), key)
+            merged[name] = _convert(key, environment[key], kind)
     for name, value in (flags or {}).items():
         if name not in kinds:
             raise ConfigError(f"unknown flag {name!r}, expected one of {sorted(kinds)}")
         if value is not None:
-            merged[name] = (_convert(name, value, kinds[name]), "flag")
+            merged[name] = _convert(name, value, kinds[name])
     return merged
 
 

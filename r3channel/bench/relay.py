@@ -346,9 +346,8 @@ def _whole_way(relay: Relay, work: paths.Workload) -> Callable[[], None]:
     def run_step() -> None:
         nonlocal rows_N
         paths.add_bodies(relay, bodies)
-        rows_N = paths.receive(
-            relay, Ticket.from_bytes(relay.seal(next(step), work.assignment).to_bytes()), rows_N
-        )
+        ticket = Ticket.from_bytes(relay.seal(next(step), work.assignment).to_bytes())
+        rows_N = paths.receive(relay, ticket, rows_N)
 
     return run_step
 

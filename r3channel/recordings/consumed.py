@@ -49,18 +49,22 @@ class ConsumedRows:
             of_pass: the pass in which the router ran.
 
         Raises:
-            RecordingInvalid: the layout expects another number of rows.
+            RecordingInvalid: the layout expects another number of rows, or the spec other ids.
         """
         sample_R, position_R = shard.row_map(microbatch, tp=tp)
-        if len(ids_RK) != len(sample_R):
+        wide_RK, shape = np.asarray(ids_RK), (len(sample_R), self.spec.top_k)
+        narrow_RK = wide_RK.astype(self.spec.id_dtype)
+        # an id that wraps around would pass for another one
+        if wide_RK.shape != shape or (narrow_RK != wide_RK).any():
             raise RecordingInvalid(
-                f"layer {layer}, micro-batch {microbatch}: the router used {len(ids_RK)} rows, the layout says {len(sample_R)}; "
-                "is the model run with the layout, packing and padding of the recording?"
+                f"layer {layer}, micro-batch {microbatch}: the router used {len(wide_RK)} rows, the layout says {shape[0]}; its "
+                f"ids are {wide_RK.min(initial=0)}..{wide_RK.max(initial=0)} in {wide_RK.shape[1:]} columns, expected those of "
+                f"{self.spec}. Is the model run with the layout, packing and padding of the recording?"
             )
         place = self.spec.moe_index(layer)
         for index, name in enumerate(shard.microbatches[microbatch].sample_ids):
             rows, (ids_TLK, there_TL) = np.flatnonzero(sample_R == index), self._ids_of((of_pass, name))
-            ids_TLK[position_R[rows], place] = np.asarray(ids_RK)[rows]
+            ids_TLK[position_R[rows], place] = narrow_RK[rows]
             there_TL[position_R[rows], place] = True
 
     def _ids_of(self, key: SampleKey) -> tuple[Ids, Ids]:

@@ -91,7 +91,8 @@ def judge(sides: AlignedPair) -> list[Finding]:
 
     The list is empty if the two sides agree.
     """
-    tests = [_missing, _extra_layers, _columns if sides.seen_RLK.shape[2] != sides.spec.top_k else _explain]
+    other = sides.seen_RLK.shape[2] != sides.spec.top_k  # then neither layers nor rows can be compared
+    tests = [_missing, *([_columns] if other else [_extra_layers, _explain])]
     hits = [(name, hit_RL) for test in tests for name, hit_RL in test(sides) if hit_RL.any()]
     options = {"step": sides.ticket.step, "of_pass": sides.of_pass}
     found = [_finding(name, cells=int(hit.sum()), **sides.example(hit), **options) for name, hit in hits]
@@ -287,10 +288,12 @@ def log_probs_suspect(step: RecordedStep) -> Iterator[Finding]:
     """
     if not set(SIDES) <= step.logprobs.keys() or len(step.logprobs["engine"]) < _PAIRS:
         return
-    engine, on, off = (step.logprobs[name].astype(np.float64) for name in SIDES)
+    columns = np.stack([step.logprobs[name].astype(np.float64) for name in SIDES])
+    finite_N = np.isfinite(columns).all(0)  # one that is not would make the means NaN, which is no suspicion
+    engine, on, off = columns[:, finite_N]
     worse = np.abs(on - engine) - np.abs(off - engine)
     if worse.mean() > _SURE * worse.std() / len(worse) ** 0.5:
-        sample = int(np.bincount(step.logprobs["sample"], worse).argmax())
+        sample = int(np.bincount(step.logprobs["sample"][finite_N], worse).argmax())
         near, far = np.abs(on - engine).mean(), np.abs(off - engine).mean()
         because = f"mean |trainer - engine| {near:.3g}, {far:.3g} with replay off: "
         name = step.ticket.samples[sample].sample_id
@@ -303,7 +306,7 @@ def _find_repeats(step: RecordedStep, rows: _Rows) -> Iterator[Finding]:
     The experts are the same in all layers, as in a slot that was not written again.
     """
     count, token = len(rows.ids_RLK), rows.token_R3[:, 1]
-    if not 0 < count * _chance(step.spec) < _RARE:
+    if not count or count * _chance(step.spec) >= _RARE:
         return
     (words,) = words_of(rows.ids_RLK.reshape(count, -1))
     _, first, inverse, times = np.unique(words, return_index=True, return_inverse=True, return_counts=True)
@@ -349,6 +352,7 @@ def _agreement(rows: _Rows, by: int) -> float:
 def _chance(spec: RoutingSpec) -> float:
     """Return how probable it is that two rows have equal ids.
 
-    The probability is not small in models of one layer, or of few experts.
+    The probability is not small in models of one layer, or of few experts. In models of many layers it is 0.0: no float is so
+    small.
     """
     return float(perm(spec.num_experts, min(spec.top_k, spec.num_experts))) ** -spec.num_moe_layers

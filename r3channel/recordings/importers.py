@@ -179,8 +179,9 @@ def _step(arrays: dict[str, Any], layout: TrainerLayout | None) -> RecordedStep:
         "kind": np.full(rows, RowKind.UNKNOWN), "layout": "{}", "token_tensors": (), **arrays,
     }  # fmt: skip
     cut = layout or TrainerLayout.from_dict(json.loads(str(arrays["layout"])))
-    if len(set(names)) < len(names) or not 0 <= int(arrays["step"]) < 1 << 62:
-        raise ValueError(f"step {arrays['step']}, samples {names[:5]}; expected each name once")
+    if len(set(names)) < len(names) or min(lengths) < 2 or not 0 <= int(arrays["step"]) < 1 << 62:
+        text = f"step {arrays['step']}, samples {names[:5]} of {lengths[:5]} tokens"
+        raise ValueError(f"{text}; expected each name once, with two tokens at least")
     tensors = tensors_of([str(option) for option in arrays["token_tensors"]], spec)
     whole = [_rows_of(arrays, tensor, rows=rows) for tensor in tensors]
     samples, frames, tokens, at = {}, dict[str, list[bytes]](), dict[str, Ids](), 0

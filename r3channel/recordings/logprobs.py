@@ -101,10 +101,10 @@ def _read(path: Path) -> dict[str, Ids]:
 
 
 def _view(body: memoryview, name: str, entry: Mapping[str, object]) -> Ids:
-    begin, end = entry["data_offsets"]  # type: ignore[misc]
+    (begin, end), (count,) = entry["data_offsets"], entry["shape"]  # type: ignore[misc]
     if entry["dtype"] != _DTYPES[name][0] or not 0 <= begin <= end <= len(body):
         raise ValueError(f"{name} of {entry['dtype']} at {begin}..{end} of {len(body)} bytes")
-    return np.frombuffer(body[begin:end], _DTYPES[name][1]).reshape(entry["shape"])  # type: ignore[call-overload]
+    return np.frombuffer(body[begin:end], _DTYPES[name][1]).reshape(count)
 
 
 class KeptLogprobs:
@@ -159,7 +159,7 @@ class KeptLogprobs:
         sample, position = self._shard.token_map(microbatch)
         batch = self._shard.microbatches[microbatch]
         last = np.asarray([tokens - 1 for tokens in batch.tokens] + [0])  # the last output predicts no token
-        chosen = (kept["mask"].cpu().numpy() > 0) & (position < last[sample])
+        chosen = (kept["mask"] > 0).cpu().numpy() & (position < last[sample])
         places = np.asarray([self._place[name] for name in batch.sample_ids])
         return {
             "sample": places[sample[chosen]],

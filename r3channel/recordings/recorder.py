@@ -10,6 +10,7 @@ import logging
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -21,7 +22,6 @@ from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
-from r3channel.recordings.logprobs import logprobs_glob
 from r3channel.recordings.recording import Manifest
 from r3channel.recordings.segment import Kind, Pieces, check_room, nbytes_of, pack
 from r3channel.recordings.step import PASSES, Bytes, RecordedStep
@@ -126,7 +126,8 @@ class Recorder:
             if self._is_room(path, nbytes_of(records)):
                 self._written[path] = write_segment(path, records)
         except OSError as error:  # from the new segment, or from an old one that cannot be removed
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # in a folder that became read-only nothing can be removed either
+                path.unlink(missing_ok=True)
             self._stop(f"cannot write {path.name}: {error}")
         self.lost += bool(self.stopped) and not self.stopped.startswith("limit")
 
@@ -134,7 +135,7 @@ class Recorder:
         """Return whether the step may be written; a ring makes room."""
         if self.stopped:
             return False
-        self._written.pop(path, None)
+        self._remove(path)  # with the log-probs of an earlier run's step
         if self.max_bytes and nbytes > self.max_bytes and self.ring:
             self.lost += 1
             log.warning("r3channel: %s: %d bytes, over the limit of %d", path.name, nbytes, self.max_bytes)
@@ -143,11 +144,13 @@ class Recorder:
             if not self.ring:
                 self._stop(f"limit: {len(self._written)} steps, {sum(self._written.values())} bytes")
                 return False
-            oldest = next(iter(self._written))
-            for path in (oldest, *self.folder.glob(logprobs_glob(int(oldest.stem[5:])))):
-                path.unlink(missing_ok=True)
-            del self._written[oldest]
+            self._remove(next(iter(self._written)))
         return True
+
+    def _remove(self, path: Path) -> None:
+        for file in (path, *self.folder.glob(f"{path.stem}.logprobs-*")):
+            file.unlink(missing_ok=True)
+        self._written.pop(path, None)
 
     def _is_full(self, nbytes: int) -> bool:
         many = 0 < self.steps <= len(self._written)

@@ -116,20 +116,21 @@ def compare(first: Recording, second: Recording) -> dict[str, Any]:
     Raises:
         R3Error: a step cannot be read, or two steps do not fit; the errors are those of `Recording.step` and `AlignedPair.of`.
     """
-    shared = sorted(set(first.steps) & set(second.steps))
+    shared, alike = sorted(set(first.steps) & set(second.steps)), first.manifest.side == second.manifest.side
     pairs = [(first.step(number), second.step(number)) for number in shared]
     steps = [
-        _compare_ids(sides) | {"logprobs": _largest_difference(*pair), "tensors": _tensors(*pair)}
+        _compare_ids(sides, alike) | {"logprobs": _largest_difference(*pair), "tensors": _tensors(*pair)}
         for pair in pairs
         for sides in AlignedPair.align(*pair)
     ]
     counts = ("different", "order_only", "missing")
     beside = [value for step in steps for name in ("logprobs", "tensors") for value in step[name].values()]
     differ = any(beside) or any(step[name] for step in steps for name in counts)
+    cut = {one.number: names for one, other in pairs if (names := sorted({*one.cut, *other.cut}))}
     return {
         "only_first": sorted(set(first.steps) - set(second.steps)),
-        "only_second": sorted(set(second.steps) - set(first.steps)), "steps": steps,
-        "equal": bool(steps) and first.steps == second.steps and not differ,
+        "only_second": sorted(set(second.steps) - set(first.steps)), "cut": cut, "steps": steps,
+        "equal": bool(steps) and first.steps == second.steps and not (differ or cut),
     }  # fmt: skip
 
 
@@ -157,7 +158,9 @@ def _places(step: RecordedStep) -> Ids:
     return (order[step.logprobs["sample"]] << 32) + step.logprobs["position"]
 
 
-def _compare_ids(sides: AlignedPair) -> dict[str, Any]:
+def _compare_ids(sides: AlignedPair, alike: bool) -> dict[str, Any]:
+    # Routers may have rows that their engine has not: those that the live router chose.
+    missing_R = sides.valid_R != sides.there_R if alike else sides.valid_R & ~sides.there_R
     real_RL = differs_RL = sides.differs_RL
     if differs_RL.any() and sides.seen_RLK.shape[2] == sides.spec.top_k:
         real_RL = differs_RL & (np.sort(sides.want_RLK, -1) != np.sort(sides.seen_RLK, -1)).any(-1)
@@ -170,7 +173,7 @@ def _compare_ids(sides: AlignedPair) -> dict[str, Any]:
     report: dict[str, Any] = {
         "step": sides.ticket.step, "pass": sides.of_pass, "rows": int(sides.both_R.sum()),
         **{name: int(hit_RL.sum()) for name, hit_RL in cells.items()},
-        "missing": int((sides.valid_R & ~sides.there_R).sum()), "layers": layers,
+        "missing": int(missing_R.sum()), "layers": layers,
     }  # fmt: skip
     for what, name in (("first", "different"), ("first_order_only", "order_only")):
         if cells[name].any():
@@ -201,6 +204,7 @@ def text_of(result: dict[str, Any]) -> str:
             f"  layer {layer:>4}: {counts['different']:,} different, {counts['order_only']:,} in their order only"
             for layer, counts in step["layers"].items()
         ]
+    lines += [f"step {n}: cut, and not compared: {', '.join(own[:5])}" for n, own in result["cut"].items()]
     for name in ("first", "second"):
         if only := result[f"only_{name}"]:
             lines.append(f"only in the {name}: steps {only}")

@@ -9,43 +9,32 @@ from __future__ import annotations
 import importlib
 import shlex
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from r3channel.config import ChannelConfig
 from r3channel.observe.check import Check, CheckContext
 from r3channel.tools import commands, extras
 
-
-class Listed(NamedTuple):
-    """A check of a room, imported when it is run."""
-
-    subjects: tuple[str, ...]
-    """Roles of this machine, or subjects that are checked instead of it."""
-    module: str
-    name: str
-    """`name(context: CheckContext) -> Iterator[Check]`."""
-
-
 _EVERY = tuple(extras.ROLES)
 _ENGINES, _SETTINGS, _SLIME = "running engines", "an engine's settings", "a checkout of slime"
 _TYPED = "--engine-arguments"
 CHECKS = (
-    Listed(_EVERY, "r3channel.tools.extras", "check_packages"),
-    Listed(("engine", "all"), "r3channel.engine.probe", "check_plugin"),
-    Listed(_EVERY, "r3channel.integrations.preflight", "check_ports"),
-    Listed(("relay", "all"), "r3channel.integrations.preflight", "check_memory"),
-    Listed(("relay", "all"), "r3channel.integrations.preflight", "check_store"),
-    Listed(_EVERY, "r3channel.transport.network", "check_network"),
-    Listed(_EVERY, "r3channel.transport.network", "check_peers"),
-    Listed(_EVERY, "r3channel.transport.auth", "check_token"),
-    Listed(("engine", "all"), "r3channel.engine.probe", "check_hooks"),
-    Listed(("trainer", "all"), "r3channel.trainer.adapters", "check_adapters"),
-    Listed((_ENGINES,), "r3channel.engine.probe", "check_engines"),
-    Listed((_SETTINGS,), "r3channel.tools.engine_arguments", "check_engine_arguments"),
-    Listed((_SLIME,), "r3channel.integrations.slime.api_check", "check_checkout"),
-    Listed((_SLIME,), "r3channel.tools.slime", "check_arguments"),
+    (_EVERY, "r3channel.tools.extras", "check_packages"),
+    (("engine", "all"), "r3channel.engine.probe", "check_plugin"),
+    (_EVERY, "r3channel.integrations.preflight", "check_ports"),
+    (("relay", "all"), "r3channel.integrations.preflight", "check_memory"),
+    (("relay", "all"), "r3channel.integrations.preflight", "check_store"),
+    (_EVERY, "r3channel.transport.network", "check_network"),
+    (_EVERY, "r3channel.transport.network", "check_peers"),
+    (_EVERY, "r3channel.transport.auth", "check_token"),
+    (("engine", "all"), "r3channel.engine.probe", "check_hooks"),
+    (("trainer", "all"), "r3channel.trainer.adapters", "check_adapters"),
+    ((_ENGINES,), "r3channel.engine.probe", "check_engines"),
+    ((_SETTINGS,), "r3channel.tools.engine_arguments", "check_engine_arguments"),
+    ((_SLIME,), "r3channel.integrations.slime.api_check", "check_checkout"),
+    ((_SLIME,), "r3channel.tools.slime", "check_arguments"),
 )
-"""In the order of the lines: the cheap ones first."""
+"""Roles of this machine, or subjects that are checked instead of it; and of each check its room, imported when it is run, and its
+name, of `name(context: CheckContext) -> Iterator[Check]`. In the order of the lines: the cheap ones first."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -107,12 +96,12 @@ def examine(context: CheckContext) -> int:
 
 
 def findings(context: CheckContext) -> Iterator[Check]:
-    """Yield the findings about this machine's role, or another subject.
+    """Yield the findings about this machine's role, or about other subjects.
 
     Other subjects are running engines, an engine's settings and a checkout of slime, which lie elsewhere.
     """
     asked = {_ENGINES: context.engines, _SETTINGS: context.engine_arguments, _SLIME: context.slime}
-    subject = next((subject for subject, given in asked.items() if given), context.role)
-    for listed in CHECKS:
-        if subject in listed.subjects:
-            yield from getattr(importlib.import_module(listed.module), listed.name)(context)
+    subjects = {subject for subject, given in asked.items() if given} or {context.role}
+    for of, module, name in CHECKS:
+        if subjects & {*of}:
+            yield from getattr(importlib.import_module(module), name)(context)

@@ -75,8 +75,7 @@ def find_refused(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iter
 
 def allowed_words(environment: Mapping[str, str]) -> frozenset[str]:
     """Return the words of R3CHANNEL_ALLOW in an environment."""
-    given = load_values(EngineConfig, flags=None, file=None, environment=environment)
-    return EngineConfig(allow=given.get("allow", ("", ""))[0]).allowed
+    return EngineConfig(allow=load_values(EngineConfig, environment=environment).get("allow", "")).allowed
 
 
 def parse(words: Sequence[str], flags: Mapping[str, str]) -> dict[str, Any]:
@@ -118,12 +117,8 @@ def sglang_fields(prefix: str) -> dict[str, tuple[str, Any]]:
     found = dict[str, tuple[str, Any]]()
     for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            flags = (node.target.id, *_aliases(node.annotation))
+            texts = [str(part.value) for part in ast.walk(node.annotation) if isinstance(part, ast.Constant)]
+            flags = (node.target.id, *(text for text in texts if text.startswith("--") and " " not in text))
             names = [prefix + flag.removeprefix("--").replace("_", "-") for flag in flags]
             found |= dict.fromkeys(names, (node.target.id, getattr(node.value, "value", None)))
     return found
-
-
-def _aliases(annotation: ast.expr) -> list[str]:
-    texts = [node.value for node in ast.walk(annotation) if isinstance(node, ast.Constant)]
-    return [text for text in texts if isinstance(text, str) and text.startswith("--") and " " not in text]

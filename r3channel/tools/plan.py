@@ -142,10 +142,12 @@ _TIMES = (
 
 
 def _plan_text(result: dict[str, Any]) -> str:
+    beside = [f"{nbytes} of {name}" for name, nbytes in result["tensor_bytes_per_token"].items()]
+    per_token = " + ".join([str(result["bytes_per_token"]), *beside])
     lines = [
         f"{result['model']}, {result['layout']} ({result['ranks']} ranks)",
         f"{result['samples']:,} samples, {result['tokens']:,} tokens ({result['padded_tokens']:,} padded), "
-        f"{_per_token(result)} B/token, planned in {result['plan_s']:.2f} s, digest {result['plan_digest']}",
+        f"{per_token} B/token, planned in {result['plan_s']:.2f} s, digest {result['plan_digest']}",
         "",
         f"{'':32s}{'r3channel':>14s}{'default path':>14s}",
     ]
@@ -157,11 +159,6 @@ def _plan_text(result: dict[str, Any]) -> str:
     lines.append(f"kept per process: 1/{1 / result['ratio']:.0f} of the default path")
     lines += [_rows_text(result), _store_text(result), _node_text(result)]
     return "\n".join(lines)
-
-
-def _per_token(result: dict[str, Any]) -> str:
-    beside = result["tensor_bytes_per_token"].items()
-    return " + ".join([str(result["bytes_per_token"]), *(f"{nbytes} of {name}" for name, nbytes in beside)])
 
 
 def _rows_text(result: dict[str, Any]) -> str:

@@ -99,7 +99,7 @@ def _record(options: argparse.Namespace) -> int:
     # Imported here, because only this command needs the relay's imports.
     from r3channel.relay.ray_host import NAME, RayRelay
 
-    if options.stop == (options.record is not None):
+    if options.stop == bool(options.record):  # "" is no folder: a shell's variable that is not set
         raise UsageError("expected either a folder to record into, or --stop")
     if options.record:
         options.record = str(Path(options.record).absolute())  # the relay has another working directory
@@ -130,7 +130,7 @@ def _replay(options: argparse.Namespace) -> int:
         findings += [finding for sides in AlignedPair.align(step, rows.step()) for finding in judge(sides)]
     _print(options, {"steps": results, "findings": [asdict(finding) for finding in findings]}, _show_replay)
     lost = any(result["rows_of_layers"] != result["expected_rows_of_layers"] for result in results)
-    return int(bool(findings) or lost)
+    return int(bool(findings) or lost or not results)
 
 
 def _consume(options: argparse.Namespace, step: RecordedStep) -> tuple[ConsumedRows, float]:

@@ -64,7 +64,9 @@ def misspelt(words: Sequence[str]) -> Iterator[str]:
     """
     options = add_arguments(ArgumentParser(add_help=False))._option_string_actions
     for word in words:
-        if word.startswith(_OURS) and (name := word.partition("=")[0]) not in options:
+        # the launcher knows its own flag without a value
+        name = word if word.startswith(guard.FLAG) else word.partition("=")[0]
+        if word.startswith(_OURS) and name not in options:
             yield f"{name} is no option of r3channel{nearest(name, options)}"
 
 

@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
         if options.once:
             processes = watch.look()
             console.print(screen(processes))
-            return 1 if any(faults_of(processes)) else 0
+            return 1 if not processes or any(faults_of(processes)) else 0
         with Live(screen=True, console=console, auto_refresh=False) as live:
             while True:
                 live.update(screen(watch.look(), height=console.height), refresh=True)
@@ -209,7 +209,7 @@ def _stage_cells(peer: Between | None, stage: str) -> tuple[str, str]:
 
 def _faults(processes: Sequence[Between]) -> list[Text]:
     if not any(faults_of(processes)):
-        return [_text("no fault", "green")]
+        return [_text("no fault", "green") if processes else _text("no process has left a page here", "red")]
     return [_text(fault, "red") for fault in faults_of(up for up in processes if not up.now.fault)]
 
 

@@ -12,7 +12,6 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 
 from r3channel.errors import ConfigError
 from r3channel.tools import commands
@@ -45,23 +44,21 @@ def run(argv: Sequence[str]) -> int:
     clients = [EngineHandle(url) for url in options.engine]
     held = None if options.manifest is None else HeldWeights.read(options.manifest)
     limit = {"timeout_s": options.timeout_s}
-    engines = [(client.weight_version(**limit), client.weight_checksums(**limit)) for client in clients]
+    engines = {one.url: (one.weight_version(**limit), one.weight_checksums(**limit)) for one in clients}
     if held is None and len(engines) < 2:
         raise ConfigError(
             "one engine without --manifest: there is nothing to compare with. Give a second --engine"
         )
-    wanted = [engines[0][1] if held is None else held.of_ranks(len(sums)) for _, sums in engines]
-    version = engines[0][0] if held is None else str(held.version)
-    sides = zip(clients, engines, wanted, strict=True)
-    compared = (compare_ranks(expected, sums, engine=client.url) for client, (_, sums), expected in sides)
-    differences = [*chain.from_iterable(compared)]
-    versions = {client.url: answer[0] for client, answer in zip(clients, engines, strict=True)}
+    version, first = next(iter(engines.values())) if held is None else (str(held.version), [])
+    wanted = {url: first if held is None else held.of_ranks(len(sums)) for url, (_, sums) in engines.items()}
+    differences = [d for url, own in engines.items() for d in compare_ranks(wanted[url], own[1], engine=url)]
+    versions, counts = {url: own for url, (own, _) in engines.items()}, [*map(_count, wanted.values())]
     stale = [url for url, other in versions.items() if other != version]
     if options.json:
-        fields = {"parameters": _count(wanted[0]), "version": version, "engine_versions": versions}
+        fields = {"parameters": counts[0], "version": version, "engine_versions": versions}
         print(json.dumps(fields | {"different": [asdict(difference) for difference in differences]}))
     else:
-        print(_text([_count(expected) for expected in wanted], version, versions, differences))
+        print(_text(counts, version, versions, differences))
     return 1 if differences or stale else 0
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -180,22 +182,22 @@ def test_a_step_prepared_too_late_ends_by_name(make_relay: MakeRelay, slowly: Sl
 # -- the recorder ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_ends_the_recording_and_costs_the_relay_nothing(
-    make_relay: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("why", ["No space left", "Not a directory"])
+def test_a_full_disk_or_a_folder_that_is_gone_ends_the_recording_and_costs_the_relay_nothing(
+    make_relay: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    recorder = Recorder(tmp_path)
-
-    def full(file: int, nbytes: int) -> None:
-        raise OSError(28, "No space left on device")
-
+    recorder, elsewhere = Recorder(tmp_path / "rec"), tmp_path / "moved"
     relay = make_relay("dp=2", recorder=recorder)
     for step, prefix in ((0, ""), (1, "n-"), (2, "m-")):
         for shard in receive(receivers_of(relay), sealed(relay, step, prefix=prefix)):
             check_rows(shard, prefix=prefix)
-        monkeypatch.setattr("r3channel.recordings.recorder.check_room", full)
-    relay.join_previous(timeout_s=SOON_S)
+        relay.join_previous(timeout_s=SOON_S)
+        if why == "No space left":
+            monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_blocks=9, f_bavail=0, f_frsize=1))
+        elif not elsewhere.exists():  # nothing can be made or removed below a file
+            recorder.folder.rename(elsewhere).with_name("rec").touch()
     relay.add("x", reply_for("x", 9), range(9))
-    assert recorder.lost == 2 and "No space left" in recorder.stopped and recorder._kept == {}
+    assert recorder.lost == 2 and why in recorder.stopped and recorder._kept == {}
     assert relay.metrics.value("r3channel_recording_lost_steps") == 2
-    recording = Recording.open(tmp_path)
+    recording = Recording.open(elsewhere if elsewhere.exists() else recorder.folder)
     assert recording.steps == (0,) and len(recording.step(0).rows("s1")) == 29

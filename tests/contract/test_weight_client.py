@@ -91,7 +91,7 @@ def test_an_engine_that_names_no_versions_leaves_them_unknown(serve: Serve, stat
     assert (client.torch, client.nccl) == ("", "")
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://engine", "http://"])
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://engine", "http://", "http://127.0.0.1:x"])
 def test_an_address_without_scheme_or_host_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="expected http://host:port"):
         EngineHandle(url)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -254,9 +255,11 @@ def cp_chunks_swapped(state: State) -> None:
     state.swap(one, other)
 
 
-def fused_shared_expert(step: RecordedStep) -> RecordedStep:
-    more = replace(step.spec, top_k=step.spec.top_k + 1, num_experts=step.spec.num_experts + 1)
-    width = ((0, 0), (0, 0), (0, 1))
+def fused_shared_expert(step: RecordedStep, *, mtp: int = 0) -> RecordedStep:
+    spec, count = step.spec, step.spec.num_layers
+    more = replace(spec, num_layers=count + mtp, moe_layers=(*spec.moe_layers, *range(count, count + mtp)))
+    more = replace(more, top_k=spec.top_k + 1, num_experts=spec.num_experts + 1)
+    width = ((0, 0), (0, mtp), (0, 1))
     return changed(step, lambda _, ids: np.pad(ids, width, constant_values=step.spec.num_experts), spec=more)
 
 
@@ -294,7 +297,7 @@ CASES: dict[str, list[tuple[RoutingSpec, str, Callable[[RecordedStep], RecordedS
     "stage_reversed": [(PLAIN, "pp=2", made(mistakes.layers_reversed)), (PLAIN, "", made(mistakes.layers_reversed))],
     "rotated_rows": [(PLAIN, "packing=thd", made(mistakes.roll)), (PLAIN, "", made(mistakes.roll))],
     "physical_ids": [(PLAIN, "", made(mistakes.relabel)), (WIDE, "", made(mistakes.relabel))],
-    "fused_shared_expert": [(PLAIN, "", fused_shared_expert)],
+    "fused_shared_expert": [(PLAIN, "", fused_shared_expert), (DENSE, "", partial(fused_shared_expert, mtp=1))],
     "recompute_other_microbatch": [(PLAIN, "", recompute_other_microbatch)],
     "int16_as_uint8": [(WIDE, "", int16_as_uint8)],
     "swapped_layers": [(PLAIN, "", made(mistakes.layers_exchanged))],

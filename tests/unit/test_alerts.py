@@ -143,21 +143,17 @@ def test_the_committed_file_is_what_the_table_gives() -> None:
     assert (FOLDER / "r3channel.json").read_text() == text(), "run: make dashboard"
 
 
-def test_an_engineer_on_call_has_few_panels_and_each_is_of_the_chosen_run() -> None:
+def test_an_engineer_on_call_has_few_panels_each_described_and_of_the_chosen_run_and_datasource() -> None:
     assert len(panels()) <= 24
-    for expr in exprs():
+    for panel in panels():
+        (expr,) = (target["expr"] for target in panel["targets"])
         series = re.findall(r"r3channel_\w+({[^}]*})?", expr)
         assert all('run=~"$run"' in labels for labels in series), expr
         assert series or "ALERTS" in expr
+        assert panel["fieldConfig"]["defaults"]["unit"] and panel["description"].endswith("."), panel["title"]
+        assert panel["datasource"]["uid"] == "${datasource}", panel["title"]
     (run,) = (one for one in dashboard()["templating"]["list"] if one["name"] == "run")
     assert names_in(run["query"]) == {"r3channel_build_info"} and run["allValue"] == ".*"
-
-
-def test_every_panel_has_unit_description_and_the_chosen_datasource() -> None:
-    for panel in panels():
-        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
-        assert panel["description"].endswith("."), panel["title"]
-        assert panel["datasource"]["uid"] == "${datasource}", panel["title"]
 
 
 def test_names_and_label_values_in_expressions_exist() -> None:

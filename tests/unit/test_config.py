@@ -105,7 +105,7 @@ VALUES: list[tuple[type, dict[str, Any], str]] = [
     (ChannelConfig, {"max_live": float("nan")}, "nan"), (ChannelConfig, {"store_bytes": 1024}, "1024"),
     (ChannelConfig, {"max_group_failures": 0}, "0"), (ChannelConfig, {"bucket_bytes": 1}, "1"),
     (ChannelConfig, {"max_staleness": -2}, "-2"), (ChannelConfig, {"ingest_port": -1}, "-1"),
-    (ChannelConfig, {"device": -1}, "-1"),
+    (ChannelConfig, {"device": -1}, "-1"), (ChannelConfig, {"unclaimed_timeout_s": -1.0}, "-1"),
     (EngineConfig, {"delivery": "post"}, "is 'post'"), (EngineConfig, {"delivery": "direct"}, "needs R3CHANNEL_RELAY_URL"),
     (EngineConfig, {"queue_bytes": 0}, "is 0"), (EngineConfig, {"allow": "pp,nothing"}, "names .'nothing'."),
 ]  # fmt: skip

@@ -11,7 +11,6 @@ import pytest
 from examples.async_grpo.options import packages
 from examples.embedded.model import ModelShape, config_of
 from r3channel.config import ChannelConfig
-from r3channel.errors import ConfigError
 from r3channel.integrations import preflight
 from r3channel.plan.layout import TrainerLayout
 from tests.support.children import run
@@ -88,9 +87,3 @@ def test_a_package_in_a_version_that_was_not_read_is_named() -> None:
 def test_a_layout_is_held_against_its_model(layout: str, said: str) -> None:
     found = preflight.layout("--layout", TrainerLayout.parse(layout), config_of(ModelShape()))
     assert found.startswith(f"--layout: {said}" if said else "") and bool(found) == bool(said)
-
-
-def test_faults_are_one_error_a_line_each() -> None:
-    preflight.refuse(["", ""])
-    with pytest.raises(ConfigError, match=r"^a\n  b$"):
-        preflight.refuse(["a", "", "b"])

@@ -15,6 +15,7 @@ import torch
 
 from r3channel.cli import main
 from r3channel.errors import RecordingInvalid
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.aligned_pair import AlignedPair
 from r3channel.recordings.consumed import ConsumedRows, consume_step, fit
@@ -134,9 +135,10 @@ def test_one_side_alone_shows_what_its_bytes_show(name: str) -> None:
     assert [(one.name, one.verdict) for one in judge_alone(wrong)] == [(name, True)]
 
 
-def test_one_side_raises_a_suspicion_and_no_verdict_where_only_statistics_speak() -> None:
-    rng, step = np.random.default_rng(0), engine_step(lengths=(600, 600))
-    table = np.stack([rng.permutation(64)[:4] for _ in range(512)])
+@pytest.mark.parametrize("spec", [PLAIN, sparse(48, experts=128, top_k=8)], ids=["6 layers", "48 layers"])
+def test_one_side_raises_a_suspicion_and_no_verdict_where_only_statistics_speak(spec: RoutingSpec) -> None:
+    rng, step = np.random.default_rng(0), engine_step(spec, lengths=(600, 600))
+    table = np.stack([rng.permutation(spec.num_experts)[: spec.top_k] for _ in range(512)])
     rows = rows_of(step)
     for name, ids in rows.items():  # a first layer that sees the token, as real ones do
         ids[:, 0] = table[step.tokens[name][:-1]]
@@ -157,6 +159,8 @@ def test_rows_left_to_the_live_router_are_not_judged(tmp_path: Path, capsys: Any
     frames = {**step.frames, **{name: [] for name in live}}
     step = replace(step, ticket=replace(step.ticket, samples=samples), frames=frames)
     write_step(tmp_path, step)
+    write_step(tmp_path / "whole", engine_step(lengths=lengths))
+    assert main(["diff", str(tmp_path), f"{tmp_path}/whole"]) == 1  # as in the other order
     consume_step(step).write(tmp_path / "router")
     assert main(["check", str(tmp_path), "--strict"]) == 0 and "one side alone" in capsys.readouterr().out
     assert main(["check", str(tmp_path), str(tmp_path / "router")]) == 0
@@ -274,7 +278,7 @@ TWO = {
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"sample": np.array(["a", "a"])}, "each name once"),
+        ({"sample": np.array(["a", "a"])}, "each name once"), ({"tokens": np.array([0, 62])}, "two tokens at least"),
         ({"token_ids": np.arange(31)}, r"\(60, 31\) rows .* expected \(60, 62\)"),
         ({"step": np.array(-1)}, "step -1"),
         ({"spec": np.array("[" * 100_000)}, "RecursionError"),
@@ -338,5 +342,9 @@ def test_two_sides_of_different_runs_are_refused() -> None:
 def test_rows_that_do_not_fit_the_layout_are_refused_with_both_numbers() -> None:
     step = engine_step()
     shard = step.ticket.plan.shard(dp=0, pp=0)
-    with pytest.raises(RecordingInvalid, match="the router used 3 rows, the layout says"):
-        ConsumedRows(step.ticket, step.spec).add_call(shard, np.zeros((3, 4)), microbatch=0, layer=0)
+    count = len(shard.row_map(0, tp=0)[0])
+    for rows, top_k, value in ((3, 4, 0), (count, 5, 0), (count, 4, 256), (count, 4, -1)):
+        used = np.full((rows, top_k), value)  # the last two are 0 and 255 in a byte
+        said = rf"router used {rows} rows, .*ids are .*{value}.* in \({top_k},\) columns"
+        with pytest.raises(RecordingInvalid, match=said):
+            ConsumedRows(step.ticket, step.spec).add_call(shard, used, microbatch=0, layer=0)

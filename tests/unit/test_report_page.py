@@ -46,12 +46,11 @@ PROBE = """<script>addEventListener("load", () => {
 """Says in the title how well the faintest letters stand out, and how much wider the page is than its window."""
 
 
-def spans(*, slow: str = "", extra_s: float = 0.0) -> dict[str, list[Span]]:
+def spans() -> dict[str, list[Span]]:
     """Four steps of three seconds: generation beside training, and the relay's stages between."""
     found: dict[str, list[Span]] = {"relay": [], "trainer0": [], "trainer1": []}
 
     def put(process: str, stage: str, step: int, at_s: float, seconds: float) -> float:
-        seconds += extra_s if stage == slow else 0.0
         found[process].append(Span(stage, step, "MainThread", at_s, at_s + seconds))
         return at_s + seconds
 
@@ -61,7 +60,7 @@ def spans(*, slow: str = "", extra_s: float = 0.0) -> dict[str, list[Span]]:
             at_s = put("relay", stage, step, at_s, seconds)
         put("relay", "send", step, 3.0 * step + 2.9, 0.05)
         for name in ("trainer0", "trainer1"):
-            at_s = put(name, "wait_relay", step, 3.0 * step + 2.85, 0.05 + extra_s * (slow == "place"))
+            at_s = put(name, "wait_relay", step, 3.0 * step + 2.85, 0.05)
             at_s = put(name, "rebroadcast", step, at_s, 0.02)
             for stage, seconds in (("logprob", 0.7), ("forward", 0.5), ("backward", 0.9), ("optimizer", 0.1)):
                 at_s = put(name, stage, step, at_s, seconds)
@@ -106,13 +105,6 @@ def test_the_page_loads_nothing_and_shows_every_part_of_the_run() -> None:
         assert words in text_of(made), words
     ids = re.findall(r' id="([^"]+)"', made)
     assert len(ids) == len(set(ids)), "two pictures share a name"
-
-
-def test_the_verdict_is_on_the_page_and_names_what_was_slow() -> None:
-    """That it is named right: tests/contract/test_metrics_pages.py, with a real relay made slow."""
-    made = text_of(page(result(slow := spans(slow="place", extra_s=0.6)), slow))
-    said = "longest in wait_relay. Of all that moves or judges a row, place at relay took longest: 2.8 s."
-    assert said in made
 
 
 def test_a_run_with_a_difference_is_not_well() -> None:

@@ -198,6 +198,8 @@ def test_the_example_of_a_job_on_several_nodes_is_taken_and_its_comments_say_wha
 def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"none\.py is no file"):
         slime_launch.run([str(tmp_path / "none.py"), "--use-r3-channel"])
+    with pytest.raises(ConfigError, match=r"--use-r3-channel=1 is no option .* mean --use-r3-channel\?"):
+        slime_command.run([str(tmp_path / "none.py"), "--use-r3-channel=1"])
 
 
 # -- seams ---------------------------------------------------------------------------------------------------------------
@@ -303,6 +305,7 @@ def test_the_launchers_help_tells_nothing_that_slime_refuses(capsys: pytest.Capt
     assert slime_launch.run(["--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "--r3-on-stale" in said and "--r3-token-tensors" not in said and "`mask`" not in said
+    assert "Default: what the job needs." in said and "Default: the time." in said
 
 
 # -- a bare flag ---------------------------------------------------------------------------------------------------------

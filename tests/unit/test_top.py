@@ -137,6 +137,7 @@ def test_what_is_no_folder_of_targets_is_refused(tmp_path: Path) -> None:
     assert urls_of("http://h:1/metrics") == ["http://h:1/metrics"]
     with pytest.raises(ConfigError, match="neither a URL nor a folder"):
         urls_of(str(tmp_path / "missing"))
+    assert top.run([str(tmp_path), "--once", "--every", "0.01"]) == 1  # nobody has left a page there
     (tmp_path / "report.json").write_text('{"steps": 3}')
     with pytest.raises(ConfigError, match=r"report.json: expected a list of file_sd groups"):
         urls_of(str(tmp_path))

@@ -26,6 +26,8 @@ _SWITCHES = "use-routing-replay use-rollout-routing-replay colocate release-trai
 _NUMBERS = "num-experts rollout-batch-size over-sampling-batch-size"
 _LENGTHS = "rollout-max-response-len rollout-max-prompt-len rollout-max-context-len"
 """slime's own arguments that the channel asks about."""
+_DEFAULTS = {"r3_store_bytes": "Default: what the job needs.", "r3_run_name": "Default: the time."}
+"""What `channel_of` puts in the place of the channel's own defaults, for the help."""
 _LEAST_BYTES, _SPARE = 64 << 20, 1 / 8
 """Least value of `store_bytes`, and the store's share for rows of evaluated, aborted and dropped samples."""
 
@@ -37,6 +39,8 @@ def add_channel(parser: Any) -> Any:
         The parser.
     """
     config.add_arguments(parser)
+    for action in parser._actions:
+        action.help = re.sub("Default .*", _DEFAULTS.get(action.dest, r"\g<0>"), action.help or "")
     add_options(parser.add_argument_group("recordings of r3channel"), prefix="r3-")
     return parser
 

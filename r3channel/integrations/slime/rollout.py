@@ -171,9 +171,8 @@ def remote_manager(args: Namespace, pg: Any) -> Any:
         ConfigError: If there is no GPU for the relay.
     """
     remote: Any = ray.remote
-    kind = remote(concurrency_groups=GROUPS, max_restarts=int(bool(args.r3_channel["journal"])))(
-        ChannelManager
-    )
+    restarts = int(bool(args.r3_channel["journal"]))
+    kind = remote(concurrency_groups=GROUPS, max_restarts=restarts)(ChannelManager)
     if not TRANSPORTS[args.r3_channel["transport"]].needs_gpu:
         return kind
     group, bundles, gpus = pg
