@@ -16,7 +16,7 @@ import pytest
 
 import r3channel
 from tests.support.children import ROOT, said_by
-from tests.support.rooms import LEVELS
+from tests.support.pages import LEVELS
 
 PACKAGE = ROOT / "r3channel"
 TOP = max(LEVELS.values())
@@ -84,7 +84,7 @@ def wrong_direction(found: Import) -> bool:
     here, there = room_of_file(found.file), room_of(found.module)
     if here == there or here == "__init__" or (found.file, found.module) in DOORS:
         return False
-    assert here in LEVELS, f"{found.file}: give its room a level in tests/support/rooms.py"
+    assert here in LEVELS, f"{found.file}: give its room a level in tests/support/pages.py"
     if there not in LEVELS:  # a name of the package's face, such as __version__
         return LEVELS[here] < TOP
     same_is_fine = LEVELS[here] == TOP
