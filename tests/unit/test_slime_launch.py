@@ -315,9 +315,8 @@ def test_the_launchers_help_tells_nothing_that_slime_refuses(capsys: pytest.Capt
 
 @pytest.fixture
 def relay() -> Iterator[Relay]:
-    relay = Relay(SPEC, TrainerLayout(), ChannelConfig())
-    yield relay
-    relay.close()
+    with Relay(SPEC, TrainerLayout()) as relay:
+        yield relay
 
 
 def told(relay: Relay, token_file: str = "", *, nodes: int = 1) -> argparse.Namespace:
