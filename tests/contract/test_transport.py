@@ -6,6 +6,7 @@ And of the lock on collectives: a step's routing and a weight update exclude eac
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import threading
@@ -13,7 +14,7 @@ import time
 import types
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,14 +23,15 @@ import pytest
 import torch
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import DeadlineExceeded, TransportError, UsageError
+from r3channel.errors import ConfigError, DeadlineExceeded, TransportError, UsageError
 from r3channel.transport.base import Rendezvous, Transport
 from r3channel.transport.collective_lock import PROCESS_SLOT, Slot
-from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
+from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore, in_background
 from r3channel.transport.select import TRANSPORTS, Kind, join
 from r3channel.weights.groups import WeightGroup
 from r3channel.weights.session import WeightSync
 from tests.support.delivery import MakeRelay, check_rows, receivers_of, sealed
+from tests.support.fake_engine import UPDATE, FakeEngine
 from tests.support.waits import SOON_S, until
 
 Joiner = Callable[..., list[Transport]]
@@ -365,3 +367,58 @@ def test_a_weight_update_waits_for_the_end_of_a_receive() -> None:
         with pytest.raises(DeadlineExceeded, match=r"update to weight version 1 waited 0\.3 s for step 3"):
             updating.result(SOON_S)
     until(lambda: read == ["begun"])  # drained on a thread, because other ranks may be in step with it
+
+
+# -- the group that carries weight buckets, and an engine's end of it; SGLang's own joins it in tests/engine/test_weight_sync ---
+
+
+@pytest.mark.long
+def test_bytes_arrive_and_a_close_frees_a_waiting_peer() -> None:
+    group, engine = WeightGroup("test-weights-1", world_size=2), FakeEngine()
+
+    def answering(route: str, **body: Any) -> Future[Any]:
+        return in_background(lambda: engine.answer(route, body), name="test-engine")
+
+    def receiving(size: int) -> Future[Any]:
+        """The engine's answer to an update of so many bytes."""
+        told = {"names": ["w"], "dtypes": ["uint8"], "shapes": [[size]], "flush_cache": False}
+        return answering(UPDATE, **told, group_name=group.name)
+
+    joined = answering("/init_weights_update_group", **group.where, rank_offset=1)
+    group.join(timeout_s=SOON_S)
+    assert joined.result(SOON_S) == {"success": True}
+    payload = torch.arange(1000).to(torch.uint8)
+    answer = receiving(1000)
+    group.broadcast(payload, timeout_s=SOON_S)
+    assert answer.result(SOON_S) == {"success": True} and torch.equal(engine.tensors["w"], payload)
+
+    answer = receiving(10)
+    until(lambda: engine.calls.count(UPDATE) == 2)
+    group.close()
+    group.close()
+    # whether the kernel calls it closed or reset depends on whether the peer had begun to read
+    assert re.search("(closed|reset) by peer", answer.result(SOON_S)["message"])
+    with pytest.raises(UsageError, match="closed"):
+        group.broadcast(payload, timeout_s=SOON_S)
+
+
+@pytest.mark.long
+def test_who_stands_in_for_a_member_stays_until_all_have_met_it() -> None:
+    group = WeightGroup("test-weights-5", world_size=2)
+    joining = in_background(lambda: group.join(timeout_s=SOON_S), name="test-join")
+    group.join(1, timeout_s=SOON_S)
+    joining.result(SOON_S)
+    (stand_in,) = group._stand_ins
+    assert not stand_in._dead
+    group.close()
+    until(lambda: stand_in._dead)
+
+
+@pytest.mark.long
+def test_a_join_without_the_other_member_ends_at_the_deadline_and_a_wildcard_host_is_refused() -> None:
+    group = WeightGroup("test-weights-2", world_size=2)
+    with pytest.raises(DeadlineExceeded, match=r"rank 0 of 2 could not join within 0\.5 s"):
+        group.join(timeout_s=0.5)
+    group.close()
+    with pytest.raises(ConfigError, match="every interface"):
+        WeightGroup("test-weights-3", world_size=1, host="0.0.0.0")
