@@ -70,21 +70,14 @@ def group(meeting: Meeting) -> Iterator[Joiner]:
         transport.close()
 
 
-def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Start; the returned call joins and raises what the thread raised."""
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(function)
-    return lambda: future.result(SOON_S)
-
-
 def data(nbytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
 def check_next_message(sender: Transport, member: Transport) -> None:
-    done = in_thread(lambda: sender.send(1, data(100), timeout_s=SOON_S))
+    sent = in_background(lambda: sender.send(1, data(100), timeout_s=SOON_S), name="test-send")
     member.recv(0, out := torch.zeros(100, dtype=torch.uint8), timeout_s=SOON_S)
-    done()
+    sent.result(SOON_S)
     assert torch.equal(out, data(100))
 
 
@@ -99,12 +92,12 @@ def test_messages_arrive_in_order_as_they_were_sent_and_memory_may_be_reused_aft
         for buffer in buffers:
             buffer.fill_(0)
 
-    done = in_thread(send)
+    sent = in_background(send, name="test-send")
     out = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in sizes]
     for pending in [member.start_recv(0, part) for part in out]:
         pending.wait(timeout_s=SOON_S)
     assert all(torch.equal(part, data(len(part))) for part in out)
-    done()
+    sent.result(SOON_S)
 
 
 @pytest.mark.parametrize("side", ["send", "recv"])
@@ -184,10 +177,10 @@ def test_a_peer_that_joins_and_stops_after_the_first_byte_ends_the_join_by_its_d
         return (transport.recv if rank == 0 else transport.send)(rank, data(1), timeout_s=SOON_S)
 
     monkeypatch.setattr(ProcessGroupTransport, "_warm", one_sided)
-    silent = in_thread(lambda: meeting.join(1 - rank))
+    silent = in_background(lambda: meeting.join(1 - rank), name="test-join")
     with pytest.raises(DeadlineExceeded, match=rf"rank {rank} of 2 could not join within 1\.0 s"):
         meeting.join(rank, timeout_s=1.0)
-    silent().close()
+    silent.result(SOON_S).close()
 
 
 class NcclGroup:

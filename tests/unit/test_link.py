@@ -8,7 +8,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
@@ -21,6 +20,7 @@ from r3channel.errors import ConfigError, DeadlineExceeded, TransportError, Usag
 from r3channel.transport import listener as listening
 from r3channel.transport.connection import MAX_RECORD_BYTES, Connection
 from r3channel.transport.listener import HELLO_BYTES, MOST_STRANGERS, Listener, connect
+from r3channel.transport.process_group import in_background
 from r3channel.weights.rank_link import receive_blob, send_blob
 from tests.support.memory import growth_of
 from tests.support.waits import SOON_S, until
@@ -30,6 +30,7 @@ SHORT_S, FAR_S = 0.2, 60.0
 MIB = 1 << 20
 Pair = tuple[Connection, Connection]
 Half = tuple[Connection, socket.socket]
+in_thread = partial(in_background, name="test")
 
 
 @pytest.fixture
@@ -68,13 +69,6 @@ def connected(door: Listener, token: bytes = TOKEN, *, hello: bytes = b"") -> Co
 
 def stranger(door: Listener) -> socket.socket:
     return socket.create_connection((door.host, door.port), SOON_S)
-
-
-def in_thread(function: Callable[[], Any]) -> Future[Any]:
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(function)
-    pool.shutdown(wait=False)
-    return future
 
 
 def receive(link: Connection, timeout_s: float | None = None) -> None:
