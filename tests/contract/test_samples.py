@@ -22,7 +22,7 @@ from r3channel.trainer.rank_shard import RankShard
 from r3channel.wire.frame import encode_frame
 from tests.support.delivery import MakeRelay, receivers_of, threads
 from tests.support.direct import deliver, draft_of, hello_of, reference_reply
-from tests.support.samples import SPEC, frame_of, random_ids, reply_for, reply_of
+from tests.support.samples import SPEC, flipped, frame_of, random_ids, reply_for, reply_of
 from tests.support.waits import SOON_S, until
 
 
@@ -144,8 +144,8 @@ def test_a_frame_that_comes_too_late_for_its_rows_is_freed_with_its_sample(make_
 
 def test_rows_that_came_and_are_wrong_are_never_left_to_the_live_router(make_relay: MakeRelay) -> None:
     relay, good = make_relay(on_missing="live"), frame_of(9)
-    flipped, short = good[:-1] + bytes([good[-1] ^ 1]), encode_frame(SPEC, expert_ids_TLK=random_ids(5))
-    replies = [reply_of(data) for data in (flipped, good[:-2], b"<html>", short)]
+    short = encode_frame(SPEC, expert_ids_TLK=random_ids(5))
+    replies = [reply_of(data) for data in (flipped(good, 8 * -1), good[:-2], b"<html>", short)]
     for reply in (*replies, {"choices": [{"sgl_ext": reply_of(good)["meta_info"]}]}):
         with pytest.raises(errors.RoutingError):
             relay.add("s", reply, range(9))

@@ -42,7 +42,7 @@ from tests.support.delivery import (
     relays,
 )
 from tests.support.memory import growth_of
-from tests.support.samples import SPEC, frame_of, random_ids, span
+from tests.support.samples import SPEC, flipped, frame_of, random_ids, span
 from tests.support.waits import SOON_S, until
 
 BIG = (1 << 64) - 1
@@ -329,9 +329,7 @@ def nth_frame(folder: Path, number: int) -> Path:
 
 
 def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
+    path.write_bytes(flipped(path.read_bytes(), 8 * at))
 
 
 @pytest.mark.parametrize("at", [-400, 20], ids=["ids", "header"])
