@@ -27,7 +27,7 @@ from tests.unit.test_documents import SNIPPETS
 
 ELSEWHERE = {
     "TrainerChannel.attach(model_chunks": "real Megatron; the calls of examples/05_own_loop.py, which test_embedded runs",
-    "return_token_ids": "a chat template and an engine; test_openai_routes runs it",
+    "return_token_ids": "a chat template and an engine; test_engine_server runs it",
     "with WeightSync.sharded(engines": "two engines and several ranks; test_weights_exact runs it",
 }
 """What a snippet holds -> why it is not run here."""
