@@ -24,7 +24,7 @@ from tests.chaos.loop import LIMIT_S, deployed
 from tests.chaos.nemesis import Nemesis
 from tests.chaos.proxy import Proxy
 from tests.chaos.shim import TABLE
-from tests.support.small_disk import mounted
+from tests.support.children import mounted
 
 BAD = ("lost", "duplicated", "wrong_rows", "hung", "not_recovered")
 

@@ -7,7 +7,6 @@ tests/unit/test_alerts.py draws the bounds with series of its own making; here n
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import time
@@ -39,7 +38,7 @@ from tests.support.direct import Engine, hello_of
 from tests.support.fake_engine import FakeEngine
 from tests.support.samples import SPEC, random_ids, reply_for
 from tests.support.waits import SOON_S, UPDATE_S, busy, until
-from tests.unit.test_alerts import FOLDER, RULES, needs_promtool, promtool
+from tests.unit.test_alerts import RULES, hold_rules_against, needs_promtool
 
 BEFORE, AFTER, STEP_S = 45, 30, 60.0
 """Minutes of what should be, and of the fault; what a step takes."""
@@ -282,11 +281,7 @@ def test_a_real_fault_fires_its_alert_and_no_other(alert: str, place: Place) -> 
     for act in (lambda _: None, Place.work, fault):
         act(place)
         place.look()
-    written: dict[str, Any] = {"rule_files": [str(FOLDER / "alerts.yml")], "evaluation_interval": "1m"}
-    written["tests"] = [judged(place.looks, alert)]
-    (place.folder / "test.yml").write_text(json.dumps(written))
-    done = promtool("test", "rules", str(place.folder / "test.yml"))
-    assert done.returncode == 0, done.stdout + done.stderr
+    hold_rules_against([judged(place.looks, alert)], place.folder)
 
 
 def judged(looks: list[dict[str, Look]], alert: str) -> dict[str, Any]:

@@ -87,6 +87,23 @@ def test_every_stage_context_and_tensor_rank_receives_its_own_rows(make_relay: M
     relay.join_previous(timeout_s=SOON_S)
 
 
+@pytest.mark.parametrize(("transport", "buckets"), [("tcp", 1), ("gloo", 2)])
+def test_staged_bytes_do_not_grow_with_tokens(make_relay: MakeRelay, transport: str, buckets: int) -> None:
+    peaks, sizes = [], []
+    for tokens in (400, 2000):
+        relay = make_relay("pp=2", transport=transport)
+        relay.add("a", reply_for("a", tokens), range(tokens))
+        ticket = relay.seal(0, Assignment.given([[["a"]]]))
+        for receiver in receivers_of(relay):
+            receiver.receive(ticket)
+        peaks.append(relay.row_server.peak_staging_bytes)
+        sizes.append(min(shard.nbytes for shard in ticket.plan.shards))
+    assert sizes[1] > sizes[0] > buckets * 1024 >= peaks[0] == peaks[1] > (buckets - 1) * 1024
+    relay = make_relay("dp=2")
+    receive(receivers_of(relay), sealed(relay))
+    assert relay.row_server.peak_staging_bytes == 0, "with one stage rows go from where they lie"
+
+
 # -- connections -------------------------------------------------------------------------------------------------------
 
 

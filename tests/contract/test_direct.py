@@ -32,7 +32,7 @@ from r3channel.wire.routing import as_tokens, hash_tokens
 from tests.support import direct
 from tests.support.delivery import MakeRelay, receive, receivers_of
 from tests.support.direct import Engine
-from tests.support.samples import SPEC, random_ids, reply_for
+from tests.support.samples import SPEC, flipped, random_ids, reply_for
 from tests.support.waits import SOON_S, until
 
 
@@ -161,7 +161,7 @@ def test_of_a_response_that_was_cut_the_rows_of_the_tokens_that_are_left_come_di
     place = open_place(journal=str(tmp_path / "journal"))
     place.relay.samples.engines.greet(direct.hello_of())
     whole, ids = frame("r1", 8), random_ids(8)
-    parts = [whole, whole] if frame_first else [whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:], whole]
+    parts = [whole, whole] if frame_first else [flipped(whole, 8 * -5), whole]
     if frame_first:
         direct.deliver(place.relay, (1, whole))
     place.add("s1", direct.reference_reply("r1", 9, serial=1), 5, cut=True)
@@ -319,7 +319,7 @@ def test_a_frame_that_was_damaged_where_it_was_encoded_is_encoded_anew(place: Pl
             encoded.append(parts := encode(batch))
             if len(encoded) == 1:
                 head, entry, frame, pad = parts
-                parts[:] = head, entry, frame[:-5] + bytes([frame[-5] ^ 1]) + frame[-4:], pad
+                parts[:] = head, entry, flipped(frame, 8 * -5), pad
             return parts
 
         engine.sender._encode = encode_damaged_at_first  # type: ignore[method-assign]

@@ -15,11 +15,10 @@ import pytest
 from r3channel.errors import CannotStage, StoreFull
 from r3channel.plan.assignment import Assignment
 from r3channel.weights import staged_copy
-from tests.support.children import run
+from tests.support.children import mounted, run
 from tests.support.delivery import check_rows, receive, receivers_of, relays, sealed
 from tests.support.fake_engine import FakeEngine
 from tests.support.samples import reply_for
-from tests.support.small_disk import mounted
 from tests.support.waits import SOON_S, UPDATE_S, until
 from tests.support.weights import give, holds, refused, serving, session
 

@@ -40,7 +40,7 @@ from r3channel.wire.frame import encode_frame, sample_key
 from r3channel.wire.routing import Ids
 from tests.support.delivery import compare, connected, hand, receivers_of, relays, threads
 from tests.support.direct import deliver, parcel_of, post, reference_reply, said_hello
-from tests.support.samples import SPEC, random_ids, reply_of, span
+from tests.support.samples import SPEC, flipped, random_ids, reply_of, span
 from tests.support.waits import SOON_S, until
 
 HELD, WAITING, FAILED = "held", "waiting", "failed"
@@ -316,7 +316,7 @@ class RelayMachine(RuleBasedStateMachine):
         if flip is None:
             return data
         at = 5 + flip % (len(data) - 5)  # magic and version before it: not damaged, but another format
-        return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+        return flipped(data, 8 * at + 2)
 
     def answers(self, turn: Turn, *, flip: int | None, body: bool) -> None:
         reply = reply_of(self.frame(turn, flip), request_id=turn.name)

@@ -1,9 +1,10 @@
-"""What becomes of a sample between its reply and its step: it waits, expires, is given back, or is left to the live router."""
+"""What becomes of a sample between its reply and its step: it waits, expires, is given back, or left to the live router."""
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +13,16 @@ import pytest
 from r3channel import errors
 from r3channel.config import ChannelConfig
 from r3channel.plan.assignment import Assignment
+from r3channel.plan.capacity import beside_bytes
 from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.relay import Relay
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.wire.frame import encode_frame
 from tests.support.delivery import MakeRelay, receivers_of, threads
 from tests.support.direct import deliver, draft_of, hello_of, reference_reply
-from tests.support.samples import SPEC, frame_of, random_ids, reply_for, reply_of
+from tests.support.samples import SPEC, flipped, frame_of, random_ids, reply_for, reply_of
 from tests.support.waits import SOON_S, until
 
 
@@ -145,8 +148,8 @@ def test_a_frame_that_comes_too_late_for_its_rows_is_freed_with_its_sample(make_
 
 def test_rows_that_came_and_are_wrong_are_never_left_to_the_live_router(make_relay: MakeRelay) -> None:
     relay, good = make_relay(on_missing="live"), frame_of(9)
-    flipped, short = good[:-1] + bytes([good[-1] ^ 1]), encode_frame(SPEC, expert_ids_TLK=random_ids(5))
-    replies = [reply_of(data) for data in (flipped, good[:-2], b"<html>", short)]
+    short = encode_frame(SPEC, expert_ids_TLK=random_ids(5))
+    replies = [reply_of(data) for data in (flipped(good, 8 * -1), good[:-2], b"<html>", short)]
     for reply in (*replies, {"choices": [{"sgl_ext": reply_of(good)["meta_info"]}]}):
         with pytest.raises(errors.RoutingError):
             relay.add("s", reply, range(9))
@@ -163,3 +166,61 @@ def test_tokens_that_the_loop_appends_are_refused_with_the_way_to_add_them(make_
     relay.add_live("s", range(10), append=True)
     sample = relay.seal(0, one_batch("s")).sample("s")
     assert (sample.tokens, sample.invalid) == (10, ((8, 9),))
+
+
+# -- a full store: a wait with an end, an error that says what holds the room, and nothing is lost ---------------------------
+
+TOKENS = 1000  # 24 kB of ids
+
+
+@pytest.fixture
+def relay(make_relay: MakeRelay) -> Relay:
+    """Room for 4 samples."""
+    relay = make_relay("dp=2", backpressure_timeout_s=0.1)
+    frame_bytes = (TOKENS - 1) * SPEC.bytes_per_token + beside_bytes(SPEC, spans=2)
+    relay.samples.store.ceiling_bytes = 4 * frame_bytes + 1000
+    return relay
+
+
+def add(relay: Relay, *names: str) -> None:
+    for name in names:
+        relay.add(name, reply_for(name, TOKENS), range(TOKENS))
+
+
+def seal(relay: Relay, step: int, *names: str) -> Ticket:
+    return relay.seal(step, Assignment.given([[[name] for name in names[dp::2]] for dp in range(2)]))
+
+
+def receive(relay: Relay, ticket: Ticket, *ranks: int) -> None:
+    receivers = receivers_of(relay)
+    for dp in ranks:
+        receivers[dp].receive(ticket)
+
+
+def test_at_the_ceiling_add_says_so_by_name_and_keeps_what_it_holds(relay: Relay) -> None:
+    add(relay, "a", "b")
+    ticket = seal(relay, 7, "a", "b")
+    receive(relay, ticket, 1)
+    add(relay, "c", "d")
+    with pytest.raises(errors.StoreFull, match=r"sample e .*waited 0\.1 s .*4 blocks hold .*store_bytes"):
+        add(relay, "e")
+    status = relay.status()
+    assert status["pending"] == ["c", "d"] and status["store"]["frames"] == 4
+    in_the_way = {"state": "PREPARED", "missing": [(0, 0, 0)], "acknowledged": [(1, 0, 0)], "samples": 2}
+    assert status["steps"] == {7: in_the_way}
+    receive(relay, ticket, 0)
+    add(relay, "e", "f")
+    assert relay.status()["pending"] == ["c", "d", "e", "f"]
+
+
+def test_add_goes_on_when_a_step_is_delivered(relay: Relay) -> None:
+    relay.samples.config = relay.config.__class__(backpressure_timeout_s=SOON_S)
+    add(relay, "a", "b", "c", "d")
+    ticket = seal(relay, 0, "a", "b")
+    waiting = threading.Thread(target=add, args=(relay, "e"))
+    waiting.start()
+    until(lambda: relay.samples.store._waiting)
+    assert relay.status()["pending"] == ["c", "d"]
+    receive(relay, ticket, 0, 1)
+    waiting.join(SOON_S)
+    assert relay.status()["pending"] == ["c", "d", "e"]

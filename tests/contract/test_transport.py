@@ -1,8 +1,12 @@
-"""The contract of a transport: bytes arrive, in order, and every wait ends. Ranks are threads over gloo; sockets are real."""
+"""The contract of a transport: bytes arrive, in order, and every wait ends. Ranks are threads over gloo; sockets are real.
+
+And of the lock on collectives: a step's routing and a weight update exclude each other, in the slot itself and in its two users.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import threading
@@ -10,7 +14,7 @@ import time
 import types
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,12 +23,16 @@ import pytest
 import torch
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import DeadlineExceeded, TransportError, UsageError
+from r3channel.errors import ConfigError, DeadlineExceeded, TransportError, UsageError
 from r3channel.transport.base import Rendezvous, Transport
-from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
+from r3channel.transport.collective_lock import PROCESS_SLOT, Slot
+from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore, in_background
 from r3channel.transport.select import TRANSPORTS, Kind, join
 from r3channel.weights.groups import WeightGroup
-from tests.support.waits import SOON_S
+from r3channel.weights.session import WeightSync
+from tests.support.delivery import MakeRelay, check_rows, receivers_of, sealed
+from tests.support.fake_engine import UPDATE, FakeEngine
+from tests.support.waits import SOON_S, until
 
 Joiner = Callable[..., list[Transport]]
 
@@ -62,21 +70,14 @@ def group(meeting: Meeting) -> Iterator[Joiner]:
         transport.close()
 
 
-def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Start; the returned call joins and raises what the thread raised."""
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(function)
-    return lambda: future.result(SOON_S)
-
-
 def data(nbytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
 def check_next_message(sender: Transport, member: Transport) -> None:
-    done = in_thread(lambda: sender.send(1, data(100), timeout_s=SOON_S))
+    sent = in_background(lambda: sender.send(1, data(100), timeout_s=SOON_S), name="test-send")
     member.recv(0, out := torch.zeros(100, dtype=torch.uint8), timeout_s=SOON_S)
-    done()
+    sent.result(SOON_S)
     assert torch.equal(out, data(100))
 
 
@@ -91,12 +92,12 @@ def test_messages_arrive_in_order_as_they_were_sent_and_memory_may_be_reused_aft
         for buffer in buffers:
             buffer.fill_(0)
 
-    done = in_thread(send)
+    sent = in_background(send, name="test-send")
     out = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in sizes]
     for pending in [member.start_recv(0, part) for part in out]:
         pending.wait(timeout_s=SOON_S)
     assert all(torch.equal(part, data(len(part))) for part in out)
-    done()
+    sent.result(SOON_S)
 
 
 @pytest.mark.parametrize("side", ["send", "recv"])
@@ -176,10 +177,10 @@ def test_a_peer_that_joins_and_stops_after_the_first_byte_ends_the_join_by_its_d
         return (transport.recv if rank == 0 else transport.send)(rank, data(1), timeout_s=SOON_S)
 
     monkeypatch.setattr(ProcessGroupTransport, "_warm", one_sided)
-    silent = in_thread(lambda: meeting.join(1 - rank))
+    silent = in_background(lambda: meeting.join(1 - rank), name="test-join")
     with pytest.raises(DeadlineExceeded, match=rf"rank {rank} of 2 could not join within 1\.0 s"):
         meeting.join(rank, timeout_s=1.0)
-    silent().close()
+    silent.result(SOON_S).close()
 
 
 class NcclGroup:
@@ -304,3 +305,113 @@ def test_an_abort_beside_a_waits_end_raises_nothing(monkeypatch: pytest.MonkeyPa
     one, two = group()
     monkeypatch.setattr(one, "_started", Started())
     check_next_message(one, two)
+
+
+# -- the lock ------------------------------------------------------------------------------------------------------------
+
+
+def test_uses_of_one_kind_may_overlap() -> None:
+    slot, met = Slot(), threading.Barrier(2, timeout=SOON_S)
+
+    def user() -> None:
+        with slot.use("routing", "routing", timeout_s=SOON_S):
+            met.wait()  # breaks where the other is not let in
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(user) for _ in range(2)]:
+            done.result(2 * SOON_S)
+
+
+def test_a_thread_that_would_wait_for_itself_is_refused_at_once() -> None:
+    slot = Slot()
+    with (
+        slot.use("routing", "step 3", timeout_s=SOON_S),
+        pytest.raises(UsageError, match="the update inside step 3"),
+        slot.use("weights", "the update", timeout_s=SOON_S),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+def test_a_receive_waits_for_the_end_of_a_weight_update_and_rows_over_tcp_do_not(
+    make_relay: MakeRelay, transport: str
+) -> None:
+    relay = make_relay("dp=1", transport=transport, step_timeout_s=10 * SOON_S)
+    ticket, receiver = sealed(relay), receivers_of(relay)[0]
+    with ThreadPoolExecutor(1) as pool, PROCESS_SLOT.use("weights", "an update", timeout_s=SOON_S):
+        receiving = pool.submit(receiver.receive, ticket)
+        until(lambda: PROCESS_SLOT._changed._waiters)  # type: ignore[attr-defined]
+        wait_s = SOON_S if transport == "tcp" else 1.0
+        assert (relay.find_undelivered(wait_s=wait_s) == {}) is (transport == "tcp")
+        assert not receiving.done()
+    check_rows(receiving.result(SOON_S))
+
+
+def test_a_weight_update_waits_for_the_end_of_a_receive() -> None:
+    sync = WeightSync.whole(["http://127.0.0.1:9"], bucket_bytes=1 << 10)
+    read: list[str] = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        read.append("begun")
+        yield "w", torch.zeros(4)
+
+    with ThreadPoolExecutor(1) as pool, PROCESS_SLOT.use("routing", "step 3", timeout_s=SOON_S):
+        updating = pool.submit(sync.update, tensors(), version=1, timeout_s=0.3)
+        with pytest.raises(DeadlineExceeded, match=r"update to weight version 1 waited 0\.3 s for step 3"):
+            updating.result(SOON_S)
+    until(lambda: read == ["begun"])  # drained on a thread, because other ranks may be in step with it
+
+
+# -- the group that carries weight buckets, and an engine's end of it; SGLang's own joins it in tests/engine/test_weight_sync ---
+
+
+@pytest.mark.long
+def test_bytes_arrive_and_a_close_frees_a_waiting_peer() -> None:
+    group, engine = WeightGroup("test-weights-1", world_size=2), FakeEngine()
+
+    def answering(route: str, **body: Any) -> Future[Any]:
+        return in_background(lambda: engine.answer(route, body), name="test-engine")
+
+    def receiving(size: int) -> Future[Any]:
+        """The engine's answer to an update of so many bytes."""
+        told = {"names": ["w"], "dtypes": ["uint8"], "shapes": [[size]], "flush_cache": False}
+        return answering(UPDATE, **told, group_name=group.name)
+
+    joined = answering("/init_weights_update_group", **group.where, rank_offset=1)
+    group.join(timeout_s=SOON_S)
+    assert joined.result(SOON_S) == {"success": True}
+    payload = torch.arange(1000).to(torch.uint8)
+    answer = receiving(1000)
+    group.broadcast(payload, timeout_s=SOON_S)
+    assert answer.result(SOON_S) == {"success": True} and torch.equal(engine.tensors["w"], payload)
+
+    answer = receiving(10)
+    until(lambda: engine.calls.count(UPDATE) == 2)
+    group.close()
+    group.close()
+    # whether the kernel calls it closed or reset depends on whether the peer had begun to read
+    assert re.search("(closed|reset) by peer", answer.result(SOON_S)["message"])
+    with pytest.raises(UsageError, match="closed"):
+        group.broadcast(payload, timeout_s=SOON_S)
+
+
+@pytest.mark.long
+def test_who_stands_in_for_a_member_stays_until_all_have_met_it() -> None:
+    group = WeightGroup("test-weights-5", world_size=2)
+    joining = in_background(lambda: group.join(timeout_s=SOON_S), name="test-join")
+    group.join(1, timeout_s=SOON_S)
+    joining.result(SOON_S)
+    (stand_in,) = group._stand_ins
+    assert not stand_in._dead
+    group.close()
+    until(lambda: stand_in._dead)
+
+
+@pytest.mark.long
+def test_a_join_without_the_other_member_ends_at_the_deadline_and_a_wildcard_host_is_refused() -> None:
+    group = WeightGroup("test-weights-2", world_size=2)
+    with pytest.raises(DeadlineExceeded, match=r"rank 0 of 2 could not join within 0\.5 s"):
+        group.join(timeout_s=0.5)
+    group.close()
+    with pytest.raises(ConfigError, match="every interface"):
+        WeightGroup("test-weights-3", world_size=1, host="0.0.0.0")

@@ -287,7 +287,7 @@ def test_what_a_loader_was_seen_to_copy_is_compared_once_loaded(monkeypatch: pyt
 
 
 def test_moved_experts_are_learned_anew_or_nothing_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by EPLB's rebalancing: names and shapes stay. SGLang's own is in tests/engine/test_weight_models.py."""
+    """As by EPLB's rebalancing: names and shapes stay. SGLang's own is in tests/engine/test_weight_sync.py."""
     place = [0, 1, 2, 3]
 
     def load(model: Model, named: Iterable[tuple[str, torch.Tensor]]) -> None:

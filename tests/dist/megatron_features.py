@@ -21,8 +21,8 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.trainer.audit import RouterTap
 from r3channel.trainer.mismatch import MismatchReport, RoutingAudit
 from tests.dist import deepseek
+from tests.dist.deepseek import LENGTH, MICROBATCHES, ROWS, SAMPLES, Bench, Routing, bench, refused
 from tests.dist.ranks import facts_of, megatron_world
-from tests.dist.replay_bench import LENGTH, MICROBATCHES, ROWS, SAMPLES, Bench, Routing, bench, refused
 
 PLAIN = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
 """No recompute."""

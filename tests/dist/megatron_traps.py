@@ -22,8 +22,8 @@ from r3channel.trainer.adapters.megatron_refusals import REFUSALS, refuse_unsupp
 from r3channel.trainer.audit import RouterTap
 from r3channel.trainer.replay import ReplayDriver, ReplayStep
 from tests.dist import deepseek
+from tests.dist.deepseek import MICROBATCHES, ROWS, SPEC, Bench, bench, refused
 from tests.dist.ranks import facts_of, megatron_world
-from tests.dist.replay_bench import MICROBATCHES, ROWS, SPEC, Bench, bench, refused
 
 
 def test_rows_of_the_wrong_shape_or_dtype_are_refused(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""A relay in a Ray actor; its engine and its trainers are in this process. On two raylets: `tests/dist/test_bench.py`."""
+"""A relay in a Ray actor; its engine and its trainers are in this process. On two raylets: `tests/unit/test_bench.py`."""
 
 from __future__ import annotations
 

@@ -9,14 +9,22 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.parse
+import urllib.request
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 from safetensors.torch import load_file
 
+from dashboards.dashboard import dashboard
 from examples.async_grpo.grpo import Request
 from examples.async_grpo.rollout import RolloutManager
 from examples.embedded.sglang import free_port, kill_family
@@ -25,16 +33,95 @@ from r3channel.recordings.recording import Recording
 from r3channel.recordings.summary import summarize
 from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.store import HeldWeights
-from tests.e2e.conftest import Run, RunDemo
 from tests.engine.reference import reference_ids
 from tests.support import children
 from tests.support.http_answers import Answering
-from tests.support.prometheus import PROMETHEUS
-from tests.support.waits import PROGRAM_S, RUN_S, busy
+from tests.support.prometheus import PROMETHEUS, answer, prometheus
+from tests.support.waits import PROGRAM_S, RUN_S, SOON_S, await_memory, busy, meanwhile
 from tests.support.weights import as_engine_keeps
 
 pytestmark = pytest.mark.e2e
 TOP_K, LAYERS = 8, (1, 2, 3)
+
+
+# -- whole runs of the demo, each once per session -------------------------------------------------------------------------
+
+OLDER_RAY = {"RAY_ADDRESS": "127.0.0.1:1", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+"""What a cluster that was started before leaves in the environment."""
+
+
+@dataclass
+class Run:
+    """One finished run."""
+
+    code: int
+    result: dict[str, Any]
+    """The JSON object in the last line of stdout."""
+    stderr: str
+    folder: Path
+    pages: dict[str, list[str]] = field(default_factory=dict)
+    """/metrics of each process, scraped while it ran."""
+    panels: dict[str, int] = field(default_factory=dict)
+    """The dashboard's expressions -> how many series each gave in a real Prometheus; empty without one."""
+
+
+RunDemo = Callable[..., Run]
+
+
+def run_demo(folder: Path, *options: str, channel: bool = True) -> Run:
+    """Run the demo as a user would; with `--report` in the options its /metrics are scraped on the way."""
+    await_memory(6, "a run of the demo")
+    command = ("-m", "examples.demo") if channel else (f"{children.ROOT}/examples/async_grpo/train_async.py",)
+    pages = dict[str, list[str]]()
+    with meanwhile(lambda: _scrape(folder / "report/endpoints.json", pages), every_s=0.5):
+        done = children.run(*command, *options, "--json", cwd=folder, limit_s=RUN_S, **OLDER_RAY)
+    lines = done.stdout.strip().splitlines()
+    said = f"no JSON at the end; {done.returncode}:\n{done.stderr[-4000:]}"
+    assert lines and lines[-1].startswith("{"), said
+    return Run(done.returncode, json.loads(lines[-1]), done.stderr, folder, pages)
+
+
+def _scrape(endpoints: Path, pages: dict[str, list[str]]) -> None:
+    urls = json.loads(endpoints.read_text())["metrics"] if endpoints.is_file() else {}
+    for name, url in urls.items():
+        # a process may end between two looks
+        with suppress(OSError), urllib.request.urlopen(url, timeout=SOON_S) as page:
+            pages.setdefault(name, []).append(page.read().decode())
+
+
+def _series(api: str, expr: str, begin_s: float) -> int:
+    """Return how many series an expression of the dashboard gave over the run."""
+    expr = expr.replace("$__rate_interval", "20s").replace("$run", ".*")
+    query = urllib.parse.urlencode({"query": expr, "start": begin_s, "end": time.time(), "step": 1})
+    found = answer(api, f"query_range?{query}")
+    return sum(any(value != "NaN" for _, value in series["values"]) for series in found)
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The default run: DP2 x TP2 with sequence parallelism, three steps, everything written."""
+    folder = tmp_path_factory.mktemp("demo")
+    written = ("--report", "report", "--dump", "dump", "--record", "record", "--export", "export")
+    with prometheus(folder, folder / "report/targets", every="1s") as api:
+        begin_s = time.time()
+        found = run_demo(folder, "--steps", "3", *written, "--weights-manifest", "committed.json")
+        asked = [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", ())]
+        return replace(found, panels={expr: _series(api, expr, begin_s) for expr in asked if api})
+
+
+@pytest.fixture(scope="session")
+def run_small(tmp_path_factory: pytest.TempPathFactory) -> RunDemo:
+    """One step of few samples, for what a short run can show."""
+
+    def start(*options: str, channel: bool = True) -> Run:
+        folder = tmp_path_factory.mktemp("small")
+        layout = () if "--layout" in options else ("--layout", "dp=1,tp=1,pp=1,cp=1")
+        return run_demo(folder, "--steps", "1", "--samples", "8", *layout, *options, channel=channel)
+
+    return start
+
+
+# -- the run as it is by default --------------------------------------------------------------------------------------------
 
 
 def load(run: Run, name: str) -> dict[str, np.ndarray]:
@@ -126,9 +213,9 @@ def test_the_engine_answers_as_the_trainers_weights_do(demo: Run) -> None:
     held = HeldWeights.read(demo.folder / "committed.json")
     assert held.version == 3 and held.engine == {"1": engine["checksums"]}
 
-    greedy = reference_ids(folder, [prompt + answer for prompt, answer in engine["greedy"]])
-    for (prompt, answer), wanted in zip(engine["greedy"], greedy, strict=True):
-        assert wanted.logits_TV[len(prompt) - 1 :].argmax(-1).tolist() == answer
+    greedy = reference_ids(folder, [prompt + said for prompt, said in engine["greedy"]])
+    for (prompt, said), wanted in zip(engine["greedy"], greedy, strict=True):
+        assert wanted.logits_TV[len(prompt) - 1 :].argmax(-1).tolist() == said
 
 
 def test_the_trainer_knows_how_stale_each_row_was(demo: Run) -> None:

@@ -1,7 +1,8 @@
-"""Programs that a test runs in a process of their own, from the repository's root, and waits for."""
+"""Programs that a test runs in a process of their own, from the repository's root; and a file system of a process's own."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 from tests.support.waits import PROGRAM_S
 
 ROOT = Path(__file__).parents[2]
+_NEW_NAMESPACE = 0x20000
 
 
 def run(
@@ -50,3 +52,10 @@ def facts_of(program: str, *arguments: str, **environment: str) -> Any:
 def foreground() -> None:
     """Before a child that a test interrupts begins: what a shell starts in the background, as tests may be, ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def mounted(folder: str | Path, size: str) -> bool:
+    """Mount a small file system there that no other process sees, to be filled; return whether this process may."""
+    mounts = (["--make-rprivate", "/"], ["-t", "tmpfs", "-o", f"size={size}", "none", str(folder)])
+    allowed = not ctypes.CDLL(None).unshare(_NEW_NAMESPACE)
+    return allowed and not any(subprocess.call(["mount", *mount]) for mount in mounts)

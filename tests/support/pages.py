@@ -5,6 +5,7 @@ python -m tests.support.pages [RESULT.json...]     # writes the tables anew, fro
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
 import sys
@@ -21,7 +22,7 @@ from r3channel.integrations.slime import arguments
 from r3channel.tools.errors import describe, every_error
 from r3channel.trainer.adapters import megatron_refusals
 from r3channel.weights import transaction
-from tests.support import figures, rooms
+from tests.support import figures
 
 PACKAGE = Path(__file__).parents[2] / "r3channel"
 _MIB, _UNITS = 1 << 20, {"_s": "s", "_bytes": "bytes"}
@@ -197,6 +198,36 @@ def transaction_lines() -> list[str]:
     return table_of("update | call | by | in | an engine is then | else", rows)
 
 
+# -- the rooms of the house: their levels, and what each module says of itself ------------------------------------------------
+
+ROOMS = (
+    *("errors", "model typed", "observe", "transport", "config", "wire", "plan", "recordings"),
+    *("engine relay trainer weights", "integrations", "cli pytest_plugin bench tools"),
+)
+LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms.split()}
+"""Level of each room. A room imports itself and lower levels only; what people type (the highest level) may also import its
+own level."""
+
+
+def sentence_of(path: Path) -> str:
+    """Return the first sentence of a module's docstring."""
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return f"{' '.join(text.split())} ".partition(". ")[0].replace("|", r"\|")
+
+
+def room_lines() -> list[str]:
+    """Every room and module by level, each with the first sentence of its docstring."""
+    rows = list[tuple[str, str]]()
+    for room, level in LEVELS.items():
+        folder = PACKAGE / room
+        page = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+        rows.append((f"**`{room}{'/' * folder.is_dir()}`**", f"level {level}: {sentence_of(page)}"))
+        modules = (path for path in sorted(folder.rglob("*.py")) if path.name != "__init__.py")
+        names = {path: path.relative_to(PACKAGE).with_suffix("").as_posix() for path in modules}
+        rows += [(f"`{name}`", sentence_of(path)) for path, name in names.items()]
+    return table_of("module | what it does", rows)
+
+
 # -- seconds of a weight update by each way, computed from measured rates -------------------------------------------------------
 
 MODELS = (("Qwen3-30B-A3B", 61, 4), ("Qwen3-235B-A22B", 470, 8), ("DeepSeek-V3, float8", 671, 16))
@@ -258,7 +289,7 @@ def _seconds(seconds: float) -> str:
 
 
 TABLES = {
-    "rooms": Table(PACKAGE / "DESIGN.md", rooms.room_lines),
+    "rooms": Table(PACKAGE / "DESIGN.md", room_lines),
     "layouts": Table(PACKAGE / "plan" / "README.md", layout_lines),
     "options": Table(PACKAGE / "tools" / "README.md", option_lines),
     "errors": Table(PACKAGE / "errors.md", error_lines),

@@ -42,6 +42,13 @@ def frame_of(
     return encode_frame(spec, **({"expert_ids_TLK": ids, "provenance": spans} | changes))
 
 
+def flipped(data: bytes, bit: int) -> bytes:
+    """The data with one bit changed; a negative number counts from the end."""
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
 def reply_of(frame: bytes, *, request_id: str = "r0") -> dict[str, Any]:
     """The part of SGLang's JSON reply that carries routing."""
     return {"meta_info": {"id": request_id, "routed_experts": base64.b64encode(frame).decode()}}

@@ -97,10 +97,7 @@ def test_every_alert_fires_where_it_must_and_nowhere_else(tmp_path: Path) -> Non
     """Judged over ALERTS as a whole: an alert of another name that fires on these series is a fault, too."""
     tests = [judged(alert, one, True) for alert, cases in FIRING.items() for one in cases]
     tests += [judged(alert, one, False) for alert, cases in SILENT.items() for one in cases]
-    written = {"rule_files": [str(FOLDER / "alerts.yml")], "evaluation_interval": "1m", "tests": tests}
-    (tmp_path / "test.yml").write_text(json.dumps(written))
-    done = promtool("test", "rules", str(tmp_path / "test.yml"))
-    assert done.returncode == 0, done.stdout + done.stderr
+    hold_rules_against(tests, tmp_path)
 
 
 def judged(alert: str, series: dict[str, str], fires: bool) -> dict[str, Any]:
@@ -116,8 +113,16 @@ def _of_a_run(series: str) -> str:
     return f'{name}{{run="r",instance="h:1"{"," + labels if labels else "}"}'
 
 
-def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=PROGRAM_S)
+def hold_rules_against(tests: list[dict[str, Any]], folder: Path) -> None:
+    written = {"rule_files": [str(FOLDER / "alerts.yml")], "evaluation_interval": "1m", "tests": tests}
+    (folder / "test.yml").write_text(json.dumps(written))
+    done = promtool("test", "rules", str(folder / "test.yml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def promtool(*command: str, input: str = "") -> subprocess.CompletedProcess[str]:
+    command = "promtool", *command
+    return subprocess.run(command, input=input, capture_output=True, text=True, timeout=PROGRAM_S)
 
 
 # -- the committed dashboard and the table of metrics say the same ---------------------------------------------------------

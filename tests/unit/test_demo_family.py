@@ -1,6 +1,7 @@
 """The demo's processes end as one: on a signal, when the run ends, and when their owner is killed. Real processes, no engine.
 
-`make demo` is make's own recipe, with a `python` that starts the demo with another script.
+What a killed run left in the temporary folder is found and removed; what is another's, or in use, stays. `make demo` is make's
+own recipe, with a `python` that starts the demo with another script.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 
+from examples.embedded.scratch import PREFIX, remove_leftovers, scratch
 from examples.embedded.sglang import segments_of
-from tests.support.children import foreground
+from tests.support.children import ROOT, foreground
 from tests.support.waits import PROGRAM_S, SOON_S
-
-ROOT = Path(__file__).parents[2]
 
 RUN = r"""
 import mmap, os, signal, subprocess, sys, tempfile, time
@@ -114,3 +115,42 @@ def test_after_kill_9_the_run_ends_and_the_next_one_removes_what_was_left(tmp_pa
     _, said = again.communicate(timeout=PROGRAM_S)
     assert said == f"demo: removed {folder}, which a run that was killed had left\n"
     assert not scratch_of(tmp_path)
+
+
+# -- the temporary folder ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def left_by_a_killed_run(base: Path, name: str) -> Path:
+    folder = base / f"{PREFIX}{name}"
+    (folder / "ray").mkdir(parents=True)
+    (folder / "ray" / "log").write_text("x")
+    (folder / "lock").touch()
+    return folder
+
+
+def test_a_killed_runs_folder_goes_and_a_living_ones_stays(base: Path) -> None:
+    dead = left_by_a_killed_run(base, "dead")
+    with scratch() as living:
+        assert remove_leftovers() == [dead]
+        assert [path.name for path in base.iterdir()] == [living.name]
+
+
+def test_what_is_not_ours_stays(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = base / "home"
+    elsewhere.mkdir()
+    (elsewhere / "lock").touch()
+    (base / f"{PREFIX}link").symlink_to(elsewhere)
+    (base / f"{PREFIX}new").mkdir()  # its run has not come to its lock yet
+    left_by_a_killed_run(base, "x").rename(base / "r3other-x")
+    before = sorted(os.listdir(base))
+    assert remove_leftovers() == [] and sorted(os.listdir(base)) == before
+    assert (elsewhere / "lock").exists()
+    folder = left_by_a_killed_run(base, "theirs")
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)  # another user asks
+    assert remove_leftovers() == [] and folder.exists()

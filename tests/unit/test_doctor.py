@@ -1,4 +1,4 @@
-"""The doctor says what is missing and what to do, and its exit status agrees."""
+"""What is missing or wrong on this machine is said with what to do: by the doctor, and by a run before any process starts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import importlib
 import json
 import re
 import socket
-import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples.async_grpo.options import packages
+from examples.embedded.model import ModelShape, config_of
 from examples.embedded.sglang import environment
 from r3channel import cli
 from r3channel.config import ChannelConfig
@@ -26,11 +28,13 @@ from r3channel.errors import ConfigError, EngineUnavailable
 from r3channel.integrations import preflight
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.check import Check, CheckContext
+from r3channel.plan.layout import TrainerLayout
 from r3channel.tools import doctor, extras
 from r3channel.transport import network
 from r3channel.transport.network import Interface
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.hello import Hello
+from tests.support.children import run, said_by
 from tests.support.http_answers import Answering
 from tests.support.waits import ENGINE_S, PROGRAM_S, SOON_S
 
@@ -50,12 +54,16 @@ def test_a_package_is_named_with_its_version_its_remedy_or_its_price_and_an_old_
     assert not extras.check_python((3, 10, 18), gpu=False).ok
 
 
-def test_a_free_port_is_found_and_a_taken_or_impossible_one_fails_by_number() -> None:
-    with socket.create_server((preflight.LOOPBACK, 0)) as taken:
-        port = taken.getsockname()[1]
-        found = list(preflight.check_ports(context(ports=[99_999, port])))
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server((preflight.LOOPBACK, 0)) as held:
+        yield held.getsockname()[1]
+
+
+def test_a_free_port_is_found_and_a_taken_or_impossible_one_fails_by_number(taken: int) -> None:
+    found = list(preflight.check_ports(context(ports=[99_999, taken])))
     assert [check.ok for check in found] == [True, False, False]
-    assert re.search(rf"^FAIL  port +{port} cannot be bound .*free one$", found[-1].line())
+    assert re.search(rf"^FAIL  port +{taken} cannot be bound .*free one$", found[-1].line())
 
 
 def test_a_store_that_may_outgrow_the_memory_is_told(tmp_path: Path) -> None:
@@ -212,8 +220,7 @@ def test_each_check_of_the_list_is_there_and_its_room_is_imported_when_it_is_run
     # The command line itself says how to get a package.
     lazy = {room for _, room, _ in doctor.CHECKS} - {extras.__name__}
     program = f"import sys, r3channel.cli, r3channel.tools.doctor; print({lazy!r} & set(sys.modules))"
-    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PROGRAM_S)
-    assert child.stdout == "set()\n", child.stderr
+    assert said_by(program) == "set()\n"
 
 
 # -- the network: what is there, what a relay binds of it, and what NCCL is told -------------------------------------------
@@ -278,3 +285,73 @@ def test_the_command_prints_them_and_reads_the_configuration(
     assert "no route to interface no.such.host.invalid" in capsys.readouterr().out
     file.write_text("relais = 2\n")
     assert cli.main(["doctor", "--config", str(file)]) == 2
+
+
+# -- before any process starts: the option, what was seen, what to give instead --------------------------------------------
+
+
+def faults_of(config: ChannelConfig, *, ranks: int = 4) -> str:
+    return "\n".join(filter(None, preflight.of_channel(config, ranks=ranks)))
+
+
+def test_the_demo_says_all_that_is_wrong_at_once_and_starts_nothing(tmp_path: Path, taken: int) -> None:
+    (file := tmp_path / "file").touch()
+    options = f"--layout dp=3,tp=5 --samples 12 --report {file}/report --record {file}/record --r3-journal {file}/store"
+    asked = f"-m examples.demo {options} --r3-metrics-port {taken - 2}"
+    done = run(*asked.split(), TMPDIR=str(tmp_path), PYTHONPROFILEIMPORTTIME="1")
+    assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr
+    said = done.stderr
+    assert "--layout dp=3,tp=5: tp=5 does not divide the model's 4 attention heads" in said
+    metrics_port = "--r3-metrics-port (R3CHANNEL_METRICS_PORT), of trainer rank 1"
+    assert f"{metrics_port}: port {taken} cannot be bound" in said
+    assert f"--r3-journal (R3CHANNEL_JOURNAL): {file} cannot be written (Not a directory)" in said
+    for option in ("--report", "--record", "--r3-trace (R3CHANNEL_TRACE)"):
+        assert f"{option}: {file} cannot be written (Not a directory); give a folder that can" in said
+    assert list(tmp_path.iterdir()) == [file]
+    lines = (line for line in said.splitlines() if line.startswith("import time:"))
+    imported = {line.rpartition("|")[2].strip() for line in lines}
+    assert "r3channel.integrations.preflight" in imported
+    assert not imported & {"ray", "torch", "sglang"}  # they take several seconds
+
+
+def test_every_process_that_serves_a_page_needs_its_port(taken: int) -> None:
+    config = ChannelConfig(metrics_port=taken - 4)  # its neighbours may be held by others
+    named = f"of trainer rank 3: port {taken} cannot be bound"
+    assert faults_of(config).count(named) == 1 == faults_of(config).count(f"port {taken} ")
+    assert f"port {taken} " not in faults_of(config, ranks=3)
+    assert "--r3-ingest-port (R3CHANNEL_INGEST_PORT): port" in faults_of(ChannelConfig(ingest_port=taken))
+
+
+def test_a_folder_is_written_in_earnest_and_nothing_stays(tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    new = tmp_path / "new" / "deeper"
+    assert preflight.folder("--report", new) == "" == preflight.folder("--report", "")
+    assert "cannot be written" in preflight.folder("--report", file / "below")
+    # though a superuser may be told that it can
+    assert "cannot be written" in preflight.folder("--report", "/proc/1/x")
+    assert "needed; give a folder with more room" in preflight.folder("--report", new, room_bytes=1 << 60)
+    assert list(tmp_path.iterdir()) == [file]
+    config = ChannelConfig(journal=str(file), metrics_dir=f"{file}/a", token_file=f"{file}/b/token")
+    named = [line.split()[0] for line in faults_of(config).splitlines()]
+    assert named == ["--r3-journal", "--r3-metrics-dir", "--r3-token-file"]
+
+
+def test_a_package_in_a_version_that_was_not_read_is_named() -> None:
+    assert list(packages(["numpy"], {})) == []
+    (said,) = packages(["numpy"], {"numpy": ("0.1",)})
+    assert said.startswith("numpy ") and said.endswith("was not read, only 0.1; pip install numpy==0.1")
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("dp=2,tp=2", ""),
+        ("tp=4", ""),
+        ("tp=3", "tp=3 does not divide the model's 4 attention heads in 2 groups; give a tp that does"),
+        ("dp=3,ep=3", "ep=3 does not divide the model's 128 experts"),
+        ("pp=3", "4 layers do not divide into pp=3 stages"),
+    ],
+)
+def test_a_layout_is_held_against_its_model(layout: str, said: str) -> None:
+    found = preflight.layout("--layout", TrainerLayout.parse(layout), config_of(ModelShape()))
+    assert found.startswith(f"--layout: {said}" if said else "") and bool(found) == bool(said)

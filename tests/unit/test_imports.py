@@ -16,7 +16,7 @@ import pytest
 
 import r3channel
 from tests.support.children import ROOT, said_by
-from tests.support.rooms import LEVELS
+from tests.support.pages import LEVELS
 
 PACKAGE = ROOT / "r3channel"
 TOP = max(LEVELS.values())
@@ -84,7 +84,7 @@ def wrong_direction(found: Import) -> bool:
     here, there = room_of_file(found.file), room_of(found.module)
     if here == there or here == "__init__" or (found.file, found.module) in DOORS:
         return False
-    assert here in LEVELS, f"{found.file}: give its room a level in tests/support/rooms.py"
+    assert here in LEVELS, f"{found.file}: give its room a level in tests/support/pages.py"
     if there not in LEVELS:  # a name of the package's face, such as __version__
         return LEVELS[here] < TOP
     same_is_fine = LEVELS[here] == TOP
@@ -211,14 +211,16 @@ def is_dangerous(called: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "imports",
+    ("imports", "late"),
     [
-        "from r3channel import *\nRoutingSpec, Ticket, add_arguments",
-        "import r3channel.cli, r3channel.observe.metrics, r3channel.tools.doctor",
+        ("from r3channel import *\nRoutingSpec, Ticket, add_arguments", HEAVY),
+        ("import r3channel.cli, r3channel.observe.metrics, r3channel.tools.doctor", HEAVY),
+        ("import r3channel.pytest_plugin", (*HEAVY, "r3channel.recordings")),
     ],
+    ids=["the package", "its command", "its plug-in of pytest"],
 )
-def test_importing_the_package_or_its_command_pulls_in_no_upstream(imports: str) -> None:
-    program = f"import sys, json\n{imports}\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+def test_importing_the_package_or_its_doors_pulls_in_no_upstream(imports: str, late: tuple[str, ...]) -> None:
+    program = f"import sys, json\n{imports}\nprint(json.dumps([m for m in {late!r} if m in sys.modules]))"
     assert json.loads(said_by(program)) == []
 
 

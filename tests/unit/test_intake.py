@@ -27,7 +27,7 @@ from r3channel.wire.frame import encode_error, encode_frame, sample_key
 from r3channel.wire.routing import as_tokens, hash_tokens
 from tests.support.delivery import receivers_of, recorded, start
 from tests.support.direct import rows_here, turns_here
-from tests.support.samples import SPEC, frame_of, random_ids, reply_for, reply_of, span
+from tests.support.samples import SPEC, flipped, frame_of, random_ids, reply_for, reply_of, span
 from tests.support.waits import SOON_S, until
 
 TOKENS = list(range(100, 141))
@@ -64,12 +64,6 @@ FIELD = {"routed_experts": GOOD["meta_info"]["routed_experts"]}
 SGLEXT = {"id": "r0", "choices": [], "sglext": FIELD}
 
 
-def flipped() -> dict[str, Any]:
-    frame = bytearray(frame_of(LENGTH))
-    frame[-5] ^= 4
-    return reply_of(bytes(frame))
-
-
 BAD = {
     "no routing": (lambda: {"meta_info": {"id": "r0"}}, errors.RoutingMissing),
     "no meta_info": (lambda: {"error": "x"}, errors.RoutingMissing),
@@ -91,7 +85,7 @@ BAD = {
     "another model": (lambda: of_model(num_layers=8), errors.SpecMismatch),
     "id >= E": (lambda: with_id((2, 1, 3), 200), errors.ExpertIdInvalid),
     "duplicate id": (lambda: with_id((2, 1), 5), errors.ExpertIdInvalid),
-    "flipped bit": (flipped, errors.FrameCorrupt),
+    "flipped bit": (lambda: reply_of(flipped(frame_of(LENGTH), 8 * -5 + 2)), errors.FrameCorrupt),
     "cut short": (lambda: reply_of(frame_of(LENGTH)[:-3]), errors.FrameCorrupt),
     "swapped replies": (lambda: reply_of(frame_of(LENGTH, sample_key=sample_key("r1"))), errors.FrameCorrupt),
     "an id that is no text": (lambda: reply_of(frame_of(LENGTH), request_id="\ud800"), errors.FrameCorrupt),

@@ -42,7 +42,7 @@ from tests.support.delivery import (
     relays,
 )
 from tests.support.memory import growth_of
-from tests.support.samples import SPEC, frame_of, random_ids, span
+from tests.support.samples import SPEC, flipped, frame_of, random_ids, reply_for, span
 from tests.support.waits import SOON_S, until
 
 BIG = (1 << 64) - 1
@@ -306,6 +306,32 @@ def test_a_sample_of_turns_comes_back_and_takes_its_next(make_relay: MakeRelay, 
     assert np.array_equal(rows, random_ids(100, seed=1)[position_R[sample_R == 0], 0]) and len(rows) == 40
 
 
+def test_two_samples_of_one_name_are_not_mixed(make_relay: MakeRelay, tmp_path: Path) -> None:
+    """Left by two relays: all turns are of one of them."""
+    for folder, ends in (("one", (10, 20)), ("other", (15, 30))):
+        turns(relay := make_relay(journal=str(tmp_path / folder)), *ends)
+        shutil.copytree(folder_of(relay), tmp_path / "dead" / folder_of(relay).name)
+    config = ChannelConfig(journal=str(tmp_path / "dead"))
+    new, recovery = Relay.recover(SPEC, TrainerLayout(), config)
+    assert recovery.pending == [NAME] and len(recovery.damaged) == 1 and "two relays" in recovery.damaged[0]
+    assert new.rows_held(NAME) in (20, 30)
+    new.close()
+
+
+def test_a_recovered_step_goes_on_by_its_ticket_also_with_samples_that_nobody_has(
+    make_relay: MakeRelay, recover: Recover
+) -> None:
+    old = make_relay()
+    old.add("a", reply_for("a", 20), range(20))
+    old.add_live("b", range(3))
+    ticket = old.seal(3, Assignment.given([[["a"], ["b"]]]))
+    new, found = recover(old)
+    new.resume(found)
+    (receiver,) = receivers_of(new, ChannelConfig(on_missing="live", max_live=1.0))
+    assert receiver.receive(ticket).live_counts()["invalid"] >= 2
+    new.join_previous(timeout_s=SOON_S)
+
+
 def test_a_turn_whose_frame_came_late_comes_back_with_its_own_tokens(
     make_relay: MakeRelay, recover: Recover
 ) -> None:
@@ -329,9 +355,7 @@ def nth_frame(folder: Path, number: int) -> Path:
 
 
 def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
+    path.write_bytes(flipped(path.read_bytes(), 8 * at))
 
 
 @pytest.mark.parametrize("at", [-400, 20], ids=["ids", "header"])

@@ -8,7 +8,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
@@ -22,8 +21,10 @@ from r3channel.errors import ConfigError, DeadlineExceeded, TransportError, Usag
 from r3channel.transport import listener as listening
 from r3channel.transport.connection import MAX_RECORD_BYTES, Connection
 from r3channel.transport.listener import HELLO_BYTES, MOST_STRANGERS, Listener, connect
+from r3channel.transport.process_group import in_background
 from r3channel.weights.rank_link import receive_blob, send_blob
 from tests.support.memory import growth_of
+from tests.support.samples import flipped
 from tests.support.waits import SOON_S, until
 
 TOKEN = bytes(range(32))
@@ -31,6 +32,7 @@ SHORT_S, FAR_S = 0.2, 60.0
 MIB = 1 << 20
 Pair = tuple[Connection, Connection]
 Half = tuple[Connection, socket.socket]
+in_thread = partial(in_background, name="test")
 
 
 @pytest.fixture
@@ -69,13 +71,6 @@ def connected(door: Listener, token: bytes = TOKEN, *, hello: bytes = b"") -> Co
 
 def stranger(door: Listener) -> socket.socket:
     return socket.create_connection((door.host, door.port), SOON_S)
-
-
-def in_thread(function: Callable[[], Any]) -> Future[Any]:
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(function)
-    pool.shutdown(wait=False)
-    return future
 
 
 def receive(link: Connection, timeout_s: float | None = None) -> None:
@@ -238,10 +233,8 @@ def test_a_changed_bit_anywhere_in_a_record_and_what_it_announces_is_noticed(pai
     send_blob(pair[0], 5, b"what is announced", head=b"some body", timeout_s=SOON_S)
     good = b"".join(bare_out)
     for bit in range(8 * len(good)):
-        changed = bytearray(good)
-        changed[bit // 8] ^= 1 << bit % 8
         with half_of_a_link() as (link, bare):
-            bare.sendall(changed)
+            bare.sendall(flipped(good, bit))
             bare.shutdown(socket.SHUT_WR)
             with pytest.raises(TransportError):
                 _, body = link.recv_record(timeout_s=SOON_S)
@@ -308,13 +301,9 @@ def test_a_greeting_with_any_byte_changed_is_turned_away_without_an_answer(door:
     door.accept(SOON_S).close()
     good = b"r3link\x00\x01" + b"n" * 32
     for at in range(len(good)):
-        assert greet(door, opening=good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]) == b"", at
+        assert greet(door, opening=flipped(good, 8 * at)) == b"", at
     for at in range(len(greeting(bytes(32), b"me"))):
-
-        def change(reply: bytes, at: int = at) -> bytes:
-            return reply[:at] + bytes([reply[at] ^ 1]) + reply[at + 1 :]
-
-        assert greet(door, change) == b"", at
+        assert greet(door, partial(flipped, bit=8 * at)) == b"", at
     with pytest.raises(DeadlineExceeded, match="nobody connected"):
         door.accept(0.0)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -26,7 +24,8 @@ from r3channel.observe.trace import Span
 from r3channel.tools.run_model import hidden_share, waits_of
 from r3channel.trainer.mismatch import LayerMismatch, MismatchReport, publish
 from tests.support.children import said_by
-from tests.support.waits import PROGRAM_S, SOON_S
+from tests.support.waits import SOON_S
+from tests.unit.test_alerts import needs_promtool, promtool
 
 
 def page(port: int) -> str:
@@ -214,12 +213,10 @@ def test_a_process_has_at_most_800_series_whatever_happens(role: str) -> None:
     assert not re.search(r'(step|sample)="', "".join(series))
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's prometheus")
+@needs_promtool
 @pytest.mark.parametrize("role", LABELS["role"])
 def test_promtool_finds_no_fault_in_a_page(role: str) -> None:
-    text = everything(role)
-    command = ["promtool", "check", "metrics"]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=PROGRAM_S)
+    done = promtool("check", "metrics", input=everything(role))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

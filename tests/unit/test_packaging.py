@@ -80,11 +80,38 @@ def test_sglang_opens_the_engines_plugin_and_that_of_the_examples_where_their_sh
 PIP, ALONE = ("-m", "pip"), ("-q", "--no-deps", "--no-index")
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
+def built(folder: Path) -> Path:
+    """The wheel, made there."""
     printed(*PIP, "wheel", *ALONE, "--no-build-isolation", "-w", str(folder), str(ROOT))
     return next(folder.glob("r3channel-*.whl"))
+
+
+def fresh(folder: Path, wheel: Path, *more: str) -> Path:
+    """The commands of a new environment: the wheel and what it and these packages need, linked from here, without a network."""
+    venv.create(folder)
+    python, (site,) = folder / "bin/python", folder.glob("lib/python*/site-packages")
+    printed(*PIP, "--python", str(python), "install", *ALONE, str(wheel), PYTHONPATH="")
+    for found in map(importlib.metadata.distribution, closure("r3channel", *more) - {"r3channel"}):
+        for part in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            if not (site / part).exists():
+                (site / part).symlink_to(str(found.locate_file(part)))
+    return folder / "bin"
+
+
+def closure(*names: str) -> set[str]:
+    """With all that they need, without an extra."""
+    found, left = set[str](), [*names]
+    while left:
+        found.add(name := left.pop())
+        wanted = map(Requirement, importlib.metadata.requires(name) or ())
+        needed = {one.name for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})}
+        left += needed - found
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.mark.full
@@ -127,17 +154,8 @@ WITHOUT_TORCH = {
 
 @pytest.fixture(scope="module")
 def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The commands of a new environment with the wheel and what it requires: no extra, no torch, and no clone of ours."""
-    folder = tmp_path_factory.mktemp("fresh")
-    venv.create(folder)
-    (site,) = folder.glob("lib/python*/site-packages")
-    for text in importlib.metadata.requires("r3channel") or []:
-        if "extra ==" not in text:  # installed here already: no network is asked
-            found = importlib.metadata.distribution(re.split(r"[^\w-]", text)[0])
-            for part in {file.parts[0] for file in found.files or ()} - {".."}:
-                (site / part).symlink_to(str(found.locate_file(part)))
-    printed(*PIP, "--python", str(folder / "bin/python"), "install", *ALONE, str(wheel))
-    return folder / "bin"
+    """Commands of the wheel and what it requires: no extra, no torch, and no clone of ours."""
+    return fresh(tmp_path_factory.mktemp("fresh"), wheel)
 
 
 def type_in(commands: Path, line: str) -> subprocess.CompletedProcess[str]:

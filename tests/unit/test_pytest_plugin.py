@@ -9,23 +9,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import venv
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from packaging.requirements import Requirement
 
 from r3channel.recordings.recorder import write_step
 from tests.support import children
+from tests.support.children import ROOT
 from tests.support.misaligned import engine_step
 from tests.support.waits import PROGRAM_S
+from tests.unit.test_packaging import built, fresh
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE, GOLDEN = ROOT / "examples" / "04_pytest", ROOT / "tests" / "golden" / "recording"
-NEEDED = ("numpy", "xxhash", "lz4", "torch", "pytest")
 ABSENT = (
     "sglang", "ray", "megatron", "transformers", "numba", "prometheus_client", "safetensors", "pydantic",
 )  # fmt: skip
@@ -53,16 +50,7 @@ SABOTAGES = {
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of that environment."""
     folder = tmp_path_factory.mktemp("bare")
-    venv.create(folder, with_pip=False)
-    found, site = folder / "bin" / "python", next((folder / "lib").glob("python3*")) / "site-packages"
-    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
-    plain = ["--no-deps", "--no-index"]
-    run([*pip, "wheel", *plain, "--no-build-isolation", "-w", str(folder), str(ROOT)])
-    (wheel,) = folder.glob("r3channel-*.whl")
-    run([*pip, "--python", str(found), "install", *plain, str(wheel)])
-    for name in closure(NEEDED):
-        link(metadata.distribution(name), site)
-    return found
+    return fresh(folder, built(folder), "torch", "pytest") / "python"
 
 
 def run(command: list[str]) -> str:
@@ -73,24 +61,6 @@ def run(command: list[str]) -> str:
         check=False,
     )  # fmt: skip
     return done.stdout + done.stderr
-
-
-def closure(names: tuple[str, ...]) -> set[str]:
-    """With all that they need."""
-    found, left = set[str](), list(names)
-    while left:
-        name = left.pop()
-        if name not in found:
-            found.add(name)
-            wanted = [Requirement(text) for text in metadata.requires(name) or ()]
-            left += [one.name for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
-    return found
-
-
-def link(distribution: metadata.Distribution, site: Path) -> None:
-    for top in {path.parts[0] for path in distribution.files or ()} - {"..", "__pycache__"}:
-        if not (site / top).exists():
-            (site / top).symlink_to(Path(str(distribution.locate_file(top))))
 
 
 def pytested(python: Path, *arguments: str) -> str:
@@ -172,8 +142,3 @@ def test_every_recorded_step_runs_and_what_is_not_tested_is_said(tmp_path: Path)
     assert "4 failed" in every and every.count("swapped_samples (") >= 4, every
     assert "not tested: step 7, dp=3" in every and "2 samples do not fill 3 DP ranks: s6, s7" in every
     assert "2 failed" in children.run(*shared.split(), "--r3-steps", "1").stdout
-
-
-def test_loading_the_plugin_imports_nothing_of_it() -> None:
-    program = "import sys, r3channel.pytest_plugin; print([m for m in ('torch', 'r3channel.recordings') if m in sys.modules])"
-    assert children.said_by(program).strip() == "[]"

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.routing import as_tokens, hash_tokens
 from tests.support.misaligned import engine_step
-from tests.support.samples import SPEC, WIDE, random_ids, span
+from tests.support.samples import SPEC, WIDE, flipped, random_ids, span
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "recording"
 TOKENS = {"a": 9, "b": 30, "c": 5}
@@ -213,10 +214,6 @@ def changed(folder: Path, name: str, change: Any) -> Path:
     return folder
 
 
-def flipped(at: int) -> Any:
-    return lambda data: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-
-
 def with_version(data: bytes) -> bytes:
     return json.dumps(json.loads(data) | {"version": 9}).encode()
 
@@ -228,11 +225,11 @@ def with_version(data: bytes) -> bytes:
         ("manifest.json", lambda data: data[:50], RecordingInvalid, "expected a recording's folder"),
         ("manifest.json", lambda data: data.replace(b'"spec"', b'"spek"'), RecordingInvalid, "damaged"),
         ("manifest.json", lambda data: data.replace(b'"num_experts": 128', b'"num_experts": 64'), RecordingInvalid, "of spec"),
-        (segment_name(0), flipped(5), RecordingInvalid, "head of a record"),
+        (segment_name(0), partial(flipped, bit=8 * 5), RecordingInvalid, "head of a record"),
         (segment_name(0), lambda data: b"R3R\x02" + data[4:], RecordingInvalid, "segment format 2, expected 1"),
-        (segment_name(0), flipped(HEAD_BYTES + 60), TicketMismatch, "damaged"),
+        (segment_name(0), partial(flipped, bit=8 * (HEAD_BYTES + 60)), TicketMismatch, "damaged"),
         (segment_name(0), lambda data: b"what is this, it is no segment at all", RecordingInvalid, "head of a record"),
-        (segment_name(0), flipped(-700), FrameError, "sample c|sample b"),
+        (segment_name(0), partial(flipped, bit=8 * -700), FrameError, "sample c|sample b"),
     ],
 )  # fmt: skip
 def test_damage_is_named(recorded: Path, name: str, change: Any, error: type[R3Error], said: str) -> None:

@@ -1,13 +1,16 @@
-"""`r3channel slime`: what is refused before anything starts, and a bare flag that would do nothing."""
+"""`r3channel slime`: what is refused before anything starts, what engines are told, and a bare flag that would do nothing."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import pickle
 import re
 import shlex
+import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from itertools import product
 from pathlib import Path
@@ -32,14 +35,16 @@ from r3channel.plan.capacity import beside_bytes, relay_gpu_bytes
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.tools import slime as slime_command
+from r3channel.transport.auth import create_token, read_token
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.parcel import REFERENCE_BYTES
 from r3channel.wire.routing import RowKind
 from tests.support import slime_checkout
-from tests.support.children import run
+from tests.support.children import ROOT, run
+from tests.support.direct import Engine
 from tests.support.samples import SPEC, random_ids, span
+from tests.support.waits import until
 
-ROOT = Path(__file__).parents[2]
 PTH = ROOT / "r3channel/r3channel.pth"
 
 
@@ -306,6 +311,69 @@ def test_the_launchers_help_tells_nothing_that_slime_refuses(capsys: pytest.Capt
     said = " ".join(capsys.readouterr().out.split())
     assert "--r3-on-stale" in said and "--r3-token-tensors" not in said and "`mask`" not in said
     assert "Default: what the job needs." in said and "Default: the time." in said
+
+
+# -- what engines that a framework starts are told: enough to deliver, and nothing that the framework may not log --------------
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    with Relay(SPEC, TrainerLayout()) as relay:
+        yield relay
+
+
+def told(relay: Relay, token_file: str = "", *, nodes: int = 1) -> argparse.Namespace:
+    """A framework's arguments behind `tell_engines`."""
+    args = argparse.Namespace(
+        r3_delivery="direct", r3_channel={"token_file": token_file, "interface": "127.0.0.1", "trace": ""}
+    )
+    args.r3_engine = engine_variables(relay, args, nodes=nodes)
+    return args
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_an_engine_delivers_by_what_it_is_told(relay: Relay, tmp_path: Path, given: bool) -> None:
+    path = str(tmp_path / "token") if given else ""
+    if given:
+        create_token(path)
+    args = told(relay, path)
+    token = read_token(args.r3_engine["R3CHANNEL_TOKEN_FILE"])
+    texts = repr(args), str(vars(args)), json.dumps(vars(args)), pickle.dumps(args, protocol=0).decode()
+    assert not [text for text in texts if token in text]
+    with Engine(args.r3_engine["R3CHANNEL_RELAY_URL"], Path(args.r3_engine["R3CHANNEL_TOKEN_FILE"])):
+        until(lambda: relay.samples.engines.counts()[0], "the engine said hello")
+
+
+def test_in_band_nothing_is_opened(relay: Relay) -> None:
+    args = argparse.Namespace(r3_delivery="inband", r3_channel={"interface": "10.0.0.1", "trace": "/run"})
+    told = engine_variables(relay, args, nodes=2)
+    assert (told["R3CHANNEL_METRICS_PORT"], told["R3CHANNEL_TRACE"]) == ("-1", "/run")
+    assert not {"R3CHANNEL_DELIVERY", "R3CHANNEL_RELAY_URL"} & set(told)
+
+
+def test_several_nodes_need_a_file_that_all_of_them_can_read(relay: Relay) -> None:
+    with pytest.raises(ConfigError, match="on 2 nodes without --r3-token-file"):
+        told(relay, nodes=2)
+
+
+_HOLDER = """
+from r3channel.transport.auth import token_in_memory
+print(token_in_memory(), flush=True)
+input()
+"""
+
+
+def test_a_token_in_memory_is_read_by_other_processes_and_is_gone_when_its_own_is_killed() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        path = Path(holder.stdout.readline().strip())
+        try:
+            assert len(read_token(path)) == 64  # which refuses a mode other than 0600
+        finally:
+            holder.kill()
+    assert not path.exists()
 
 
 # -- a bare flag ---------------------------------------------------------------------------------------------------------

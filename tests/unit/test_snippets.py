@@ -1,10 +1,13 @@
-"""The python on the pages runs as it stands, where neither a GPU nor a minute is needed; the rest says which test runs it."""
+"""The python on the pages and in docstrings runs as it stands. What needs a GPU, or a minute, says which test runs it."""
 
 from __future__ import annotations
 
 import argparse
 import ast
+import doctest
+import importlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,13 +20,14 @@ from r3channel.errors import UsageError
 from r3channel.plan.assignment import Assignment
 from r3channel.relay.relay import Relay
 from r3channel.wire.frame import encode_frame, sample_key
+from tests.support.children import ROOT
 from tests.support.delivery import receive, receivers_of, relays
 from tests.support.samples import SPEC, frame_of, random_ids, reply_for, reply_of
 from tests.unit.test_documents import SNIPPETS
 
 ELSEWHERE = {
     "TrainerChannel.attach(model_chunks": "real Megatron; the calls of examples/05_own_loop.py, which test_embedded runs",
-    "return_token_ids": "a chat template and an engine; test_openai_routes runs it",
+    "return_token_ids": "a chat template and an engine; test_engine_server runs it",
     "with WeightSync.sharded(engines": "two engines and several ranks; test_weights_exact runs it",
 }
 """What a snippet holds -> why it is not run here."""
@@ -130,3 +134,19 @@ def test_every_snippet_of_a_page_is_run_by_a_test() -> None:
     )  # fmt: skip
     missed = [text for _, text in SNIPPETS if not any(mark in text for mark in (*here, *ELSEWHERE))]
     assert not missed and len(SNIPPETS) == len(here) + len(ELSEWHERE)
+
+
+# -- the examples in docstrings, wherever in the package or beside the tests they stand ------------------------------------
+
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted([*(ROOT / "r3channel").rglob("*.py"), *(ROOT / "tests/support").glob("*.py")])
+    if re.search(r"^ +>>> ", path.read_text(), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_in_the_documentation_are_true(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.attempted and not result.failed
+    assert {"r3channel.wire.codec", "r3channel.tools.extras", "tests.support.code_lines"} <= set(MODULES)

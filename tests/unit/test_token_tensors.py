@@ -33,7 +33,7 @@ from r3channel.wire.source import InHand
 from r3channel.wire.tensor_frame import TensorRows, encode_tensor, parse_tensors
 from r3channel.wire.token_tensors import MOST_ENTRIES, REGISTRY, TOPK_VOCABULARY, TokenTensor, tensors_of
 from tests.support.delivery import MakeRelay, places_of, receive, receivers_of, relays, start
-from tests.support.samples import SPEC, frame_of, random_ids, reply_of
+from tests.support.samples import SPEC, flipped, frame_of, random_ids, reply_of
 from tests.support.waits import SOON_S
 
 PROMPT, VOCAB = 4, 500
@@ -399,10 +399,8 @@ def test_a_relay_that_expects_another_k_says_so() -> None:
 def test_every_bit_that_flips_is_noticed() -> None:
     data = masks_of([[5, 6], [], [7]], first_row=3, request="s")
     for bit in range(8 * len(data)):
-        changed = bytearray(data)
-        changed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(errors.FrameError):
-            parse_tensors(bytes(changed), [MASKS], where="x")
+            parse_tensors(flipped(data, bit), [MASKS], where="x")
 
 
 def test_a_mask_longer_than_its_length_can_say_is_refused() -> None:

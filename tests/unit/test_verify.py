@@ -32,7 +32,7 @@ from r3channel.wire.parcel import FrameReference
 from r3channel.wire.routing import RowKind, SampleRouting, spans_of
 from tests.support.direct import deliver, hello_of, reference_reply
 from tests.support.memory import growth_of
-from tests.support.samples import SPEC, WIDE, frame_of, random_ids, reply_of, span
+from tests.support.samples import SPEC, WIDE, flipped, frame_of, random_ids, reply_of, span
 
 MIB = 1 << 20
 LZ4, SET = 1, 3
@@ -104,7 +104,7 @@ def test_coded_rows_are_decoded_once_and_stay_decoded(relay: Relay, codec: str) 
 
 def test_frames_that_are_refused_leave_no_memory_taken(relay: Relay) -> None:
     good = frame_of(50)
-    for bad in (good[:-4] + bytes([good[-4] ^ 1]) + good[-3:], good[:-3], b"x" * 200, good[:110]):
+    for bad in (flipped(good, 8 * -4), good[:-3], b"x" * 200, good[:110]):
         with pytest.raises(errors.FrameError):
             deliver(relay, (1, bad))
         with pytest.raises(errors.FrameError):
@@ -326,9 +326,8 @@ def test_prompt_rows_come_from_the_prefill_engine_and_the_rest_from_decode_under
 
 def test_a_half_that_was_damaged_is_not_merged() -> None:
     halves = reply(routing(0, 4), "p"), reply(routing(0, 9, missing=(0, 1, 2, 3), seed=1), "d")
-    data = bytearray(base64.b64decode(halves[0]["meta_info"]["routed_experts"]))
-    data[-1] ^= 1
-    halves[0]["meta_info"]["routed_experts"] = base64.b64encode(data).decode()
+    data = base64.b64decode(halves[0]["meta_info"]["routed_experts"])
+    halves[0]["meta_info"]["routed_experts"] = base64.b64encode(flipped(data, 8 * -1)).decode()
     with pytest.raises(errors.FrameCorrupt, match="sample s"):
         merged_frame(*halves, spec=SPEC, sample_id="s")
 

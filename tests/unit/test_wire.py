@@ -21,7 +21,7 @@ from r3channel.wire.hello import Hello
 from r3channel.wire.parcel import FrameReference, frames_in, open_parcel, pack_parcel
 from r3channel.wire.routing import RowKind
 from r3channel.wire.source import InHand
-from tests.support.samples import SPEC, WIDE, frame_of, random_ids, span, sparse
+from tests.support.samples import SPEC, WIDE, flipped, frame_of, random_ids, span, sparse
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -112,10 +112,8 @@ def test_an_error_of_any_characters_is_reported_for_a_request_of_any_name() -> N
 def test_any_flipped_bit_and_any_cut_is_noticed() -> None:
     data = frame_of(9)
     for bit in range(0, 8 * len(data), 3):
-        damaged = bytearray(data)
-        damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(errors.FrameError):
-            parse_frame(bytes(damaged), spec=SPEC).verify()
+            parse_frame(flipped(data, bit), spec=SPEC).verify()
     for size in range(len(data)):
         with pytest.raises(errors.FrameError):
             parse_frame(data[:size], spec=SPEC)
@@ -196,7 +194,7 @@ def test_what_is_no_reference_is_refused(data: bytes) -> None:
 PARCEL = b"".join(pack_parcel(5, [(1, b"a" * 50), (2, b"b" * 9)]))
 
 
-def frames_of(data: bytes | bytearray, boot_id: int | None = None) -> list[tuple[int, int]]:
+def frames_of(data: bytes, boot_id: int | None = None) -> list[tuple[int, int]]:
     """(serial, bytes) of each."""
     named, count = open_parcel(source := InHand(data))
     frames = frames_in(source, count, boot_id=named if boot_id is None else boot_id)
@@ -206,9 +204,8 @@ def frames_of(data: bytes | bytearray, boot_id: int | None = None) -> list[tuple
 @pytest.mark.parametrize(("at", "entry"), [(16, 0), (16 + 16 + 64, 1)])
 def test_a_frame_whose_name_or_size_came_damaged_is_placed_nowhere(at: int, entry: int) -> None:
     for bit in range(128):
-        data, placed = bytearray(PARCEL), []
-        data[at + bit // 8] ^= 1 << bit % 8
-        _, count = open_parcel(source := InHand(data))
+        placed = list[int]()
+        _, count = open_parcel(source := InHand(flipped(PARCEL, 8 * at + bit)))
         with pytest.raises(errors.FrameReferenceInvalid, match=f"entry {entry} of a parcel is damaged"):
             for serial, _ in frames_in(source, count, boot_id=5):
                 placed.append(serial)
