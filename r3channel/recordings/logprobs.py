@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,12 +53,12 @@ def write_logprobs(folder: Path, step: int, rank: int, columns: Mapping[str, Ids
     """
     if not (folder / f"step-{step:06d}.r3s").exists():
         return None
-    head, at = dict[str, object](), 0
     arrays = {name: np.ascontiguousarray(column, _DTYPES[name][1]) for name, column in columns.items()}
-    for name, array in arrays.items():
-        end = at + array.nbytes
-        head[name] = {"dtype": _DTYPES[name][0], "shape": list(array.shape), "data_offsets": [at, end]}
-        at = end
+    spans = pairwise(accumulate((array.nbytes for array in arrays.values()), initial=0))
+    head = {
+        name: {"dtype": _DTYPES[name][0], "shape": list(array.shape), "data_offsets": span}
+        for (name, array), span in zip(arrays.items(), spans, strict=True)
+    }
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)
     path = folder / logprobs_glob(step).replace("*", str(rank))

@@ -97,14 +97,17 @@ def table_of(summary: dict[str, Any]) -> str:
             f"{kinds:34} {cut}".rstrip()
         )
         if logprobs := step["logprobs"]:
-            said = ", ".join(f"{name} {value:g}" for name, value in logprobs.items())
-            lines.append(f"       log-probs: {said}")
+            lines.append(f"       log-probs: {_listed(logprobs)}")
     lines.append(f"{'layer':>6} {'busiest expert':>15} {'of mean load':>13} {'idle experts':>13}")
     lines += [
         f"{load['layer']:>6} {load['busiest']:>15} {load['busiest_over_mean']:>13.2f} {load['idle_experts']:>13}"
         for load in summary["load"]
     ]
     return "\n".join(lines)
+
+
+def _listed(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in values.items())
 
 
 # -- two recordings --------------------------------------------------------------------------------------------------------------
@@ -170,15 +173,13 @@ def _compare_ids(sides: AlignedPair, alike: bool) -> dict[str, Any]:
         for place, layer in enumerate(sides.spec.moe_layers)
         if differs_RL[:, place].any()
     }
-    report: dict[str, Any] = {
+    firsts = {"first": "different", "first_order_only": "order_only"}
+    return {
         "step": sides.ticket.step, "pass": sides.of_pass, "rows": int(sides.both_R.sum()),
         **{name: int(hit_RL.sum()) for name, hit_RL in cells.items()},
         "missing": int(missing_R.sum()), "layers": layers,
+        **{what: sides.example(cells[name]) for what, name in firsts.items() if cells[name].any()},
     }  # fmt: skip
-    for what, name in (("first", "different"), ("first_order_only", "order_only")):
-        if cells[name].any():
-            report[what] = sides.example(cells[name])
-    return report
 
 
 def text_of(result: dict[str, Any]) -> str:
@@ -191,8 +192,7 @@ def text_of(result: dict[str, Any]) -> str:
             f"{step['order_only']:,} in their order only, {step['missing']:,} rows missing"
         )
         if step["logprobs"]:
-            largest = ", ".join(f"{name} {value:g}" for name, value in step["logprobs"].items())
-            lines.append(f"  log-probs, largest difference: {largest}")
+            lines.append(f"  log-probs, largest difference: {_listed(step['logprobs'])}")
         lines += [f"  {name}: another in {samples:,} samples" for name, samples in step["tensors"].items()]
         for what, name in (("first", "first difference"), ("first_order_only", "first other order")):
             if example := step.get(what):
@@ -205,7 +205,6 @@ def text_of(result: dict[str, Any]) -> str:
             for layer, counts in step["layers"].items()
         ]
     lines += [f"step {n}: cut, and not compared: {', '.join(own[:5])}" for n, own in result["cut"].items()]
-    for name in ("first", "second"):
-        if only := result[f"only_{name}"]:
-            lines.append(f"only in the {name}: steps {only}")
+    both = ((name, result[f"only_{name}"]) for name in ("first", "second"))
+    lines += [f"only in the {name}: steps {only}" for name, only in both if only]
     return "\n".join([*lines, "equal" if result["equal"] else "not equal"])

@@ -1,4 +1,4 @@
-"""The one rank program: `run_ranks` starts it, and it forks a process a rank, which runs `run(job)` of a module and keeps the result.
+"""The one rank program: `run_ranks` starts it, it forks a process a rank, and each keeps what `run(job)` of a module gives.
 
 Rendezvous by file, a deadline, and the failing rank named.
 """
