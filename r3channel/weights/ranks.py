@@ -56,6 +56,8 @@ class TrainerRanks:
             self._key = f"r3channel/weights/{dist.get_process_group_ranks(group)}"
         self.leads = self.rank == 0
         """Whether this rank speaks to engines."""
+        self.listener: Listener | None = None
+        """Takes the links of trainer ranks and of engines."""
         self.update = 0
         """The number of the update under way; it is the same on every rank, because each rank counts the calls."""
         self._step = 0
@@ -68,7 +70,7 @@ class TrainerRanks:
         """By update and rank: the error with which the rank has given the update up; this rank is included."""
         self._gone: dict[int, str] = {}
 
-    def connect(self, host: str, run_token: str, deadline: Deadline) -> tuple[str, str, Listener]:
+    def connect(self, host: str, run_token: str, deadline: Deadline) -> tuple[str, str, int]:
         """Connect all ranks to one another.
 
         Args:
@@ -77,29 +79,32 @@ class TrainerRanks:
             deadline: The deadline of the whole call.
 
         Returns:
-            The session's name, its secret, and this rank's listener, which also takes engines.
+            The session's name, its secret, and the port at which this rank listens, also for engines.
 
         Raises:
             DeadlineExceeded: Not all ranks have met in time.
         """
+        self.close()  # what a call that failed has left
         hub = {"session": f"r3channel-weights-{secrets.token_hex(4)}", "nonce": secrets.token_hex(16)}
         links: dict[int, Connection] = {}
         if not self.leads:
             hub, links[0] = self._to_hub(run_token, deadline)
-        listener = Listener(host, token=session_token(run_token, hub["nonce"]))
+        self.listener = listener = Listener(host, token=session_token(run_token, hub["nonce"]))
         if self.leads and self.size > 1:
             _get_default_store().set(self._key, json.dumps(hub | {"host": host, "port": listener.port}))
-        while self.leads and len(links) < self.size - 1:
-            link = listener.accept(deadline.left_s())
-            link.send_record(WELCOME, timeout_s=deadline.left_s())
-            links[json.loads(link.hello)["trainer"]] = link
+            while len(links) < self.size - 1:
+                link = listener.accept(deadline.left_s())
+                link.send_record(WELCOME, timeout_s=deadline.left_s())
+                links[json.loads(link.hello)["trainer"]] = link
+            # a rank that is the first in another session would come here
+            _get_default_store().set(self._key, "{}")
         # filled before any link is read: rank 0 passes messages on to these
         self._outgoing = {rank: queue.SimpleQueue() for rank in links}
         for rank, link in links.items():
             for call in (self._send, self._receive):
                 name = f"weights-rank-{rank}"
                 threading.Thread(target=call, args=(rank, link), name=name, daemon=True).start()
-        return hub["session"], hub["nonce"], listener
+        return hub["session"], hub["nonce"], listener.port
 
     def _to_hub(self, run_token: str, deadline: Deadline) -> tuple[dict[str, Any], Connection]:
         store = _get_default_store()  # the caller's ranks met there: no collective is needed
@@ -112,7 +117,8 @@ class TrainerRanks:
                 link = connect(hub["host"], hub["port"], token, timeout_s=left_s, hello=hello.encode())
                 link.recv_record(timeout_s=left_s)
                 return hub, link
-            except errors.TransportError as error:  # a closed `WeightSync` may have left its address there
+            # a closed `WeightSync` may have left its address there, one whose ranks have met leaves none
+            except (errors.TransportError, KeyError) as error:
                 log.debug("trainer rank %d does not reach rank 0 yet: %s", self.rank, error)
                 time.sleep(min(_RETRY_S, deadline.left_s()))
             except RuntimeError as error:
@@ -121,6 +127,8 @@ class TrainerRanks:
     def close(self) -> None:
         for outgoing in self._outgoing.values():
             outgoing.put(None)
+        if self.listener is not None:
+            self.listener.close()
 
     # -- what ranks tell one another -----------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ import torch
 from r3channel.errors import CannotStage, ManifestMismatch, WeightsCorrupt
 from r3channel.transport.auth import read_token
 from r3channel.transport.connection import Connection
-from r3channel.transport.listener import Listener
 from r3channel.weights import rank_link
 from r3channel.weights.config import SyncConfig
 from r3channel.weights.engine import EngineHandle
@@ -75,7 +74,6 @@ class SendPlanner:
         self.joint, self.source = JointGroup(ranks, config), Source(config)
         """This rank's ends of the joint group and of broadcasts."""
         self.ranks, self.config = ranks, config
-        self._listener: Listener | None = None
         self.attempts: dict[str, int] = {}
         """The last order to connect, by engine. Links of an order that was given up may still come."""
         self.metas: tuple[TensorMeta, ...] = ()
@@ -94,13 +92,12 @@ class SendPlanner:
     def connect(self, deadline: Deadline) -> None:
         """Start listening on all trainers and exchange their addresses.
 
-        All trainers use the first one's secret.
+        All trainers use the first one's secret. Nothing changes where they have met: an engine has failed the call before.
         """
-        config = self.config
-        run_token = read_token(config.token_file) if config.token_file else ""
-        self.session, self.nonce, self._listener = self.ranks.connect(config.host, run_token, deadline)
-        mine = (config.host, self._listener.port)
-        self.trainers = [tuple(where) for where in self.ranks.exchange(mine, deadline)]
+        host, run_token = self.config.host, read_token(file) if (file := self.config.token_file) else ""
+        if not self.trainers:
+            self.session, self.nonce, port = self.ranks.connect(host, run_token, deadline)
+            self.trainers = [tuple(where) for where in self.ranks.exchange((host, port), deadline)]
 
     def order(self, engine: str, *, op: str = "open") -> dict[str, Any]:
         """Return the order that makes every rank of `engine` connect.
@@ -153,9 +150,9 @@ class SendPlanner:
         return {url: sorted(ranks, key=lambda rank: rank.rank) for url, ranks in links.items()}
 
     def _next(self, wanted: Mapping[str, int], deadline: Deadline) -> tuple[dict[str, Any], Connection]:
-        assert self._listener is not None
+        assert self.ranks.listener is not None
         while True:
-            link = self._listener.accept(deadline.left_s())
+            link = self.ranks.listener.accept(deadline.left_s())
             with suppress(*rank_link.UNREADABLE):
                 hello = json.loads(link.hello)
                 if hello["engine"] in wanted and hello["attempt"] == self.attempts[hello["engine"]]:
@@ -171,8 +168,6 @@ class SendPlanner:
         self.leave()
         self.source = Source(self.config)  # frees the buffers
         self.ranks.close()
-        if self._listener is not None:
-            self._listener.close()
 
     # -- what is sent --------------------------------------------------------------------------------------------------
 

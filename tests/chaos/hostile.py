@@ -310,7 +310,7 @@ def read_needs(parts: Parts) -> None:
             raise errors.DeadlineExceeded("nobody else connects")
         return come.pop()
 
-    trainer._listener = SimpleNamespace(accept=accept)  # pyright: ignore
+    trainer.ranks.listener = SimpleNamespace(accept=accept)  # pyright: ignore
     with closing(ours), closing(theirs):
         for name in ("needs", "verify", "give"):
             rank_link.send_blob(theirs, getattr(rank_link, name.upper()), parts[name], timeout_s=LIMIT_S)

@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -82,6 +83,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     # A thread of gloo that comes for the interpreter while it ends would end the process.
     names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
     assert not any("gloo" in name for name in names), names
+    assert not [thread for thread in threading.enumerate() if "listener" in thread.name]
     return result
 
 
@@ -188,8 +190,14 @@ def late(job: dict[str, Any]) -> dict[str, Any]:
     log tells of a wait."""
     rank, told, logged = job["rank"], list[Any](), list[object]()
     ranks.log.addFilter(lambda record: logged.append(record) or True)
-    with WeightSync.sharded(job["engines"], group=dist.group.WORLD) as sync:
+    sync, other = (WeightSync.sharded(job["engines"], group=dist.group.WORLD) for _ in "12")
+    with sync, other:
+        if not rank:
+            failure(lambda: sync.connect(timeout_s=0.1))
+        dist.barrier()  # the test's own
         sync.connect(timeout_s=UPDATE_S)
+        time.sleep(0.5 * (1 - rank))  # rank 1 is there first, where rank 0's word of the first session lies
+        other.connect(timeout_s=UPDATE_S)
         for version in range(1, 2 * job["late"] + 1):
             stands_still = version % 2 == 0
             if rank and stands_still:
