@@ -135,9 +135,7 @@ def hf_weights(
 
 
 def _sent_dtype(name: str, kept: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    if wanted is None or (_ROUTER in name and wanted.itemsize < kept.itemsize):
-        return kept
-    return wanted
+    return kept if wanted is None or (_ROUTER in name and wanted.itemsize < kept.itemsize) else wanted
 
 
 def _local(bridge: Any, chunks: Chunks) -> Iterator[Named]:

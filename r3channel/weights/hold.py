@@ -7,7 +7,6 @@ the parameters decides how much is allocated, never what a trainer says.
 from __future__ import annotations
 
 import json
-import math
 import struct
 import threading
 import time
@@ -83,7 +82,7 @@ class Hold:
         self._needs, self._whole = self._learned.needs, bool(self._learned.refused)
         self._lock = threading.Lock()
         self._stage = _Stage()
-        self._until_s = math.inf
+        self._until_s = float("inf")
         """When the time of the update that began last is over, on the clock of `time.monotonic`."""
         self._joint = JointReceiver()
         self._mapped = set[int]()
