@@ -98,6 +98,10 @@ class Layout(NamedTuple):
     def of(cls, shape: Sequence[int], held: Iterable[tuple[int, Box]]) -> Layout:
         """Make a layout of (rank, box) pairs.
 
+        >>> Layout.of((8,), [(3, Box((0,), (9,)))])
+        Traceback (most recent call last):
+        r3channel.errors.ManifestMismatch: rank 3 holds Box(start=(0,), stop=(9,)), which is no part of shape [8]
+
         Raises:
             ManifestMismatch: a box is not within the shape.
         """

@@ -238,6 +238,8 @@ def unit_of(name: str) -> str:
     'model.norm.weight'
     >>> unit_of("model.layers.3.mlp.down_proj.weight_scale_inv")
     'model.layers.3.mlp.down_proj.weight'
+    >>> unit_of("a.up_proj.weight_scale") == unit_of("a.gate_proj.weight")
+    True
     """
     if is_scale(name):
         name = name[: name.rindex(".")] + ".weight"
@@ -251,12 +253,15 @@ def _fuse(name: str) -> str:
 def engine_names(names: Iterable[str]) -> frozenset[str]:
     """Return the parameters that tensors of these names fill.
 
-    It serves where no loader can be asked, for the families that the table knows.
+    It serves where no loader can be asked, for the families that the table knows. A part without its fellows keeps its own name:
+    DeepSeek-V2-Lite has kv_a_proj_with_mqa without q_a_proj.
 
-    >>> sorted(engine_names(["a.q_proj.weight", "a.k_proj.weight", "b.q_proj.weight", "norm.weight"]))
+    >>> sorted(engine_names(["a.q_proj.weight", "a.k_proj.weight", "a.v_proj.weight", "b.q_proj.weight", "norm.weight"]))
     ['a.qkv_proj.weight', 'b.q_proj.weight', 'norm.weight']
-    >>> sorted(engine_names(["a.mlp.experts.7.up_proj.weight"]))
-    ['a.mlp.experts.w13_weight']
+    >>> sorted(engine_names(["a.gate_proj.weight", "a.up_proj.weight", "b.q_proj.weight", "b.kv_a_proj_with_mqa.weight"]))
+    ['a.gate_up_proj.weight', 'b.kv_a_proj_with_mqa.weight', 'b.q_proj.weight']
+    >>> sorted(engine_names(f"a.mlp.experts.{n}.{part}_proj.weight" for n in (0, 7) for part in ("gate", "up", "down")))
+    ['a.mlp.experts.w13_weight', 'a.mlp.experts.w2_weight']
     """
     stacked, fused = set[str](), dict[str, list[str]]()
     for name in names:

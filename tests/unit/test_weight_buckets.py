@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import runpy
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,11 +25,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 Model = tuple[list[TensorMeta], int]
 FAMILIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("gate",))
-
-
-def plan_buckets(metas: Iterable[TensorMeta], *, cap_bytes: int) -> list[Bucket]:
-    """The buckets of tensors with these names, dtypes and shapes in this order."""
-    return list(fill_buckets(metas, cap_bytes=cap_bytes).buckets)
 
 
 def names_of(bucket: Bucket) -> list[str]:
@@ -144,23 +138,7 @@ def test_the_real_receiver_reads_back_every_byte(receiver: Any, model: Model, se
 )
 def test_misfits_are_refused(names: list[str], cap_bytes: int, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
-        plan_buckets([meta(name, 1) for name in names], cap_bytes=cap_bytes)
-
-
-def test_a_float8_weight_leaves_with_its_scale() -> None:
-    """Fused modules with all their scales in one bucket, though without them the next tensor would still fit."""
-    float8 = torch.float8_e4m3fn
-    stream = [
-        meta("a.gate_proj.weight", 40, dtype=float8), meta("a.up_proj.weight", 40, dtype=float8),
-        meta("b.norm.weight", 1),
-        meta("a.gate_proj.weight_scale_inv", 1), meta("a.up_proj.weight_scale_inv", 1),
-        meta("b.down_proj.weight_scale", 1), meta("b.down_proj.weight", 40, dtype=float8),
-    ]  # fmt: skip
-    buckets = [set(names_of(bucket)) for bucket in plan_buckets(stream, cap_bytes=100)]
-    assert buckets == [
-        {"b.norm.weight", "a.gate_proj.weight", "a.up_proj.weight", "a.gate_proj.weight_scale_inv", "a.up_proj.weight_scale_inv"},
-        {"b.down_proj.weight", "b.down_proj.weight_scale"},
-    ]  # fmt: skip
+        fill_buckets([meta(name, 1) for name in names], cap_bytes=cap_bytes)
 
 
 def test_packing_takes_parameters_and_any_strides() -> None:

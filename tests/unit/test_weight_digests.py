@@ -17,7 +17,7 @@ from r3channel.cli import main
 from r3channel.errors import ConfigError, ManifestMismatch
 from r3channel.tools.weights import compare
 from r3channel.weights.checksums import _finite_on_device, cross_sums, finite
-from r3channel.weights.manifest import Bucket, TensorMeta, engine_names, first_nonfinite
+from r3channel.weights.manifest import Bucket, TensorMeta, first_nonfinite
 from r3channel.weights.store import HeldWeights, checkpoint_tensors
 from tests.support.fake_engine import FakeEngine
 
@@ -32,17 +32,6 @@ def nonfinite(named: Named) -> TensorMeta | None:
     for name, view in zip((meta.name for meta in bucket.tensors), bucket.views(payload), strict=True):
         view.copy_(named[name])
     return first_nonfinite(bucket.placed, payload)
-
-
-def test_names_are_those_under_which_an_engine_keeps_what_it_fuses() -> None:
-    """A part without its fellows keeps its own: DeepSeek-V2-Lite has kv_a_proj_with_mqa without q_a_proj."""
-    parts = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"]
-    parts += [f"mlp.experts.{n}.{part}_proj" for n in (0, 1) for part in ("gate", "up", "down")]
-    fused = "self_attn.qkv_proj.weight mlp.gate_up_proj.weight mlp.experts.w13_weight mlp.experts.w2_weight"
-    wanted = {f"layers.0.{name}" for name in fused.split()}
-    assert engine_names(f"layers.0.{part}.weight" for part in parts) == wanted
-    alone = {"a.q_proj.weight", "a.kv_a_proj_with_mqa.weight"}
-    assert engine_names(alone) == alone
 
 
 @pytest.mark.parametrize("dtype", FLOATS[1:])
@@ -132,13 +121,6 @@ def test_all_bit_patterns_of_the_small_types() -> None:
         for pattern in range(256):
             tensor = torch.tensor([0, pattern], dtype=torch.uint8).view(dtype)
             assert finite(tensor) == is_finite(tensor), (dtype, pattern)
-
-
-def test_strided_views_empty_tensors_and_integers_pass() -> None:
-    wide = torch.full((4, 6), float("inf"))
-    assert not finite(wide)
-    wide[:, ::2] = 1.0
-    assert all(map(finite, (wide[:, ::2], torch.empty(0), torch.ones(3).long())))
 
 
 # -- a checkpoint read from disk ---------------------------------------------------------------------------------------

@@ -201,27 +201,6 @@ def test_a_record_takes_as_many_neighbours_as_it_has_room_for() -> None:
     assert [(record.first, len(record.pieces)) for record in records] == [(0, 3), (3, 3), (6, 2)]
 
 
-def test_what_ranks_report_is_gathered_to_the_map_that_they_have() -> None:
-    shards = plain_side([row for row in MODEL if "empty" not in row[0]], [0, 1, 2], axis=0)
-    named = [(rank, held_by(shards, rank)) for rank in range(3)]
-    reports = [
-        geometry.report_of((m, box) for m in shards.metas for box in held.get(m.name, ()))
-        for _, held in named
-    ]
-    gathered = ShardMap.gathered(reports)
-    assert gathered.metas == shards.metas
-    assert all(held_by(gathered, rank) == held_by(shards, rank) for rank in range(3))
-
-
-# -- boxes and splits --------------------------------------------------------------------------------------------------
-
-
-def test_a_box_outside_its_tensor_is_refused_with_rank_and_shape() -> None:
-    said = r"rank 3 holds Box.*stop=\(9,\)\), which is no part of shape \[8\]"
-    with pytest.raises(ManifestMismatch, match=said):
-        Layout.of((8,), [(3, Box((0,), (9,)))])
-
-
 # -- who sends what ----------------------------------------------------------------------------------------------------
 
 
