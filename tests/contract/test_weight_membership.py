@@ -12,7 +12,7 @@ from r3channel.weights.engine import EngineHandle
 from r3channel.weights.session import WeightSync
 from tests.support.fake_engine import FakeEngine
 from tests.support.waits import UPDATE_S
-from tests.support.weights import again_to, broadcasting, give, weights
+from tests.support.weights import broadcasting, give, weights
 
 OURS = str(torch.__version__)
 
@@ -65,7 +65,7 @@ def test_awex_engines_are_routable_from_their_commit_on_and_not_while_an_update_
         newcomer = FakeEngine()
         sync.add_engine(newcomer.url, timeout_s=UPDATE_S)
         assert sync.routable() == urls(*pair)
-        again_to(sync, newcomer, version=2)
+        sync.republish(weights(2).items(), engines=[newcomer.url], timeout_s=UPDATE_S)
         assert sync.routable() == urls(*pair, newcomer)
         sync.remove_engine(newcomer.url)
         assert sync.routable() == urls(*pair)

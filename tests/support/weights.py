@@ -76,11 +76,6 @@ def in_gpu_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(staged_copy, "_copy", lambda new, kept: tensor_digest(cross_sums(new.copy_(kept))))
 
 
-def again_to(sync: WeightSync, *engines: FakeEngine, version: int) -> Any:
-    """The report of giving these the committed weights again."""
-    return sync.republish(weights(version).items(), engines=[one.url for one in engines], timeout_s=UPDATE_S)
-
-
 def refused(
     sync: WeightSync, version: int, why: str, named: Iterable[Any] | None = None, *,
     error: type[Exception] = WeightUpdateFailed, cause: type[BaseException] | None = None, timeout_s: float = 60,

@@ -60,18 +60,6 @@ def learned(model: Fused, metas: list[TensorMeta]) -> Learned:
 METAS = [TensorMeta.of(name, torch.empty(HIDDEN, HIDDEN)) for name in ("gate", "up")]
 
 
-def test_views_and_copies_become_parts_and_nothing_is_written() -> None:
-    model = Fused(place)
-    before = model.w13.detach().clone()
-    needs = learned(model, METAS).needs
-    assert [(part.tensor, part.offset) for part in needs.parts] == [(0, 0), (1, HIDDEN * HIDDEN)]
-    assert not needs.missing and torch.equal(model.w13, before)
-
-
-def test_a_tensor_that_is_not_given_leaves_its_parameter_missing() -> None:
-    assert learned(Fused(place), METAS[:1]).needs.missing == ("w13",)
-
-
 def joined(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Each row first, then the rows. As MLA's loaders, it has the model derive what is no parameter."""
     rows = [torch.cat([tensor[:, :1], tensor[:, 1:]], dim=-1) for _, tensor in weights]
