@@ -190,8 +190,8 @@ def late(job: dict[str, Any]) -> dict[str, Any]:
     log tells of a wait."""
     rank, told, logged = job["rank"], list[Any](), list[object]()
     ranks.log.addFilter(lambda record: logged.append(record) or True)
-    make = partial(WeightSync.sharded, job["engines"], group=dist.group.WORLD)
-    with make() as sync, make() as other:
+    sync, other = (WeightSync.sharded(job["engines"], group=dist.group.WORLD) for _ in "12")
+    with sync, other:
         if not rank:
             failure(lambda: sync.connect(timeout_s=0.1))
         dist.barrier()  # the test's own
