@@ -40,8 +40,7 @@ def refuse(faults: Iterable[str]) -> None:
     Raises:
         ConfigError: With every fault, one a line.
     """
-    found = [fault for fault in faults if fault]
-    if found:
+    if found := [fault for fault in faults if fault]:
         raise ConfigError(NEXT.join(found))
 
 
@@ -110,8 +109,7 @@ def folder(option: str, path: str | os.PathLike[str], *, room_bytes: int = 0) ->
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         return f"{option}: {there} cannot be written ({error.strerror}); give a folder that can"
-    free = shutil.disk_usage(there).free
-    if free < room_bytes:
+    if (free := shutil.disk_usage(there).free) < room_bytes:
         room = f"{free / 1e9:.1f} GB are free in {there}, and {room_bytes / 1e9:.1f} GB are needed"
         return f"{option}: {room}; give a folder with more room"
     return ""

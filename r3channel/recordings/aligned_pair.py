@@ -57,10 +57,9 @@ class AlignedPair:
         names = tuple(sample.sample_id for sample in want.samples if sample.sample_id not in seen.cut)
         if not names:
             return
-        passes = sorted({part for part, _ in seen.passes} or {"forward"})
         engine = [want.ids(name) for name in names]
         want_RLK = np.concatenate([ids for ids, _ in engine])
-        for of_pass in passes:
+        for of_pass in sorted({part for part, _ in seen.passes} or {"forward"}):
             router = [seen.ids(name, of_pass=of_pass) for name in names]
             seen_RLK = np.concatenate([ids for ids, _ in router])
             layers_L = np.asarray(seen.spec.moe_layers)
@@ -94,8 +93,7 @@ class AlignedPair:
 
         Only rows that both sides have count.
         """
-        top_k = self.spec.top_k
-        if self.seen_RLK.shape[2] != top_k:
+        if self.seen_RLK.shape[2] != self.spec.top_k:
             return np.ones(self.want_RLK.shape[:2], bool) & self.both_R[:, None]
         if np.array_equal(self.want_RLK, self.seen_RLK):  # the common case, in one pass over the bytes
             return np.zeros(self.want_RLK.shape[:2], bool)
@@ -122,10 +120,9 @@ def _check_pair(want: RecordedStep, seen: RecordedStep) -> None:
             f"step {want.number}: {len(other)} samples are not the same on both sides, the first is {other[0]}; expected two "
             "sides of one run's step", step=want.number,
         )  # fmt: skip
-    engine, router = want.spec, seen.spec
-    if not set(engine.moe_layers) <= set(router.moe_layers):
+    if not set(want.spec.moe_layers) <= set(seen.spec.moe_layers):
         raise RecordingInvalid(
-            f"the routers' side has MoE layers {router.moe_layers}, the engines' {engine.moe_layers}: another model?"
+            f"the routers' side has MoE layers {seen.spec.moe_layers}, the engines' {want.spec.moe_layers}: another model?"
         )
 
 

@@ -69,8 +69,7 @@ class ConsumedRows:
 
     def _ids_of(self, key: SampleKey) -> tuple[Ids, Ids]:
         if key not in self.ids:
-            rows = self.ticket.sample(key[1]).tokens - 1
-            shape = (rows, self.spec.num_moe_layers)
+            shape = (self.ticket.sample(key[1]).tokens - 1, self.spec.num_moe_layers)
             self.ids[key] = np.zeros((*shape, self.spec.top_k), self.spec.id_dtype)
             self.there[key] = np.zeros(shape, bool)
         return self.ids[key], self.there[key]
@@ -174,10 +173,9 @@ def _add_shard(rows: ConsumedRows, shard: Shard, data_N: Ids) -> None:
 
 def describe(step: RecordedStep, rows: ConsumedRows) -> dict[str, Any]:
     """Return the counts that `r3channel replay --json` prints."""
-    count = sum(int(there.sum()) for there in rows.there.values())
-    expected = sum(sample.tokens - 1 for sample in step.samples) * step.ticket.spec.num_moe_layers
     return {
         "step": step.number, "layout": str(step.ticket.layout), "ranks": step.ticket.layout.world_size,
-        "samples": len(step.samples), "untested": list(step.untested), "rows_of_layers": count,
-        "expected_rows_of_layers": expected,
+        "samples": len(step.samples), "untested": list(step.untested),
+        "rows_of_layers": sum(int(there_TL.sum()) for there_TL in rows.there.values()),
+        "expected_rows_of_layers": sum(sample.tokens - 1 for sample in step.samples) * step.ticket.spec.num_moe_layers,
     }  # fmt: skip

@@ -237,8 +237,7 @@ def _compare_digest(step: RecordedStep, name: str) -> Iterator[Finding]:
     try:
         step.rows(name)
     except R3Error as error:
-        what = f"{type(error).__name__}: {error}"
-        yield _finding("unexplained", step=step.number, sample=name, what=what)
+        yield _finding("unexplained", step=step.number, sample=name, what=f"{type(error).__name__}: {error}")
 
 
 def _merge_findings(findings: Sequence[Finding]) -> list[Finding]:

@@ -412,13 +412,12 @@ def _arrays(saved: Any, spec: RoutingSpec, *, most_bytes: int) -> dict[str, Any]
     if sum(len(sample["tokens"]) for sample in samples) * spec.num_layers * spec.top_k > most_bytes:
         raise ValueError(f"{len(samples)} samples of more ids than the file holds")
     ids = [_rows(f"sample {number}", sample, spec) for number, sample in enumerate(samples)]
-    versions = [np.full(len(rows), _version(sample)) for rows, sample in zip(ids, samples, strict=True)]
     return {
         "sample": [f"sample{number}" for number in range(len(samples))],
         "tokens": [len(sample["tokens"]) for sample in samples],
         "token_ids": np.concatenate([np.asarray(sample["tokens"], np.int64) for sample in samples]),
-        "ids": np.concatenate(ids), "version": np.concatenate(versions), "spec": json.dumps(spec.to_dict()),
-        "step": int(saved["rollout_id"]),
+        "version": np.concatenate([np.full(len(rows), _version(sample)) for rows, sample in zip(ids, samples, strict=True)]),
+        "ids": np.concatenate(ids), "spec": json.dumps(spec.to_dict()), "step": int(saved["rollout_id"]),
     }  # fmt: skip
 
 

@@ -64,8 +64,7 @@ class Rank:
             [b, s / cp] int64, or [1, t / cp] for a pack; 0 at padding.
         """
         names = self.shard.microbatches[microbatch].sample_ids
-        tokens = [self.step.tokens[name].astype(np.int64) for name in names]
-        return self.shard.lay_out(microbatch, tokens)
+        return self.shard.lay_out(microbatch, [self.step.tokens[name].astype(np.int64) for name in names])
 
     def rows(self, microbatch: int, layer: int) -> Ids:
         """Return the ids that one router is to use.
@@ -99,8 +98,7 @@ def all_ranks(step: RecordedStep) -> list[Rank]:
 
     The ranks are in the layout's order.
     """
-    layout = step.ticket.layout
-    return [Rank(step, layout.coords(rank)) for rank in range(layout.world_size)]
+    return [Rank(step, step.ticket.layout.coords(rank)) for rank in range(step.ticket.layout.world_size)]
 
 
 def run_ranks(

@@ -181,10 +181,9 @@ class RecordedStep:
 
         The result has no log-probs: they belong to the places that samples had before.
         """
-        by_id = {sample.sample_id: sample for sample in self.samples}
-        lengths = {name: sample.tokens for name, sample in by_id.items()}
+        lengths = {sample.sample_id: sample.tokens for sample in self.samples}
         assignment = Assignment.balanced(lengths, dp=layout.dp, microbatch_size=microbatch_size)
-        samples = tuple(by_id[name] for name in assignment.sample_ids)
+        samples = tuple(map(self.ticket.sample, assignment.sample_ids))
         ticket = replace(self.ticket, layout=layout, assignment=assignment, samples=samples)
         return replace(self, ticket=ticket, cut=(), logprobs={})  # log-probs name samples by their old places
 

@@ -141,9 +141,8 @@ class ModelTokens:
 
         Where only the sample's hash is known, these are all its positions or none.
         """
-        shard = self._shard.shard
         sample, position = self._map(microbatch)
-        position_T, batch = position[sample == index], shard.microbatches[microbatch]
+        position_T, batch = position[sample == index], self._shard.shard.microbatches[microbatch]
         real_T = position_T < batch.tokens[index]
         found_T, position_T = as_tokens(found_T[real_T]), position_T[real_T]
         if self._tokens is not None:
@@ -191,8 +190,7 @@ class ModelTokens:
 
     def _order(self, microbatch: int, found: Ids) -> list[int]:
         """Return the order of the ticket's samples in the batch, or []."""
-        shard = self._shard.shard
-        batch, sample = shard.microbatches[microbatch], self._map(microbatch)[0]
+        batch, sample = self._shard.shard.microbatches[microbatch], self._map(microbatch)[0]
         left, order, at = list(range(len(batch.tokens))), list[int](), 0
         while left:
             for index in left:

@@ -310,9 +310,8 @@ class RankShard:
 
     def _cut(self) -> Iterator[torch.Tensor]:
         shard, dtype = self.shard, getattr(torch, self.shard.spec.id_dtype.name)
-        numbers = range(self.num_microbatches)
-        sizes = [shard.microbatch_bytes(number) // shard.tp_slots for number in numbers]
-        for number, part_N in zip(numbers, self.data_N.split(sizes), strict=True):
+        sizes = [shard.microbatch_bytes(number) // shard.tp_slots for number in range(self.num_microbatches)]
+        for number, part_N in enumerate(self.data_N.split(sizes)):
             yield part_N.view(dtype).view(len(shard.layers), shard.slot_rows(number), shard.spec.top_k)
 
 

@@ -254,8 +254,7 @@ class RelayConnection:
             return None
         assert self._group is not None
         begin, end = spans[number]
-        data_N = self._buckets.free(number)[: (end - begin) * row_bytes]
-        return self._group.start_recv(RELAY_RANK, data_N)
+        return self._group.start_recv(RELAY_RANK, self._buckets.free(number)[: (end - begin) * row_bytes])
 
     # -- the connection ----------------------------------------------------------------------------------------------
 

@@ -193,12 +193,11 @@ class ReplayStep:
     def _chunk_number(self, chunk: int | torch.nn.Module | None) -> int:
         # Megatron's schedule hands over the module.
         if isinstance(chunk, torch.nn.Module):
-            found = [index for index, module in enumerate(self._chunks) if module is chunk]
-            if not found:
+            if chunk not in self._chunks:
                 raise UsageError(
                     f"a {type(chunk).__name__} that is none of the {len(self._chunks)} chunks attached to"
                 )
-            return found[0]
+            return self._chunks.index(chunk)
         if chunk is None and len(self._chunks) > 1:
             raise UsageError(f"the model has {len(self._chunks)} chunks; say microbatch(..., chunk=...)")
         if not 0 <= (chunk or 0) < len(self._chunks):
