@@ -97,7 +97,7 @@ def table_of(summary: dict[str, Any]) -> str:
             f"{kinds:34} {cut}".rstrip()
         )
         if logprobs := step["logprobs"]:
-            lines.append(f"       log-probs: {_listed(logprobs)}")
+            lines.append(f"       log-probs: {_list_values(logprobs)}")
     lines.append(f"{'layer':>6} {'busiest expert':>15} {'of mean load':>13} {'idle experts':>13}")
     lines += [
         f"{load['layer']:>6} {load['busiest']:>15} {load['busiest_over_mean']:>13.2f} {load['idle_experts']:>13}"
@@ -106,7 +106,7 @@ def table_of(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _listed(values: Mapping[str, float]) -> str:
+def _list_values(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in values.items())
 
 
@@ -192,7 +192,7 @@ def text_of(result: dict[str, Any]) -> str:
             f"{step['order_only']:,} in their order only, {step['missing']:,} rows missing"
         )
         if step["logprobs"]:
-            lines.append(f"  log-probs, largest difference: {_listed(step['logprobs'])}")
+            lines.append(f"  log-probs, largest difference: {_list_values(step['logprobs'])}")
         lines += [f"  {name}: another in {samples:,} samples" for name, samples in step["tensors"].items()]
         for what, name in (("first", "first difference"), ("first_order_only", "first other order")):
             if example := step.get(what):
