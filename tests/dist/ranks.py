@@ -105,7 +105,9 @@ def main(module: str, job: str) -> None:
         for rank, process in enumerate(ranks):
             if process.exitcode:
                 print(f"rank {rank}: exit status {process.exitcode}{end_of(_log(own, rank))}", flush=True)
-                os._exit(1)  # `run_ranks` kills those that are left
+                for other in ranks:
+                    other.kill()
+                sys.exit(1)
 
 
 def _run(module: str, job: Job) -> None:
