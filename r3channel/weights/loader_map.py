@@ -319,8 +319,7 @@ def _boxes_of_view(tensor: int, meta: TensorMeta, src: torch.Tensor, place: Part
     # Of one item any stride is right, but torch gives no bytes of a view without a step.
     sizes, strides = [1] * len(steps), [1] * len(steps)
     begins = [(int(src.storage_offset()), place.offset)]  # of each box, in the tensor and in the parameter
-    dims = zip(src.shape, src.stride(), place.strides, strict=True)
-    work = [dim for dim in dims if dim[0] != 1]
+    work = [dim for dim in zip(src.shape, src.stride(), place.strides, strict=True) if dim[0] != 1]
     while work:
         size, step, stride = work.pop()
         axis = next((a for a, n in enumerate(meta.shape) if n > 1 and steps[a] == step), None)

@@ -66,8 +66,7 @@ class Deadline:
 
         It is for work that must not stay undone for want of time.
         """
-        enough = self._timeout_s - self.elapsed_s >= seconds
-        return self if enough else Deadline(seconds, self._what)
+        return self if self._timeout_s - self.elapsed_s >= seconds else Deadline(seconds, self._what)
 
 
 @dataclass(slots=True, kw_only=True)

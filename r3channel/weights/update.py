@@ -318,6 +318,9 @@ class Staged(Update):
     def _push(self, tensors: Sequence[torch.Tensor]) -> None:
         self._ranks.check()
         self._wait_bucket()
+        # links send on threads, whose stream is the default one: it does not wait for the caller's
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
         how = {"deadline": self._run.deadline, "record_timeout_s": self._config.engine_timeout_s}
         number, update, self._bucket = self._bucket, self._ranks.update, self._bucket + 1
         self._bucket_call = lambda link, _: link.send(update, number, tensors, **how)
