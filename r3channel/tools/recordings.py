@@ -42,8 +42,7 @@ def run(argv: Sequence[str]) -> int:
 
     Its arguments are the rest of `argv`.
     """
-    options = _parser(argv[0]).parse_args(argv[1:])
-    return _RUN[argv[0]](options)
+    return _RUN[argv[0]](_parser(argv[0]).parse_args(argv[1:]))
 
 
 def _parser(command: str) -> argparse.ArgumentParser:

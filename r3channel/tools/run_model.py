@@ -13,6 +13,7 @@ import tomllib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,7 +100,7 @@ def _list_pages(url: str) -> list[str]:
     try:
         with urlopen(url, timeout_s=TIMEOUT_S) as page:
             return _pages(json.loads(page.read()))
-    except (OSError, ValueError):  # ValueError: the server at that URL is no relay
+    except (OSError, ValueError, TypeError, HTTPException):  # the server at that URL is no relay
         return [url]  # it is then reported as down
 
 
@@ -121,8 +122,7 @@ def parse_page(text: str) -> Iterator[Series]:
     Comments, and lines that are no series, are ignored.
     """
     for line in text.splitlines():
-        match = None if line.startswith("#") else _SERIES.match(line)
-        if match:
+        if not line.startswith("#") and (match := _SERIES.match(line)):
             yield Series(match[1], dict(_LABEL.findall(match[2] or "")), float(match[3]))
 
 
@@ -143,8 +143,9 @@ class Look:
         """
         try:
             with urlopen(url, timeout_s=timeout_s) as answer:
-                page, fault = list(parse_page(answer.read().decode())), ""
-        except (OSError, ValueError) as error:  # ValueError: the answer is no page of metrics
+                page = list(parse_page(answer.read().decode()))
+            fault = "" if page else "no page of metrics"
+        except (OSError, ValueError, HTTPException) as error:  # no server, or no page of metrics
             page, fault = [], str(error) or type(error).__name__
         return cls(url, time.monotonic(), page, fault)
 

@@ -20,6 +20,7 @@ from r3channel.observe.stage_clock import STAGES, StageClock
 from r3channel.tools import top
 from r3channel.tools.run_model import FAULTS, Between, Fault, Look, faults_of, parse_page, urls_of
 from r3channel.tools.top import screen
+from tests.support.http_answers import Answering
 
 
 def look(metrics: Metrics, at_s: float) -> Look:
@@ -128,9 +129,13 @@ def test_a_process_is_shown_from_its_first_second(role: str, capsys: pytest.Capt
 
 
 def test_a_page_that_does_not_answer_is_a_fault_and_exit_status_1(capsys: pytest.CaptureFixture[str]) -> None:
-    down = "http://127.0.0.1:9/metrics"
-    assert top.run([down, "--once", "--every", "0.01"]) == 1
-    assert "127.0.0.1:9 does not answer: " in " ".join(capsys.readouterr().out.split())
+    answers = {"/metrics": (1000, b""), "/targets": (200, b'{"a": 1}')}  # neither is HTTP, or a list
+    with Answering(lambda path, _: answers[path]) as other:
+        for place in ("127.0.0.1:9", other.url.removeprefix("http://")):
+            for page in answers:
+                assert top.run([f"http://{place}{page}", "--once", "--every", "0.01"]) == 1
+                said = " ".join(capsys.readouterr().out.split())
+                assert f"{place}{page.removesuffix('/metrics')} does not answer: " in said
 
 
 def test_what_is_no_folder_of_targets_is_refused(tmp_path: Path) -> None:
