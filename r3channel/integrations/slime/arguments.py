@@ -39,8 +39,8 @@ def add_channel(parser: Any) -> Any:
         The parser.
     """
     config.add_arguments(parser)
-    for action in parser._actions:
-        action.help = re.sub("Default .*", _DEFAULTS.get(action.dest, r"\g<0>"), action.help or "")
+    for action in (action for action in parser._actions if action.dest in _DEFAULTS):
+        action.help = re.sub("Default .*", _DEFAULTS[action.dest], action.help)
     add_options(parser.add_argument_group("recordings of r3channel"), prefix="r3-")
     return parser
 
