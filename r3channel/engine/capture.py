@@ -36,19 +36,19 @@ def torch_id_dtype(spec: RoutingSpec) -> torch.dtype:
 
 
 def pair(ids_TK: torch.Tensor, weights_TK: torch.Tensor, *, out_TK: torch.Tensor) -> None:
-    """Pack each id and its weight into one int32.
+    """Pack each id and its weight into one int64.
 
-    The lower half holds the id; the upper half holds the bits of the weight as float16. The call launches two kernels, because
-    each layer of a pass pays for them.
+    The lower half holds the id as int32; the upper half holds the bits of the weight as float32. The call launches one kernel,
+    because each layer of a pass pays for it.
 
     Args:
         ids_TK: Expert ids.
         weights_TK: The weights of these ids. Columns beyond those of `ids_TK` are ignored.
-        out_TK: The int32 tensor that is written.
+        out_TK: The int64 tensor that is written.
     """
-    halves_TK2 = out_TK.view(torch.int16).unflatten(-1, (-1, 2))
-    halves_TK2[..., 0].copy_(ids_TK)
-    halves_TK2.view(torch.float16)[..., 1].copy_(weights_TK[:, : ids_TK.shape[1]])
+    # A complex number is such a pair; torch has no other kernel that writes two inputs beside each other into strided memory.
+    low_TK, high_TK = ids_TK.int().view(torch.float32), weights_TK[:, : ids_TK.shape[1]].float()
+    torch.complex(low_TK, high_TK, out=out_TK.view(torch.complex64))
 
 
 def weights_offset(spec: RoutingSpec) -> int:
@@ -68,7 +68,6 @@ class LayerSelection:
         self._layers: Any = slice(first, last + 1)
         if last + 1 - first != spec.num_moe_layers:
             self._layers = torch.tensor(spec.moe_layers, device=device)
-        self._takes_all = spec.num_moe_layers == spec.num_layers
 
     def targets(self, rows_RN: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return views of the ids and the weights in rows of bytes.
@@ -77,14 +76,14 @@ class LayerSelection:
             rows_RN: [R, bytes of a row] uint8.
 
         Returns:
-            A view of the ids, [R, L, K] in the id dtype. If the rows have room for weights, also a view of the bits of the
-            weights, [R, L, K] int16.
+            A view of the ids, [R, L, K] in the id dtype. If the rows have room for weights, also a view of the
+            weights, [R, L, K] float16.
         """
         spec, shape = self._spec, (self._spec.num_moe_layers, self._spec.top_k)
         ids_RLK = rows_RN[:, : spec.bytes_per_token].view(torch_id_dtype(spec)).unflatten(1, shape)
         if rows_RN.shape[1] == spec.bytes_per_token:
             return (ids_RLK,)
-        return ids_RLK, rows_RN[:, weights_offset(spec) :].view(torch.int16).unflatten(1, shape)
+        return ids_RLK, rows_RN[:, weights_offset(spec) :].view(torch.float16).unflatten(1, shape)
 
     def fill(self, targets: Sequence[torch.Tensor], captured_TAK: torch.Tensor) -> None:
         """Write a pass's rows into `targets`.
@@ -94,13 +93,11 @@ class LayerSelection:
             captured_TAK: Expert ids; pairs of ids and weights (`pair`) if `targets` has weights.
         """
         ids_TLK, *weights = targets
-        if not weights:
-            return self.narrow(captured_TAK, out=ids_TLK)
-        halves_TAH = captured_TAK.view(torch.int16)
-        # Narrowing a pair keeps its lower bits. On a CPU this is four times faster than copying every other half.
-        self.narrow(halves_TAH[..., ::2] if self._full_byte else captured_TAK, out=ids_TLK)
-        weights[0].copy_(halves_TAH[:, self._layers, 1::2])
-        return None
+        if weights:
+            weights[0].copy_(captured_TAK.view(torch.float32)[:, self._layers, 1::2])
+            # Narrowing a pair keeps its lower bits. On a CPU this is four times faster than copying every other half.
+            captured_TAK = captured_TAK.view(torch.int32)[..., ::2] if self._full_byte else captured_TAK
+        self.narrow(captured_TAK, out=ids_TLK)
 
     def narrow(self, expert_ids_TAK: torch.Tensor, *, out: torch.Tensor) -> None:
         """Write the ids of the MoE layers in the id dtype.
@@ -113,7 +110,7 @@ class LayerSelection:
             expert_ids_TAK: Ids of all decoder layers.
             out: [T, L, K] in the id dtype, on the same device.
         """
-        ids_TLK = expert_ids_TAK if self._takes_all else expert_ids_TAK[:, self._layers]
+        ids_TLK = expert_ids_TAK[:, self._layers]
         if self._full_byte:
             ids_TLK = ids_TLK.masked_fill((ids_TLK >> 8).any(-1, keepdim=True), -1)
         out.copy_(ids_TLK)

@@ -86,6 +86,10 @@ class FrameCapturer(RoutedExpertsCapturer):
         config = engine.engine_config
         tensors = tensors_of(config.token_tensors, self.spec)
         self.weighs = any(tensor.made_by == "router_weights" for tensor in tensors)
+        if self.weighs:  # an element holds a pair
+            self.device_cache.buffer = self.device_cache.buffer.long()
+            if hasattr(self, "gather_buffer"):
+                self.gather_buffer = self.gather_buffer.long()
         self._version = (weight_version(), parse_weight_version(weight_version()))
         self.request: Any = None
         """The request whose rows `get_topk` gathers."""
@@ -135,7 +139,7 @@ class FrameCapturer(RoutedExpertsCapturer):
         pairs_TK = self.device_cache.buffer[: len(topk_indices), layer_id]
         in_place = topk_indices.shape == pairs_TK.shape and not hasattr(self, "gather_buffer")
         if not in_place:  # ranks gather them first, or columns are added
-            pairs_TK = torch.empty_like(topk_indices, dtype=torch.int32)
+            pairs_TK = torch.empty_like(topk_indices, dtype=torch.int64)
         capture.pair(topk_indices, weights, out_TK=pairs_TK)
         return None if in_place else super().capture(layer_id, pairs_TK)
 

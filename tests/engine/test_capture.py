@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from examples.embedded.bench.operations import Operations
 from r3channel.engine import capture
 from r3channel.engine.refusals import parse_weight_version
 from r3channel.engine.retraction import Kept, KeptStore
@@ -63,8 +64,7 @@ def judged(spec: RoutingSpec, data: bytes) -> list[int]:
     kinds = [(span.start, span.end, span.kind) for span in frame.provenance]
     missing = [row for start, end, kind in kinds if kind is RowKind.MISSING for row in range(start, end)]
     assert np.flatnonzero(~frame.valid_T).tolist() == missing
-    expected = layer_digests(frame.ids(), first_row=0, valid_T=frame.valid_T)
-    assert np.array_equal(frame.digests_L, expected)
+    assert np.array_equal(frame.digests_L, layer_digests(frame.ids(), first_row=0, valid_T=frame.valid_T))
     return missing
 
 
@@ -111,8 +111,7 @@ def test_a_frame_holds_exactly_the_rows_it_was_built_from(spec: RoutingSpec, cod
     routing = frame.routing(sample_id="s")
     assert np.array_equal(routing.expert_ids_TLK, buffer[:, 1:].numpy())
     assert (frame.first_row, frame.sample_key, bool(frame.valid_T.all())) == (7, 99, True)
-    expected = layer_digests(routing.expert_ids_TLK, first_row=7)
-    assert np.array_equal(frame.digests_L, expected)
+    assert np.array_equal(frame.digests_L, layer_digests(routing.expert_ids_TLK, first_row=7))
 
 
 @pytest.mark.parametrize("hashed", [True, False], ids=["hashed", "plain"])
@@ -185,9 +184,13 @@ def test_weights_lie_with_their_ids_and_are_kept_with_them(spec: RoutingSpec, co
     buffer, (tensor,) = device_buffer(spec, 6), tensors_of("combine_weights", spec)
     # one more: of a shared expert
     weights = torch.rand(6, spec.num_layers, spec.top_k + 1, generator=torch.manual_seed(0))
-    pairs = torch.empty_like(buffer)
-    for layer in range(spec.num_layers):
-        capture.pair(buffer[:, layer], weights[:, layer], out_TK=pairs[:, layer])
+    pairs = torch.empty_like(buffer, dtype=torch.int64)
+    buffer[:, list(set(range(spec.num_layers)) - {*spec.moe_layers})] = -1  # bits of a NaN
+    with Operations() as operations:
+        for layer in range(spec.num_layers):
+            capture.pair(buffer[:, layer], weights[:, layer], out_TK=pairs[:, layer])
+    assert len(operations.names) == spec.num_layers, "a kernel a layer"
+    assert torch.equal(pairs.view(torch.int32)[..., ::2], buffer), "bit for bit"
     with numba(compiled):
         held = capture.SlotRows(spec, slots=8, weights=True)
     rows_TN = torch.empty(6, held.row_bytes, dtype=torch.uint8)
