@@ -17,16 +17,13 @@ from tests.support.children import ROOT, run
 from tests.support.waits import JOB_S
 
 pytestmark = [pytest.mark.dist, pytest.mark.full, pytest.mark.timeout(2 * JOB_S)]
-ON_A_CPU: dict[str, str] = dict.fromkeys(
-    ("imports", "staging", "capture_graph", "device_digests", "device_cost"), "not run"
-)
+ON_A_CPU: dict[str, str] = dict.fromkeys(("imports", "staging", "device_digests", "device_cost"), "not run")
 EMULATED = f"{ROOT}/tests/gpu/emulated:{ROOT}"
 CAPTURES = ("capture", "capture_weights", "capture_cost")
 ENDS = {
     **dict.fromkeys(("replay", "device"), "NeedsKernel: only a GPU has a profile of its own"),
     **dict.fromkeys(CAPTURES, "NeedsKernel: only a GPU has Triton's kernels"),
-    **dict.fromkeys(("group", "pair"), "only a GPU has NCCL"),
-    "capture_graph": "only a GPU has graphs",
+    **dict.fromkeys(("peers", "pair"), "only a GPU has NCCL"),
     "device_digests": "only a GPU has waits",
     "staging": "only a GPU has work that is under way",
 }
@@ -50,9 +47,8 @@ COSTS = [check.name for check in CHECKS if check.name.endswith("_cost")]
 ROWS = [check.name for check in CHECKS if check.name not in COSTS]
 
 
-@pytest.mark.parametrize(
-    "names", [pytest.param(ROWS, marks=pytest.mark.long, id="rows"), pytest.param(COSTS, id="costs")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("names", [ROWS, COSTS], ids=["rows", "costs"])
 def test_every_check_runs_in_small_without_a_gpu_or_says_why_not(names: list[str], tmp_path: Path) -> None:
     child = command(out := tmp_path / "gpu.json", "--device", "cpu", *names)
     assert child.returncode == 0, child.stdout + child.stderr

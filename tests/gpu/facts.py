@@ -18,7 +18,7 @@ from typing import Any
 ANSWER = "R3CHANNEL-GPU "
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 """The runtime's calls in which the host waits for the device."""
-FURTHER = ("cost", "weights", "digests", "graph")
+FURTHER = ("cost", "weights", "digests")
 """A check that is called `<module>_<this>` is that function of its module; others are its `check`."""
 
 

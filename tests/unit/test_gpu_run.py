@@ -65,7 +65,7 @@ def test_what_a_check_lacks_is_in_its_line_and_no_success(machine: dict[str, Any
 def test_what_proves_rows_right_comes_first_and_all_fit_into_the_limits() -> None:
     names = [check.name for check in command.CHECKS]
     costs = [name for name in names if name.endswith("_cost")]
-    assert names[:5] == ["replay", "capture", "capture_weights", "device", "group"]
+    assert names[:5] == ["replay", "capture", "capture_weights", "device", "peers"]
     assert names[-len(costs) :] == costs
     sums = [sum(one.limit_s for one in command.CHECKS if one.apart == apart) for apart in (False, True)]
     assert sums[0] <= command.LIMIT_S[False] == 540 and sums[1] <= command.LIMIT_S[True] == 600

@@ -27,6 +27,8 @@ from r3channel.relay.relay import Relay
 from r3channel.relay.send_buffers import HostPool
 from r3channel.trainer import relay_connection as member
 from r3channel.trainer.receiver import Receiver
+from r3channel.transport.base import Pending
+from r3channel.transport.process_group import ProcessGroupTransport
 from r3channel.transport.select import gpu_of
 from tests.gpu.checks.device import SPEC as LARGE
 from tests.gpu.checks.device import Steps
@@ -56,7 +58,21 @@ class Owner(RelayHost):
             setattr(row_server, "DeviceStaging", lambda device: HostPool())  # noqa: B010
         if stand_in:
             setattr(row_server, "gpu_of", lambda device: stand_in)  # noqa: B010
-        self.relay = Relay(SPEC, LAYOUT, config_of(transport))
+        self.relay, self._sends, start_send = (
+            Relay(SPEC, LAYOUT, config_of(transport)),
+            0,
+            ProcessGroupTransport.start_send,
+        )
+
+        def counted(group: ProcessGroupTransport, rank: int, data_N: torch.Tensor) -> Pending:
+            self._sends += 1
+            return start_send(group, rank, data_N)
+
+        setattr(ProcessGroupTransport, "start_send", counted)  # noqa: B010
+
+    def sends(self) -> int:
+        """How many sends a group was given so far."""
+        return self._sends
 
     def hello(self, **at: int) -> dict[str, Any]:
         return self.relay.hello(**at)

@@ -16,14 +16,12 @@ import numpy as np
 import torch
 
 from r3channel.config import EngineConfig
-from r3channel.engine.capture import LayerSelection
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.routing import RowKind
 from r3channel.wire.token_tensors import tensors_of
 from tests.gpu.facts import Facts, silence, words_of
-from tests.support import samples
 
 SPEC = RoutingSpec(num_layers=6, moe_layers=tuple(range(6)), num_experts=128, top_k=8)
 DEEP = replace(SPEC, num_layers=48, moe_layers=tuple(range(48)))
@@ -314,22 +312,3 @@ def timed(engine: Engine, graph: Any, capturer: Any, count: int, ends_us: list[f
     if stream is not None:
         torch.cuda.synchronize()
     return time.perf_counter() - begin
-
-
-def graph(device: str, facts: Facts) -> None:
-    """Narrowing is a part of a graph."""
-    selection, ids_TLK = LayerSelection(samples.SPEC, device=device), torch.from_numpy(samples.random_ids(8))
-    shape = 8, samples.SPEC.num_layers, samples.SPEC.top_k
-    buffer = torch.zeros(shape, dtype=torch.int32, device=device)
-    out_TLK = torch.empty(ids_TLK.shape, dtype=torch.uint8, device=device)
-    stream, recorded = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        selection.narrow(buffer, out=out_TLK)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(recorded):
-        selection.narrow(buffer, out=out_TLK)
-    buffer[:, list(samples.SPEC.moe_layers)] = ids_TLK.to(device).int()
-    recorded.replay()
-    torch.cuda.synchronize()
-    different = int((out_TLK.cpu() != ids_TLK).sum())
-    facts.expect("ids that differ", different, different == 0, "0")

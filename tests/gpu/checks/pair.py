@@ -17,6 +17,9 @@ from tests.gpu.checks.actor import receiver_of, relay_in, steps
 from tests.gpu.checks.device import SPEC, Steps, replay
 from tests.gpu.facts import Facts
 
+UNASKED_S = 0.5
+"""Rows are prepared in less, and would go now if nobody had to ask."""
+
 
 def check(device: str, facts: Facts) -> None:
     gpus = torch.cuda.device_count() if device == "cuda" else 0
@@ -46,7 +49,10 @@ def large(owner: Any, control: Any, transport: str, where: torch.device, facts: 
     receiver, sealed = receiver_of(control, transport, where, SPEC), Steps(mebibytes, shifts=(0,))
     receiver.join()
     for step in range(2):  # the first makes its memory
-        ticket, begin, cpu_s = owner.seal_large(step), time.monotonic(), time.process_time()
+        ticket, before = owner.seal_large(step), owner.sends()
+        time.sleep(UNASKED_S)
+        early = owner.sends() - before
+        begin, cpu_s = time.monotonic(), time.process_time()
         shard = receiver.receive(ticket)
         spent_s, cpu_s = time.monotonic() - begin, time.process_time() - cpu_s
         different = sealed.different(step, replay(shard, late=False))
@@ -54,4 +60,8 @@ def large(owner: Any, control: Any, transport: str, where: torch.device, facts: 
         facts.note("CPU of the receiving process, s/GB", cpu_s / shard.shard.nbytes * 1e9)
         facts.note("its seconds a GB", spent_s / shard.shard.nbytes * 1e9)
         owner.join_previous()
+        sends = early, owner.sends() - before
+        facts.expect(
+            f"step {step}: sends before READY, and in all", sends, sends[0] == 0 < sends[1], "0, and some"
+        )
     receiver.close()

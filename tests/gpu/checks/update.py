@@ -33,6 +33,10 @@ def sums_of(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     return {name: tensor_digest(cross_sums(tensor)) for name, tensor in tensors.items()}
 
 
+HEADER_BYTES = 64
+"""They lie before what torch shares (`map_alloc_alignment` of aten/src/ATen/MapAllocator.cpp)."""
+
+
 def counts_of(handles: list[list[Any]]) -> list[int]:
     """How many maps of each memory torch still counts: 1 when it is shared, 0 once its taker has given it up.
 
@@ -42,7 +46,7 @@ def counts_of(handles: list[list[Any]]) -> list[int]:
     for handle in handles:
         name, offset = bytes.fromhex(handle[4]).decode().strip("/"), int(handle[5])
         try:
-            found.append(int(np.memmap(f"/dev/shm/{name}", np.int64, "r")[offset]))
+            found.append(int(np.memmap(f"/dev/shm/{name}", np.int64, "r", offset=HEADER_BYTES)[offset]))
         except FileNotFoundError:
             found.append(0)
     return found
