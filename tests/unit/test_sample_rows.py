@@ -16,7 +16,14 @@ import numpy as np
 import pytest
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import FrameMissing, RoutingMissing, RowCountMismatch, StepError, StoreFull
+from r3channel.errors import (
+    ExpertIdInvalid,
+    FrameMissing,
+    RoutingMissing,
+    RowCountMismatch,
+    StepError,
+    StoreFull,
+)
 from r3channel.integrations.slime.sample_rows import START, Rows, SampleRows, names_at, rows_of
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
@@ -86,8 +93,7 @@ def test_the_rest_of_a_reply_goes_on_and_a_later_one_replaces_the_rows(rows: Sam
     sample.tokens += [1, 2, 3]
     rows.take(sample, meta("a", 12, seed=1))
     assert waiting(rows) == {"0.1"}
-    ticket = rows.seal(0, [sample], [[[0]]], steps=[1])
-    assert ticket.sample("0.1").tokens == 12
+    assert rows.seal(0, [sample], [[[0]]], steps=[1]).sample("0.1").tokens == 12
 
 
 class Passes:
@@ -129,8 +135,7 @@ def test_ten_turns_send_each_row_once_and_it_stays_the_one_of_the_pass_that_made
     ids_TLK = rows_here(rows.relay, told.sample_id)
     assert len(ids_TLK) == 9999
     for turn, (start, end) in enumerate(zip(starts, ends, strict=True), start=1):
-        made_TLK = random_ids(end - 1, seed=turn)
-        assert np.array_equal(ids_TLK[start : end - 1], made_TLK[start:])
+        assert np.array_equal(ids_TLK[start : end - 1], random_ids(end - 1, seed=turn)[start:])
 
 
 def test_a_request_asks_for_all_rows_where_those_that_are_here_are_not_of_its_tokens_or_not_sound(
@@ -209,8 +214,10 @@ def test_a_dumped_sample_holds_no_rows(rows: SampleRows) -> None:
 def test_ids_that_the_framework_decoded_itself_are_sealed(rows: SampleRows) -> None:
     dense_TLK = np.zeros((8, SPEC.num_layers, SPEC.top_k), np.int32)
     dense_TLK[:, list(SPEC.moe_layers)] = random_ids(8, seed=4)
-    ticket = rows.seal(0, [Sample(0, list(range(9)), dense_TLK)], [[[0]]], steps=[1])
-    assert ticket.samples[0].tokens == 9
+    assert rows.seal(0, [Sample(0, list(range(9)), dense_TLK)], [[[0]]], steps=[1]).samples[0].tokens == 9
+    dense_TLK[3] += 256  # uint8 would make other experts of them
+    with pytest.raises(ExpertIdInvalid, match="row 3"):
+        rows.seal(1, [Sample(0, list(range(9)), dense_TLK)], [[[0]]], steps=[2])
 
 
 def test_replies_that_were_aborted_or_whose_samples_are_filtered_fail_nothing(rows: SampleRows) -> None:

@@ -289,7 +289,10 @@ class SampleRows:
         decoded, spec = getattr(sample, "rollout_routed_experts", None), self.relay.spec
         if decoded is None:
             return self._hand(sample, self.relay.add, {"meta_info": {}})
-        ids_TLK = np.asarray(decoded)[:, list(spec.moe_layers)].astype(spec.id_dtype)
+        wide_TLK = np.asarray(decoded)[:, list(spec.moe_layers)]
+        ids_TLK = wide_TLK.astype(spec.id_dtype)
+        # An id that wraps around would pass for another one. What stands instead is refused: no expert, or one that stands twice.
+        ids_TLK[(ids_TLK != wide_TLK).any(-1)] = np.iinfo(spec.id_dtype).max
         return self._hand(sample, self.relay.add_frame, encode_frame(spec, expert_ids_TLK=ids_TLK))
 
     # -- to the thread that keeps ----------------------------------------------------------------------------------

@@ -88,8 +88,7 @@ class ChannelActor(MegatronTrainRayActor):
             text = f"rollout {rollout_id} came without a ticket; expected one from r3channel's rollout manager. Was the job "
             raise StepError(text + "started with `r3channel slime`?")
         batches = rollout_data["micro_batch_indices"]
-        indices = by_microbatch(rollout_data["sample_indices"], batches)
-        names = names_at(ticket, parallel_coords().dp, indices)
+        names = names_at(ticket, parallel_coords().dp, by_microbatch(rollout_data["sample_indices"], batches))
         tokens = by_microbatch(_token_ids(rollout_data["tokens"]), batches)
         version = self.weight_updater.weight_version
         with channel.step(ticket, tokens=tokens, samples=names, version=version) as self._step:

@@ -93,8 +93,7 @@ def stage_tensors(updater: Any) -> Iterator[tuple[str, torch.Tensor]]:
     mpu = common.mpu
     first = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
     updater._is_pp_src_rank = first and mpu.get_tensor_model_parallel_rank() == 0
-    chunks = chain(updater._iter_non_expert_chunks(), updater._iter_expert_chunks())
-    return chain.from_iterable(chunks)
+    return chain.from_iterable(chain(updater._iter_non_expert_chunks(), updater._iter_expert_chunks()))
 
 
 def shards(args: Namespace, model: Any, model_name: str) -> list[Shard]:
