@@ -284,3 +284,4 @@ class _Served:
         self._say(wire.GROUP, **asdict(replace(ours, rank=1)))
         with self._delivery.staging.on_device():
             self._group = join(ours, timeout_s=config.join_timeout_s)
+        self._group.alive = partial(getattr, self._link, "alive")

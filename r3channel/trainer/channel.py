@@ -147,11 +147,9 @@ class TrainerChannel:
         if version is not None:
             self._hold_against(shard, version)
         audit = RoutingAudit(
-            step=ticket.step,
-            microbatches=shard.num_microbatches,
-            count=self.config.audit_microbatches,
+            step=ticket.step, microbatches=shard.num_microbatches, count=self.config.audit_microbatches,
             counted_rows=shard.counted_rows,
-        )
+        )  # fmt: skip
         self.shard = shard
         try:
             with self.driver.step(shard, step=ticket.step, audit=audit) as step:
@@ -233,11 +231,9 @@ class TrainerChannel:
     def _figures_of(self, shard: RankShard, spent: dict[str, float]) -> dict[str, float]:
         waited = sum(spent.get(stage, 0.0) for stage in ROUTING_WAITS)
         figures = {
-            "wait_s": waited,
-            "hand_on_s": spent.get("rebroadcast", 0.0),
-            "landed_bytes": len(shard.data_N),
+            "wait_s": waited, "hand_on_s": spent.get("rebroadcast", 0.0), "landed_bytes": len(shard.data_N),
             "live_rows": sum(shard.live_counts().values()),
-        }
+        }  # fmt: skip
         if shard.tp == 0:
             way_s = sum(spent.get(stage, 0.0) for stage in _WAY)
             # over a process group no rows come ahead of their step

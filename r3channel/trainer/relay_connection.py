@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from typing import Any, Protocol
 
 from xxhash import xxh3_64_intdigest
@@ -157,10 +158,10 @@ class RelayConnection:
     def close(self) -> None:
         """Leave for good and end a receive on another thread; idempotent."""
         self._closed.set()
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-        self._leave()
+        group, self._group = self._group, None
+        self._leave()  # first: then the relay leaves the group, too, and NCCL's shutdown waits for both
+        if group is not None:
+            group.close()
         with suppress(Exception):  # the relay may have ended before; a control may raise anything
             self.list_page(ended=True)
 
@@ -305,8 +306,9 @@ class RelayConnection:
         # The group has two members: this rank and the relay.
         self._say(wire.GROUP, gpu=gpu_of() if TRANSPORTS[self._config.transport].needs_gpu else "")
         values = self._hear(wire.GROUP, deadline_s, names=_PLACE)
-        rendezvous = Rendezvous(**{name: values[name] for name in _PLACE})
-        self._group = join(rendezvous, timeout_s=_seconds_left(deadline_s))
+        where = {name: values[name] for name in _PLACE}
+        self._group = join(Rendezvous(**where), timeout_s=_seconds_left(deadline_s))
+        self._group.alive = partial(getattr, self._link, "alive")
 
     def _recv(self, out_N: memoryview, deadline_s: float) -> None:
         self._open().recv_into(out_N, timeout_s=self._limit(deadline_s))

@@ -52,8 +52,10 @@ class RouterDigestCheck:
         self._on_device: dict[int, TorchRuns] = {}
         self._noted = list[tuple[int, int, torch.Tensor]]()
         """Micro-batch, index of the first layer, and where digests differ: [layer, sample] bool."""
-        self._ahead: dict[int, tuple[set[int], torch.Tensor]] = {}
-        """Micro-batch -> layers that were checked and not handed out since, and the widened ids of all layers."""
+        cut = partial(ticket.layout.chunk_layers, ticket.spec, pp=shard.key[1])
+        self._chunks = [cut(chunk=chunk) for chunk in range(ticket.layout.vpp)]
+        self._ahead: dict[int, dict[int, torch.Tensor]] = {}
+        """Micro-batch -> layers that were checked and not handed out since -> their ids, widened."""
         self.checked = self.different = 0
         """Digests so far, each of a sample's rows in one layer and pass; `different` is counted where a difference is raised."""
         self._first = np.cumsum([0, *(len(batch.sample_ids) for batch in shard.microbatches)])
@@ -90,13 +92,17 @@ class RouterDigestCheck:
         if ids_RK.data_ptr() != rows_LRK[index].data_ptr():  # kept for a recompute
             self._note(microbatch, index, ids_RK[None])
             return ids_RK.to(dtype)
-        ahead, wide_LRK = self._ahead.get(microbatch, (set[int](), rows_LRK))
+        ahead = self._ahead.get(microbatch, {})
         if layer not in ahead:
-            self._note(microbatch, 0, rows_LRK)
-            ahead, wide_LRK = {*self._shard.layers}, rows_LRK.to(dtype)
+            # a pass runs the layers of one chunk
+            own = next(layers for layers in self._chunks if layer in layers)
+            first = self._shard.layers.index(own[0])
+            self._note(microbatch, first, rows_LRK[first : first + len(own)])
+            ahead = dict(zip(own, rows_LRK[first : first + len(own)].to(dtype), strict=True))
+        wide_RK = ahead.pop(layer)
         # Kept for one micro-batch only: a pass that leaves layers out (recompute of some) would keep the whole step widened.
-        self._ahead = {microbatch: (ahead - {layer}, wide_LRK)} if len(ahead) > 1 else {}
-        return wide_LRK[index]
+        self._ahead = {microbatch: ahead} if ahead else {}
+        return wide_RK
 
     def _checked_on_host(
         self, microbatch: int, index: int, ids_RK: torch.Tensor, wide_RK: torch.Tensor

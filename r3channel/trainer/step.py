@@ -291,11 +291,11 @@ class ReplayStep:
         The router's own padding mask does not fit its counts (`_apply_expert_bias` up to 0.19.2).
         """
         of, padding_N = self._padding
-        if padding_N is None or (of, padding_N.dtype) != (microbatch, counts_E.dtype):
-            padding_R = self._routing.padding_rows(microbatch)
-            padding_N = padding_R[:, None].expand_as(ids_RK).to(counts_E.dtype).flatten()
+        if padding_N is None or of != microbatch:
+            padding_N = self._routing.padding_rows(microbatch)[:, None].expand_as(ids_RK).flatten().float()
             self._padding = microbatch, padding_N
-        counts_E.index_add_(0, ids_RK.flatten(), padding_N, alpha=-1)
+        # Megatron's `Float16Module` casts the counts, too, and bfloat16 has no 511: there each -1 alone would be lost.
+        counts_E.copy_(counts_E.float().index_add_(0, ids_RK.flatten(), padding_N, alpha=-1))
 
     def _call(self, handle: RouterHandle) -> RouterCall:
         call = self._running.get(handle.chunk)

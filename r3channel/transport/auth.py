@@ -119,5 +119,4 @@ def is_authorized(header: str | None, token: str) -> bool:
     >>> is_authorized("Bearer abc", "abc"), is_authorized("Bearer abd", "abc"), is_authorized(None, "abc")
     (True, False, False)
     """
-    expected = f"Bearer {token}".encode()
-    return hmac.compare_digest((header or "").encode("utf-8", "surrogateescape"), expected)
+    return hmac.compare_digest((header or "").encode("utf-8", "surrogateescape"), f"Bearer {token}".encode())

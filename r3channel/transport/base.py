@@ -12,6 +12,7 @@ transport can detect.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -58,6 +59,9 @@ class Pending(Protocol):
 
 class Transport(ABC):
     """Point-to-point bytes within one connection."""
+
+    alive: Callable[[], bool] = staticmethod(lambda: True)
+    """Whether the peer is there; asked while NCCL is waited for, which between GPUs of one node is not told of a peer's end."""
 
     @abstractmethod
     def start_send(self, dst: int, data_N: torch.Tensor) -> Pending:

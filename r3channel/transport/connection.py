@@ -108,8 +108,7 @@ class Connection:
         if not 0 <= kind < 256 or len(body) > MAX_RECORD_BYTES:
             text = f"record of kind {kind} and {len(body)} bytes; expected 0 to 255 and <= {MAX_RECORD_BYTES}"
             raise UsageError(text)
-        head = _HEAD.pack(_MAGIC, kind, len(body), _digest(kind, body))
-        self.send((head, body), timeout_s=timeout_s)
+        self.send((_HEAD.pack(_MAGIC, kind, len(body), _digest(kind, body)), body), timeout_s=timeout_s)
 
     def recv_record(self, *, timeout_s: float | None) -> tuple[int, bytes]:
         """Receive the kind and the body of the next record.

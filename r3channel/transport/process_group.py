@@ -250,7 +250,7 @@ class ProcessGroupTransport(Transport):
             raise TransportError(f"{self._name}: the group was abandoned; cannot {operation.what}")
         try:
             if self._nccl:
-                wait_nccl(work, begin + timeout_s)
+                wait_nccl(work, begin + timeout_s, self.alive)
             else:
                 work.wait(timedelta(seconds=timeout_s))
         except (RuntimeError, dist.DistError) as error:
@@ -345,7 +345,7 @@ def nccl_group(store: Store, rank: int, world_size: int, *, of_a_pair: bool) -> 
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
-def wait_nccl(work: Any, deadline: float) -> None:
+def wait_nccl(work: Any, deadline: float, alive: Callable[[], bool] = lambda: True) -> None:
     """Wait until the host knows that the work is done.
 
     The work's own wait orders streams only.
@@ -353,13 +353,14 @@ def wait_nccl(work: Any, deadline: float) -> None:
     Args:
         work: what an operation of an NCCL group returned.
         deadline: time.monotonic() seconds.
+        alive: whether the peer is still there.
 
     Raises:
-        RuntimeError: the work was not done by `deadline`.
+        RuntimeError: the work was not done by `deadline`, or the peer has left.
     """
     while not work.is_completed():
-        if time.monotonic() > deadline:
-            raise RuntimeError("timed out: not completed by the deadline")
+        if (late := time.monotonic() > deadline) or not alive():
+            raise RuntimeError("timed out: not completed by the deadline" if late else "the peer has left")
         time.sleep(_POLL_S)
     work.wait()
 

@@ -153,12 +153,12 @@ def test_one_changed_id_is_named_before_the_step_ends(
         assert (refusal.value.ranks, refusal.value.step) == ((rank.shard.key,), step.ticket.step)
 
 
-def two_samples(layers: int = 2) -> RankShard:
+def two_samples(layers: int = 2, layout: str = "") -> RankShard:
     """Two micro-batches of one sample each, as on a GPU."""
     names, spec = ("a", "b"), sparse(layers, experts=128, top_k=8)
     samples = [TicketSample(name, 9, 0, 0, ()) for name in names]
     assignment = Assignment.given([[[name] for name in names]])
-    ticket = Ticket("run", 1, spec, TrainerLayout(), assignment, samples, 1 << 20)
+    ticket = Ticket("run", 1, spec, TrainerLayout.parse(layout), assignment, samples, 1 << 20)
     ids = {name: random_ids(8, spec=spec, seed=seed) for seed, name in enumerate(names)}
     (rank,) = ranks_of(step := Step(ticket, ids, 0), step.shards[0])
     rank.digests._host_SL = None
@@ -181,6 +181,16 @@ def test_a_device_keeps_one_micro_batch_widened_whatever_layers_a_pass_leaves_ou
         assert list(rank.digests._ahead) == [index]
     rank.check_digest(1, 1, rank.layer_ids(1, 1))
     assert rank.digests._ahead == {}
+
+
+def test_a_device_widens_and_checks_the_layers_of_the_chunk_that_runs() -> None:
+    rank = two_samples(8, "pp=2,vpp=2")
+    rank.layer_ids(1, 5)[0] += 1
+    for index, layer in ((index, first + more) for first in (0, 4) for index in (0, 1) for more in (0, 1)):
+        wide = rank.check_digest(index, layer, ids := rank.layer_ids(index, layer))
+        assert torch.equal(wide, ids) and wide.untyped_storage().nbytes() == 2 * wide.nbytes
+    with pytest.raises(DigestMismatch, match=r"decoder layer 5.*of samples \['b'\]"):
+        rank.verify()
 
 
 @pytest.mark.parametrize(

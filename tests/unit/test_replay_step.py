@@ -11,6 +11,7 @@ import math
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -167,6 +168,19 @@ def test_backward_passes_in_any_order_take_their_own_ids(wrap: Any, loss_of: Any
         forward = model.router.used
         (losses[0] + losses[1]).backward()  # the newest first
         assert model.router.used[2:] == forward[::-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_is_taken_out_of_counts_that_are_large(dtype: torch.dtype) -> None:
+    model, routing, counts = Model(), Routing(live=False), torch.full((EXPERTS,), 512, dtype=dtype)
+    setattr(routing, "padding_rows", lambda _: torch.ones(ROWS, dtype=torch.bool))  # noqa: B010
+    own = {0: replace(handle(model.router), counts=lambda: counts)}
+    with closing(ReplayDriver(own, [model], spec=SPEC)) as driver, driver.step(routing, step=0) as step:
+        for index in range(2):
+            with step.microbatch(index):
+                output = model(rows(index))
+            output.sum().backward()
+    assert counts.tolist() == [512 - ROWS] * 4 + [512] * 4
 
 
 def test_an_output_whose_backward_would_begin_unnoticed_is_refused() -> None:

@@ -157,15 +157,10 @@ def _handle(chunk: int, layer: int, module: Any, *, index: float) -> RouterHandl
             "was moe_enable_routing_replay set after the model was built?"
         )
     return RouterHandle(
-        layer=layer,
-        chunk=chunk,
-        module=module,
-        replay=module.router_replay,
-        top_k=module.topk,
-        num_experts=module.config.num_moe_experts,
-        recomputed=_is_recomputed(module.config, index),
+        layer=layer, chunk=chunk, module=module, replay=module.router_replay, top_k=module.topk,
+        num_experts=module.config.num_moe_experts, recomputed=_is_recomputed(module.config, index),
         counts=lambda: module.local_tokens_per_expert,  # for the update of the expert bias
-    )
+    )  # fmt: skip
 
 
 def _is_recomputed(config: Any, index: float) -> bool:
