@@ -343,8 +343,7 @@ def deal(loads_R: np.ndarray, batch: Batch) -> np.ndarray:
     items_H = np.maximum(below_H, -1) + 1  # at most: those below the level, and one more
     who = np.repeat(np.arange(len(holders_H)), items_H)
     nth = np.arange(len(who)) - np.repeat(np.cumsum(items_H) - items_H, items_H)
-    levels = held_H[who] + nth * nbytes
-    senders = who[np.lexsort((who, levels))[:count]]
+    senders = who[np.lexsort((who, held_H[who] + nth * nbytes))[:count]]
     loads_R[holders_H] += np.bincount(senders, minlength=len(holders_H)) * nbytes
     return holders_H[senders]
 

@@ -265,10 +265,12 @@ class JointGroup:
             return self._send(update, shards, deadline)
         except BaseException as error:
             self.leave()  # at once: others wait for this one
-            if not isinstance(error, TransportError):
+            if not isinstance(error, (TransportError, TimeoutError)):
                 raise
             why = "" if self._partner is None else f"; {_ask_reason(self._partner)}"
-            raise TransportError(f"the joint group has ended{why}: {error}") from error
+            raise TransportError(
+                f"the joint group has ended{why}: {str(error) or 'no connection'}"
+            ) from error
 
     def _send(self, update: int, shards: Sequence[torch.Tensor], deadline: Deadline) -> int:
         assert self._joining is not None
@@ -290,7 +292,9 @@ class JointGroup:
             self._partner = link = self._links[to]
             head, (flat,) = link.seal(update, 0, link.buckets[0][number], shards, rooms[turn % _DEPTH])
             link.link.send_record(LANDS, head, timeout_s=min(deadline.left_s(), most_s))
-            pending.append((link, wire.start_send(self._ranks.size + to, flat.view(torch.uint8))))
+            # NCCL connects in its first send, which waits for the partner and would not end without it.
+            sending = background(partial(wire.start_send, self._ranks.size + to, flat.view(torch.uint8)))
+            pending.append((link, sending.result(min(deadline.left_s(), most_s))))
             sent += flat.nbytes
         finish(0)
         return sent

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -50,7 +50,7 @@ class _Stage:
     """One update on its way, over all links."""
 
     update: int = -1
-    digests: dict[str, str] = field(default_factory=dict)
+    digests: dict[str, str] | None = None
     """By parameter, once everything has been placed."""
     came: int = 0
     """The number of items placed."""
@@ -131,6 +131,7 @@ class Hold:
         A link's own thread must not call it.
         """
         self._joint.close("the session has ended")
+        self._joint = JointReceiver()  # the other one's memory goes with its last thread
         for link in self._links:
             link.close()
         wait(self._threads, timeout=_CONNECT_S)
@@ -151,11 +152,13 @@ class Hold:
             self._joint.join()
 
     def _fill(self, copy: StagedCopy, model: torch.nn.Module) -> dict[str, Any]:
-        # present values stay where no tensor comes
+        # present values stay where no tensor comes; nothing that comes may meet a copy that is late
         for view, param in zip(copy.views, () if self._whole else model.parameters(), strict=not self._whole):
             view.copy_(param.detach().flatten())
         for place, constant in self._needs.padding:
             place.view(copy.views[place.param]).fill_(constant)
+        if any(view.is_cuda for view in copy.views):
+            torch.cuda.synchronize()
         compared = {part.param for part in self._learned.copied} if self._whole else self._needs.params
         return {"compared": len(compared), "summed": copy.summed}
 
@@ -189,6 +192,8 @@ class Hold:
                 elif kind == rank_link.BEGIN:
                     update, records, left_s = rank_link.LIMIT.unpack(body)
                     self._until_s, failure = time.monotonic() + left_s + _CONNECT_S, ""
+                    with self._lock:  # not at the first record: a rank that takes nothing gets none
+                        self._stage = _Stage(update) if update > self._stage.update else self._stage
                     self._joint.begin(update, number, records)
                 elif kind in (rank_link.DATA, rank_link.PLACED, rank_link.LANDS):
                     self._place(number, link, kind, table, places, body, copy)
@@ -217,14 +222,13 @@ class Hold:
         with self._lock:
             stage = self._stage
             late = update < stage.update  # others have gone on to the next update
-            if not late and (stage.update != update or stage.digests):
+            if not late and stage.digests is not None:
                 self._stage = stage = _Stage(update)  # whatever was staged before is void
         entries, seen = table[first : first + count], xxhash.xxh3_64()
         if len(entries) != count:
             raise ValueError(f"entries {first} to {first + count} of {len(table)}")
         if (first, count) not in places:
-            runs = rank_link.runs_of(entries, self._needs, copy.views)
-            places[first, count] = [run.view for run in runs]
+            places[first, count] = [run.view for run in rank_link.runs_of(entries, self._needs, copy.views)]
         views = places[first, count]
         if kind == rank_link.LANDS:
             self._land(number, update, views, seen)
@@ -292,7 +296,7 @@ class Hold:
             WeightsError: The update is not staged and verified here, a parameter is not what it was, or experts have moved.
         """
         stage, copy = self._stage, self._copy()
-        if stage.update != update or not stage.digests or copy is None:
+        if stage.update != update or stage.digests is None or copy is None:
             raise WeightsError(f"update {update} is not staged and verified here; {stage.update} is staged")
         if moved := self._learned.moved_experts():
             self.close()  # so that the next update learns anew
@@ -321,7 +325,7 @@ class Hold:
             return
         copy.change_over(targets)
         derive(model, self._learned)
-        self._serving = version, self._stage.digests, targets
+        self._serving = version, self._stage.digests or {}, targets
 
     def _compare(self, model: torch.nn.Module, views: Sequence[torch.Tensor]) -> None:
         params, at = list(model.named_parameters()), {part.tensor: part.param for part in self._needs.parts}

@@ -155,9 +155,9 @@ class TrainerRanks:
             if (self.update, self.rank) in self._failed or update not in (0, self.update):
                 return
             self._failed[self.update, self.rank] = error
+            head = _HEAD.pack(self.update, self._step, self.rank)
             self._changed.notify_all()
         failure = {"kind": type(error).__name__, "why": str(error), "engines": getattr(error, "engines", ())}
-        head = _HEAD.pack(self.update, self._step, self.rank)
         self._pass_on(FAILED, head, json.dumps(failure).encode(), came_from=self.rank)
 
     def check(self) -> None:

@@ -188,7 +188,7 @@ def handle_order(receiver: Receiver, manager: Any, model: torch.nn.Module, names
     """
     begun = FOUND_OPEN if getattr(manager, "_session", None) is not None else ""
     if RELEASED in manager.offload_tags:
-        return False, f"{begun}the engine has released the memory of its weights; resume it first"
+        return False, f"{begun}{UNTOUCHED}the engine has released the memory of its weights; resume it first"
     try:
         receiver.order(model, json.loads(names[0]))
     except Exception as error:
@@ -214,14 +214,15 @@ def update(original: Any, manager: Any, recv_req: Any) -> Any:
 
     A commit gets begin and end. An order that loads nothing gets neither. Other updates pass unchanged.
     """
-    if recv_req.load_format == OPEN_FORMAT:
+    if recv_req.load_format not in (OPEN_FORMAT, COMMIT_FORMAT):
+        return original(manager, recv_req)
+    # a commit into released memory would have nothing to write to: it is answered as an order is there
+    if recv_req.load_format == OPEN_FORMAT or RELEASED in manager.offload_tags:
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
 
         model = manager.tp_worker.model_runner.weight_updater.get_model()
         done, message = handle_order(_own(), manager, model, recv_req.names)
         return UpdateWeightsFromDistributedReqOutput(success=done, message=message)
-    if recv_req.load_format != COMMIT_FORMAT:
-        return original(manager, recv_req)
     begun = manager.begin_weight_update(recv_req).success  # of the request only `selector` is read
     done = original(manager, recv_req)
     if done.success or FLUSH_REFUSED in done.message or (begun and UNTOUCHED in done.message):

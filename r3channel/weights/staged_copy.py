@@ -112,8 +112,7 @@ def free_bytes(root: Path = Path("/")) -> int:
 
 
 def _values(path: Path, name: str) -> list[int]:
-    lines = map(str.split, _text(path).splitlines())
-    return [int(words[1]) for words in lines if words[:1] == [name]]
+    return [int(words[1]) for words in map(str.split, _text(path).splitlines()) if words[:1] == [name]]
 
 
 def _text(path: Path) -> str:
@@ -202,11 +201,11 @@ def gpu_lacks(nbytes: int, device: torch.device, wire: Wire) -> str:
         return f'wire="{wire}" asks for a GPU, and this engine is on {device}: take "shared_memory", "gloo" or "tcp"'
     torch.cuda.ipc_collect()  # frees an earlier copy that its trainers have unmapped
     torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info(device)[0]
+    free = torch.cuda.mem_get_info(device)[0] * 4 // 5  # the engine needs some of the memory, too
     if nbytes <= free:
         return ""
     remedy = 'lower --mem-fraction-static, release the KV cache, or take wire="shared_memory"'
-    return f"a staged copy needs {nbytes:,} bytes, {free:,} are free on {device}: {remedy}"
+    return f"a staged copy needs {nbytes:,} bytes, {free:,} are to be had on {device}: {remedy}"
 
 
 def ipc_handle(flat: torch.Tensor) -> list[Any]:
@@ -392,7 +391,8 @@ def _copy(target: torch.Tensor, staged: torch.Tensor) -> str:
 def _into_device(lanes: list[_Lane], target: torch.Tensor, staged: torch.Tensor) -> str:
     stream, slot_N = lane = lanes.pop()  # there are as many as threads
     blocks = (flat.view(torch.uint8).split(_SLOT_BYTES) for flat in (target, staged))
-    with torch.cuda.stream(stream):
+    # A pool's thread begins on GPU 0; `stream` alone would go back there, and make a context on somebody else's GPU.
+    with torch.cuda.device(target.device), torch.cuda.stream(stream):
         for new_N, kept_N in zip(*blocks, strict=True):
             if slot_N is not None:
                 stream.synchronize()  # what it held has left; the other thread fills its own meanwhile

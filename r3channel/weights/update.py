@@ -346,14 +346,14 @@ class Staged(Update):
                 "`allreduce` mark)"
             )
         self._run.report.verified = sum(link.compared for link in handle.ranks)
-        if self._config.verify and not self._run.report.loaded:
-            self._run.checksums = {str(n): [own for _, own in sums] for n, (_, sums) in self._coming.items()}
 
     def _commit(self, handle: EngineHandle, left_s: float) -> None:
         order = {"op": "commit", "session": self._planner.session, "update": self._ranks.update}
         flush = self._config.pause != "in_place"
         handle.change_over(order | {"version": self._version}, self._version, flush, left_s)
         self._planner.committed = {n: ("was committed", sums) for n, (_, sums) in self._coming.items()}
+        if self._config.verify and not self._run.report.loaded:
+            self._run.checksums = {str(n): [own for _, own in sums] for n, (_, sums) in self._coming.items()}
 
 
 class Grouped(Staged):
@@ -382,8 +382,8 @@ class Grouped(Staged):
 
     def _undo(self, handle: EngineHandle, left_s: float) -> None:
         with suppress(errors.R3Error):  # an engine that serves may have no call of a group under way
-            self._regroup(handle, left_s, {})
-        handle.undo(left_s)
+            self._regroup(handle, left_s / 2, {})
+        handle.undo(left_s / 2)
 
 
 def _at_once(handle: EngineHandle, call: Callable[[RankLink], T]) -> list[T]:

@@ -94,8 +94,7 @@ def test_an_engine_of_float8_weights_refuses_others_by_name(expected: str | None
     engine = FakeEngine(receives={key: tensor.clone() for key, tensor in held.items()})
     with session(engine, expected=expected) as sync:
         said = rf"keeps {name} float8_e4m3fn\[8, 8\].* bfloat16\[8, 8\].*Give float8 with its scales"
-        plain = torch.full((8, 8), 0.5).bfloat16()
-        refused(sync, 1, said, [(name, plain)])
+        refused(sync, 1, said, [(name, torch.full((8, 8), 0.5).bfloat16())])
         assert torch.equal(engine.tensors[name].float(), held[name].float()) and not engine.paused
         scaled = held | {name: torch.full((8, 8), 2.0).to(torch.float8_e4m3fn)}
         give(sync, 1, scaled.items())
@@ -125,6 +124,10 @@ def test_a_session_that_expects_nothing_gives_a_part_of_the_model() -> None:
         give(sync, 1, half.items())
         assert torch.equal(engine.tensors[NAMES[0]], half[NAMES[0]])
         assert torch.equal(engine.tensors[NAMES[7]], weights(0)[NAMES[7]])
+    with session(engine, expected=None) as sync:  # of which this engine has nothing
+        for version in (2, 3):
+            assert give(sync, version, {"other": torch.ones(2)}.items()).skipped == ("other",)
+        assert torch.equal(engine.tensors[NAMES[0]], half[NAMES[0]])
 
 
 @pytest.mark.parametrize("staged", [True, False])
@@ -226,8 +229,7 @@ def test_padding_without_weights_becomes_what_the_loader_makes_it(monkeypatch: p
     monkeypatch.setattr(Model, "load_weights", load)
     before = {name: tensor.clone() for name, tensor in engine.tensors.items()}
     with session(engine) as sync:
-        spoiled = [(name, tensor * float("nan")) for name, tensor in given(1)]
-        refused(sync, 1, "NaN", spoiled)
+        refused(sync, 1, "NaN", [(name, tensor * float("nan")) for name, tensor in given(1)])
         assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in before.items())
         for version in (1, 2, 3):  # the second one's staged copy is what the engine held at first
             give(sync, version, given(version))

@@ -141,7 +141,7 @@ def test_a_gpu_gets_a_locked_copy_or_two_locked_buffers_in_turn_and_finds_what_i
         cudaHostRegister=lambda at, size, _: held.update({at: size}) or 0, cudaHostUnregister=held.pop
     )
     fakes: dict[str, Any] = {"cudart": lambda: runtime, "stream": nullcontext, "synchronize": arrive}
-    fakes["Stream"] = lambda _: SimpleNamespace(synchronize=arrive)
+    fakes |= {"Stream": lambda _: SimpleNamespace(synchronize=arrive), "device": nullcontext}
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     randint = torch.randint
