@@ -119,7 +119,7 @@ def r3_number(r3_recording: Recording, request: pytest.FixtureRequest) -> int:
     A test runs with each recorded step, unless the marker names one.
     """
     _, named = _find_recording(request.node)
-    return int(getattr(request, "param", r3_recording.steps[-1] if named is None else named))
+    return int(getattr(request, "param", max(r3_recording.steps, default=0) if named is None else named))
 
 
 @pytest.fixture
@@ -133,8 +133,7 @@ def r3_step(
     from r3channel.plan.layout import TrainerLayout
     from r3channel.recordings.consumed import fit
 
-    layout = None if r3_layout is None else TrainerLayout.parse(r3_layout)
-    step = fit(r3_recording.step(r3_number), layout)
+    step = fit(r3_recording.step(r3_number), None if r3_layout is None else TrainerLayout.parse(r3_layout))
     for what in step.untested:
         request.node.user_properties.append((_UNTESTED, f"step {step.number}, {step.ticket.layout}: {what}"))
     return StepUnderTest(step)

@@ -226,8 +226,7 @@ class ChannelSending:
 
     @property
     def bytes_sent(self) -> int:
-        sent = self.relay.metrics.value("r3channel_bytes_total", leg="wire_sent")
-        return round(sent / (self._step + 1))
+        return round(self.relay.metrics.value("r3channel_bytes_total", leg="wire_sent") / (self._step + 1))
 
 
 def add_bodies(relay: Relay, bodies: dict[str, bytes]) -> None:

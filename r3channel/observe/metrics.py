@@ -176,8 +176,7 @@ class Metrics:
         The value is 0.0 for one that was never touched.
         """
         metric = _metric(name, "counter", "gauge")
-        key = self._key(metric, labels)
-        return self._read(metric).get(key, 0.0)
+        return self._read(metric).get(self._key(metric, labels), 0.0)
 
     def serve(self, host: str = "127.0.0.1", port: int = 0, *, folder: str = "") -> int:
         """Serve /metrics from a daemon thread and log where.

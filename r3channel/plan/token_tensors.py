@@ -155,8 +155,7 @@ def read_slot(shard: Shard, tensor: TokenTensor, data_N: Values) -> Iterator[tup
     if not tensor.by_layer:
         yield from read_tensor(shard, tensor, data_N)
         return
-    ends = accumulate(map(shard.slot_rows, range(len(shard.microbatches))), initial=0)
-    for first, last in pairwise(ends):
+    for first, last in pairwise(accumulate(map(shard.slot_rows, range(len(shard.microbatches))), initial=0)):
         yield np.arange(last - first + 1), np.frombuffer(data_N, tensor.entry)[first:last]
 
 

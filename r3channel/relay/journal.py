@@ -95,8 +95,7 @@ class Journal:
             StoreFull: There is no room for the note.
         """
         body = json.dumps(values).encode()
-        tail = _TAIL.pack(len(body), xxhash.xxh3_64_intdigest(body))
-        self._append(self._frame(ref), body + tail)
+        self._append(self._frame(ref), body + _TAIL.pack(len(body), xxhash.xxh3_64_intdigest(body)))
 
     def delete_frames(self, refs: Iterable[int]) -> None:
         """Delete the files of frames, the newest first.

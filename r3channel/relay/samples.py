@@ -159,8 +159,7 @@ class Samples:
             How many samples were removed.
         """
         with self.changed:
-            free = [name for name in sample_ids if not self.table.unknown([name])]
-            gone = self.table.remove(free)
+            gone = self.table.remove([name for name in sample_ids if not self.table.unknown([name])])
             self.changed.notify_all()
         self.let_go(gone, outcome=outcome)
         return len(gone)

@@ -166,8 +166,7 @@ def test_a_byte_that_changes_at_rest_is_laid_to_its_sample(
     # and what the message says helps
     assert relay.abandon(0) == 4 and relay.discard(["b", "d"]) == 2
     add(relay, "b", "d")
-    shards = receive(receivers_of(relay), relay.seal(1, ticket.assignment))
-    assert wrong_rows(shards) == 0
+    assert wrong_rows(receive(receivers_of(relay), relay.seal(1, ticket.assignment))) == 0
 
 
 def failures(relay: Relay, ticket: Ticket) -> list[errors.R3Error]:
@@ -195,8 +194,7 @@ def add_turns(relay: Relay) -> None:
 def test_at_rest_only_rows_with_routing_count(make_relay: MakeRelay, spec: RoutingSpec, layout: str) -> None:
     relay = make_relay(layout, spec=spec, invalid_rows="live")
     add_turns(relay)
-    ticket = relay.seal(0, Assignment.given([[["s"]]]))
-    for shard in receive(receivers_of(relay), ticket):
+    for shard in receive(receivers_of(relay), relay.seal(0, Assignment.given([[["s"]]]))):
         hand(shard)
     relay.join_previous()
     add_turns(relay)

@@ -130,8 +130,7 @@ def test_a_receiver_that_hung_beyond_its_deadline_is_let_go_and_comes_again(make
     ticket = big_step(relay, 0)
     hung = hang(relay, ticket)
     until(lambda: not relay.status()["receivers"]["connected"])
-    patient = receivers_of(relay, ChannelConfig())[0]
-    hand(patient.receive(ticket))
+    hand(receivers_of(relay, ChannelConfig())[0].receive(ticket))
     hand(receivers_of(relay)[1].receive(ticket))
     relay.join_previous(timeout_s=SOON_S)
     hung.close()

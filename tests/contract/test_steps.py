@@ -75,8 +75,7 @@ def test_a_sample_that_grows_is_named(make_relay: MakeRelay, monkeypatch: pytest
     status = relay.status()
     assert (status["waiting"], status["pending"], status["steps"]) == (["a"], ["b"], {})
     deliver(relay, (1, draft_of("r1", 10, first_row=TOKENS - 1).encode().tobytes()))
-    ticket = relay.seal(0, each("a", "b"))
-    assert ticket.sample("a").tokens == TOKENS + 10
+    assert relay.seal(0, each("a", "b")).sample("a").tokens == TOKENS + 10
 
 
 def check_delivered(relay: Relay, ticket: Ticket) -> list[RankShard]:

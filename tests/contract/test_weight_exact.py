@@ -84,8 +84,7 @@ def test_ranks_send_in_one_group_in_one_order_and_who_dies_in_a_round_costs_that
         counts = [found["order"].count(ranks + engine) for found in results]
         assert came[: sum(counts)] == [who for who, _ in turns(engine, -1, counts, max(ranks, 3))]
     del results[1]
-    whole = sum(tensor.nbytes for tensor in weights(1).values())
-    assert results[0]["sent"] == len(engines) * whole / 2
+    assert results[0]["sent"] == len(engines) * sum(tensor.nbytes for tensor in weights(1).values()) / 2
     for found in results:
         assert found["spoiled"][0] == found["lost"][0] == "WeightUpdateFailed"
         assert re.search(r"holds NaN|joint group has ended; .*trainer rank \d", found["spoiled"][1]), found

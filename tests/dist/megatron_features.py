@@ -62,8 +62,7 @@ def test_mla_with_biased_sigmoid_groups_and_mtp_left_out(layout: TrainerLayout) 
 
 
 def test_a_mapped_mtp_layer_replays_too(layout: TrainerLayout) -> dict[str, Any]:
-    mapped = replace(layout, mtp=(3,))
-    with bench(mapped) as own:
+    with bench(replace(layout, mtp=(3,))) as own:
         assert list(own.driver.handles) == [1, 2, 3, 4]
         used(own.train(), own, "forward", "recompute")
         return {"mtp_loss": own.loss, "mtp_gradients": router_gradients(own)}
@@ -90,8 +89,7 @@ def test_recompute_of_some_layers_and_of_moe_modules_gives_the_same_gradients() 
     wanted: dict[str, torch.Tensor] = {}
     for kind, changes in kinds.items():
         with bench(mtp_num_layers=None, **changes) as own:
-            records = own.train()
-            again = Counter(r.layer for r in records if r.pass_name == "recompute")
+            again = Counter(r.layer for r in own.train() if r.pass_name == "recompute")
             assert again == Counter(dict.fromkeys(recomputed[kind], MICROBATCHES)), (kind, again)
             found = own.gradients()
             wanted = wanted or found
@@ -197,8 +195,7 @@ def test_rows_left_to_the_live_router_are_the_same_in_forward_and_recompute() ->
             assert np.array_equal(record.ids_RK[~live], wanted[~live])
         for layer in own.driver.handles:
             for index in range(MICROBATCHES):
-                again = choices["recompute", layer, index]
-                assert np.array_equal(choices["forward", layer, index], again)
+                assert np.array_equal(choices["forward", layer, index], choices["recompute", layer, index])
         for index, natural in first.items():
             found = np.sort(choices["forward", 1, index][live], axis=1)
             assert np.array_equal(found, np.sort(natural.numpy()[live], axis=1))

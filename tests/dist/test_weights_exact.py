@@ -72,8 +72,7 @@ def test_every_parameter_of_every_rank_equals_what_sglang_loads_itself(
     results = run_ranks(RANK, tmp_path / "ranks", job=job | {"manifest": manifest})
     whole = load_file(model_dir / "model.safetensors")
     experts = sum(t.numel() * (4 if dtype == "float32" else 2) for n, t in whole.items() if ".experts." in n)
-    ep = TrainerLayout.parse(layout).ep
-    check_broadcast(results, list(whole), experts - experts // ep)
+    check_broadcast(results, list(whole), experts - experts // TrainerLayout.parse(layout).ep)
     check_results(results, sum(tensor.nbytes for tensor in whole.values()), engines=len(engines))
 
     verified(engines, manifest, capsys, version=5)

@@ -97,8 +97,7 @@ def test_the_verify_command_names_the_one_tensor_that_differs(
         assert verify(*both, "--manifest", manifest) == 0
         assert capsys.readouterr().out.count("38 parameters of version 5: equal") == 2
 
-        other = {**changed, NORM: changed[NORM] + 1}
-        sync.update(other.items(), version=6, timeout_s=UPDATE_S)
+        sync.update({**changed, NORM: changed[NORM] + 1}.items(), version=6, timeout_s=UPDATE_S)
     assert verify(*one, "--manifest", manifest, "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in found["different"]] == [NORM]

@@ -130,8 +130,7 @@ def test_our_own_path_ends_with_the_same_rows_over_tcp() -> None:
         sending.settle()
         assert len(ends) == 4 and min(ends) > start_s
         assert [digest(rank.tensors()) for rank in ranks] == [_placed(work, dp) for dp in range(SMALL.dp)]
-        rows = SMALL.tokens - len(work.lengths)
-        assert sending.bytes_sent == rows * work.spec.bytes_per_token
+        assert sending.bytes_sent == (SMALL.tokens - len(work.lengths)) * work.spec.bytes_per_token
         for rank in ranks:
             rank.receiver.close()
 

@@ -142,3 +142,6 @@ def test_every_recorded_step_runs_and_what_is_not_tested_is_said(tmp_path: Path)
     assert "4 failed" in every and every.count("swapped_samples (") >= 4, every
     assert "not tested: step 7, dp=3" in every and "2 samples do not fill 3 DP ranks: s6, s7" in every
     assert "2 failed" in children.run(*shared.split(), "--r3-steps", "1").stdout
+    for segment in (tmp_path / "rec").glob("step*"):
+        segment.unlink()
+    assert "has no step 0" in children.run(*shared.split()).stdout

@@ -97,8 +97,7 @@ def test_rows_that_lie_in_a_frame_as_they_are_stay_where_it_was_received(relay: 
 def test_coded_rows_are_decoded_once_and_stay_decoded(relay: Relay, codec: str) -> None:
     ids = np.sort(np.tile(random_ids(1, seed=2), (300, 1, 1)))
     deliver(relay, (1, encode_frame(SPEC, expert_ids_TLK=ids, codec=codec)))
-    rows = arrived(relay)
-    assert np.array_equal(rows.ids_TLK, ids)
+    assert np.array_equal(arrived(relay).ids_TLK, ids)
     assert relay.status()["store"] == {"frames": 1, "bytes": ids.nbytes + BESIDE}
 
 

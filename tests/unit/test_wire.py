@@ -167,8 +167,7 @@ def test_damage_of_many_layers_names_a_few_and_counts_the_others() -> None:
 def test_ids_at_an_odd_address_are_verified() -> None:
     ids = random_ids(40, spec=WIDE)
     data = b"x" + encode_frame(WIDE, expert_ids_TLK=ids, codec="stored")
-    frame = parse_frame(memoryview(data)[1:], spec=WIDE)
-    assert np.array_equal(frame.verify(), ids)
+    assert np.array_equal(parse_frame(memoryview(data)[1:], spec=WIDE).verify(), ids)
 
 
 # -- what travels in place of a frame ----------------------------------------------------------------------------------

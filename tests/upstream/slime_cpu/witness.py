@@ -244,8 +244,7 @@ def watch_actor(module: Any) -> None:
 
     def fill_routing_replay(self: Any, data_iterator: Any, num_microbatches: Any, rollout_data: Any) -> Any:
         _EXPECTED.clear()
-        pattern = self.model[0].module.config.moe_layer_freq
-        _LAYERS[:] = _own_moe_layers(self, pattern)
+        _LAYERS[:] = _own_moe_layers(self, self.model[0].module.config.moe_layer_freq)
         for indices in rollout_data["micro_batch_indices"]:
             _EXPECTED.append(_rows(self.args, rollout_data, indices))
         return fill(self, data_iterator, num_microbatches, rollout_data)
