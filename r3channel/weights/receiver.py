@@ -212,17 +212,18 @@ def ask(original: Any, manager: Any, recv_req: Any) -> Any:
 def update(original: Any, manager: Any, recv_req: Any) -> Any:
     """Wrap the scheduler's update.
 
-    A commit gets begin and end. An order that loads nothing gets neither. Other updates pass unchanged.
+    A commit gets begin and end. An order that loads nothing gets neither. Other updates pass unchanged, unless the memory of the
+    weights is released.
     """
-    if recv_req.load_format not in (OPEN_FORMAT, COMMIT_FORMAT):
-        return original(manager, recv_req)
-    # a commit into released memory would have nothing to write to: it is answered as an order is there
+    # an update of released memory would write where nothing is: it is answered as an order is there
     if recv_req.load_format == OPEN_FORMAT or RELEASED in manager.offload_tags:
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
 
         model = manager.tp_worker.model_runner.weight_updater.get_model()
         done, message = handle_order(_own(), manager, model, recv_req.names)
         return UpdateWeightsFromDistributedReqOutput(success=done, message=message)
+    if recv_req.load_format != COMMIT_FORMAT:
+        return original(manager, recv_req)
     begun = manager.begin_weight_update(recv_req).success  # of the request only `selector` is read
     done = original(manager, recv_req)
     if done.success or FLUSH_REFUSED in done.message or (begun and UNTOUCHED in done.message):
