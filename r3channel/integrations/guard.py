@@ -22,11 +22,8 @@ class _Refusal:
     def find_spec(self, name: str, _path: object = None, _target: object = None) -> None:
         if name in _PARSERS and not self.hooked:
             framework = name.partition(".")[0]
-            print(
-                f"r3channel: {FLAG} does nothing in this run: {framework} was started without the channel's hooks. "
-                f"Start it with `r3channel {framework} train_async.py ARGUMENTS... {FLAG}`",
-                file=sys.stderr,
-            )
+            said = f"r3channel: {FLAG} does nothing in this run: {framework} was started without the channel's hooks. Start it "
+            print(said + f"with `r3channel {framework} train_async.py ARGUMENTS... {FLAG}`", file=sys.stderr)
             raise SystemExit(2)
 
 

@@ -59,7 +59,7 @@ def test_engines_and_requests_give_routing_and_slimes_own_replay_is_off() -> Non
     args = slime_arguments.prepare(parsed("--r3-bucket-bytes", "65536", "--r3-trace", "run", **own))
     replays = args.use_rollout_routing_replay, args.use_routing_replay, args.moe_enable_routing_replay
     assert replays == (True, False, True)
-    assert args.r3_channel["bucket_bytes"] == 65536
+    assert args.r3_channel["bucket_bytes"] == 65536 and args.r3_channel["expiry_s"] > 365 * 86_400
     assert args.r3_channel["trace"] == os.path.abspath("run"), "actors are elsewhere"
     assert slime_arguments.prepare(parsed(colocate=True, update_weight_transport="nccl")), "by memory"
     woken = {"offload_train": True, "advantage_estimator": "ppo"}
@@ -70,6 +70,7 @@ def test_engines_and_requests_give_routing_and_slimes_own_replay_is_off() -> Non
     "given, slime, words",
     [
         ((), {"num_experts": None}, "without experts"), ((), {"use_routing_replay": True}, "--use-routing-replay"),
+        ((), {"debug_rollout_only": True}, "trains nothing"),
         (("--r3-invalid-rows", "mask"), {}, "--r3-invalid-rows mask"),
         (("--r3-max-staleness", "1", "--r3-on-stale", "mask"), {}, "--r3-on-stale mask"),
         (("--r3-token-tensors", "sampling_masks"), {}, "--r3-token-tensors"),
@@ -96,7 +97,8 @@ def test_this_machine_and_the_layout_are_looked_at_before_slime_starts_a_part(tm
         return [fault.split()[0] for fault in slime_arguments.faults(args) if fault]
 
     assert faults() == ["--r3-journal", "--r3-record:"]
-    assert faults("--r3-interface", "10.0.0.5") == []  # the relay may be on any node
+    # the relay may be on any node
+    assert faults("--r3-interface", "10.0.0.5") == faults(actor_num_nodes=2) == []
     with pytest.raises(ConfigError, match="8 trainer ranks do not divide by tp=3 x pp=1 x cp=1"):
         faults(tensor_model_parallel_size=3)
 
@@ -310,7 +312,9 @@ def test_the_launchers_help_tells_nothing_that_slime_refuses(capsys: pytest.Capt
     assert slime_launch.run(["--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "--r3-on-stale" in said and "--r3-token-tensors" not in said and "`mask`" not in said
-    assert "Default: what the job needs." in said and "Default: the time." in said
+    assert (
+        "Default: what the job needs." in said and "Default: the time." in said and "Default: never." in said
+    )
 
 
 # -- what engines that a framework starts are told: enough to deliver, and nothing that the framework may not log --------------

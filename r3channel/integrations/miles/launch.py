@@ -84,9 +84,8 @@ def prepare(args: Namespace) -> Namespace:
     given = vars(args) | {f"r3_{name}": value for name, value in channel.items()}
     preflight.refuse(
         f"--{name.replace('_', '-')} {given[name]}: expected {wanted!r}, because {why}"
-        for name, (wanted, why) in (MILES | _CHANNEL).items()
-        if given[name] != wanted
-    )
+        for name, (wanted, why) in (MILES | _CHANNEL).items() if given[name] != wanted
+    )  # fmt: skip
     args.r3_channel, args.r3_megatron_init = channel, args.custom_megatron_init_path
     args.custom_megatron_init_path = "r3channel.integrations.miles.trainer.start"
     return args

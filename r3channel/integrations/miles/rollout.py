@@ -31,8 +31,7 @@ class ChannelManager(RelayManager, rollout_manager.RolloutManager.__ray_metadata
         rows = data.get("rollout_routed_experts", [None] * len(data["tokens"]))
         each = zip(data["sample_indices"], data["tokens"], rows, strict=True)
         samples = [SimpleNamespace(index=i, tokens=t, rollout_routed_experts=r) for i, t, r in each]
-        split = partial(self._split, args, **options)
-        return self.seal(split, self.convert(samples, data), self.rollout_id)
+        return self.seal(partial(self._split, args, **options), self.convert(samples, data), self.rollout_id)
 
     def put_beside(self, box: dict[str, Any], ticket: Any) -> None:
         """Put a step's ticket and the manager beside a rank's data.

@@ -59,12 +59,9 @@ def check_checkout(context: CheckContext) -> Iterator[Check]:
     root = Path(context.slime or "")
     found = nearest(root)
     known = _known_version(found.version)
-    yield Check(
-        name=f"slime {root}",
-        ok=not found.moved,
-        found="; ".join(found.moved) or f"all names of {known}",
-        remedy=f"it is nearest to {known}: use that; to adapt: r3channel/integrations",
-    )
+    remedy = f"it is nearest to {known}: use that; to adapt: r3channel/integrations"
+    seen = "; ".join(found.moved) or f"all names of {known}"
+    yield Check(name=f"slime {root}", ok=not found.moved, found=seen, remedy=remedy)
     if not found.moved and found.version != RUN:
         yield Check(name="only read", ok=True, found=f"slime {found.version}: {_READ}")
     for file, names in () if found.moved else files_of(found.version):

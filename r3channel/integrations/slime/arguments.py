@@ -26,7 +26,9 @@ _SWITCHES = "use-routing-replay use-rollout-routing-replay colocate release-trai
 _NUMBERS = "num-experts rollout-batch-size over-sampling-batch-size"
 _LENGTHS = "rollout-max-response-len rollout-max-prompt-len rollout-max-context-len"
 """slime's own arguments that the channel asks about."""
-_DEFAULTS = {"r3_store_bytes": "Default: what the job needs.", "r3_run_name": "Default: the time."}
+_DEFAULTS = {
+    "r3_store_bytes": "Default: what the job needs.", "r3_run_name": "Default: the time.", "r3_expiry_s": "Default: never.",
+}  # fmt: skip
 """What `channel_of` puts in the place of the channel's own defaults, for the help."""
 _LEAST_BYTES, _SPARE = 64 << 20, 1 / 8
 """Least value of `store_bytes`, and the store's share for rows of evaluated, aborted and dropped samples."""
@@ -125,7 +127,7 @@ def prepare(args: Namespace, *, detached: bool = False) -> Namespace:
     # slime's broadcast updater calls neither begin_weight_update nor end_weight_update. An SGLang that has these calls refuses
     # broadcasts without them, and slime then waits in the broadcast for ever.
     broadcasts = not updates and getattr(args, "update_weight_transport", "") == "nccl"
-    alone = args.colocate or args.debug_train_only or args.debug_rollout_only
+    alone = args.colocate or args.debug_train_only
     own_gpus = not args.colocate and not args.release_train and args.update_weight_mode == "full"
     direct, transport = args.r3_delivery == "direct", getattr(args, "rollout_data_transport", "object-store")
     refusals = (
@@ -139,6 +141,7 @@ def prepare(args: Namespace, *, detached: bool = False) -> Namespace:
          "or gloo"),
         (args.colocate and channel.transport == "nccl", "--r3-transport nccl and --colocate: every GPU has a trainer, and NCCL "
          "refuses two ranks on one; expected tcp"),
+        (args.debug_rollout_only, "--debug-rollout-only trains nothing, so nothing is to be replayed; expected it alone"),
         (not args.num_experts, "--num-experts is not set: a model without experts has no routing to replay"),
         (args.use_routing_replay and not args.use_rollout_routing_replay, "--use-routing-replay replays what the trainer itself "
          f"chose, {guard.FLAG} what the engines chose. Give one of them"),
@@ -176,7 +179,9 @@ def channel_of(args: Namespace) -> config.ChannelConfig:
         ConfigError: If the given store cannot hold a step.
     """
     size = step_size(args)
-    defaults = {"run_name": time.strftime("%Y%m%d-%H%M%S")} | ({"store_bytes": size.store} if size else {})
+    # A sample's rows end with its object, however long a rollout takes.
+    defaults = {"run_name": time.strftime("%Y%m%d-%H%M%S"), "expiry_s": 1e9}
+    defaults |= {"store_bytes": size.store} if size else {}
     channel = config.ChannelConfig.from_args(args, **defaults)
     if size and channel.store_bytes < size.step:
         text = f"--r3-store-bytes {channel.store_bytes}: one step may have more rows, {size.counted}. Expected {size.step}, "
@@ -187,8 +192,8 @@ def channel_of(args: Namespace) -> config.ChannelConfig:
 def faults(args: Namespace, *, detached: bool = False) -> Iterator[str]:
     """Yield what in prepared arguments would end the run later.
 
-    Ports and folders are checked only if the interface is loopback: then all processes that speak to the relay are on this
-    machine.
+    Ports, folders and memory are checked only if the interface is loopback and one node trains: then all processes that speak to
+    the relay are on this machine.
 
     Args:
         args: Arguments from `prepare`.
@@ -199,7 +204,7 @@ def faults(args: Namespace, *, detached: bool = False) -> Iterator[str]:
     """
     layout, channel = layout_of(args), config.ChannelConfig(**args.r3_channel)
     channel = replace(channel, ingest_port=0, metrics_port=0) if detached else channel
-    if channel.interface in ("127.0.0.1", "::1", "localhost"):
+    if channel.interface in ("127.0.0.1", "::1", "localhost") and args.actor_num_nodes < 2:
         yield memory_fault(args)
         yield from preflight.of_channel(channel, ranks=layout.world_size)
         yield preflight.folder("--r3-record", args.r3_record or "")

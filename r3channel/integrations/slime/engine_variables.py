@@ -30,13 +30,10 @@ def engine_variables(relay: Any, args: Namespace, *, nodes: int) -> dict[str, st
     """
     channel, page, given = args.r3_channel, relay.config, args.r3_channel["interface"]
     found = {
-        "R3CHANNEL_ENGINE": "1",
-        "R3CHANNEL_INTERFACE": page.interface if given in (LOOPBACK, AUTO) else given,
-        "R3CHANNEL_METRICS_PORT": str(min(page.metrics_port, 0)),
-        "R3CHANNEL_METRICS_DIR": page.metrics_dir,
-        "R3CHANNEL_RUN_NAME": page.run_name,
-        "R3CHANNEL_TRACE": channel["trace"],
-    }
+        "R3CHANNEL_ENGINE": "1", "R3CHANNEL_INTERFACE": page.interface if given in (LOOPBACK, AUTO) else given,
+        "R3CHANNEL_METRICS_PORT": str(min(page.metrics_port, 0)), "R3CHANNEL_METRICS_DIR": page.metrics_dir,
+        "R3CHANNEL_RUN_NAME": page.run_name, "R3CHANNEL_TRACE": channel["trace"],
+    }  # fmt: skip
     if args.r3_delivery != "direct":
         return found
     path = channel["token_file"]
@@ -45,8 +42,5 @@ def engine_variables(relay: Any, args: Namespace, *, nodes: int) -> dict[str, st
         text += "token; expected the path of a file, mode 0600, that every node can read (it is made if it is missing)"
         raise ConfigError(text)
     path = path or token_in_memory()
-    return found | {
-        "R3CHANNEL_DELIVERY": "direct",
-        "R3CHANNEL_RELAY_URL": relay.serve(token_file=path),
-        "R3CHANNEL_TOKEN_FILE": path,
-    }
+    direct = {"R3CHANNEL_DELIVERY": "direct", "R3CHANNEL_RELAY_URL": relay.serve(token_file=path)}
+    return found | direct | {"R3CHANNEL_TOKEN_FILE": path}

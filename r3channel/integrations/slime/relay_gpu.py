@@ -5,6 +5,7 @@ A shared GPU is taken beside Ray's accounting: by its number, on the node that h
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from r3channel.plan.capacity import relay_gpu_bytes
 _TCP = "or --r3-transport tcp"
 SEES_ALL = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """Without this variable Ray hides every GPU from an actor that asks for none."""
+LIKE_TRAINERS = {"NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "0")}
+"""slime's trainers have this value (`ray/actor_group.py`). On one node the two ends of an NCCL pair need the same."""
 
 
 def shared_gpu(nodes: Mapping[int, str], bundles: Sequence[int], gpus: Sequence[Any]) -> tuple[str, str]:

@@ -176,16 +176,18 @@ def remote_manager(args: Namespace, pg: Any) -> Any:
     if not TRANSPORTS[args.r3_channel["transport"]].needs_gpu:
         return kind
     group, bundles, gpus = pg
+    variables, more = relay_gpu.LIKE_TRAINERS, dict[str, Any](num_gpus=1)
     if args.r3_relay_gpu == "own":
         relay_gpu.check_own(int(ray.cluster_resources().get("GPU", 0)), group.bundle_count)
-        return SimpleNamespace(options=lambda **options: kind.options(**options | {"num_gpus": 1}))
-    nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    node, args.r3_gpu = relay_gpu.shared_gpu(nodes, bundles, gpus)
+    else:
+        nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+        node, args.r3_gpu = relay_gpu.shared_gpu(nodes, bundles, gpus)
+        variables = variables | relay_gpu.SEES_ALL
+        more = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
     def options(*, runtime_env: dict[str, Any], **given: Any) -> Any:
-        runtime_env = runtime_env | {"env_vars": runtime_env["env_vars"] | relay_gpu.SEES_ALL}
-        given["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
-        return kind.options(runtime_env=runtime_env, **given)
+        runtime_env = runtime_env | {"env_vars": runtime_env["env_vars"] | variables}
+        return kind.options(runtime_env=runtime_env, **given | more)
 
     return SimpleNamespace(options=options)
 

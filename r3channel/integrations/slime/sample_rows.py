@@ -207,7 +207,9 @@ class SampleRows:
 
         This is not done at the moment when they go, because that may be inside any lock.
         """
-        gone = [self._gone.popleft() for _ in range(len(self._gone))]
+        gone = list[str]()
+        with suppress(IndexError):  # in a fully asynchronous rollout another thread tidies, too
+            gone.extend(self._gone.popleft() for _ in range(len(self._gone)))
         if gone:
             self.relay.discard(gone)
 

@@ -49,7 +49,7 @@ class ChannelActor(MegatronTrainRayActor):
         seen = slime_loss._maybe_capture_log_probs
         slime_loss._maybe_capture_log_probs = lambda *given: (self._compare(*given), seen(*given))
         start = super().init(args, role, *rest, **options)
-        if args.r3_weights != "off" and not args.debug_rollout_only:
+        if args.r3_weights != "off":
             # imported here: slime 0.4.0 need not have the names that it uses
             from r3channel.integrations.slime.weights import ChannelUpdater
 
@@ -58,16 +58,14 @@ class ChannelActor(MegatronTrainRayActor):
 
     def set_rollout_manager(self, rollout_manager: Any) -> None:
         super().set_rollout_manager(rollout_manager)
-        if not (self.args.debug_rollout_only or self.args.offload_train):
+        if not self.args.offload_train:
             self._attach()
 
     def _attach(self) -> TrainerChannel:
         # At the start, or in the first step if the model sleeps until then.
         if self.channel is None:
-            relay, layout = RayRelay(self.rollout_manager), layout_of(self.args)
-            self.channel = TrainerChannel.attach(
-                self.model, relay, layout=layout, config=config_of(self.args)
-            )
+            attach = partial(TrainerChannel.attach, self.model, RayRelay(self.rollout_manager))
+            self.channel = attach(layout=layout_of(self.args), config=config_of(self.args))
             self.channel.metrics.measure("r3channel_weight_updates_total")
         return self.channel
 

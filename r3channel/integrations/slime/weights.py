@@ -14,7 +14,7 @@ from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf  # pyrigh
 from slime.backends.megatron_utils.update_weight import common  # pyright: ignore[reportMissingImports]
 from slime.utils.distributed_utils import get_gloo_group  # pyright: ignore[reportMissingImports]
 
-from r3channel.errors import ConfigError
+from r3channel.errors import ConfigError, WeightsError
 from r3channel.integrations.slime.relay_manager import interface_of
 from r3channel.transport.network import local_address
 from r3channel.weights.convert import Shard, merged_tp, parts_of, shards_of
@@ -58,9 +58,8 @@ class ChannelUpdater:
         urls = ray.get([engine.get_url.remote() for engine in rollout_engines])
         make = WeightSync.sharded if self._exact else WeightSync.whole
         self._sync = make(
-            urls, group=get_gloo_group(),
-            host=local_address(interface_of(self.args)), token_file=self.args.r3_channel["token_file"],
-            backend="nccl" if torch.cuda.is_available() else "gloo",
+            urls, group=get_gloo_group(), host=local_address(interface_of(self.args)),
+            token_file=self.args.r3_channel["token_file"], backend="nccl" if torch.cuda.is_available() else "gloo",
             wire={"nccl": "nccl", "colocated": "shared_memory"}.get(self.args.r3_weights, "tcp"),
             metrics=self._actor.channel and self._actor.channel.metrics,
         )  # fmt: skip
@@ -75,8 +74,13 @@ class ChannelUpdater:
     def update_weights(self) -> None:
         assert self._sync is not None  # slime connects before
         timeout_s = self.args.r3_channel["step_timeout_s"]
-        self._sync.update(self._tensors(), version=self.weight_version + 1, timeout_s=timeout_s)
+        report = self._sync.update(self._tensors(), version=self.weight_version + 1, timeout_s=timeout_s)
         self.weight_version += 1
+        if report.evicted and not self.args.use_fault_tolerance:
+            # slime's router would send it requests, which a paused engine never answers
+            raise WeightsError(
+                f"weights did not reach {report.evicted}; --use-fault-tolerance restarts engines"
+            )
 
     pop_metrics = staticmethod(dict)
 
