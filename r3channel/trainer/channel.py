@@ -158,11 +158,8 @@ class TrainerChannel:
                     step.logprobs = KeptLogprobs(ticket, shard.shard)
                 yield step
             if shard.loss_mask_missed:
-                log.warning(
-                    "r3channel: step %d: tokens were to leave the loss, and shard.loss_mask(i) was never read; multiply your "
-                    "loss by it: nothing else does",
-                    ticket.step,
-                )
+                said = "r3channel: step %d: tokens were to leave the loss, and shard.loss_mask(i) was never read; multiply your "
+                log.warning(said + "loss by it: nothing else does", ticket.step)
             self._publish(shard, audit)
             self._figures = self._figures_of(shard, spent)
             if trace is not None:

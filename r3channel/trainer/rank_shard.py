@@ -55,9 +55,8 @@ class RankShard:
         self._masks = dict[tuple[str, int], Any]()
         self._tensors = {
             tensor: list(read_slot(shard, tensor, np.asarray(tensors[tensor.name])))
-            for tensor in received_tensors(ticket, shard)
-            if tensors is not None
-        }
+            for tensor in received_tensors(ticket, shard) if tensors is not None
+        }  # fmt: skip
 
     @classmethod
     def from_whole(
@@ -125,11 +124,15 @@ class RankShard:
         """Return where a micro-batch has no token.
 
         Returns:
-            [b, s / cp] bool ([1, t / cp] for a pack): True where no token is, as Megatron's `padding_mask` has it.
+            [b, s / cp] bool ([1, t / cp] for a pack) on the routers' device: True where no token is, as Megatron's `padding_mask`
+            has it.
         """
+        return upload(self._padding(microbatch), self.data_N.device)
+
+    def _padding(self, microbatch: int) -> Ids:
         sample, position = self.shard.token_map(microbatch)
         tokens = np.asarray([*self.shard.microbatches[microbatch].tokens, 0])
-        return torch.from_numpy((sample < 0) | (position >= tokens[sample]))
+        return (sample < 0) | (position >= tokens[sample])
 
     def model_input(
         self, microbatch: int, tokens: Sequence[Sequence[int]]
@@ -151,18 +154,18 @@ class RankShard:
         """Return which tokens of a micro-batch stay in the loss.
 
         Returns:
-            [b, s / cp] bool ([1, t / cp] for a pack): False on padding, with policy `mask` on tokens without engine routing, and
-            on stale tokens where `on_stale` masks them. A sample's last token is True: it has no row, and nothing is wrong with
-            it.
+            [b, s / cp] bool ([1, t / cp] for a pack) on the routers' device: False on padding, with policy `mask` on tokens
+            without engine routing, and on stale tokens where `on_stale` masks them. A sample's last token is True: it has no row,
+            and nothing is wrong with it.
         """
         self._loss_mask_read = True
         sample, position = self.shard.token_map(microbatch)
-        keep = ~self.padding_mask(microbatch).numpy()
+        keep = ~self._padding(microbatch)
         if self.invalid_rows == "mask":
             keep &= ~self._invalid(microbatch, sample, position)
         if self.staleness is not None and self.staleness.masks:
             keep &= ~self._laid_out(microbatch, self.staleness.stale)
-        return torch.from_numpy(keep)
+        return upload(keep, self.data_N.device)
 
     @property
     def loss_mask_missed(self) -> bool:

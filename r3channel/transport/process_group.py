@@ -37,13 +37,13 @@ in engines that are paused while a call is under way."""
 
 log = logging.getLogger(__name__)
 _OURS = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",  # no watchdog: at a peer's death it sets a flag at which the default group's monitor aborts
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # by default an error of our group ends the process
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # by default it sets a flag of all groups, and the default one's monitor waits and aborts
 }
 """Environment variables that an NCCL group reads once, when it is made."""
 _ENVIRONMENT = threading.Lock()
 UNLIMITED = timedelta(days=365)
-"""The timeout of a group's own watchdog: every wait here has a deadline of its own, and calls `abort` at its end."""
+"""The timeout of torch's own waits: every wait here has a deadline of its own, and calls `abort` at its end."""
 _PAIR_CTAS = 4
 """The GPU's thread blocks for one pair's sends: rows need a small part of a link's speed, and the model runs beside them."""
 _CLOSE_S = 5.0

@@ -185,8 +185,8 @@ def test_a_peer_that_joins_and_stops_after_the_first_byte_ends_the_join_by_its_d
 
 class NcclGroup:
     """As torch 2.13's `ProcessGroupNCCL`, as far as its failures reach others: settings are read from the environment when one
-    is made; an operation beyond the group's timeout is an error for its watchdog, which then ends the process, and where it may
-    dump has the monitor of the default group end it."""
+    is made; an operation beyond the group's timeout, or whose peer dies, is an error for its watchdog, which then ends the
+    process, or has the monitor of the default group end it."""
 
     @staticmethod
     def Options() -> Any:
@@ -199,7 +199,7 @@ class NcclGroup:
     def __init__(self, _store: object, _rank: int, _size: int, options: Any) -> None:
         time.sleep(0.05)
         self.ends_process = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") != "0"
-        self.dumps = os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT", "1") != "0"
+        self.watched = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "1"
         self.timeout, self.aborted, self.ended = options._timeout, 0, threading.Event()
         self.config, self.connected = options.config, list[tuple[torch.device, str]]()
         NcclGroup.made.append(self)
@@ -226,13 +226,13 @@ class NcclGroup:
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
     """Makes a group of one rank on the stand-in."""
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NcclGroup, raising=False)
     monkeypatch.setattr("r3channel.transport.process_group.device_of", lambda _: torch.device("cpu"))
     monkeypatch.setattr(NcclGroup, "made", [])
     yield lambda **limits: Meeting().join(0, 1, backend="nccl", **limits)
-    assert not {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"} & set(os.environ)
+    assert not {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT"} & set(os.environ)
 
 
 def test_an_nccl_communicator_whose_peer_does_not_come_ends_the_join_by_its_deadline(
@@ -255,7 +255,7 @@ def test_nccl_groups_that_form_at_once_are_quiet_and_do_not_block(nccl: Callable
         list(pool.map(form, range(3)))
     assert len(NcclGroup.made) == 3
     for made in NcclGroup.made:
-        assert (made.ends_process, made.dumps) == (False, False)
+        assert (made.ends_process, made.watched) == (False, False)
         assert made.connected == [(torch.device("cpu"), "r3channel-nccl-connect")]
         assert (made.config.blocking, made.config.max_ctas) == (0, 4)
 
@@ -264,6 +264,9 @@ def test_what_was_left_of_a_join_is_no_limit_of_an_nccl_groups_operations(nccl: 
     transport = nccl(timeout_s=0.5)
     with pytest.raises(DeadlineExceeded, match=r"broadcast .* within 0\.2 s"):
         transport.broadcast(0, torch.zeros(8, dtype=torch.uint8), timeout_s=0.2)
+    (transport := nccl()).alive = lambda: False
+    with pytest.raises(TransportError, match="the peer has left"):
+        transport.broadcast(0, torch.zeros(8, dtype=torch.uint8), timeout_s=SOON_S)
     assert NcclGroup.made[0].aborted == 1
     with pytest.raises(TransportError, match="abandoned"):
         transport.broadcast(0, torch.zeros(8, dtype=torch.uint8), timeout_s=0.2)
