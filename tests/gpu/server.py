@@ -17,7 +17,7 @@ from examples.embedded.sglang import EngineOptions, EngineServer
 from r3channel.model.spec import RoutingSpec
 from tests.support.waits import ENGINE_S, await_memory
 
-READY_S = 150.0
+READY_S = 300.0
 """With kernels that are compiled at their first use."""
 LAYERS = 12
 """14 GB in bfloat16: four servers beside one another on 80 GB."""

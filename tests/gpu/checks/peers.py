@@ -28,7 +28,7 @@ from tests.gpu.facts import Facts, words_of
 
 CONNECT_S, SEND_S = 60.0, 30.0
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-MONITORED_S = {"cpu": 1, "cuda": 15}
+MONITORED_S = {"cpu": 1, "cuda": 20}
 """The default group's monitors look every 5 s, in NCCL alone: what we aborted must not end the process."""
 HOSTS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5"}
 BUSY_CYCLES = 4_000_000_000
@@ -153,13 +153,15 @@ def check(device: str, facts: Facts) -> None:
     if device == "cuda":
         torch.cuda.set_device(0)
     with two_peers() as (first, second), tempfile.TemporaryDirectory() as folder:
+        at_both_ends(
+            second, _begin, folder, device
+        )  # first, as a trainer's: it is the one that monitors all groups
         groups = Groups(device, facts)
         three = groups.join("a group of three", [first, second])
         taking = [peer.pool.submit(_take, nbytes, device) for peer in (first, second)]
         three.broadcast(0, pattern(nbytes, device), timeout_s=SEND_S)
         held = [one.result() for one in taking]
         facts.expect("a broadcast to two, bytes equal", held, held == [True, True], "both")
-        at_both_ends(second, _begin, folder, device)
         held = at_both_ends(second, _hand_on, nbytes, device)
         facts.expect("TP 2: rebroadcast, scatter, vote", held, held == [[True] * 3] * 2, "right at both ends")
         pair = groups.join("a pair", [first])

@@ -79,7 +79,7 @@ def check(device: str, facts: Facts) -> None:
     multiprocessing.get_context("spawn").Process(target=engine, **args).start()
     os.environ["NCCL_HOSTID"] = "trainer"
     url = ours.recv()
-    wires = ["tcp", "shared_memory", "cuda_ipc", "cuda_ipc", "nccl"]  # whether what stays taken grows
+    wires = ["tcp", "shared_memory", "nccl", "cuda_ipc", "cuda_ipc"]  # whether what stays taken grows
     if not made(device, 1, 0)[NAMES[0]].is_cuda:
         facts.left_out.append("cuda_ipc: no memory of a GPU")
         wires[2:] = ["gloo"]
