@@ -148,8 +148,7 @@ def deliver(make: MakeRelay, tokens: int, frame: bytes) -> None:
     shards = receive(receivers, relay.seal(0, Assignment.given([[["long"]]])))
     for shard in shards:
         replay(shard)
-    real = sum(int(shard.counted_rows(0).sum()) for shard in shards)
-    assert real == tokens - 1
+    assert sum(int(shard.counted_rows(0).sum()) for shard in shards) == tokens - 1
 
 
 def replay(shard: RankShard) -> None:

@@ -40,8 +40,7 @@ def test_no_rank_is_fuller_than_greedy_or_much_fuller_than_possible(
     shape: str, samples: int, dp: int
 ) -> None:
     for seed in range(5):
-        rng = np.random.default_rng([seed, samples])
-        lengths = [int(n) for n in SHAPES[shape](rng, samples)]
+        lengths = [int(n) for n in SHAPES[shape](np.random.default_rng([seed, samples]), samples)]
         tokens = {f"s{i}": n for i, n in enumerate(lengths)}
         ranks = Assignment.balanced(tokens, dp=dp, microbatch_size=1).ranks
         fullest = max(sum(tokens[name] for (name,) in rank) for rank in ranks)

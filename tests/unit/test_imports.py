@@ -133,8 +133,7 @@ def test_an_upward_or_sideways_import_is_noticed() -> None:
 
 def test_no_modules_import_one_another() -> None:
     """Not even in functions or for type hints: who reads one of them must not have to read all."""
-    modules = {module_of(file) for file, _ in sources()}
-    check_no_circle(all_imports(), modules)
+    check_no_circle(all_imports(), {module_of(file) for file, _ in sources()})
 
 
 def test_a_circle_is_noticed() -> None:

@@ -384,8 +384,7 @@ def test_of_a_response_that_was_cut_the_rows_of_the_tokens_that_are_left_are_tra
     tmp_path: Path, way: str, invalid: tuple[int, ...]
 ) -> None:
     """Before and behind the cut rows without routing lie, and another weight version begins behind it; a turn follows."""
-    config = ChannelConfig(invalid_rows="mask")
-    relay = Relay(SPEC, TrainerLayout(), config, recorder=Recorder(tmp_path))
+    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(invalid_rows="mask"), recorder=Recorder(tmp_path))
     valid_T = ~np.isin(np.arange(40), invalid)
 
     def frame(end: int, *spans: Any) -> bytes:

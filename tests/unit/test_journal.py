@@ -311,8 +311,7 @@ def test_two_samples_of_one_name_are_not_mixed(make_relay: MakeRelay, tmp_path: 
     for folder, ends in (("one", (10, 20)), ("other", (15, 30))):
         turns(relay := make_relay(journal=str(tmp_path / folder)), *ends)
         shutil.copytree(folder_of(relay), tmp_path / "dead" / folder_of(relay).name)
-    config = ChannelConfig(journal=str(tmp_path / "dead"))
-    new, recovery = Relay.recover(SPEC, TrainerLayout(), config)
+    new, recovery = Relay.recover(SPEC, TrainerLayout(), ChannelConfig(journal=str(tmp_path / "dead")))
     assert recovery.pending == [NAME] and len(recovery.damaged) == 1 and "two relays" in recovery.damaged[0]
     assert new.rows_held(NAME) in (20, 30)
     new.close()

@@ -152,8 +152,7 @@ def test_what_cannot_be_is_told(target: Path, patches: Path, capsys: pytest.Capt
 
 def test_of_two_patches_the_one_that_fits_is_meant(target: Path, patches: Path, tmp_path: Path) -> None:
     (tmp_path / "newer").mkdir()
-    newer = diff(tmp_path / "newer", BEFORE | {"lib/two.py": "y = 5\n"}, AFTER)
-    write(patches, {"lib-2.patch": newer})
+    write(patches, {"lib-2.patch": diff(tmp_path / "newer", BEFORE | {"lib/two.py": "y = 5\n"}, AFTER)})
     assert run("apply", target) == 0 and files_of(target) == AFTER
 
 

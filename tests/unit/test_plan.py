@@ -57,8 +57,7 @@ def test_maps_of_all_ranks_name_each_row_and_each_token_of_each_sample_once(
                     real = sample >= 0
                     named += list(zip(sample[real].tolist(), position[real].tolist(), strict=True))
                     expected = [np.arange(tokens - 1)[:, None] for tokens in batch.tokens]
-                    line = oracle_rows(expected, batch, layout, cp=cp, tp=tp)[:, 0]
-                    assert np.array_equal(position, line)
+                    assert np.array_equal(position, oracle_rows(expected, batch, layout, cp=cp, tp=tp)[:, 0])
             assert sorted(named) == [(s, p) for s, n in enumerate(batch.tokens) for p in range(n - 1)]
             assert sorted(tokens_named) == [(s, p) for s, n in enumerate(batch.tokens) for p in range(n)]
 

@@ -122,8 +122,7 @@ def test_each_fault_of_the_table_is_said_of_a_page_that_shows_it_and_of_no_other
 @pytest.mark.parametrize("role", LABELS["role"])
 def test_a_process_is_shown_from_its_first_second(role: str, capsys: pytest.CaptureFixture[str]) -> None:
     with closing(Metrics(role)) as metrics:
-        page = f"http://127.0.0.1:{metrics.serve()}/metrics"
-        assert top.run([page, "--once", "--every", "0.01"]) == 0
+        assert top.run([f"http://127.0.0.1:{metrics.serve()}/metrics", "--once", "--every", "0.01"]) == 0
     told = capsys.readouterr().out
     assert "1 page(s)" in told and "no fault" in told and (role == "manager" or f"\n{role} " in told)
 
