@@ -82,10 +82,8 @@ def _reduce(_rank: int, device: str) -> float:
 
 def _hand_on(rank: int, nbytes: int, device: str) -> list[bool]:
     """As a TP group of two: hand a shard on, and learn that a rank cannot; what was right."""
-    group, whole_N = (
-        TensorParallelFanout(dist.group.WORLD, device=torch.device(device)),
-        pattern(nbytes, device),
-    )
+    group = TensorParallelFanout(dist.group.WORLD, device=torch.device(device))
+    whole_N = pattern(nbytes, device)
     got_N, part_N = whole_N * (rank == 0), torch.zeros_like(whole_N[: nbytes // 2])
     group.vote(None, what="rows")
     group.rebroadcast(got_N)
@@ -153,9 +151,8 @@ def check(device: str, facts: Facts) -> None:
     if device == "cuda":
         torch.cuda.set_device(0)
     with two_peers() as (first, second), tempfile.TemporaryDirectory() as folder:
-        at_both_ends(
-            second, _begin, folder, device
-        )  # first, as a trainer's: it is the one that monitors all groups
+        # first, as a trainer's: it is the one that monitors all groups
+        at_both_ends(second, _begin, folder, device)
         groups = Groups(device, facts)
         three = groups.join("a group of three", [first, second])
         taking = [peer.pool.submit(_take, nbytes, device) for peer in (first, second)]
