@@ -77,7 +77,7 @@ def test_a_version_that_changes_in_mid_generation_splits_the_decoded_rows(engine
     decoded = [span for span in last.frame().provenance if span.kind is RowKind.DECODED]
     assert [span.weight_version for span in decoded] == [0, 3]
     # SGLang counts output tokens when the update arrives; with overlap up to two forward passes are under way then.
-    assert abs(decoded[1].start - 30 - 1 + last.meta["weight_versions"][0]["end"]) <= 2
+    assert abs(decoded[1].start - (30 - 1 + last.meta["weight_versions"][0]["end"])) <= 2
 
 
 def test_what_cannot_be_framed_is_reported_and_the_engine_goes_on(engine_url: str) -> None:
