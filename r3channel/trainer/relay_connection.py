@@ -308,7 +308,7 @@ class RelayConnection:
         values = self._hear(wire.GROUP, deadline_s, names=_PLACE)
         where = {name: values[name] for name in _PLACE}
         self._group = join(Rendezvous(**where), timeout_s=_seconds_left(deadline_s))
-        self._group.alive = partial(getattr, self._link, "alive")
+        self._group.alive = partial(getattr, self._open(), "alive")
 
     def _recv(self, out_N: memoryview, deadline_s: float) -> None:
         self._open().recv_into(out_N, timeout_s=self._limit(deadline_s))

@@ -345,7 +345,7 @@ def nccl_group(store: Store, rank: int, world_size: int, *, of_a_pair: bool) -> 
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
-def wait_nccl(work: Any, deadline: float, alive: Callable[[], bool] = lambda: True) -> None:
+def wait_nccl(work: Any, deadline: float, alive: Callable[[], bool]) -> None:
     """Wait until the host knows that the work is done.
 
     The work's own wait orders streams only.

@@ -381,9 +381,10 @@ class Grouped(Staged):
         self._run.report.sent_bytes += sent
 
     def _undo(self, handle: EngineHandle, left_s: float) -> None:
+        until_s = time.monotonic() + left_s  # of both: a late call would reach into the next update
         with suppress(errors.R3Error):  # an engine that serves may have no call of a group under way
             self._regroup(handle, left_s / 2, {})
-        handle.undo(left_s / 2)
+        handle.undo(until_s - time.monotonic())
 
 
 def _at_once(handle: EngineHandle, call: Callable[[RankLink], T]) -> list[T]:

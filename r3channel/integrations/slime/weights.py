@@ -78,9 +78,7 @@ class ChannelUpdater:
         self.weight_version += 1
         if report.evicted and not self.args.use_fault_tolerance:
             # slime's router would send it requests, which a paused engine never answers
-            raise WeightsError(
-                f"weights did not reach {report.evicted}; --use-fault-tolerance restarts engines"
-            )
+            raise WeightsError(f"weights did not reach {report.evicted}; expected --use-fault-tolerance")
 
     pop_metrics = staticmethod(dict)
 
